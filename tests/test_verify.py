@@ -171,12 +171,12 @@ def an_id_twice(w: World):
     w[1].nodes[3].id = 7
 
 
-@damage("dangling", "node 9 needs node 123456, which does not exist")
+@damage("dangling", r"node 9 needs node 123456 \(data_deps\), which does not exist")
 def a_dependency_on_nothing(w: World):
     w[1].by_id(9).data_deps.append(123456)
 
 
-@damage("cycle", "in a circle, which never runs: node 9 needs node 9")
+@damage("cycle", "in a circle, which never runs: node 9 needs node 9; not by data_deps alone")
 def a_node_that_needs_itself(w: World):
     w[1].by_id(9).ctrl_deps.append(9)
 
@@ -212,7 +212,7 @@ for _name, _type in (
     DAMAGES[f"type {_type} without {_name}"] = _without(_name, _type), f"no-{_name}", "has no comm_"
 
 
-@damage("no-work", "neither num_ops with tensor_size nor a duration")
+@damage("no-work", "num_ops or tensor_size is missing, and nothing has a duration")
 def a_kernel_without_num_ops(w: World):
     drop(w[1].of(COMP)[4], "num_ops")
 
@@ -837,6 +837,26 @@ def test_parts_whose_groups_reach_into_different_parts(tmp_path: Path):
         second = collective(w[rank], group, first, size=16)
         if rank == 3:
             kernel(w[3], second, name="one more")
+    assert verify(w.save(tmp_path / "w")).findings == []
+
+
+def test_ranks_of_a_part_that_do_not_go_in_step(tmp_path: Path):
+    """Ranks 0 and 1 run one program, but 1 can go on only after 0 has: rank by rank it ends."""
+    w = simple(4, {"1": [0, 2], "2": [1, 3]})
+    for rank in (0, 1):
+        met = collective(w[rank], 1 + rank)
+        send(w[rank], 3 - rank, 5, met)
+    recv(w[2], 1, 5, collective(w[2], 1))
+    collective(w[3], 2, recv(w[3], 0, 5))
+    report = verify(w.save(tmp_path / "w"))
+    assert report.findings == []
+    assert report.kinds == 3
+
+
+def test_ranks_that_only_compute(tmp_path: Path):
+    w = simple(3, {})
+    for rank in range(3):
+        kernel(w[rank], kernel(w[rank]))
     assert verify(w.save(tmp_path / "w")).findings == []
 
 

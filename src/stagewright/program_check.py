@@ -63,8 +63,7 @@ def _rank_by_rank(world: World) -> bool:
     """Run a small world with every rank by itself."""
     if sum(len(p.ranks) * len(p.exchange.events.row) for p in world.parts) > SMALL:
         return False
-    singles = [one for part in world.parts for one in part.rank_by_rank()]
-    single = World(singles, world.size, world.groups)
+    single = world.rank_by_rank()
     match = check_world(single)
     _raise(single.findings)
     _must_end(single, match)

@@ -37,7 +37,7 @@ from stagewright.traces.hang import explain
 from stagewright.traces.kin import Kin, Task, TraceSource, check_files, joined
 from stagewright.traces.meet import check_world
 from stagewright.traces.search import search
-from stagewright.traces.world import Part, World, runs_in_order
+from stagewright.traces.world import Match, Part, World, runs_in_order
 from stagewright.write import GROUPS, MANIFEST
 
 MOST_EXPLAINED = 20_000_000  # nodes of a run that looks for what hangs
@@ -45,6 +45,8 @@ MOST_SEARCHED = 200_000  # nodes, of all ranks, of a search for an order that ha
 MOST_MISSING = 1 << 22  # ranks without a file, of a directory that is checked as a whole
 FEW_BYTES = 16_000_000  # so little is read without other processes
 TASK_BYTES = 64_000_000  # that a process reads before it takes the next task
+
+UNMET = ("collectives-differ", "idle-member", "not-member", "no-group", "no-send")
 
 NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]{0,8})\.et")
 
@@ -332,15 +334,21 @@ def _check_together(
     _check_order(world, kinds, report)
     if groups is not None:
         check_ids(world, groups)
+    _check_run(world, match, len(files.traces), report)
+
+
+def _check_run(world: World, match: Match, files: int, report: Report) -> None:
+    """Whether everything comes to its end."""
+    findings = world.findings
     if not world.whole:
         there = int((world.part_of >= 0).sum())
-        why = "could be read whole" if there < len(files.traces) else "are here"
-        report.skipped.append(f"the run: only {there} of {size} ranks {why}")
+        why = "could be read whole" if there < files else "are here"
+        report.skipped.append(f"the run: only {there} of {world.size} ranks {why}")
         return
     report.checks.append("run")
-    if runs_in_order(world, match) and not findings.errors:
+    if runs_in_order(world, match) and not any(code in findings for code in UNMET):
         return
-    if sum(part.exchange.events.row.max(initial=0) for part in parts) > MOST_EXPLAINED:
+    if sum(part.exchange.events.row.max(initial=0) for part in world.parts) > MOST_EXPLAINED:
         findings.error("hang", "it does not run to its end; it is too large to say why")
         return
     why = explain(world, match)

@@ -61,6 +61,7 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
             check.block(block, reader.parser.texts)
             if check.count > MOST_NODES:
                 raise Damaged(f"{path}: more than {MOST_NODES} nodes")
+        check.durations()
         found = check.structure()
     except Damaged as error:
         check.findings.error("damaged", str(error))
@@ -101,6 +102,7 @@ class _Check:
     rank: int | None
     size: int = 0
     count: int = 0
+    timed: bool = False
     comparable: bool = True
     findings: Findings = field(init=False)
     kept: list[_Kept] = field(default_factory=list[_Kept])
@@ -138,6 +140,7 @@ class _Check:
         check_attributes(rows)
         group, named = _groups(rows, texts)
         good = check_exchanges(rows, self.rank) & named
+        self.timed |= bool(rows.duration.any())
         check_kernels(rows)
         self.comparable &= bool(good.all())
         self.moves.append(_moves(rows, group, self.count))
@@ -157,6 +160,16 @@ class _Check:
 
     # ---- once all nodes are there ---------------------------------------------------------------
 
+    def durations(self) -> None:
+        """A kernel without num_ops runs by its duration, and 0 is one where any node has one."""
+        bare = self.findings.take("only-duration")
+        if bare is not None and self.timed:
+            text = f"{bare.message}: runs by its duration, with ASTRA-sim's roofline off only"
+            self.findings.add(bare._replace(message=text))
+        elif bare is not None:
+            text = f"{bare.message}, and nothing has a duration"
+            self.findings.add(bare._replace(level="error", code="no-work", message=text))
+
     def structure(self) -> tuple[Exchange, Spots | None] | None:
         """Check ids and dependencies; the exchanges in order."""
         if not self.count:
@@ -169,7 +182,7 @@ class _Check:
             return None
         order = graph.order(kept.id)
         if len(order) < self.count:
-            self._tell_circle(graph.cycle(order), kept.id)
+            self._tell_circle(graph.cycle(order), kept)
             return None
         if not self.comparable:
             return None
@@ -196,17 +209,25 @@ class _Check:
         there = known[place] == needs
         if not there.all():
             first = int(np.flatnonzero(~there)[0])
-            text = f"node {kept.id[child[first]]} needs node {needs[first]}, which does not exist"
+            name = "ctrl_deps" if first < len(kept.ctrl) else "data_deps"
+            text = f"node {kept.id[child[first]]} needs node {needs[first]} ({name})"
+            text += ", which does not exist"
             self.findings.error("dangling", text, int((~there).sum()))
         return Graph(self.count, child[there], by_id[place[there]])
 
-    def _tell_circle(self, circle: list[int], ids: Words) -> None:
+    def _tell_circle(self, circle: list[int], kept: _Kept) -> None:
         some = circle if len(circle) <= 9 else circle[:8]
-        words = [f"node {ids[row]}" for row in some]
+        words = [f"node {kept.id[row]}" for row in some]
         if len(circle) > len(some):
             words.append(f"{len(circle) - len(some)} more")
-        shown = " needs ".join([*words, f"node {ids[circle[0]]}"])
-        self.findings.error("cycle", f"dependencies in a circle, which never runs: {shown}")
+        shown = " needs ".join([*words, f"node {kept.id[circle[0]]}"])
+        child = np.repeat(np.arange(self.count), kept.data_count)
+        both = set(zip(circle, [*circle[1:], circle[0]], strict=True))
+        inside = np.isin(child, circle)
+        data = set(zip(child[inside].tolist(), kept.data[inside].tolist(), strict=True))
+        by_data = all((one, int(kept.id[two])) in data for one, two in both)
+        why = "" if by_data else "; not by data_deps alone, all that MLCommons' feeder knows"
+        self.findings.error("cycle", f"dependencies in a circle, which never runs: {shown}{why}")
 
 
 def _groups(rows: Rows, texts: list[str]) -> tuple[Int, Bool]:

@@ -54,9 +54,9 @@ class Findings:
             found = known._replace(nodes=nodes, ranks=ranks)
         self._kinds[found.code] = found
 
-    def clear(self) -> None:
-        """Forget them."""
-        self._kinds.clear()
+    def take(self, code: str) -> Finding | None:
+        """Take out those of a kind, if there are any."""
+        return self._kinds.pop(code, None)
 
     def update(self, more: Iterable[Finding]) -> None:
         """Keep all of them."""

@@ -6,33 +6,46 @@ for another: the story follows who waits for whom until the circle closes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from stagewright.program import Kind
-from stagewright.traces.world import Match, Nodes, Part, World
+from stagewright.traces.meet import check_world
+from stagewright.traces.world import Match, Nodes, World
 
 MOST_STEPS = 64  # of a story
+MOST_NODES = 20_000_000  # of a run rank by rank, in some 50 bytes each
 
 
 def explain(world: World, match: Match) -> str | None:
     """Why the ranks do not come to their end; None if they do."""
-    run = _Run(world, match)
-    run.go()
-    return run.why()
+    why = _Run(world, match).go()
+    if why is None or all(len(part.ranks) == 1 for part in world.parts):
+        return why
+    # Ranks of a part in step wait for more than each of them does.
+    if sum(len(p.ranks) * p.source.nodes().graph.count for p in world.parts) > MOST_NODES:
+        return why
+    single = world.rank_by_rank()
+    return _Run(single, check_world(single)).go()
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A part, or a rank, that runs."""
+    """A part, or a rank, that runs; ranks of one part share all but what is done."""
 
     nodes: Nodes
-    missing: list[int]  # dependencies of each row that are not done
     first: list[int]  # rows that need each row, as CSR
     children: list[int]
-    event_of: dict[int, int]  # row -> event
+    events: dict[int, int]  # row -> which event of the part
+    first_event: int
+    missing: list[int]  # dependencies of each row that are not done
     done: bytearray
+
+    def event_of(self, row: int) -> int | None:
+        """The event that a row is."""
+        nth = self.events.get(row)
+        return None if nth is None else self.first_event + nth
 
     def end(self, row: int) -> list[int]:
         """A row is over; returns the rows that waited for nothing else."""
@@ -49,19 +62,23 @@ class Running:
         return [row for row, count in enumerate(self.missing) if not count]
 
 
-def running(part: Part, first_event: int) -> Running:
-    """A part before its first row."""
-    nodes = part.source.nodes()
-    graph = nodes.graph
-    first, children = graph.children()
-    return Running(
-        nodes,
-        np.bincount(graph.child, minlength=graph.count).tolist(),
-        first,
-        children,
-        {row: first_event + nth for nth, row in enumerate(part.exchange.events.row.tolist())},
-        bytearray(graph.count),
-    )
+def running(world: World) -> list[Running]:
+    """All parts before their first row."""
+    known: dict[tuple[int, int], Running] = {}
+    found: list[Running] = []
+    for part, first_event in zip(world.parts, world.first[:-1].tolist(), strict=True):
+        key = id(part.source), id(part.exchange)
+        if key not in known:
+            nodes = part.source.nodes()
+            graph = nodes.graph
+            missing = np.bincount(graph.child, minlength=graph.count).tolist()
+            rows = part.exchange.events.row.tolist()
+            events = {row: nth for nth, row in enumerate(rows)}
+            known[key] = Running(nodes, *graph.children(), events, 0, missing, bytearray())
+        one = known[key]
+        done, missing = bytearray(one.nodes.graph.count), list(one.missing)
+        found.append(replace(one, first_event=first_event, missing=missing, done=done))
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -79,24 +96,24 @@ class _Run:
     ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # part, row
 
     def __post_init__(self) -> None:
-        firsts = self.world.first[:-1].tolist()
-        self.parts = [running(p, e) for p, e in zip(self.world.parts, firsts, strict=True)]
+        self.parts = running(self.world)
         self.arrived = [[] for _ in range(len(self.match.arrivals))]
         for send, recv in zip(self.match.send.tolist(), self.match.recv.tolist(), strict=True):
             self.needs.setdefault(recv, []).append(send)
             self.needed.setdefault(send, []).append(recv)
 
-    def go(self) -> None:
-        """Run."""
+    def go(self) -> str | None:
+        """Run; why it does not end, or None."""
         for nth, part in enumerate(self.parts):
             self.ready += [(nth, row) for row in part.roots()]
         while self.ready:
             nth, row = self.ready.pop()
-            event = self.parts[nth].event_of.get(row)
+            event = self.parts[nth].event_of(row)
             if event is not None:
                 self.issue(event)
             else:
                 self.ready += [(nth, child) for child in self.parts[nth].end(row)]
+        return self.why()
 
     def issue(self, event: int) -> None:
         """A communication whose dependencies are done."""
@@ -203,6 +220,6 @@ class _Run:
             if not late:
                 return None
             row = max(late)
-            found = part.event_of.get(row)
+            found = part.event_of(row)
             if found in self.issued:
                 return found

@@ -191,6 +191,7 @@ class TraceSource:
 
     path: Path
     _labels: dict[int, str] = field(default_factory=dict[int, str])
+    _nodes: Nodes | None = None
 
     def label(self, row: int) -> str:
         """A node in words."""
@@ -208,6 +209,11 @@ class TraceSource:
 
     def nodes(self) -> Nodes:
         """All nodes and their dependencies."""
+        if self._nodes is None:
+            self._nodes = self._read()
+        return self._nodes
+
+    def _read(self) -> Nodes:
         blocks = list(map(_bare, Reader(self.path, ("is_cpu_op",))))
         ids, types, cpu, child, needs = (np.concatenate(c) for c in zip(*blocks, strict=True))
         counts = np.array([len(block[0]) for block in blocks])

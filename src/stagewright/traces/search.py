@@ -21,9 +21,7 @@ from stagewright.traces.world import Match, World
 
 def search(world: World, tries: int) -> str | None:
     """An order that the dependencies allow and that hangs, in words; None if none was found."""
-    single = World(
-        [one for part in world.parts for one in part.rank_by_rank()], world.size, world.groups
-    )
+    single = world.rank_by_rank()
     match = check_world(single)
     for seed in range(tries):
         found = _Run(single, match, random.Random(seed)).go()
@@ -57,8 +55,7 @@ class _Run:
     )  # group, and how many came before -> events
 
     def __post_init__(self) -> None:
-        firsts = self.world.first[:-1].tolist()
-        self.ranks = [running(p, e) for p, e in zip(self.world.parts, firsts, strict=True)]
+        self.ranks = running(self.world)
         self.places = [rank.nodes.place.tolist() for rank in self.ranks]
         send, recv = self.match.send.tolist(), self.match.recv.tolist()
         self.send_of = dict(zip(recv, send, strict=True))
@@ -82,7 +79,7 @@ class _Run:
 
     def get_ready(self, nth: int, row: int) -> None:
         """A row whose dependencies are done."""
-        event = self.ranks[nth].event_of.get(row)
+        event = self.ranks[nth].event_of(row)
         if event is not None and self.world.kind[event] == Kind.RECV:
             self.posted.add(event)
             if self.send_of.get(event) in self.sent:
@@ -98,7 +95,7 @@ class _Run:
             return
         _, row = heapq.heappop(self.queues[nth])
         self.turn[nth] = row
-        event = self.ranks[nth].event_of.get(row)
+        event = self.ranks[nth].event_of(row)
         if event is None or self.world.kind[event] == Kind.SEND:
             self.under_way.append((nth, row))
             return
@@ -114,7 +111,7 @@ class _Run:
     def end(self, nth: int, row: int) -> None:
         """A row is over."""
         rank = self.ranks[nth]
-        event = rank.event_of.get(row)
+        event = rank.event_of(row)
         if event is not None and self.world.kind[event] == Kind.SEND:
             self.sent.add(event)
             recv = self.recv_of.get(event)
@@ -158,7 +155,8 @@ class _Run:
         world, rank, row = self.world, self.rank(nth), self.turn[nth]
         if row is None:
             return self.waits_for_message(nth)
-        event = self.ranks[nth].event_of[row]
+        event = self.ranks[nth].event_of(row)
+        assert event is not None  # a memory node waits for nobody
         group, before = self.meeting_of[event]
         here = self.here[group, before]
         on = f"group {group}" if group else "all ranks"

@@ -55,11 +55,6 @@ class Part:
     partner: Int
     source: Source
 
-    def rank_by_rank(self) -> Iterator[Part]:
-        """Each rank by itself."""
-        for nth in range(len(self.ranks)):
-            yield Part(self.ranks[[nth]], self.exchange, self.partner[[nth]], self.source)
-
 
 class Match(NamedTuple):
     """Which events meet. They are numbered through all parts."""
@@ -107,6 +102,15 @@ class World:
         for nth, part in enumerate(self.parts):
             self.part_of[part.ranks] = nth
             self.row_of[part.ranks] = np.arange(len(part.ranks))
+
+    def rank_by_rank(self) -> World:
+        """The same with each rank a part of its own, and no findings."""
+        parts = [
+            Part(part.ranks[[nth]], part.exchange, part.partner[[nth]], part.source)
+            for part in self.parts
+            for nth in range(len(part.ranks))
+        ]
+        return World(parts, self.size, self.groups)
 
     @property
     def whole(self) -> bool:
