@@ -371,7 +371,7 @@ _BERT = (
     )
 )
 _DROPOUTS = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.25)
-_LOCAL: dict[str, Any] = {"sliding_window": 5, "attention_pattern": ("local", "global")}
+_LOCAL: dict[str, Any] = {"sliding_window": 5, "mixers": ("global", "local")}
 _MIXTURE: dict[str, Any] = {"num_experts": 6, "top_k": 3, "moe_ffn_hidden_size": 12}
 _LATENT: dict[str, Any] = {"num_query_groups": 12, "q_lora_rank": 12, "kv_lora_rank": 12} | {
     "qk_rope_head_dim": 2,
@@ -433,13 +433,13 @@ class Case(NamedTuple):
 
 
 @cache
-def case(model: str, block: str, recipe: Recipe = PLAIN, kind: str = "global") -> Case:
+def case(model: str, block: str, recipe: Recipe = PLAIN, layer: int = 0) -> Case:
     """The block called "embedding", "layer" or "head" of a tiny model."""
     config = TINY[model]
     if block == "layer":
-        built = nn.layer(config, recipe, kind, experts=config.has_experts(0))
+        built = nn.layer(config, recipe, config.layer(layer))
     else:
-        built = {"embedding": nn.embedding, "head": nn.head}[block](config, recipe)
+        built = nn.ENDS[block](config, recipe)
     sizes = dims(config)
     values = random_values(built.graph, sizes)
     return Case(built, sizes, values, single(built.graph, sizes, values))

@@ -232,7 +232,7 @@ class TestPresets:
     def test_local_and_global_layers_are_where_the_families_put_them(self) -> None:
         def globals_of(name: str) -> list[int]:
             c = PRESETS[name]
-            return [i for i in range(c.num_layers) if c.layer_kind(i) == "global"]
+            return [i for i in range(c.num_layers) if c.layer(i).mixer == "global"]
 
         assert globals_of("gemma3-1b") == [5, 11, 17, 23]
         assert globals_of("gemma2-2b") == list(range(1, 26, 2))
@@ -253,7 +253,7 @@ class TestModelConfig:
         assert c.with_overrides() == c
         small = c.with_overrides(num_layers=2, vocab_size=1000)
         assert (small.num_layers, small.vocab_size, small.name) == (2, 1000, "gemma3-1b")
-        assert [small.layer_kind(i) for i in range(2)] == ["local", "local"]
+        assert [small.layer(i).mixer for i in range(2)] == ["local", "local"]
         with pytest.raises(UserError, match="num_layers is 0, wanted a whole number from 1"):
             c.with_overrides(num_layers=0)
 
@@ -278,10 +278,10 @@ class TestModelConfig:
             ("llama3-8b", "attention_softcap", 10**400, "None or a number above 0"),
             ("llama3-8b", "parallel_norms", 2, "1 where the block is not parallel"),
             ("llama3-8b", "sliding_window", 10, "has local layers"),
-            ("llama3-8b", "attention_pattern", ("local",), "has local layers"),
-            ("llama3-8b", "attention_pattern", (), "not empty"),
-            ("llama3-8b", "attention_pattern", ["global"], "a tuple of 'global' and 'local'"),
-            ("llama3-8b", "attention_pattern", (["global"],), "a tuple of 'global' and 'local'"),
+            ("llama3-8b", "mixers", ("local",), "has local layers"),
+            ("llama3-8b", "mixers", (), "not empty"),
+            ("llama3-8b", "mixers", ["global"], "a tuple of 'global' and 'local'"),
+            ("llama3-8b", "mixers", (["global"],), "a tuple of 'global' and 'local'"),
             ("llama3-8b", "causal", False, "True, as encoder is False"),
             ("llama3-8b", "pooler", True, "False in a decoder"),
             ("llama3-8b", "embedding_size", 0, "None or a whole number from 1"),
@@ -423,17 +423,17 @@ class TestKeys:
                 {"qkv_bias": True, "attention_output_bias": True},
             ),
             ("llama-3.2-1b-instruct", {"attention_dropout": None}, {"attention_dropout": 0.0}),
-            ("mistral-7b-v0.1", {"sliding_window": None}, {"attention_pattern": ("global",)}),
+            ("mistral-7b-v0.1", {"sliding_window": None}, {"mixers": ("global",)}),
             ("mistral-7b-v0.1", {"head_dim": 64}, {"kv_channels": 64}),
             (
                 "qwen2.5-7b-instruct",
                 {"use_sliding_window": True, "max_window_layers": 21},
-                {"attention_pattern": ("global",) * 21 + ("local",) * 7, "sliding_window": 131072},
+                {"mixers": ("global",) * 21 + ("local",) * 7, "sliding_window": 131072},
             ),
             (
                 "qwen2.5-7b-instruct",
                 {"use_sliding_window": True, "max_window_layers": 0},
-                {"attention_pattern": ("local",)},
+                {"mixers": ("local",)},
             ),
             (
                 "qwen3-32b",
@@ -442,19 +442,19 @@ class TestKeys:
                     "sliding_window": 64,
                     "layer_types": ["sliding_attention", "full_attention"] * 32,
                 },
-                {"attention_pattern": ("local", "global"), "sliding_window": 64},
+                {"mixers": ("local", "global"), "sliding_window": 64},
             ),
             ("gemma-2-9b", {"attn_logit_softcapping": None}, {"attention_softcap": None}),
             ("gemma-2-9b", {"hidden_activation": "gelu"}, {"activation": "gelu"}),
             (
                 "gemma-2-9b",
                 {"layer_types": ["full_attention"] * 42},
-                {"attention_pattern": ("global",), "sliding_window": None},
+                {"mixers": ("global",), "sliding_window": None},
             ),
             (
                 "gemma-3-1b-it",
                 {"sliding_window_pattern": 2},
-                {"attention_pattern": ("local", "global")},
+                {"mixers": ("local", "global")},
             ),
             ("gemma-3-12b-it", {"tie_word_embeddings": False}, {"tied_embeddings": False}),
             ("phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, {"rotary_fraction": 0.5}),
@@ -491,7 +491,7 @@ class TestKeys:
                 {"qkv_bias": False, "mlp_bias": False, "final_norm": False},
             ),
             ("bert-base-uncased", {"type_vocab_size": 1}, {"token_types": 1}),
-            ("mixtral-8x7b-v0.1", {"sliding_window": 64}, {"attention_pattern": ("local",)}),
+            ("mixtral-8x7b-v0.1", {"sliding_window": 64}, {"mixers": ("local",)}),
             ("mixtral-8x7b-v0.1", {"num_local_experts": 4}, {"num_experts": 4, "top_k": 2}),
             (
                 "qwen3-30b-a3b",
@@ -503,7 +503,7 @@ class TestKeys:
             (
                 "qwen3-30b-a3b",
                 {"use_sliding_window": True, "sliding_window": 64},
-                {"sliding_window": 64, "attention_pattern": ("local",)},
+                {"sliding_window": 64, "mixers": ("local",)},
             ),
             (
                 "deepseek-moe-16b-base",
@@ -730,7 +730,7 @@ class TestRefusals:
         layers = LIMITS["num_layers"]
         window = {"use_sliding_window": True, "max_window_layers": layers - 1}
         config = load("qwen2.5-7b-instruct") | window | {"num_hidden_layers": layers}
-        assert len(imported(tmp_path, config).attention_pattern) == layers
+        assert len(imported(tmp_path, config).mixers) == layers
 
 
 SCALARS = st.one_of(
@@ -770,7 +770,7 @@ def accepts_or_refuses(folder: Path, config: object) -> None:
     else:
         assert dataclasses.replace(c) == c
         assert count_parameters(c) > 0
-        assert {c.layer_kind(i) for i in range(c.num_layers)} <= {"global", "local"}
+        assert {c.layer(i).mixer for i in range(c.num_layers)} <= {"global", "local"}
 
 
 class TestFuzz:

@@ -73,7 +73,7 @@ BLOCKS: dict[str, Callable[[], Case]] = {"by hand": by_hand} | {
     if not (block == "layer" and TINY[model].num_experts)  # rows of tokens: see test_strategies
     for unfused in ((False, True) if block == "layer" else (False,))
 }
-BLOCKS["gemma2 layer local"] = lambda: case("gemma2", "layer", kind="local")
+BLOCKS["gemma2 layer local"] = lambda: case("gemma2", "layer", layer=1)
 
 
 def replay(block: str, rng: random.Random) -> None:

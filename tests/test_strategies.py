@@ -129,11 +129,11 @@ def sharded(
     recipe: Recipe = PLAIN,
     again: Callable[[Node], str | None] | None = None,
     *,
-    kind: str = "global",
+    layer: int = 0,
     keep_gathered: bool = False,
 ) -> Graph:
     """A block of a tiny model, parallelized, after a check of what it computes."""
-    c = case(model, block, recipe, kind)
+    c = case(model, block, recipe, layer)
     plan = setup.plan(c.sizes["G"])
     graph, primal = c.block.graph, c.block.primal
     if again or (plan.zero == 3 and not recipe.gather_once):
@@ -202,7 +202,7 @@ def test_unfused_attention(model: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cp ring", "tp + cp + dp", "tp + cp all_gather + zero 3"])
 def test_sliding_window(name: str) -> None:
-    sharded("gemma2", "layer", SETUPS[name], kind="local")
+    sharded("gemma2", "layer", SETUPS[name], layer=1)
 
 
 RECIPES = {
@@ -294,14 +294,12 @@ def test_any_run(model: str) -> None:
         if run is None:
             continue
         block = rng.choice(["embedding", "layer", "layer", "layer", "head"])
-        layer = block == "layer"
-        kind = Kind(
-            block,
-            experts=layer and TINY[model].has_experts(0),
-            recomputed=layer and run.recompute == "full",
-        )
+        index = rng.randrange(TINY[model].num_layers)
+        kind = Kind(block)
+        if block == "layer":
+            kind = Kind(block, TINY[model].layer(index), run.recompute == "full")
         mesh, plan = parallelization(run, TINY[model])
-        c = case(model, block, recipe_of(run, TINY[model]))
+        c = case(model, block, recipe_of(run, TINY[model]), index)
         graph = compiled(kind, run, TINY[model], plan, c.sizes)
         if not even(graph, dict(mesh.axes), c.sizes):
             continue

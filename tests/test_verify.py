@@ -737,7 +737,7 @@ HOSTILE: list[Callable[[Any], None]] = [
     lambda m: m["model"].update(hidden_size="wide"),
     lambda m: m["model"].update(num_layers=10**12),
     lambda m: m["model"].update(vocab_size=-5, ffn_hidden_size=0),
-    lambda m: m["model"].update(attention_pattern=[[]]),
+    lambda m: m["model"].update(mixers=[[]]),
 ]
 
 

@@ -15,7 +15,7 @@ from stagewright.kernels import Extent, Task, bytes_of, extent_of, kernels
 from stagewright.layout import Mesh
 from stagewright.lower import LoweredBlock, Placed, lower, stage_ranks
 from stagewright.memory import footprint, rank_memory
-from stagewright.models import ModelConfig, resolve
+from stagewright.models import Layer, ModelConfig, resolve
 from stagewright.parallel import parallelization, reduces_each_microbatch
 from stagewright.pipeline import Order
 from stagewright.pipeline import make as make_order
@@ -102,27 +102,11 @@ def compile(run: Run, model: ModelConfig | None = None) -> Compiled:
 def sizes_of(run: Run, model: ModelConfig) -> dict[str, int]:
     """The numbers behind the dims; the vocabulary padded so that tp divides it."""
     multiple = run.make_vocab_size_divisible_by * run.tp
-    return {
+    return nn.sizes(model) | {
         "B": run.micro_batch_size * run.dp,
         "S": run.seq_length or 0,
-        "M": model.hidden_size,
-        "A": model.num_attention_heads,
-        "G": model.num_query_groups,
-        "D": model.kv_channels,
-        "F": model.ffn_hidden_size,
         "V": -(-model.vocab_size // multiple) * multiple,
-        "P": model.max_position_embeddings + model.position_offset,
-        "T": model.token_types,
-        "W": model.embedding_size or model.hidden_size,
-        "E": model.num_experts,
-        "X": model.moe_ffn_hidden_size,
-        "Y": model.shared_ffn_hidden_size,
         "R": _rows(run, model),
-        "Q": model.q_lora_rank,
-        "C": model.kv_lora_rank,
-        "N": model.kv_channels - model.qk_rope_head_dim,
-        "Z": model.qk_rope_head_dim,
-        "U": model.v_head_dim or model.kv_channels,
     }
 
 
@@ -139,18 +123,17 @@ class Kind(NamedTuple):
     """What makes two blocks of a model differ."""
 
     block: str  # embedding, layer, head
-    attention: str = "global"  # or local
-    experts: bool = False
+    layer: Layer = Layer()
     recomputed: bool = False
 
     def label(self, kinds: Iterable[Kind]) -> str:
         """A name that tells it from the other kinds of the model."""
         alike = [k for k in kinds if k.block == self.block]
         words = [self.block]
-        if len({k.attention for k in alike}) > 1:
-            words.append(self.attention)
-        if len({k.experts for k in alike}) > 1:
-            words.append("experts" if self.experts else "dense")
+        if len({k.layer.mixer for k in alike}) > 1:
+            words.append(self.layer.mixer)
+        if len({k.layer.mlp for k in alike}) > 1:
+            words.append(self.layer.mlp)
         if len({k.recomputed for k in alike}) > 1:
             words.append("recomputed" if self.recomputed else "kept")
         return " ".join(words)
@@ -166,7 +149,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
         for i in range(count):
             layer = next(layers)
             recomputed = run.recompute == "full" and i < (run.recompute_num_layers or count)
-            kind = Kind("layer", model.layer_kind(layer), model.has_experts(layer), recomputed)
+            kind = Kind("layer", model.layer(layer), recomputed)
             here.append((kind, layer))
         stages.append(here)
     stages[0].insert(0, (Kind("embedding"), -1))
@@ -195,9 +178,9 @@ def sharded(
     """One kind of block: forward, gradient, recompute, layouts."""
     recipe = recipe_of(run, model)
     if kind.block == "layer":
-        block = nn.layer(model, recipe, kind.attention, experts=kind.experts)
+        block = nn.layer(model, recipe, kind.layer)
     else:
-        block = {"embedding": nn.embedding, "head": nn.head}[kind.block](model, recipe)
+        block = nn.ENDS[kind.block](model, recipe)
     again = partial(_again, run=run, whole=kind.recomputed)
     y = block.graph.outputs.get("y")
     results = {y} if kind.recomputed else {n for n in block.graph if n.get("role") == "core"}
@@ -252,9 +235,9 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
     """
     sizes = sizes_of(Run(model=model.name, seq_length=1), model)
     recipe = nn.Recipe(shared_embedding=True)
-    layers = Counter(model.has_experts(i) for i in range(model.num_layers))
-    blocks = [(nn.embedding(model, recipe), 1), (nn.head(model, recipe), 1)]
-    blocks += [(nn.layer(model, recipe, experts=e), count) for e, count in layers.items()]
+    layers = Counter(model.layer(i) for i in range(model.num_layers))
+    blocks = [(end(model, recipe), 1) for end in nn.ENDS.values()]
+    blocks += [(nn.layer(model, recipe, what), count) for what, count in layers.items()]
     total = active = 0
     for block, count in blocks:
         updated = {n["param"] for n in block.graph if n.phase == "optimizer" and n.get("param")}

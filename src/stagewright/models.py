@@ -5,7 +5,7 @@ either, the graph does. Every preset names the paper or the published file of it
 
 >>> resolve("llama3.1-70b").num_query_groups
 8
->>> [resolve("gemma2-9b").layer_kind(i) for i in range(3)]
+>>> [resolve("gemma2-9b").layer(i).mixer for i in range(3)]
 ['local', 'global', 'local']
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from reprlib import repr as shown  # short whatever the value: the input of a user may be huge
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from stagewright.errors import UserError, did_you_mean, divisors
 from stagewright.presets import FAMILIES
@@ -23,7 +23,8 @@ Position = Literal["rope", "learned", "alibi", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"]
-LayerKind = Literal["global", "local"]
+Mixer = Literal["global", "local"]
+FeedForward = Literal["dense", "experts", "none"]
 Router = Literal["softmax", "sigmoid"]
 
 LIMITS = {
@@ -74,6 +75,13 @@ _FLAGS = (
     *("tied_embeddings", "lm_head_bias", "pooler", "mlm_transform", "causal", "encoder"),
 )
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")
+
+
+class Layer(NamedTuple):
+    """What a layer is made of: how positions mix, and what works on each by itself."""
+
+    mixer: Mixer = "global"
+    mlp: FeedForward = "dense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +174,8 @@ class ModelConfig:
     encoder: bool = False
     sliding_window: int | None = None
     """Positions a local layer's query sees, itself included."""
-    attention_pattern: tuple[LayerKind, ...] = ("global",)
-    """The kinds of the layers, repeated over them."""
+    mixers: tuple[Mixer, ...] = ("global",)
+    """What mixes positions in each layer, repeated over them: attention, global or local."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
@@ -183,15 +191,12 @@ class ModelConfig:
         self._check_values()
         self._check_combinations()
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether this layer is a mixture of experts."""
-        after = layer - self.first_dense_layers
-        return self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
-
-    def layer_kind(self, layer: int) -> LayerKind:
-        """Whether this layer attends to everything or to the sliding window only."""
-        assert 0 <= layer < self.num_layers, layer
-        return self.attention_pattern[layer % len(self.attention_pattern)]
+    def layer(self, index: int) -> Layer:
+        """What this layer is made of."""
+        assert 0 <= index < self.num_layers, index
+        after = index - self.first_dense_layers
+        routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
+        return Layer(self.mixers[index % len(self.mixers)], "experts" if routed else "dense")
 
     def with_overrides(
         self, num_layers: int | None = None, vocab_size: int | None = None
@@ -232,10 +237,10 @@ class ModelConfig:
                 raise self._reject(field, "None or a number above 0")
         if not _number(self.rotary_fraction) or not 0 < self.rotary_fraction <= 1:
             raise self._reject("rotary_fraction", "a number above 0 and at most 1")
-        kinds: object = self.attention_pattern
-        known = get_args(LayerKind)
+        kinds: object = self.mixers
+        known = get_args(Mixer)
         if type(kinds) is not tuple or not kinds or any(kind not in known for kind in kinds):
-            raise self._reject("attention_pattern", "a tuple of 'global' and 'local', not empty")
+            raise self._reject("mixers", "a tuple of 'global' and 'local', not empty")
 
     def _check_combinations(self) -> None:
         self._check_attention()
@@ -253,8 +258,8 @@ class ModelConfig:
         for field in ("pooler", "mlm_transform"):
             if getattr(self, field) and not self.encoder:
                 raise self._reject(field, "False in a decoder")
-        if (self.sliding_window is not None) != ("local" in self.attention_pattern):
-            wanted = "a window if, and only if, attention_pattern has local layers"
+        if (self.sliding_window is not None) != ("local" in self.mixers):
+            wanted = "a window if, and only if, mixers has local layers"
             raise self._reject("sliding_window", wanted)
 
     def _check_attention(self) -> None:

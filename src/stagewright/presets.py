@@ -64,7 +64,7 @@ _PALM: Style = {
 }
 _LLAMA: Style = {}
 _TIED: Style = {"tied_embeddings": True}
-_MISTRAL_V1: Style = {"sliding_window": 4096, "attention_pattern": ("local",)}
+_MISTRAL_V1: Style = {"sliding_window": 4096, "mixers": ("local",)}
 _QWEN25: Style = {"qkv_bias": True}
 _QWEN3: Style = {"qk_norm": True}
 _GEMMA2: Style = {
@@ -72,7 +72,7 @@ _GEMMA2: Style = {
     "activation": "gelu_tanh",
     "tied_embeddings": True,
     "sliding_window": 4096,
-    "attention_pattern": ("local", "global"),
+    "mixers": ("local", "global"),
     "attention_softcap": 50.0,
     "logit_softcap": 30.0,
 }
@@ -82,9 +82,9 @@ _GEMMA3: Style = {
     "activation": "gelu_tanh",
     "tied_embeddings": True,
     "sliding_window": 1024,
-    "attention_pattern": (*["local"] * 5, "global"),
+    "mixers": (*["local"] * 5, "global"),
 }
-_PHI3: Style = {"sliding_window": 2047, "attention_pattern": ("local",)}
+_PHI3: Style = {"sliding_window": 2047, "mixers": ("local",)}
 # Falcon ties its embeddings, though its checkpoints store the matrix twice: vllm pull 3590.
 _FALCON: Style = {
     "norm": "layernorm",

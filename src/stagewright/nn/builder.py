@@ -1,0 +1,110 @@
+"""What the parts of a model are written with: a recipe, and parameters by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stagewright.ir import Node
+from stagewright.models import ModelConfig
+from stagewright.ops import apply, cast, einsum, elementwise, identity, leaf, letters
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Number formats of a recipe; `master` is empty where the parameter is its own master copy.
+
+    Megatron-LM's mixed precision keeps bf16 parameters, accumulates gradients in fp32 and holds an
+    fp32 master copy and fp32 moments: 18 bytes per parameter with AdamW (arXiv 1910.02054,
+    section 3.1, counts the gradient in 16 bit: 16 bytes).
+    """
+
+    compute: str = "bf16"
+    gemm: str = ""  # operands of the layers' matrix products, where not `compute`
+    gradient: str = "fp32"
+    master: str = "fp32"
+    moment: str = "fp32"
+
+
+PRECISIONS = {
+    "bf16": Precision(),
+    "fp8": Precision(gemm="fp8"),
+    "fp32": Precision(compute="fp32", master=""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model is trained, as far as one device can tell."""
+
+    precision: Precision = PRECISIONS["bf16"]
+    optimizer: str = "adamw"
+    flash_attention: bool = True
+    dropout: bool = True
+    clip_grad: bool = True
+    cast_once: bool = True  # low-precision copies of weights are made once per step
+    gather_once: bool = False  # parameters that are gathered stay so for the whole step
+    # a tied embedding and output projection are one tensor on one device
+    sum_tied: bool = False  # the gradients of a shared table are added before they are reduced
+    shared_embedding: bool = False
+
+
+@dataclass(slots=True)
+class Builder:
+    """Collects the parameters of a block while its forward pass is written down."""
+
+    config: ModelConfig
+    recipe: Recipe
+    params: dict[str, Node] = field(default_factory=dict[str, Node])
+    used: dict[str, Node] = field(default_factory=dict[str, Node])
+
+    @property
+    def dtype(self) -> str:
+        """What values are computed in."""
+        return self.recipe.precision.compute
+
+    def param(self, name: str, *dims: str, scope: str = "", tied: bool = False) -> Node:
+        """A parameter as the computation sees it."""
+        if name not in self.params:
+            own = {"role": "param", "param": name, "tied": tied, "scope": scope}
+            self.params[name] = p = leaf("param", dims, self.dtype, name, **own)
+            once = self.recipe.gather_once
+            self.used[name] = identity(p, name, role="used", param=name, once=once, scope=scope)
+        return self.used[name]
+
+    def linear(self, spec: str, x: Node, w: Node, name: str, **fields: Any) -> Node:
+        """A matrix product of a layer, in the recipe's precision for these."""
+        low = self.recipe.precision.gemm
+        if low:
+            once = self.recipe.cast_once
+            x = cast(x, low, scope=x.scope, name=x.name)
+            w = cast(w, low, scope=x.scope, name=w.name, once=once, role="low")
+        return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
+
+    def bias(self, x: Node, name: str, *dims: str) -> Node:
+        """Add a bias over the trailing dims."""
+        z = letters(x)
+        b = self.param(name, *dims, scope=x.scope)
+        return apply("bias", f"{z},{z[-len(dims) :]}->{z}", x, b, name=f"{x.name}_biased")
+
+    def norm(self, x: Node, name: str, dim: str = "M", fn: str = "", **fields: Any) -> Node:
+        """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim."""
+        fn = fn or self.config.norm
+        z = letters(x)
+        rows, m = z[:-1], z[-1].upper()
+        weights = [self.param(f"{name}.weight", dim, scope=x.scope)]
+        if self.config.norm_bias and fn == "layernorm":
+            weights.append(self.param(f"{name}.bias", dim, scope=x.scope))
+        spec = f"{rows}{m},{','.join([m] * len(weights))}->{rows}{m}"
+        return apply("norm", spec, x, *weights, fn=fn, name=f"{name}_out", **fields)
+
+    def act(self, x: Node, fn: str, **attrs: Any) -> Node:
+        """An activation on every element."""
+        return elementwise("act", x, fn=fn, name=f"{x.name}.{fn}", **attrs)
+
+    def dropout(self, x: Node, rate: float) -> Node:
+        """Drop with a mask of one byte per element that backward uses again."""
+        if not (self.recipe.dropout and rate):
+            return x
+        mask = elementwise("random_mask", x, dtype="uint8", rate=rate, name=f"{x.name}.mask")
+        return elementwise("dropout", x, mask, rate=rate, name=f"{x.name}.dropout")

@@ -1,0 +1,90 @@
+"""The two ends of a language model: embedding, and output projection with its loss."""
+
+from __future__ import annotations
+
+from stagewright.ir import Node
+from stagewright.models import ModelConfig
+from stagewright.nn.builder import Builder, Recipe
+from stagewright.nn.training import Block, finish
+from stagewright.ops import add, apply, cast, einsum, elementwise, identity, leaf
+
+
+def embedding(config: ModelConfig, recipe: Recipe) -> Block:
+    """Token ids to the residual stream; positions, token types and norm as the family has them."""
+    b = Builder(config, recipe)
+    width = "W" if config.embedding_size else "M"
+    tokens = leaf("input", ("B", "S"), "int64", "tokens", role="input", scope="embedding")
+    table = b.param("wte", "V", width, scope="embedding", tied=config.tied_embeddings)
+    x = apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype, name="word")
+    if config.embedding_size:
+        x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
+    if config.position == "learned":
+        at = leaf("input", ("S",), "int64", "positions", role="input", scope="embedding")
+        rows = apply(
+            "embedding", "s,vm->sm", at, b.param("wpe", "P", "M", scope="embedding"), dtype=b.dtype
+        )
+        x = apply("bias", "bsm,sm->bsm", x, rows, name="summed")
+    if config.token_types:
+        kind = leaf("input", ("B", "S"), "int64", "token_types", role="input", scope="embedding")
+        types = b.param("wtt", "T", "M", scope="embedding")
+        x = add(x, apply("embedding", "bs,vm->bsm", kind, types, dtype=b.dtype), name="summed")
+    if config.position == "learned" or config.token_types:
+        x = identity(x, "scatter")
+    x = identity(x, "embedded")
+    if config.embedding_norm:
+        x = b.norm(x, "embedding_norm")
+    y = identity(b.dropout(x, config.embedding_dropout), "y")
+    return finish("embedding", b, None, y)
+
+
+def head(config: ModelConfig, recipe: Recipe) -> Block:
+    """Residual stream to loss: vocabulary-parallel cross-entropy (arXiv 1909.08053, section 3)."""
+    b = Builder(config, recipe)
+    scope = "head"
+    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope=scope)
+    h = b.norm(x, "final_norm", scope=scope) if config.final_norm else x
+    pooled = _pooler(b, h) if config.pooler else None
+    if config.mlm_transform:
+        h = einsum(
+            "bsm,mn->bsn",
+            h,
+            b.param("w_transform", "M", "M", scope=scope),
+            name="transform",
+            scope=scope,
+        )
+        h = b.act(b.bias(h, "b_transform", "M"), config.activation)
+        h = b.norm(h, "transform_norm", "M")
+    width = "W" if config.embedding_size else "M"
+    if config.embedding_size:
+        h = einsum(
+            "bsm,mw->bsw", h, b.param("w_out", "M", "W", scope=scope), name="out_proj", scope=scope
+        )
+    table = "wte" if config.tied_embeddings else "lm_head"
+    w = b.param(table, "V", width, scope=scope, tied=config.tied_embeddings)
+    logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope)
+    if config.lm_head_bias:
+        logits = b.bias(logits, "b_head", "V")
+    if config.logit_softcap:
+        logits = b.act(logits, "softcap", cap=config.logit_softcap)
+    loss = _cross_entropy(logits)
+    if pooled is not None:
+        loss = add(loss, cast(pooled, "fp32"), name="loss")
+    return finish("head", b, x, loss, is_loss=True)
+
+
+def _pooler(b: Builder, h: Node) -> Node:
+    """BERT's pooled first token; its mean stands for the loss of the two-way classifier."""
+    first = apply("first_token", "bsm->bm", h, name="first", scope="head")
+    w = b.param("w_pool", "M", "M", scope="head")
+    pooled = b.act(b.bias(einsum("bm,mn->bn", first, w, name="pooled"), "b_pool", "M"), "tanh")
+    return apply("mean", "bn->", pooled, name="pooled_mean")
+
+
+def _cross_entropy(logits: Node) -> Node:
+    """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always."""
+    labels = leaf("input", ("B", "S"), "int64", "labels", role="input", scope="head")
+    x = cast(logits, "fp32", name="logits32")
+    top = identity(apply("max", "bsv->bs", x, name="max"), "max")
+    summed = identity(apply("exp_sum", "bsv,bs->bs", x, top, name="exp_sum"), "exp_sum")
+    picked = identity(apply("pick", "bsv,bs->bs", x, labels, name="picked"), "picked")
+    return apply("mean", "bs->", elementwise("nll", top, summed, picked, name="nll"), name="loss")

@@ -1,0 +1,129 @@
+"""How a block is trained: gradients, their accumulation, the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stagewright.grad import backward
+from stagewright.ir import Graph, Node, toposort
+from stagewright.nn.builder import Builder, Precision, Recipe
+from stagewright.ops import add, apply, cast, elementwise, identity, leaf, letters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A piece of the model with its backward pass and optimizer: a single-device graph.
+
+    Interface: inputs `x` and `dy`, outputs `y` and `dx` (absent at the ends of the model). `primal`
+    maps gradients to the values they belong to.
+    """
+
+    name: str
+    graph: Graph
+    primal: Mapping[Node, Node]
+
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+
+
+def finish(name: str, b: Builder, x: Node | None, y: Node, *, is_loss: bool = False) -> Block:
+    """Append backward, gradient accumulation and the optimizer step."""
+    if is_loss:
+        seed = leaf("input", (), "fp32", "d_loss", role="seed", phase="backward", scope=y.scope)
+    else:
+        seed = leaf("input", y.shape, y.dtype, "dy", role="input", phase="backward")
+    wrt = list(b.used.values())
+    found = backward(y, seed, [*([x] if x else []), *wrt])
+    outputs = {"loss" if is_loss else "y": y}
+    gradients = found.gradients
+    if x:
+        outputs["dx"] = identity(gradients[0], "dx", phase="backward")
+        gradients = gradients[1:]
+    squares: list[Node] = []
+    updates: list[Callable[[Node | None], Node]] = []
+    synced: dict[Node, Node] = {}
+    for p, g in zip(b.params.values(), gradients, strict=True):
+        tied_copy = is_loss and bool(p["tied"])  # the embedding block looks after it
+        if tied_copy and b.recipe.shared_embedding:
+            if b.recipe.sum_tied:
+                outputs["tied_grad"] = g
+            else:
+                synced[g] = _accumulated(p, g, b.recipe.precision)
+                outputs[f"grad.{p.name}"] = synced[g]
+            continue
+        if p["tied"] and b.recipe.sum_tied:
+            own = {"role": "tied_grad", "param": p.name}
+            other = leaf("input", p.shape, g.dtype, "tied_grad", phase="backward", **own)
+            g = add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
+        synced[g] = reduced = _reduced(p, g, b.recipe)
+        if b.recipe.clip_grad and not tied_copy:
+            z = letters(reduced)
+            spec = f"{z}->"
+            own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope}
+            squares.append(
+                apply("norm2", spec, reduced, alone=(), **own, name="norm2", role="norm2")
+            )
+        outputs[f"grad.{p.name}"] = reduced
+        updates.append(lambda scale, p=p, r=reduced: _update(p, r, b.recipe, scale))
+    scale = None
+    if b.recipe.clip_grad:
+        outputs |= (
+            {"norm2": add(*squares, phase="optimizer", once=True, name="norm2")} if squares else {}
+        )
+        scale = leaf("input", (), "fp32", "clip_scale", role="clip", phase="optimizer", once=True)
+    for update in updates:
+        new = update(scale)
+        outputs[f"new.{new['param']}"] = new
+    order = [*toposort([y]), *(x for g in found.order for x in (g, synced.get(g, g)))]
+    return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
+
+
+def _accumulated(p: Node, g: Node, precision: Precision) -> Node:
+    """Add one microbatch's gradient to the step's."""
+    own = {"phase": "backward", "scope": p.scope, "param": p.name}
+    g = cast(g, precision.gradient, phase="backward", scope=p.scope, name=f"{p.name}.grad")
+    g = identity(g, f"{p.name}.grad", role="micro", **own)
+    return elementwise("accumulate", g, name=f"{p.name}.grad", role="grad", **own)
+
+
+def _reduced(p: Node, g: Node, recipe: Recipe) -> Node:
+    """From one microbatch's gradient to the step's: the places where a strategy may reduce it."""
+    own = {"phase": "backward", "scope": p.scope, "param": p.name, "once": True}
+    g = _accumulated(p, g, recipe.precision)
+    g = identity(g, f"{p.name}.grad", role="synced", **own)
+    g = identity(g, f"{p.name}.grad", role="reduced", **own)
+    if p["tied"] and not recipe.shared_embedding:
+        g = elementwise("tie", g, name=f"{p.name}.grad", role="tied", **own)
+    return g
+
+
+def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
+    """One parameter's optimizer step: reads gradient and states, writes states and parameter."""
+    precision = recipe.precision
+    own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope, "param": p.name}
+    dtypes = {"master": precision.master or p.dtype} | dict.fromkeys(
+        MOMENTS[recipe.optimizer], precision.moment
+    )
+    if not precision.master:
+        dtypes.pop("master")
+    states = [
+        leaf("state", p.shape, d, f"{p.name}.{s}", role="state", **own) for s, d in dtypes.items()
+    ]
+    if not precision.master:  # the parameter is its own master copy
+        states.insert(0, leaf("state", p.shape, p.dtype, p.name, role="self", **own))
+    z = letters(p)
+    operands = [g, *([scale] if scale else []), *states]
+    terms = [z, *([""] if scale else []), *[z] * len(states)]
+    spec = ",".join(terms) + "->" + z
+    new = apply(
+        recipe.optimizer,
+        spec,
+        *operands,
+        dtype=p.dtype,
+        updates=len(states),
+        name=f"{p.name}.new",
+        **own,
+    )
+    return identity(new, f"{p.name}.new", role="updated", **own)
