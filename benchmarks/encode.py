@@ -61,6 +61,7 @@ def tasks(count: int, seed: int) -> Tasks:
         comm_bytes=only(~computes, random.integers(1, 1 << 28, count)),
         slot=only(~computes, slot, -1).astype(np.int16),
         tag=only(at > 20, row // 23, -1).astype(np.int32),
+        shape=np.full(count, -1, np.int32),
         data_ptr=np.concatenate(([0], np.cumsum(data_counts))),
         data=np.maximum(0, owner - random.integers(1, 40, len(owner))).astype(np.int32),
         order_ptr=np.concatenate(([0], np.cumsum(order_counts))),
@@ -68,6 +69,7 @@ def tasks(count: int, seed: int) -> Tasks:
         names=names,
         ops=ops,
         dtypes=("bf16",),
+        shapes=(),
     )
 
 

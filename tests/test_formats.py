@@ -53,12 +53,13 @@ def tasks(rows: Sequence[Mapping[str, Any]]) -> Tasks:
             ("comm_bytes", 0, np.int64),
             ("slot", -1, np.int16),
             ("tag", -1, np.int32),
+            ("shape", -1, np.int32),
         )
     }
     for name, needed in lists.items():
         columns[name] = np.array([i for row in needed for i in row], np.int32)
         columns[f"{name}_ptr"] = np.cumsum([0, *map(len, needed)], dtype=np.int64)
-    return Tasks(**columns, names=("work",), ops=("einsum",), dtypes=("bf16",))
+    return Tasks(**columns, names=("work",), ops=("einsum",), dtypes=("bf16",), shapes=())
 
 
 def example_program() -> Program:

@@ -327,3 +327,61 @@ def test_parallel_block_needs_half_the_collectives() -> None:
     ]
     one = ("all_reduce", 2 * 96 * 4096)
     assert found == [[one], [one, ("all_reduce", 4 * 2 * 4096 * 256)]]
+
+
+# ---- shapes --------------------------------------------------------------------------------------
+
+
+def shape(t: Tasks, name: str, phase: str = "forward") -> str:
+    return str(t.shapes[t.shape[find(t, name, phase)]])
+
+
+def test_shapes_are_those_of_one_rank() -> None:
+    # Llama 3.1 8B: hidden 4096, 32 heads of 128, 8 key-value heads, MLP 14336; 96 tokens.
+    t = tasks(**LLAMA, tp=2, **SP, cp=2)
+    assert shape(t, "q") == "gemm batch=1 m=48 n=2048 k=4096"
+    assert shape(t, "k") == "gemm batch=1 m=48 n=512 k=4096"
+    assert shape(t, "mlp_out") == "gemm batch=1 m=48 n=4096 k=7168"
+    assert shape(t, "d_w_down+w_down.grad", "backward") == "gemm batch=1 m=7168 n=4096 k=48"
+    assert shape(t, "attn_norm_out") == "norm b=1 s=24 m=4096"
+    ring = "batch=1 heads=16 kv_heads=4 q=48 k=48 d=128 v=128 causal=1 window=0"
+    assert shape(t, "core.step1") == f"attention {ring}"
+    assert shape(t, "d_q_core+d_v_core.step0", "backward") == f"attention_bwd {ring}"
+    t = tasks(model="deepseek-v3", layers=4, seq_length=64, dp=8, ep=8)
+    # 64 tokens on each of 8 ranks, 8 of 256 experts each: 16 rows for each of 32 local experts.
+    assert "gemm batch=32 m=16 n=2048 k=7168" in map(str, t.shapes)
+    core = "batch=1 heads=128 kv_heads=128 q=64 k=64 d=192 v=128 causal=1 window=0"
+    assert shape(t, "core") == f"attention {core}"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        LLAMA | {"flash_attention": False, "tp": 2},
+        GEMMA | {"seq_length": 8192},
+        {"model": "deepseek-v3", "layers": 4, "seq_length": 64, "dp": 8, "ep": 8},
+    ],
+    ids=str,
+)
+def test_shapes_explain_the_flops(run: dict[str, Any]) -> None:
+    t = tasks(**run)
+    seen = Counter[str]()
+    for row in np.flatnonzero(t.kind == Kind.COMPUTE):
+        if t.shape[row] < 0:
+            continue
+        kernel, extents = t.shapes[t.shape[row]]
+        of = dict(extents)
+        seen[kernel] += 1
+        if kernel == "gemm":
+            expected = 2 * of["batch"] * of["m"] * of["n"] * of["k"]
+            epilogue = t.flops[row] - expected  # casts and adds elements of the result
+            assert 0 <= epilogue <= 2 * of["batch"] * of["m"] * of["n"]
+        elif kernel in ("attention", "attention_bwd"):
+            window = min(of["window"] or of["k"], of["k"])
+            pairs = of["q"] * (2 * window * of["k"] - window**2) // (2 * of["k"])
+            d, v = of["d"], of["v"]
+            width = d + v if kernel == "attention" else 3 * d + 2 * v
+            assert t.flops[row] == 2 * of["batch"] * of["heads"] * pairs * width
+    assert seen["gemm"]
+    assert seen["attention"] == (0 if "flash_attention" in run else run["layers"])
+    assert (t.shape[t.kind != Kind.COMPUTE] == -1).all()

@@ -29,7 +29,7 @@ def tasks(rows: list[dict[str, int]]) -> Tasks:
         "stage": (0, np.int32), "layer": (-1, np.int32), "microbatch": (-1, np.int32),
         "flops": (0, np.int64), "traffic": (0, np.int64), "collective": (-1, np.int8),
         "dtype": (0, np.int8), "comm_bytes": (0, np.int64), "slot": (-1, np.int16),
-        "tag": (-1, np.int32),
+        "tag": (-1, np.int32), "shape": (-1, np.int32),
     }  # fmt: skip
     columns = {name: column(rows, name, *default) for name, default in absent.items()}
     none = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -42,6 +42,7 @@ def tasks(rows: list[dict[str, int]]) -> Tasks:
         names=("x",),
         ops=("einsum",),
         dtypes=("bf16", "fp32"),
+        shapes=(),
     )
 
 

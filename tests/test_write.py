@@ -49,6 +49,7 @@ def tasks(count: int) -> Tasks:
         comm_bytes=np.where(kind != Kind.COMPUTE, 64, 0),
         slot=np.where(kind == Kind.COMPUTE, -1, 0).astype(np.int16),
         tag=np.where(kind >= Kind.SEND, row // 4, -1).astype(np.int32),
+        shape=np.full(count, -1, np.int32),
         data_ptr=np.maximum(np.arange(-1, count), 0),
         data=row[:-1].astype(np.int32),
         order_ptr=np.zeros(count + 1, np.int64),
@@ -56,6 +57,7 @@ def tasks(count: int) -> Tasks:
         names=("work",),
         ops=("einsum",),
         dtypes=("bf16",),
+        shapes=(),
     )
 
 

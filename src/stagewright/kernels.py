@@ -17,7 +17,8 @@ from typing import Any, cast
 from stagewright.ir import BYTES, Graph, Node
 from stagewright.layout import Mesh
 from stagewright.ops import COLLECTIVE_OPS, LEAVES, OPS, indices, traffic
-from stagewright.program import Kind
+from stagewright.program import Kind, Shape
+from stagewright.shapes import shape_of
 from stagewright.size import Size
 from stagewright.spec import parse
 
@@ -40,6 +41,7 @@ class Task:
     twin: Task | None = None  # RECV: the SEND that a rank the other way issues for it
     comm_bytes: int = 0
     dtype: str = ""
+    shape: Shape | None = None  # COMPUTE
     # what it waits for: tasks, or "x", "dy", "clip", "tied"
     deps: list[Task | str] = field(default_factory=list["Task | str"])
     made: list[Node] = field(default_factory=list[Node])  # values that others see
@@ -231,6 +233,7 @@ class _Lowering:
             flops=flops,
             traffic=sum(reads.values()) + written,
             dtype=first.srcs[0].dtype if first.srcs else first.dtype,
+            shape=shape_of(cluster, self.extent),
             deps=self.deps(reads),
             made=seen or [last],
             reads=list(reads),
@@ -334,7 +337,7 @@ class _Lowering:
                 f"{whole.name}.step{step}", whole.op, Kind.COMPUTE, whole.phase, whole.part,
                 flops=whole.flops * (step + 1) // ranks - whole.flops * step // ranks,
                 traffic=whole.traffic * (step + 1) // ranks - whole.traffic * step // ranks,
-                dtype=whole.dtype, deps=[*others, *here],
+                dtype=whole.dtype, shape=whole.shape, deps=[*others, *here],
             )  # fmt: skip
             tasks.append(compute)
             if backward:

@@ -13,9 +13,9 @@ weights) waits for the kernel before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from stagewright.program import (
     Peer,
     Program,
     RankClass,
+    Shape,
     Tasks,
 )
 
@@ -42,7 +43,7 @@ COLUMNS = {
     "kind": np.uint8, "name": np.int32, "op": np.int32, "phase": np.uint8, "stage": np.int32,
     "layer": np.int32, "microbatch": np.int32, "flops": np.int64, "traffic": np.int64,
     "collective": np.int8, "dtype": np.int8, "comm_bytes": np.int64, "slot": np.int16,
-    "tag": np.int32,
+    "tag": np.int32, "shape": np.int32,
 }  # fmt: skip
 SELF, FORWARD, FIRST, LAST, STEP = range(5)  # whose rows a dependency counts from; see `_Stage`
 FORWARD_PARTS = ("gather_once", "gather", "forward")
@@ -70,14 +71,25 @@ class Placed(NamedTuple):
     label: str
 
 
-class _Names:
-    """Strings to small numbers."""
+_Named = TypeVar("_Named", bound=Hashable)
+
+
+class _Numbers(Generic[_Named]):
+    """Things to small numbers, as they are met."""
 
     def __init__(self) -> None:
-        self.table: dict[str, int] = {}
+        self.table: dict[_Named, int] = {}
 
-    def __call__(self, name: str) -> int:
-        return self.table.setdefault(name, len(self.table))
+    def __call__(self, thing: _Named) -> int:
+        return self.table.setdefault(thing, len(self.table))
+
+
+class _Tables(NamedTuple):
+    """What columns point into."""
+
+    names: _Numbers[str]
+    ops: _Numbers[str]
+    shapes: _Numbers[Shape]
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +135,8 @@ class _Rows:
 class _Builder:
     """Collects rows one by one: the few rows of blocks and stages, never those of microbatches."""
 
-    def __init__(self, names: _Names, ops: _Names, slots: _Slots) -> None:
-        self.names, self.ops, self.slots = names, ops, slots
+    def __init__(self, tables: _Tables, slots: _Slots) -> None:
+        self.tables, self.slots = tables, slots
         self.rows: list[tuple[int, ...]] = []
         self.deps: list[tuple[int, int, int, int]] = []  # as in _Rows
 
@@ -133,9 +145,9 @@ class _Builder:
         collective = COLLECTIVES.index(t.op) if t.kind == Kind.COLLECTIVE else -1
         name = f"{label}.{t.name}" if label else t.name
         self.rows.append(
-            (t.kind, self.names(name), self.ops(t.op), PHASES.index(t.phase), stage, layer, -1,
-             t.flops, t.traffic, collective, DTYPES.index(t.dtype) if t.dtype else 0,
-             t.comm_bytes, self.slots.of(t), tag)
+            (t.kind, self.tables.names(name), self.tables.ops(t.op), PHASES.index(t.phase), stage,
+             layer, -1, t.flops, t.traffic, collective, DTYPES.index(t.dtype) if t.dtype else 0,
+             t.comm_bytes, self.slots.of(t), tag, self.tables.shapes(t.shape) if t.shape else -1)
         )  # fmt: skip
         return len(self.rows) - 1
 
@@ -162,12 +174,11 @@ class _Stage:
         stage: int,
         stages: int,
         slots: _Slots,
-        names: _Names,
-        ops: _Names,
+        tables: _Tables,
         shifts: tuple[int, int],
     ) -> None:
         self.blocks, self.stage, self.stages = blocks, stage, stages
-        self.slots, self.names, self.ops = slots, names, ops
+        self.slots, self.tables = slots, tables
         self.before, self.after = shifts  # distance in pipeline ranks to the stages around
         # per block: task -> (is forward, place)
         self.where: list[dict[Task, tuple[bool, int]]] = [{} for _ in blocks]
@@ -176,7 +187,7 @@ class _Stage:
         self.backward = self._action(BACKWARD_PARTS, range(len(blocks) - 1, -1, -1), forward=False)
 
     def _action(self, parts: tuple[str, ...], order: Sequence[int], *, forward: bool) -> _Rows:
-        b = _Builder(self.names, self.ops, self.slots)
+        b = _Builder(self.tables, self.slots)
         inner = self.stage > 0 if forward else self.stage < self.stages - 1
         if inner:
             b.add(self._message(Kind.RECV, forward), "", -1, self.stage, tag=0)
@@ -310,7 +321,7 @@ class _Rank:
         self.base = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.total = int(self.base[-1]) + len(step)
 
-    def tasks(self, names: tuple[str, ...], ops: tuple[str, ...]) -> Tasks:
+    def tasks(self, tables: _Tables) -> Tasks:
         columns: dict[str, NDArray[Any]] = {
             c: np.empty(self.total, dtype=t) for c, t in COLUMNS.items()
         }
@@ -334,7 +345,8 @@ class _Rank:
         order_pointer, order = _streams(columns, counts, self.streams)
         return Tasks(
             **columns, data_ptr=pointer, data=data, order_ptr=order_pointer, order=order,
-            names=names, ops=ops, dtypes=DTYPES,
+            names=tuple(tables.names.table), ops=tuple(tables.ops.table), dtypes=DTYPES,
+            shapes=tuple(tables.shapes.table),
         )  # fmt: skip
 
     def _plans(self) -> Iterator[_Copies]:
@@ -430,7 +442,7 @@ def _streams(
 def _optimizer(stages: Sequence[_Stage], norm_axes: tuple[str, ...], clip: bool) -> _Rows:
     """Rows after all actions: tied embeddings, the global norm, then the updates."""
     some = stages[0]
-    b = _Builder(some.names, some.ops, some.slots)
+    b = _Builder(some.tables, some.slots)
     place: dict[tuple[int, int, Task | str], int] = {}
     norms: list[int] = []
     clip_row = -1
@@ -501,7 +513,7 @@ def lower(
         raise UserError(
             "the schedule splits backward into I and W; only F and B can be lowered so far"
         )
-    slots, names, ops = _Slots(pp), _Names(), _Names()
+    slots, tables = _Slots(pp), _Tables(_Numbers(), _Numbers(), _Numbers())
     made: list[_Stage] = []
     for s, blocks in enumerate(stages):
         shifts = (rank_of[s] - rank_of.get(s - 1, 0)), (rank_of.get(s + 1, 0) - rank_of[s])
@@ -512,7 +524,7 @@ def lower(
                 "place them on two ranks"
             )
         wrapped = tuple(x - pp if x > pp // 2 else x for x in (before, after))
-        made.append(_Stage(blocks, s, len(stages), slots, names, ops, (wrapped[0], wrapped[1])))
+        made.append(_Stage(blocks, s, len(stages), slots, tables, (wrapped[0], wrapped[1])))
     ranks = np.arange(mesh.world_size, dtype=np.int64)
     at = ranks // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(ranks)
     rest: list[tuple[int, list[_Stage], _Rows]] = []
@@ -520,8 +532,7 @@ def lower(
         mine = [s for s in made if rank_of[s.stage] == p]
         rest.append((p, mine, _optimizer(mine, norm_axes, clip_grad)))
     classes: list[RankClass] = []
-    all_names, all_ops = tuple(names.table), tuple(ops.table)
     for p, mine, step in rest:
-        tasks = _Rank(mine, order[p], step, streams).tasks(all_names, all_ops)
+        tasks = _Rank(mine, order[p], step, streams).tasks(tables)
         classes.append(RankClass(ranks[at == p], p, tasks, (memory or {}).get(p, {})))
     return Program(mesh, tuple(classes), tuple(slots.communicators), tuple(slots.peers))

@@ -47,6 +47,24 @@ class Communicator(NamedTuple):
         return "+".join(self.axes) + ("" if self.only is None else f"{list(self.only)}")
 
 
+class Shape(NamedTuple):
+    """What the duration of a kernel depends on: its kind, and the extents it has on one rank.
+
+    `gemm` (batch, m, n, k: a result of `batch` matrices of m x n, sums over k), `attention` and
+    `attention_bwd` (batch, heads, kv_heads, q, k, d, v; causal, window: 0 or what is masked), and
+    whatever else by its fused ops and the letters of its index expression.
+
+    >>> print(Shape("gemm", (("batch", 1), ("m", 4096), ("n", 14336), ("k", 8192))))
+    gemm batch=1 m=4096 n=14336 k=8192
+    """
+
+    kernel: str
+    extents: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return " ".join([self.kernel, *(f"{name}={extent}" for name, extent in self.extents)])
+
+
 class Peer(NamedTuple):
     """The rank `shift` further along `axis`, round the ring, with all other coordinates equal."""
 
@@ -79,6 +97,7 @@ class Tasks:
     comm_bytes: Int  # 0 for COMPUTE
     slot: NDArray[np.int16]  # COLLECTIVE: communicator; SEND, RECV: peer; else -1
     tag: NDArray[np.int32]  # SEND, RECV: equal on both ends; else -1
+    shape: NDArray[np.int32]  # COMPUTE: index into shapes; -1: has none
     data_ptr: Int
     data: NDArray[np.int32]
     order_ptr: Int
@@ -86,6 +105,7 @@ class Tasks:
     names: tuple[str, ...]
     ops: tuple[str, ...]
     dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
 
     def __len__(self) -> int:
         return len(self.kind)

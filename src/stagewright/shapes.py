@@ -1,0 +1,64 @@
+"""The shape of a kernel: what a measured duration of it is looked up by, and a model computes from.
+
+>>> from stagewright.ops import einsum, leaf
+>>> x, w = leaf("input", ("B", "S", "M"), "bf16", "x"), leaf("param", ("M", "F"), "bf16", "w")
+>>> sizes = {"B": 2, "S": 1024, "M": 4096, "F": 16384}
+>>> print(shape_of([einsum("bsm,mf->bsf", x, w)], lambda dim, axes: dim.value(sizes)))
+gemm batch=1 m=2048 n=16384 k=4096
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stagewright.ir import Node
+from stagewright.ops import extents
+from stagewright.program import Shape
+from stagewright.size import Size
+from stagewright.spec import parse
+
+
+def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], int]) -> Shape:
+    """The shape of some fused nodes, of which the first says what kind of kernel they are."""
+    n = cluster[0]
+    here = extents(n, extent)
+    if n.op == "einsum" and len(n.srcs) == 2:
+        return Shape("gemm", _gemm(n, here))
+    if n.op in ("attention", "attention_bwd"):
+        return Shape(n.op, _attention(n, here))
+    ops = "+".join(dict.fromkeys(m.op for m in cluster))
+    return Shape(ops, tuple(here.items()))
+
+
+def _gemm(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """A contraction as matrices: rows come from the operand whose index the result has first."""
+    spec = parse(str(n["spec"]))
+    first, second = ({x for dim in dims for x in dim} for dims in spec.ins)
+    kept = [x for dim in spec.out for x in dim]
+    outer = [x for x in kept if (x in first) != (x in second)]
+    if outer and outer[0] in second:
+        first, second = second, first
+    role = {x: "batch" if x in first and x in second else "m" if x in first else "n" for x in kept}
+    return tuple(
+        (name, math.prod(size for x, size in here.items() if role.get(x, "k") == name))
+        for name in ("batch", "m", "n", "k")
+    )
+
+
+def _attention(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    keys = {x for dim in parse(str(n["spec"])).ins[-2] for x in dim}  # q, k, v are the last three
+    heads = {x: size for x, size in here.items() if x not in "bqkdv"}
+    window: Any = n.get("window") or 0
+    return (
+        ("batch", here.get("b", 1)),
+        ("heads", math.prod(heads.values())),
+        ("kv_heads", math.prod(size for x, size in heads.items() if x in keys)),
+        ("q", here["q"]),
+        ("k", here["k"]),
+        ("d", here["d"]),
+        ("v", here.get("v", here["d"])),
+        ("causal", int(bool(n.get("causal")))),
+        ("window", int(window)),
+    )
