@@ -436,10 +436,7 @@ class Case(NamedTuple):
 def case(model: str, block: str, recipe: Recipe = PLAIN, layer: int = 0) -> Case:
     """The block called "embedding", "layer" or "head" of a tiny model."""
     config = TINY[model]
-    if block == "layer":
-        built = nn.layer(config, recipe, config.layer(layer))
-    else:
-        built = nn.ENDS[block](config, recipe)
+    built = nn.BLOCKS[block](config, recipe, config.layer(layer))
     sizes = dims(config)
     values = random_values(built.graph, sizes)
     return Case(built, sizes, values, single(built.graph, sizes, values))

@@ -282,7 +282,7 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["show", "gpt2", "--json", "--graph"],
-        "--json, --graph and --schedule-picture exclude each other; use one",
+        "--json, --graph, --kernels and --schedule-picture exclude each other; use one",
     ),
     (
         ["show", "--config", "none.yaml"],

@@ -90,7 +90,7 @@ class One(NamedTuple):
 def one_device(model: str, batch: int) -> One:
     config = MODELS[model]
     run = Run(model=model, seq_length=16, micro_batch_size=batch)
-    block = nn.layer(config, recipe_of(run, config), config.layer(0))
+    block = nn.BLOCKS["layer"](config, recipe_of(run, config), config.layer(0))
     sizes = sizes_of(run, config)
     values = random_values(block.graph, sizes)
     return One(block, values, single(block.graph, sizes, values))

@@ -94,6 +94,7 @@ EXAMPLES = [
     Example("join", "bsaN,bsZ->bsaD", out="BSAD"),
     Example("part", "bsaD->bsaN", {"first": True}, out="BSAN"),
     Example("part", "bsaD->bsaN", {"first": False}, out="BSAN"),
+    *(Example("pscan", s, {"dim": 1}) for s in ("bSm,bSm->bSm", "bSfp,bSfp->bSfp")),
     Example("first_token", "bsm->bm"),
     Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
     Example("embedding", "s,vm->sm", fixed=(0,), integers=("positions", "")),

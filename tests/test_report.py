@@ -49,6 +49,7 @@ def tasks(rows: list[dict[str, int]]) -> Tasks:
 @dataclass
 class Model:
     name: str = "toy"
+    modules: tuple[str, ...] = ()
 
 
 def compiled() -> Any:
@@ -124,7 +125,7 @@ def test_manifest_holds_what_repeats_the_run():
     result = manifest(compiled())
 
     assert Run(**result["run"]) == Run(model="toy", tp=2, pp=2)
-    assert result["model"] == {"name": "toy"}
+    assert result["model"] == {"name": "toy", "modules": []}
     assert result["mesh"] == {"tp": 2, "pp": 2}
     assert "schedule" not in result
 

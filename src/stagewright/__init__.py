@@ -13,13 +13,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled, compile
     from stagewright.errors import UserError
+    from stagewright.models import ModelConfig, resolve
     from stagewright.run import Run
 
 __version__ = "0.1.0"
-__all__ = ["Compiled", "Run", "UserError", "__version__", "compile", "generate"]
+__all__ = [
+    "Compiled",
+    "ModelConfig",
+    "Run",
+    "UserError",
+    "__version__",
+    "compile",
+    "generate",
+    "resolve",
+]
 
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
-_HOME = {"Compiled": "compiler", "Run": "run", "UserError": "errors", "compile": "compiler"}
+_HOME = {
+    "Compiled": "compiler",
+    "ModelConfig": "models",
+    "Run": "run",
+    "UserError": "errors",
+    "compile": "compiler",
+    "resolve": "models",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -35,17 +52,29 @@ def __dir__() -> list[str]:
 
 
 def generate(
-    compiled: Compiled, out: str, *, format: str = "chakra", **options: Any
+    compiled: Compiled,
+    out: str,
+    *,
+    format: str = "chakra",
+    durations: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
 
     Options are those of `stagewright.write.write`: `ranks` (default: all), `force` to replace what
-    an earlier run wrote, `workers` and `progress`. The manifest has all that repeats the run, and
-    what was checked of the program before it was written.
+    an earlier run wrote, `workers` and `progress`. `durations` is a CSV of measured kernels
+    (`stagewright.durations`). The manifest has all that repeats the run, and what was checked of
+    the program before it was written.
     """
     from stagewright.program_check import check_program
     from stagewright.report import manifest
     from stagewright.write import write
 
-    told = {**manifest(compiled), "checks": check_program(compiled.program)}
-    return write(compiled.program, out, format=format, manifest=told, **options)
+    program = compiled.program
+    told = {**manifest(compiled), "checks": check_program(program)}
+    if durations is not None:
+        from stagewright.durations import load, measured
+
+        program, matched = measured(program, load(durations))
+        told["durations"] = {"file": durations, **matched.entry()}
+    return write(program, out, format=format, manifest=told, **options)

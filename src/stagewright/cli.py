@@ -78,6 +78,7 @@ SETTINGS = (
     Setting("layers", int, "Replaces the model's number of layers."),
     Setting("vocab", int, "Replaces the model's vocabulary size."),
     Setting("make_vocab_size_divisible_by", int, "Pad the vocabulary to this times tp. [1]"),
+    Setting("strategy", str, "File of rows that say where values live: wq [M, A/tp, D]."),
     Setting("order", str, "Rank numbering, fastest axis first. [tp-cp-ep-dp-pp]"),
     Setting(
         "streams", ("one", "separate"), "Communication: one chain, or one per communicator. [one]"
@@ -150,6 +151,7 @@ def commands(context: click.Context) -> None:
 @click.option(
     "--format", "format_", default="chakra", metavar="NAME", help="chakra, json or dot. [chakra]"
 )
+@click.option("--durations", metavar="FILE", help="CSV of measured kernels (see show --kernels).")
 @click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
 @click.option("--force", is_flag=True, help="Replace what an earlier run wrote to the directory.")
 @click.option(
@@ -160,6 +162,7 @@ def generate(
     config: str | None,
     out: str,
     format_: str,
+    durations: str | None,
     ranks: str | None,
     force: bool,
     workers: int | None,
@@ -178,24 +181,31 @@ def generate(
             compiled,
             out,
             format=format_,
+            durations=durations,
             ranks=chosen,
             force=force,
             workers=workers,
             progress=progress,
         )
     click.echo(_told(written, out, time.perf_counter() - started))
+    if durations is not None:
+        from stagewright.durations import told
+
+        click.echo(told(written["durations"]))
 
 
 @commands.command()
 @_settings
 @click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object.")
 @click.option("--graph", is_flag=True, help="The sharded graph, as text.")
+@click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
 def show(
     model: str | None,
     config: str | None,
     as_json: bool,
     graph: bool,
+    kernels: bool,
     schedule_picture: bool,
     **settings: Any,
 ) -> None:
@@ -203,11 +213,17 @@ def show(
 
     MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json.
     """
-    if as_json + graph + schedule_picture > 1:
-        raise UserError("--json, --graph and --schedule-picture exclude each other; use one")
+    if as_json + graph + kernels + schedule_picture > 1:
+        raise UserError(
+            "--json, --graph, --kernels and --schedule-picture exclude each other; use one"
+        )
     compiled = _compile(_load(model, config, settings), model, config)
     if graph:
         click.echo(compiled.graph_text())
+    elif kernels:
+        from stagewright.durations import to_csv
+
+        click.echo(to_csv(compiled.program), nl=False)
     elif schedule_picture:
         from stagewright.pipeline import text
 

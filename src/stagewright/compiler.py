@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from stagewright import nn
+from stagewright import nn, notation
+from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
 from stagewright.kernels import Extent, Task, bytes_of, extent_of, kernels
 from stagewright.layout import Mesh
 from stagewright.lower import LoweredBlock, Placed, lower, stage_ranks
 from stagewright.memory import footprint, rank_memory
 from stagewright.models import Layer, ModelConfig, resolve
+from stagewright.notation import Tensor
 from stagewright.parallel import parallelization, reduces_each_microbatch
 from stagewright.pipeline import Order
 from stagewright.pipeline import make as make_order
 from stagewright.program import Program
 from stagewright.remat import remat
-from stagewright.run import Run, check
+from stagewright.run import MOST_FLOPS, Run, check
 from stagewright.shard import shard
-from stagewright.strategies import EXPERTS, Plan, strategy
+from stagewright.strategies import EXPERTS, Plan, rows_of, strategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +46,14 @@ class Compiled:
         return "\n\n".join(f"# {label}\n{text(graph)}" for label, graph in self.blocks.items())
 
 
-def compile(run: Run, model: ModelConfig | None = None) -> Compiled:
+def compile(
+    run: Run, model: ModelConfig | None = None, *, table: Mapping[str, str] | None = None
+) -> Compiled:
     """Everything that a run implies; raises UserError where it cannot be done.
 
-    `model` replaces the configuration that `run.model` names.
+    `model` replaces the configuration that `run.model` names. `table` is a strategy of one's own:
+    where values and parameters live, by name, such as `{"wq": "[M, A/tp, D]"}`; it goes before the
+    rows of `run.strategy` and those that the degrees imply.
     """
     model = (model or resolve(run.model)).with_overrides(
         num_layers=run.layers, vocab_size=run.vocab
@@ -54,11 +61,13 @@ def compile(run: Run, model: ModelConfig | None = None) -> Compiled:
     run = run.resolved(model)
     check(run, model)
     mesh, plan = parallelization(run, model)
+    plan = replace(plan, table=_table(run, model, table or {}))
     sizes = sizes_of(run, model)
     extent = extent_of(sizes, mesh)
     order = make_order(str(run.schedule), run.pp, run.microbatches, run.vpp)
 
     blocks: dict[Kind, tuple[Graph, LoweredBlock]] = {}
+    _check_table(plan, run, model, sizes)
     stages: list[list[Placed]] = []
     for stage in place_blocks(run, model):
         placed: list[Placed] = []
@@ -107,6 +116,7 @@ def sizes_of(run: Run, model: ModelConfig) -> dict[str, int]:
         "S": run.seq_length or 0,
         "V": -(-model.vocab_size // multiple) * multiple,
         "R": _rows(run, model),
+        **{name: number for m in model.modules for name, number in m.sizes.items()},
     }
 
 
@@ -117,6 +127,44 @@ def _rows(run: Run, model: ModelConfig) -> int:
     ranks = run.tp * run.cp * run.dp
     tokens = run.micro_batch_size * run.dp * (run.seq_length or 0)
     return ranks * math.ceil(tokens * model.top_k / model.num_experts / ranks)
+
+
+def _table(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str, Tensor]:
+    """Where named values live: as modules say, as the run's file says, as the caller says."""
+    rows: dict[str, Tensor] = {}
+    for module in model.modules:
+        rows |= module.table
+        if model.bare:
+            inputs = [f"{module.name}.{name}" for name, _, _ in module.inputs]
+            like = {f"d_{name}": name for name in inputs}
+            like |= {"x": inputs[0], "dx": inputs[0], "dy": f"{module.name}.{module.output}"}
+            rows |= {name: rows[other] for name, other in like.items() if other in rows}
+    if run.strategy is not None:
+        rows |= notation.table(run.strategy)
+    for name, text_ in given.items():
+        try:
+            rows[name] = notation.tensor(text_)
+        except notation.NotationError as error:
+            raise UserError(f"table: {name}: {error}") from None
+    return rows
+
+
+def _check_table(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int]) -> None:
+    """Every row of the table is of some value, and fits it."""
+    if not plan.table:
+        return
+    known: set[str] = set()
+    found: set[str] = set()
+    for kind in {kind for stage in place_blocks(run, model) for kind, _ in stage}:
+        graph = nn.BLOCKS[kind.block](model, recipe_of(run, model), kind.layer).graph
+        known |= {str(n.get("param") or n.name) for n in graph if n.phase != "optimizer"}
+        found |= rows_of(graph, plan, sizes, model.name)
+    own = {name for module in model.modules for name in module.table}
+    own |= {"x", "dx", "dy", *(f"d_{name}" for name in own)}  # those of modules may be unused
+    unknown = sorted(set(plan.table) - found - own)
+    if unknown:
+        hint = did_you_mean(unknown[0], known) or "; see `stagewright show --graph` for the names"
+        raise UserError(f"strategy: {model.name} has no value {unknown[0]!r}{hint}")
 
 
 class Kind(NamedTuple):
@@ -140,20 +188,28 @@ class Kind(NamedTuple):
 
 
 def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
-    """(kind of block, layer) per virtual stage: embedding first, head last, layers in between."""
-    stages: list[list[tuple[Kind, int]]] = []
-    assert run.layers_per_stage is not None
-    layers = iter(range(sum(run.layers_per_stage)))
-    for count in run.layers_per_stage:
-        here: list[tuple[Kind, int]] = []
-        for i in range(count):
-            layer = next(layers)
-            recomputed = run.recompute == "full" and i < (run.recompute_num_layers or count)
-            kind = Kind("layer", model.layer(layer), recomputed)
-            here.append((kind, layer))
-        stages.append(here)
-    stages[0].insert(0, (Kind("embedding"), -1))
-    stages[-1].append((Kind("head"), -1))
+    """(kind of block, layer) per virtual stage: what is no layer goes with the layer after it.
+
+    What comes before all layers is on the first stage, what comes after them on the last.
+    """
+    counts = run.layers_per_stage
+    assert counts is not None
+    ends = list(itertools.accumulate(counts))
+    stages: list[list[tuple[Kind, int]]] = [[] for _ in counts]
+    between: list[tuple[Kind, int]] = []
+    stage = 0
+    for name, index in nn.chain(model):
+        if index < 0:
+            between.append((Kind(name), -1))
+            continue
+        while index >= ends[stage]:
+            stage += 1
+        stages[stage if index else 0] += between
+        between = []
+        at = index - ends[stage] + counts[stage]
+        recomputed = run.recompute == "full" and at < (run.recompute_num_layers or counts[stage])
+        stages[stage].append((Kind("layer", model.layer(index), recomputed), index))
+    stages[-1] += between
     return stages
 
 
@@ -177,10 +233,7 @@ def sharded(
 ) -> Graph:
     """One kind of block: forward, gradient, recompute, layouts."""
     recipe = recipe_of(run, model)
-    if kind.block == "layer":
-        block = nn.layer(model, recipe, kind.layer)
-    else:
-        block = nn.ENDS[kind.block](model, recipe)
+    block = nn.BLOCKS[kind.block](model, recipe, kind.layer)
     again = partial(_again, run=run, whole=kind.recomputed)
     y = block.graph.outputs.get("y")
     results = {y} if kind.recomputed else {n for n in block.graph if n.get("role") == "core"}
@@ -217,6 +270,12 @@ def _again(n: Node, *, run: Run, whole: bool) -> str | None:
 def lowered(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> LoweredBlock:
     """One block as tasks with numbers."""
     tasks, at = kernels(graph, extent, mesh, fuse=run.fuse, bucket=run.bucket)
+    for t in tasks:
+        if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
+            raise UserError(
+                f"{run.model}: {t.name} makes a kernel or message of more than {MOST_FLOPS} FLOPs "
+                "or bytes on one rank; lower a size, or split it over more ranks"
+            )
     stream = (
         next((n for n in graph if n.name == "x" and n.op == "input"), None) or graph.outputs["y"]
     )
@@ -235,11 +294,10 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
     """
     sizes = sizes_of(Run(model=model.name, seq_length=1), model)
     recipe = nn.Recipe(shared_embedding=True)
-    layers = Counter(model.layer(i) for i in range(model.num_layers))
-    blocks = [(end(model, recipe), 1) for end in nn.ENDS.values()]
-    blocks += [(nn.layer(model, recipe, what), count) for what, count in layers.items()]
+    kinds = Counter((name, model.layer(i) if i >= 0 else Layer()) for name, i in nn.chain(model))
     total = active = 0
-    for block, count in blocks:
+    for (name, layer), count in kinds.items():
+        block = nn.BLOCKS[name](model, recipe, layer)
         updated = {n["param"] for n in block.graph if n.phase == "optimizer" and n.get("param")}
         for n in block.graph:
             if n.op == "param" and n.name in updated:

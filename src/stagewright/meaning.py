@@ -126,6 +126,28 @@ def glu_bwd(ctx: Any, g: Any, gate: Any, up: Any) -> Any:
     return g * up * _slope(ctx, gate) if ctx["wrt"] == 0 else g * _act(ctx, gate)
 
 
+def pscan(ctx: Any, a: Any, b: Any) -> Any:
+    """Each y along `dim` is a times the y before it, plus b."""
+    out = np.zeros(b.shape)
+    y, a, b = (np.moveaxis(x, ctx["dim"], 0) for x in (out, a, b))
+    before: Any = 0.0
+    for t in range(len(y)):
+        before = y[t] = a[t] * before + b[t]
+    return out
+
+
+def pscan_bwd(ctx: Any, g: Any, a: Any, b: Any, y: Any) -> Any:
+    """The scan backwards, of gradients; with respect to a (0) times the y before."""
+    out = np.zeros(b.shape)
+    g, a, y, d = (np.moveaxis(x, ctx["dim"], 0) for x in (g, a, y, out))
+    after: Any = 0.0
+    for t in reversed(range(len(g))):
+        total = g[t] + after
+        after = a[t] * total
+        d[t] = total if ctx["wrt"] else total * (y[t - 1] if t else 0.0)
+    return out
+
+
 def random_mask(ctx: Any, x: Any) -> Any:
     """Pseudo-random by global position, so that every layout draws the same mask."""
     grid = np.zeros(x.shape)

@@ -12,18 +12,21 @@ either, the graph does. Every preset names the paper or the published file of it
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from dataclasses import field as _field
 from reprlib import repr as shown  # short whatever the value: the input of a user may be huge
 from typing import Any, Literal, NamedTuple, get_args
 
 from stagewright.errors import UserError, did_you_mean, divisors
+from stagewright.notation import Tensor
 from stagewright.presets import FAMILIES
 
 Position = Literal["rope", "learned", "alibi", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"]
-Mixer = Literal["global", "local"]
+Mixer = Literal["global", "local", "none"]
 FeedForward = Literal["dense", "experts", "none"]
 Router = Literal["softmax", "sigmoid"]
 
@@ -72,16 +75,40 @@ _CHOICES = {
 _FLAGS = (
     *("norm_bias", "parallel_block", "final_norm", "embedding_norm"),
     *("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "gated"),
-    *("tied_embeddings", "lm_head_bias", "pooler", "mlm_transform", "causal", "encoder"),
+    *("tied_embeddings", "lm_head_bias", "pooler", "mlm_transform", "causal", "encoder", "bare"),
 )
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")
 
 
 class Layer(NamedTuple):
-    """What a layer is made of: how positions mix, and what works on each by itself."""
+    """What a layer is made of: how positions mix, and what works on each by itself.
 
-    mixer: Mixer = "global"
-    mlp: FeedForward = "dense"
+    Each is one of ours, or the name of one of the model's `modules`.
+    """
+
+    mixer: str = "global"
+    mlp: str = "dense"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Module:
+    """A part of a layer that a user has written, as a `.stg` file or as a Python function.
+
+    `build(builder, inputs by name)` writes down its nodes; what it calls its parameters and values
+    is `NAME.theirs`. The first input is the hidden state; all others come from outside.
+    """
+
+    name: str
+    build: Callable[[Any, Mapping[str, Any]], Any]
+    inputs: tuple[tuple[str, tuple[Any, ...], str], ...] = (("x", ("B", "S", "M"), ""),)
+    """Name, sizes of the dims and data type ("": that of the run)."""
+    sizes: Mapping[str, int] = _field(default_factory=dict[str, int])
+    """The numbers behind sizes that the model does not have."""
+    table: Mapping[str, Tensor] = _field(default_factory=dict[str, Tensor])
+    """Where its values and parameters live, by full name."""
+    output: str = "y"
+    text: str = ""
+    """The `.stg` file it is from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +201,18 @@ class ModelConfig:
     encoder: bool = False
     sliding_window: int | None = None
     """Positions a local layer's query sees, itself included."""
-    mixers: tuple[Mixer, ...] = ("global",)
+    mixers: tuple[str, ...] = ("global",)
     """What mixes positions in each layer, repeated over them: attention, global or local."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+
+    mlps: tuple[str, ...] = ()
+    """What works on each position in each layer, repeated over them: dense, experts or none. Empty:
+    experts where `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
+    modules: tuple[Module, ...] = ()
+    """Users' own parts of layers, which `mixers` and `mlps` name."""
+    bare: bool = False
+    """Layers and nothing else: no norms and residual sums around, no embedding, no loss."""
 
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -194,9 +229,34 @@ class ModelConfig:
     def layer(self, index: int) -> Layer:
         """What this layer is made of."""
         assert 0 <= index < self.num_layers, index
+        mixer = self.mixers[index % len(self.mixers)]
+        if self.mlps:
+            return Layer(mixer, self.mlps[index % len(self.mlps)])
         after = index - self.first_dense_layers
         routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
-        return Layer(self.mixers[index % len(self.mixers)], "experts" if routed else "dense")
+        return Layer(mixer, "experts" if routed else "dense")
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Everything that some layer is made of."""
+        return frozenset(x for i in range(self.num_layers) for x in self.layer(i))
+
+    def with_module(
+        self, function: Callable[[Any, Any], Any], *, mixers: bool = False, mlps: bool = False
+    ) -> ModelConfig:
+        """The same model with a Python function for each layer's mixer, or for its MLP, or both.
+
+        `function(builder, h)` maps the hidden state [B, S, M] to what is added to it; `builder` is
+        a `nn.builder.Builder`.
+        """
+        name = function.__name__
+        module = Module(name, lambda builder, values: function(builder, *values.values()))
+        return replace(
+            self,
+            modules=(*self.modules, module),
+            mixers=(name,) if mixers else self.mixers,
+            mlps=(name,) if mlps else self.mlps,
+        )
 
     def with_overrides(
         self, num_layers: int | None = None, vocab_size: int | None = None
@@ -237,10 +297,16 @@ class ModelConfig:
                 raise self._reject(field, "None or a number above 0")
         if not _number(self.rotary_fraction) or not 0 < self.rotary_fraction <= 1:
             raise self._reject("rotary_fraction", "a number above 0 and at most 1")
-        kinds: object = self.mixers
-        known = get_args(Mixer)
-        if type(kinds) is not tuple or not kinds or any(kind not in known for kind in kinds):
-            raise self._reject("mixers", "a tuple of 'global' and 'local', not empty")
+        own = tuple(m.name for m in self.modules)
+        self._check_kinds("mixers", (*get_args(Mixer), *own), least=1)
+        self._check_kinds("mlps", (*get_args(FeedForward), *own), least=0)
+
+    def _check_kinds(self, field: str, known: tuple[str, ...], least: int) -> None:
+        kinds: tuple[object, ...] = getattr(self, field)
+        right = type(kinds) is tuple and len(kinds) >= least
+        if not right or any(kind not in known for kind in kinds):
+            wanted = f"a tuple of {', '.join(map(repr, known))}" + ", not empty" * least
+            raise self._reject(field, wanted)
 
     def _check_combinations(self) -> None:
         self._check_attention()
@@ -317,12 +383,16 @@ def resolve(name_or_path: str) -> ModelConfig:
 
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
+    if name_or_path.endswith(".stg"):
+        from stagewright.stg import load  # brings along the ops that modules are made of
+
+        return load(name_or_path)
     if name_or_path and os.path.exists(name_or_path):
         return from_config(name_or_path)
     raise UserError(
-        f"model {shown(name_or_path)} is neither a preset nor a path to a config.json"
+        f"model {shown(name_or_path)} is neither a preset nor a path to a config.json or .stg file"
         f"{did_you_mean(name_or_path.lower(), PRESETS)}; "
-        "run `stagewright models` for the presets, or give the path of a config.json"
+        "run `stagewright models` for the presets, or give the path of a config.json or .stg file"
     )
 
 

@@ -224,7 +224,10 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         heads = math.prod([v for x, v in here.items() if x not in "qkdv"], start=1)
         return 2 * width * heads * _attended(n, extent)
     same = row.rows[1] if row.rows else ()
-    return math.prod([v for x, v in here.items() if x not in same], start=1) * row.flops
+    each = row.flops
+    if n.op == "einsum" and not parse(str(n["spec"])).contracted:
+        each = len(n.srcs) - 1  # products and no sums
+    return math.prod([v for x, v in here.items() if x not in same], start=1) * each
 
 
 def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
@@ -456,6 +459,15 @@ def combine(h: Node, gates: Node, like: Node, **fields: Any) -> Node:
     return apply("combine", _COMBINE, h, gates, out=like.shape, weighted=True, **fields)
 
 
+def _pscan_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    spec = f"{out},{ins},{out}->{out}"
+    own = _attrs(n)
+    return tuple(
+        apply("pscan_bwd", spec, g, *n.srcs, n, phase="backward", wrt=i, **own) for i in (0, 1)
+    )
+
+
 def _join_vjp(n: Node, g: Node) -> Grads:
     """Each operand's part of the last dim, summed over the dims that it lacks."""
     ins, out = str(n["spec"]).split("->")
@@ -525,6 +537,9 @@ OPS: dict[str, Op] = {
     "dispatch": Op(_m.dispatch, _dispatch_vjp, flops=0, rows=_ROWS),
     "combine": Op(_m.combine, _combine_vjp, flops=2, rows=_ROWS),
     "combine_gates": Op(_m.combine_gates, flops=2, rows=_ROWS),
+    # along one dim, each from the one before
+    "pscan": Op(_m.pscan, _pscan_vjp, flops=2),
+    "pscan_bwd": Op(_m.pscan_bwd, flops=2, joint=True),
     # widths
     "join": Op(_m.join, _join_vjp, flops=0, linear=True, fuses=True),
     "part": Op(_m.part, _part_vjp, flops=0, linear=True, fuses=True),

@@ -106,6 +106,7 @@ class Tasks:
     ops: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[Shape, ...]
+    duration: Int | None = None  # COMPUTE: ns as measured, 0: not measured; None: nothing is
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.compiler import Compiled
+    from stagewright.models import ModelConfig
 
 Summary = dict[str, Any]
 
@@ -56,15 +57,23 @@ def manifest(compiled: Compiled) -> dict[str, Any]:
     `stagewright generate --config manifest.json` does so.
     """
     schedule = compiled.run.schedule or ""
+    modules = compiled.model.modules
     return {
         "stagewright": stagewright.__version__,
         "run": compiled.run.model_dump(mode="json"),
         # A file may change or vanish; a schedule by name follows from the run.
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
-        "model": dataclasses.asdict(compiled.model),
+        "model": _recorded(compiled.model),
+        **({"modules": {m.name: m.text for m in modules}} if modules else {}),
         "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
         "mesh": dict(compiled.program.mesh.axes),
     }
+
+
+def _recorded(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a model; of its modules the names, since their texts stand by themselves."""
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+    return fields | {"modules": [m.name for m in model.modules]}
 
 
 def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:

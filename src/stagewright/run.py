@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from stagewright import pipeline
 from stagewright.errors import UserError, did_you_mean, divisors, either
-from stagewright.models import ModelConfig
+from stagewright.models import ModelConfig, Module
 
 LARGEST = 2**31
 """No setting is larger: columns of the program index with 32 bits."""
@@ -104,6 +104,9 @@ class Run(BaseModel):
     make_vocab_size_divisible_by: Count = 1
     """The vocabulary is padded to a multiple of this times tp."""
 
+    strategy: StrictStr | None = None
+    """A file that says where values and parameters live, in rows such as `wq [M, A/tp, D]`; they
+    go before what the degrees imply."""
     order: StrictStr = "tp-cp-ep-dp-pp"
     """How ranks are numbered: mesh axes, the fastest first."""
     streams: Literal["one", "separate"] = "one"
@@ -215,10 +218,28 @@ def recorded_model(path: str | Path) -> ModelConfig | None:
     try:
         if not isinstance(fields, dict):
             raise TypeError(f"model is {shown(fields)}")
-        named = {str(k): tuple(v) if isinstance(v, list) else v for k, v in fields.items()}  # pyright: ignore
-        return ModelConfig(**named)  # pyright: ignore
+        named: dict[str, Any] = {
+            str(k): tuple(v) if isinstance(v, list) else v  # pyright: ignore
+            for k, v in fields.items()  # pyright: ignore
+        }
+        texts: Any = values.get("modules", {})
+        if named.get("modules"):
+            named["modules"] = _recorded_modules(named["modules"], texts)
+        return ModelConfig(**named)
     except TypeError as error:
         raise UserError(f"{path}: cannot read the model of this manifest: {error}") from None
+
+
+def _recorded_modules(names: Any, texts: Any) -> tuple[Module, ...]:
+    from stagewright.stg import parse  # it reads files in terms of the models of a run
+
+    found: dict[str, Module] = {}
+    for name in names:
+        text = texts.get(name) if isinstance(texts, dict) else None  # pyright: ignore
+        if not isinstance(text, str) or not text:
+            raise TypeError(f"module {shown(name)} is Python code; compile it from Python")
+        found |= parse(text, f"{name}.stg").modules
+    return tuple(found[name] for name in names)
 
 
 class _Loader(yaml.SafeLoader):
@@ -334,18 +355,19 @@ def _check_mesh(run: Run) -> None:
 
 def _check_model(run: Run, model: ModelConfig) -> None:
     heads, ffn = model.num_attention_heads, model.ffn_hidden_size
-    if heads % run.tp:
+    attends = bool(model.parts & {"global", "local"})
+    if attends and heads % run.tp:
         raise UserError(
             f"tp={run.tp} does not divide the {heads} attention heads of {model.name}; "
             f"use {divisors(heads)}"
         )
-    if ffn % run.tp:
+    if "dense" in model.parts and ffn % run.tp:
         raise UserError(
             f"tp={run.tp} does not divide the {ffn} channels of the MLP of {model.name}; "
             f"use {divisors(math.gcd(heads, ffn))}"
         )
     kv = model.num_query_groups
-    if kv % run.tp and run.tp % kv:
+    if attends and kv % run.tp and run.tp % kv:
         # Ranks share key-value heads evenly: several each, or several ranks hold one.
         fit = [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
         raise UserError(

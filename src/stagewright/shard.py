@@ -74,7 +74,7 @@ class _Sharding:
 
     def visit(self, old: Node, srcs: tuple[Node, ...]) -> Node:
         if old.op in LEAVES:
-            new = replace(old, layout=self.want(old, None) or old.layout)
+            new = replace(old, layout=self.want(old, None) or self.of_primal(old) or old.layout)
         elif old.op == "identity":
             new = srcs[0]
         else:
@@ -161,6 +161,11 @@ class _Sharding:
         layout = self.layout.get(self.primal[old]) if old in self.primal else None
         return {a: i for i, axes in enumerate(layout.dims) for a in axes} if layout else {}
 
+    def of_primal(self, old: Node) -> Layout | None:
+        """Where a gradient lives whose primal is a complete value: with it."""
+        layout = self.layout.get(self.primal[old]) if old in self.primal else None
+        return None if layout is None else Layout(layout.dims)
+
     def assign(
         self,
         old: Node,
@@ -194,6 +199,8 @@ class _Sharding:
         )
         known = {x for dims in spec.ins for d in dims for x in d}
         offers[:0] = [(x, axes, False) for x, axes in wanted.items() if x not in known]
+        # What is whole and wanted split is sliced before the work, not after it.
+        offers += [(x, axes, False) for x, axes in wanted.items() if x in known and axes]
         result = self.settle(old, spec, offers, frozenset[str]().union(*keep))
         for dim in {d for dims in (*spec.ins, spec.out) for d in dims if len(d) > 1}:
             # The inner index is split in contiguous parts only where the outer one is split up.

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from stagewright.ir import Node
+from stagewright.errors import UserError, divisors
+from stagewright.ir import Graph, Node
 from stagewright.layout import Layout, Mesh
+from stagewright.notation import Tensor
 from stagewright.shard import Want
 
 Dims = tuple[tuple[str, ...], ...]
@@ -52,12 +55,24 @@ class Plan:
     reduce_each_microbatch: bool = False
     # sum words before adding positions, then scatter (Megatron-LM)
     embedding_all_reduce: bool = False
+    table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # goes before all rows
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes over which some parameter (or its optimizer state) is split."""
         split_by = self.tensor + self.expert + (self.shard if self.zero else ())
-        return tuple(dict.fromkeys(split_by))
+        own = tuple(a for t in self.table.values() for axes in self.axes(t).dims for a in axes)
+        everywhere = {*self.data, *self.context}
+        return tuple(dict.fromkeys((*split_by, *(a for a in own if a not in everywhere))))
+
+    def axes(self, where: Tensor) -> Layout:
+        """The layout of a tensor in the paper's notation: degrees of one rank split nothing."""
+        known = dict(self.mesh.groups)
+
+        def of(degrees: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(a for degree in degrees for a in known.get(degree, ()))
+
+        return Layout(tuple(of(axes) for axes in where.axes), frozenset(of(where.partial)))
 
 
 def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
@@ -82,8 +97,11 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     rows |= _expert_parallel(plan, (*plan.data, *sequence))
     if plan.context:
         rows |= _context_parallel(plan)
+    own = {name: plan.axes(where) for name, where in plan.table.items()}
 
     def weight(name: str, rank: int) -> Dims:
+        if name in own and len(own[name].dims) == rank:
+            return own[name].dims
         dims: list[tuple[str, ...]] = [()] * rank
         if name in EXPERTS:
             dims[0], dims[EXPERTS[name]] = plan.expert, plan.expert_tensor
@@ -125,10 +143,69 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             return parameter(n, str(role), have)
         if role == "norm2":
             return None
+        if n.get("states"):
+            return _stated(n, have, own.get(n.name), plan)
+        if n.name in own and len(own[n.name].dims) == len(n.shape):
+            return own[n.name]
         dims = rows.get(n.name)
         return None if dims is None or len(dims) != len(n.shape) else Layout(dims)
 
     return want
+
+
+def rows_of(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: str) -> set[str]:
+    """The names in the plan's table that a single-device graph has; a UserError if one is ill."""
+    found: set[str] = set()
+    misfit: dict[str, str] = {}
+    for n in graph:
+        name = str(n.get("param") or n.name)
+        row = plan.table.get(name)
+        if row is None or n.phase == "optimizer":
+            continue
+        shown = f"[{', '.join(map(str, n.shape))}]"
+        if len(row.dims) != len(n.shape):  # a weight and a value may have one name
+            misfit[name] = shown
+            continue
+        found.add(name)
+        for dim, degrees, axes in zip(n.shape, row.axes, plan.axes(row).dims, strict=True):
+            count, ranks = dim.value(sizes), plan.mesh.size(*axes)
+            if count % ranks:
+                raise UserError(
+                    f"{'*'.join(degrees)}={ranks} does not divide {dim} = {count} of {name} "
+                    f"{shown}; use {divisors(count)}"
+                )
+    for name, shown in misfit.items():
+        if name not in found:
+            row = plan.table[name]
+            raise UserError(
+                f"{name} {row} has {len(row.dims)} dims, but in {whose} it is {shown}; name each"
+            )
+    return found
+
+
+def _stated(n: Node, have: Layout | None, to: Layout | None, plan: Plan) -> Layout | None:
+    """Where a value lives after a collective that a user's module names; the value must need it."""
+    if have is None:
+        return to
+    degrees: Any = n["over"]
+    over = plan.axes(Tensor((), (), degrees)).partial
+    kind = n["states"]
+    here = have.partial if kind in ("all_reduce", "reduce_scatter") else have.axes() - have.partial
+    if not over <= here:
+        shown = have.show(tuple(map(str, n.shape)))
+        lacks = "not a partial sum" if here is have.partial else "not split"
+        raise UserError(
+            f"{n.name}, {n['where']}: {kind} of a value that is {lacks} over "
+            f"{'+'.join(degrees)}, {shown}"
+        )
+    if to is not None:
+        return to
+    over = over or here
+    if kind == "all_reduce":
+        return Layout(have.dims, have.partial - over)
+    return Layout(
+        tuple(tuple(a for a in axes if a not in over) for axes in have.dims), have.partial
+    )
 
 
 def _expert_parallel(plan: Plan, tokens: tuple[str, ...]) -> dict[str, Dims]:

@@ -281,6 +281,11 @@ class Batch:
         for number, keys in ((4, order), (5, every)):
             owner, needed = keys >> 32, keys & 0xFFFFFFFF
             rows.packed(wire.key(number, LENGTH), owner, columns.ids[needed])
+        if tasks.duration is not None:
+            where = np.flatnonzero(tasks.duration[span] > 0)
+            # Readers know microseconds only; 0 would be no duration.
+            micros = np.maximum((tasks.duration[span][where] + 500) // 1000, 1)
+            rows.put(wire.varints(micros).keyed(wire.key(7, VARINT)), where)
         kind = tasks.kind[span]
         where = np.flatnonzero(kind == Kind.COMPUTE)
         _append(rows, _NUM_OPS, np.maximum(tasks.flops[span][where], 1), where)

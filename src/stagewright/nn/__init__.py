@@ -7,16 +7,30 @@ layers use them.
 
 from __future__ import annotations
 
-from stagewright.models import ModelConfig
+from collections.abc import Callable
+
+from stagewright.models import Layer, ModelConfig
 from stagewright.nn.builder import PRECISIONS, Precision, Recipe
 from stagewright.nn.ends import embedding, head
 from stagewright.nn.layers import layer
 from stagewright.nn.training import Block
 
-__all__ = ["ENDS", "PRECISIONS", "Block", "Precision", "Recipe", "layer", "sizes"]
+__all__ = ["BLOCKS", "PRECISIONS", "Block", "Precision", "Recipe", "chain", "sizes"]
 
-ENDS = {"embedding": embedding, "head": head}
-"""The blocks that are not layers, by name."""
+Make = Callable[[ModelConfig, Recipe, Layer], Block]
+
+BLOCKS: dict[str, Make] = {
+    "embedding": lambda config, recipe, _: embedding(config, recipe),
+    "layer": layer,
+    "head": lambda config, recipe, _: head(config, recipe),
+}
+"""What a model is a chain of, by name."""
+
+
+def chain(config: ModelConfig) -> list[tuple[str, int]]:
+    """The blocks of a model in order, and which layer each is: -1 for what is none."""
+    layers = [("layer", i) for i in range(config.num_layers)]
+    return layers if config.bare else [("embedding", -1), *layers, ("head", -1)]
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 from stagewright.ir import Node
 from stagewright.models import ModelConfig
 from stagewright.ops import apply, cast, einsum, elementwise, identity, leaf, letters
+from stagewright.size import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Builder:
         """What values are computed in."""
         return self.recipe.precision.compute
 
-    def param(self, name: str, *dims: str, scope: str = "", tied: bool = False) -> Node:
+    def param(self, name: str, *dims: str | Size, scope: str = "", tied: bool = False) -> Node:
         """A parameter as the computation sees it."""
         if name not in self.params:
             own = {"role": "param", "param": name, "tied": tied, "scope": scope}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from stagewright.errors import UserError
 from stagewright.ir import Node
-from stagewright.models import Layer, ModelConfig
+from stagewright.models import Layer, ModelConfig, Module
 from stagewright.nn.attention import global_attention, local_attention
 from stagewright.nn.builder import Builder, Recipe
 from stagewright.nn.mlp import experts, mlp
 from stagewright.nn.training import Block, finish
 from stagewright.ops import add, identity, leaf
+from stagewright.size import size
 
 Part = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
 
@@ -24,19 +27,23 @@ FEED_FORWARDS: dict[str, Part] = {"dense": mlp, "experts": experts}
 def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     """One layer with its residual sums; a part called "none" is left out, norms and all."""
     b = Builder(config, recipe)
+    own = {m.name: partial(_own, m) for m in config.modules}
+    mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
+    if config.bare:
+        return _bare(b, next(m for m in config.modules if m.name == what.mixer))
     x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
     place = config.norm_placement
     if config.parallel_block:
         h = b.norm(x, "attn_norm", scope="attention")
         h2 = h if config.parallel_norms == 1 else b.norm(x, "mlp_norm", scope="mlp")
-        parts = MIXERS[what.mixer](b, h), FEED_FORWARDS[what.mlp](b, h2)
+        parts = [part(b, x) for part, x in ((mixer, h), (mlp_, h2)) if part is not None]
         mixed = add(*parts, scope="mlp", name="mixed")
         y = add(x, b.dropout(identity(mixed, "branch"), config.hidden_dropout), name="y")
         return finish("layer", b, x, identity(y, "y"))
     y = x
     branches = (
-        ("attn", "attention", MIXERS.get(what.mixer)),
-        ("mlp", "mlp", FEED_FORWARDS.get(what.mlp)),
+        ("attn", "attention", mixer),
+        ("mlp", "mlp", mlp_),
     )
     for norm, scope, part in branches:
         if part is None:
@@ -49,3 +56,38 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
         if place == "post":
             y = b.norm(y, f"{norm}_norm", scope=scope)
     return finish("layer", b, x, identity(y, "y"))
+
+
+def _own(module: Module, b: Builder, h: Node) -> Node:
+    """A user's module in its place: it maps the hidden state to what is added to it."""
+    (first, dims, _), *others = module.inputs
+    if others:
+        names = ", ".join(name for name, _, _ in others)
+        raise UserError(
+            f"module {module.name} has the inputs {names} besides {first}, wanted one input to be "
+            "part of a layer; make them in the module, or use it by itself"
+        )
+    if tuple(size(d) for d in dims) != h.shape:
+        shown = ", ".join(map(str, dims))
+        raise UserError(f"module {module.name}: {first} is [{shown}], wanted [B, S, M] in a layer")
+    y = module.build(b, {first: identity(h, f"{module.name}.{first}")})
+    if y.shape != h.shape:
+        shown = ", ".join(map(str, y.shape))
+        raise UserError(f"module {module.name} yields [{shown}], wanted [B, S, M] in a layer")
+    return y
+
+
+def _bare(b: Builder, module: Module) -> Block:
+    """A module by itself: what it reads comes from outside, and so do gradients of its output."""
+    values: dict[str, Node] = {}
+    for name, dims, dtype in module.inputs:
+        named = "x" if not values else f"{module.name}.{name}"
+        values[name] = leaf("input", dims, dtype or b.dtype, named, role="input")
+    y = module.build(b, values)
+    x, *others = values.values()
+    if b.config.num_layers > 1 and (x.shape, x.dtype) != (y.shape, y.dtype):
+        raise UserError(
+            f"module {module.name} makes {y} of {x}: layers of it cannot follow each other; use "
+            "--layers 1"
+        )
+    return finish("layer", b, x, y, others=[n for n in others if n.dtype == b.dtype])

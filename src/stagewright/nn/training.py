@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +28,30 @@ class Block:
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
-def finish(name: str, b: Builder, x: Node | None, y: Node, *, is_loss: bool = False) -> Block:
-    """Append backward, gradient accumulation and the optimizer step."""
+def finish(
+    name: str,
+    b: Builder,
+    x: Node | None,
+    y: Node,
+    *,
+    is_loss: bool = False,
+    others: Sequence[Node] = (),
+) -> Block:
+    """Append backward, gradient accumulation and the optimizer step.
+
+    `others` are inputs besides `x` whose gradients are asked for as well.
+    """
     if is_loss:
         seed = leaf("input", (), "fp32", "d_loss", role="seed", phase="backward", scope=y.scope)
     else:
         seed = leaf("input", y.shape, y.dtype, "dy", role="input", phase="backward")
     wrt = list(b.used.values())
-    found = backward(y, seed, [*([x] if x else []), *wrt])
+    found = backward(y, seed, [*others, *([x] if x else []), *wrt])
     outputs = {"loss" if is_loss else "y": y}
-    gradients = found.gradients
+    gradients = found.gradients[len(others) :]
+    for other, g in zip(others, found.gradients, strict=False):
+        named = f"d_{other.name}"
+        outputs[named] = identity(g, named, phase="backward")
     if x:
         outputs["dx"] = identity(gradients[0], "dx", phase="backward")
         gradients = gradients[1:]

@@ -1,0 +1,147 @@
+"""Tensors in the paper's notation, `x[B/dp, S, H @ 1/tp]` (STAGE, arXiv 2511.10480, Table III).
+
+A dim is a size, then the parallel degrees that split it, outermost first; after `@` stand those
+over which the value is still a sum.
+
+>>> tensor("[B/dp, S, 4*H/tp @ 1/cp]")
+Tensor(dims=('B', 'S', '4*H'), axes=(('dp',), (), ('tp',)), partial=('cp',))
+>>> print(tensor("[B/dp, S, 4*H/tp @ 1/cp]"))
+[B/dp, S, 4*H/tp @ 1/cp]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from stagewright.errors import UserError, did_you_mean
+
+DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+"""What may split a dim. `edp` are the ranks that hold the same experts."""
+
+MOST_BYTES = 1_000_000
+"""No larger file in this notation is read."""
+
+
+class Tensor(NamedTuple):
+    """A shape and where it lives: sizes as text, and parallel degrees by dim."""
+
+    dims: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        dims = ("/".join((d, *axes)) for d, axes in zip(self.dims, self.axes, strict=True))
+        return f"[{', '.join(dims)}{' @ 1/' + '/'.join(self.partial) if self.partial else ''}]"
+
+
+class NotationError(ValueError):
+    """What cannot be read, and where it is in the text."""
+
+    def __init__(self, message: str, at: int) -> None:
+        """`at` counts characters from the beginning of the text."""
+        super().__init__(message)
+        self.at = at
+
+
+def tensor(text: str, at: int = 0) -> Tensor:
+    """Read `[B/dp, S, H @ 1/tp]`; `at` is where the text begins, for a NotationError."""
+    inner = text.strip()
+    if not (inner.startswith("[") and inner.endswith("]")):
+        raise NotationError(f"got {text!r}, wanted a tensor such as [B/dp, S, H/tp]", at)
+    at += text.index("[") + 1
+    shape, sums, partial = inner[1:-1].partition("@")
+    dims: list[str] = []
+    axes: list[tuple[str, ...]] = []
+    for start, part in _parts(shape, ",") if shape.strip() else ():
+        words = list(_parts(part, "/"))
+        split: list[str] = []
+        while len(words) > 1 and words[-1][1].strip() in DEGREES:
+            split.insert(0, words.pop()[1].strip())
+        size = "/".join(word for _, word in words).strip()
+        if not size:
+            raise NotationError("a dim without a size; wanted such as B/dp", at + start)
+        if size in DEGREES:
+            raise NotationError(f"{size} is a parallel degree, wanted a size", at + start)
+        dims.append(size)
+        axes.append(tuple(split))
+    found = Tensor(tuple(dims), tuple(axes), _sums(partial, at + len(shape) + 1) if sums else ())
+    named = [a for some in (*found.axes, found.partial) for a in some]
+    for axis in named:
+        if named.count(axis) > 1:
+            raise NotationError(f"{axis} comes twice; it may split one dim only", at - 1)
+    return found
+
+
+def _sums(text: str, at: int) -> tuple[str, ...]:
+    one, *degrees = (word.strip() for word in text.split("/"))
+    if one != "1" or not degrees:
+        raise NotationError(f"got @{text}, wanted a partial sum such as @ 1/tp", at)
+    for degree in degrees:
+        if degree not in DEGREES:
+            hint = did_you_mean(degree, DEGREES)
+            raise NotationError(f"{degree!r} is no parallel degree{hint}", at)
+    return tuple(degrees)
+
+
+def _parts(text: str, by: str) -> Iterator[tuple[int, str]]:
+    """Split where no parenthesis is open; where each part begins, and the part."""
+    depth = start = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if c == by and not depth:
+            yield start, text[start:i]
+            start = i + 1
+    yield start, text[start:]
+
+
+def where(text: str, at: int) -> str:
+    """Line and column of a place in a text, both from 1.
+
+    >>> where("one\\ntwo", 5)
+    'line 2, column 2'
+    """
+    before = text[:at]
+    return f"line {before.count(chr(10)) + 1}, column {at - (before.rfind(chr(10)) + 1) + 1}"
+
+
+def read(path: str | Path) -> str:
+    """The text of a file in this notation; a UserError where it is none."""
+    try:
+        with Path(path).open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}; check the path") from None
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path}: over {MOST_BYTES} bytes; check the path")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not text in UTF-8; check the path") from None
+
+
+_ROW = re.compile(r"\s*([^\s\[\]#]+)\s*(\[[^\]#]*\])\s*(?:#.*)?$")
+
+
+def table(path: str | Path) -> dict[str, Tensor]:
+    """A strategy as a file: a name and where it lives per line, such as `wq [M, A/tp, D]`."""
+    text = read(path)
+    rows: dict[str, Tensor] = {}
+    start = 0
+    for line in text.split("\n"):
+        if line.strip() and not line.lstrip().startswith("#"):
+            found = _ROW.match(line)
+            try:
+                if found is None:
+                    wanted = "a name and where it lives, such as wq [M, A/tp, D]"
+                    raise NotationError(f"got {line.strip()[:60]!r}, wanted {wanted}", start)
+                name = found.group(1)
+                if name in rows:
+                    raise NotationError(f"{name} comes twice; keep one", start)
+                rows[name] = tensor(found.group(2), start + found.start(2))
+            except NotationError as error:
+                raise UserError(f"{path}, {where(text, error.at)}: {error}") from None
+        start += len(line) + 1
+    return rows

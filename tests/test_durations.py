@@ -1,0 +1,129 @@
+"""Measured durations: matched by kernel, shape and data type, written, and told where none is."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import stagewright as sw
+from stagewright.cli import commands
+from stagewright.durations import kernels, load, measured, parse
+from stagewright.errors import UserError
+from stagewright.program import Kind
+from stagewright.run import Run
+from stagewright.traces.reader import Reader
+
+SETTINGS = {"model": "llama3.1-8b", "tp": 2, "pp": 2, "layers": 2, "seq_length": 128}
+
+
+def filled(compiled: sw.Compiled, keep: str = "") -> str:
+    """Every kernel (whose name holds `keep`) takes as many microseconds as its row's number."""
+    text = io.StringIO()
+    rows = kernels(compiled.program)
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    for nth, row in enumerate(rows):
+        writer.writerow({**row, "duration_us": nth + 1 if keep in row["kernel"] else ""})
+    return text.getvalue()
+
+
+def test_all_kernels_get_theirs(tmp_path: Path) -> None:
+    compiled = sw.compile(Run(**SETTINGS))
+    path = tmp_path / "kernels.csv"
+    path.write_text(filled(compiled))
+    rows = kernels(compiled.program)
+    order = {
+        (r["kernel"], frozenset(r["shape"].split()), r["dtype"]): n + 1 for n, r in enumerate(rows)
+    }
+    program, matched = measured(compiled.program, load(path))
+    scalar = 0
+    for c in program.classes:
+        t = c.tasks
+        assert t.duration is not None
+        for i in np.flatnonzero(t.kind == Kind.COMPUTE):
+            if t.shape[i] < 0:
+                scalar += t.duration[i] == 0
+                continue
+            shape = t.shapes[t.shape[i]]
+            extents = frozenset(f"{name}={n}" for name, n in shape.extents)
+            assert t.duration[i] == order[shape.kernel, extents, t.dtypes[t.dtype[i]]] * 1000
+        assert not t.duration[t.kind != Kind.COMPUTE].any()
+    assert matched.kernels == matched.measured > 0
+    assert matched.missing == ()
+    assert sum(r["count"] for r in rows) == 2 * (matched.kernels)  # two ranks a class
+
+
+def test_the_trace_has_microseconds_where_a_row_matches(tmp_path: Path) -> None:
+    path = tmp_path / "gemm.csv"
+    compiled = sw.compile(Run(**SETTINGS))
+    path.write_text(filled(compiled, keep="gemm"))
+    options = ["--layers", "2", "--seq-length", "128", "--tp", "2", "--pp", "2"]
+    arguments = ["generate", "llama3.1-8b", *options, "-o", str(tmp_path / "out")]
+    told = CliRunner().invoke(commands, [*arguments, "--durations", str(path)]).output
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())["durations"]
+    assert 0 < manifest["measured"] < manifest["kernels"]
+    assert sum(manifest["missing"].values()) == manifest["kernels"] - manifest["measured"]
+    assert f"durations of {manifest['measured']} of {manifest['kernels']} kernels; no row" in told
+    program, _ = measured(compiled.program, load(path))
+    wanted = [0 if d == 0 else d // 1000 for d in program.classes[0].tasks.duration.tolist()]
+    blocks = [b.duration.tolist() for b in Reader(tmp_path / "out" / "workload.0.et")]
+    assert [d for block in blocks for d in block] == wanted
+    plain = CliRunner().invoke(commands, [*arguments[:-1], str(tmp_path / "plain")])
+    assert plain.exit_code == 0
+    manifest_of_plain = json.loads((tmp_path / "plain" / "manifest.json").read_text())
+    assert "durations" not in manifest_of_plain
+
+
+def test_a_row_without_dtype_is_for_all_and_an_exact_one_wins() -> None:
+    text = "kernel,shape,duration_us,dtype\nnorm,b=1 s=2,2,\nnorm,s=2 b=1,0.25,fp32\n"
+    table = parse(text, "k.csv")
+    from stagewright.program import Shape
+
+    norm = Shape("norm", (("b", 1), ("s", 2)))
+    assert [table.of(norm, d) for d in ("bf16", "fp32")] == [2000, 250]
+    assert table.of(Shape("norm", (("b", 1), ("s", 3))), "bf16") == 0
+
+
+HEADER = "kernel,shape,dtype,duration_us\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "line 1: no column 'kernel'"),
+        ("kernel,shape,time\n", "no column 'duration_us' among"),
+        ("kernel,shape,duration_us,dtyp\n", "unknown column 'dtyp'; did you mean 'dtype'?"),
+        ("kernel,shape,duration_us,shape\n", "column 'shape' comes twice"),
+        (HEADER + "gemm,m=4,bf16\n", "line 2: 3 cells, wanted 4"),
+        (HEADER + "gemm,m=4,bf16,-1\n", "line 2: duration_us is '-1', wanted microseconds above 0"),
+        (HEADER + "gemm,m=4,bf16,nan\n", "duration_us is 'nan'"),
+        (HEADER + "gemm,m=4,bf16,1e309\n", "duration_us is '1e309'"),
+        (HEADER + "gemm,m=4,bf16,fast\n", "duration_us is 'fast'"),
+        (HEADER + "gemm,m=-4,bf16,1\n", "shape has 'm=-4', wanted such as m=4096"),
+        (HEADER + "gemm,m=4 m=5,bf16,1\n", "shape has m twice"),
+        (HEADER + "gemm,m=4,bf61,1\n", "dtype is 'bf61'; did you mean 'bf16'?"),
+        (HEADER + "gemm,m=4,bf16,1\ngemm,m=4,bf16,2\n", "line 3: this kernel comes twice"),
+        (HEADER + 'gemm,"m=4,bf16,1\n', "line 2: unexpected end of data; wanted CSV"),
+    ],
+)
+def test_refuses(text: str, wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "k.csv"
+    path.write_text(text)
+    with pytest.raises(UserError) as info:
+        load(path)
+    assert str(info.value).startswith(str(path))
+    assert wanted in str(info.value)
+
+
+def test_refuses_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "k.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="is not text in UTF-8"):
+        load(tmp_path / "k.csv")
+    with pytest.raises(UserError, match="cannot be read"):
+        load(tmp_path / "none.csv")
