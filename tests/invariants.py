@@ -147,7 +147,9 @@ def check_microbatches(c: RankClass) -> None:
     within = t.microbatch[row] >= 0
     stranger = within & (t.microbatch[t.data] >= 0) & (t.microbatch[row] != t.microbatch[t.data])
     fault(c, "reads a value of another microbatch", row[stranger])
-    fault(c, "reads a value of another stage", row[within & (t.stage[row] != t.stage[t.data])])
+    # The stage before or after this one may be on the same rank: then nothing is sent.
+    far = np.abs(t.stage[row] - t.stage[t.data]) > 1
+    fault(c, "reads a value of another stage", row[within & far])
     step = t.phase == PHASES.index("optimizer")
     fault(c, "is of a microbatch", np.flatnonzero(step & (t.microbatch >= 0)))
 
@@ -215,7 +217,10 @@ def others(program: Program, axes: Sequence[str]) -> np.ndarray:
     found = np.zeros_like(rest)
     for name, size in program.mesh.axes:
         if name not in axes:
-            found = found * size + rest % size
+            at = rest % size
+            if name == program.mesh.mirror and "mirror" in axes:
+                at = np.minimum(at, size - 1 - at)  # replicas count as one
+            found = found * size + at
         rest //= size
     return found
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from invariants import COLLECTIVE, RECV, SEND, Broken, World, check
 from stagewright.compiler import compile
 from stagewright.errors import UserError
+from stagewright.pipeline import SCHEDULES
 from stagewright.program import Program, RankClass
 from stagewright.run import Run
 
@@ -24,6 +25,7 @@ BASE = {"model": "llama3.1-8b", "layers": 4, "seq_length": 64}
 GPT = BASE | {"model": "gpt2"}
 BERT = BASE | {"model": "bert-base"}
 GEMMA = BASE | {"model": "gemma2-2b"}
+MOE = BASE | {"model": "mixtral-8x7b"}
 SP = {"sequence_parallel": True}
 LLAMA_SMALL = BASE | {"tp": 2, "pp": 2}
 
@@ -49,6 +51,14 @@ GRID: list[dict[str, Any]] = [
     BASE | {"pp": 2, "vpp": 2, "tp": 2, "global_batch_size": 4},
     BASE | {"pp": 2, "vpp": 4, "layers": 8, "dp": 2, "zero": 3, "global_batch_size": 16},
     GPT | {"pp": 3, "vpp": 2, "layers": 7, "tp": 2, "dp": 2, "global_batch_size": 12},
+    GPT | {"pp": 4, "schedule": "zb-h1", "global_batch_size": 12, "tp": 2, "dp": 2, **SP},
+    GPT | {"pp": 2, "vpp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2, "recompute": "full"},
+    GPT | {"pp": 2, "vpp": 2, "schedule": "looped-bfs", "global_batch_size": 6},
+    GPT | {"pp": 4, "vpp": 2, "layers": 8, "schedule": "zbv", "cp": 2, "global_batch_size": 8},
+    BASE | {"pp": 2, "vpp": 2, "schedule": "zbv", "tp": 2, "dp": 2, "zero": 3, **SP},
+    MOE | {"pp": 2, "vpp": 2, "schedule": "dualpipev", "dp": 2, "ep": 2},
+    MOE | {"pp": 4, "schedule": "dualpipe", "dp": 2, "tp": 2, "ep": 4, "etp": 1, "layers": 8},
+    *(GPT | {"pp": 4, "schedule": "dualpipe", "zero": z, "dp": 2} for z in (0, 2, 3)),
     *(BASE | {"dp": 4, "pp": 2, "tp": 2, "zero": z, "global_batch_size": 16} for z in (1, 2, 3)),
     *(BASE | {"dp": 4, "tp": 2, "zero": z, "dp_shard": 2, **SP} for z in (1, 2, 3)),
     BASE | {"dp": 4, "zero": 3, "reshard_after_forward": False, "global_batch_size": 12},
@@ -81,8 +91,8 @@ GRID: list[dict[str, Any]] = [
 def checked(run: Run) -> Program:
     """The program of a run, all invariants checked."""
     program = compile(run).program
-    # An interleaved schedule needs sends that do not wait for their receiver: test_rendezvous.
-    meets = (False,) if run.vpp > 1 else (False, True)
+    # Ranks with several stages need sends that do not wait for their receiver: test_rendezvous.
+    meets = (False,) if run.vpp > 1 or program.mesh.mirror else (False, True)
     check(program, streams=run.streams, rendezvous=meets)
     return program
 
@@ -111,10 +121,14 @@ def runs(draw: st.DrawFn) -> Run:
     cp, pp, dp = one(1, 2, 3), one(1, 2, 3, 4), one(1, 2, 3, 4)
     assume(tp * cp * pp * dp <= 32)
     layers = draw(st.integers(2, 8))
-    schedules = ["1f1b", "gpipe"] + ["interleaved"] * (pp > 1 and layers >= 2 * pp)
-    schedule = one(*schedules)
-    vpp = draw(st.integers(2, layers // pp)) if schedule == "interleaved" else 1
+    schedule = one(*(
+        name for name, s in SCHEDULES.items()
+        if (s.chunks == 1 or (pp > 1 and layers >= 2 * pp)) and (name != "dualpipe" or pp % 2 == 0)
+    ))  # fmt: skip
+    chunks = SCHEDULES[schedule].chunks
+    vpp = chunks or draw(st.integers(2, layers // pp))
     microbatches = one(1, 2, 3) * (pp if vpp > 1 else 1)
+    microbatches = next(m for m in range(microbatches, 99) if SCHEDULES[schedule].takes(pp, m))
     size = one(1, 2)
     zero = one(0, 1, 2, 3)
     recompute = one("none", "selective", "full")
@@ -140,7 +154,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 @settings(
-    max_examples=80,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

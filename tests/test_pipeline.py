@@ -1,13 +1,18 @@
-"""Schedules: closed forms, torch's executed orders, CSV, pictures, and every error in words.
+"""Schedules: closed forms, published orders, CSV, pictures, and every error in words.
 
-`data/schedules/torch-*.csv` are action lists recorded from torch 2.13.0's pipelining classes, each
-stepped on a trivial stage under a fake process group (GPipe, 1F1B, Interleaved1F1B: the executed
-order; the others: the listed one, which is the same order, with idle slots or communication in it).
+`data/schedules/` holds what others do. `torch-2.13.json`: the seven schedule classes of torch
+2.13.0, each stepped on trivial stages under a fake process group; per rank the actions, and the
+same with the sends (`S>1`) and receives (`R<1`) as they were executed. `torch-*.csv`: lists as
+torch writes them, with idle slots or communication. `deepseek-dualpipe-*.csv`: the class of
+github.com/deepseek-ai/DualPipe (3da1bbe) stepped with its computation and communication stubbed.
 """
 
+import json
 import random
 import re
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,20 +24,30 @@ from stagewright.pipeline import (
     SLOTS,
     Action,
     Order,
-    Schedule,
+    Overlap,
     bubble,
+    dualpipe,
+    dualpipev,
+    fewest,
+    flat,
     from_csv,
     gpipe,
     halved,
     in_flight,
     interleaved,
+    looped_bfs,
     make,
+    mirrored,
     needs,
     one_f_one_b,
+    parts,
+    places,
     play,
     text,
     to_csv,
     validate,
+    zb_h1,
+    zbv,
 )
 
 DATA = Path(__file__).parent / "data" / "schedules"
@@ -50,12 +65,31 @@ def makespan(order: Order, forward: float, backward: float) -> float:
     return max(end for _, end in play(order, {"F": forward, "B": backward}).values())
 
 
+def idle(order: Order, cost: dict[str, float], *, inside: bool = False) -> list[float]:
+    """Per rank, the time without work in the step, or between its own first and last action."""
+    times = play(order, cost)
+    found: list[float] = []
+    for steps in order:
+        spans = [times[parts(step)[0]] for step in steps]
+        whole = spans[-1][1] - spans[0][0] if inside else max(end for _, end in times.values())
+        found.append(whole - sum(end - start for start, end in spans))
+    return found
+
+
+def costs(forward: float, inputs: float, weights: float, both: float = 0) -> dict[str, float]:
+    """Times by kind; a full backward is its two halves."""
+    backward = inputs + weights
+    return {
+        "F": forward, "I": inputs, "W": weights, "B": backward, "F&B": both or forward + backward
+    }  # fmt: skip
+
+
 # ---- the schedules -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_makespan_of_gpipe_and_1f1b(schedule: Schedule, p: int, m: int) -> None:
+def test_makespan_of_gpipe_and_1f1b(schedule: Any, p: int, m: int) -> None:
     for forward, backward in [(1, 2), (3, 3), (5, 4)]:
         expected = (m + p - 1) * (forward + backward)
         assert makespan(schedule(p, m), forward, backward) == expected
@@ -63,11 +97,45 @@ def test_makespan_of_gpipe_and_1f1b(schedule: Schedule, p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "m", "v"), CHUNKED)
-def test_makespan_of_interleaved(p: int, m: int, v: int) -> None:
+def test_makespan_of_chunks(p: int, m: int, v: int) -> None:
     # Costs are per chunk, a v-th of a rank's layers; scaled by v so that the sums stay exact.
-    order = interleaved(p, m, v)
-    assert makespan(order, 1, 2) == m * 3 * v + (p - 1) * 3
-    assert bubble(order) == pytest.approx((p - 1) / v / (m + (p - 1) / v))
+    for schedule in (interleaved, looped_bfs):
+        order = schedule(p, m, v)
+        assert makespan(order, 1, 2) == m * 3 * v + (p - 1) * 3
+        assert bubble(order) == pytest.approx((p - 1) / v / (m + (p - 1) / v))
+
+
+# The table of bubbles in github.com/deepseek-ai/DualPipe (README), as in DeepSeek-V3 (arXiv
+# 2412.19437, table 2): B is a full backward, F&B a forward and a backward that overlap.
+TIMES = [(1, 1, 1), (3, 3, 2), (10, 11, 9), (4, 3, 3), (2, 3, 2)]
+
+
+@pytest.mark.parametrize(("f", "i", "w"), TIMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 5), (4, 4), (4, 8), (8, 24)])
+def test_bubble_of_1f1b_and_zb1p(p: int, m: int, f: int, i: int, w: int) -> None:
+    cost, b = costs(f, i, w), i + w
+    assert set(idle(one_f_one_b(p, m), cost)) == {(p - 1) * (f + b)}
+    assert set(idle(zb_h1(p, m), cost)) == {(p - 1) * (f + b - 2 * w)}
+
+
+@pytest.mark.parametrize("both", [0, 2.5, 2.75])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (6, 14), (8, 20), (8, 32)])
+def test_bubble_of_dualpipe(p: int, m: int, both: float) -> None:
+    """Exact on the ranks in the middle, which have most to overlap, where F and I are equal."""
+    for w in (1, 0.5):
+        cost = costs(1, 1, w, both and both * (2 + w) / 3)
+        wanted = (p / 2 - 1) * (cost["F&B"] + cost["B"] - 3 * w)
+        found = idle(dualpipe(p, m), cost)
+        assert max(found) == pytest.approx(wanted)
+        assert found[p // 2 - 1] == found[p // 2] == max(found)
+        assert idle(dualpipev(p // 2, m // 2), cost) == found[: p // 2]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 5), (4, 8), (8, 15), (8, 32)])
+def test_zbv_has_no_bubble(p: int, m: int) -> None:
+    """With F = I = W, counted from a rank's first action (arXiv 2401.10241, section 6)."""
+    assert idle(zbv(p, m), costs(1, 1, 1), inside=True) == [0] * p
+    assert idle(zbv(p, m), costs(1, 1, 1)) == [p - 1] * p
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -81,33 +149,103 @@ def test_in_flight_of_chunks_and_halves() -> None:
     assert in_flight(order_of("0F0 0I0 0F1 0W0 0I1 0W1")) == [{0: 2}]
 
 
-@pytest.mark.parametrize(
-    ("file", "order"),
-    [
-        ("torch-gpipe-pp2-m4.csv", gpipe(2, 4)),
-        ("torch-1f1b-pp4-m8.csv", one_f_one_b(4, 8)),
-        ("torch-interleaved-pp4-vpp2-m8.csv", interleaved(4, 8, 2)),
-        ("torch-interleaved-pp2-vpp3-m2.csv", interleaved(2, 2, 3)),
-    ],
-)
-def test_equals_the_order_torch_executed(file: str, order: Order) -> None:
-    assert to_csv(order) == (DATA / file).read_text()
+def test_memory_of_the_zero_bubble_family() -> None:
+    """As much alive as 1F1B's first rank, but on all ranks (arXiv 2401.10241, tables 1 and 4).
+
+    DualPipe: one more (DeepSeek-V3, table 2). ZB-V and DualPipeV count in half stages.
+    """
+    for p, m in ((2, 8), (4, 16), (8, 32)):
+        assert alive(zb_h1(p, m)) == [p] * p
+        assert alive(zbv(p, m)) == [2 * p] * p
+        assert alive(dualpipe(p, m)) == [p + 1] * p
+        assert alive(dualpipev(p // 2, m // 2)) == [p + 1] * (p // 2)
+
+
+def alive(order: Order) -> list[int]:
+    """Per rank, the most microbatches alive at once, of all its stages."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return [max(accumulate(change[a.kind] for a in flat(steps))) for steps in order]
+
+
+TORCH = {
+    "GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved", "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "zb-h1", "ZBVZeroBubble": "zbv", "DualPipeV": "dualpipev",
+}  # fmt: skip
+RECORDED: list[dict[str, Any]] = json.loads((DATA / "torch-2.13.json").read_text())
+
+
+def recorded(row: dict[str, Any]) -> tuple[str, int, int, int]:
+    return TORCH[row["schedule"]], row["pp"], row["microbatches"], row["vpp"]
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda r: "-".join(map(str, recorded(r))))
+def test_equals_the_order_torch_executes(row: dict[str, Any]) -> None:
+    order = make(*recorded(row))
+    validate(order, row["pp"] * row["vpp"], row["microbatches"])
+    assert [" ".join(map(str, steps)) for steps in order] == row["ranks"]
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda r: "-".join(map(str, recorded(r))))
+def test_messages_are_those_of_torch(row: dict[str, Any]) -> None:
+    """Where the stages are says who sends to whom: nobody to itself, as at the turn of a V."""
+    order = make(*recorded(row))
+    around = {(p.rank, p.stage): (p.before, p.after) for p in places(order)}
+    for rank, steps in enumerate(order):
+        found: list[str] = []
+        for a in flat(steps):
+            before, after = around[rank, a.stage]
+            source, target = {"F": (before, after), "W": (None, None)}.get(a.kind, (after, before))
+            found += [f"R<{source}"] if source not in (None, rank) else []
+            found += [f"S>{target}"] if target not in (None, rank) else []
+        wanted = [word for word in row["executed"][rank].split() if word[1] in "<>"]
+        assert sorted(found) == sorted(wanted)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 20)])
+def test_dualpipe_equals_the_published_one(p: int, m: int) -> None:
+    published = (DATA / f"deepseek-dualpipe-pp{p}-m{m}.csv").read_text()
+    assert to_csv(dualpipe(p, m)) == published
+    assert from_csv(published) == dualpipe(p, m)
 
 
 def test_make() -> None:
     assert make("gpipe", 3, 2) == gpipe(3, 2)
     assert make("1f1b", 3, 2) == one_f_one_b(3, 2)
     assert make("interleaved", 2, 4, 3) == interleaved(2, 4, 3)
+    assert make("looped-bfs", 2, 3, 2) == looped_bfs(2, 3, 2)
+    assert make("zb-h1", 2, 4) == zb_h1(2, 4)
+    assert make("zbv", 2, 4, 2) == zbv(2, 4)
+
+
+PLACES = {"zbv": (0, 1), "dualpipev": (0, 1), "dualpipe": (0, 1)}  # others: chunks round the ranks
 
 
 @settings(deadline=None)
-@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.integers(2, 4))
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 20), st.integers(2, 4))
 def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
-    chunks, microbatches = (v, m * p) if name == "interleaved" else (1, m)
-    order = make(name, p, microbatches, chunks)
-    validate(order, p * chunks, microbatches)
-    assert [{a.stage % p for a in actions} for actions in order] == [{r} for r in range(p)]
+    schedule = SCHEDULES[name]
+    chunks = schedule.chunks or v
+    p += p % 2 if name == "dualpipe" else 0
+    m = next(n for n in range(m, 100) if schedule.takes(p, n))
+    order = make(name, p, m, chunks)
+    validate(order, p * chunks, m)
+    for rank, steps in enumerate(order):
+        held = {rank, 2 * p - 1 - rank} if chunks == 2 and name in PLACES else set()
+        held |= {rank, p - 1 - rank} if name == "dualpipe" else set()
+        assert {a.stage for a in flat(steps)} == held or {rank + c * p for c in range(chunks)}
+    assert mirrored(order) == (name == "dualpipe")
     assert from_csv(to_csv(order)) == order
+    assert schedule.takes(p, fewest(name, p))
+
+
+def test_interleaved_in_groups_of_more_than_pp() -> None:
+    """Torch's rule; by name it is Megatron-LM's, whose groups are of pp."""
+    assert str(interleaved(2, 3, 2)[1]) == (
+        "(1F0, 1F1, 1F2, 3F0, 3B0, 3F1, 3B1, 3F2, 3B2, 1B0, 1B1, 1B2)"
+    )
+    for p, m in ((2, 3), (4, 10), (4, 5), (3, 8)):
+        validate(interleaved(p, m, 2), 2 * p, m)
+        validate(zb_h1(p, m, 2), 2 * p, m)
 
 
 def test_large_orders() -> None:
@@ -227,7 +365,8 @@ def test_loads_what_torch_writes(name: str) -> None:
     order = make(path, pp=2, microbatches=4, vpp=2)
     assert order == from_csv(Path(path)) == from_csv(Path(path).read_text())
     assert halved(order)
-    assert sum(a.kind in "BI" for actions in order for a in actions) == 4 * 4
+    assert sum(a.kind in "BI" for steps in order for a in flat(steps)) == 4 * 4
+    assert any(isinstance(step, Overlap) for step in order[0]) == (name == "dualpipev")
 
 
 def test_csv_is_read_leniently() -> None:
@@ -249,17 +388,18 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
     [
         (
             ("1f2b", 2, 2),
-            "unknown schedule '1f2b'; wanted gpipe, 1f1b, interleaved or a path ending in .csv"
+            f"unknown schedule '1f2b'; wanted {', '.join(SCHEDULES)} or a path ending in .csv"
             "; did you mean '1f1b'?",
         ),
         (
             ("GPipe", 2, 2),
-            "unknown schedule 'GPipe'; wanted gpipe, 1f1b, interleaved or a path ending in .csv"
+            f"unknown schedule 'GPipe'; wanted {', '.join(SCHEDULES)} or a path ending in .csv"
             "; did you mean 'gpipe'?",
         ),
         (
             ("1f1b", 4, 8, 2),
-            "schedule 1f1b has one chunk per rank, got vpp=2; use vpp=1, or schedule interleaved",
+            "schedule 1f1b has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
+            "looped-bfs, zb-h1, zbv or dualpipev",
         ),
         (("gpipe", 0, 8), "schedule gpipe: got pp=0, wanted 1 or more; set pp"),
         (
@@ -274,12 +414,36 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("interleaved", 4, 10, 2),
             "schedule interleaved: microbatches must be divisible by pp, got 10 microbatches and "
-            "pp=4; use 8 or 12 microbatches, or schedule 1f1b with vpp=1",
+            "pp=4; use 8 or 12 microbatches",
         ),
         (
             ("interleaved", 4, 3, 2),
             "schedule interleaved: microbatches must be divisible by pp, got 3 microbatches and "
-            "pp=4; use 4 microbatches, or schedule 1f1b with vpp=1",
+            "pp=4; use 4 microbatches",
+        ),
+        (
+            ("zb-h1", 4, 9, 2),
+            "schedule zb-h1: microbatches must pass in equal groups of pp or few more, got 9 "
+            "microbatches and pp=4; use 8 or 10 microbatches",
+        ),
+        (
+            ("zbv", 4, 8),
+            "schedule zbv has 2 stages per rank, got vpp=1; use vpp=2, or schedule gpipe, 1f1b, "
+            "interleaved, looped-bfs, zb-h1 or dualpipe",
+        ),
+        (
+            ("dualpipe", 3, 8),
+            "schedule dualpipe pairs ranks r and pp - 1 - r, got pp=3; use pp=4",
+        ),
+        (
+            ("dualpipe", 4, 7),
+            "schedule dualpipe: microbatches must be even and 2 x pp or more, got 7 microbatches "
+            "and pp=4; use 8 microbatches",
+        ),
+        (
+            ("dualpipev", 4, 7, 2),
+            "schedule dualpipev: microbatches must be 2 x pp or more, got 7 microbatches and pp=4; "
+            "use 8 microbatches",
         ),
     ],
 )
@@ -306,8 +470,8 @@ ONCE = (
         ),
         (
             ("0F0 0B0 1F0", "1B0"),
-            "pipeline order: 1B0 is on rank 1, but stage 1 began on rank 0; wanted one rank per "
-            "stage; move it there",
+            "pipeline order: 1B0 is on rank 1, but 1F0 is on rank 0; wanted one rank for a stage "
+            "and microbatch; move it there",
         ),
         (("0F0 0B0",), f"pipeline order: stage 1, microbatch 0 has no actions{ONCE}"),
         (("0F0 0B0", "1F0"), f"pipeline order: stage 1, microbatch 0 has 1F0{ONCE}"),

@@ -207,8 +207,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"global_batch_size": 6, "pp": 4, "vpp": 2},
-        "schedule interleaved: 6 microbatches are not divisible by pp=4; "
-        "set global_batch_size to a multiple of 4",
+        "schedule interleaved: microbatches must be divisible by pp, got 6 microbatches and pp=4; "
+        "set global_batch_size to 4 or 8",
     ),
     (
         {"pp": 4, "vpp": 8},
@@ -237,16 +237,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pp": 2, "schedule": "interleaved"},
-        "schedule interleaved needs vpp=2 or more, got vpp=1; set vpp, or use 1f1b",
+        "schedule interleaved: got vpp=1, wanted 2 or more; set vpp, or use 1f1b",
     ),
     (
         {"pp": 2, "vpp": 2, "schedule": "gpipe"},
-        "schedule gpipe has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved",
+        "schedule gpipe has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
+        "looped-bfs, zb-h1, zbv or dualpipev",
     ),
     (
         {"schedule": "1F1B"},
-        "schedule is '1F1B', wanted gpipe, 1f1b, interleaved or a path ending in .csv; "
-        "did you mean '1f1b'?",
+        "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zbv, "
+        "dualpipev, dualpipe or a path ending in .csv; did you mean '1f1b'?",
+    ),
+    (
+        {"pp": 4, "schedule": "dualpipe", "dp": 2, "micro_batch_size": 3, "global_batch_size": 54},
+        "schedule dualpipe: microbatches must be even and 2 x pp or more, got 9 microbatches and "
+        "pp=4; set global_batch_size to 48 or 60",
     ),
     (
         {"dp": 6, "dp_shard": 4, "zero": 1},
@@ -319,16 +325,12 @@ def test_check_refuses_what_was_resolved_as_well():
         check(run(layers=3, pp=4).resolved(TOY), TOY)
 
 
-def test_halved_backwards_cannot_be_traced_yet():
-    path = CSV / "torch-zbv-pp2-vpp2-m4.csv"
-
-    with pytest.raises(UserError) as caught:
-        check(run(pp=2, vpp=2, global_batch_size=4, schedule=str(path)), TOY)
-
-    assert str(caught.value) == (
-        f"{path}: splits backward in halves (I and W), and only whole ones (B) can be traced yet; "
-        "use B"
-    )
+def test_a_schedule_gets_the_microbatches_it_needs():
+    for name, vpp, wanted in (("1f1b", 1, 4), ("dualpipe", 1, 8), ("dualpipev", 2, 8)):
+        of = run(pp=4, vpp=vpp, dp=3, schedule=name).resolved(TOY)
+        check(of, TOY)
+        assert (of.microbatches, of.global_batch_size) == (wanted, 3 * wanted)
+        assert of.asked().global_batch_size is None
 
 
 def test_the_error_names_the_published_model():

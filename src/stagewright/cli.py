@@ -46,7 +46,7 @@ SETTINGS = (
     Setting("pp", int, "Pipeline parallelism: ranks that split the layers. [1]"),
     Setting("ep", int, "Expert parallelism, over ranks of tp, cp and dp. [1]"),
     Setting("etp", int, "Tensor parallelism inside an expert. [as tp]"),
-    Setting("vpp", int, "Virtual stages of each pipeline rank (interleaved). [1]"),
+    Setting("vpp", int, "Virtual stages of each pipeline rank. [1]"),
     Setting(
         "dp_shard", int, "Ranks of dp that share one copy of sharded state (HSDP). [all of dp]"
     ),
@@ -60,8 +60,12 @@ SETTINGS = (
     ),
     Setting("seq_length", int, "Tokens per sequence. [the model's longest, at most 8192]"),
     Setting("micro_batch_size", int, "Sequences per microbatch. [1]"),
-    Setting("global_batch_size", int, "Sequences per step. [micro-batch-size * dp * pp]"),
-    Setting("schedule", str, "gpipe, 1f1b, interleaved, or a path ending in .csv."),
+    Setting("global_batch_size", int, "Sequences per step. [micro-batch-size * dp * pp or more]"),
+    Setting(
+        "schedule",
+        str,
+        "1f1b, gpipe, interleaved, looped-bfs, zb-h1, zbv, dualpipev, dualpipe, or a .csv file.",
+    ),
     Setting("layers_per_stage", tuple, "Layers of each virtual stage, such as 9,10,10,9. [even]"),
     Setting("recompute", ("none", "selective", "full"), "What backward computes again. [none]"),
     Setting("recompute_modules", tuple, "For selective: core_attn,norm,activation. [core_attn]"),

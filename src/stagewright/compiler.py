@@ -14,18 +14,19 @@ from stagewright import nn, notation
 from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
 from stagewright.kernels import Extent, Task, bytes_of, extent_of, kernels
-from stagewright.layout import Mesh
-from stagewright.lower import LoweredBlock, Placed, lower, stage_ranks
+from stagewright.layout import MIRROR, Mesh
+from stagewright.lower import lower
 from stagewright.memory import footprint, rank_memory
 from stagewright.models import Layer, ModelConfig, resolve
 from stagewright.notation import Tensor
 from stagewright.parallel import parallelization, reduces_each_microbatch
-from stagewright.pipeline import Order
+from stagewright.pipeline import Order, flat, mirrored, places
 from stagewright.pipeline import make as make_order
 from stagewright.program import Program
 from stagewright.remat import remat
 from stagewright.run import MOST_FLOPS, Run, check
 from stagewright.shard import shard
+from stagewright.stages import LoweredBlock, Placed, weight_half
 from stagewright.strategies import EXPERTS, Plan, rows_of, strategy
 
 
@@ -60,33 +61,40 @@ def compile(
     )
     run = run.resolved(model)
     check(run, model)
-    mesh, plan = parallelization(run, model)
-    plan = replace(plan, table=_table(run, model, table or {}))
-    sizes = sizes_of(run, model)
-    extent = extent_of(sizes, mesh)
     order = make_order(str(run.schedule), run.pp, run.microbatches, run.vpp)
+    where = places(order)
+    twice = mirrored(order)
+    mesh, plan = parallelization(run, model, mirrored=twice)
+    plan = replace(plan, table=_table(run, model, table or {}))
+    sizes = sizes_of(run, model, replicas=1 + twice)
+    extent = extent_of(sizes, mesh)
+    first, last = ([p.rank for p in where if p.stage == s] for s in (0, run.virtual_stages - 1))
+    recipe = recipe_of(run, model, shared=first == last)
+    if recipe.shared_embedding:
+        _check_table(order, first, run.virtual_stages - 1)
 
     blocks: dict[Kind, tuple[Graph, LoweredBlock]] = {}
-    _check_table(plan, run, model, sizes)
+    _check_rows(plan, run, model, sizes)
     stages: list[list[Placed]] = []
     for stage in place_blocks(run, model):
         placed: list[Placed] = []
         for kind, layer in stage:
             if kind not in blocks:
-                graph = sharded(kind, run, model, plan, sizes)
+                graph = sharded(kind, run, model, plan, sizes, recipe)
                 blocks[kind] = graph, lowered(graph, run, mesh, extent)
             label = f"layer{layer}" if layer >= 0 else kind.block
             placed.append(Placed(blocks[kind][1], layer, label))
         stages.append(placed)
 
     footprints = {id(b): footprint(g, b.tasks, extent) for g, b in blocks.values()}
-    ranks = stage_ranks(order)
     memory = {
-        p: rank_memory([(s, b) for s, b in enumerate(stages) if ranks[s] == p], actions, footprints)
-        for p, actions in enumerate(order)
+        p: rank_memory(
+            [(at.stage, stages[at.stage]) for at in where if at.rank == p], flat(steps), footprints
+        )
+        for p, steps in enumerate(order)
     }
-    pipeline = ("pp",) if run.pp > 1 else ()
-    norm_axes = tuple(sorted((*plan.model_axes, *pipeline)))
+    pipeline = {"pp"} if run.pp > 1 else set[str]()
+    norm_axes = tuple(sorted({*plan.model_axes, *pipeline} - {MIRROR}))  # its ranks are pp's
     program = lower(
         stages,
         order,
@@ -108,14 +116,29 @@ def compile(
     )
 
 
-def sizes_of(run: Run, model: ModelConfig) -> dict[str, int]:
-    """The numbers behind the dims; the vocabulary padded so that tp divides it."""
+def _check_table(order: Order, ranks: Iterable[int], last: int) -> None:
+    """A table that both ends of the model share is complete when the embedding's gradient is."""
+    for rank in ranks:
+        ends = [a for a in flat(order[rank]) if a.kind in "BW" and a.stage in (0, last)]
+        if ends[-1].stage:
+            raise UserError(
+                f"pipeline order: on rank {rank}, {ends[-1]} comes after all backwards of stage 0, "
+                f"whose embedding is tied to the output of stage {last}; move one of stage 0 "
+                "behind it"
+            )
+
+
+def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, int]:
+    """The numbers behind the dims; the vocabulary padded so that tp divides it.
+
+    `replicas`: how often the schedule holds each stage, each time with a microbatch of its own.
+    """
     multiple = run.make_vocab_size_divisible_by * run.tp
     return nn.sizes(model) | {
-        "B": run.micro_batch_size * run.dp,
+        "B": run.micro_batch_size * run.dp * replicas,
         "S": run.seq_length or 0,
         "V": -(-model.vocab_size // multiple) * multiple,
-        "R": _rows(run, model),
+        "R": _rows(run, model) * replicas,
         **{name: number for m in model.modules for name, number in m.sizes.items()},
     }
 
@@ -149,7 +172,7 @@ def _table(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str, 
     return rows
 
 
-def _check_table(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int]) -> None:
+def _check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Every row of the table is of some value, and fits it."""
     if not plan.table:
         return
@@ -213,8 +236,12 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
     return stages
 
 
-def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
-    """How the run trains, as far as one device can tell."""
+def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn.Recipe:
+    """How the run trains, as far as one device can tell.
+
+    `shared`: the first and the last stage are on the same ranks, by default where there is one.
+    """
+    shared = run.pp == 1 if shared is None else shared
     return nn.Recipe(
         precision=nn.PRECISIONS[run.precision],
         optimizer=run.optimizer,
@@ -224,15 +251,20 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
         sum_tied=model.tied_embeddings and run.pp == 1 and reduces_each_microbatch(run),
         cast_once=run.zero < 3 or not run.reshard_after_forward,
         gather_once=run.zero == 3 and not run.reshard_after_forward,
-        shared_embedding=model.tied_embeddings and run.pp == 1,
+        shared_embedding=model.tied_embeddings and shared,
     )
 
 
 def sharded(
-    kind: Kind, run: Run, model: ModelConfig, plan: Plan, sizes: Mapping[str, int]
+    kind: Kind,
+    run: Run,
+    model: ModelConfig,
+    plan: Plan,
+    sizes: Mapping[str, int],
+    recipe: nn.Recipe | None = None,
 ) -> Graph:
     """One kind of block: forward, gradient, recompute, layouts."""
-    recipe = recipe_of(run, model)
+    recipe = recipe or recipe_of(run, model)
     block = nn.BLOCKS[kind.block](model, recipe, kind.layer)
     again = partial(_again, run=run, whole=kind.recomputed)
     y = block.graph.outputs.get("y")
@@ -284,7 +316,9 @@ def lowered(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> LoweredBlock:
         return at[graph.outputs[output]] if output in graph.outputs else None
 
     boundary = bytes_of(stream, extent), stream.dtype
-    return LoweredBlock(graph, tasks, maker("y"), maker("dx"), maker("tied_grad"), boundary)
+    dx = maker("dx")
+    half = weight_half(tasks, dx)
+    return LoweredBlock(graph, tasks, maker("y"), dx, maker("tied_grad"), boundary, half)
 
 
 def parameters(model: ModelConfig) -> tuple[int, int]:

@@ -16,6 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+MIRROR = "mirror"
+"""The axis that pairs replicas of pipeline ranks; see `Mesh.mirror`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -24,6 +27,9 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Parallel degrees that are made of several axes, or of one of another name."""
+    mirror: str = ""
+    """An axis whose positions p and size - 1 - p are replicas of each other, as pipeline ranks are
+    in DualPipe. Then `MIRROR` is an axis of two, over ranks that this one counts already."""
 
     def label(self, axes: Iterable[str]) -> str:
         """What people call the joint group of some axes: `tp`, `dp+cp`.
@@ -54,7 +60,8 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """Number of ranks along one axis or several together; 1 for an axis the mesh has not."""
-        return math.prod(size for name, size in self.axes if name in axes)
+        pair = 2 if self.mirror and MIRROR in axes else 1
+        return pair * math.prod(size for name, size in self.axes if name in axes)
 
     def stride(self, axis: str) -> int:
         """Distance in rank numbers between neighbours along `axis`."""

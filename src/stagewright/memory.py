@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from stagewright.actions import Action
 from stagewright.ir import Graph, Node
 from stagewright.kernels import Extent, Task, bytes_of
-from stagewright.lower import Placed
-from stagewright.pipeline import Action
+from stagewright.stages import Placed
 
 
 class Footprint(NamedTuple):
@@ -96,7 +96,7 @@ def rank_memory(
     per_stage = {s: [footprints[id(p.block)] for p in blocks] for s, blocks in stages}
     every = [f for blocks in per_stage.values() for f in blocks]
     kept = {s: sum(f.kept for f in blocks) for s, blocks in per_stage.items()}
-    rise = {(s, k): _stage_peak(blocks, k) for s, blocks in per_stage.items() for k in "FB"}
+    rise = {(s, k): _stage_peak(blocks, k) for s, blocks in per_stage.items() for k in "FBIW"}
     alive = activations = gathered = 0
     for a in actions:
         here, window = rise[a.stage, a.kind]
@@ -104,8 +104,8 @@ def rank_memory(
             activations = max(activations, alive + here)
             alive += kept[a.stage]
         else:
-            alive -= kept[a.stage]
-            activations = max(activations, alive + here)
+            activations = max(activations, alive - kept[a.stage] + here)
+            alive -= kept[a.stage] if a.kind in "BW" else 0
         gathered = max(gathered, window)
     result = {
         "parameters": sum(f.parameters for f in every),

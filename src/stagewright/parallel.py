@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.layout import Mesh
+from stagewright.layout import MIRROR, Mesh
 from stagewright.models import ModelConfig
 from stagewright.run import Run
 from stagewright.strategies import Plan
@@ -26,8 +26,11 @@ class Piece(NamedTuple):
     expert: str  # etp, ep, edp, or pp
 
 
-def parallelization(run: Run, model: ModelConfig) -> tuple[Mesh, Plan]:
-    """The mesh and what its axes are used for; axes of one rank are left out of the plan."""
+def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> tuple[Mesh, Plan]:
+    """The mesh and what its axes are used for; axes of one rank are left out of the plan.
+
+    `mirrored`: the schedule holds every stage twice. The two replicas are data parallel.
+    """
     pieces = _pieces(run, model)
 
     def axes(*degrees: str) -> tuple[str, ...]:
@@ -36,15 +39,17 @@ def parallelization(run: Run, model: ModelConfig) -> tuple[Mesh, Plan]:
         return tuple(p.name for d in degrees for p in found if d in (p.dense, p.expert))
 
     tensor, context = axes("tp_kv", "tp_rep", "tp"), axes("cp")
-    data = axes("dp_replicate", "dp_shard", "dp")
+    replicas = axes("dp_replicate", "dp_shard", "dp")
+    data = ((MIRROR,) if mirrored else ()) + replicas
     key_value, inner = _key_value(run, model, tensor, axes("tp_kv"), context)
     hybrid = any(p.dense == "dp_shard" for p in pieces)
-    labels = {"tp": tensor, "cp": context, "dp": data, "pp": axes("pp")}
+    labels = {"tp": tensor, "cp": context, "dp": replicas, "pp": axes("pp")}
     if model.num_experts:
         labels |= {"ep": axes("ep"), "edp": axes("edp"), "etp": axes("etp")}
     mesh = Mesh(
         tuple((p.name, p.size) for p in pieces),
         tuple((label, parts) for label, parts in labels.items() if parts),
+        mirror="pp" if mirrored else "",
     )
     return mesh, Plan(
         mesh,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.layout import Mesh
+from stagewright.layout import MIRROR, Mesh
 
 Int = NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class Kind(IntEnum):
 
 
 class Communicator(NamedTuple):
-    """The ranks that share all coordinates but those of `axes`.
+    """The ranks that share all coordinates but those of `axes`, where `MIRROR` joins two replicas.
 
     `only` keeps some positions of a single axis, as the group of the first and the last pipeline
     stage that share a tied embedding does.
@@ -192,8 +192,11 @@ def _group_index(mesh: Mesh, who: Communicator) -> tuple[Int, NDArray[np.bool_]]
     scale = 1
     for axis in mesh.names:
         if axis not in who.axes:
-            index += ranks // mesh.stride(axis) % mesh.size(axis) * scale
-            scale *= mesh.size(axis)
+            at, size = ranks // mesh.stride(axis) % mesh.size(axis), mesh.size(axis)
+            if axis == mesh.mirror and MIRROR in who.axes:
+                at, size = np.minimum(at, size - 1 - at), size // 2
+            index += at * scale
+            scale *= size
     inside = np.ones(len(ranks), dtype=bool)
     if who.only is not None:
         (axis,) = who.axes

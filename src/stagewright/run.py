@@ -69,9 +69,11 @@ class Run(BaseModel):
     """None: the model's longest, but at most 8192."""
     micro_batch_size: Count = 1
     global_batch_size: Count | None = None
-    """None: as many microbatches as pipeline stages, micro_batch_size * dp * pp."""
+    """None: as many microbatches as pipeline ranks, micro_batch_size * dp * pp, or twice as many
+    where the schedule needs that."""
     schedule: StrictStr | None = None
-    """gpipe, 1f1b, interleaved or the path of a .csv. None: interleaved if vpp > 1, else 1f1b."""
+    """A name of `pipeline.SCHEDULES` or the path of a .csv. None: interleaved if vpp > 1, else
+    1f1b."""
     layers_per_stage: tuple[Layers, ...] | None = None
     """One number per virtual stage. None: as even as possible, the first stages take the rest."""
 
@@ -150,7 +152,7 @@ class Run(BaseModel):
     def _defaults(self, layers: int) -> dict[str, Any]:
         return {
             "dp_shard": self.dp if self.zero else None,
-            "global_batch_size": self.micro_batch_size * self.dp * self.pp,
+            "global_batch_size": self.micro_batch_size * self.dp * self._fewest,
             "schedule": "interleaved" if self.vpp > 1 else "1f1b",
             "layers_per_stage": even_split(layers, self.virtual_stages),
         }
@@ -164,8 +166,12 @@ class Run(BaseModel):
     def microbatches(self) -> int:
         """Microbatches that pass through a pipeline per step."""
         if self.global_batch_size is None:
-            return self.pp
+            return self._fewest
         return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def _fewest(self) -> int:
+        return pipeline.fewest(self.schedule or "1f1b", self.pp)
 
     @property
     def virtual_stages(self) -> int:
@@ -459,39 +465,18 @@ def _check_batch(run: Run, model: ModelConfig) -> None:
             f"global_batch_size={batch} is not divisible by micro_batch_size="
             f"{run.micro_batch_size} x dp={run.dp}; {_nearest(batch, step)}"
         )
-    schedule = run.resolved(model).schedule
-    if schedule == "interleaved" and run.microbatches % run.pp:
-        raise UserError(
-            f"schedule interleaved: {run.microbatches} microbatches are not divisible by "
-            f"pp={run.pp}; set global_batch_size to a multiple of {step * run.pp}"
-        )
 
 
 def _check_stages(run: Run, model: ModelConfig) -> None:
     layers, stages = model.num_layers, run.virtual_stages
     schedule = run.resolved(model).schedule
     assert schedule is not None
-    if not schedule.endswith(".csv") and schedule not in pipeline.SCHEDULES:
-        raise UserError(
-            f"schedule is {schedule!r}, wanted {', '.join(pipeline.SCHEDULES)} or a path ending in "
-            f".csv{did_you_mean(schedule.lower(), pipeline.SCHEDULES)}"
-        )
-    if schedule.endswith(".csv"):
-        order = pipeline.make(schedule, run.pp, run.microbatches, run.vpp)
-        if pipeline.halved(order):
-            raise UserError(
-                f"{schedule}: splits backward in halves (I and W), and only whole ones (B) can be "
-                "traced yet; use B"
-            )
     if run.vpp > 1 and run.pp == 1:
         raise UserError(f"vpp={run.vpp} splits pipeline stages, got pp=1; raise pp, or use vpp=1")
-    if schedule == "interleaved" and run.vpp == 1:
-        raise UserError("schedule interleaved needs vpp=2 or more, got vpp=1; set vpp, or use 1f1b")
-    if schedule in ("gpipe", "1f1b") and run.vpp > 1:
-        raise UserError(
-            f"schedule {schedule} has one stage per rank, got vpp={run.vpp}; "
-            "use vpp=1, or schedule interleaved"
-        )
+    step = run.micro_batch_size * run.dp
+    pipeline.check(schedule, run.pp, run.microbatches, run.vpp, sequences=step)
+    if schedule.endswith(".csv"):
+        pipeline.make(schedule, run.pp, run.microbatches, run.vpp)
     split = run.layers_per_stage
     if split is None:
         if layers < stages:
