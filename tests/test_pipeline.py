@@ -33,6 +33,7 @@ from stagewright.pipeline import (
     from_csv,
     gpipe,
     halved,
+    idle,
     in_flight,
     interleaved,
     looped_bfs,
@@ -40,7 +41,6 @@ from stagewright.pipeline import (
     mirrored,
     needs,
     one_f_one_b,
-    parts,
     places,
     play,
     text,
@@ -63,17 +63,6 @@ def order_of(*rows: str) -> Order:
 
 def makespan(order: Order, forward: float, backward: float) -> float:
     return max(end for _, end in play(order, {"F": forward, "B": backward}).values())
-
-
-def idle(order: Order, cost: dict[str, float], *, inside: bool = False) -> list[float]:
-    """Per rank, the time without work in the step, or between its own first and last action."""
-    times = play(order, cost)
-    found: list[float] = []
-    for steps in order:
-        spans = [times[parts(step)[0]] for step in steps]
-        whole = spans[-1][1] - spans[0][0] if inside else max(end for _, end in times.values())
-        found.append(whole - sum(end - start for start, end in spans))
-    return found
 
 
 def costs(forward: float, inputs: float, weights: float, both: float = 0) -> dict[str, float]:
@@ -134,8 +123,12 @@ def test_bubble_of_dualpipe(p: int, m: int, both: float) -> None:
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 5), (4, 8), (8, 15), (8, 32)])
 def test_zbv_has_no_bubble(p: int, m: int) -> None:
     """With F = I = W, counted from a rank's first action (arXiv 2401.10241, section 6)."""
-    assert idle(zbv(p, m), costs(1, 1, 1), inside=True) == [0] * p
-    assert idle(zbv(p, m), costs(1, 1, 1)) == [p - 1] * p
+    order, cost = zbv(p, m), costs(1, 1, 1)
+    times = play(order, cost)
+    end = max(stop for _, stop in times.values())
+    for steps, without in zip(order, idle(order, cost), strict=True):
+        before, after = times[flat(steps)[0]][0], end - times[flat(steps)[-1]][1]
+        assert without == before + after == p - 1
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)

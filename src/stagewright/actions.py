@@ -361,16 +361,26 @@ def in_flight(order: Order) -> list[dict[int, int]]:
     return most
 
 
+def idle(order: Order, cost: Cost) -> list[float]:
+    """Per rank, the time of the step in which it does nothing: its bubble.
+
+    >>> idle(from_csv("0F0,0B0\\n1F0,1B0"), {"F": 1, "B": 2})
+    [3, 3]
+    """
+    times = play(order, cost)
+    end = max((end for _, end in times.values()), default=0)
+    spans = [[times[parts(step)[0]] for step in steps] for steps in order]
+    return [end - sum(stop - start for start, stop in some) for some in spans]
+
+
 def bubble(order: Order) -> float:
     """The fraction of all ranks' time that is idle if a backward costs two forwards.
 
     >>> bubble(from_csv("0F0,0B0\\n1F0,1B0"))
     0.5
     """
-    times = play(order, SLOTS)
-    total = len(order) * max((end for _, end in times.values()), default=0)
-    busy = sum(SLOTS[action.kind] for action in times)
-    return (total - busy) / total if total else 0.0
+    end = max((end for _, end in play(order, SLOTS).values()), default=0)
+    return sum(idle(order, SLOTS)) / (end * len(order)) if end else 0.0
 
 
 # ---- text forms ----------------------------------------------------------------------------------

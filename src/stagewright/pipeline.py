@@ -27,6 +27,7 @@ from stagewright.actions import (
     flat,
     from_csv,
     halved,
+    idle,
     in_flight,
     mirrored,
     needs,
@@ -42,8 +43,8 @@ from stagewright.errors import UserError, did_you_mean, either
 __all__ = [
     "SCHEDULES", "SLOTS", "Action", "Cost", "Order", "Overlap", "Place", "Schedule", "Step",
     "bubble", "check", "dualpipe", "dualpipev", "fewest", "flat", "from_csv", "gpipe", "halved",
-    "in_flight", "interleaved", "looped_bfs", "make", "mirrored", "needs", "one_f_one_b", "parts",
-    "places", "play", "text", "to_csv", "validate", "zb_h1", "zbv",
+    "idle", "in_flight", "interleaved", "looped_bfs", "make", "mirrored", "needs", "one_f_one_b",
+    "parts", "places", "play", "text", "to_csv", "validate", "zb_h1", "zbv",
 ]  # fmt: skip
 
 
