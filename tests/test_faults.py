@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 PATHS = [str(HERE), *(path for path in sys.path if path)]
 
 PROLOGUE = """
-import json, os, random, shutil, signal, sys, time
+import itertools, json, os, random, shutil, signal, sys, time
 out, place = sys.argv[1], os.path.dirname(sys.argv[1])
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
@@ -63,28 +63,52 @@ def run(script: str, out: Path, *wrapper: str, **more: Any) -> str:
 KILLED = """
 force = bool(int(os.environ["FORCE"]))
 made = program()
+SEEN = ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove")
+
+def dying(moment):
+    # Writes, and dies just before it touches its files for the `moment`-th time; if it never comes
+    # to that, it tells how often it has.
+    count = itertools.count(1)  # of all threads
+    def hook(event, args):
+        if event in SEEN and place in str(args[0]) and next(count) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    write(made, out, manifest={}, force=force)
+    Path(place, "count").write_text(str(next(count) - 1))
+
+def killed(child, soon=None):
+    if soon is not None:
+        time.sleep(soon)
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not os.path.lexists(out):
+        if force:  # it died between the two renames
+            write(made, out, manifest={})
+        return code, False
+    report = verify(out, workers=1)
+    assert report.findings == [], report
+    assert report.ranks == report.world_size == 128
+    if not force:
+        shutil.rmtree(out)
+    return code, True
+
 began = time.perf_counter()
 write(made, out, manifest={})
 span = time.perf_counter() - began
+if not force:
+    shutil.rmtree(out)
+assert killed(forked(lambda: dying(-1))) == (0, True)
+events = int(Path(place, "count").read_text())
 dice = random.Random(0)
-there = 0
-for _ in range(50):
-    if not force:
-        shutil.rmtree(out, ignore_errors=True)
-    child = forked(lambda: write(made, out, manifest={}, force=force))
-    time.sleep(dice.random() * 1.3 * span)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    if os.path.lexists(out):
-        report = verify(out, workers=1)
-        assert report.findings == [], report
-        assert report.ranks == report.world_size == 128
-        there += 1
+moments = [1, 2, 3, *range(events - 5, events + 2), *dice.sample(range(4, events - 5), 30)]
+exact = {moment: killed(forked(lambda: dying(moment))) for moment in moments}
 left = [name for name in os.listdir(place) if ".partial-" in name]
+for _ in range(20):  # and at moments between these, whatever they are
+    killed(forked(lambda: write(made, out, manifest={}, force=force)), dice.random() * span)
 shutil.rmtree(out, ignore_errors=True)
 write(made, out, manifest={})
 assert verify(out).findings == []
-print(json.dumps([there, len(left)]))
+print(json.dumps([events, list(exact.items()), len(left)]))
 """
 
 
@@ -92,9 +116,14 @@ print(json.dumps([there, len(left)]))
 def test_killed_at_50_moments(tmp_path: Path, force: bool):
     """Nothing, or all of it; and what the killed leave behind is in nobody's way."""
     environment = os.environ | {"FORCE": str(int(force))}
-    there, left = json.loads(run(KILLED, tmp_path / "out", env=environment))
-    assert left > 5  # some died in the middle of it
-    assert there > 0  # some had finished, or left the old output alone
+    events, exact, left = json.loads(run(KILLED, tmp_path / "out", env=environment))
+    assert events > 130  # a directory, a file per rank, groups, manifest, the final name
+    for moment, (code, there) in exact:
+        assert code == (-9 if moment <= events else 0), moment
+        if not force:  # the last event is the one that gives the directory its name
+            assert there == (moment > events), moment
+    assert sum(there for _, (_, there) in exact) >= (len(exact) - 1 if force else 1)
+    assert left > 20  # died in the middle of it
 
 
 AT_ONCE = """
