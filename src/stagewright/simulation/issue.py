@@ -1,0 +1,282 @@
+"""What a rank issues, in which order, on which stream, and what each task waits for.
+
+A framework puts kernels on one stream of the GPU and the collectives of each communicator on a
+stream of their own (NCCL), messages to each peer on another. A task starts when the one before it
+on its stream and all that it needs have ended; what needs no data, as a gather of weights or a
+posted receive, waits for the kernel issued before it.
+
+The order is that of the program, but for what frameworks do beside the model's code:
+
+- sums of gradients that arrived reduced are added on the communication stream (FSDP2's
+  `foreach_reduce` in its reduce-scatter stream), so that no kernel of the model waits for them;
+- a gradient reduced a second time (norms of a sequence-parallel model over tp) waits until the
+  backward pass is over (Megatron-LM's `finalize_model_grads`);
+- where data parallelism does not overlap, so does every reduction that happens once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import UserError, did_you_mean
+from stagewright.program import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
+
+Bool = NDArray[np.bool_]
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+_FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a framework runs a program; the defaults overlap whatever the program lets overlap."""
+
+    streams: Literal["separate", "one"] = "separate"
+    """`one`: kernels on one stream, all else on another, as written in traces for ASTRA-sim."""
+    no_overlap: frozenset[str] = frozenset()
+    """Axes whose communication kernels wait for, both ways."""
+    prefetch: int = 1
+    """Blocks ahead that sharded weights are gathered."""
+    slowdown: float = 0.0
+    """Kernels take this much longer while a collective runs beside them."""
+
+    def __post_init__(self) -> None:
+        for axis in sorted(self.no_overlap - set(AXES)):
+            hint = did_you_mean(axis, AXES)
+            raise UserError(f"no_overlap: there is no axis {axis!r}; use {', '.join(AXES)}{hint}")
+        if self.prefetch < 0:
+            raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
+        if not 0 <= self.slowdown < 100:
+            raise UserError(f"slowdown is {self.slowdown}, wanted a fraction such as 0.1")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Issue:
+    """The tasks of a rank in issue order; place `i` holds row `rows[i]` of its `Tasks`.
+
+    `stream` is 0 for kernels and otherwise any number; receives have none, -1. Place `i` waits for
+    the places `needs[pointer[i]:pointer[i + 1]]`, all before it; what follows from others is left
+    out.
+    """
+
+    rows: Int
+    stream: Int
+    pointer: Int
+    needs: Int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
+    """The issue order of a rank class."""
+    owner, needed = _pairs(tasks.data_ptr, tasks.data)
+    aside = _settles(tasks, owner, needed) if how.streams == "separate" else _none(tasks)
+    rows = _order(tasks, owner, needed, aside, how)
+    place = np.empty_like(rows)
+    place[rows] = np.arange(len(rows))
+    owner, needed = place[owner], place[needed]
+    kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
+    kernel = (kind == Kind.COMPUTE) & ~aside[rows]
+    stream = _stream(kind, slot, len(program.communicators), how)
+    if aside.any():
+        stream = _joined(stream, aside[rows], owner, needed)
+    blocking = _blocking(program, tasks, how)[rows]
+    pairs = [(owner, needed), *_chains(stream, blocking)]
+    if how.streams == "one":
+        no_data = np.bincount(owner, minlength=len(rows)) == 0
+    else:
+        no_data = (np.bincount(owner, minlength=len(rows)) == 0) & ~aside[rows]
+    waits = np.flatnonzero(no_data & (kind != Kind.COMPUTE))
+    before = _before(kernel)
+    pairs.append((waits[before[waits] >= 0], before[waits][before[waits] >= 0]))
+    owner, needed = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    owner, needed = _without_implied(owner, needed, stream, kernel)
+    pointer = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
+    return Issue(rows, stream, pointer.astype(np.int64), needed)
+
+
+def _none(tasks: Tasks) -> Bool:
+    return np.zeros(len(tasks), dtype=bool)
+
+
+def _pairs(pointer: Int, needed: NDArray[np.int32]) -> tuple[Int, Int]:
+    """CSR as (row, the row it needs)."""
+    return np.repeat(np.arange(len(pointer) - 1), np.diff(pointer)), needed.astype(np.int64)
+
+
+def _any(owner: Int, flag: Bool, size: int) -> Bool:
+    """For each row, whether `flag` holds for any of its pairs."""
+    result = np.zeros(size, dtype=bool)
+    result[owner[flag]] = True
+    return result
+
+
+def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
+    """Kernels that only add up gradients that a collective has reduced."""
+    size = len(tasks)
+    backward = tasks.phase == _BACKWARD
+    reduces = backward & (tasks.kind == Kind.COLLECTIVE)
+    reduces &= np.isin(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
+    found = backward & (tasks.kind == Kind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    while True:
+        other = _any(owner, ~(reduces | found)[needed], size)
+        used = np.zeros(size, dtype=bool)
+        used[needed[~found[owner] & (tasks.phase[owner] != _OPTIMIZER)]] = True
+        fewer = found & ~other & ~used
+        if np.array_equal(fewer, found):
+            return found
+        found = fewer
+
+
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -> Int:
+    """Rows in issue order."""
+    size = len(tasks)
+    if how.streams == "one":
+        return np.arange(size)
+    key = np.arange(size, dtype=np.float64)
+    if how.prefetch != 1:
+        _prefetch(tasks, owner, needed, aside, how.prefetch, key)
+    once = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
+    if "dp" in how.no_overlap:
+        late = once
+    else:
+        first = once & (tasks.kind == Kind.COLLECTIVE)
+        late = once & _any(owner, first[needed], size)
+        while not np.array_equal(more := late | (once & _any(owner, late[needed], size)), late):
+            late = more
+    step = np.flatnonzero(tasks.phase == _OPTIMIZER)
+    key[late] = (step[0] if len(step) else size) - 0.5
+    return np.argsort(key, kind="stable")
+
+
+def _prefetch(
+    tasks: Tasks, owner: Int, needed: Int, aside: Bool, depth: int, key: NDArray[np.float64]
+) -> None:
+    """Move gathers that need no data to `depth` blocks before the block that needs them."""
+    size = len(tasks)
+    kernel = (tasks.kind == Kind.COMPUTE) & ~aside
+    gathers = (tasks.kind == Kind.COLLECTIVE) & (np.diff(tasks.data_ptr) == 0)
+    at = np.flatnonzero(kernel)
+    backward = tasks.phase[at] != _FORWARD
+    action = np.stack([tasks.stage[at], tasks.microbatch[at], backward.astype(np.int32)])
+    new_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
+    new_block = new_action | np.append(True, np.diff(tasks.layer[at]) != 0)
+    begins, block = at[new_block], np.cumsum(new_block) - 1  # first kernels; block of each kernel
+    first_block = np.maximum.accumulate(np.where(new_action, block, 0))
+    user = np.full(size, size, dtype=np.int64)
+    np.minimum.at(user, needed, np.where(kernel[owner], owner, size))
+    mine = np.flatnonzero(gathers & (user < size))
+    nth = np.searchsorted(at, user[mine])
+    key[mine] = begins[np.maximum(block[nth] - depth, first_block[nth])] - 0.5
+
+
+def _stream(kind: NDArray[np.uint8], slot: Int, communicators: int, how: Execution) -> Int:
+    """Stream of each task by itself."""
+    if how.streams == "one":
+        stream = np.ones(len(kind), dtype=np.int64)
+    else:
+        stream = 1 + slot + np.where(kind == Kind.SEND, communicators, 0)
+    stream[kind == Kind.COMPUTE] = 0
+    stream[kind == Kind.RECV] = -1
+    return stream
+
+
+def _joined(stream: Int, aside: Bool, owner: Int, needed: Int) -> Int:
+    """The stream of what is done aside: that of the collective it follows."""
+    stream = stream.copy()
+    mine = aside[owner]
+    stream[owner[mine]] = stream[needed[mine]]
+    return stream
+
+
+def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
+    """Communication that does not overlap with kernels."""
+    result = _none(tasks)
+    if not how.no_overlap or how.streams == "one":
+        return result
+    for (kind, slot, collective), axis in axis_of(program, tasks).items():
+        if _degree(axis) in how.no_overlap:
+            result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
+    return result
+
+
+def _degree(axis: str) -> str:
+    """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
+    words = {{"edp": "dp", "etp": "tp"}.get(word, word) for word in axis.split("[")[0].split("+")}
+    return next((word for word in ("dp", "pp", "ep", "cp", "tp") if word in words), axis)
+
+
+def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], str]:
+    """What people call the axis that tasks communicate along, by (kind, slot, collective).
+
+    Where one set of ranks serves two degrees, dispatch and combine are the experts'.
+    """
+    columns = (tasks.kind, tasks.slot, tasks.collective)
+    moves = tasks.kind != Kind.COMPUTE
+    found: dict[tuple[int, int, int], str] = {}
+    for kind, slot, collective in _distinct(columns, moves):
+        if kind != Kind.COLLECTIVE:
+            label = program.mesh.label((program.peers[slot].axis,))
+        else:
+            label = program.label_of(slot)
+        experts = kind == Kind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
+        words = [_choose(word.split("/"), experts) for word in label.split("+")]
+        found[kind, slot, collective] = "+".join(dict.fromkeys(words))
+    return found
+
+
+def _choose(names: list[str], experts: bool) -> str:
+    return "ep" if experts and "ep" in names else names[0]
+
+
+def _distinct(columns: Iterable[NDArray[np.integer]], chosen: Bool) -> list[tuple[int, int, int]]:
+    table = np.stack([c[chosen].astype(np.int64) for c in columns], axis=1)
+    return [(int(a), int(b), int(c)) for a, b, c in np.unique(table, axis=0)] if len(table) else []
+
+
+def _chains(stream: Int, blocking: Bool) -> list[tuple[Int, Int]]:
+    """Each task after the one before it on its stream; what blocks is in the kernels' chain too."""
+    pairs: list[tuple[Int, Int]] = []
+    for nth in range(int(stream.max(initial=-1)) + 1):
+        mine = np.flatnonzero((stream == nth) | (blocking if nth == 0 else False))
+        pairs.append((mine[1:], mine[:-1]))
+    return pairs
+
+
+def _before(kernel: Bool) -> Int:
+    """The kernel before each place, -1 if there is none."""
+    at = np.maximum.accumulate(np.where(kernel, np.arange(len(kernel)), -1))
+    return np.concatenate([[-1], at[:-1]]) if len(kernel) else at
+
+
+def _without_implied(owner: Int, needed: Int, stream: Int, kernel: Bool) -> tuple[Int, Int]:
+    """Sorted pairs without those that follow from the chain of kernels.
+
+    Kernels run in order, so whoever waits for kernel k waits for all before it, and for all that
+    those waited for.
+    """
+    size = len(stream)
+    places = np.arange(size)
+    # The first kernel that is after the end of each place, and the last one before its start.
+    after = np.full(size, size, dtype=np.int64)
+    np.minimum.at(after, needed, np.where(kernel[owner], owner, size))
+    after[kernel] = places[kernel]
+    before = np.full(size, -1, dtype=np.int64)
+    np.maximum.at(before, owner, np.where(kernel[needed], needed, -1))
+    for nth in range(1, int(stream.max(initial=0)) + 1):
+        mine = np.flatnonzero(stream == nth)
+        before[mine] = np.maximum.accumulate(before[mine])
+    np.maximum.at(before, owner, before[needed])
+    needful = (after[needed] > before[owner]) | (needed == before[owner])
+    keys = np.sort(owner[needful] * size + needed[needful])
+    keys = keys[np.diff(keys, prepend=-1) > 0]
+    return keys // size, keys % size

@@ -1,0 +1,351 @@
+"""The slow truth for timelines: every rank by itself, event by event, in exact fractions.
+
+Nothing here is shared with `stagewright.simulation` but the program: rules are written again, as a
+framework's user would say them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.program import COLLECTIVES, PHASES, Kind, Program, Tasks
+from stagewright.simulation.issue import Execution
+
+
+@dataclass
+class Rank:
+    """What one rank has to do, and how far it is."""
+
+    kind: list[Kind]
+    duration: list[int]
+    queues: list[list[int]]  # per stream its rows, in order
+    needs: list[set[int]]
+    partner: list[object]  # group, or (sender, receiver, axis, tag)
+    factor: Fraction
+    head: list[int] = field(default_factory=list)
+    stream: dict[int, int] = field(default_factory=dict)
+    left: Fraction = Fraction(0)  # work of the running kernel
+    since: Fraction = Fraction(0)
+    kernel: int = -1
+    beside: int = 0  # collectives in flight
+    version: int = 0
+
+
+def simulate(
+    program: Program,
+    ticks: Sequence[NDArray[np.int64]],
+    how: Execution,
+    factors: Mapping[int, float],
+) -> list[tuple[list[Fraction], list[Fraction]]]:
+    """Start and end of every row of every rank."""
+    ranks: list[Rank] = [None] * program.mesh.world_size  # type: ignore[list-item]
+    for of, duration in zip(program.classes, ticks, strict=True):
+        queues, needs = issued(program, of.tasks, how)
+        for r in of.ranks.tolist():
+            ranks[r] = Rank(
+                [Kind(k) for k in of.tasks.kind],
+                duration.tolist(),
+                queues,
+                needs,
+                _partners(program, of.tasks, r),
+                Fraction(factors.get(r, 1)),
+                [0] * len(queues),
+                {row: s for s, queue in enumerate(queues) for row in queue},
+            )
+    return Clock(ranks, how.slowdown).run()
+
+
+class Clock:
+    """The event loop."""
+
+    def __init__(self, ranks: list[Rank], slowdown: float) -> None:
+        self.ranks, self.slowdown = ranks, Fraction(slowdown)
+        self.start = [[Fraction(-1)] * len(r.kind) for r in ranks]
+        self.end = [[Fraction(-1)] * len(r.kind) for r in ranks]
+        self.missing = [[len(n) for n in r.needs] for r in ranks]
+        self.users: list[list[list[int]]] = []
+        for r in ranks:
+            users: list[list[int]] = [[] for _ in r.kind]
+            for row, needs in enumerate(r.needs):
+                for need in needs:
+                    users[need].append(row)
+            self.users.append(users)
+        self.events: list[tuple[Fraction, int, str, int, int, int]] = []
+        self.count = itertools.count()
+        self.here: dict[object, list[tuple[int, int]]] = defaultdict(list)  # waiting at a group
+        self.size: dict[object, int] = defaultdict(int)
+        for r in ranks:
+            for group in {
+                p for k, p in zip(r.kind, r.partner, strict=True) if k == Kind.COLLECTIVE
+            }:
+                self.size[group] += 1
+        self.sent: dict[object, list[Fraction]] = defaultdict(list)  # arrivals not yet received
+        self.posted: dict[object, list[tuple[int, int, Fraction]]] = defaultdict(list)
+        self.begun: set[tuple[int, int]] = set()
+        self.receives = [[i for i, k in enumerate(r.kind) if k == Kind.RECV] for r in ranks]
+
+    def run(self) -> list[tuple[list[Fraction], list[Fraction]]]:
+        now = Fraction(0)
+        for r in range(len(self.ranks)):
+            self.look(r, now)
+        while self.events:
+            now, _, what, r, row, version = heapq.heappop(self.events)
+            rank = self.ranks[r]
+            if what == "kernel":
+                if version != rank.version or rank.kernel != row:
+                    continue
+                rank.kernel = -1
+            elif rank.kind[row] == Kind.COLLECTIVE:
+                self.rate(r, now, -1)
+            elif rank.kind[row] == Kind.SEND:
+                self.arrive(rank.partner[row], now)
+            self.finish(r, row, now)
+        for r, ends in enumerate(self.end):
+            assert min(ends) >= 0, f"rank {r} never ends row {ends.index(Fraction(-1))}"
+        return list(zip(self.start, self.end, strict=True))
+
+    def push(self, at: Fraction, what: str, r: int, row: int, version: int = 0) -> None:
+        heapq.heappush(self.events, (at, next(self.count), what, r, row, version))
+
+    def finish(self, r: int, row: int, now: Fraction) -> None:
+        self.end[r][row] = now
+        rank = self.ranks[r]
+        if row in rank.stream:
+            rank.head[rank.stream[row]] += 1
+        for user in self.users[r][row]:
+            self.missing[r][user] -= 1
+        self.look(r, now)
+
+    def look(self, r: int, now: Fraction) -> None:
+        """Begin all that can."""
+        rank = self.ranks[r]
+        for s, queue in enumerate(rank.queues):
+            if rank.head[s] < len(queue):
+                row = queue[rank.head[s]]
+                if (r, row) not in self.begun and not self.missing[r][row]:
+                    self.begun.add((r, row))
+                    self.begin(r, row, now)
+        for row in [x for x in self.receives[r] if not self.missing[r][x]]:
+            self.receives[r].remove(row)
+            self.start[r][row] = now
+            key = rank.partner[row]
+            if self.sent[key]:
+                self.sent[key].pop(0)
+                self.push(now, "receive", r, row)
+            else:
+                self.posted[key].append((r, row, now))
+
+    def begin(self, r: int, row: int, now: Fraction) -> None:
+        rank = self.ranks[r]
+        if rank.kind[row] == Kind.COMPUTE and rank.stream[row] == 0:
+            self.start[r][row] = now
+            rank.kernel, rank.since = row, now
+            rank.left = Fraction(round(rank.duration[row] * rank.factor))
+            self.plan(r, now)
+        elif rank.kind[row] == Kind.COMPUTE:
+            self.start[r][row] = now
+            self.push(now + round(rank.duration[row] * rank.factor), "aside", r, row)
+        elif rank.kind[row] == Kind.SEND:
+            self.start[r][row] = now
+            self.push(now + rank.duration[row], "send", r, row)
+        else:
+            group = rank.partner[row]
+            self.here[group].append((r, row))
+            if len(self.here[group]) == self.size[group]:
+                for member, at in self.here.pop(group):
+                    self.start[member][at] = now
+                    self.rate(member, now, +1)
+                    self.push(now + self.ranks[member].duration[at], "collective", member, at)
+
+    def arrive(self, key: object, now: Fraction) -> None:
+        if self.posted[key]:
+            r, row, _ = self.posted[key].pop(0)
+            self.push(now, "receive", r, row)
+        else:
+            self.sent[key].append(now)
+
+    def rate(self, r: int, now: Fraction, change: int) -> None:
+        """A collective begins or ends beside the running kernel."""
+        rank = self.ranks[r]
+        if rank.kernel >= 0:
+            speed = 1 / (1 + self.slowdown) if rank.beside else Fraction(1)
+            rank.left -= (now - rank.since) * speed
+            rank.since = now
+        rank.beside += change
+        if rank.kernel >= 0:
+            self.plan(r, now)
+
+    def plan(self, r: int, now: Fraction) -> None:
+        rank = self.ranks[r]
+        rank.version += 1
+        slow = 1 + self.slowdown if rank.beside else Fraction(1)
+        self.push(now + rank.left * slow, "kernel", r, rank.kernel, rank.version)
+
+
+def _partners(program: Program, tasks: Tasks, rank: int) -> list[object]:
+    result: list[object] = []
+    for row, kind in enumerate(tasks.kind.tolist()):
+        slot = int(tasks.slot[row])
+        if kind == Kind.COLLECTIVE:
+            result.append(("group", int(program.group_of(slot)[rank])))
+        elif kind == Kind.COMPUTE:
+            result.append(None)
+        else:
+            peer = int(program.peer_of(slot)[rank])
+            ends = (rank, peer) if kind == Kind.SEND else (peer, rank)
+            result.append((*ends, program.peers[slot].axis, int(tasks.tag[row])))
+    return result
+
+
+def issued(
+    program: Program, tasks: Tasks, how: Execution
+) -> tuple[list[list[int]], list[set[int]]]:
+    """Streams, each a list of rows, kernels first; and what each row needs besides."""
+    size = len(tasks)
+    needs = [
+        set(tasks.data[tasks.data_ptr[i] : tasks.data_ptr[i + 1]].tolist()) for i in range(size)
+    ]
+    empty = [not n for n in needs]
+    one = how.streams == "one"
+    users: list[list[int]] = [[] for _ in range(size)]
+    for row, some in enumerate(needs):
+        for need in some:
+            users[need].append(row)
+    kind = [Kind(k) for k in tasks.kind]
+    phase = [PHASES[p] for p in tasks.phase]
+
+    def reduction(row: int) -> bool:
+        return (
+            kind[row] == Kind.COLLECTIVE
+            and phase[row] == "backward"
+            and COLLECTIVES[tasks.collective[row]] in ("all_reduce", "reduce_scatter")
+        )
+
+    # Sums of reduced gradients.
+    aside = {
+        r for r in range(size) if kind[r] == Kind.COMPUTE and phase[r] == "backward" and needs[r]
+    }
+    changed = True
+    while changed and not one:
+        bad = {
+            r
+            for r in aside
+            if not all(reduction(n) or n in aside for n in needs[r])
+            or not all(u in aside or phase[u] == "optimizer" for u in users[r])
+        }
+        changed = bool(bad)
+        aside -= bad
+    if one:
+        aside = set()
+    once = [phase[r] == "backward" and tasks.microbatch[r] < 0 for r in range(size)]
+    late: set[int] = set()
+    for r in range(size):
+        if once[r] and not one:
+            second = any(once[n] and (kind[n] == Kind.COLLECTIVE or n in late) for n in needs[r])
+            if second or "dp" in how.no_overlap:
+                late.add(r)
+    early = [r for r in range(size) if phase[r] != "optimizer" and r not in late]
+    rows = early + sorted(late) + [r for r in range(size) if phase[r] == "optimizer"]
+    rows = _prefetched(tasks, kind, phase, empty, aside, rows, how) if not one else rows
+
+    def stream(r: int) -> object:
+        if kind[r] == Kind.COMPUTE and r not in aside:
+            return "kernels"
+        if kind[r] == Kind.RECV:
+            return None
+        if one:
+            return "communication"
+        if r in aside:
+            first = min(needs[r])
+            return stream(first)
+        return kind[r], int(tasks.slot[r])
+
+    queues: dict[object, list[int]] = {"kernels": []}
+    last = -1
+    main = -1  # the last of the kernels and of what blocks them
+    for r in rows:
+        s = stream(r)
+        if s is not None:
+            queues.setdefault(s, []).append(r)
+        blocks = kind[r] != Kind.COMPUTE and _blocks(program, tasks, r, how)
+        if s == "kernels" or blocks:
+            if main >= 0:
+                needs[r].add(main)
+            main = r
+        if s == "kernels":
+            last = r
+        elif kind[r] != Kind.COMPUTE and empty[r] and last >= 0:
+            needs[r].add(last)
+    return [*queues.values()], needs
+
+
+DEGREES = {
+    "dp": ("dp", "edp"), "pp": ("pp",), "ep": ("ep",), "cp": ("cp",), "tp": ("tp", "etp"),
+}  # fmt: skip
+
+
+def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
+    if not how.no_overlap or how.streams == "one":
+        return False
+    slot = int(tasks.slot[row])
+    if tasks.kind[row] == Kind.COLLECTIVE:
+        axes = program.communicators[slot].axes
+        exchange = COLLECTIVES[tasks.collective[row]] == "all_to_all"
+    else:
+        axes, exchange = (program.peers[slot].axis,), False
+    degrees = dict(program.mesh.groups)
+    for name, parts in (
+        ("dp", ("dp", "edp")),
+        ("pp", ("pp",)),
+        ("ep", ("ep",)),
+        ("cp", ("cp",)),
+        ("tp", ("tp", "etp")),
+    ):
+        members = {a for p in parts for a in degrees.get(p, ())}
+        if name == "dp" and exchange:
+            continue
+        if name == "ep" and not exchange:
+            continue
+        if set(axes) & members:
+            return name in how.no_overlap
+    return False
+
+
+def _prefetched(tasks, kind, phase, empty, aside, rows, how):  # type: ignore[no-untyped-def]
+    if how.prefetch == 1:
+        return rows
+    gathers = [r for r in rows if kind[r] == Kind.COLLECTIVE and empty[r]]
+    rest = [r for r in rows if r not in gathers]
+    blocks: list[tuple[object, object, int]] = []  # (action, block, first kernel)
+    for r in rest:
+        if kind[r] != Kind.COMPUTE or r in aside:
+            continue
+        action = (tasks.stage[r], tasks.microbatch[r], phase[r] != "forward")
+        if not blocks or blocks[-1][:2] != (action, tasks.layer[r]):
+            blocks.append((action, tasks.layer[r], r))
+    before: dict[int, list[int]] = defaultdict(list)
+    for g in gathers:
+        user = min(
+            (
+                r
+                for r in rest
+                if kind[r] == Kind.COMPUTE
+                and r not in aside
+                and g in tasks.data[tasks.data_ptr[r] : tasks.data_ptr[r + 1]]
+            ),
+            key=rest.index,
+        )
+        nth = max(i for i, b in enumerate(blocks) if rest.index(b[2]) <= rest.index(user))
+        to = nth
+        while to > nth - how.prefetch and to > 0 and blocks[to - 1][0] == blocks[nth][0]:
+            to -= 1
+        before[blocks[to][2]].append(g)
+    return [x for r in rest for x in (*before.get(r, ()), r)]
