@@ -286,7 +286,7 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["show", "--config", "none.yaml"],
-        "cannot read run file none.yaml: No such file or directory",
+        "none.yaml: cannot be read: No such file or directory; wanted a run file in YAML",
     ),
     (
         ["generate", "gpt2", "--ranks", "0-x", "-o", "x"],
@@ -395,7 +395,7 @@ def test_what_the_system_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, ca
 def test_out_of_memory(monkeypatch: pytest.MonkeyPatch, call: Call):
     fail(monkeypatch, MemoryError())
 
-    assert call("show", "gpt2").code == 1
+    assert call("show", "gpt2").code == 2
 
 
 def test_version(call: Call):

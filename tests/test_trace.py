@@ -5,6 +5,9 @@ Then hostile files: no traceback, no hang, no memory beyond what the file's own 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -498,3 +501,35 @@ def test_graph(made: tuple[Graph, np.ndarray], dice: Any):
 def test_reading_by_hand_is_what_the_reader_reads(trace: Path):
     world = load(trace.parent)
     assert [n["id"] for n in read(trace)] == [n.id for n in world[0].nodes]
+
+
+@pytest.mark.parametrize("runtime", ["upb", "python"])
+def test_protobufs_runtimes_agree(runtime: str, trace: Path, tmp_path: Path):
+    """One of them tells bad bytes by other exceptions; users choose it by an environment variable.
+
+    https://protobuf.dev/reference/python/python-generated/#implementation
+    """
+    data = trace.read_bytes()
+    files = {
+        "noise": data + bytes([40, *range(7, 47)]),
+        "text": data.replace(b"embedding", b"embed\xff\xffng"),
+        "metadata": bytes([data[0]]) + b"\xff" * data[0] + data[1 + data[0] :],
+        "whole": data,
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.0.et").write_bytes(content)
+    script = "import sys; from stagewright.verify import verify\n"
+    script += "for path in sys.argv[1:]: print(*(f.code for f in verify(path).of('error')), '.')"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *(str(tmp_path / f"{name}.0.et") for name in files)],
+        env=os.environ
+        | {
+            "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": runtime,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:4] == ["damaged ."] * 3 + ["."]

@@ -428,6 +428,7 @@ for _title, _change, _said in (
     ("a group with a rank beyond", {"9": [0, 4]}, "group '9' has rank 4, of 4 ranks"),
     ("a group that is a number", {"9": 3}, "is no list of ranks"),
     ("a group of words", {"9": ["0", True]}, "is no list of ranks"),
+    ("a group twice", {"01": [0, 1]}, "group '01' and another are both 1, of which"),
 ):
     DAMAGES[_title] = _groups(**_change), "group-file", _said
 
@@ -515,6 +516,25 @@ def an_empty_all_reduce(w: World):
         set_to(w[rank].of(COLL)[2], "comm_size", int64_val=0)
 
 
+@warning("type-of-involved_dim", "involved_dim is no bool_list, at which ASTRA-sim exits")
+def dimensions_as_a_number(w: World):
+    set_to(w[1].of(COLL)[2], "involved_dim", int32_val=1)
+
+
+@warning("no-dims", "involved_dim is all false: in ASTRA-sim it never ends")
+def no_dimensions(w: World):
+    for rank in w.ranks:
+        last = w[rank].nodes[-1].id
+        for dims in ([False, True], [False, False]):
+            last = collective(w[rank], 0, last)
+            set_to(w[rank].nodes[-1], "involved_dim", bool_list=dims)
+
+
+@warning("unportable-comm_priority", "comm_priority is int64_val, wanted int32_val")
+def a_long_priority(w: World):
+    set_to(w[1].of(COLL)[2], "comm_priority", int64_val=1)
+
+
 @warning("large-tag", "a comm_tag of 500000000 or more")
 def a_large_tag(w: World):
     for rank, type_ in ((1, SEND), (3, RECV)):
@@ -571,6 +591,26 @@ def groups_of_one_residue(w: World):
     w.groups["501"] = w.groups["1"]
     for rank in w.groups["1"]:
         collective(w[rank], 501, w[rank].nodes[-1].id)
+
+
+def test_no_groups_are_missed_where_all_ranks_meet(tmp_path: Path):
+    """As in ASTRA-sim's own examples: collectives on all ranks need no file of groups."""
+    w = simple(4, {})
+    w.groups = None
+    for rank in w.ranks:
+        collective(w[rank], 0)
+    assert verify(w.save(tmp_path / "w")).findings == []
+
+
+def test_what_is_not_checked_is_not_said_to_be(tmp_path: Path):
+    """As of the PyTorch traces in Chakra's repository, whose dependencies go in circles."""
+    w = simple(2, {"1": [0, 1]})
+    for rank in w.ranks:
+        w[rank].by_id(collective(w[rank], 1, 1))
+    report = verify(w.save(tmp_path / "w"))
+    assert codes(report) == ["cycle"]
+    assert report.checks == ["files"]
+    assert report.skipped == ["groups, messages and the run: no rank could be read whole"]
 
 
 @pytest.mark.parametrize("title", WARNINGS)
@@ -749,7 +789,7 @@ def test_hostile_manifest(nth: int, ours: Path, tmp_path: Path):
     assert len(json.dumps(report.to_json())) < 20_000
     for text in ("{" * 100_000, "[" * 100_000, '{"stagewright": 1}', "\xff", "NaN", ""):
         (folder / "manifest.json").write_text(text, encoding="latin-1")
-        verify(folder)
+        assert codes(verify(folder))[:1] == ["manifest"]
 
 
 # ---- hangs, in words -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stagewright.errors import UserError
+from stagewright.files import read_text
 
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Time slots of an action in pictures and bubble fractions: a backward costs two forwards."""
@@ -27,6 +28,7 @@ _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _COMMUNICATION = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _ALIVE = {"F": 1, "B": -1, "I": 0, "W": -1}  # change in the microbatches held by a stage
+MOST_BYTES = 1 << 26  # of a CSV file
 _LINKS = 6  # of a circle of waiting ranks, in an error
 
 
@@ -417,7 +419,7 @@ def to_csv(order: Order) -> str:
     return "".join(",".join(map(str, steps)) + "\n" for steps in order)
 
 
-def from_csv(source: str | Path) -> Order:
+def from_csv(source: str | Path, most: int = MOST_BYTES) -> Order:
     """Read an order from a file (a Path, or a str ending in `.csv`) or from the CSV text itself.
 
     Written to take torch's files too: empty cells (idle slots) and communication cells such as
@@ -430,12 +432,7 @@ def from_csv(source: str | Path) -> Order:
     where = "schedule"
     if isinstance(source, Path) or source.endswith(".csv"):
         where = str(source)
-        try:
-            source = Path(source).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"cannot read schedule {where}: {error}; wanted a CSV file in UTF-8"
-            ) from error
+        source = read_text(source, "a schedule as CSV, in UTF-8", most)
     rows = source.rstrip().splitlines()
     if not rows:
         raise UserError(f"{where}: is empty; wanted one row of actions such as 2F0 per rank")

@@ -406,8 +406,7 @@ def _status(arguments: Sequence[str] | None) -> int:
             ": ".join(str(x) for x in (error.filename, error.strerror) if x) or str(error)
         )
     except MemoryError:
-        _complain("out of memory; try fewer microbatches, layers or workers")
-        return BUG
+        return _complain("out of memory; try fewer microbatches, layers or workers")
     except Exception as error:
         if os.environ.get("STAGEWRIGHT_DEBUG"):
             raise

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
 from stagewright.ir import BYTES
 from stagewright.program import Int, Kind, Program, Shape, Tasks
 
@@ -78,14 +79,7 @@ def told(entry: Mapping[str, Any]) -> str:
 
 def load(path: str | Path) -> Durations:
     """Read a file; every error is a UserError that names the line."""
-    try:
-        if Path(path).stat().st_size > MOST_BYTES:
-            raise UserError(f"{path}: over {MOST_BYTES} bytes; wanted a list of kernels")
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text in UTF-8; wanted a CSV file") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}; check the path") from None
+    text = read_text(path, "a list of kernels as CSV", MOST_BYTES)
     return parse(text, str(path))
 
 

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stagewright.errors import UserError
 from stagewright.formats import et_def
 from stagewright.traces.findings import Findings
 from stagewright.traces.groups import default_groups, read_groups
@@ -28,6 +29,8 @@ def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, i
     found = Path(comm_group) if comm_group is not None else default_groups(path)
     if found is None:
         return {}
+    if not found.is_file():
+        raise UserError(f"{found}: no such file")
     groups = read_groups(found, 1 << 31, Findings())
     return {group: len(ranks) for group, ranks in groups.items()}
 

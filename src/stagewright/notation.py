@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
 
 DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 """What may split a dim. `edp` are the ranks that hold the same experts."""
-
-MOST_BYTES = 1_000_000
-"""No larger file in this notation is read."""
 
 
 class Tensor(NamedTuple):
@@ -107,27 +105,12 @@ def where(text: str, at: int) -> str:
     return f"line {before.count(chr(10)) + 1}, column {at - (before.rfind(chr(10)) + 1) + 1}"
 
 
-def read(path: str | Path) -> str:
-    """The text of a file in this notation; a UserError where it is none."""
-    try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}; check the path") from None
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: over {MOST_BYTES} bytes; check the path")
-    try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text in UTF-8; check the path") from None
-
-
 _ROW = re.compile(r"\s*([^\s\[\]#]+)\s*(\[[^\]#]*\])\s*(?:#.*)?$")
 
 
 def table(path: str | Path) -> dict[str, Tensor]:
     """A strategy as a file: a name and where it lives per line, such as `wq [M, A/tp, D]`."""
-    text = read(path)
+    text = read_text(path, "rows such as wq [M, A/tp, D]").replace("\r\n", "\n")
     rows: dict[str, Tensor] = {}
     start = 0
     for line in text.split("\n"):

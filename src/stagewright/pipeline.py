@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagewright.actions import (
+    MOST_BYTES,
     SLOTS,
     Action,
     Cost,
@@ -401,7 +402,8 @@ def _stages_of(chunks: int | None) -> str:
 
 
 def _load(path: str, pp: int, microbatches: int, vpp: int) -> Order:
-    order = from_csv(path)
+    # Each of at most three kinds of actions, with idle slots and what torch writes beside them.
+    order = from_csv(path, min(MOST_BYTES, (1 << 20) + 500 * pp * vpp * microbatches))
     if len(order) != pp:
         raise UserError(
             f"{path}: got {len(order)} rows, wanted one per rank with pp={pp}; change either"

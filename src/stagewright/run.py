@@ -9,20 +9,19 @@ llama3.1-70b tp=8 dp=2 pp=4 global_batch_size=64
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from stagewright import pipeline
 from stagewright.errors import UserError, did_you_mean, divisors, either
-from stagewright.models import ModelConfig, Module
+from stagewright.files import from_yaml, manifest_head, read_text
+from stagewright.models import LIMITS, ModelConfig, Module
 
 LARGEST = 2**31
 """No setting is larger: columns of the program index with 32 bits."""
@@ -125,8 +124,8 @@ class Run(BaseModel):
         overrides = dict(overrides or {})
         try:
             if _is_manifest(values):
-                values = cls(**values["run"]).asked().model_dump()
-            return cls(**(values | overrides))
+                values = cls.model_validate(values["run"]).asked().model_dump()
+            return cls.model_validate(values | overrides)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             from_file = path is not None and first["loc"][0] not in overrides
@@ -150,11 +149,13 @@ class Run(BaseModel):
         return self.model_copy(update=dict.fromkeys(same))
 
     def _defaults(self, layers: int) -> dict[str, Any]:
+        # More stages than layers, or than any model has, are refused by `check`.
+        can_split = self.virtual_stages <= min(layers, LIMITS["num_layers"])
         return {
             "dp_shard": self.dp if self.zero else None,
             "global_batch_size": self.micro_batch_size * self.dp * self._fewest,
             "schedule": "interleaved" if self.vpp > 1 else "1f1b",
-            "layers_per_stage": even_split(layers, self.virtual_stages),
+            "layers_per_stage": even_split(layers, self.virtual_stages) if can_split else None,
         }
 
     @property
@@ -248,36 +249,12 @@ def _recorded_modules(names: Any, texts: Any) -> tuple[Module, ...]:
     return tuple(found[name] for name in names)
 
 
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key that comes twice; YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for at, key in enumerate(keys):
-            if isinstance(key, str) and key in keys[:at]:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key} comes twice; keep one",
-                    problem_mark=node.value[at][0].start_mark,
-                )
-        return super().construct_mapping(node, deep)
-
-
 def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text in UTF-8; wanted a run file in YAML") from None
-    except OSError as error:
-        raise UserError(f"cannot read run file {path}: {error.strerror}") from None
-    try:
-        # A manifest lists every file: json reads in a second what yaml reads in a minute.
-        values = json.loads(text) if Path(path).suffix == ".json" else yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{path}{where}: {error.problem}; wanted YAML such as tp: 8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot read this: {error}") from None
+    # A manifest lists every file: json reads in a second what yaml reads in a minute.
+    if Path(path).suffix == ".json":
+        values = manifest_head(path, "a run file, or the manifest of an earlier run")
+    else:
+        values = from_yaml(read_text(path, "a run file in YAML"), path)
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
 from stagewright.ir import BYTES, Node
 from stagewright.models import ModelConfig, Module, resolve
 from stagewright.nn.builder import Builder
-from stagewright.notation import DEGREES, NotationError, Tensor, read, tensor, where
+from stagewright.notation import DEGREES, NotationError, Tensor, tensor, where
 from stagewright.ops import LEAVES, OPS, apply, identity, letters
 from stagewright.size import Size, size
 from stagewright.spec import parse as parse_spec
@@ -89,7 +90,8 @@ class File(NamedTuple):
 
 def load(path: str | Path) -> ModelConfig:
     """The model of a `.stg` file; every error is a UserError with line and column."""
-    return parse(read(path), str(path)).model
+    text = read_text(path, "modules in the paper's notation")
+    return parse(text.replace("\r\n", "\n"), str(path)).model
 
 
 def parse(text: str, file: str) -> File:

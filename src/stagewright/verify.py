@@ -35,7 +35,7 @@ from stagewright.traces.graph import Int
 from stagewright.traces.groups import check_ids, default_groups, read_groups, read_json
 from stagewright.traces.hang import explain
 from stagewright.traces.kin import Kin, Task, TraceSource, check_files, joined
-from stagewright.traces.meet import check_world
+from stagewright.traces.meet import ALL, check_world
 from stagewright.traces.search import search
 from stagewright.traces.world import Match, Part, World, runs_in_order
 from stagewright.write import GROUPS, MANIFEST
@@ -92,7 +92,8 @@ class Files(NamedTuple):
 
     folder: Path
     traces: dict[int, Path]  # by rank, ascending
-    manifest: dict[str, Any]  # empty: none
+    manifest: dict[str, Any]  # empty: none of ours
+    damage: str = ""  # why there is a manifest that cannot be read
 
 
 def verify(
@@ -115,6 +116,8 @@ def verify(
     report.checks.append("files")
     for kin in kinds:
         findings.update(kin.findings())
+    if files.damage:
+        findings.error("manifest", f"{files.damage}: the checksums of these files are unknown")
     if files.manifest:
         _check_manifest(files, kinds, findings, report)
     if Path(directory).is_file() or (len(files.traces) == 1 and not files.manifest):
@@ -153,11 +156,16 @@ def find(path: Path) -> Files:
         raise UserError(f"{path}: holds traces of several runs; name one of {some}")
     (traces,) = found.values()
     manifest = folder / MANIFEST
-    ours = read_json(manifest) if manifest.is_file() else None
+    ours: Any = None
+    damage = ""
+    if manifest.is_file():
+        try:
+            ours = read_json(manifest, len(traces))
+        except UserError as error:
+            damage = str(error)
     known = isinstance(ours, dict) and "stagewright" in ours
-    return Files(
-        folder, dict(sorted(traces.items())), cast("dict[str, Any]", ours) if known else {}
-    )
+    found_manifest = cast("dict[str, Any]", ours) if known else {}
+    return Files(folder, dict(sorted(traces.items())), found_manifest, damage)
 
 
 def read(files: Files, workers: int | None, *, digests: bool) -> list[Kin]:
@@ -323,7 +331,10 @@ def _check_together(
         for kin in kinds
         if kin.first.exchange is not None
     ]
-    if groups is None and any((part.exchange.slot_kind == Kind.COLLECTIVE).any() for part in parts):
+    if not parts:
+        report.skipped.append("groups, messages and the run: no rank could be read whole")
+        return
+    if groups is None and any(_names_groups(part) for part in parts):
         findings.warn(
             "no-groups",
             f"there is no {GROUPS} (see --comm-group): groups are taken to be who uses them",
@@ -335,6 +346,11 @@ def _check_together(
     if groups is not None:
         check_ids(world, groups)
     _check_run(world, match, len(files.traces), report)
+
+
+def _names_groups(part: Part) -> bool:
+    """Whether it has collectives on less than all ranks."""
+    return bool((part.partner[:, part.exchange.slot_kind == Kind.COLLECTIVE] != ALL).any())
 
 
 def _check_run(world: World, match: Match, files: int, report: Report) -> None:

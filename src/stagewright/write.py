@@ -28,6 +28,7 @@ import numpy as np
 
 from stagewright import __version__
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import manifest_head
 from stagewright.formats import chakra, dot
 from stagewright.formats import json as readable
 from stagewright.program import Int, Kind, Program
@@ -164,8 +165,8 @@ def _check_place(path: Path, force: bool) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        found = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError):
+        found = manifest_head(path / MANIFEST, "a manifest")
+    except UserError:
         return False
     return isinstance(found, dict) and "stagewright" in found
 

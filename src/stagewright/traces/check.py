@@ -24,6 +24,7 @@ from stagewright.traces.rules import (
     STORE,
     Rows,
     check_attributes,
+    check_dims,
     check_exchanges,
     check_kernels,
     check_types,
@@ -33,6 +34,7 @@ from stagewright.traces.rules import (
 )
 from stagewright.traces.scan import STRING, Bool, Words
 
+COLUMNS = (*ATTRIBUTES, "involved_dim")
 MOST_NODES = 1 << 26  # of one file, at some 100 bytes of memory each
 
 
@@ -133,12 +135,13 @@ class _Check:
             block.type,
             block.duration,
             (np.diff(block.ctrl.ptr) == 0) & (np.diff(block.data.ptr) == 0),
-            {name: dense(block.attributes[name], len(block)) for name in ATTRIBUTES},
+            {name: dense(block.attributes[name], len(block)) for name in COLUMNS},
             report,
         )
         check_types(rows)
         check_attributes(rows)
         group, named = _groups(rows, texts)
+        check_dims(rows, group)
         good = check_exchanges(rows, self.rank) & named
         self.timed |= bool(rows.duration.any())
         check_kernels(rows)

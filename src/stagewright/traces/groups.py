@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from stagewright.errors import UserError
+from stagewright.files import from_json, read_bytes
 from stagewright.program import Kind
 from stagewright.traces.findings import Findings
 from stagewright.traces.graph import Int
@@ -17,17 +18,15 @@ from stagewright.traces.rules import group_id
 from stagewright.traces.world import World
 from stagewright.write import GROUPS
 
-MOST_JSON = 1 << 30  # bytes of a file of groups, or a manifest
+MOST_JSON = 1 << 24  # bytes of a file of groups, or a manifest, and so many more per rank:
+JSON_PER_RANK = 1 << 10
+MOST_RANKS = 1 << 18  # for which that is granted
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file; None if it is none."""
-    try:
-        if path.stat().st_size > MOST_JSON:
-            return None
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
+def read_json(path: Path, ranks: int) -> Any:
+    """A JSON file about so many ranks; UserError if it is none, or far too large for these."""
+    most = MOST_JSON + JSON_PER_RANK * min(ranks, MOST_RANKS)
+    return from_json(read_bytes(path, f"JSON about {ranks} ranks", most), path.name)
 
 
 def default_groups(trace: Path) -> Path | None:
@@ -36,31 +35,13 @@ def default_groups(trace: Path) -> Path | None:
     return next((trace.with_name(n) for n in names if trace.with_name(n).is_file()), None)
 
 
-class _Twice(Exception):
-    pass
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _Twice(name)
-        found[name] = value
-    return found
-
-
 def read_groups(path: Path, size: int, findings: Findings) -> dict[int, Int]:
     """The groups in a file; what cannot be a group is reported and left out."""
     groups: dict[int, Int] = {}
     try:
-        if path.stat().st_size > MOST_JSON:
-            raise ValueError("it is too large")
-        found = json.loads(path.read_bytes(), object_pairs_hook=_once)
-    except _Twice as error:
-        findings.error("group-file", f"{path.name}: group {str(error)[:40]!a} comes twice")
-        return groups
-    except (OSError, ValueError, RecursionError) as error:
-        findings.error("group-file", f"{path.name}: cannot be read: {str(error)[:200]}")
+        found = read_json(path, size)
+    except UserError as error:
+        findings.error("group-file", str(error))
         return groups
     if not isinstance(found, dict):
         text = f'{path.name}: wanted {{"1": [0, 1], ...}}, ids and their ranks'
@@ -71,6 +52,10 @@ def read_groups(path: Path, size: int, findings: Findings) -> dict[int, Int]:
         text = f"{path.name}: group {name[:40]!a}"
         if not number:
             findings.error("group-file", f"{text}: no positive number, at which ASTRA-sim aborts")
+            continue
+        if number in groups:
+            text += f" and another are both {number}, of which ASTRA-sim takes one"
+            findings.error("group-file", text)
             continue
         outside = [rank for rank in ranks or () if not 0 <= rank < size]
         if ranks is None:

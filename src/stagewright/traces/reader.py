@@ -38,7 +38,9 @@ WANTED = (
     "comm_src",
     "comm_dst",
     "comm_tag",
+    "comm_priority",
     "pg_name",
+    "involved_dim",
     "layer",
     "microbatch",
     "phase",
@@ -62,7 +64,9 @@ class Column(NamedTuple):
 
     row: Int  # of the block, ascending
     kind: NDArray[np.uint8]  # number of its value's type in `et_def.VALUES`, + 1 for lists; 0: none
-    value: Int  # integers, at most 2**63 - 1; strings: their place in `Parser.texts`; others: 0
+    value: Int
+    """Integers, at most 2**63 - 1; strings: their place in `Parser.texts`; lists of truths: 1 if
+    any is true; others: 0."""
     at: Int  # byte of the file where a varint or a string begins, and ends; -1: unknown
     end: Int
 
@@ -87,7 +91,7 @@ class Block:
 
     def node(self, row: int) -> et_def.Node:
         """A node, by the official runtime."""
-        return et_def.message("Node").FromString(self.source[self.at[row] : self.end[row]])
+        return et_def.parse("Node", self.source[self.at[row] : self.end[row]])
 
 
 class Reader:
@@ -149,8 +153,6 @@ class Reader:
         return Damaged(f"{self.path}: byte {at}: {text}")
 
     def _metadata(self) -> et_def.Metadata:
-        from google.protobuf.message import DecodeError
-
         source, _, at, end = next(self._chunks, (b"", 0, (0,), (0,)))
         data = source[at[0] : end[0]]
         if not self.size:
@@ -158,8 +160,8 @@ class Reader:
         if _is_node(data):
             raise self._damaged(0, "no metadata: the first message is a node, which readers skip")
         try:
-            return et_def.message("GlobalMetadata").FromString(data)
-        except DecodeError as error:
+            return et_def.parse("GlobalMetadata", data)
+        except ValueError as error:
             raise self._damaged(int(at[0]), f"no valid GlobalMetadata: {error}") from None
 
 
@@ -222,11 +224,9 @@ def _message(size: int) -> str:
 
 def _is_node(data: bytes) -> bool:
     """Whether a message is a Node where GlobalMetadata should be; they share no field's type."""
-    from google.protobuf.message import DecodeError
-
     try:
-        node = et_def.message("Node").FromString(data)
-    except DecodeError:
+        node = et_def.parse("Node", data)
+    except ValueError:
         return False
     return bool(node.id or node.type or node.attr)
 
@@ -354,11 +354,9 @@ def _rewritten(source: bytes, at: Int, end: Int, odd: Int) -> tuple[Data, Int, I
 
 
 def _canonical(data: bytes, row: int) -> bytes:
-    from google.protobuf.message import DecodeError
-
     try:
-        node = et_def.message("Node").FromString(data)
-    except DecodeError as error:
+        node = et_def.parse("Node", data)
+    except ValueError as error:
         raise Odd(row, str(error)) from None
     node.DiscardUnknownFields()
     return node.SerializeToString()
@@ -366,11 +364,9 @@ def _canonical(data: bytes, row: int) -> bytes:
 
 def _attribute(data: bytes, row: int) -> tuple[str, int, int | str]:
     """Name, type and value of an attribute, by the official runtime; 0 for other values."""
-    from google.protobuf.message import DecodeError
-
     try:
-        attribute = et_def.message("AttributeProto").FromString(data)
-    except DecodeError as error:
+        attribute = et_def.parse("AttributeProto", data)
+    except ValueError as error:
         raise Odd(row, f"an attribute: {error}") from None
     field = attribute.WhichOneof("value")
     if field is None:
@@ -379,6 +375,8 @@ def _attribute(data: bytes, row: int) -> tuple[str, int, int | str]:
     value: Any = getattr(attribute, field)
     if isinstance(value, int):
         value = min(int(value), LARGEST)
+    elif field == "bool_list":
+        value = int(any(value.values))
     elif not isinstance(value, str):
         value = 0
     return attribute.name, et_def.VALUES[kind] + (form == "list"), value
@@ -386,12 +384,8 @@ def _attribute(data: bytes, row: int) -> tuple[str, int, int | str]:
 
 def _check_infos(data: Data, fields: Fields, some: Int) -> None:
     """Inputs and outputs, which nobody here reads, must be what the schema says all the same."""
-    from google.protobuf.message import DecodeError
-
-    info = et_def.message("IOInfo").FromString if len(some) else None
     for nth in some.tolist():
         try:
-            assert info is not None
-            info(data.raw[fields.at[nth] : fields.end[nth]])
-        except DecodeError as error:
+            et_def.parse("IOInfo", data.raw[fields.at[nth] : fields.end[nth]])
+        except ValueError as error:
             raise Odd(int(fields.row[nth]), f"inputs or outputs: {error}") from None

@@ -39,6 +39,7 @@ ATTRIBUTES = {
     "comm_src": ("int32", (SEND, RECV)),
     "comm_dst": ("int32", (SEND, RECV)),
     "comm_tag": ("int32", (SEND, RECV)),
+    "comm_priority": ("int32", (COLL,)),
 }
 NEEDED = {
     "comm_type": (COLL,),
@@ -166,6 +167,17 @@ def check_attributes(of: Rows) -> None:
     for name, types in NEEDED.items():
         missing = of.is_a(*types) & ~of.cpu & ~of.columns[name].present
         of.report("error", f"no-{name}", missing, f"has no {name}")
+
+
+def check_dims(of: Rows, group: Int) -> None:
+    """Which dimensions of the network a collective on all ranks uses, if it says so."""
+    dims = of.columns["involved_dim"]
+    given = of.communicates & of.is_a(COLL) & dims.present
+    listed = dims.kind == BOOL + 1
+    text = "involved_dim is no bool_list, at which ASTRA-sim exits"
+    of.report("warning", "type-of-involved_dim", given & ~listed, text)
+    none = given & listed & (dims.value == 0) & (group == 0)
+    of.report("warning", "no-dims", none, "involved_dim is all false: in ASTRA-sim it never ends")
 
 
 def kind_name(kind: int) -> str:

@@ -1,0 +1,130 @@
+"""Reads small text files that somebody else wrote: run files, models, schedules, hardware.
+
+Whatever lies there costs little time and memory, and is read or refused: no size is believed, no
+key may come twice, and YAML's aliases, nine levels of which make a billion values, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import yaml
+
+from stagewright.errors import UserError
+
+MOST_BYTES = 1 << 20
+"""Of YAML, of which Python's reader takes some 0.2 MB a second."""
+
+
+def read_bytes(path: Path | str, wanted: str, most: int = MOST_BYTES) -> bytes:
+    """What a file holds. `wanted` says what it should be: `a run file in YAML`."""
+    found = _begin(path, wanted, most + 1)
+    if len(found) > most:
+        raise UserError(f"{path}: over {most} bytes; wanted {wanted}")
+    return found
+
+
+def _begin(path: Path | str, wanted: str, size: int) -> bytes:
+    """The first bytes of a file."""
+    try:
+        # A pipe without a writer would keep us waiting; one with a writer is read to its end.
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(file, "rb") as stream:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(file, True)
+            return stream.read(size)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; wanted {wanted}") from None
+    except ValueError as error:  # a name that no file can have
+        raise UserError(f"{str(path)!a}: cannot be read: {error}; wanted {wanted}") from None
+
+
+def read_text(path: Path | str, wanted: str, most: int = MOST_BYTES) -> str:
+    """Likewise, of a text in UTF-8."""
+    try:
+        return read_bytes(path, wanted, most).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not text in UTF-8; wanted {wanted}") from None
+
+
+def from_json(text: str | bytes, where: object) -> Any:
+    """A JSON value; `where` is the file, for errors. Objects have strings as keys, each once.
+
+    >>> from_json('{"tp": 8}', "run.json")
+    {'tp': 8}
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except RecursionError:
+        raise UserError(f"{where}: nested too deep; wanted plain JSON") from None
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON: {error}") from None
+
+
+def manifest_head(path: Path | str, wanted: str) -> Any:
+    """A JSON file, or what stands in a manifest before the list of its files if that is long."""
+    found = _begin(path, wanted, MOST_BYTES + 1)
+    if len(found) > MOST_BYTES:
+        head, cut, _ = found.partition(b',\n  "files": {\n')
+        if not cut:
+            raise UserError(f"{path}: over {MOST_BYTES} bytes; wanted {wanted}")
+        found = head + b"}"
+    return from_json(found, path)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice[:40]!a} comes twice; keep one")
+    return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON's")
+
+
+def from_yaml(text: str, where: object) -> Any:
+    """A YAML value, of plain types; `where` is the file, for errors.
+
+    >>> from_yaml("tp: 8", "run.yaml")
+    {'tp': 8}
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{where}{place}: {error.problem}; wanted YAML such as tp: 8") from None
+    except RecursionError:
+        raise UserError(f"{where}: nested too deep; wanted YAML such as tp: 8") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where}: not YAML: {error}; wanted YAML such as tp: 8") from None
+
+
+class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the process
+    """A SafeLoader that refuses aliases, and keys that come twice, of which YAML keeps the last."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # pyright: ignore
+            event = cast(yaml.Event, self.peek_event())  # pyright: ignore
+            raise yaml.constructor.ConstructorError(
+                problem="an alias, which is not followed; write the value again",
+                problem_mark=event.start_mark,
+            )
+        return super().compose_node(parent, index)  # pyright: ignore
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            names: list[object] = [key.value for key, _ in node.value]
+            nth = next((n for n, name in enumerate(names) if name in names[:n]), 0)
+            raise yaml.constructor.ConstructorError(
+                problem=f"{names[nth]} comes twice; keep one",
+                problem_mark=node.value[nth][0].start_mark,
+            )
+        return found

@@ -1,0 +1,98 @@
+"""What users' files may not do: grow, nest, repeat or refer to themselves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.files import MOST_BYTES, from_json, from_yaml, manifest_head, read_bytes, read_text
+
+
+def test_what_cannot_be_read(tmp_path: Path):
+    sparse = tmp_path / "sparse"
+    with sparse.open("wb") as file:
+        file.truncate(1 << 40)
+    os.mkfifo(tmp_path / "pipe")  # nobody writes
+    (tmp_path / "latin").write_bytes(b"mod\xe8le: gpt2")
+    for name, message in (
+        ("none", "none: cannot be read: No such file or directory; wanted a run file"),
+        (".", "cannot be read: Is a directory"),
+        ("a\0b", r"'.*a\\x00b': cannot be read: embedded null byte; wanted"),
+        ("x" * 300, "File name too long"),
+        ("sparse", f"sparse: over {MOST_BYTES} bytes; wanted a run file"),
+        ("/dev/zero", f"over {MOST_BYTES} bytes"),
+        ("latin", "latin: is not text in UTF-8; wanted a run file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_text(tmp_path / name, "a run file")
+    assert read_bytes(tmp_path / "pipe", "a run file") == b""
+
+
+def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path: Path):
+    """As in `--config <(...)`."""
+    here, there = os.pipe()
+    if not os.path.exists(f"/dev/fd/{here}"):
+        pytest.skip("no /dev/fd here")
+    child = os.fork()
+    if not child:
+        os.close(here)
+        for _ in range(3):
+            os.write(there, b"tp: 8\n" * 1000)
+        os._exit(0)
+    os.close(there)
+    assert read_text(f"/dev/fd/{here}", "a run file") == "tp: 8\n" * 3000
+    os.close(here)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "f.json: not JSON: "),
+        ("[" * 200_000, "f.json: nested too deep"),
+        ("9" * 5000, "not JSON: Exceeds the limit"),
+        ('{"a": {"b": 1, "b": 1}}', "not JSON: 'b' comes twice; keep one"),
+        ("NaN", "not JSON: NaN is no number of JSON's"),
+        ("[-Infinity]", "not JSON: -Infinity is no number"),
+    ],
+)
+def test_json_that_is_refused(text: str, message: str):
+    with pytest.raises(UserError, match=message):
+        from_json(text, "f.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "f.yaml, line 1, column 5: "),
+        ("[" * 20_000, "f.yaml: nested too deep"),
+        ("a: &a 1\nb: *a", "f.yaml, line 2, column 4: an alias, which is not followed"),
+        ("a: &a {x: 1}\nb: {<<: [*a, *a]}", "an alias"),
+        ("a: {b: 1, c: 2, b: 1}", "line 1, column 17: b comes twice; keep one"),
+        ("1: a\n0x1: b", "comes twice"),
+        ("a: {<<: {b: 1}, b: 2}", "b comes twice"),
+        ("!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("a: 2001-13-45", "not YAML: month must be in 1..12"),
+        ("a: \0", "not YAML: "),
+        ("? [a]\n: 1", "unhashable key"),
+    ],
+)
+def test_yaml_that_is_refused(text: str, message: str):
+    with pytest.raises(UserError, match=message):
+        from_yaml(text, "f.yaml")
+
+
+def test_head_of_a_manifest(tmp_path: Path):
+    path = tmp_path / "manifest.json"
+    files = ",\n".join(f'    "workload.{n}.et": {{"bytes": 1}}' for n in range(3))
+    path.write_text(f'{{\n  "stagewright": "1",\n  "files": {{\n{files}\n  }}\n}}\n')
+    assert len(manifest_head(path, "a manifest")["files"]) == 3
+    files *= 30_000
+    path.write_text(f'{{\n  "stagewright": "1",\n  "files": {{\n{files}\n  }}\n}}\n')
+    assert manifest_head(path, "a manifest") == {"stagewright": "1"}
+    path.write_text('{"x": 1' + " " * MOST_BYTES + "}")
+    with pytest.raises(UserError, match="over 1048576 bytes; wanted a manifest"):
+        manifest_head(path, "a manifest")
