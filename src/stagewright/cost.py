@@ -1,0 +1,139 @@
+"""How long the tasks of a program take on a machine, each alone: kernels, collectives, messages.
+
+>>> import stagewright as sw
+>>> from stagewright.hardware import resolve
+>>> program = sw.compile(sw.Run(model="gpt2", dp=8)).program
+>>> (seconds,) = task_seconds(program, Machine.of(resolve("h100-sxm"), gpus=8))
+>>> len(seconds) == len(program.classes[0].tasks), bool((seconds >= 0).all())
+(True, True)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import UserError
+from stagewright.hardware import Hardware
+from stagewright.network import (
+    Machine,
+    Placement,
+    collective_seconds,
+    level_of,
+    message_seconds,
+    placements,
+)
+from stagewright.program import COLLECTIVES, Kind, Program, RankClass, Tasks
+
+Seconds = NDArray[np.float64]
+
+
+def task_seconds(program: Program, machine: Machine) -> list[Seconds]:
+    """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
+
+    A collective takes as long as the group of the class that lies worst; SEND and RECV both carry
+    the duration of the message.
+    """
+    if program.mesh.world_size != machine.gpus:
+        raise UserError(
+            f"the program is for {program.mesh.world_size} ranks and the machine has "
+            f"{machine.gpus} GPUs; make them equal"
+        )
+    lying = _Lying(program, machine)
+    return [_class_seconds(lying, which) for which in program.classes]
+
+
+class _Lying:
+    """Where the groups and peers of a program lie in a machine, found when first asked."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self.program = program
+        self.machine = machine
+        self.groups = [program.group_of(slot) for slot in range(len(program.communicators))]
+
+    def placements(self, slot: int, which: RankClass) -> list[Placement]:
+        """How the groups lie that have members among the ranks of a class."""
+        ids = self.groups[slot]
+        wanted = np.unique(ids[which.ranks])
+        ranks = np.flatnonzero(np.isin(ids, wanted[wanted > 0]))
+        ranks = ranks[np.argsort(ids[ranks], kind="stable")]
+        groups = len(wanted[wanted > 0])
+        return placements(self.machine, ranks.reshape(groups, -1).astype(np.int64))
+
+    def level(self, slot: int, which: RankClass) -> int:
+        """The outermost dimension that a message of the class passes."""
+        peers = self.program.peer_of(slot)[which.ranks]
+        return int(level_of(self.machine, which.ranks, peers).max(initial=0))
+
+
+def _class_seconds(lying: _Lying, which: RankClass) -> Seconds:
+    tasks, machine = which.tasks, lying.machine
+    seconds = np.zeros(len(tasks))
+    computes = tasks.kind == Kind.COMPUTE
+    columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic)
+    rows, back = _unique(columns, computes)
+    seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
+
+    moves = tasks.kind == Kind.COLLECTIVE
+    rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
+    lies = {int(s): lying.placements(int(s), which) for s in np.unique(tasks.slot[moves])}
+    each = [
+        max(
+            collective_seconds(
+                COLLECTIVES[tasks.collective[i]], int(tasks.comm_bytes[i]), group, machine
+            )[0]
+            for group in lies[int(tasks.slot[i])]
+        )
+        for i in rows
+    ]
+    seconds[moves] = np.array(each)[back] if each else 0.0
+
+    messages = (tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)
+    rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
+    levels = {int(s): lying.level(int(s), which) for s in np.unique(tasks.slot[messages])}
+    each = [
+        message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine) for i in rows
+    ]
+    seconds[messages] = np.array(each)[back] if each else 0.0
+    return seconds
+
+
+def _unique(
+    columns: tuple[NDArray[np.integer], ...], chosen: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows that stand for all alike among those chosen, and for each chosen its representative."""
+    where = np.flatnonzero(chosen)
+    table = np.stack([c[where].astype(np.int64) for c in columns], axis=1)
+    if not len(where):
+        return where, where
+    _, first, back = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    return where[first], back.reshape(-1)
+
+
+def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
+    """Duration of some COMPUTE rows of a table."""
+    return np.array([_kernel(tasks, int(i), hardware) for i in rows])
+
+
+_PEAK = {"bf16": "peak_bf16_tflops", "fp8": "peak_fp8_tflops", "fp32": "peak_fp32_tflops"}
+
+
+def _kernel(tasks: Tasks, i: int, hardware: Hardware) -> float:
+    memory = float(tasks.traffic[i]) / (
+        hardware.memory_bandwidth_gb_s * 1e9 * hardware.memory_bandwidth_fraction
+    )
+    kind = tasks.shapes[int(tasks.shape[i])].kernel if tasks.shape[i] >= 0 else ""
+    dtype = tasks.dtypes[int(tasks.dtype[i])]
+    fractions = {
+        "gemm": hardware.gemm_fraction,
+        "attention": hardware.attention_fraction,
+        "attention_bwd": hardware.attention_bwd_fraction,
+    }
+    if kind in fractions:
+        peak = getattr(hardware, _PEAK.get(dtype, "")) if dtype in _PEAK else None
+        if peak is None:
+            raise UserError(f"{hardware.name} has no peak for {dtype}")
+        compute = float(tasks.flops[i]) / (peak * 1e12 * fractions[kind])
+    else:
+        compute = float(tasks.flops[i]) / (hardware.peak_fp32_tflops * 1e12)
+    return hardware.kernel_launch_us * 1e-6 + max(memory, compute)

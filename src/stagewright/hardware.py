@@ -1,0 +1,241 @@
+"""Accelerators and the systems they come in, as data: one YAML file each, a source per number.
+
+>>> h100 = resolve("h100-sxm")
+>>> h100.peak_bf16_tflops, h100.scale_up.gpus
+(989.4, 8)
+
+A file may build upon another (`base: h100-sxm`) and name only what differs. A number is written
+`[value, source]`, where the source is a key of the file's `sources`; a plain number has none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stagewright.errors import UserError, did_you_mean, either
+
+Topology = Literal["switch", "fully_connected", "ring", "torus"]
+Fabric = Literal["rail_optimized", "fat_tree", "dragonfly"]
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class ScaleUp(_Data):
+    """The fast links between the GPUs of a node, rack or pod; all figures per GPU."""
+
+    topology: Topology
+    gpus: int = Field(ge=1)
+    """GPUs that these links join."""
+    shape: tuple[int, ...] = ()
+    """Torus: rings of this many, their product is `gpus`."""
+    bandwidth_gb_s: float = Field(gt=0)
+    """One direction, all links of a GPU together."""
+    bandwidth_fraction: float = Field(gt=0, le=1)
+    """What large messages reach of it."""
+    latency_us: float = Field(ge=0)
+    """One step of a collective, or one message."""
+    in_network_reduction: bool = False
+    """Switches add (NVLink SHARP)."""
+
+
+class ScaleOut(_Data):
+    """The network between nodes; all figures per GPU."""
+
+    fabric: Fabric
+    bandwidth_gb_s: float = Field(gt=0)
+    """One direction."""
+    bandwidth_fraction: float = Field(gt=0, le=1)
+    latency_us: float = Field(ge=0)
+    oversubscription: float = Field(ge=1, default=1.0)
+    """Bandwidth below the top of the tree, over that through it."""
+    gpus_per_leaf: int = Field(ge=0, default=0)
+    """GPUs that meet below the oversubscribed level; 0: all."""
+    in_network_reduction: bool = False
+
+
+class Hardware(_Data):
+    """An accelerator and its system. TFLOP/s are dense, GB are 1e9 bytes, bandwidths are GB/s."""
+
+    name: str
+    vendor: str
+    description: str = ""
+    kernels: str = ""
+    """The family whose measured kernels and fitted constants apply; empty: none."""
+
+    peak_bf16_tflops: float = Field(gt=0)
+    peak_fp8_tflops: float | None = Field(gt=0, default=None)
+    peak_fp4_tflops: float | None = Field(gt=0, default=None)
+    peak_tf32_tflops: float | None = Field(gt=0, default=None)
+    peak_fp32_tflops: float = Field(gt=0)
+    """Of the vector units."""
+
+    compute_units: int = Field(ge=1)
+    """What the tiles of a kernel spread over: streaming multiprocessors, compute units."""
+    memory_gb: float = Field(gt=0)
+    memory_bandwidth_gb_s: float = Field(gt=0)
+    host_bandwidth_gb_s: float = Field(gt=0)
+    """To the memory of the host, one direction."""
+
+    gemm_fraction: float = Field(gt=0, le=1)
+    """Of the peak, by a large matrix product."""
+    attention_fraction: float = Field(gt=0, le=1)
+    attention_bwd_fraction: float = Field(gt=0, le=1)
+    memory_bandwidth_fraction: float = Field(gt=0, le=1)
+    """Of the bandwidth, by a large element-wise kernel."""
+    kernel_launch_us: float = Field(ge=0)
+    """The shortest kernel, as a stream of them runs."""
+
+    gpus_per_node: int = Field(ge=1)
+    scale_up: ScaleUp
+    scale_out: ScaleOut
+
+    tdp_w: float = Field(gt=0)
+    """Of one GPU."""
+    idle_w: float = Field(ge=0, default=0)
+    node_overhead_w: float = Field(ge=0, default=0)
+    """Host, network and cooling inside the node, per GPU."""
+    price_usd_per_gpu_hour: float | None = Field(ge=0, default=None)
+
+    sources: Mapping[str, str] = Field(default_factory=dict)
+    """Key of a number, with dots for nesting -> where it is from."""
+
+
+def names() -> list[str]:
+    """The hardware known by name."""
+    return sorted(f.name.removesuffix(".yaml") for f in _folder().iterdir())
+
+
+def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
+    """A name of `names()`, or the path of a YAML file.
+
+    Every error is a UserError that says what to change.
+    """
+    name = str(name_or_path)
+    if name.endswith((".yaml", ".yml")) or os.sep in name:
+        return _load(_text(Path(name)), name)
+    if name not in names():
+        raise UserError(
+            f"unknown hardware {name!r}{did_you_mean(name.lower(), names())}; "
+            f"known: {', '.join(names())}; or the path of a .yaml file"
+        )
+    return _known(name)
+
+
+@cache
+def _known(name: str) -> Hardware:
+    return _load((_folder() / f"{name}.yaml").read_text(encoding="utf-8"), name)
+
+
+def _folder() -> Any:
+    return files("stagewright") / "data" / "hardware"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not text in UTF-8; wanted hardware in YAML") from None
+    except OSError as error:
+        raise UserError(f"cannot read hardware {path}: {error.strerror}") from None
+
+
+def _load(text: str, where: str) -> Hardware:
+    values, sources = _merged(text, where)
+    try:
+        return Hardware(**values, sources=sources)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error)}") from None
+
+
+def _merged(
+    text: str, where: str, seen: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and their sources, those of the base below them."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: {' '.join(str(error).split())}; wanted YAML") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: got {raw!r}, wanted keys such as peak_bf16_tflops: 989.4")
+    given = cast("dict[str, Any]", raw)
+    base = given.pop("base", None)
+    texts = cast("dict[str, str]", given.pop("sources", {}))
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    _take(given, texts, where, "", values, sources)
+    if base is None:
+        return values, sources
+    if base not in names() or base in seen:
+        raise UserError(
+            f"{where}: base is {base!r}{did_you_mean(str(base), names())}; "
+            f"wanted {either(n for n in names() if n not in seen)}"
+        )
+    below = (_folder() / f"{base}.yaml").read_text(encoding="utf-8")
+    under, under_sources = _merged(below, str(base), (*seen, str(base)))
+    for key in [k for k in under_sources if k.split(".")[0] in values and "." not in k]:
+        del under_sources[key]
+    return _over(under, values), under_sources | sources
+
+
+def _over(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(under)
+    for key, value in values.items():
+        nested = isinstance(value, dict) and isinstance(under.get(key), dict)
+        result[key] = _over(under[key], cast("dict[str, Any]", value)) if nested else value
+    return result
+
+
+def _take(
+    given: Mapping[str, Any],
+    texts: Mapping[str, str],
+    where: str,
+    prefix: str,
+    values: dict[str, Any],
+    sources: dict[str, str],
+) -> None:
+    """Take `[value, source]` apart, at every depth."""
+    for key, value in given.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            values[key] = {}
+            _take(cast("dict[str, Any]", value), texts, where, f"{path}.", values[key], sources)
+        elif isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):  # pyright: ignore
+            number, source = cast("list[Any]", value)
+            if source not in texts:
+                raise UserError(
+                    f"{where}: the source {source!r} of {path} is not under sources"
+                    f"{did_you_mean(source, texts)}"
+                )
+            values[key], sources[path] = number, texts[source]
+        else:
+            values[key] = value
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    known: Iterable[str] = {
+        "scale_up": ScaleUp.model_fields,
+        "scale_out": ScaleOut.model_fields,
+    }.get(path[0] if len(path) > 1 else "", Hardware.model_fields)
+    name = ".".join(path)
+    match first["type"]:
+        case "extra_forbidden":
+            return f"unknown key {name!r}{did_you_mean(path[-1], known)}"
+        case "missing":
+            return f"{name} is missing"
+        case "literal_error":
+            choices = Topology if path[-1] == "topology" else Fabric
+            return f"{name} is {first['input']!r}, wanted {either(get_args(choices))}"
+        case _:
+            return f"{name} is {first['input']!r}: {first['msg']}"

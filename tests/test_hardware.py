@@ -1,0 +1,42 @@
+"""Hardware files: every number has a source, unknown keys are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright import hardware
+from stagewright.errors import UserError
+
+NUMBERS_WITHOUT_SOURCE = {"shape"}
+
+
+@pytest.mark.parametrize("name", hardware.names())
+def test_every_number_has_a_source(name: str):
+    found = hardware.resolve(name)
+    for key, value in found.model_dump(exclude={"sources"}, exclude_defaults=True).items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        for sub, number in inner:
+            if isinstance(number, float | int) and not isinstance(number, bool):
+                path = f"{key}.{sub}" if sub else key
+                assert found.sources.get(path), f"{name}: {path} has no source"
+
+
+def test_unknown_keys_are_refused_by_name(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: h100-sxm\npeak_bf16_tflop: 100\n")
+    with pytest.raises(UserError, match=r"peak_bf16_tflop'; did you mean 'peak_bf16_tflops'"):
+        hardware.resolve(path)
+    path.write_text("base: h100-sxm\nscale_up: {bandwith_gb_s: 100}\n")
+    with pytest.raises(UserError, match=r"scale_up.bandwith_gb_s'; did you mean 'bandwidth_gb_s'"):
+        hardware.resolve(path)
+
+
+def test_a_base_lends_what_is_not_named(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: h100-sxm\nname: mine\nscale_out: {bandwidth_gb_s: 25}\n")
+    mine, base = hardware.resolve(path), hardware.resolve("h100-sxm")
+    assert mine.scale_out.bandwidth_gb_s == 25
+    assert mine.scale_out.latency_us == base.scale_out.latency_us
+    assert mine.peak_bf16_tflops == base.peak_bf16_tflops
