@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import click
 
 import stagewright
-from stagewright import cli_trace
+from stagewright import cli_time, cli_trace
 from stagewright.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def _progress() -> Generator[Callable[[int, int], None] | None]:
         yield update
 
 
-for each in (cli_trace.verify, cli_trace.inspect, cli_trace.diff):
+for each in (*cli_trace.COMMANDS, *cli_time.COMMANDS):
     commands.add_command(each)
 
 

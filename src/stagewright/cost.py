@@ -24,6 +24,7 @@ from stagewright.network import (
     placements,
 )
 from stagewright.program import COLLECTIVES, Kind, Program, RankClass, Tasks
+from stagewright.roofline import QUERIES, attention_seconds, gemm_seconds, memory_seconds
 
 Seconds = NDArray[np.float64]
 
@@ -111,29 +112,47 @@ def _unique(
 
 
 def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
-    """Duration of some COMPUTE rows of a table."""
-    return np.array([_kernel(tasks, int(i), hardware) for i in rows])
+    """Duration of some COMPUTE rows of a table, by the shapes of their kernels."""
+    flops, traffic = tasks.flops[rows].astype(float), tasks.traffic[rows].astype(float)
+    seconds = memory_seconds(traffic, flops, hardware)
+    dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
+    kernels = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
+    for kernel, dtype in {(str(k), str(d)) for k, d in zip(kernels, dtypes, strict=True)}:
+        if kernel not in ("gemm", "attention", "attention_bwd"):
+            continue
+        here = (kernels == kernel) & (dtypes == dtype)
+        shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
+        size = {x: np.array([s[x] for s in shapes], dtype=float) for x in shapes[0]}
+        if kernel == "gemm":
+            seconds[here] = gemm_seconds(
+                size["batch"], size["m"], size["n"], size["k"],
+                traffic=traffic[here], dtype=dtype, on=hardware,
+            )  # fmt: skip
+        else:
+            seconds[here] = _attention(
+                size, flops[here], traffic[here], dtype, hardware, kernel == "attention_bwd"
+            )
+    return seconds
 
 
-_PEAK = {"bf16": "peak_bf16_tflops", "fp8": "peak_fp8_tflops", "fp32": "peak_fp32_tflops"}
-
-
-def _kernel(tasks: Tasks, i: int, hardware: Hardware) -> float:
-    memory = float(tasks.traffic[i]) / (
-        hardware.memory_bandwidth_gb_s * 1e9 * hardware.memory_bandwidth_fraction
+def _attention(
+    size: dict[str, NDArray[np.float64]],
+    flops: NDArray[np.float64],
+    traffic: NDArray[np.float64],
+    dtype: str,
+    hardware: Hardware,
+    backward: bool,
+) -> Seconds:
+    """Fused attention: forward does two products per pair of query and key, backward five."""
+    d, v = size["d"], size["v"]
+    # Backward goes through the keys in tiles, each of which meets all queries.
+    rows, columns = (size["k"], size["q"]) if backward else (size["q"], size["k"])
+    seen = np.where(size["window"] > 0, np.minimum(size["window"], columns), columns)
+    heads = size["batch"] * size["heads"]
+    tiles = np.ceil(rows / QUERIES) * heads
+    each = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)
+    # Masks are by tile: those on the diagonal are computed whole.
+    points = flops / each + size["causal"] * tiles * QUERIES**2 / 2
+    return attention_seconds(
+        tiles, seen, points, each, traffic=traffic, dtype=dtype, on=hardware, backward=backward
     )
-    kind = tasks.shapes[int(tasks.shape[i])].kernel if tasks.shape[i] >= 0 else ""
-    dtype = tasks.dtypes[int(tasks.dtype[i])]
-    fractions = {
-        "gemm": hardware.gemm_fraction,
-        "attention": hardware.attention_fraction,
-        "attention_bwd": hardware.attention_bwd_fraction,
-    }
-    if kind in fractions:
-        peak = getattr(hardware, _PEAK.get(dtype, "")) if dtype in _PEAK else None
-        if peak is None:
-            raise UserError(f"{hardware.name} has no peak for {dtype}")
-        compute = float(tasks.flops[i]) / (peak * 1e12 * fractions[kind])
-    else:
-        compute = float(tasks.flops[i]) / (hardware.peak_fp32_tflops * 1e12)
-    return hardware.kernel_launch_us * 1e-6 + max(memory, compute)

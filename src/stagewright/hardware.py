@@ -30,37 +30,75 @@ class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
 
-class ScaleUp(_Data):
-    """The fast links between the GPUs of a node, rack or pod; all figures per GPU."""
+class _Link(_Data):
+    """Figures per GPU. A message starts within `latency_us` and passes in small pieces, or, where
+    that takes longer, `bulk_us` later at full speed: NCCL's LL and Simple protocols."""
+
+    bandwidth_gb_s: float = Field(gt=0)
+    """One direction, all links of a GPU together."""
+    bandwidth_fraction: float = Field(gt=0, le=1)
+    """What large messages reach of it."""
+    low_latency_fraction: float = Field(gt=0, le=1)
+    """What small messages reach of it."""
+    latency_us: float = Field(ge=0)
+    hop_us: float = Field(ge=0)
+    """Of each further step of a collective."""
+    bulk_us: float = Field(ge=0)
+    in_network_reduction: bool = False
+    """Switches add up (NVLink SHARP, SHARP)."""
+    in_network_fraction: float = Field(gt=0, le=1, default=1)
+    """What all_reduce reaches of the bandwidth where switches add."""
+
+
+class ScaleUp(_Link):
+    """The fast links between the GPUs of a node, rack or pod."""
 
     topology: Topology
     gpus: int = Field(ge=1)
     """GPUs that these links join."""
     shape: tuple[int, ...] = ()
-    """Torus: rings of this many, their product is `gpus`."""
-    bandwidth_gb_s: float = Field(gt=0)
-    """One direction, all links of a GPU together."""
-    bandwidth_fraction: float = Field(gt=0, le=1)
-    """What large messages reach of it."""
-    latency_us: float = Field(ge=0)
-    """One step of a collective, or one message."""
-    in_network_reduction: bool = False
-    """Switches add (NVLink SHARP)."""
+    """Torus: rings of this many; their product is `gpus`."""
 
 
-class ScaleOut(_Data):
-    """The network between nodes; all figures per GPU."""
+class ScaleOut(_Link):
+    """The network between nodes."""
 
     fabric: Fabric
-    bandwidth_gb_s: float = Field(gt=0)
-    """One direction."""
-    bandwidth_fraction: float = Field(gt=0, le=1)
-    latency_us: float = Field(ge=0)
     oversubscription: float = Field(ge=1, default=1.0)
-    """Bandwidth below the top of the tree, over that through it."""
-    gpus_per_leaf: int = Field(ge=0, default=0)
-    """GPUs that meet below the oversubscribed level; 0: all."""
-    in_network_reduction: bool = False
+    """Bandwidth below the top of the tree, or within a dragonfly group, over that beyond."""
+    gpus_per_leaf: int | None = Field(ge=1, default=None)
+    """GPUs that meet below the oversubscribed level."""
+
+
+class Gemm(_Data):
+    """Constants of matrix products in one precision; see `roofline.gemm_seconds`."""
+
+    fraction: float = Field(gt=0, le=1.2)
+    """Of the peak, in tiles of 128 x 256 with nothing else in the way."""
+    tile_factor: float = Field(ge=0)
+    tile_us: float = Field(ge=0)
+    """To start and end a tile."""
+    quantization: float = Field(ge=0, le=1)
+    """1: the last wave of tiles counts whole; 0: as much as it is filled."""
+    split_us: float = Field(ge=0)
+    launch_us: float = Field(ge=0)
+    memory_fraction: float = Field(gt=0, le=1.2)
+    sharpness: float = Field(ge=1)
+
+
+class Attention(_Data):
+    """Constants of fused attention; see `roofline.attention_seconds`."""
+
+    fraction: float = Field(gt=0, le=3)
+    """Of the peak, but for the exponential."""
+    softmax_ps: float = Field(ge=0)
+    """One exponential on one compute unit."""
+    tile_us: float = Field(ge=0)
+    launch_us: float = Field(ge=0)
+    traffic_factor: float = Field(ge=0)
+    """Device memory traffic that nothing hides, over operands and results."""
+    bwd_ratio: float = Field(gt=0, le=1.5)
+    """FLOP/s of backward over those of forward."""
 
 
 class Hardware(_Data):
@@ -69,8 +107,6 @@ class Hardware(_Data):
     name: str
     vendor: str
     description: str = ""
-    kernels: str = ""
-    """The family whose measured kernels and fitted constants apply; empty: none."""
 
     peak_bf16_tflops: float = Field(gt=0)
     peak_fp8_tflops: float | None = Field(gt=0, default=None)
@@ -86,10 +122,9 @@ class Hardware(_Data):
     host_bandwidth_gb_s: float = Field(gt=0)
     """To the memory of the host, one direction."""
 
-    gemm_fraction: float = Field(gt=0, le=1)
-    """Of the peak, by a large matrix product."""
-    attention_fraction: float = Field(gt=0, le=1)
-    attention_bwd_fraction: float = Field(gt=0, le=1)
+    gemm: Mapping[str, Gemm]
+    """By precision; bf16 stands in for those that are not named."""
+    attention: Attention
     memory_bandwidth_fraction: float = Field(gt=0, le=1)
     """Of the bandwidth, by a large element-wise kernel."""
     kernel_launch_us: float = Field(ge=0)
@@ -203,22 +238,30 @@ def _take(
     values: dict[str, Any],
     sources: dict[str, str],
 ) -> None:
-    """Take `[value, source]` apart, at every depth."""
+    """Take `[value, source]` apart, at every depth; `source: x` in a block is that of all in it."""
+    common = given.get("source") if prefix else None
     for key, value in given.items():
         path = f"{prefix}{key}"
+        if prefix and key == "source":
+            continue
         if isinstance(value, dict):
             values[key] = {}
             _take(cast("dict[str, Any]", value), texts, where, f"{path}.", values[key], sources)
         elif isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):  # pyright: ignore
             number, source = cast("list[Any]", value)
-            if source not in texts:
-                raise UserError(
-                    f"{where}: the source {source!r} of {path} is not under sources"
-                    f"{did_you_mean(source, texts)}"
-                )
-            values[key], sources[path] = number, texts[source]
+            values[key], sources[path] = number, _source(str(source), path, texts, where)
         else:
             values[key] = value
+            if common is not None:
+                sources[path] = _source(str(common), path, texts, where)
+
+
+def _source(key: str, path: str, texts: Mapping[str, str], where: str) -> str:
+    if key not in texts:
+        raise UserError(
+            f"{where}: the source {key!r} of {path} is not under sources{did_you_mean(key, texts)}"
+        )
+    return texts[key]
 
 
 def _explain(error: ValidationError) -> str:

@@ -3,13 +3,13 @@
 >>> from stagewright.hardware import resolve
 >>> machine = Machine.of(resolve("h100-sxm"), gpus=32)
 >>> print(machine)
-32 x h100-sxm: switch 8 at 360 GB/s, rail_optimized 4 at 42.5 GB/s
+32 x h100-sxm: switch 8 at 313.065 GB/s, rail_optimized 4 at 46 GB/s
 >>> group = placements(machine, np.arange(32).reshape(2, 16))[0]
 >>> print(group)
 16 ranks: 8 x 2
 >>> ring, name = collective_seconds("all_gather", 2**24, group, machine)
 >>> name, round(ring * 1e3, 2)
-('ring', 0.79)
+('ring', 0.85)
 """
 
 from __future__ import annotations
@@ -22,25 +22,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import UserError, either
-from stagewright.hardware import Hardware
+from stagewright.hardware import Hardware, ScaleOut, ScaleUp
 
 Int = NDArray[np.int64]
 Algorithm = Literal["best", "ring", "tree", "hierarchical", "direct", "in_network"]
 
 
 class Dimension(NamedTuple):
-    """One level of the network: `size` blocks of the level below, or GPUs, joined alike."""
+    """One level of the network: `size` blocks of the level below, or GPUs, joined alike.
+
+    Bandwidths are of one GPU, one direction, all its links together, as messages reach them.
+    """
 
     topology: str
     size: int
-    bandwidth_gb_s: float  # of one GPU, one direction, as large messages reach it
-    latency_us: float  # of one step
-    in_network_reduction: bool = False
-    shape: tuple[int, ...] = ()  # torus
+    bandwidth_gb_s: float  # of large messages
+    latency_us: float  # to start a message
+    hop_us: float = 0.0  # of each further step of a collective
+    bulk_us: float = 0.0  # to start a large one, beyond latency_us
+    low_latency_gb_s: float = math.inf  # of small messages
+    in_network_gb_s: float = 0.0  # of all_reduce where switches add; 0: they do not
+    shape: tuple[int, ...] = ()  # torus: its rings, the first joins neighbours
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or str(self.size)
         return f"{self.topology} {size} at {self.bandwidth_gb_s:g} GB/s"
+
+    def rate(self, bulk: bool) -> float:
+        """Bytes per second in one of the two protocols."""
+        return (self.bandwidth_gb_s if bulk else self.low_latency_gb_s) * 1e9
+
+    def start(self, bulk: bool) -> float:
+        """Seconds before the first byte."""
+        return (self.latency_us + (self.bulk_us if bulk else 0.0)) * 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +91,44 @@ class Machine:
         if algorithm not in get_args(Algorithm):
             raise UserError(f"algorithm is {algorithm!r}, wanted {either(get_args(Algorithm))}")
         up, out = hardware.scale_up, hardware.scale_out
-        fast = Dimension(
-            up.topology,
-            min(gpus, up.gpus) if topology == "two_tier" else gpus,
-            up.bandwidth_gb_s * up.bandwidth_fraction,
-            up.latency_us,
-            up.in_network_reduction,
-            up.shape if gpus >= up.gpus else (),
-        )
-        slow = Dimension(
-            out.fabric,
-            -(-gpus // fast.size),
-            out.bandwidth_gb_s * out.bandwidth_fraction,
-            out.latency_us,
-            out.in_network_reduction,
-        )
-        found = [fast, slow] if slow.size > 1 else [fast]
+        inside = gpus if topology == "fullflat" else min(gpus, up.gpus)
+        shape = up.shape if inside == math.prod(up.shape) else ()
+        found = [_dimension(up, up.topology, inside, shape)]
+        nodes = -(-gpus // inside)
+        leaf = (out.gpus_per_leaf or gpus) // inside
+        if 1 < leaf < nodes and out.oversubscription > 1:
+            found.append(_dimension(out, out.fabric, leaf))
+            nodes = -(-nodes // leaf)
+        if nodes > 1:
+            top = _dimension(out, out.fabric, nodes)
+            slower = out.oversubscription if gpus > (out.gpus_per_leaf or gpus) else 1.0
+            found.append(
+                top._replace(
+                    bandwidth_gb_s=top.bandwidth_gb_s / slower,
+                    low_latency_gb_s=top.low_latency_gb_s / slower,
+                )
+            )
         return cls(hardware, gpus, tuple(found), algorithm)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.hardware.name}: " + ", ".join(map(str, self.dimensions))
+
+
+def _dimension(
+    link: ScaleUp | ScaleOut, topology: str, size: int, shape: tuple[int, ...] = ()
+) -> Dimension:
+    gb_s = link.bandwidth_gb_s
+    return Dimension(
+        topology,
+        size,
+        gb_s * link.bandwidth_fraction,
+        link.latency_us,
+        link.hop_us,
+        link.bulk_us,
+        gb_s * link.low_latency_fraction,
+        gb_s * link.in_network_fraction if link.in_network_reduction else 0.0,
+        shape,
+    )
 
 
 class Placement(NamedTuple):
@@ -143,11 +175,12 @@ def collective_seconds(
     whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
     if group.ranks < 2 or whole == 0:
         return 0.0, "none"
-    options = {
-        name: seconds
-        for name, model in _ALGORITHMS.items()
-        if (seconds := model(op, whole, group, machine)) is not None
-    }
+    levels = _levels(group, machine)
+    options: dict[str, float] = {}
+    for name, model in _ALGORITHMS.items():
+        found = [s for bulk in (False, True) if (s := model(op, whole, levels, bulk)) is not None]
+        if found:
+            options[name] = min(found)
     if machine.algorithm in options:
         return options[machine.algorithm], machine.algorithm
     best = min(options, key=options.__getitem__)
@@ -157,7 +190,13 @@ def collective_seconds(
 def message_seconds(size: int, level: int, machine: Machine) -> float:
     """Duration of one message between GPUs that meet in dimension `level`."""
     dimension = machine.dimensions[level]
-    return dimension.latency_us * 1e-6 + size / (dimension.bandwidth_gb_s * 1e9)
+    # A message to one peer takes the one link to it.
+    share = 1 / max(1, dimension.size - 1) if dimension.topology == "fully_connected" else 1.0
+    if dimension.topology in ("ring", "torus"):
+        share = 1 / (2 * max(1, len(dimension.shape)))
+    return min(
+        dimension.start(bulk) + size / (dimension.rate(bulk) * share) for bulk in (False, True)
+    )
 
 
 def level_of(machine: Machine, a: Int, b: Int) -> Int:
@@ -171,83 +210,147 @@ def level_of(machine: Machine, a: Int, b: Int) -> Int:
 
 # ---- algorithms: seconds for `whole` bytes, None where they cannot do it -------------------------
 
+
+class _Level(NamedTuple):
+    """A dimension as one group uses it."""
+
+    dimension: Dimension
+    used: int  # positions of it that the group spreads over
+    below: int  # ranks of the group below one position
+    ranks: int  # of the whole group
+    share: float  # of the bandwidth that the group can use
+
+
+def _levels(group: Placement, machine: Machine) -> list[_Level]:
+    """The dimensions that a group spreads over."""
+    below = 1
+    result: list[_Level] = []
+    for dimension, count, stride in zip(
+        machine.dimensions, group.counts, group.strides, strict=True
+    ):
+        if count > 1:
+            share = _share(dimension, count, stride)
+            result.append(_Level(dimension, count, below, group.ranks, share))
+        below *= count
+    return result
+
+
+def _share(dimension: Dimension, count: int, stride: int) -> float:
+    """The part of a GPU's links that a group of `count` positions, `stride` apart, has to itself.
+
+    Fully connected: those to its members. Rings: the rings it lies in; groups that are interleaved
+    share their links, and part of a ring is a line, which lacks the way back.
+    """
+    if dimension.topology == "fully_connected":
+        return (count - 1) / (dimension.size - 1)
+    if dimension.topology not in ("ring", "torus"):
+        return 1.0
+    shape = dimension.shape or (dimension.size,)
+    shares: list[float] = []
+    step, left = stride, count
+    for ring in shape:
+        if left > 1 and step < ring:
+            used = min(left, -(-ring // step))
+            closed = used * step >= ring
+            shares.append((1.0 if closed else 0.5) / step)
+            left, step = -(-left // used), 1
+        else:
+            step = max(1, step // ring)
+    return sum(shares) / len(shape) if shares else 0.5 / len(shape)
+
+
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
-def _ring(op: str, whole: int, group: Placement, machine: Machine) -> float | None:
+def _ring(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
     """One ring through all ranks, or as many as a node has members, each leaving by another NIC."""
     if op not in PASSES:
         return None
-    below, bandwidth, latency = 1, math.inf, 0.0
-    for dimension, count, blocks in _levels(group, machine):
-        if count > 1:
-            bandwidth = min(bandwidth, dimension.bandwidth_gb_s * below)
-            latency += dimension.latency_us * (blocks - blocks // count)
-        below *= count
-    share = (group.ranks - 1) / group.ranks
-    return PASSES[op] * (latency * 1e-6 + whole * share / (bandwidth * 1e9))
+    ranks = levels[0].ranks
+    rate = min(level.dimension.rate(bulk) * level.share * level.below for level in levels)
+    hops = sum(
+        level.dimension.hop_us * (ranks // level.below - ranks // (level.below * level.used))
+        for level in levels
+    )
+    start = max(level.dimension.start(bulk) for level in levels)
+    moved = whole * (ranks - 1) / ranks
+    return start + PASSES[op] * (hops * 1e-6 + moved / rate)
 
 
-def _tree(op: str, whole: int, group: Placement, machine: Machine) -> float | None:
-    """Two binary trees of nodes, chains inside them (NCCL): all_reduce with few steps."""
-    if op != "all_reduce" or len([c for c in group.counts if c > 1]) < 2:
+def _tree(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+    """Two binary trees of nodes, chains inside them (NCCL): all_reduce in few steps."""
+    if op != "all_reduce" or len(levels) < 2:
         return None
-    below, bandwidth, latency = 1, math.inf, 0.0
-    for level, (dimension, count, _) in enumerate(_levels(group, machine)):
-        if count > 1:
-            bandwidth = min(bandwidth, dimension.bandwidth_gb_s * below)
-            latency += dimension.latency_us * (math.log2(count) if level else count - 1)
-        below *= count
-    return 2 * (latency * 1e-6 + whole / (bandwidth * 1e9))
+    rate = min(level.dimension.rate(bulk) * level.share * level.below for level in levels)
+    hops = sum(
+        level.dimension.hop_us * (math.ceil(math.log2(level.used)) if i else level.used - 1)
+        for i, level in enumerate(levels)
+    )
+    start = max(level.dimension.start(bulk) for level in levels)
+    return start + 2 * (hops * 1e-6 + whole / rate)
 
 
-def _hierarchical(op: str, whole: int, group: Placement, machine: Machine) -> float | None:
+def _hierarchical(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
     """Dimension after dimension: what is scattered within a node goes out in parts."""
-    if op not in PASSES or op == "broadcast":
+    if op not in PASSES or op == "broadcast" or len(levels) < 2:
         return None
     seconds, part = 0.0, float(whole)
-    for dimension, count, _ in _levels(group, machine):
-        if count > 1:
-            moved = part * (count - 1) / count
-            seconds += dimension.latency_us * 1e-6 * (count - 1)
-            seconds += moved / (dimension.bandwidth_gb_s * 1e9)
-            part /= count
-    return PASSES[op] * seconds
+    for level in levels:
+        moved = part * (level.used - 1) / level.used
+        one = level.dimension.hop_us * 1e-6 * (level.used - 1)
+        one += moved / (level.dimension.rate(bulk) * level.share)
+        seconds += level.dimension.start(bulk) + PASSES[op] * one
+        part /= level.used
+    return seconds
 
 
-def _direct(op: str, whole: int, group: Placement, machine: Machine) -> float | None:
-    """Every rank sends to every other at once: all_to_all."""
+def _direct(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+    """Every rank sends to every other at once: all_to_all; the narrowest level decides."""
     if op != "all_to_all":
         return None
-    slowest, inside = 0.0, 1
-    latency = 0.0
-    for dimension, count, _ in _levels(group, machine):
-        if count > 1:
-            leaves = whole * (group.ranks - inside) / group.ranks
-            slowest = max(slowest, leaves / (dimension.bandwidth_gb_s * 1e9))
-            latency = max(latency, dimension.latency_us)
-        inside *= count
-    return latency * 1e-6 + slowest
+    slowest = 0.0
+    for level in levels:
+        # What leaves a block of this level passes it, wherever it goes beyond.
+        leaves = whole * (level.ranks - level.below) / level.ranks
+        slowest = max(slowest, leaves * _detour(level) / (level.dimension.rate(bulk) * level.share))
+    last = max(levels, key=lambda level: level.dimension.start(bulk)).dimension
+    return last.start(bulk) + last.hop_us * 1e-6 + slowest
 
 
-def _in_network(op: str, whole: int, group: Placement, machine: Machine) -> float | None:
-    """The switch adds and multicasts: every byte goes up once and comes down once."""
-    dimension = machine.dimensions[0]
-    if op != "all_reduce" or group.counts[0] < 2 or any(c > 1 for c in group.counts[1:]):
+def _detour(level: _Level) -> float:
+    """Links that a byte to a random member passes: a quarter of a ring, one elsewhere."""
+    if level.dimension.topology not in ("ring", "torus"):
+        return 1.0
+    shape = level.dimension.shape or (level.dimension.size,)
+    longest = max(min(ring, level.used) for ring in shape)
+    return max(1.0, longest / 4)
+
+
+def _in_network(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+    """Switches add and send the sum to all: every byte goes up once and comes down once.
+
+    Where only the inner switches add, their sums go round a ring of nodes, a part each.
+    """
+    inner = levels[0]
+    if op != "all_reduce" or not bulk or not inner.dimension.in_network_gb_s or inner.below > 1:
         return None
-    if not dimension.in_network_reduction:
+    if inner.used < 3:
         return None
-    return (2 * dimension.latency_us * 1e-6) + whole / (dimension.bandwidth_gb_s * 1e9)
-
-
-def _levels(group: Placement, machine: Machine) -> list[tuple[Dimension, int, int]]:
-    """Per dimension: itself, positions used, and how many blocks of the level below in all."""
-    left = group.ranks
-    result: list[tuple[Dimension, int, int]] = []
-    for dimension, count in zip(machine.dimensions, group.counts, strict=True):
-        result.append((dimension, count, left))
-        left = -(-left // count)
-    return result
+    # Each GPU sends its own part too: n + 1 of n parts (NCCL's NVLS).
+    moved = whole * (inner.used + 1) / inner.used
+    seconds = inner.dimension.start(True) + moved / (inner.dimension.in_network_gb_s * 1e9)
+    part = whole / inner.used
+    for level in levels[1:]:
+        dimension = level.dimension
+        if dimension.in_network_gb_s:
+            outside = part / (dimension.in_network_gb_s * 1e9) + 2e-6 * dimension.hop_us
+        else:
+            outside = 2 * part * (level.used - 1) / level.used / dimension.rate(True)
+            outside += 2e-6 * dimension.hop_us * (level.used - 1)
+        # Nodes pass parts on while they add the next: the slower of the two decides.
+        seconds = max(seconds, dimension.start(True) + outside)
+        part /= level.used
+    return seconds
 
 
 _ALGORITHMS = {

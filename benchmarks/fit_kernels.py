@@ -1,0 +1,221 @@
+"""Fit the constants of kernels and collectives to measured ones; print them with held-out errors.
+
+    python benchmarks/fit_kernels.py DIRECTORY [h100-sxm ...]
+
+DIRECTORY holds tables of NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0)
+as CSV: gemm_perf_aiconfigurator.csv.gz, context_attention_perf_aiconfigurator.csv.gz and
+nccl_aiconfigurator.csv, whose columns are those of its parquet files and a `system`. Of the rows of
+a table, 70% fit and 30% are held out, by a hash of the shape. Errors: |predicted / measured - 1|.
+Needs scipy. `stagewright validate` repeats the errors on the samples that the package carries.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+
+from stagewright.hardware import Hardware, resolve
+from stagewright.network import Machine, Placement, collective_seconds
+from stagewright.roofline import attention_seconds, gemm_seconds
+
+SYSTEMS = {
+    "a100-sxm-80gb": "a100_sxm",
+    "h100-sxm": "h100_sxm",
+    "h200": "h200_sxm",
+    "b200": "b200_sxm",
+    "gb200-nvl72": "gb200",
+    "b300": "b300_sxm",
+    "gb300-nvl72": "gb300",
+}
+DTYPES = {"bf16": ("bfloat16", 2), "fp8": ("fp8", 1)}
+Rows = list[dict[str, str]]
+Constants = Mapping[str, float]
+
+
+def held_out(*key: object) -> bool:
+    """Whether a row is for testing: the same for the same shape, whatever the GPU."""
+    return zlib.crc32(repr(key).encode()) % 10 < 3
+
+
+def read(path: Path, system: str) -> Rows:
+    """The rows of one system."""
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    return [row for row in csv.DictReader(text.splitlines()) if row["system"] == system]
+
+
+def sample(rows: list[Any], most: int) -> list[Any]:
+    """An even sample, the same every time."""
+    order = np.random.default_rng(0).permutation(len(rows))[:most]
+    return [rows[i] for i in sorted(order)]
+
+
+def column(rows: Rows, name: str) -> np.ndarray:
+    """One column as numbers."""
+    return np.array([float(r[name]) for r in rows])
+
+
+def fit(
+    start: Constants, predict: Callable[[Constants, Rows], np.ndarray], rows: Rows, y: np.ndarray,
+    bounds: Mapping[str, tuple[float, float]], weights: np.ndarray | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Constants that make the mean absolute logarithmic error least; Nelder-Mead, restarted."""
+    names = list(start)
+
+    def constants(x: np.ndarray) -> dict[str, float]:
+        found = dict(zip(names, np.exp(np.clip(x, -12, 12)).tolist(), strict=True))
+        return {k: float(np.clip(v, *bounds.get(k, (0, 1e9)))) for k, v in found.items()}
+
+    def loss(x: np.ndarray) -> float:
+        error = np.log(predict(constants(x), rows) / y)
+        return float(np.average(np.sqrt(error**2 + 1e-4), weights=weights))
+
+    x = np.log([max(v, 1e-4) for v in start.values()])
+    for _ in range(3):
+        x = minimize(loss, x, method="Nelder-Mead", options={"maxiter": 1200}).x
+    return {k: float(f"{v:.4g}") for k, v in constants(x).items()}
+
+
+def told(label: str, rows: np.ndarray, measured: np.ndarray) -> None:
+    """Print the error of held-out rows."""
+    error = rows / measured - 1
+    size = np.abs(error)
+    print(
+        f"# {label}: {len(size)} held-out rows, median {np.median(size):.1%}, "
+        f"p90 {np.quantile(size, 0.9):.1%}, bias {np.median(error):+.1%}",
+        flush=True,
+    )
+
+
+def block(name: str, constants: Constants, indent: int) -> None:
+    """Print constants as YAML."""
+    pad = " " * indent
+    print(f"{pad}{name}:")
+    for key, value in constants.items():
+        print(f"{pad}  {key}: {value:g}")
+
+
+def gemm(folder: Path, hardware: Hardware, system: str) -> None:
+    """Matrix products, per precision."""
+    table = read(folder / "gemm_perf_aiconfigurator.csv.gz", system)
+    for dtype, (theirs, size) in DTYPES.items():
+        rows = [r for r in table if r["gemm_dtype"] == theirs]
+        if not rows:
+            continue
+
+        def predict(constants: Constants, some: Rows, dtype: str = dtype, size: int = size):
+            m, n, k = (column(some, c) for c in "mnk")
+            changed = hardware.gemm["bf16"].model_copy(update=dict(constants))
+            on = hardware.model_copy(update={"gemm": {dtype: changed}})
+            traffic = size * (m * k + k * n) + 2 * m * n
+            return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=on)
+
+        keep = [r for r in rows if not held_out(r["m"], r["n"], r["k"])]
+        # Training runs large products: half of the rows are such.
+        large = [r for r in keep if min(float(r[c]) for c in "mnk") >= 512]
+        few = sample(large, 1500) + sample(keep, 1500)
+        start = dict(hardware.gemm["bf16"])
+        found = fit(start, predict, few, column(few, "latency") / 1e3,
+                    {"fraction": (0, 1), "quantization": (0, 1), "sharpness": (1, 16),
+                     "memory_fraction": (0, 1)})  # fmt: skip
+        block(dtype, found, 2)
+        test = [r for r in rows if held_out(r["m"], r["n"], r["k"])]
+        told(f"gemm {dtype}", predict(found, test), column(test, "latency") / 1e3)
+        big = [r for r in test if min(float(r[c]) for c in "mnk") >= 512]
+        told(f"gemm {dtype}, m, n, k >= 512", predict(found, big), column(big, "latency") / 1e3)
+
+
+def attention(folder: Path, hardware: Hardware, system: str) -> None:
+    """Flash attention, forward and causal, in bf16."""
+    rows = [
+        r
+        for r in read(folder / "context_attention_perf_aiconfigurator.csv.gz", system)
+        if r["attn_dtype"] == r["kv_cache_dtype"] == "bfloat16"
+        and (r["window_size"], r["step"], r["kernel_source"]) == ("0", "0", "torch_flow")
+        and r["head_dim"] in ("64", "128")
+        and int(r["isl"]) >= 128
+        and int(r["num_key_value_heads"]) > 0
+    ]
+    names = ("batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim")
+
+    def predict(constants: Constants, some: Rows) -> np.ndarray:
+        b, q, h, kv, d = (column(some, name) for name in names)
+        tiles = np.ceil(q / 128) * b * h
+        changed = hardware.attention.model_copy(update=dict(constants))
+        return attention_seconds(
+            tiles, q, b * h * q * q / 2 + tiles * 128**2 / 2, 4 * d,
+            traffic=4 * b * q * (h + kv) * d, dtype="bf16",
+            on=hardware.model_copy(update={"attention": changed}),
+        )  # fmt: skip
+
+    keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 3000)
+    start = dict(hardware.attention)
+    ratio = start.pop("bwd_ratio")
+    found = fit(start, predict, keep, column(keep, "latency") / 1e3, {"fraction": (0, 1)})
+    block("attention", found | {"bwd_ratio": ratio}, 0)
+    test = [r for r in rows if held_out(*(r[n] for n in names))]
+    told("attention", predict(found, test), column(test, "latency") / 1e3)
+
+
+OPS = {"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+       "alltoall": "all_to_all"}  # fmt: skip
+
+
+def collectives(folder: Path, hardware: Hardware, system: str) -> None:
+    """NCCL within a node."""
+    rows = read(folder / "nccl_aiconfigurator.csv", system)
+    latest = max(r["nccl_version_dir"] for r in rows if r["nccl_version_dir"].startswith("2."))
+    rows = [r for r in rows if r["nccl_version_dir"] == latest and r["dtype"] == "half"]
+    keys = [
+        (OPS[r["op"]], int(r["num_gpus"]), 2 * int(r["message_elements_or_bytes"])) for r in rows
+    ]
+
+    def predict(constants: Constants, some: list[Any]) -> np.ndarray:
+        link = hardware.scale_up.model_copy(update=dict(constants))
+        machine = Machine.of(
+            hardware.model_copy(update={"scale_up": link}), gpus=hardware.scale_up.gpus
+        )
+        result: list[float] = []
+        for op, gpus, size in some:
+            local = size // gpus if op == "all_gather" else size
+            group = Placement(gpus, (gpus,), (1,))
+            result.append(collective_seconds(op, local, group, machine)[0])
+        return np.array(result)
+
+    y = column(rows, "latency_ms") / 1e3
+    test = np.array([held_out(*k) for k in keys])
+    names = ["bandwidth_fraction", "low_latency_fraction", "latency_us", "hop_us", "bulk_us"]
+    if hardware.scale_up.in_network_reduction:
+        names.append("in_network_fraction")
+    start = {n: float(getattr(hardware.scale_up, n)) for n in names}
+    train = [k for k, out in zip(keys, test, strict=True) if not out]
+    found = fit(start, predict, train, y[~test], {n: (0, 1) for n in names if "fraction" in n})
+    block(f"scale_up  # NCCL {latest}", found, 0)
+    rest = [k for k, out in zip(keys, test, strict=True) if out]
+    told("collectives", predict(found, rest), y[test])
+
+
+def main() -> None:
+    """All fits of the systems asked for."""
+    """All fits of the systems asked for."""
+    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(SYSTEMS)
+    for name in wanted:
+        print(f"## {name}", flush=True)
+        hardware = resolve(name)
+        for part in (gemm, attention, collectives):
+            try:
+                part(folder, hardware, SYSTEMS[name])
+            except ValueError as error:
+                print(f"# {part.__name__}: no rows ({error})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Predictions beside measurements that others have published.
+
+Rows are lines of `data/measured/*.csv`: what was run (columns named as settings of `Run`, as
+fields of `ModelConfig` where the model is a variant of a preset, and `hardware`), the quantity that
+was measured, its source, and which constant of ours it has fitted, if any. One line adds a row.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.compiler import compile
+from stagewright.cost import task_seconds
+from stagewright.errors import UserError, did_you_mean
+from stagewright.hardware import resolve as resolve_hardware
+from stagewright.models import ModelConfig
+from stagewright.models import resolve as resolve_model
+from stagewright.network import Machine
+from stagewright.program import PHASES, Kind, RankClass
+from stagewright.run import Run
+
+QUANTITIES = {
+    "step_s": "seconds per step",
+    "tokens_s_gpu": "tokens per second and GPU",
+    "tflops_gpu": "TFLOP/s per GPU of the model: no recompute, half for causal masks",
+}
+NEEDS_REASON = 0.25
+"""An error beyond this has its reason printed."""
+_TEXT = ("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One published number and the run that gave it."""
+
+    source: str
+    row: str
+    url: str
+    quantity: str
+    measured: float
+    hardware: str
+    fitted: str
+    """Constants of ours that this row has fitted; empty: none."""
+    reason: str
+    """What is assumed, or why the prediction is off."""
+    run: Run
+    model: ModelConfig
+
+
+class Outcome(NamedTuple):
+    """A measurement and its prediction; `error` is predicted / measured - 1."""
+
+    source: str
+    row: str
+    quantity: str
+    measured: float
+    predicted: float
+    error: float
+    fitted: str
+    reason: str
+
+
+Predict = Callable[[Run, ModelConfig, Machine], float]
+
+
+def validate(source: str | None = None, predict: Predict | None = None) -> Iterator[Outcome]:
+    """Outcomes of all training measurements, or of those whose source contains a word."""
+    predict = predict or step_seconds
+    for m in select(measurements(), source):
+        machine = Machine.of(resolve_hardware(m.hardware), gpus=m.run.world_size)
+        predicted = in_quantity(m, predict(m.run, m.model, machine))
+        error = predicted / m.measured - 1
+        yield Outcome(m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason)
+
+
+def in_quantity(m: Measurement, seconds: float) -> float:
+    """A step time in the unit that was measured."""
+    if m.quantity == "step_s":
+        return seconds
+    run = m.run.resolved(m.model)
+    if m.quantity == "tflops_gpu":
+        return model_flops(run, m.model) / seconds / run.world_size / 1e12
+    tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
+    return tokens / seconds / run.world_size
+
+
+def select(rows: Iterable[Measurement], source: str | None) -> list[Measurement]:
+    """Rows of a source, by any part of its name."""
+    rows = list(rows)
+    if source is None:
+        return rows
+    found = [m for m in rows if source.lower() in m.source.lower()]
+    if not found:
+        known = sorted({m.source for m in rows})
+        raise UserError(
+            f"no measurements of source {source!r}{did_you_mean(source, known)}; "
+            f"known: {', '.join(known)}"
+        )
+    return found
+
+
+def measurements() -> list[Measurement]:
+    """All training measurements that the package carries."""
+    folder = files("stagewright") / "data" / "measured"
+    result: list[Measurement] = []
+    for file in sorted(folder.iterdir(), key=lambda f: f.name):
+        if file.name.startswith("training") and file.name.endswith(".csv"):
+            result += read(file.read_text(encoding="utf-8"), file.name)
+    return result
+
+
+def read(text: str, where: str) -> list[Measurement]:
+    """Measurements of a CSV file; unknown columns are refused by name."""
+    rows = csv.DictReader(text.splitlines())
+    settings, sizes = set(Run.model_fields), {f.name for f in fields(ModelConfig)} - {"name"}
+    for column in rows.fieldnames or ():
+        if column not in {*_TEXT, *settings, *sizes}:
+            hint = did_you_mean(column, [*_TEXT, *settings, *sizes])
+            raise UserError(f"{where}: unknown column {column!r}{hint}")
+    return [_measurement(row, settings, f"{where}, line {i}") for i, row in enumerate(rows, 2)]
+
+
+def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Measurement:
+    if row["quantity"] not in QUANTITIES:
+        raise UserError(
+            f"{where}: quantity is {row['quantity']!r}"
+            f"{did_you_mean(row['quantity'], QUANTITIES)}; wanted one of {', '.join(QUANTITIES)}"
+        )
+    given = {k: _value(v) for k, v in row.items() if v and k not in _TEXT}
+    model = resolve_model(str(given["model"]))
+    changes = {k: v for k, v in given.items() if k not in settings}
+    if changes:
+        changes.setdefault("kv_channels", model.kv_channels)
+        model = replace(model, **changes)
+    run = Run.load(None, {k: v for k, v in given.items() if k in settings})
+    texts = {k: row.get(k) or "" for k in _TEXT if k != "measured"}
+    return Measurement(**texts, measured=float(row["measured"]), run=run, model=model)
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    if not text.isdecimal():
+        if text.replace(",", "").isdecimal():
+            return tuple(int(x) for x in text.split(","))
+        return tuple(text.split("+")) if "+" in text else text
+    return int(text)
+
+
+def model_flops(run: Run, model: ModelConfig) -> float:
+    """FLOPs of a step that the model needs: all ranks, forward and backward, nothing twice."""
+    alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
+    tasks = compile(alone, model).program.classes[0].tasks
+    needed = tasks.phase != PHASES.index("optimizer")
+    return float(tasks.flops[needed].sum()) * (run.global_batch_size or 0)
+
+
+# ---- the prediction, without a simulator ---------------------------------------------------------
+
+
+def step_seconds(run: Run, model: ModelConfig, machine: Machine) -> float:
+    """Seconds of a step, as sums: the slowest stage for every microbatch, the bubble, the rest.
+
+    A step is linear in its microbatches: a program of few stands for many.
+    """
+    run = run.resolved(model)
+    whole = run.microbatches
+    few = min(whole, run.pp)
+    part = run.model_copy(update={"global_batch_size": few * run.micro_batch_size * run.dp})
+    program = compile(part, model).program
+    seconds = task_seconds(program, machine)
+    sums = [_sums(c, s, few) for c, s in zip(program.classes, seconds, strict=True)]
+    slowest = max(s.each for s in sums)
+    bubble = (run.pp - 1) / run.vpp * float(np.mean([s.each for s in sums]))
+    return whole * slowest + bubble + max(s.once for s in sums)
+
+
+class _Sums(NamedTuple):
+    each: float  # microbatch
+    once: float  # per step
+
+
+def _sums(which: RankClass, seconds: np.ndarray, microbatches: int) -> _Sums:
+    tasks = which.tasks
+    counted = tasks.kind != Kind.SEND
+    each = counted & (tasks.microbatch >= 0)
+    return _Sums(float(seconds[each].sum()) / microbatches, float(seconds[counted & ~each].sum()))
+
+
+class Summary(NamedTuple):
+    """Of the errors of some outcomes."""
+
+    source: str
+    rows: int
+    mape: float
+    median: float  # of the sizes of errors
+    bias: float  # mean error, signed
+    worst: tuple[str, float]
+
+
+def summary(outcomes: Iterable[Outcome]) -> list[Summary]:
+    """Per source, in the order of the outcomes, and in all."""
+    by_source: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_source.setdefault(outcome.source, []).append(outcome)
+    return [_summary(source, some) for source, some in by_source.items()]
+
+
+def _summary(source: str, outcomes: list[Outcome]) -> Summary:
+    errors = np.array([o.error for o in outcomes])
+    worst = max(outcomes, key=lambda o: abs(o.error))
+    return Summary(
+        source,
+        len(errors),
+        float(np.abs(errors).mean()),
+        float(np.median(np.abs(errors))),
+        float(errors.mean()),
+        (worst.row, worst.error),
+    )
