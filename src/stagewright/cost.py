@@ -132,7 +132,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
             seconds[here] = _attention(
                 size, flops[here], traffic[here], dtype, hardware, kernel == "attention_bwd"
             )
-    return seconds
+    return seconds / hardware.sustained_fraction
 
 
 def _attention(

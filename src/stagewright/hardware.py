@@ -129,6 +129,9 @@ class Hardware(_Data):
     """Of the bandwidth, by a large element-wise kernel."""
     kernel_launch_us: float = Field(ge=0)
     """The shortest kernel, as a stream of them runs."""
+    sustained_fraction: float = Field(gt=0, le=1, default=1.0)
+    """Speed of kernels within a training step, with the clocks of a long run and communication
+    beside them, over that alone in a benchmark."""
 
     gpus_per_node: int = Field(ge=1)
     scale_up: ScaleUp

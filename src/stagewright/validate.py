@@ -32,7 +32,10 @@ QUANTITIES = {
 }
 NEEDS_REASON = 0.25
 """An error beyond this has its reason printed."""
-_TEXT = ("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason")
+_TEXT = (
+    *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
+    *("no_overlap", "attention_kernel"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,10 @@ class Measurement:
     """Constants of ours that this row has fitted; empty: none."""
     reason: str
     """What is assumed, or why the prediction is off."""
+    no_overlap: str
+    """Axes whose communication the framework does not overlap, such as `dp+pp`."""
+    attention_kernel: str
+    """One of the hardware's, where the framework does not run the default."""
     run: Run
     model: ModelConfig
 
