@@ -260,7 +260,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["--xyzzy"], "no such option --xyzzy; see --help"),
     (
         ["generat", "gpt2"],
-        "unknown command 'generat'; wanted one of generate, show, models, verify, inspect, diff, hardware, validate; "
+        "unknown command 'generat'; wanted one of generate, show, models, verify, inspect, diff, "
+        "hardware, validate; "
         "did you mean 'generate'?",
     ),
     (["show"], "no model given; name a preset (see `stagewright models`) or a config.json"),
