@@ -29,7 +29,12 @@ from stagewright.spec import Spec, parse
 Coords = tuple[int, ...]
 Env = dict[Node, dict[Coords, Any]]
 
-BELOW = {"tokens": "V", "labels": "V", "positions": "P", "token_types": "T"}
+BELOW = {"tokens": "V", "labels": "V", "positions": "P", "token_types": "T"} | {
+    "token_slots": "K",
+    "block_table": "K",
+    "logit_rows": "S",
+    "token_positions": "S",
+}
 """The dim whose size the integers of an input stay below."""
 
 

@@ -14,6 +14,7 @@ import pytest
 from spmd import RandomLayouts, Spmd, check, random_values, single
 from stagewright.ir import Graph, Node, replace, toposort, verify
 from stagewright.layout import Layout, split
+from stagewright.meaning import FAR
 from stagewright.ops import (
     LEAVES,
     MOVES,
@@ -34,7 +35,11 @@ from stagewright.shard import shard
 from stagewright.size import Size, product, size
 from stagewright.spec import parse
 
-SIZES = dict.fromkeys("BSQKMFAVPX", 12) | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
+SIZES = (
+    dict.fromkeys("BSQKMFAVPX", 12)
+    | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
+    | {"I": 4, "O": 12}
+)
 
 
 class Example(NamedTuple):
@@ -44,7 +49,7 @@ class Example(NamedTuple):
     spec: str
     attrs: dict[str, Any] = {}  # noqa: RUF012
     fixed: tuple[int, ...] = ()
-    integers: tuple[str, ...] = ()  # the names of operands that are token ids or positions
+    integers: tuple[str, ...] = ()  # the names of operands that are ids, positions or places
     out: str = ""  # the result's dims, where operands do not tell
 
     def __str__(self) -> str:
@@ -57,6 +62,8 @@ MLA = "bqaD,bkaD,bkaV->bqaV"
 BOTH = {"products": (1, 1)}  # with keys, and with values
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "tanh")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
+SLOTS = ("", "", "", "token_slots", "block_table")
+SERVED = BOTH | {"pairs": 7, "keys": 5, "requests": 2}
 
 EXAMPLES = [
     *(Example("einsum", s) for s in ("bsm,mf->bsf", "bsm,mad->bsad", "bsad,adm->bsm", "bm,mx->bx")),
@@ -68,6 +75,20 @@ EXAMPLES = [
     Example("attention", MHA, BOTH | {"causal": True, "window": 5}),
     Example("attention", MHA, BOTH | {"causal": True, "window": 3, "softcap": 2.0}),
     Example("attention", MLA, BOTH | {"causal": True}),
+    *(
+        Example(
+            "cached_attention",
+            "bq(gr)D,bKgD,bKgD,bq,bI->bq(gr)D",
+            SERVED | more,
+            (0, 1, 2, 3, 4),
+            SLOTS,
+        )
+        for more in ({}, {"window": 2, "softcap": 1.5})
+    ),
+    Example("cached_attention", "bqaD,bKaD,bKaD,bq,bI->bqaD", SERVED, (0, 1, 2, 3, 4), SLOTS),
+    Example("cache", "bkgd,bSgd,bS->bkgd", {}, (0, 1, 2), ("", "", "token_slots")),
+    Example("take", "bSm,bo->bom", {}, (0, 1), ("", "logit_rows")),
+    Example("rope", "bsaD,bs->bsaD", {"inverse": False}, (1,), ("", "token_positions")),
     Example("mean", "bs->"),
     Example("identity", "bsm->bsm"),
     Example("add", "bsm,bsm->bsm"),
@@ -125,9 +146,8 @@ def built(example: Example) -> Built:
     out = apply(example.op, example.spec, *srcs, out=shape, name="out", **example.attrs)
     seed = replace(leaf("input", (), "fp32", "g", phase="backward"), shape=out.shape)
     seed = replace(seed, layout=Layout(((),) * len(out.shape)))
-    vjp = OPS[example.op].vjp
-    assert vjp is not None
-    found = vjp(out, seed)
+    vjp = OPS[example.op].vjp  # what inference has needs none
+    found = vjp(out, seed) if vjp else (None,) * len(srcs)
     assert tuple(i for i, g in enumerate(found) if g is None) == example.fixed
     gradients = {f"d{i}": g for i, g in enumerate(found) if g is not None}
     outputs = {"out": out, **gradients}
@@ -135,6 +155,10 @@ def built(example: Example) -> Built:
     values = random_values(graph, SIZES) | {
         "g": np.random.default_rng(1).normal(size=shape_of(out))
     }
+    if "block_table" in example.integers:  # three places each of two requests, in any order
+        values["block_table"] = (values["block_table"] % 4 // 2) * FAR + values[
+            "block_table"
+        ] % 2 * 3
     if example.op == "nll":  # a sum of exponentials is above 0
         values["x1"] = np.exp(values["x1"])
     if example.op == "dropout":
@@ -189,7 +213,7 @@ def test_every_row_is_tried() -> None:
 
 @pytest.mark.parametrize("op", [op for op, row in OPS.items() if row.linear])
 def test_linear_rows_are_linear(op: str) -> None:
-    examples = [e for e in EXAMPLES if e.op == op]
+    examples = [e for e in EXAMPLES if e.op == op and not e.integers]
     assert examples or op in ("sum", "tie", "accumulate", "pad")
     for example in examples:
         graph, _, values = built(example)

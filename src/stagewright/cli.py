@@ -40,6 +40,7 @@ class Setting(NamedTuple):
 # The fields of `Run` other than `model`, in its order. Written out, since building them from `Run`
 # would import pydantic for every `--help`; a test asserts that the two agree.
 SETTINGS = (
+    Setting("mode", ("train", "prefill", "decode"), "What a step is. [train]"),
     Setting("tp", int, "Tensor parallelism: ranks that split every layer. [1]"),
     Setting("cp", int, "Context parallelism: ranks that split the sequence. [1]"),
     Setting("dp", int, "Data parallelism: ranks that split the batch. [1]"),
@@ -67,6 +68,20 @@ SETTINGS = (
         "1f1b, gpipe, interleaved, looped-bfs, zb-h1, zbv, dualpipev, dualpipe, or a .csv file.",
     ),
     Setting("layers_per_stage", tuple, "Layers of each virtual stage, such as 9,10,10,9. [even]"),
+    Setting("batch_size", int, "Inference: requests in a step, of all ranks. [dp * pp]"),
+    Setting(
+        "prompt_length",
+        int,
+        "Prefill: new tokens of a request. Decode: a prompt's chunk besides, on each rank of dp.",
+    ),
+    Setting("context_length", int, "Inference: tokens of a request in the cache before the step."),
+    Setting("requests", str, "Inference: a .csv of count, context_length, new_tokens."),
+    Setting("num_speculative_tokens", int, "Decode: draft tokens that are verified. [0]"),
+    Setting("kv_cache_dtype", ("bf16", "fp8", "fp32"), "[that of the computation]"),
+    Setting("kv_cache", ("paged", "contiguous"), "How the cache keeps requests. [paged]"),
+    Setting("kv_block_size", int, "Tokens of a block of the paged cache. [16]"),
+    Setting("max_model_len", int, "Contiguous: tokens a request has room for. [the longest's]"),
+    Setting("device_memory", str, "Inference: bytes of a rank, such as 80e9 or 80GiB."),
     Setting("recompute", ("none", "selective", "full"), "What backward computes again. [none]"),
     Setting("recompute_modules", tuple, "For selective: core_attn,norm,activation. [core_attn]"),
     Setting("recompute_num_layers", int, "For full: the first layers of each virtual stage. [all]"),
@@ -144,7 +159,7 @@ class _Commands(click.Group):
 @click.version_option(stagewright.__version__, prog_name="stagewright")
 @click.pass_context
 def commands(context: click.Context) -> None:
-    """What every GPU of a distributed LLM training step will do, without GPUs."""
+    """What every GPU of a distributed LLM training or inference step will do, without GPUs."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from stagewright import nn, notation
+from stagewright.capacity import Capacity
 from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
 from stagewright.kernels import Extent, Task, bytes_of, extent_of, kernels
@@ -41,6 +42,7 @@ class Compiled:
     blocks: Mapping[str, Graph]
     order: Order
     program: Program
+    capacity: Capacity | None = None  # inference, where the memory of a device is known
 
     def graph_text(self) -> str:
         """The sharded graph in the paper's notation, one section per distinct block."""
@@ -61,11 +63,20 @@ def compile(
     )
     run = run.resolved(model)
     check(run, model)
+    if run.mode == "train":
+        return _training(run, model, table or {})
+    from stagewright import inference  # which is made of this module's parts
+
+    return inference.compiled(run, model, table or {})
+
+
+def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled:
+    """A training step of a resolved run that has been checked."""
     order = make_order(str(run.schedule), run.pp, run.microbatches, run.vpp)
     where = places(order)
     twice = mirrored(order)
     mesh, plan = parallelization(run, model, mirrored=twice)
-    plan = replace(plan, table=_table(run, model, table or {}))
+    plan = replace(plan, table=table_of(run, model, table))
     sizes = sizes_of(run, model, replicas=1 + twice)
     extent = extent_of(sizes, mesh)
     first, last = ([p.rank for p in where if p.stage == s] for s in (0, run.virtual_stages - 1))
@@ -74,7 +85,7 @@ def compile(
         _check_table(order, first, run.virtual_stages - 1)
 
     blocks: dict[Kind, tuple[Graph, LoweredBlock]] = {}
-    _check_rows(plan, run, model, sizes)
+    check_rows(plan, run, model, sizes)
     stages: list[list[Placed]] = []
     for stage in place_blocks(run, model):
         placed: list[Placed] = []
@@ -104,16 +115,8 @@ def compile(
         streams=run.streams,
         memory=memory,
     )
-    total, active = parameters(model)
-    return Compiled(
-        run,
-        model,
-        total,
-        active,
-        {k.label(blocks): g for k, (g, _) in blocks.items()},
-        order,
-        program,
-    )
+    graphs = {k.label(blocks): g for k, (g, _) in blocks.items()}
+    return Compiled(run, model, *parameters(model), graphs, order, program)
 
 
 def _check_table(order: Order, ranks: Iterable[int], last: int) -> None:
@@ -131,15 +134,18 @@ def _check_table(order: Order, ranks: Iterable[int], last: int) -> None:
 def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, int]:
     """The numbers behind the dims; the vocabulary padded so that tp divides it.
 
-    `replicas`: how often the schedule holds each stage, each time with a microbatch of its own.
+    In inference, those that depend on a batch are not among them. `replicas`: how often the
+    schedule holds each stage, each time with a microbatch of its own.
     """
     multiple = run.make_vocab_size_divisible_by * run.tp
-    return nn.sizes(model) | {
+    sizes = nn.sizes(model) | {"V": -(-model.vocab_size // multiple) * multiple}
+    sizes |= {name: number for m in model.modules for name, number in m.sizes.items()}
+    if run.mode != "train":
+        return sizes | {"B": run.dp}
+    return sizes | {
         "B": run.micro_batch_size * run.dp * replicas,
         "S": run.seq_length or 0,
-        "V": -(-model.vocab_size // multiple) * multiple,
         "R": _rows(run, model) * replicas,
-        **{name: number for m in model.modules for name, number in m.sizes.items()},
     }
 
 
@@ -152,7 +158,7 @@ def _rows(run: Run, model: ModelConfig) -> int:
     return ranks * math.ceil(tokens * model.top_k / model.num_experts / ranks)
 
 
-def _table(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str, Tensor]:
+def table_of(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str, Tensor]:
     """Where named values live: as modules say, as the run's file says, as the caller says."""
     rows: dict[str, Tensor] = {}
     for module in model.modules:
@@ -172,7 +178,7 @@ def _table(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str, 
     return rows
 
 
-def _check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int]) -> None:
+def check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Every row of the table is of some value, and fits it."""
     if not plan.table:
         return
@@ -237,21 +243,23 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
 
 
 def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn.Recipe:
-    """How the run trains, as far as one device can tell.
+    """How the run trains or serves, as far as one device can tell.
 
     `shared`: the first and the last stage are on the same ranks, by default where there is one.
     """
     shared = run.pp == 1 if shared is None else shared
+    inference = nn.Inference(cache_dtype=run.kv_cache_dtype or "bf16")
     return nn.Recipe(
         precision=nn.PRECISIONS[run.precision],
         optimizer=run.optimizer,
         flash_attention=run.flash_attention,
-        dropout=run.dropout,
+        dropout=run.dropout and run.mode == "train",
         clip_grad=run.clip_grad,
         sum_tied=model.tied_embeddings and run.pp == 1 and reduces_each_microbatch(run),
         cast_once=run.zero < 3 or not run.reshard_after_forward,
         gather_once=run.zero == 3 and not run.reshard_after_forward,
         shared_embedding=model.tied_embeddings and shared,
+        inference=None if run.mode == "train" else inference,
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.actions import Order, Step, parts, places
+from stagewright.actions import Order, Step, flat, parts, places
 from stagewright.kernels import Task
 from stagewright.layout import Mesh
 from stagewright.program import PHASES, Int, Kind, Program, RankClass, Tasks
@@ -330,12 +330,13 @@ def lower(
     ends = [next(p.rank for p in where if p.stage == s) for s in (0, last)]
     tables = Tables(pp, (ends[0], ends[1]))
     held: list[dict[int, Stage]] = [{} for _ in range(pp)]
+    trains = any(a.kind != "F" for steps in order for a in flat(steps))
     for p in where:
         held[p.rank][p.stage] = Stage(stages[p.stage], p, len(stages), tables)
     for here in held:
         for s in sorted(here):
             here[s].build(here, forward=True)
-        for s in sorted(here, reverse=True):
+        for s in sorted(here, reverse=True) if trains else ():
             here[s].build(here, forward=False)
     rest = [_optimizer([*here.values()], norm_axes, clip_grad) for here in held]
     ranks = np.arange(mesh.world_size, dtype=np.int64)

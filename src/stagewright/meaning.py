@@ -162,13 +162,16 @@ def dropout(ctx: Any, x: Any, mask: Any) -> Any:
     return x * mask / (1 - ctx["rate"])
 
 
-def rope(ctx: Any, x: Any) -> Any:
-    """Rotate pairs of the last dim by an angle that grows with the position, which is dim 1."""
+def rope(ctx: Any, x: Any, at: Any = None) -> Any:
+    """Rotate pairs of the last dim by an angle that grows with the position.
+
+    Positions are `at`, [sequences, places], or the places in dim 1.
+    """
     length, half = int(x.shape[1]), int(x.shape[-1]) // 2
-    at = ctx.start("s") + np.arange(length)
+    at = ctx.start("s") + np.arange(length)[None, :] if at is None else at
     sign = -1 if ctx["inverse"] else 1
-    angle = at[:, None] * 100.0 ** (-np.arange(half) / max(half, 1)) * sign
-    angle = angle.reshape(1, length, *[1] * (x.ndim - 3), half)
+    angle = at[..., None] * 100.0 ** (-np.arange(half) / max(half, 1)) * sign
+    angle = angle.reshape(-1, length, *[1] * (x.ndim - 3), half)
     cos, sin = np.cos(angle), np.sin(angle)
     a, b = x[..., :half], x[..., half : 2 * half]
     return np.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * half :]], axis=-1)
@@ -254,6 +257,44 @@ def attention_bwd(ctx: Any, g: Any, q: Any, k: Any, v: Any) -> Any:
     if ctx["wrt"] == "q":
         return np.einsum("bgrqk,bkgd->bqgrd", dx, k).reshape(q.shape)
     return np.einsum("bgrqk,bqgrd->bkgd", dx, q5)
+
+
+# The cache of keys and values. Its slots are in blocks, a block is of one request. The table holds,
+# per block, the request and the position of its first token as one number.
+FAR = 2**32
+
+
+def _owners(ctx: Any, table: Any, slots: Any) -> tuple[Any, Any]:
+    """Request and position that slots hold."""
+    width = ctx.size("k") // ctx.size("i")  # slots of a block
+    request, first = np.divmod(np.take_along_axis(table, slots // width, axis=1), FAR)
+    return request, first + slots % width
+
+
+def cached_attention(ctx: Any, q: Any, k: Any, v: Any, slots: Any, table: Any) -> Any:
+    """A token sees what the cache holds of its request up to its own position."""
+    places = ctx.start("k") + np.arange(int(k.shape[1]))[None, :]
+    asks, at = _owners(ctx, table, slots)
+    holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), places.size)))
+    seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
+    if ctx.get("window"):
+        seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
+    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(q.shape[-1])
+    p = _probabilities(_cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None])
+    return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def cache(ctx: Any, old: Any, new: Any, slots: Any) -> Any:
+    """The cache with new rows in their slots."""
+    out: Any = np.array(old, dtype=float)
+    at = slots - ctx.start("k")
+    for b, s in zip(*np.nonzero((at >= 0) & (at < out.shape[1])), strict=True):
+        out[b, at[b, s]] = new[b, s]
+    return out
+
+
+def take(ctx: Any, x: Any, rows: Any) -> Any:
+    return np.take_along_axis(x, rows[..., None], axis=1)
 
 
 def _rows(ctx: Any, tokens: Any, rows: int) -> Any:

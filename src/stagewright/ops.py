@@ -33,7 +33,8 @@ class Op(NamedTuple):
     joint: bool = False  # nodes of this op on the same operands are one kernel
     ring: tuple[str, str] | None = None  # letters that one axis may split at once (ring attention)
     rewrites: bool = False  # adds to what is there: reads and writes its output
-    gathers: bool = False  # touches only as many rows of its table operand as it has tokens
+    gathers: int | None = None  # this operand is a table; of it, it reads the rows it returns
+    scatters: int | None = None  # its result is a table; of it, it writes the rows of this operand
     reduction: str = "sum"  # how the parts over a split contracted index combine
     # An index whose points are those of others, in any order: rows of tokens, grouped by expert.
     rows: tuple[str, tuple[str, ...]] | None = None
@@ -217,11 +218,11 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         return 0
     row = OPS[n.op]
     here = extents(n, extent)
-    if row.ring is not None:
+    if n.get("products") is not None:
         # Products over the width of queries and keys, and over that of values.
         over: Any = n["products"]
         width = over[0] * here["d"] + over[1] * here.get("v", here["d"])
-        heads = math.prod([v for x, v in here.items() if x not in "qkdv"], start=1)
+        heads = math.prod([v for x, v in here.items() if x not in "qkdvi"], start=1)
         return 2 * width * heads * _attended(n, extent)
     same = row.rows[1] if row.rows else ()
     each = row.flops
@@ -234,6 +235,8 @@ def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     """Pairs of query and key one rank computes: a causal or windowed kernel skips masked blocks."""
     sizes, split_by = indices(n)
     over = tuple(dict.fromkeys(split_by.get("q", ()) + split_by.get("k", ())))
+    if n.get("pairs") is not None:  # of requests, each with a length of its own
+        return extent(_size(n, "pairs"), over)
     q = extent(sizes["q"], over)  # all ranks that share a sequence do equal shares (zigzag order)
     k = extent(sizes["k"], ())
     window: Any = n.get("window") or 0
@@ -245,6 +248,21 @@ def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     return q * k // 2 if isinstance(k, int) else q * k / 2
 
 
+def _size(n: Node, attr: str) -> Size:
+    found: Any = n[attr]
+    return size(found)
+
+
+def _reads_of_cache(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> list[Any]:
+    """Bytes that attention reads per operand: of a cache, only the keys that some query sees."""
+    found: list[Any] = []
+    for dims, s in zip(parse(str(n["spec"])).ins, n.srcs, strict=True):
+        shape = [_size(n, "keys") if x == ("k",) else d for x, d in zip(dims, s.shape, strict=True)]
+        parts = [extent(d, axes) for d, axes in zip(shape, s.layout.dims, strict=True)]
+        found.append(math.prod(parts, start=BYTES[s.dtype]))
+    return found
+
+
 def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
     """FLOPs and bytes of one node alone; fusion removes what stays on chip."""
     if n.op in LEAVES or n.op == "identity":
@@ -252,12 +270,14 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
     written = local(n, extent) * BYTES[n.dtype]
     reads = [local(s, extent) * BYTES[s.dtype] for s in n.srcs]
     row = OPS.get(n.op)
-    if row is not None and row.gathers:
-        # A lookup reads the rows it needs; its gradient adds to the rows it has.
-        if n.op == "embedding":
-            reads[1] = written
-        else:
-            written = 2 * reads[0]
+    if row is not None and row.gathers is not None:
+        reads[row.gathers] = written
+    if row is not None and row.scatters is not None:
+        written = local(n.srcs[row.scatters], extent) * BYTES[n.dtype]
+        # What is written in place is not read.
+        reads = [0 if s.shape == n.shape else r for s, r in zip(n.srcs, reads, strict=True)]
+    if n.get("keys") is not None:
+        reads = _reads_of_cache(n, extent)
     if row is not None and row.rewrites:
         written = 2 * written
     work = flops(n, extent)
@@ -359,7 +379,9 @@ def _bias_vjp(n: Node, g: Node) -> Grads:
 
 
 def _rope_vjp(n: Node, g: Node) -> Grads:
-    return (apply("rope", str(n["spec"]), g, phase="backward", inverse=not n["inverse"]),)
+    at = n.srcs[1:]
+    back = apply("rope", str(n["spec"]), g, *at, phase="backward", inverse=not n["inverse"])
+    return (back, *[None] * len(at))
 
 
 def _attention_vjp(n: Node, g: Node) -> Grads:
@@ -509,6 +531,7 @@ OPS: dict[str, Op] = {
     "einsum": Op(_m.einsum, _einsum_vjp, flops=2, multilinear=True),
     "attention": Op(_m.attention, _attention_vjp, ring=("q", "k")),
     "attention_bwd": Op(_m.attention_bwd, ring=("q", "k"), joint=True),
+    "cached_attention": Op(_m.cached_attention),
     "sum": Op(_m.total, linear=True, fuses=True),
     "mean": Op(_m.mean, _mean_vjp, linear=True, fuses=True),
     # element-wise
@@ -540,6 +563,9 @@ OPS: dict[str, Op] = {
     # along one dim, each from the one before
     "pscan": Op(_m.pscan, _pscan_vjp, flops=2),
     "pscan_bwd": Op(_m.pscan_bwd, flops=2, joint=True),
+    # requests
+    "cache": Op(_m.cache, flops=0, fuses=True, scatters=1),
+    "take": Op(_m.take, flops=0, gathers=0),
     # widths
     "join": Op(_m.join, _join_vjp, flops=0, linear=True, fuses=True),
     "part": Op(_m.part, _part_vjp, flops=0, linear=True, fuses=True),
@@ -547,8 +573,8 @@ OPS: dict[str, Op] = {
     # vocabulary and positions
     "first_token": Op(_m.first_token, _first_token_vjp, flops=0, fuses=True),
     "first_token_bwd": Op(_m.first_token_bwd, flops=0, fuses=True),
-    "embedding": Op(_m.embedding, _embedding_vjp, flops=0, gathers=True),
-    "embedding_bwd": Op(_m.embedding_bwd, flops=0, multilinear=True, gathers=True),
+    "embedding": Op(_m.embedding, _embedding_vjp, flops=0, gathers=1),
+    "embedding_bwd": Op(_m.embedding_bwd, flops=0, multilinear=True, scatters=0, rewrites=True),
     "max": Op(_m.maximum, _no_vjp, fuses=True, reduction="max"),
     "exp_sum": Op(_m.exp_sum, _exp_sum_vjp, flops=3, fuses=True),
     "exp_sum_bwd": Op(_m.exp_sum_bwd, flops=3, fuses=True),

@@ -43,9 +43,9 @@ from stagewright.errors import UserError, did_you_mean, either
 
 __all__ = [
     "SCHEDULES", "SLOTS", "Action", "Cost", "Order", "Overlap", "Place", "Schedule", "Step",
-    "bubble", "check", "dualpipe", "dualpipev", "fewest", "flat", "from_csv", "gpipe", "halved",
-    "idle", "in_flight", "interleaved", "looped_bfs", "make", "mirrored", "needs", "one_f_one_b",
-    "parts", "places", "play", "text", "to_csv", "validate", "zb_h1", "zbv",
+    "bubble", "check", "dualpipe", "dualpipev", "fewest", "flat", "forward_only", "from_csv",
+    "gpipe", "halved", "idle", "in_flight", "interleaved", "looped_bfs", "make", "mirrored",
+    "needs", "one_f_one_b", "parts", "places", "play", "text", "to_csv", "validate", "zb_h1", "zbv",
 ]  # fmt: skip
 
 
@@ -62,6 +62,15 @@ def gpipe(pp: int, microbatches: int) -> Order:
         tuple(Action(rank, kind, m) for kind in "FB" for m in range(microbatches))
         for rank in range(pp)
     )
+
+
+def forward_only(pp: int, microbatches: int) -> Order:
+    """Each microbatch through the pipeline once, as in inference.
+
+    >>> forward_only(2, 2)
+    ((0F0, 0F1), (1F0, 1F1))
+    """
+    return tuple(tuple(Action(rank, "F", m) for m in range(microbatches)) for rank in range(pp))
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Order:

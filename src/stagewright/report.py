@@ -13,7 +13,11 @@ program; each class has
 - `sends` and `receives`: one entry per phase and mesh axis, with `count` and `bytes`
 - `memory`: bytes of one rank by category
 
-All bytes and FLOPs are exact integers of one training step.
+All bytes and FLOPs are exact integers of one step.
+
+In inference there are also `mode`; `batch`: `requests` of the step, their new `tokens`, and the
+`cached_tokens` that were there before; and, where `device_memory` is given, `capacity`: whether the
+step `fits`, the most `requests` that do, and how many `tokens` each of the step's may have.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import stagewright
+from stagewright import batch
 from stagewright.pipeline import to_csv
 from stagewright.program import COLLECTIVES, PHASES, Int, Kind, Program, RankClass, Tasks
+from stagewright.serving import groups
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +53,22 @@ def summary(compiled: Compiled) -> Summary:
         "world_size": program.mesh.world_size,
         "microbatches": compiled.run.microbatches,
         "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
+        **(_served(compiled) if compiled.run.mode != "train" else {}),
         "rank_classes": [_rank_class(program, of) for of in program.classes],
+    }
+
+
+def _served(compiled: Compiled) -> Summary:
+    asked = groups(compiled.run)
+    fitting = compiled.capacity
+    return {
+        "mode": compiled.run.mode,
+        "batch": {
+            "requests": batch.total(asked),
+            "tokens": sum(g.count * (g.new_tokens or 0) for g in asked),
+            "cached_tokens": sum(g.count * (g.context_length or 0) for g in asked),
+        },
+        **({"capacity": fitting._asdict()} if fitting else {}),
     }
 
 
@@ -188,7 +209,7 @@ def spans(ranks: Sequence[int], most: int = 4) -> str:
 
 
 def tables(of: Summary, console: Console) -> None:
-    """Print a summary for people: numbers of one rank and one training step."""
+    """Print a summary for people: numbers of one rank and one step."""
     from rich.text import Text
 
     parameters = of["parameters"]
@@ -202,6 +223,8 @@ def tables(of: Summary, console: Console) -> None:
         "every number below is of one rank and one step",
         highlight=False,
     )
+    if "batch" in of:
+        console.print(_batch_line(of), highlight=False)
     console.print(_classes_table(of))
     console.print(_memory_table(of))
     console.print(_communication_table(of))
@@ -211,10 +234,25 @@ def _plural(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
+def _batch_line(of: Summary) -> str:
+    step, fitting = of["batch"], of.get("capacity")
+    line = (
+        f"{of['mode']}: {_plural(step['requests'], 'request', 'requests')}, "
+        f"{step['tokens']:,} new tokens, {step['cached_tokens']:,} in the cache before"
+    )
+    if fitting is None:
+        return line
+    most = f"{quantity(fitting['device_memory'], 'B')} hold {fitting['requests']:,} such requests"
+    long = fitting["tokens"]
+    longest = f", or these with up to {long:,} tokens each" if long else ""
+    return f"{line}\n{most}{longest}{'' if fitting['fits'] else ': this step does not fit'}"
+
+
 def _classes_table(of: Summary) -> Any:
-    table = _table("Compute", "stage", "ranks", right=("layers", "tasks", *PHASES))
+    phases = PHASES if "batch" not in of else ("forward",)
+    table = _table("Compute", "stage", "ranks", right=("layers", "tasks", *phases))
     for each in of["rank_classes"]:
-        flops = [quantity(each["flops"][phase], "FLOP") for phase in PHASES]
+        flops = [quantity(each["flops"][phase], "FLOP") for phase in phases]
         table.add_row(
             str(each["stage"]),
             f"{len(each['ranks'])}: {spans(each['ranks'])}",

@@ -1,5 +1,7 @@
 """`Run`: all that a result depends on, as one frozen value; `check` says whether it can be done.
 
+What an inference step serves is in `serving`.
+
 >>> run = Run(model="llama3.1-70b", tp=8, pp=4, dp=2, global_batch_size=64)
 >>> run.world_size, run.microbatches
 (64, 32)
@@ -15,10 +17,19 @@ from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails
 
-from stagewright import pipeline
+from stagewright import batch, pipeline, serving
 from stagewright.errors import UserError, did_you_mean, divisors, either
 from stagewright.files import from_yaml, manifest_head, read_text
 from stagewright.models import LIMITS, ModelConfig, Module
@@ -33,15 +44,19 @@ Layers = Annotated[StrictInt, Field(ge=0, le=LARGEST)]
 
 
 class Run(BaseModel):
-    """A model and how it is trained: settings by name, `None` where a default follows from others.
+    """A model and how it is trained or served: settings by name, `None` where a default follows.
 
-    The names are those of Megatron-LM where it has one. `world_size` is tp * cp * dp * pp.
+    The names are those of Megatron-LM where it has one, then vLLM's. `world_size` is tp * cp * dp *
+    pp.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: StrictStr
     """A preset, or the path of a Hugging Face config.json."""
+
+    mode: Literal["train", "prefill", "decode"] = "train"
+    """What a step is: of training; of prompts; of one new token for each request (decode)."""
 
     tp: Count = 1
     cp: Count = 1
@@ -75,6 +90,31 @@ class Run(BaseModel):
     1f1b."""
     layers_per_stage: tuple[Layers, ...] | None = None
     """One number per virtual stage. None: as even as possible, the first stages take the rest."""
+
+    batch_size: Count | None = None
+    """Inference: requests in a step, over all of dp and the pipeline. None: dp * pp, or as many as
+    `requests` names."""
+    prompt_length: Count | None = None
+    """Prefill: new tokens of each request; None: the model's longest, but at most 8192. Decode: a
+    chunk of a prompt that every rank of dp computes besides (chunked prefill); None: no chunk."""
+    context_length: Annotated[StrictInt, Field(ge=0, le=LARGEST)] | None = None
+    """Tokens of each request in the cache before the step. None: in prefill 0; in decode as many as
+    make the new token the last of the model's longest sequence, but at most the 8192nd."""
+    requests: Annotated[
+        StrictStr | tuple[batch.Group, ...] | None, BeforeValidator(serving.read_requests)
+    ] = None
+    """A .csv of requests, or its rows: how many (`count`), their `context_length`, `new_tokens`."""
+    num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = 0
+    """Decode: draft tokens of each request that the step verifies, besides its new token."""
+    kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = None
+    """None: that of the computation."""
+    kv_cache: Literal["paged", "contiguous"] = "paged"
+    kv_block_size: Count = 16
+    """Tokens of a block of the paged cache: every request fills its last one up."""
+    max_model_len: Count | None = None
+    """Contiguous cache: tokens each request has room for. None: as many as the longest has."""
+    device_memory: StrictStr | Count | None = None
+    """Bytes that a rank may use, such as 80e9 or 80GiB: how many requests fit is then told."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = ("core_attn",)
@@ -135,8 +175,14 @@ class Run(BaseModel):
     def resolved(self, model: ModelConfig) -> Self:
         """The same run with every `None` that has a default replaced by it."""
         defaults = self._defaults(self.layers or model.num_layers)
-        defaults["seq_length"] = min(model.max_position_embeddings, 8192)
+        longest = min(model.max_position_embeddings, 8192)
+        if self.mode == "train":
+            defaults["seq_length"] = longest
+        else:
+            defaults |= serving.defaults(self, longest)
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if isinstance(self.requests, str):
+            absent["requests"] = batch.read(self.requests)
         return self.model_copy(update=absent)
 
     def asked(self) -> Self:
@@ -151,11 +197,16 @@ class Run(BaseModel):
     def _defaults(self, layers: int) -> dict[str, Any]:
         # More stages than layers, or than any model has, are refused by `check`.
         can_split = self.virtual_stages <= min(layers, LIMITS["num_layers"])
-        return {
+        split: dict[str, Any] = {
+            "layers_per_stage": even_split(layers, self.virtual_stages) if can_split else None
+        }
+        if self.mode != "train":
+            split["kv_cache_dtype"] = "fp32" if self.precision == "fp32" else "bf16"
+            return split if self.requests else split | {"batch_size": self.dp * self.pp}
+        return split | {
             "dp_shard": self.dp if self.zero else None,
             "global_batch_size": self.micro_batch_size * self.dp * self._fewest,
             "schedule": "interleaved" if self.vpp > 1 else "1f1b",
-            "layers_per_stage": even_split(layers, self.virtual_stages) if can_split else None,
         }
 
     @property
@@ -166,6 +217,8 @@ class Run(BaseModel):
     @property
     def microbatches(self) -> int:
         """Microbatches that pass through a pipeline per step."""
+        if self.mode != "train":
+            return serving.microbatches(self)
         if self.global_batch_size is None:
             return self._fewest
         return self.global_batch_size // (self.micro_batch_size * self.dp)
@@ -194,6 +247,8 @@ class Run(BaseModel):
                 continue
             if isinstance(value, bool):
                 words.append(name if value else f"no {name}")
+            elif name == "requests" and not isinstance(value, str):
+                words.append(f"requests={batch.told(value)}")
             elif isinstance(value, tuple):
                 words.append(f"{name}={','.join(map(str, value))}")  # pyright: ignore
             else:
@@ -314,11 +369,17 @@ def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError that says what to change if the run contradicts itself or the model."""
     model = model.with_overrides(run.layers, run.vocab)
     run = run.asked()
+    serving.check_mode(run)
     _check_mesh(run)
     _check_model(run, model)
+    if run.mode != "train":
+        _check_layers(run, model)
+        serving.check(run.resolved(model), model)
+        return
     _check_sequence(run, model)
     _check_batch(run, model)
     _check_stages(run, model)
+    _check_layers(run, model)
     _check_state(run)
     _check_recompute(run, model)
     _check_size(run, model)
@@ -445,7 +506,6 @@ def _check_batch(run: Run, model: ModelConfig) -> None:
 
 
 def _check_stages(run: Run, model: ModelConfig) -> None:
-    layers, stages = model.num_layers, run.virtual_stages
     schedule = run.resolved(model).schedule
     assert schedule is not None
     if run.vpp > 1 and run.pp == 1:
@@ -454,6 +514,10 @@ def _check_stages(run: Run, model: ModelConfig) -> None:
     pipeline.check(schedule, run.pp, run.microbatches, run.vpp, sequences=step)
     if schedule.endswith(".csv"):
         pipeline.make(schedule, run.pp, run.microbatches, run.vpp)
+
+
+def _check_layers(run: Run, model: ModelConfig) -> None:
+    layers, stages = model.num_layers, run.virtual_stages
     split = run.layers_per_stage
     if split is None:
         if layers < stages:

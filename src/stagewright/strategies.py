@@ -94,6 +94,7 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     }
     if plan.embedding_all_reduce and plan.sequence_parallel:
         rows |= {"word": whole, "d_scatter": whole}
+    rows |= _cached(plan)
     rows |= _expert_parallel(plan, (*plan.data, *sequence))
     if plan.context:
         rows |= _context_parallel(plan)
@@ -206,6 +207,20 @@ def _stated(n: Node, have: Layout | None, to: Layout | None, plan: Plan) -> Layo
     return Layout(
         tuple(tuple(a for a in axes if a not in over) for axes in have.dims), have.partial
     )
+
+
+def _cached(plan: Plan) -> dict[str, Dims]:
+    """Inference: the cache has a rank's requests and its key-value heads, as vLLM's.
+
+    Ranks that share a key-value head have a copy each. Logits are gathered for the sampler.
+    """
+    requests = (plan.data, ())
+    cache = (*requests, tuple(a for a in plan.tensor if a in plan.key_value), ())
+    rows: dict[str, Dims] = {"logits_gathered": (*requests, ()), "logit_rows": requests}
+    for kind in ("", "_local"):
+        rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table")}
+        rows |= {f"{name}_cache{kind}": cache for name in ("k", "v")}
+    return rows | {"token_positions": (plan.data, plan.context)}
 
 
 def _expert_parallel(plan: Plan, tokens: tuple[str, ...]) -> dict[str, Dims]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stagewright.models import Layer, ModelConfig
-from stagewright.nn.builder import PRECISIONS, Precision, Recipe
+from stagewright.nn.builder import PRECISIONS, Block, Inference, Precision, Recipe
 from stagewright.nn.ends import embedding, head
 from stagewright.nn.layers import layer
-from stagewright.nn.training import Block
 
-__all__ = ["BLOCKS", "PRECISIONS", "Block", "Precision", "Recipe", "chain", "sizes"]
+__all__ = [
+    "BLOCKS", "PRECISIONS", "Block", "Inference", "Precision", "Recipe", "chain", "sizes",
+]  # fmt: skip
 
 Make = Callable[[ModelConfig, Recipe, Layer], Block]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from stagewright.ir import Node
 from stagewright.nn.builder import Builder
+from stagewright.nn.inference import cached_attention
 from stagewright.ops import apply, einsum, identity, join
 from stagewright.size import size
 
@@ -41,9 +42,7 @@ def _attention(b: Builder, h: Node, window: int) -> Node:
         if c.qk_norm and name != "v":
             heads[name] = b.norm(heads[name], f"{name}_norm", "D", fn="rmsnorm")
         if c.position == "rope" and name != "v":
-            heads[name] = apply(
-                "rope", f"bs{x}D->bs{x}D", heads[name], inverse=False, name=f"{name}_rope"
-            )
+            heads[name] = b.rope(heads[name], f"bs{x}D", f"{name}_rope")
     q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
     o = identity(_core(b, q, k, v, window, qd, kd), "context", scope=scope)
@@ -68,11 +67,11 @@ def _latent(b: Builder, h: Node, window: int) -> Node:
     name = "w_uq" if c.q_lora_rank else "wq"
     w = b.param(name, rank.upper(), "A", "D", scope=scope)
     q = b.linear(f"bs{rank},{rank}ad->bsad", source, w, "q", scope=scope)
-    q = apply("rope", "bsaD->bsaD", q, inverse=False, name="q_rope")
+    q = b.rope(q, "bsaD", "q_rope")
     latent = einsum("bsm,mc->bsc", h, b.param("w_dkv", "M", "C", scope=scope), name="latent")
     latent = b.norm(latent, "latent_norm", "C")
     shared = einsum("bsm,mz->bsz", h, b.param("w_kr", "M", "Z", scope=scope), name="k_shared")
-    shared = apply("rope", "bsZ->bsZ", shared, inverse=False, name="k_shared_rope")
+    shared = b.rope(shared, "bsZ", "k_shared_rope")
     k = b.linear("bsc,can->bsan", latent, b.param("w_uk", "C", "A", "N", scope=scope), "k")
     v = b.linear("bsc,cau->bsau", latent, b.param("w_uv", "C", "A", "U", scope=scope), "v")
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
@@ -94,6 +93,8 @@ def _core(
     """
     c = b.config
     scope = "attention.core"
+    if b.recipe.inference:
+        return cached_attention(b, q, k, v, window, qd, kd)
     if b.recipe.flash_attention:
         attrs: dict[str, Any] = {
             "causal": c.causal,

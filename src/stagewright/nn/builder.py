@@ -1,11 +1,12 @@
-"""What the parts of a model are written with: a recipe, and parameters by name."""
+"""What the parts of a model are written with, and what they become: recipe, builder, block."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stagewright.ir import Node
+from stagewright.ir import Graph, Node
 from stagewright.models import ModelConfig
 from stagewright.ops import apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.size import Size
@@ -35,8 +36,15 @@ PRECISIONS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Inference:
+    """How a model is served, as far as one device can tell."""
+
+    cache_dtype: str = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is trained, as far as one device can tell."""
+    """How a model is trained, or served, as far as one device can tell."""
 
     precision: Precision = PRECISIONS["bf16"]
     optimizer: str = "adamw"
@@ -48,6 +56,20 @@ class Recipe:
     # a tied embedding and output projection are one tensor on one device
     sum_tied: bool = False  # the gradients of a shared table are added before they are reduced
     shared_embedding: bool = False
+    inference: Inference | None = None  # None: training
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A piece of the model: a single-device graph, in training with backward and optimizer.
+
+    Interface: inputs `x` and `dy`, outputs `y` and `dx` (absent at the ends of the model). `primal`
+    maps gradients to the values they belong to.
+    """
+
+    name: str
+    graph: Graph
+    primal: Mapping[Node, Node]
 
 
 @dataclass(slots=True)
@@ -98,6 +120,17 @@ class Builder:
             weights.append(self.param(f"{name}.bias", dim, scope=x.scope))
         spec = f"{rows}{m},{','.join([m] * len(weights))}->{rows}{m}"
         return apply("norm", spec, x, *weights, fn=fn, name=f"{name}_out", **fields)
+
+    def rope(self, x: Node, dims: str, name: str) -> Node:
+        """Rotary position (arXiv 2104.09864) of the last of some dims such as `bsaD`."""
+        spec, at = f"{dims}->{dims}", ()
+        if self.recipe.inference:
+            spec, at = f"{dims},bs->{dims}", (self.positions(),)
+        return apply("rope", spec, x, *at, inverse=False, name=name)
+
+    def positions(self) -> Node:
+        """Where new tokens stand in their requests (inference)."""
+        return leaf("input", ("B", "S"), "int64", "token_positions", role="input")
 
     def act(self, x: Node, fn: str, **attrs: Any) -> Node:
         """An activation on every element."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from stagewright.ir import Node
 from stagewright.models import ModelConfig
-from stagewright.nn.builder import Builder, Recipe
-from stagewright.nn.training import Block, finish
+from stagewright.nn.builder import Block, Builder, Recipe
+from stagewright.nn.finish import finish
+from stagewright.nn.inference import gathered, last_tokens
 from stagewright.ops import add, apply, cast, einsum, elementwise, identity, leaf
 
 
@@ -20,10 +21,10 @@ def embedding(config: ModelConfig, recipe: Recipe) -> Block:
         x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
     if config.position == "learned":
         at = leaf("input", ("S",), "int64", "positions", role="input", scope="embedding")
-        rows = apply(
-            "embedding", "s,vm->sm", at, b.param("wpe", "P", "M", scope="embedding"), dtype=b.dtype
-        )
-        x = apply("bias", "bsm,sm->bsm", x, rows, name="summed")
+        at, each = (b.positions(), "bs") if recipe.inference else (at, "s")
+        rows = b.param("wpe", "P", "M", scope="embedding")
+        rows = apply("embedding", f"{each},vm->{each}m", at, rows, dtype=b.dtype)
+        x = apply("bias", f"bsm,{each}m->bsm", x, rows, name="summed")
     if config.token_types:
         kind = leaf("input", ("B", "S"), "int64", "token_types", role="input", scope="embedding")
         types = b.param("wtt", "T", "M", scope="embedding")
@@ -38,12 +39,26 @@ def embedding(config: ModelConfig, recipe: Recipe) -> Block:
 
 
 def head(config: ModelConfig, recipe: Recipe) -> Block:
-    """Residual stream to loss: vocabulary-parallel cross-entropy (arXiv 1909.08053, section 3)."""
+    """Residual stream to loss: vocabulary-parallel cross-entropy (arXiv 1909.08053, section 3).
+
+    In inference, to the logits of the tokens whose next one is predicted.
+    """
     b = Builder(config, recipe)
     scope = "head"
     x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope=scope)
     h = b.norm(x, "final_norm", scope=scope) if config.final_norm else x
+    if recipe.inference:
+        return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
     pooled = _pooler(b, h) if config.pooler else None
+    loss = _cross_entropy(_logits(b, h))
+    if pooled is not None:
+        loss = add(loss, cast(pooled, "fp32"), name="loss")
+    return finish("head", b, x, loss, is_loss=True)
+
+
+def _logits(b: Builder, h: Node) -> Node:
+    """The output projection, and what a family has before and after it."""
+    config, scope = b.config, "head"
     if config.mlm_transform:
         h = einsum(
             "bsm,mn->bsn",
@@ -66,10 +81,7 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
         logits = b.bias(logits, "b_head", "V")
     if config.logit_softcap:
         logits = b.act(logits, "softcap", cap=config.logit_softcap)
-    loss = _cross_entropy(logits)
-    if pooled is not None:
-        loss = add(loss, cast(pooled, "fp32"), name="loss")
-    return finish("head", b, x, loss, is_loss=True)
+    return logits
 
 
 def _pooler(b: Builder, h: Node) -> Node:

@@ -9,9 +9,9 @@ from stagewright.errors import UserError
 from stagewright.ir import Node
 from stagewright.models import Layer, ModelConfig, Module
 from stagewright.nn.attention import global_attention, local_attention
-from stagewright.nn.builder import Builder, Recipe
+from stagewright.nn.builder import Block, Builder, Recipe
+from stagewright.nn.finish import finish
 from stagewright.nn.mlp import experts, mlp
-from stagewright.nn.training import Block, finish
 from stagewright.ops import add, identity, leaf
 from stagewright.size import size
 

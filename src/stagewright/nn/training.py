@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stagewright.grad import backward
 from stagewright.ir import Graph, Node, toposort
-from stagewright.nn.builder import Builder, Precision, Recipe
+from stagewright.nn.builder import Block, Builder, Precision, Recipe
 from stagewright.ops import add, apply, cast, elementwise, identity, leaf, letters
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """A piece of the model with its backward pass and optimizer: a single-device graph.
-
-    Interface: inputs `x` and `dy`, outputs `y` and `dx` (absent at the ends of the model). `primal`
-    maps gradients to the values they belong to.
-    """
-
-    name: str
-    graph: Graph
-    primal: Mapping[Node, Node]
-
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 

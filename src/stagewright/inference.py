@@ -1,0 +1,127 @@
+"""A step of inference, compiled: forward only, and ranks of data parallelism differ in sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from stagewright.capacity import capacity
+from stagewright.compiler import (
+    Compiled,
+    Kind,
+    check_rows,
+    lowered,
+    parameters,
+    place_blocks,
+    recipe_of,
+    sharded,
+    sizes_of,
+    table_of,
+)
+from stagewright.ir import Graph
+from stagewright.kernels import Extent, Task, extent_of
+from stagewright.layout import Mesh
+from stagewright.lower import lower
+from stagewright.memory import ServedFootprint, served_footprint, served_memory
+from stagewright.models import ModelConfig
+from stagewright.parallel import parallelization
+from stagewright.pipeline import Order, forward_only
+from stagewright.program import Program
+from stagewright.run import Run
+from stagewright.serving import loads
+from stagewright.shares import place_along, shared
+from stagewright.stages import Placed
+
+Sizes = Mapping[str, int]
+
+
+def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled:
+    """A step of a resolved run that has been checked; `table` as in `compiler.compile`."""
+    mesh, plan = parallelization(run, model)
+    plan = replace(plan, table=table_of(run, model, table))
+    load = loads(run, model)
+    for some in load.sizes:
+        check_rows(plan, run, model, {**sizes_of(run, model), **some})
+    places = place_blocks(run, model)
+    recipe = recipe_of(run, model)
+    graphs = {
+        kind: sharded(kind, run, model, plan, sizes_of(run, model), recipe)
+        for kind in dict.fromkeys(kind for stage in places for kind, _ in stage)
+    }
+    order = forward_only(run.pp, run.microbatches)
+    step = _Step(run, model, mesh, order, places, graphs)
+    program = shared(
+        [step.program(some) for some in load.sizes],
+        place_along(mesh, plan.data),
+        load.of,
+        lambda rank, which: step.held(rank, [load.sizes[v] for v in which]),
+    )
+    texts = {kind.label(graphs): graph for kind, graph in graphs.items()}
+    fitting = capacity(run, step.peak) if run.device_memory else None
+    return Compiled(run, model, *parameters(model), texts, order, program, fitting)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A model on its ranks, to be given the sizes of a batch."""
+
+    run: Run
+    model: ModelConfig
+    mesh: Mesh
+    order: Order
+    places: Sequence[Sequence[tuple[Kind, int]]]
+    graphs: Mapping[Kind, Graph]
+    tasks: dict[Kind, Sequence[Task]] = field(default_factory=dict[Kind, Sequence[Task]])
+    footprints: dict[tuple[int, ...], dict[Kind, ServedFootprint]] = field(
+        default_factory=dict[tuple[int, ...], dict[Kind, ServedFootprint]]
+    )
+
+    def extent(self, sizes: Sizes) -> Extent:
+        return extent_of({**sizes_of(self.run, self.model), **sizes}, self.mesh)
+
+    def program(self, sizes: Sizes) -> Program:
+        """What every rank does if all have batches of these sizes."""
+        extent = self.extent(sizes)
+        blocks = {k: lowered(g, self.run, self.mesh, extent) for k, g in self.graphs.items()}
+        self.tasks = {kind: block.tasks for kind, block in blocks.items()}
+        stages = [
+            [
+                Placed(blocks[kind], layer, f"layer{layer}" if layer >= 0 else kind.block)
+                for kind, layer in stage
+            ]
+            for stage in self.places
+        ]
+        return lower(stages, self.order, self.mesh, clip_grad=False, streams=self.run.streams)
+
+    def footprint(self, sizes: Sizes) -> dict[Kind, ServedFootprint]:
+        """Bytes of each kind of block; which task needs what does not depend on sizes."""
+        key = tuple(sizes.values())
+        if key not in self.footprints:
+            extent = self.extent(sizes)
+            tied = self.model.tied_embeddings and self.run.pp == 1
+            self.footprints[key] = {
+                kind: served_footprint(
+                    graph,
+                    self.tasks[kind],
+                    extent,
+                    frozenset({"wte"} if tied and kind.block == "head" else ()),
+                )
+                for kind, graph in self.graphs.items()
+            }
+        return self.footprints[key]
+
+    def held(self, rank: int, microbatches: Iterable[Sizes]) -> dict[str, int]:
+        """Bytes of a pipeline rank by category."""
+        found = [self.footprint(sizes) for sizes in microbatches]
+        return served_memory([[of[kind] for kind, _ in self.places[rank]] for of in found])
+
+    def peak(self, other: Run) -> int:
+        """The most that any rank holds in another step on the same ranks."""
+        load = loads(other, self.model)
+        return max(
+            self.held(rank, [load.sizes[int(v)] for v in way])["peak"]
+            for way in np.unique(load.of, axis=0)
+            for rank in range(self.run.pp)
+        )

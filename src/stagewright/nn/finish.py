@@ -1,0 +1,24 @@
+"""The end of every block: what follows from its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stagewright.ir import Node
+from stagewright.nn import inference, training
+from stagewright.nn.builder import Block, Builder
+
+
+def finish(
+    name: str,
+    b: Builder,
+    x: Node | None,
+    y: Node,
+    *,
+    is_loss: bool = False,
+    others: Sequence[Node] = (),
+) -> Block:
+    """Gradients and optimizer step as in `training.finish`, or nothing more in inference."""
+    if b.recipe.inference:
+        return inference.finish(name, b, y)
+    return training.finish(name, b, x, y, is_loss=is_loss, others=others)

@@ -1,0 +1,276 @@
+"""What an inference run asks for: the requests of its step, what holds them, what cannot be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright import batch
+from stagewright.batch import Group, Groups
+from stagewright.errors import UserError
+from stagewright.models import ModelConfig
+
+if TYPE_CHECKING:
+    from stagewright.run import Run
+
+MOST_MEMORY = 2**60
+MOST_FLOPS = 2**56
+"""Of one kernel, as in training: sums over a step then stay within 64 bits."""
+
+TRAINING = {
+    "zero": "weights are not sharded over dp",
+    "dp_shard": "weights are not sharded over dp",
+    "reshard_after_forward": "weights are not sharded over dp",
+    "seq_length": "use prompt_length and context_length",
+    "micro_batch_size": "use batch_size",
+    "global_batch_size": "use batch_size",
+    "schedule": "a pipeline runs its microbatches in turn",
+    "vpp": "a pipeline rank holds one stage",
+    "recompute": "there is no backward pass",
+    "recompute_modules": "there is no backward pass",
+    "recompute_num_layers": "there is no backward pass",
+    "optimizer": "there is no optimizer",
+    "flash_attention": "attention over a cache is one kernel",
+    "dropout": "there is none",
+    "clip_grad": "there are no gradients",
+    "grad_reduce": "there are no gradients",
+    "activation_gather": "there is no backward pass",
+    "bucket": "there are no gradients",
+}
+"""Settings that mean nothing in inference, and why."""
+
+INFERENCE = (
+    *("batch_size", "prompt_length", "context_length", "requests", "num_speculative_tokens"),
+    *("kv_cache_dtype", "kv_cache", "kv_block_size", "max_model_len", "device_memory"),
+)
+"""Settings that mean nothing in training."""
+
+_BYTES = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?(?:e\+?[0-9]{1,2})?) ?([kMGTP]i?B|B)?")
+
+
+def read_requests(value: Any) -> Any:
+    """The setting `requests`: a path as it is, rows as groups."""
+    return batch.given(value) if isinstance(value, list | tuple) else value  # pyright: ignore
+
+
+def read_bytes(value: str | int) -> int:
+    """Bytes from a number or from text such as `80e9`, `80GB` or `80 GiB`.
+
+    >>> read_bytes("80e9"), read_bytes("80 GiB")
+    (80000000000, 85899345920)
+    """
+    found = _BYTES.fullmatch(str(value))
+    if found is None:
+        raise UserError(f"device_memory is {value!r}, wanted bytes such as 80e9, 80GB or 80GiB")
+    number, unit = found.groups()
+    power = "_kMGTP".index(unit[0]) if unit and unit != "B" else 0
+    size = float(number) * (1024 if unit and "i" in unit else 1000) ** power
+    if not 1 <= size <= MOST_MEMORY:
+        raise UserError(f"device_memory is {value!r}, wanted from 1 byte to {MOST_MEMORY}")
+    return int(size)
+
+
+def defaults(run: Run, longest: int) -> dict[str, Any]:
+    """What settings that are not given become, where the longest sequence is `longest`.
+
+    The rows of a file of requests take the place of its path.
+    """
+    found: dict[str, Any] = {}
+    rows = _rows(run)
+    if rows is None or any(g.context_length is None for g in rows):
+        new = 1 + run.num_speculative_tokens
+        found["context_length"] = 0 if run.mode == "prefill" else max(0, longest - new)
+    if run.mode == "prefill" and (rows is None or any(g.new_tokens is None for g in rows)):
+        found["prompt_length"] = longest
+    if run.kv_cache == "contiguous":
+        update = {k: v for k, v in found.items() if getattr(run, k) is None}
+        whole = run.model_copy(update=update)
+        found["max_model_len"] = max(batch.length(g) for g in groups(whole))
+    return found
+
+
+def _rows(run: Run) -> Groups | None:
+    return batch.read(run.requests) if isinstance(run.requests, str) else run.requests
+
+
+def groups(run: Run) -> Groups:
+    """The requests of a step of a resolved run."""
+    new = run.prompt_length if run.mode == "prefill" else 1 + run.num_speculative_tokens
+    every = Group(run.batch_size or run.dp * run.pp, run.context_length, new)
+    rows = _rows(run)
+    if rows is None:
+        rows = (every,)
+    elif run.batch_size is not None:
+        rows = batch.apportioned(rows, run.batch_size)
+    found = [
+        replace(g, **{k: getattr(every, k) for k in _LENGTHS if getattr(g, k) is None})
+        for g in rows
+    ]
+    if run.mode == "decode" and run.prompt_length is not None:
+        found.append(Group(run.dp * microbatches(run), 0, run.prompt_length))
+    return batch.merged(found, "requests")
+
+
+_LENGTHS = ("context_length", "new_tokens")
+
+
+def microbatches(run: Run) -> int:
+    """A pipeline works on as many batches at once as it has ranks, if there are so many requests.
+
+    As vLLM's engine does, whose batch queue is as long as the pipeline.
+    """
+    if run.batch_size is None and run.requests is not None:
+        requests = batch.total(_rows(run) or ())
+    else:
+        requests = run.batch_size or run.dp * run.pp
+    return max(1, min(run.pp, requests // run.dp))
+
+
+class Loads(NamedTuple):
+    """What the ranks of dp compute in each microbatch: distinct sizes, and who has which."""
+
+    sizes: tuple[dict[str, int], ...]
+    of: NDArray[np.int64]  # [rank of dp, microbatch]
+
+
+def loads(run: Run, model: ModelConfig) -> Loads:
+    """The sizes of a step of a resolved run that differ between ranks of dp and microbatches.
+
+    S new tokens, O logits, L places in the cache and I blocks of these, and what attention depends
+    on besides; `_local` those of layers with a window. Requests are dealt in turn to the ranks of
+    dp, and there to the microbatches.
+    """
+    requests = groups(run)
+    places = run.dp * microbatches(run)
+    verified = 1 + run.num_speculative_tokens if run.mode == "decode" else 1
+    tables: list[NDArray[np.int64]] = []
+    names: list[str] = []
+    for kind, window in (("", 0), ("_local", model.sliding_window or 0)):
+        if kind and not window:
+            continue
+        each = batch.each(requests, cache_of(run), window, verified)
+        tables.append(batch.dealt(requests, each, places))
+        names += [SIZES[c] + kind for c in batch.COLUMNS]
+    rows, of = np.unique(np.concatenate(tables, axis=1), axis=0, return_inverse=True)
+    sizes = tuple(dict(zip(names, map(int, row), strict=True)) for row in rows)
+    return Loads(sizes, of.reshape(-1, run.dp).T)
+
+
+SIZES = dict(zip(batch.COLUMNS, ("requests", "S", "pairs", "keys", "L", "I", "O"), strict=True))
+"""The dims and numbers of a graph that a batch decides; `requests`, `S` and `O` know no window."""
+
+
+def cache_of(run: Run) -> batch.Cache:
+    """How a resolved run keeps tokens."""
+    paged = run.kv_cache == "paged"
+    return batch.Cache(run.kv_block_size if paged else 0, run.max_model_len or 0)
+
+
+# ---- what cannot be done -------------------------------------------------------------------------
+
+
+def check_mode(run: Run) -> None:
+    """Refuse settings of training in inference, and those of inference in training."""
+    for name, why in TRAINING.items() if run.mode != "train" else ():
+        if getattr(run, name) != type(run).model_fields[name].default:
+            raise UserError(f"{name} is a setting of training, got mode={run.mode}: {why}; drop it")
+    for name in INFERENCE if run.mode == "train" else ():
+        if getattr(run, name) != type(run).model_fields[name].default:
+            raise UserError(
+                f"{name} is a setting of inference, got mode=train; "
+                "set mode to prefill or decode, or drop it"
+            )
+
+
+def check(run: Run, model: ModelConfig) -> None:
+    """Raise a UserError if a resolved run cannot be served."""
+    if model.encoder:
+        raise UserError(f"{model.name} is an encoder, it generates nothing; use mode=train")
+    if model.modules:
+        names = ", ".join(m.name for m in model.modules)
+        raise UserError(f"modules ({names}) are there in training only; drop them, or mode")
+    if model.kv_lora_rank:
+        raise UserError(f"inference with latent attention ({model.name}) is not there yet")
+    if model.num_experts:
+        raise UserError(f"inference of mixtures of experts ({model.name}) is not there yet")
+    if run.precision == "fp8":
+        raise UserError("precision=fp8 is a recipe of training; use bf16 or fp32")
+    if run.cp > 1:
+        raise UserError(f"cp={run.cp}: context parallelism is there in training only; use cp=1")
+    if run.sequence_parallel and run.tp == 1:
+        raise UserError("sequence_parallel splits over tp, got tp=1; raise tp, or turn it off")
+    if run.device_memory is not None:
+        read_bytes(run.device_memory)
+    _check_settings(run)
+    _check_requests(run, model)
+
+
+def _check_settings(run: Run) -> None:
+    """Settings of inference that exclude each other."""
+    if run.mode == "prefill" and run.num_speculative_tokens:
+        raise UserError(
+            f"num_speculative_tokens={run.num_speculative_tokens} is about decode, got "
+            "mode=prefill; drop it"
+        )
+    if run.kv_cache == "contiguous" and run.kv_block_size != 16:
+        raise UserError(
+            f"kv_block_size={run.kv_block_size} is of a paged cache, got kv_cache=contiguous; "
+            "drop either"
+        )
+    if run.kv_cache == "paged" and run.max_model_len is not None:
+        raise UserError(
+            f"max_model_len={run.max_model_len} is the room of a request in a contiguous cache, "
+            "got kv_cache=paged, where a request takes blocks as it needs them; drop either"
+        )
+    rows = run.requests or ()
+    own = {name: bool(rows) and all(getattr(g, name) is not None for g in rows)
+           for name in _LENGTHS}  # fmt: skip
+    if own["context_length"] and run.context_length is not None:
+        raise UserError(
+            f"context_length={run.context_length}, but all requests have theirs; drop either"
+        )
+    if own["new_tokens"] and run.mode == "prefill" and run.prompt_length is not None:
+        raise UserError(
+            f"prompt_length={run.prompt_length}, but all requests have new_tokens; drop either"
+        )
+
+
+def _check_requests(run: Run, model: ModelConfig) -> None:
+    asked = groups(run)
+    decoding = batch.total(asked)
+    if run.mode == "decode" and run.prompt_length is not None:
+        decoding -= run.dp * run.microbatches
+    if decoding < run.dp:
+        raise UserError(
+            f"{decoding} requests leave some of the dp={run.dp} ranks without one; "
+            "use more requests, or a smaller dp"
+        )
+    longest = max(batch.length(g) for g in asked)
+    if model.position == "learned" and longest > model.max_position_embeddings:
+        raise UserError(
+            f"a request has {longest} tokens, context and new ones, more than the "
+            f"{model.max_position_embeddings} learned positions of {model.name}; use fewer"
+        )
+    if run.kv_cache == "contiguous" and longest > (run.max_model_len or 0):
+        raise UserError(
+            f"max_model_len={run.max_model_len}, but a request has {longest} tokens, context and "
+            "new ones; raise it"
+        )
+    most = {name: max(s[name] for s in loads(run, model).sizes) for name in ("S", "pairs", "L")}
+    widest = max(
+        model.hidden_size * max(model.vocab_size, model.ffn_hidden_size),
+        model.num_attention_heads * model.kv_channels * model.hidden_size,
+    )
+    wide = model.num_attention_heads * model.kv_channels
+    if max(2 * most["S"] * widest, 4 * most["pairs"] * wide) // run.tp > MOST_FLOPS:
+        raise UserError(
+            f"{most['S']} new tokens, of which each sees {most['pairs'] // most['S']} keys, make a "
+            f"kernel of more than {MOST_FLOPS} FLOPs on one rank; use fewer or shorter requests, "
+            "or raise dp or tp"
+        )
+    if most["L"] * wide > 2**60:
+        raise UserError(f"a cache of {most['L']} tokens is beyond any memory; use fewer requests")

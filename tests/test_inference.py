@@ -1,0 +1,555 @@
+"""Inference steps against closed forms: FLOPs, bytes of caches, what fits, who does what."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stagewright as sw
+from stagewright import batch
+from stagewright.batch import Cache, Group
+from stagewright.capacity import Capacity
+from stagewright.compiler import Compiled, compile
+from stagewright.errors import UserError
+from stagewright.models import PRESETS
+from stagewright.program import COLLECTIVES, Kind
+from stagewright.program_check import check_program
+from stagewright.report import summary
+from stagewright.run import Run
+
+LLAMA70 = PRESETS["llama3.1-70b"]
+DECODE: dict[str, Any] = {"mode": "decode", "context_length": 4096}
+PREFILL: dict[str, Any] = {"mode": "prefill", "prompt_length": 1024}
+
+
+def run(model: str = "llama3.1-70b", **fields: Any) -> Compiled:
+    return compile(Run(model=model, **fields))
+
+
+def work(compiled: Compiled, column: str = "flops") -> Counter[str]:
+    """Of all ranks, by op; fused kernels by the first."""
+    found: Counter[str] = Counter()
+    for c in compiled.program.classes:
+        t = c.tasks
+        for row in np.flatnonzero(t.kind == Kind.COMPUTE):
+            op = t.ops[t.op[row]].split("+")[0]
+            found[op] += int(getattr(t, column)[row]) * len(c.ranks)
+    return found
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------
+
+
+def test_a_token_costs_two_flops_per_parameter() -> None:
+    """Of all matrices; the embedding is looked up, and norms multiply elements."""
+    found = work(run(batch_size=16, tp=8, **DECODE))
+    norms = (2 * 80 + 1) * 8192
+    assert found["einsum"] == 16 * 2 * (70_553_706_496 - 128256 * 8192 - norms)
+    heads = 64 * 128
+    assert found["cached_attention"] == 16 * 80 * 4 * heads * (4096 + 1)
+
+
+def test_prefill_predicts_from_the_last_token() -> None:
+    found = work(run(batch_size=3, **PREFILL))
+    layers = 70_553_706_496 - 2 * 128256 * 8192 - (2 * 80 + 1) * 8192
+    assert found["einsum"] == 3 * 2 * (1024 * layers + 128256 * 8192)
+    assert found["cached_attention"] == 3 * 80 * 4 * 8192 * (1024 * 1025 // 2)
+
+
+def test_layers_do_what_they_do_in_training() -> None:
+    """But for the diagonal, of which training's causal attention counts half."""
+    fields: dict[str, Any] = {"fuse": False}
+    served = work(run(**PREFILL, **fields))
+    trained = run(seq_length=1024, **fields)
+    (c,) = trained.program.classes
+    forward = Counter[str]()
+    for row in np.flatnonzero((c.tasks.phase == 0) & (c.tasks.layer >= 0)):
+        forward[c.tasks.ops[c.tasks.op[row]]] += int(c.tasks.flops[row])
+    assert served["einsum"] - 2 * 128256 * 8192 == forward["einsum"]
+    assert served["cached_attention"] - forward["attention"] == 80 * 4 * 8192 * 1024 // 2
+    assert served["glu"] == forward["glu"]
+
+
+def test_drafts_are_verified() -> None:
+    """Each of k + 1 tokens sees those before it, and the next token of each is predicted."""
+    plain, drafted = run(**DECODE), run(num_speculative_tokens=3, **DECODE)
+    assert work(drafted)["einsum"] == 4 * work(plain)["einsum"]
+    pairs = sum(4096 + j + 1 for j in range(4))
+    assert work(drafted)["cached_attention"] == 80 * 4 * 8192 * pairs
+
+
+def test_a_chunk_of_a_prompt_beside_decode() -> None:
+    """The tokens of both are one batch; the chunk's last token is predicted from."""
+    both = run(batch_size=6, prompt_length=512, dp=2, **DECODE)
+    decode = run(batch_size=6, **DECODE)
+    chunk = run(mode="prefill", batch_size=2, prompt_length=512)
+    for op in ("einsum", "cached_attention"):
+        assert work(both)[op] == work(decode)[op] + work(chunk)[op]
+    (c,) = both.program.classes
+    assert len(c.ranks) == 2  # all ranks have three requests and a chunk
+
+
+@given(
+    st.lists(
+        st.builds(Group, st.integers(1, 5), st.integers(0, 20), st.integers(1, 6)), min_size=1
+    ),
+    st.integers(1, 5),
+    st.sampled_from([0, 1, 4, 9]),
+    st.sampled_from([1, 4, 16]),
+    st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_sums_over_requests(
+    groups: list[Group], places: int, window: int, block: int, logits: int
+) -> None:
+    """Counted one by one: pairs, keys, blocks, of requests dealt in turn."""
+    want = np.zeros((places, len(batch.COLUMNS)), np.int64)
+    turn = 0
+    for g in groups:
+        for _ in range(g.count):
+            context, new = g.context_length or 0, g.new_tokens or 0
+            seen = [
+                [k for k in range(p + 1) if not window or k > p - window]
+                for p in range(context, context + new)
+            ]
+            keys = {k for some in seen for k in some}
+            blocks = (context + new - 1) // block - min(keys) // block + 1
+            want[turn % places] += [
+                1, new, sum(map(len, seen)), len(keys), blocks * block, blocks,
+                new if new <= logits else 1,
+            ]  # fmt: skip
+            turn += 1
+    found = batch.dealt(groups, batch.each(groups, Cache(block), window, logits), places)
+    assert found.tolist() == want.tolist()
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "per_token"),
+    [
+        # 2 (keys and values) * layers * key-value heads * width of a head * 2 bytes
+        ("llama3.1-70b", 2 * 80 * 8 * 128 * 2),  # 327,680
+        ("llama3.1-8b", 2 * 32 * 8 * 128 * 2),  # 131,072
+        ("llama2-7b", 2 * 32 * 32 * 128 * 2),  # 524,288: multi-head
+        ("falcon-7b", 2 * 32 * 1 * 64 * 2),  # 8,192: multi-query
+    ],
+)
+def test_bytes_of_a_token(model: str, per_token: int) -> None:
+    fields: dict[str, Any] = {"mode": "decode", "batch_size": 4, "context_length": 999}
+    assert cached(model, kv_block_size=1, **fields) == [4 * 1000 * per_token]
+    assert cached(model, kv_cache_dtype="fp8", kv_block_size=1, **fields) == [2000 * per_token]
+    assert cached(model, **fields) == [4 * 1008 * per_token]  # 63 blocks of 16
+    assert cached(model, kv_cache="contiguous", **fields) == [4 * 1000 * per_token]
+    assert cached(model, kv_cache="contiguous", max_model_len=1500, **fields) == [
+        4 * 1500 * per_token
+    ]
+
+
+def cached(model: str = "llama3.1-70b", **fields: Any) -> list[int]:
+    """Bytes of the cache on a rank of each class."""
+    return [c.memory["kv_cache"] for c in run(model, **fields).program.classes]
+
+
+def test_ranks_share_the_heads() -> None:
+    """vLLM: key-value heads are split over tp; where there are fewer, ranks have copies."""
+    whole = 8 * 4112 * 327_680
+    for tp in (1, 2, 8):
+        assert cached(tp=tp, batch_size=8, **DECODE) == [whole // tp]
+    assert cached(tp=16, batch_size=8, **DECODE) == cached(tp=64, batch_size=8, **DECODE)
+    assert cached(tp=64, batch_size=8, **DECODE) == [whole // 8]
+
+
+def test_ranks_of_dp_have_their_requests() -> None:
+    assert cached(dp=4, batch_size=8, **DECODE) == [2 * 4112 * 327_680]
+    # Ten over four: two ranks have three, and run a program of their own.
+    program = run(dp=4, batch_size=10, **DECODE).program
+    found = {len(c.ranks): c.memory["kv_cache"] // (4112 * 327_680) for c in program.classes}
+    assert sorted(c.ranks.tolist() for c in program.classes) == [[0, 1], [2, 3]]
+    assert sorted(c.memory["kv_cache"] // (4112 * 327_680) for c in program.classes) == [2, 3]
+    assert found[2] in (2, 3)
+
+
+def test_stages_have_the_layers_they_hold() -> None:
+    """And the requests of all microbatches."""
+    assert cached(pp=4, batch_size=8, **DECODE) == [8 * 4112 * 327_680 // 4] * 4
+
+
+def test_a_window_keeps_what_it_needs() -> None:
+    """gemma2: every other layer sees 4096 tokens."""
+    model = PRESETS["gemma2-9b"]
+    assert model.sliding_window == 4096
+    per_layer = 2 * 8 * 256 * 2
+    fields: dict[str, Any] = {"mode": "decode", "context_length": 9000, "kv_block_size": 1}
+    assert cached("gemma2-9b", **fields) == [per_layer * 21 * (9001 + 4096)]
+    found = work(run("gemma2-9b", **fields))
+    assert found["cached_attention"] == 4 * 16 * 256 * 21 * (9001 + 4096)
+
+
+def test_attention_reads_the_keys_it_sees() -> None:
+    """Not the empty ends of blocks: each request's keys and values once, and new queries."""
+    fields: dict[str, Any] = {"mode": "decode", "batch_size": 2, "context_length": 1000}
+    found = run(layers=1, **fields)
+    (c,) = found.program.classes
+    rows = [i for i in range(len(c.tasks)) if c.tasks.ops[c.tasks.op[i]] == "cached_attention"]
+    keys = 2 * 1001 * 2 * 8 * 128 * 2
+    queries = 2 * 2 * 64 * 128 * 2  # read, and results written
+    blocks = 2 * 63 * 4
+    assert c.tasks.traffic[rows].tolist() == [keys + queries + blocks + 2 * 8]
+    written = [i for i in range(len(c.tasks)) if c.tasks.ops[c.tasks.op[i]] == "cache"]
+    assert c.tasks.traffic[written].tolist() == [2 * 2 * 8 * 128 * 2 + 2 * 8]  # values, and slots
+    assert Counter(c.tasks.ops[i] for i in c.tasks.op)["rope+cache"] == 1  # keys
+
+
+# ---- communication -------------------------------------------------------------------------------
+
+
+def collectives(compiled: Compiled) -> Counter[str]:
+    (c,) = compiled.program.classes
+    t = c.tasks
+    return Counter(
+        f"{COLLECTIVES[t.collective[i]]} {t.comm_bytes[i]}"
+        for i in np.flatnonzero(t.kind == Kind.COLLECTIVE)
+    )
+
+
+def test_tensor_parallelism() -> None:
+    """Two all-reduces a layer, one of words; logits are gathered (vLLM's LogitsProcessor)."""
+    found = collectives(run(tp=8, batch_size=5, **DECODE))
+    assert found == {f"all_reduce {5 * 8192 * 2}": 161, f"all_gather {5 * 128256 // 8 * 2}": 1}
+    found = collectives(run(tp=8, batch_size=5, **PREFILL))
+    assert found == {
+        f"all_reduce {5 * 1024 * 8192 * 2}": 161,
+        f"all_gather {5 * 128256 // 8 * 2}": 1,
+    }
+
+
+def test_data_parallel_ranks_do_not_talk() -> None:
+    assert not collectives(run(dp=4, **DECODE))
+
+
+def test_a_pipeline_passes_on_microbatches() -> None:
+    program = run(pp=4, batch_size=10, **DECODE).program  # 3, 3, 2 and 2 requests
+    for c, (receives, sends) in zip(program.classes, ((0, 1), (1, 1), (1, 1), (1, 0)), strict=True):
+        t = c.tasks
+        for kind, there in ((Kind.RECV, receives), (Kind.SEND, sends)):
+            sizes = t.comm_bytes[t.kind == kind].tolist()
+            assert sizes == [n * 8192 * 2 for n in (3, 3, 2, 2)] * there
+    assert program.peers == ((("pp", 1)), (("pp", -1)))
+
+
+# ---- what fits -----------------------------------------------------------------------------------
+
+
+def capacity(**fields: Any) -> Capacity:
+    found = run(**fields).capacity
+    assert found is not None
+    return found
+
+
+def peak(**fields: Any) -> int:
+    return max(c.memory["peak"] for c in run(**fields).program.classes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp": 8, **DECODE},
+        {"tp": 4, "pp": 2, "dp": 2, "batch_size": 6, **DECODE},
+        {"tp": 8, **PREFILL},
+        {"tp": 8, "kv_cache": "contiguous", **DECODE},
+        {"tp": 8, "kv_cache_dtype": "fp8", "num_speculative_tokens": 2, **DECODE},
+    ],
+    ids=lambda f: Run(model="m", **f).describe(),
+)
+def test_one_more_does_not_fit(fields: dict[str, Any]) -> None:
+    found = capacity(device_memory="80e9", **fields)
+    dp = fields.get("dp", 1)
+    assert found.device_memory == 80 * 10**9
+    assert found.fits
+    assert found.requests % dp == 0
+    for requests, fits in ((found.requests, True), (found.requests + dp, False)):
+        assert (peak(**{**fields, "batch_size": requests}) <= 80e9) == fits
+    name = "context_length" if fields["mode"] == "decode" else "prompt_length"
+    new = 1 + fields.get("num_speculative_tokens", 0) if name == "context_length" else 0
+    assert found.tokens is not None
+    for tokens, fits in ((found.tokens, True), (found.tokens + 1, False)):
+        assert (peak(**{**fields, name: tokens - new}) <= 80e9) == fits
+
+
+def test_requests_that_fit_by_hand() -> None:
+    """80 GB less weights, by 4112 tokens of 40,960 bytes each, and what a token is made of."""
+    found = capacity(tp=8, device_memory="80e9", **DECODE)
+    (c,) = run(tp=8, **DECODE).program.classes
+    logits = 128256 * 2 * 9 // 8  # of a rank, and of all
+    assert c.memory["activations"] == logits
+    each = 4112 * 40_960 + logits
+    assert found.requests == (80 * 10**9 - c.memory["parameters"]) // each
+
+
+def test_nothing_fits() -> None:
+    found = capacity(device_memory="80e9", **DECODE)
+    assert found == Capacity(80_000_000_000, False, 0, 0)
+
+
+def test_of_requests_that_differ_none_is_the_longest() -> None:
+    rows = (Group(3, 1000), Group(1, 9000))
+    found = capacity(tp=8, device_memory="80e9", mode="decode", requests=rows)
+    assert found.tokens is None
+    assert found.requests > 100
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+def test_a_file_of_requests(tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    path.write_text("count,context_length\n3,100\n2,200\n\n1,300\n")
+    asked = run(mode="decode", requests=str(path), layers=2)
+    assert asked.run.requests == (Group(3, 100), Group(2, 200), Group(1, 300))
+    pairs = 3 * 101 + 2 * 201 + 301
+    assert work(asked)["cached_attention"] == 2 * 4 * 8192 * pairs
+    # As many as are asked for, in the file's proportions.
+    more = run(mode="decode", requests=str(path), layers=2, batch_size=12)
+    assert work(more)["cached_attention"] == 2 * 2 * 4 * 8192 * pairs
+
+
+def test_rows_say_all_of_a_mixed_step() -> None:
+    rows = [
+        {"count": 2, "context_length": 512, "new_tokens": 256},
+        {"count": 30, "context_length": 2048},
+    ]
+    asked = run(mode="decode", requests=rows, layers=2)
+    pairs = 2 * (256 * 512 + 256 * 257 // 2) + 30 * 2049
+    assert work(asked)["cached_attention"] == 2 * 4 * 8192 * pairs
+    told = summary(asked)
+    assert told["batch"] == {
+        "requests": 32, "tokens": 542, "cached_tokens": 2 * 512 + 30 * 2048,
+    }  # fmt: skip
+    (gather,) = [c for c in summary(run(mode="decode", requests=rows, layers=2, tp=2))
+                 ["rank_classes"][0]["collectives"] if c["kind"] == "all_gather"]  # fmt: skip
+    assert gather["bytes"] == 32 * 128256 // 2 * 2  # a row for each request
+
+
+def test_a_prefix_that_is_cached() -> None:
+    found = work(run(mode="prefill", prompt_length=100, context_length=900))
+    assert found["cached_attention"] == 80 * 4 * 8192 * (100 * 900 + 100 * 101 // 2)
+
+
+def test_apportioned_exactly() -> None:
+    groups = [Group(1, 1), Group(1, 2), Group(1, 3)]
+    assert [g.count for g in batch.apportioned(groups, 7)] == [3, 2, 2]
+    assert batch.apportioned(groups, 2) == (Group(1, 1), Group(1, 2))
+
+
+HOSTILE = {
+    "": "is empty; wanted a header such as count,context_length, and rows",
+    "count\n": "has no requests; wanted at least one row",
+    "length\n1\n": "line 1: unknown column 'length'; wanted count, context_length or new_tokens",
+    "count,count\n1,1\n": "line 1: column count comes twice; keep one",
+    "count,context_length\n1\n": "line 2: has 1 cells, wanted 2, as the header",
+    "count\n1\n\n-3\n": "line 4: count is '-3', wanted a whole number",
+    "count\n0\n": "line 2: count is 0, wanted a number from 1 to 2147483648",
+    "count\n\u0663\n": "line 2: count is '\u0663', wanted a whole number",
+    "count\n1e3\n": "line 2: count is '1e3', wanted a whole number",
+    "count\n9999999999\n": "line 2: count is 9999999999, wanted a number from 1 to 2147483648",
+    "count\n" + "9" * 5000 + "\n": "line 2: count is '99999",
+    "new_tokens\n0\n": "line 2: new_tokens is 0, wanted a number from 1 to 2147483648",
+    "count,context_length\n2000000000,1\n2000000000,2\n": "has 4000000000 requests, wanted at most",
+    'count\n"1\n': "is not a CSV file: unexpected end of data",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_files(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    path.write_text(text)
+    with pytest.raises(UserError) as info:
+        run(mode="decode", requests=str(path))
+    assert str(info.value).startswith(f"{path}")
+    assert HOSTILE[text] in str(info.value)
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe\x00", b"count\n\x00\n", None])
+def test_what_is_no_file(raw: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    if raw is not None:
+        path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"requests\.csv"):
+        run(mode="decode", requests=str(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([], "requests: has no requests; wanted at least one row"),
+        ([5], "requests, row 1: got 5, wanted such as context_length: 4096"),
+        (
+            [{"context": 5}],
+            "requests, row 1: unknown key 'context'; wanted count, context_length or new_tokens",
+        ),
+        ([{}, {"count": True}], "requests, row 2: count is True, wanted a whole number"),
+        ([{"count": 0}], "requests, row 1: count is 0, wanted a number from 1 to 2147483648"),
+    ],
+)
+def test_hostile_rows(rows: list[Any], wanted: str) -> None:
+    with pytest.raises(UserError) as info:
+        run(mode="decode", requests=rows)
+    assert str(info.value) == wanted
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        (
+            {"zero": 1, **DECODE},
+            "zero is a setting of training, got mode=decode: weights are not sharded over dp; "
+            "drop it",
+        ),
+        (
+            {"seq_length": 64, **PREFILL},
+            "seq_length is a setting of training, got mode=prefill: use prompt_length and "
+            "context_length; drop it",
+        ),
+        (
+            {"recompute": "full", **PREFILL},
+            "recompute is a setting of training, got mode=prefill: there is no backward pass; "
+            "drop it",
+        ),
+        (
+            {"batch_size": 4},
+            "batch_size is a setting of inference, got mode=train; set mode to prefill or decode, "
+            "or drop it",
+        ),
+        (
+            {"dp": 4, "batch_size": 3, **DECODE},
+            "3 requests leave some of the dp=4 ranks without one; use more requests, or a smaller "
+            "dp",
+        ),
+        (
+            {"model": "gpt2", "mode": "decode", "context_length": 1024},
+            "a request has 1025 tokens, context and new ones, more than the 1024 learned positions "
+            "of gpt2; use fewer",
+        ),
+        (
+            {"model": "bert-large", "mode": "prefill"},
+            "bert-large is an encoder, it generates nothing; use mode=train",
+        ),
+        (
+            {"num_speculative_tokens": 2, **PREFILL},
+            "num_speculative_tokens=2 is about decode, got mode=prefill; drop it",
+        ),
+        (
+            {"kv_cache": "contiguous", "kv_block_size": 32, **DECODE},
+            "kv_block_size=32 is of a paged cache, got kv_cache=contiguous; drop either",
+        ),
+        (
+            {"max_model_len": 8192, **DECODE},
+            "max_model_len=8192 is the room of a request in a contiguous cache, got "
+            "kv_cache=paged, where a request takes blocks as it needs them; drop either",
+        ),
+        (
+            {"kv_cache": "contiguous", "max_model_len": 4096, **DECODE},
+            "max_model_len=4096, but a request has 4097 tokens, context and new ones; raise it",
+        ),
+        (
+            {"context_length": 5, "mode": "decode", "requests": [{"context_length": 4}]},
+            "context_length=5, but all requests have theirs; drop either",
+        ),
+        (
+            {"device_memory": "80 gigs", **DECODE},
+            "device_memory is '80 gigs', wanted bytes such as 80e9, 80GB or 80GiB",
+        ),
+        (
+            {"mode": "prefill", "prompt_length": 2**31, "batch_size": 2**31},
+            "the requests of a step see more than 2**62 keys; use fewer or shorter ones",
+        ),
+        (
+            {"tp": 3, **DECODE},
+            "tp=3 does not divide the 64 attention heads of llama3.1-70b; use 1, 2, 4, 8, 16, 32 "
+            "or 64",
+        ),
+        ({"sequence_parallel": True, **DECODE}, "sequence_parallel splits over tp, got tp=1"),
+    ],
+    ids=str,
+)
+def test_refused(fields: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError) as info:
+        run(**fields)
+    assert str(info.value).startswith(wanted)
+
+
+# ---- whole programs ------------------------------------------------------------------------------
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "decode": {"tp": 2, "dp": 3, "pp": 2, "batch_size": 20, **DECODE},
+    "prefill": {"tp": 4, "pp": 4, "sequence_parallel": True, "batch_size": 9, **PREFILL},
+    "chunked": {"tp": 2, "dp": 2, "prompt_length": 128, **DECODE},
+    "drafts": {"pp": 3, "num_speculative_tokens": 4, "streams": "separate", **DECODE},
+    "lengths": {"dp": 3, "pp": 2, "mode": "decode", "requests": [
+        {"count": 5, "context_length": 10 * i} for i in range(1, 7)]},
+    "unfused": {"tp": 2, "fuse": False, "order": "dp-tp-cp-ep-pp", "dp": 2, **DECODE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_rank_can_run(name: str) -> None:
+    compiled = run("llama3.1-8b", layers=6, **PROGRAMS[name])
+    assert check_program(compiled.program)["run"] == "rank by rank"
+    total = Counter[str]()
+    for c in compiled.program.classes:
+        assert set(c.tasks.phase.tolist()) == {0}
+        assert c.memory["peak"] == sum(n for k, n in c.memory.items() if k != "peak")
+        total["flops"] += int(c.tasks.flops.sum()) * len(c.ranks)
+    ranks = np.concatenate([c.ranks for c in compiled.program.classes])
+    assert sorted(ranks.tolist()) == list(range(compiled.run.world_size))
+    # What requests need in all does not depend on who serves them.
+    alone = {k: v for k, v in PROGRAMS[name].items() if k not in ("tp", "pp", "sequence_parallel")}
+    if "dp" not in alone:
+        alone.setdefault("batch_size", compiled.run.batch_size)
+        one = work(run("llama3.1-8b", layers=6, **alone))
+        assert work(compiled)["einsum"] == one["einsum"]
+        assert work(compiled)["cached_attention"] == one["cached_attention"]
+
+
+def test_ranks_of_dp_together_do_the_batch() -> None:
+    rows = [{"count": 5, "context_length": 10 * i} for i in range(1, 7)]
+    fields: dict[str, Any] = {"layers": 6, "mode": "decode", "requests": rows}
+    many = work(run("llama3.1-8b", dp=3, pp=2, tp=2, **fields))
+    one = work(run("llama3.1-8b", **fields))
+    assert many["einsum"] == one["einsum"]
+    assert many["cached_attention"] == one["cached_attention"]
+
+
+def test_a_manifest_repeats_the_run(tmp_path: Path) -> None:
+    """Even when the file of requests is gone."""
+    path = tmp_path / "requests.csv"
+    path.write_text("context_length\n100\n200\n300\n")
+    compiled = run("gpt2", mode="decode", requests=str(path), dp=2, layers=2)
+    sw.generate(compiled, str(tmp_path / "one"))
+    path.unlink()
+    again = compile(Run.load(tmp_path / "one" / "manifest.json"))
+    sw.generate(again, str(tmp_path / "two"))
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+    told = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert told["run"]["mode"] == "decode"
+
+
+def test_generation_is_linear_in_ranks() -> None:
+    """Ranks that serve alike share a program, however many there are."""
+    program = run(dp=4096, tp=8, batch_size=4096 * 3 + 1, layers=2, **DECODE).program
+    assert [len(c.ranks) for c in program.classes] in ([8 * 4095, 8], [8, 8 * 4095])
+    assert math.prod(n for _, n in program.mesh.axes) == 8 * 4096

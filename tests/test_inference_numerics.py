@@ -1,0 +1,273 @@
+"""A step with a cache computes what the whole sequence computes without one, however it is cut.
+
+Requests of several lengths go through prefill, chunked prefill mixed with decode, decode and
+speculative decode; every logit is that of the model's training graph on the request alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from spmd import TINY, Spmd, check, random_values
+from stagewright import nn
+from stagewright.compiler import sizes_of
+from stagewright.ir import Graph, Node, toposort, verify
+from stagewright.layout import Layout, Mesh
+from stagewright.meaning import FAR
+from stagewright.nn import Block, Inference, Recipe
+from stagewright.run import Run
+from stagewright.shard import shard
+from stagewright.strategies import Plan, strategy
+
+SERVED = Recipe(dropout=False, inference=Inference())
+TRAINED = Recipe(dropout=False)
+MODELS = [
+    m for m in TINY if TINY[m].causal and not TINY[m].num_experts and not TINY[m].kv_lora_rank
+]
+BLOCK = 4  # tokens of a block of the cache
+WHERE = ("token_slots", "block_table", "token_positions", "logit_rows")
+
+Values = dict[str, Any]
+
+
+class Piece(NamedTuple):
+    """New tokens of one request in a step."""
+
+    request: int
+    new: int
+
+
+# Two ranks of dp with two requests each; steps have equally many new tokens on both ranks.
+ENDS = ((9, 5), (3, 11))  # lengths at the end
+STEPS: tuple[tuple[tuple[Piece, ...], ...], ...] = (
+    ((Piece(0, 5), Piece(1, 2)), (Piece(1, 6), Piece(0, 1))),  # prefill
+    ((Piece(0, 1), Piece(1, 2)), (Piece(0, 1), Piece(1, 2))),  # a decode and a chunk of a prompt
+    ((Piece(1, 1), Piece(0, 1)), (Piece(0, 1), Piece(1, 1))),  # decode, in another order
+    ((Piece(0, 2),), (Piece(1, 2),)),  # two tokens of one request: a draft is verified
+)
+
+
+def built(model: str, part: str, recipe: Recipe, layer: int = 0) -> Block:
+    config = TINY[model]
+    return nn.BLOCKS[part](config, recipe, config.layer(layer))
+
+
+@cache
+def weights(model: str) -> Values:
+    """By block: those of the two layers differ, a tied table is one."""
+    result: Values = {}
+    sizes = sizes_of(Run(model=model, seq_length=1), TINY[model])
+    for seed, (part, layer) in enumerate(parts()):
+        graph = built(model, part, SERVED, layer).graph
+        params = Graph.of([n for n in graph if n.op == "param"],
+                          {n.name: n for n in graph if n.op == "param"})  # fmt: skip
+        result[part, layer] = random_values(params, sizes, seed)
+    for name in result["head", 0].keys() & result["embedding", 0].keys():
+        result["head", 0][name] = result["embedding", 0][name]
+    return result
+
+
+def parts() -> list[tuple[str, int]]:
+    return [("embedding", 0), ("layer", 0), ("layer", 1), ("head", 0)]
+
+
+# ---- the truth: each request alone, without a cache ----------------------------------------------
+
+
+def all_logits(model: str, tokens: Sequence[int]) -> Any:
+    """[positions, vocabulary] of one sequence, from the graphs for training."""
+    config = TINY[model]
+    x: Any = None
+    for part, layer in parts():
+        graph = built(model, part, TRAINED, layer).graph
+        name = "logits32" if part == "head" else "y"
+        found = {n.name: n for n in graph if n.phase == "forward"}
+        end = found["logits32"].srcs[0] if part == "head" else graph.outputs["y"]
+        forward = Graph.of(toposort([end]), {name: end})
+        sizes = sizes_of(Run(model=model), config) | {"B": 1, "S": len(tokens)}
+        values = weights(model)[part, layer] | {
+            "tokens": np.array([tokens]), "positions": np.arange(len(tokens)), "x": x,
+        }  # fmt: skip
+        x = Spmd({}, sizes).run(forward, values)[end][()]
+    return x[0]
+
+
+@cache
+def prompts() -> tuple[tuple[tuple[int, ...], ...], ...]:
+    rng = random.Random(7)
+    return tuple(tuple(tuple(rng.randrange(24) for _ in range(n)) for n in ends) for ends in ENDS)
+
+
+# ---- a cache in blocks, in any order -------------------------------------------------------------
+
+
+def tables() -> tuple[Any, list[dict[tuple[int, int], int]]]:
+    """The block table of each rank of dp, and the slot of every (request, position)."""
+    rng = random.Random(3)
+    table: list[list[int]] = []
+    slots: list[dict[tuple[int, int], int]] = []
+    for ends in ENDS:
+        blocks = [(r, at) for r, end in enumerate(ends) for at in range(0, end, BLOCK)]
+        blocks += [(len(ends), 0)] * (6 - len(blocks))  # of nobody in this step
+        rng.shuffle(blocks)
+        table.append([r * FAR + at for r, at in blocks])
+        slots.append({
+            (r, at + i): n * BLOCK + i for n, (r, at) in enumerate(blocks) for i in range(BLOCK)
+        })  # fmt: skip
+    return np.array(table), slots
+
+
+class Step(NamedTuple):
+    """A block of the model in one step, with its inputs."""
+
+    number: int
+    part: str
+    layer: int
+    graph: Graph
+    sizes: dict[str, int]
+    values: Values
+    truth: Values
+
+
+def played(model: str) -> Iterator[Step]:
+    """Every block of every step on one device, each with the caches that the step before left."""
+    table, slots = tables()
+    done = [[0] * len(ends) for ends in ENDS]
+    caches: dict[tuple[str, int], Values] = {}
+    for number, step in enumerate(STEPS):
+        where: Values = {name: [] for name in WHERE}
+        tokens: list[list[int]] = []
+        for rank, pieces in enumerate(step):
+            news = [(p.request, done[rank][p.request] + i) for p in pieces for i in range(p.new)]
+            tokens.append([prompts()[rank][r][at] for r, at in news])
+            where["token_slots"].append([slots[rank][new] for new in news])
+            where["token_positions"].append([at for _, at in news])
+            where["logit_rows"].append(list(range(len(news))))
+            for p in pieces:
+                done[rank][p.request] += p.new
+        where = {k: np.array(v) for k, v in where.items()} | {"block_table": table}
+        local = {f"{name}_local": where[name] for name in ("token_slots", "block_table")}
+        new, held, blocks = len(tokens[0]), table.shape[1] * BLOCK, table.shape[1]
+        sizes = sizes_of(Run(model=model), TINY[model]) | {
+            "B": len(ENDS), "S": new, "O": new, "L": held, "I": blocks, "L_local": held,
+            "I_local": blocks,
+        }  # fmt: skip
+        x: Any = None
+        for part, layer in parts():
+            graph = built(model, part, SERVED, layer).graph
+            empty = {n.name: np.zeros([d.value(sizes) for d in n.shape])
+                     for n in graph if n.op == "state"}  # fmt: skip
+            old = caches.get((part, layer), empty)
+            values = weights(model)[part, layer] | where | local | old
+            values |= {"tokens": np.array(tokens), "x": x}
+            env = Spmd({}, sizes).run(graph, values)
+            truth = {name: env[n][()] for name, n in graph.outputs.items()}
+            yield Step(number, part, layer, graph, sizes, values, truth)
+            caches[part, layer] = {
+                n.srcs[0].name: env[n][()] for n in graph if n.op == "cache"
+            }  # fmt: skip
+            x = truth["y"]
+
+
+@cache
+def steps(model: str) -> tuple[Step, ...]:
+    return tuple(played(model))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_logit_is_that_of_the_whole_sequence(model: str) -> None:
+    whole = [[all_logits(model, tokens) for tokens in ranks] for ranks in prompts()]
+    done = [[0] * len(ends) for ends in ENDS]
+    heads = [s for s in steps(model) if s.part == "head"]
+    for step, head in zip(STEPS, heads, strict=True):
+        for rank, pieces in enumerate(step):
+            row = 0
+            for r, new in pieces:
+                at = done[rank][r]
+                got = head.truth["y"][rank, row : row + new]
+                np.testing.assert_allclose(got, whole[rank][r][at : at + new], rtol=1e-6, atol=1e-9)
+                done[rank][r] += new
+                row += new
+    assert done == [list(ends) for ends in ENDS]
+
+
+# ---- sharded as unsharded ------------------------------------------------------------------------
+
+
+def plan(mesh: Mapping[str, int], groups: int, **fields: Any) -> Plan:
+    """dp splits requests, tp heads: key-value heads too as far as there are so many."""
+    tensor = tuple(a for a in mesh if a.startswith("tp"))
+    key_value: tuple[str, ...] = ()
+    for axis in tensor:
+        if groups % mesh[axis] == 0:
+            key_value, groups = (*key_value, axis), groups // mesh[axis]
+    return Plan(
+        Mesh(tuple(mesh.items())),
+        data=tuple(a for a in mesh if a == "dp"),
+        tensor=tensor,
+        key_value=key_value,
+        inner=frozenset(tensor) - {*key_value},
+        **fields,
+    )
+
+
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp": ({"dp": 2}, {}),
+    "tp": ({"tp": 2}, {}),
+    "tp, dp": ({"tp": 3, "dp": 2}, {}),
+    "tp, copied heads": ({"tp_kv": 6, "tp_rep": 2}, {}),
+    "tp, one head": ({"tp": 4, "dp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "plain", "qwen3", "falcon-mqa"])
+def test_sharded(model: str, name: str) -> None:
+    mesh, fields = MESHES[name]
+    groups = TINY[model].num_query_groups
+    for step in steps(model):
+        if step.number not in (0, 1):
+            continue
+        here = plan(mesh, groups, **fields)
+        if here.inner and groups % 6 == 0 and "tp_rep" not in mesh:
+            pytest.skip("ranks would share key-value heads unevenly")
+        sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+        verify(sharded)
+        check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
+        found = {n.name: n for n in sharded}
+        if step.part == "layer":
+            local = "_local" if "k_cache_local" in found else ""
+            assert found[f"k_cache{local}"].layout == Layout((here.data, (), here.key_value, ()))
+        if step.part == "head":
+            assert found["logits_gathered" if here.tensor else "logits"].layout.dims[2] == ()
+
+
+def test_sequence_parallel() -> None:
+    """Norms on a part of the tokens: gathered before products, reduce-scattered after."""
+    mesh = {"tp": 3}
+    here = plan(mesh, 6, sequence_parallel=True)
+    ops: list[list[str]] = []
+    for step in steps("llama"):
+        if step.number == 1:  # three tokens
+            sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+            check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
+            ops.append([n.op for n in sharded if n.op in ("all_gather", "reduce_scatter")])
+    layer = ["all_gather", "reduce_scatter"] * 2
+    assert ops == [["reduce_scatter"], layer, layer, ["all_gather"] * 2]
+
+
+def test_no_gradients() -> None:
+    for part, layer in parts():
+        graph = built("llama", part, SERVED, layer).graph
+        assert {n.phase for n in graph} == {"forward"}
+        assert not any(n.once for n in graph)
+
+
+def node(graph: Graph, name: str) -> Node:
+    return next(n for n in graph if n.name == name)
