@@ -29,7 +29,14 @@ from stagewright.spec import Spec, parse
 Coords = tuple[int, ...]
 Env = dict[Node, dict[Coords, Any]]
 
-BELOW = {"tokens": "V", "labels": "V", "positions": "P", "token_types": "T"} | {
+BELOW = {
+    "classes": "Classes",
+    "indices": "Rows",
+    "tokens": "V",
+    "labels": "V",
+    "positions": "P",
+    "token_types": "T",
+} | {
     "token_slots": "K",
     "block_table": "K",
     "logit_rows": "S",

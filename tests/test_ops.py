@@ -38,7 +38,7 @@ from stagewright.spec import parse
 SIZES = (
     dict.fromkeys("BSQKMFAVPX", 12)
     | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
-    | {"I": 4, "O": 12}
+    | {"I": 4, "O": 12, "L": 4, "H": 6}
 )
 
 
@@ -101,6 +101,10 @@ EXAMPLES = [
     *(Example("glu", "bsf,bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
     Example("random_mask", "bsm->bsm", {"rate": 0.3}, fixed=(0,)),
     Example("dropout", "bsm,bsm->bsm", {"rate": 0.3}, fixed=(1,)),
+    Example("modulate", "bsm,bGm->bsm", {"shift": 0, "scale": 2, "base": 1.0}),
+    Example("modulate", "bsm,bGm->bsm", {"shift": -1, "scale": 1, "base": 0.0}),
+    Example("norm", "bsM->bsM", {"fn": "layernorm"}),
+    Example("pad", "bsN->bsD", {"first": True, "dim": -1}, out="BSD"),
     *(Example("rope", "bsaD->bsaD", {"inverse": i}) for i in (False, True)),
     Example("norm", "bsM,M->bsM", {"fn": "rmsnorm"}),
     Example("norm", "bsM,M->bsM", {"fn": "layernorm"}),
@@ -112,9 +116,14 @@ EXAMPLES = [
     Example("topk", "bsE->bsE", {"fn": "sigmoid", "top_k": 3}),
     Example("dispatch", "bsm,bsE->Erm", {"top_k": 3, "weighted": False}, fixed=(1,), out="ERM"),
     Example("combine", "Erm,bsE->bsm", {"top_k": 3, "weighted": True}),
-    Example("join", "bsaN,bsZ->bsaD", out="BSAD"),
-    Example("part", "bsaD->bsaN", {"first": True}, out="BSAN"),
-    Example("part", "bsaD->bsaN", {"first": False}, out="BSAN"),
+    Example("join", "bsaN,bsZ->bsaD", {"dim": -1}, out="BSAD"),
+    Example("join", "bZm,bNm->bDm", {"dim": 1}, out="BDM"),
+    Example("join", "Zm,bNm->bDm", {"dim": 1}, out="BDM"),
+    Example("part", "bsaD->bsaN", {"first": True, "dim": -1}, out="BSAN"),
+    Example("part", "bsaD->bsaN", {"first": False, "dim": -1}, out="BSAN"),
+    Example("part", "bDm->bNm", {"first": False, "dim": 1}, out="BNM"),
+    Example("triangle", "bNL->bH", out="BH"),
+    Example("embedding", "bg,gvm->bgm", fixed=(0,), integers=TOKENS),
     *(Example("pscan", s, {"dim": 1}) for s in ("bSm,bSm->bSm", "bSfp,bSfp->bSfp")),
     Example("first_token", "bsm->bm"),
     Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
@@ -214,7 +223,7 @@ def test_every_row_is_tried() -> None:
 @pytest.mark.parametrize("op", [op for op, row in OPS.items() if row.linear])
 def test_linear_rows_are_linear(op: str) -> None:
     examples = [e for e in EXAMPLES if e.op == op and not e.integers]
-    assert examples or op in ("sum", "tie", "accumulate", "pad")
+    assert examples or op in ("sum", "tie", "accumulate", "pad", "triangle_bwd")
     for example in examples:
         graph, _, values = built(example)
         forward = Graph.of(graph.nodes, {"out": graph.outputs["out"]})

@@ -14,7 +14,7 @@ from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
 from stagewright import nn, notation
-from stagewright.compiler import Kind, _table, recipe_of, sharded, sizes_of
+from stagewright.compiler import Kind, recipe_of, sharded, sizes_of, table_of
 from stagewright.errors import UserError
 from stagewright.ir import Graph
 from stagewright.models import Layer, ModelConfig
@@ -41,7 +41,7 @@ def toy(text: str, **sizes: int) -> ModelConfig:
 def graph_of(model: ModelConfig, **settings: Any) -> tuple[Graph, Run]:
     run = Run(model=model.name, **settings).resolved(model)
     _, plan = parallelization(run, model)
-    plan = dataclasses.replace(plan, table=_table(run, model, {}))
+    plan = dataclasses.replace(plan, table=table_of(run, model, {}))
     kind = Kind("layer", model.layer(0))
     return sharded(kind, run, model, plan, sizes_of(run, model)), run
 

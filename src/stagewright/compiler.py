@@ -146,7 +146,14 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         "B": run.micro_batch_size * run.dp * replicas,
         "S": run.seq_length or 0,
         "R": _rows(run, model) * replicas,
+        **_text(run, model),
     }
+
+
+def _text(run: Run, model: ModelConfig) -> dict[str, int]:
+    """Where a tower's patches stand before the text, what is left of the sequence."""
+    vision = model.tower and model.tower.vision
+    return {"Text": (run.seq_length or 0) - vision.patches} if vision else {}
 
 
 def _rows(run: Run, model: ModelConfig) -> int:
@@ -227,7 +234,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
     stages: list[list[tuple[Kind, int]]] = [[] for _ in counts]
     between: list[tuple[Kind, int]] = []
     stage = 0
-    for name, index in nn.chain(model):
+    for name, index, layer in nn.chain(model):
         if index < 0:
             between.append((Kind(name), -1))
             continue
@@ -237,7 +244,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
         between = []
         at = index - ends[stage] + counts[stage]
         recomputed = run.recompute == "full" and at < (run.recompute_num_layers or counts[stage])
-        stages[stage].append((Kind("layer", model.layer(index), recomputed), index))
+        stages[stage].append((Kind(name, layer, recomputed), index))
     stages[-1] += between
     return stages
 
@@ -316,9 +323,8 @@ def lowered(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> LoweredBlock:
                 f"{run.model}: {t.name} makes a kernel or message of more than {MOST_FLOPS} FLOPs "
                 "or bytes on one rank; lower a size, or split it over more ranks"
             )
-    stream = (
-        next((n for n in graph if n.name == "x" and n.op == "input"), None) or graph.outputs["y"]
-    )
+    inputs = (n for n in graph if n.name == "x" and n.op == "input")
+    stream = next(inputs, None) or graph.outputs.get("y") or graph.outputs["loss"]
 
     def maker(output: str) -> Task | str | None:
         return at[graph.outputs[output]] if output in graph.outputs else None
@@ -334,9 +340,12 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
 
     No padding, tied weights once. Of a layer's experts, a token activates `top_k`.
     """
-    sizes = sizes_of(Run(model=model.name, seq_length=1), model)
+    sizes = sizes_of(
+        Run(model=model.name, seq_length=model.max_position_embeddings if model.vision else 1),
+        model,
+    )
     recipe = nn.Recipe(shared_embedding=True)
-    kinds = Counter((name, model.layer(i) if i >= 0 else Layer()) for name, i in nn.chain(model))
+    kinds = Counter((part.block, part.layer) for part in nn.chain(model))
     total = active = 0
     for (name, layer), count in kinds.items():
         block = nn.BLOCKS[name](model, recipe, layer)

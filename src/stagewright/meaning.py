@@ -105,6 +105,20 @@ def _act(ctx: Any, x: Any) -> Any:
     return ACTIVATIONS[ctx["fn"]](x)
 
 
+def modulate(ctx: Any, x: Any, by: Any) -> Any:
+    """x * (base + a row) + another row, the same for all positions."""
+    shift = by[:, None, ctx["shift"]] if ctx["shift"] >= 0 else 0.0
+    return x * (ctx["base"] + by[:, None, ctx["scale"]]) + shift
+
+
+def modulate_wgrad(ctx: Any, g: Any, x: Any) -> Any:
+    out = np.zeros(ctx.shape)
+    out[:, ctx["scale"]] = (g * x).sum(1)
+    if ctx["shift"] >= 0:
+        out[:, ctx["shift"]] = g.sum(1)
+    return out
+
+
 def act(ctx: Any, x: Any) -> Any:
     return _act(ctx, x)
 
@@ -183,11 +197,11 @@ def _standard(ctx: Any, x: Any) -> tuple[Any, Any]:
     return y * r, r
 
 
-def norm(ctx: Any, x: Any, w: Any, b: Any = 0.0) -> Any:
+def norm(ctx: Any, x: Any, w: Any = 1.0, b: Any = 0.0) -> Any:
     return _standard(ctx, x)[0] * w + b
 
 
-def norm_bwd(ctx: Any, g: Any, x: Any, w: Any) -> Any:
+def norm_bwd(ctx: Any, g: Any, x: Any, w: Any = 1.0) -> Any:
     y, r = _standard(ctx, x)
     h = g * w
     dx = h - y * (h * y).mean(-1, keepdims=True)
@@ -303,12 +317,19 @@ def _rows(ctx: Any, tokens: Any, rows: int) -> Any:
 
 
 def embedding(ctx: Any, tokens: Any, table: Any) -> Any:
-    return _rows(ctx, tokens, table.shape[0]) @ table
+    spec = parse(ctx["spec"])
+    at, of, out = ("".join(d[0] for d in dims) for dims in (*spec.ins, spec.out))
+    row = next(x for x in of if x not in out)
+    rows = _rows(ctx, tokens, table.shape[of.index(row)])
+    return np.einsum(f"{at}{row},{of}->{out}", rows, table)
 
 
 def embedding_bwd(ctx: Any, g: Any, tokens: Any) -> Any:
-    rows = _rows(ctx, tokens, ctx.shape[0])
-    return rows.reshape(-1, rows.shape[-1]).T @ g.reshape(-1, g.shape[-1])
+    spec = parse(ctx["spec"])
+    made, at, of = ("".join(d[0] for d in dims) for dims in (*spec.ins, spec.out))
+    row = next(x for x in of if x not in made)
+    rows = _rows(ctx, tokens, ctx.shape[of.index(row)])
+    return np.einsum(f"{made},{at}{row}->{of}", g, rows)
 
 
 def first_token(ctx: Any, x: Any) -> Any:
@@ -409,22 +430,52 @@ def combine_gates(ctx: Any, g: Any, h: Any, gates: Any) -> Any:
 
 
 def join(ctx: Any, a: Any, b: Any) -> Any:
-    b = np.broadcast_to(_align(ctx["spec"], b, last=1), (*a.shape[:-1], b.shape[-1]))
-    return np.concatenate([a, b], axis=-1)
+    """Operands stand behind each other along `dim` of the result; what lacks dims is repeated."""
+    spec = parse(ctx["spec"])
+    found: list[Any] = []
+    for x, dims in zip((a, b), spec.ins, strict=True):
+        own = [d for d in dims if d not in spec.out]
+        order = [d if d in dims else None for d in spec.out]
+        order[ctx["dim"]] = own[0] if own else None
+        x = np.transpose(x, [dims.index(d) for d in order if d is not None])
+        x = x[tuple(slice(None) if d is not None else None for d in order)]
+        shape = list(ctx.shape)
+        shape[ctx["dim"]] = x.shape[ctx["dim"]]
+        found.append(np.broadcast_to(x, shape))
+    return np.concatenate(found, axis=ctx["dim"])
 
 
 def part(ctx: Any, x: Any) -> Any:
+    """The first or last along `dim`, summed over the dims that the result lacks."""
     spec = parse(ctx["spec"])
-    width = ctx.shape[-1]
-    x = x[..., :width] if ctx["first"] else x[..., -width:]
-    lost = tuple(i for i, d in enumerate(spec.ins[0][:-1]) if d not in spec.out)
+    own = [i for i, d in enumerate(spec.out) if d not in spec.ins[0]]
+    width = ctx.shape[own[0]] if own else 1
+    dim = ctx["dim"] % x.ndim
+    x = x[(slice(None),) * dim + (slice(width) if ctx["first"] else slice(-width, None),)]
+    lost = tuple(
+        i for i, d in enumerate(spec.ins[0]) if d not in spec.out and (i != dim or not own)
+    )
     return x.sum(lost)
 
 
 def pad(ctx: Any, g: Any) -> Any:
     out = np.zeros(ctx.shape)
-    if ctx["first"]:
-        out[..., : g.shape[-1]] = g
-    else:
-        out[..., -g.shape[-1] :] = g
+    dim = ctx["dim"] % out.ndim
+    if g.ndim < out.ndim:
+        g = np.expand_dims(g, dim)
+    width = g.shape[dim]
+    out[(slice(None),) * dim + (slice(width) if ctx["first"] else slice(-width, None),)] = g
+    return out
+
+
+def triangle(ctx: Any, x: Any) -> Any:
+    """Below the diagonal of the last two dims, row by row."""
+    i, j = np.tril_indices(x.shape[-1], -1)
+    return x[..., i, j]
+
+
+def triangle_bwd(ctx: Any, g: Any) -> Any:
+    out = np.zeros(ctx.shape)
+    i, j = np.tril_indices(out.shape[-1], -1)
+    out[..., i, j] = g
     return out

@@ -111,6 +111,58 @@ class Module:
     """The `.stg` file it is from."""
 
 
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """Images as a sequence of square patches (ViT, arXiv 2010.11929), and what is made of them."""
+
+    image_size: int
+    patch_size: int
+    channels: int = 3
+    patch_bias: bool = True
+    classes: int = 0
+    """Of the classifier on the first position; 0: there is none, as in a tower."""
+
+    @property
+    def patches(self) -> int:
+        """Positions of an image, besides the one that stands before them for all of it."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class Diffusion:
+    """Noisy images as patches, modulated by step and class (DiT, arXiv 2212.09748)."""
+
+    image_size: int
+    """Of the latent image."""
+    patch_size: int
+    channels: int
+    classes: int
+    """That of no class included."""
+    out_channels: int
+    """Noise, and its variance where that is learned."""
+    waves: int = 256
+    """Sines and cosines of a step."""
+
+    @property
+    def patches(self) -> int:
+        """Positions of an image; one more stands before them, for step and class."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Tables looked up by features, MLPs around them (DLRM, arXiv 1906.00091)."""
+
+    rows: tuple[int, ...]
+    """Of each table."""
+    dense: int
+    """Numeric features."""
+    bottom: tuple[int, ...]
+    """Widths of the MLP over these; the last is the width of a row."""
+    top: tuple[int, ...]
+    """Widths of the MLP over the products of all pairs; the last is 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A transformer on one device. Sizes count elements; the defaults are Llama's choices.
@@ -214,6 +266,15 @@ class ModelConfig:
     bare: bool = False
     """Layers and nothing else: no norms and residual sums around, no embedding, no loss."""
 
+    vision: Vision | None = None
+    """Reads images and no text."""
+    tower: ModelConfig | None = None
+    """A vision model whose output stands before the text (LLaVA, arXiv 2310.03744)."""
+    diffusion: Diffusion | None = None
+    """Removes noise from images."""
+    recommendation: Recommendation | None = None
+    """No transformer at all: tables and MLPs."""
+
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -235,6 +296,11 @@ class ModelConfig:
         after = index - self.first_dense_layers
         routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
         return Layer(mixer, "experts" if routed else "dense")
+
+    @property
+    def depth(self) -> int:
+        """Layers in all, those of the tower first."""
+        return self.num_layers + (self.tower.num_layers if self.tower else 0)
 
     @property
     def parts(self) -> frozenset[str]:
@@ -405,6 +471,9 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e9
 
 
+_NESTED = {"vision": Vision, "diffusion": Diffusion, "recommendation": Recommendation}
+
+
 def _presets() -> dict[str, ModelConfig]:
     found: dict[str, ModelConfig] = {}
     for style, rows in FAMILIES:
@@ -413,6 +482,11 @@ def _presets() -> dict[str, ModelConfig]:
             sizes: dict[str, Any] = dict(zip(LIMITS, map(int, columns[: len(LIMITS)]), strict=True))
             for repository in columns[len(LIMITS) :]:
                 sizes["source"] = f"https://huggingface.co/{repository}/blob/main/config.json"
+            for field, kind in _NESTED.items():
+                if field in style:
+                    sizes[field] = kind(**style[field])
+            if "tower" in style:
+                sizes["tower"] = found[style["tower"]]
             found[name] = ModelConfig(name=name, **(style | sizes))
     return found
 

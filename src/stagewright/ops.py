@@ -347,11 +347,15 @@ def _glu_vjp(n: Node, g: Node) -> Grads:
 
 
 def _norm_vjp(n: Node, g: Node) -> Grads:
-    x, w = n.srcs[0], n.srcs[1]
+    x = n.srcs[0]
     z = letters(x)
     lead, m = z[:-1], z[-1]
     whole = m.upper()
     attrs = _attrs(n)
+    if len(n.srcs) == 1:
+        spec = f"{lead}{whole}"
+        return (apply("norm_bwd", f"{spec},{spec}->{spec}", g, x, phase="backward", **attrs),)
+    w = n.srcs[1]
     dx = apply(
         "norm_bwd",
         f"{lead}{whole},{lead}{whole},{whole}->{lead}{whole}",
@@ -416,12 +420,15 @@ def _embedding_vjp(n: Node, g: Node) -> Grads:
 def _exp_sum_vjp(n: Node, g: Node) -> Grads:
     # The maximum cancels in log(sum(exp(x - max))) + max: it needs no gradient.
     logits, top = n.srcs
-    return (apply("exp_sum_bwd", "bs,bsv,bs->bsv", g, logits, top, phase="backward"), None)
+    x, t = str(n["spec"]).split("->")[0].split(",")
+    return (apply("exp_sum_bwd", f"{t},{x},{t}->{x}", g, logits, top, phase="backward"), None)
 
 
 def _pick_vjp(n: Node, g: Node) -> Grads:
     logits, labels = n.srcs
-    return (apply("pick_bwd", "bs,bs->bsv", g, labels, out=logits.shape, phase="backward"), None)
+    x, t = str(n["spec"]).split("->")[0].split(",")
+    spec = f"{t},{t}->{x}"
+    return (apply("pick_bwd", spec, g, labels, out=logits.shape, phase="backward"), None)
 
 
 def _nll_vjp(n: Node, g: Node) -> Grads:
@@ -491,34 +498,58 @@ def _pscan_vjp(n: Node, g: Node) -> Grads:
 
 
 def _join_vjp(n: Node, g: Node) -> Grads:
-    """Each operand's part of the last dim, summed over the dims that it lacks."""
+    """Each operand's part of the joint dim, summed over the dims that it lacks."""
     ins, out = str(n["spec"]).split("->")
+    own: dict[str, Any] = {"dim": n["dim"]}
     found: list[Node | None] = []
     for i, (term, s) in enumerate(zip(ins.split(","), n.srcs, strict=True)):
         found.append(
-            apply("part", f"{out}->{term}", g, out=s.shape, phase="backward", first=i == 0)
+            apply("part", f"{out}->{term}", g, out=s.shape, phase="backward", first=i == 0, **own)
         )
     return tuple(found)
 
 
 def _part_vjp(n: Node, g: Node) -> Grads:
     ins, out = str(n["spec"]).split("->")
-    return (
-        apply("pad", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward", first=n["first"]),
-    )
+    return (apply("pad", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward", **_attrs(n)),)
 
 
-def join(a: Node, b: Node, spec: str, width: Size, **fields: Any) -> Node:
-    """The operands behind each other along the last dim; `b` may lack dims, then all share it."""
+def _pad_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    shape = n.srcs[0].shape
+    return (apply("part", f"{out}->{ins}", g, out=shape, phase="backward", **_attrs(n)),)
+
+
+def _modulate_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    _, rows = ins.split(",")
+    x, by = n.srcs
+    own = _attrs(n)
+    back: dict[str, Any] = own | {"shift": -1}
+    dx = apply("modulate", str(n["spec"]), g, by, phase="backward", **back)
+    spec = f"{out},{out}->{rows}"
+    return (dx, apply("modulate_wgrad", spec, g, x, out=by.shape, phase="backward", **own))
+
+
+def _triangle_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    return (apply("triangle_bwd", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward"),)
+
+
+def join(a: Node, b: Node, spec: str, width: Size, *, dim: int = -1, **fields: Any) -> Node:
+    """The operands behind each other along `dim`, `width` in all; what lacks dims is repeated."""
     dims = parse(spec)
     sizes = bind(dims, [a.shape, b.shape])
-    out = (*(sizes[d[0]] for d in dims.out[:-1]), width)
-    return apply("join", spec, a, b, out=out, **fields)
+    out = [sizes.get(d[0], width) for d in dims.out]
+    return apply("join", spec, a, b, out=tuple(out), dim=dim, **fields)
 
 
-def part(x: Node, spec: str, width: Size, *, first: bool, **fields: Any) -> Node:
-    """The first or last `width` of the last dim."""
-    return apply("part", spec, x, out=(*x.shape[:-1], width), first=first, **fields)
+def part(x: Node, spec: str, width: Size, *, first: bool, dim: int = -1, **fields: Any) -> Node:
+    """The first or last `width` of one dim."""
+    dims = parse(spec)
+    sizes = bind(dims, [x.shape])
+    out = tuple(sizes.get(d[0], width) for d in dims.out)
+    return apply("part", spec, x, out=out, first=first, dim=dim, **fields)
 
 
 def _attrs(n: Node) -> dict[str, Any]:
@@ -541,6 +572,8 @@ OPS: dict[str, Op] = {
     "scale": Op(_m.scale, _scale_vjp, linear=True, fuses=True),
     "divide": Op(_m.divide, fuses=True),
     "bias": Op(_m.bias, _bias_vjp, fuses=True),
+    "modulate": Op(_m.modulate, _modulate_vjp, flops=2, fuses=True),
+    "modulate_wgrad": Op(_m.modulate_wgrad, flops=3, fuses=True),
     "act": Op(_m.act, _act_vjp, flops=8, fuses=True),
     "act_bwd": Op(_m.act_bwd, flops=12, fuses=True),
     "glu": Op(_m.glu, _glu_vjp, flops=6, fuses=True),
@@ -569,7 +602,9 @@ OPS: dict[str, Op] = {
     # widths
     "join": Op(_m.join, _join_vjp, flops=0, linear=True, fuses=True),
     "part": Op(_m.part, _part_vjp, flops=0, linear=True, fuses=True),
-    "pad": Op(_m.pad, flops=0, linear=True, fuses=True),
+    "pad": Op(_m.pad, _pad_vjp, flops=0, linear=True, fuses=True),
+    "triangle": Op(_m.triangle, _triangle_vjp, flops=0, linear=True),
+    "triangle_bwd": Op(_m.triangle_bwd, flops=0, linear=True),
     # vocabulary and positions
     "first_token": Op(_m.first_token, _first_token_vjp, flops=0, fuses=True),
     "first_token_bwd": Op(_m.first_token_bwd, flops=0, fuses=True),

@@ -60,6 +60,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         inner=inner,
         expert=axes("ep") if model.num_experts else (),
         expert_tensor=axes("etp") if model.num_experts else (),
+        columns=data if model.recommendation else (),
         shard=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
         sequence_parallel=run.sequence_parallel,

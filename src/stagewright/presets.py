@@ -133,6 +133,44 @@ _GROK1 = _experts(8, 2, 32768) | {
     "source": "https://github.com/xai-org/grok-1, run.py and model.py",
 }
 
+_VIT = _BIASED | {
+    "position": "none",  # learned ones are part of the patches
+    "activation": "gelu",
+    "causal": False,
+    "encoder": True,
+    "source": "ViT, arXiv:2010.11929, Table 1; classes of ImageNet-1k",
+}
+_CLIP = _VIT | {
+    "embedding_norm": True,
+    "source": "https://huggingface.co/openai/clip-vit-large-patch14-336/blob/main/config.json",
+}
+# The tower's last norm is for its first position, which is not looked at: it is not here.
+_LLAVA: Style = {"tower": "clip-vit-l-336"}
+_DIT = _VIT | {
+    "activation": "gelu_tanh",
+    "diffusion": {
+        **{"image_size": 32, "patch_size": 2, "channels": 4},
+        **{"classes": 1001, "out_channels": 8},
+    },
+    "source": "DiT, arXiv:2212.09748, Table 1; https://github.com/facebookresearch/DiT, models.py",
+}
+# Rows of the 26 tables, at most 40,000,000: those of MLPerf's checkpoint, facebookresearch/dlrm,
+# issue 369. Widths: bench/run_and_time.sh there.
+_DLRM: Style = {
+    "recommendation": {
+        "rows": (
+            *(39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346),
+            *(10, 2208, 11938, 155, 4, 976, 14, 39979771, 25641295, 39664984, 585935, 12972, 108),
+            36,
+        ),
+        "dense": 13,
+        "bottom": (512, 256, 128),
+        "top": (1024, 1024, 512, 256, 1),
+    },
+    "position": "none",
+    "source": "https://github.com/facebookresearch/dlrm/issues/369",
+}
+
 FAMILIES: list[tuple[Style, str]] = [
     (
         _GPT2,
@@ -379,6 +417,43 @@ dbrx             40   6144  10752   48    8  128  100352   32768  databricks/dbr
         _GROK1,
         """
 grok-1           64   6144  32768   48    8  128  131072    8192
+""",
+    ),
+    (
+        _VIT | {"vision": {"image_size": 224, "patch_size": 16, "classes": 1000}},
+        """
+vit-b-16         12    768   3072   12   12   64       1     197  google/vit-base-patch16-224
+vit-l-16         24   1024   4096   16   16   64       1     197  google/vit-large-patch16-224
+""",
+    ),
+    (
+        _VIT | {"vision": {"image_size": 224, "patch_size": 14, "classes": 1000}},
+        """
+vit-h-14         32   1280   5120   16   16   80       1     257
+""",
+    ),
+    (
+        _CLIP | {"vision": {"image_size": 336, "patch_size": 14, "patch_bias": False}},
+        """
+clip-vit-l-336   24   1024   4096   16   16   64       1     577
+""",
+    ),
+    (
+        _LLAVA,
+        """
+llava-1.5-7b     32   4096  11008   32   32  128   32064    4096  llava-hf/llava-1.5-7b-hf
+""",
+    ),
+    (
+        _DIT,
+        """
+dit-xl-2         28   1152   4608   16   16   72       1     257
+""",
+    ),
+    (
+        _DLRM,  # no layers: the sizes of these mean nothing
+        """
+dlrm              1      1      1    1    1    1       1       1
 """,
     ),
 ]

@@ -174,7 +174,7 @@ class Run(BaseModel):
 
     def resolved(self, model: ModelConfig) -> Self:
         """The same run with every `None` that has a default replaced by it."""
-        defaults = self._defaults(self.layers or model.num_layers)
+        defaults = self._defaults(model.with_overrides(self.layers).depth)
         longest = min(model.max_position_embeddings, 8192)
         if self.mode == "train":
             defaults["seq_length"] = longest
@@ -371,6 +371,16 @@ def check(run: Run, model: ModelConfig) -> None:
     run = run.asked()
     serving.check_mode(run)
     _check_mesh(run)
+    if model.tower:
+        _check_model(run, model.tower)
+        _check_images(run, model)
+    if model.recommendation:
+        _check_tables(run, model)
+    if model.diffusion and (run.sequence_parallel or run.cp > 1):
+        raise UserError(
+            f"{model.name}: its sequences of {model.max_position_embeddings} positions, one of "
+            "which modulates the others, are not split; use no sequence_parallel, and cp=1"
+        )
     _check_model(run, model)
     if run.mode != "train":
         _check_layers(run, model)
@@ -421,6 +431,43 @@ def _check_model(run: Run, model: ModelConfig) -> None:
     _check_experts(run, model)
 
 
+def _check_images(run: Run, model: ModelConfig) -> None:
+    """A tower's sequence is what its images make it, and the text comes after that."""
+    assert model.tower is not None
+    seen = model.tower.max_position_embeddings
+    length = run.resolved(model).seq_length or 0
+    if length < seen:
+        raise UserError(
+            f"seq_length={length} has no room for text behind the {seen - 1} patches of an image "
+            f"of {model.name}; use {seen} or more"
+        )
+    for name, ranks in (
+        ("sequence_parallel with tp", run.tp * run.sequence_parallel),
+        ("cp", run.cp),
+    ):
+        if ranks > 1 and seen % ranks:
+            raise UserError(
+                f"{name}={ranks} does not divide the {seen} positions of an image of {model.name}; "
+                f"use {divisors(seen)}, or none"
+            )
+
+
+def _check_tables(run: Run, model: ModelConfig) -> None:
+    """Tables are split over dp by columns; nothing else splits this kind of model."""
+    for name in ("tp", "cp", "pp"):
+        if getattr(run, name) > 1:
+            raise UserError(
+                f"{name}={getattr(run, name)} splits layers that {model.name} does not have; use dp"
+            )
+    assert model.recommendation is not None
+    width = model.recommendation.bottom[-1]
+    if width % run.dp:
+        raise UserError(
+            f"dp={run.dp} does not divide the width {width} of the tables of {model.name}; "
+            f"use {divisors(width)}"
+        )
+
+
 def _check_experts(run: Run, model: ModelConfig) -> None:
     if not model.num_experts:
         for degree, size in (("ep", run.ep), ("etp", run.etp or 1)):
@@ -456,6 +503,11 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
 def _check_sequence(run: Run, model: ModelConfig) -> None:
     length = run.resolved(model).seq_length
     assert length is not None
+    if (model.vision or model.diffusion) and length != model.max_position_embeddings:
+        raise UserError(
+            f"seq_length={length} is not the {model.max_position_embeddings} positions of an image "
+            f"of {model.name}; leave it out"
+        )
     if model.position == "learned" and length > model.max_position_embeddings:
         raise UserError(
             f"seq_length={length} is longer than the {model.max_position_embeddings} learned "
@@ -517,7 +569,7 @@ def _check_stages(run: Run, model: ModelConfig) -> None:
 
 
 def _check_layers(run: Run, model: ModelConfig) -> None:
-    layers, stages = model.num_layers, run.virtual_stages
+    layers, stages = model.depth, run.virtual_stages
     split = run.layers_per_stage
     if split is None:
         if layers < stages:
@@ -567,10 +619,10 @@ def _check_recompute(run: Run, model: ModelConfig) -> None:
                 f"recompute_num_layers={run.recompute_num_layers} needs recompute=full, got "
                 f"recompute={run.recompute}; set it, or drop recompute_num_layers"
             )
-        if run.recompute_num_layers > model.num_layers:
+        if run.recompute_num_layers > model.depth:
             raise UserError(
                 f"recompute_num_layers={run.recompute_num_layers} is more than the "
-                f"{model.num_layers} layers of {model.name}; use fewer, or drop it for all"
+                f"{model.depth} layers of {model.name}; use fewer, or drop it for all"
             )
     default = Run.model_fields["recompute_modules"].default
     if run.recompute_modules != default and run.recompute != "selective":
@@ -583,10 +635,10 @@ def _check_recompute(run: Run, model: ModelConfig) -> None:
 
 
 def _check_size(run: Run, model: ModelConfig) -> None:
-    passes = run.microbatches * model.num_layers
+    passes = run.microbatches * model.depth
     if passes > MOST_LAYER_PASSES:
         raise UserError(
-            f"{run.microbatches} microbatches x {model.num_layers} layers are {passes} layer "
+            f"{run.microbatches} microbatches x {model.depth} layers are {passes} layer "
             f"passes, wanted at most {MOST_LAYER_PASSES}; lower global_batch_size, or raise "
             "micro_batch_size or dp"
         )

@@ -18,6 +18,7 @@ from stagewright.ir import Graph, Node
 from stagewright.layout import Layout, Mesh
 from stagewright.notation import Tensor
 from stagewright.shard import Want
+from stagewright.size import size
 
 Dims = tuple[tuple[str, ...], ...]
 
@@ -31,6 +32,7 @@ TENSOR_PARALLEL: Mapping[str, int] = {
 }  # fmt: skip
 # Experts are split in their first dim, and each in this one.
 EXPERTS: Mapping[str, int] = {"we_up": 2, "we_gate": 2, "we_down": 1}
+BATCH = size("B")
 KEY_VALUE = frozenset({"wk", "wv", "bk", "bv"})
 
 
@@ -48,6 +50,7 @@ class Plan:
     inner: frozenset[str] = frozenset()  # those that split the query heads of one key-value head
     expert: tuple[str, ...] = ()  # experts; these axes split tokens elsewhere
     expert_tensor: tuple[str, ...] = ()  # inside each expert
+    columns: tuple[str, ...] = ()  # rows of the tables of a recommendation model
     shard: tuple[str, ...] = ()  # ZeRO: optimizer states (and more) are split over these
     zero: int = 0
     sequence_parallel: bool = False
@@ -60,7 +63,7 @@ class Plan:
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes over which some parameter (or its optimizer state) is split."""
-        split_by = self.tensor + self.expert + (self.shard if self.zero else ())
+        split_by = self.tensor + self.expert + self.columns + (self.shard if self.zero else ())
         own = tuple(a for t in self.table.values() for axes in self.axes(t).dims for a in axes)
         everywhere = {*self.data, *self.context}
         return tuple(dict.fromkeys((*split_by, *(a for a in own if a not in everywhere))))
@@ -85,6 +88,10 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         "token_types": whole[:2],
         "labels": whole[:2],
         "positions": (plan.context,),
+        # Tables of a recommendation model: all of the batch is looked up, by columns of the rows.
+        "indices": ((), ()),
+        "found": ((), (), plan.columns),
+        "rows_found": (plan.data, (), ()),
         "max": whole[:2],
         "exp_sum": whole[:2],
         "picked": whole[:2],
@@ -104,6 +111,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         if name in own and len(own[name].dims) == rank:
             return own[name].dims
         dims: list[tuple[str, ...]] = [()] * rank
+        if name == "tables":
+            dims[2] = plan.columns
         if name in EXPERTS:
             dims[0], dims[EXPERTS[name]] = plan.expert, plan.expert_tensor
         if name in TENSOR_PARALLEL:
@@ -149,6 +158,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         if n.name in own and len(own[n.name].dims) == len(n.shape):
             return own[n.name]
         dims = rows.get(n.name)
+        if n.op == "input" and have is None and dims is None and n.shape[:1] == (BATCH,):
+            dims = (plan.data, *[()] * (len(n.shape) - 1))  # whatever comes from outside
         return None if dims is None or len(dims) != len(n.shape) else Layout(dims)
 
     return want

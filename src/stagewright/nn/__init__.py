@@ -8,11 +8,15 @@ layers use them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from stagewright.models import Layer, ModelConfig
+from stagewright.models import Diffusion, Layer, ModelConfig, Recommendation, Vision
 from stagewright.nn.builder import PRECISIONS, Block, Inference, Precision, Recipe
+from stagewright.nn.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.nn.ends import embedding, head
 from stagewright.nn.layers import layer
+from stagewright.nn.recommendation import ranking
+from stagewright.nn.vision import classifier, patches, projector, tower
 
 __all__ = [
     "BLOCKS", "PRECISIONS", "Block", "Inference", "Precision", "Recipe", "chain", "sizes",
@@ -20,18 +24,59 @@ __all__ = [
 
 Make = Callable[[ModelConfig, Recipe, Layer], Block]
 
+
+def _in_tower(make: Make) -> Make:
+    def made(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+        assert config.tower is not None
+        return tower(make(config.tower, recipe, what))
+
+    return made
+
+
 BLOCKS: dict[str, Make] = {
     "embedding": lambda config, recipe, _: embedding(config, recipe),
     "layer": layer,
     "head": lambda config, recipe, _: head(config, recipe),
+    "patches": patches,
+    "classifier": classifier,
+    "tower.patches": _in_tower(patches),
+    "tower.layer": _in_tower(layer),
+    "projector": projector,
+    "noisy_patches": noisy_patches,
+    "conditioned_layer": conditioned_layer,
+    "denoiser": denoiser,
+    "ranking": ranking,
 }
 """What a model is a chain of, by name."""
 
 
-def chain(config: ModelConfig) -> list[tuple[str, int]]:
-    """The blocks of a model in order, and which layer each is: -1 for what is none."""
-    layers = [("layer", i) for i in range(config.num_layers)]
-    return layers if config.bare else [("embedding", -1), *layers, ("head", -1)]
+class Part(NamedTuple):
+    """A block in its place: which layer it is, counted through the model, or -1."""
+
+    block: str
+    number: int = -1
+    layer: Layer = Layer()
+
+
+def chain(config: ModelConfig) -> list[Part]:
+    """The blocks of a model in order."""
+    if config.recommendation:
+        return [Part("ranking", 0)]
+    tower = config.tower
+    first = tower.num_layers if tower else 0
+    layers = [Part("layer", first + i, config.layer(i)) for i in range(config.num_layers)]
+    if config.bare:
+        return layers
+    if config.diffusion:
+        layers = [part._replace(block="conditioned_layer") for part in layers]
+        return [Part("noisy_patches"), *layers, Part("denoiser")]
+    if config.vision:
+        return [Part("patches"), *layers, *([Part("classifier")] if config.vision.classes else [])]
+    begin = [Part("embedding")]
+    if tower:
+        towers = [part._replace(block=f"tower.{part.block}") for part in chain(tower)]
+        begin = [*towers, Part("projector")]
+    return [*begin, *layers, Part("head")]
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
@@ -39,7 +84,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
 
     B sequences, S positions, V the padded vocabulary and R token copies per expert are a run's.
     """
-    return {
+    found = {
         "M": config.hidden_size,
         "A": config.num_attention_heads,
         "G": config.num_query_groups,  # key-value heads
@@ -57,3 +102,32 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "Z": config.qk_rope_head_dim,
         "U": config.v_head_dim or config.kv_channels,
     }
+    if config.vision:
+        found |= _vision_sizes(config.vision, config.max_position_embeddings)
+    if config.diffusion:
+        found |= _diffusion_sizes(config.diffusion)
+    if config.tower:
+        found |= {f"tower_{name}": number for name, number in sizes(config.tower).items()}
+    if config.recommendation:
+        found |= _recommendation_sizes(config.recommendation)
+    return found
+
+
+def _vision_sizes(v: Vision, positions: int) -> dict[str, int]:
+    pixels = v.channels * v.patch_size**2
+    return {"Patches": v.patches, "Pixels": pixels, "Classes": v.classes, "S": positions}
+
+
+def _diffusion_sizes(d: Diffusion) -> dict[str, int]:
+    area = d.patch_size**2
+    found = {"Patches": d.patches, "S": d.patches + 1, "Pixels": d.channels * area}
+    return found | {"Waves": d.waves, "Classes": d.classes, "Out": d.out_channels * area}
+
+
+def _recommendation_sizes(r: Recommendation) -> dict[str, int]:
+    vectors = len(r.rows) + 1
+    found = {"Tables": len(r.rows), "Rows": -(-sum(r.rows) // len(r.rows)), "Dense": r.dense}
+    found["Pairs"] = vectors * (vectors - 1) // 2
+    for name, widths in (("Bottom", r.bottom), ("Top", r.top)):
+        found |= {f"{name}{i}": width for i, width in enumerate(widths)}
+    return found

@@ -50,7 +50,7 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
     if recipe.inference:
         return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
     pooled = _pooler(b, h) if config.pooler else None
-    loss = _cross_entropy(_logits(b, h))
+    loss = cross_entropy(_logits(b, h))
     if pooled is not None:
         loss = add(loss, cast(pooled, "fp32"), name="loss")
     return finish("head", b, x, loss, is_loss=True)
@@ -92,11 +92,13 @@ def _pooler(b: Builder, h: Node) -> Node:
     return apply("mean", "bn->", pooled, name="pooled_mean")
 
 
-def _cross_entropy(logits: Node) -> Node:
+def cross_entropy(logits: Node) -> Node:
     """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always."""
-    labels = leaf("input", ("B", "S"), "int64", "labels", role="input", scope="head")
+    labels = leaf("input", logits.shape[:-1], "int64", "labels", role="input", scope="head")
+    t = "bs"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
-    top = identity(apply("max", "bsv->bs", x, name="max"), "max")
-    summed = identity(apply("exp_sum", "bsv,bs->bs", x, top, name="exp_sum"), "exp_sum")
-    picked = identity(apply("pick", "bsv,bs->bs", x, labels, name="picked"), "picked")
-    return apply("mean", "bs->", elementwise("nll", top, summed, picked, name="nll"), name="loss")
+    top = identity(apply("max", f"{t}v->{t}", x, name="max"), "max")
+    summed = identity(apply("exp_sum", f"{t}v,{t}->{t}", x, top, name="exp_sum"), "exp_sum")
+    picked = identity(apply("pick", f"{t}v,{t}->{t}", x, labels, name="picked"), "picked")
+    each = elementwise("nll", top, summed, picked, name="nll")
+    return apply("mean", f"{t}->", each, name="loss")
