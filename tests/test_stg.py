@@ -198,7 +198,7 @@ ILL = [
     ("", "no module here"),
     ("param w[M, N]", "line 1, column 8: no size 'M'; say: size M = 128"),
     ("input x[B, S]\ny = add(x, z)", "line 2, column 12: no value 'z' so far"),
-    ("input x[B, S]\ny = ad(x, x)", "line 2, column 5: no op 'ad'; did you mean 'add'?"),
+    ("input x[B, S]\ny = addd(x, x)", "line 2, column 5: no op 'addd'; did you mean 'add'?"),
     ("input x[B, S]\ny = einsum[bs,ts->bt](x)", "einsum: bs,ts->bt takes 2 operands, got 1"),
     ("input x[B/dq, S]", "no size 'dq'"),
     ("input x[B/tp, S/tp]", "tp comes twice"),

@@ -139,14 +139,15 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
     """
     multiple = run.make_vocab_size_divisible_by * run.tp
     sizes = nn.sizes(model) | {"V": -(-model.vocab_size // multiple) * multiple}
-    sizes |= {name: number for m in model.modules for name, number in m.sizes.items()}
+    own = {name: number for m in model.modules for name, number in m.sizes.items()}
     if run.mode != "train":
-        return sizes | {"B": run.dp}
+        return sizes | {"B": run.dp} | own
     return sizes | {
         "B": run.micro_batch_size * run.dp * replicas,
         "S": run.seq_length or 0,
         "R": _rows(run, model) * replicas,
         **_text(run, model),
+        **own,
     }
 
 
