@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ from stagewright.models import ModelConfig
 from stagewright.nn import Block, Recipe
 from stagewright.ops import LEAVES, MOVES, OPS, indices
 from stagewright.run import Run
+from stagewright.size import size
 from stagewright.spec import Spec, parse
+from stagewright.state_space import StateSpace
 
 Coords = tuple[int, ...]
 Env = dict[Node, dict[Coords, Any]]
@@ -360,7 +363,7 @@ class RandomLayouts:
             dim, axes = "G", outer
         if dim == "G":
             axes = outer
-        while self.sizes[dim] % self.ranks(axes):
+        while size(dim).value(self.sizes) % self.ranks(axes):
             axes = axes[:-1]
         return axes
 
@@ -389,6 +392,16 @@ _LATENT: dict[str, Any] = {"num_query_groups": 12, "q_lora_rank": 12, "kv_lora_r
     "qk_rope_head_dim": 2,
     "v_head_dim": 12,
 }
+_STATE = {"heads": 24, "head_width": 6, "state": 6, "groups": 12, "conv": 3, "chunk": 4}
+_MAMBA2: dict[str, Any] = {"mixers": ("mamba2",), "mlps": ("none",), "position": "none"} | {
+    "num_attention_heads": 0,
+    "num_query_groups": 0,
+    "kv_channels": 0,
+    "ffn_hidden_size": 0,
+    "state_space": StateSpace(**_STATE),
+}
+_CHANNELS = StateSpace(heads=12, state=6, conv=3, dt_rank=6, inner_norms="weighted")
+_FEW = StateSpace(**_STATE | {"groups": 1, "conv_bias": False})
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},  # grouped-query, rmsnorm, gated
     "qwen2": {"qkv_bias": True, "num_query_groups": 2},
@@ -405,6 +418,26 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": _MIXTURE,
     "deepseek": _LATENT | _MIXTURE | {"router": "sigmoid", "shared_ffn_hidden_size": 12},
     "deepseek-lite": _LATENT | {"q_lora_rank": 0},
+    "mamba2": _MAMBA2,
+    "mamba": _MAMBA2 | {"mixers": ("mamba",), "state_space": _CHANNELS},
+    "falcon-mamba": _MAMBA2
+    | {"mixers": ("mamba",), "state_space": replace(_CHANNELS, inner_norms="plain")},
+    "one-group": _MAMBA2 | {"state_space": _FEW},
+    "nemotron-h": {"mixers": ("mamba2", "none", "global", "none"), "mlps": ("none", "dense")}
+    | {
+        "num_layers": 4,
+        "state_space": StateSpace(**_STATE | {"heads": 36, "groups": 6}),
+        "position": "none",
+    },
+    "jamba": _MIXTURE
+    | {"mixers": ("mamba", "global"), "first_dense_layers": 1, "moe_layer_freq": 2}
+    | {"state_space": _CHANNELS, "position": "none"},
+    "minimax": _MIXTURE
+    | {"mixers": ("lightning", "global"), "state_space": StateSpace(**_STATE | {"conv": 0})},
+    "qwen3-next": {"mixers": ("gated_delta", "global"), "state_space": StateSpace(**_STATE)},
+    "kimi-linear": _LATENT
+    | {"mixers": ("kimi_delta", "global"), "position": "rope"}
+    | {"state_space": StateSpace(**_STATE | {"heads": 12, "gate_rank": 6})},
     "plain": {"position": "none", "num_query_groups": 1, "activation": "relu2", "mlp_bias": True},
 }
 TINY: dict[str, ModelConfig] = {

@@ -40,6 +40,7 @@ SIZES = (
     | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
     | {"I": 4, "O": 12, "L": 4, "H": 6}
 )
+SIZES |= {"H": 2, "L": 4, "T": 3}
 
 
 class Example(NamedTuple):
@@ -51,6 +52,8 @@ class Example(NamedTuple):
     fixed: tuple[int, ...] = ()
     integers: tuple[str, ...] = ()  # the names of operands that are ids, positions or places
     out: str = ""  # the result's dims, where operands do not tell
+    positive: tuple[int, ...] = ()
+    negative: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return " ".join([self.op, self.spec, *(f"{k}={v}" for k, v in self.attrs.items())])
@@ -64,6 +67,8 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "tanh")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
 SLOTS = ("", "", "", "token_slots", "block_table")
 SERVED = BOTH | {"pairs": 7, "keys": 5, "requests": 2}
+QKV, DELTA = "bSgn,bSgn,bSghp", "bSgN,bSgN,bSghp"
+LINEAR = {"kernel": "linear", "chunk": 4, "scale": 0.5}
 
 EXAMPLES = [
     *(Example("einsum", s) for s in ("bsm,mf->bsf", "bsm,mad->bsad", "bsad,adm->bsm", "bm,mx->bx")),
@@ -112,6 +117,22 @@ EXAMPLES = [
     Example("norm", "bsaD,D->bsaD", {"fn": "rmsnorm"}),
     Example("softmax", "baqK->baqK", {"causal": False, "width": 6}),
     Example("softmax", "baqK->baqK", {"causal": True, "window": 4, "width": 6}),
+    *(Example("act", "bsi->bsi", {"fn": fn}) for fn in ("sigmoid", "softplus", "neg_exp")),
+    *(Example("times", s) for s in ("bsi,i->bsi", "bsgh,gh->bsgh", "bsghn,gh->bsghn")),
+    *(Example("conv1d", f"bSi,iT{b}->bSi", {"fn": fn}) for b in ("", ",i") for fn in ("", "silu")),
+    Example("conv1d", "bSgn,gnT,gn->bSgn", {"fn": "silu"}),
+    Example("conv1d", "bSghp,ghpT->bSghp", {"fn": ""}),
+    Example("scan", "bSi,bSi,in,bSn,bSn->bSi", positive=(1,)),
+    Example("linear_attention", f"{QKV}->bSghp", LINEAR),
+    Example("linear_attention", f"{QKV},bSgh,bSgh->bSghp", LINEAR | {"kernel": "ssd"}),
+    Example("linear_attention", f"{QKV},bSgh,bSghn->bSghp", LINEAR, negative=(4,)),
+    Example(
+        "delta_rule", f"{DELTA},bSgh,bSgh,bSghL->bSghp", LINEAR | {"kernel": "delta"}, fixed=(5,)
+    ),
+    Example("delta_rule", f"{DELTA},bSgh,bSghN->bSghp", LINEAR | {"kernel": "kimi"}, negative=(4,)),
+    *(Example("mean_square", s) for s in ("bsghp->bsg", "bsghp->bs")),
+    Example("rms_scale", "bsghp,bsg,ghp->bsghp", positive=(1,)),
+    Example("rms_scale", "bsghp,bs->bsghp", positive=(1,)),
     Example("topk", "bsE->bsE", {"fn": "softmax", "top_k": 3}),
     Example("topk", "bsE->bsE", {"fn": "sigmoid", "top_k": 3}),
     Example("dispatch", "bsm,bsE->Erm", {"top_k": 3, "weighted": False}, fixed=(1,), out="ERM"),
@@ -131,7 +152,7 @@ EXAMPLES = [
     Example("max", "bsv->bs", fixed=(0,)),
     Example("exp_sum", "bsv,bs->bs", fixed=(1,)),
     Example("pick", "bsv,bs->bs", fixed=(1,), integers=LABELS),
-    Example("nll", "bs,bs,bs->bs", fixed=(0,)),
+    Example("nll", "bs,bs,bs->bs", fixed=(0,), positive=(1,)),  # a sum of exponentials
 ]
 
 
@@ -168,8 +189,10 @@ def built(example: Example) -> Built:
         values["block_table"] = (values["block_table"] % 4 // 2) * FAR + values[
             "block_table"
         ] % 2 * 3
-    if example.op == "nll":  # a sum of exponentials is above 0
-        values["x1"] = np.exp(values["x1"])
+    for i in example.positive:
+        values[f"x{i}"] = np.exp(values[f"x{i}"])
+    for i in example.negative:
+        values[f"x{i}"] = -np.exp(values[f"x{i}"])
     if example.op == "dropout":
         values["x1"] = (values["x1"] > 0) * 1.0
     primal = {seed: out} | {g: srcs[int(k[1:])] for k, g in gradients.items()}
@@ -216,6 +239,8 @@ def test_every_row_is_tried() -> None:
     tried = {n.op for example in EXAMPLES for n in built(example).graph}
     # A loss's `nll` and the optimizer are tried in test_grad, as part of their blocks.
     of_blocks = {"accumulate", "tie", "norm2", "adamw", "sgd", "spread", "divide"}
+    # Likewise what is made of operands that are differentiated in its stead.
+    of_blocks |= {"delta_inverse", "delta_scores", "inverse_norm", "unit", "unit_bwd"}
     assert set(OPS) - tried <= of_blocks
     assert tried <= set(OPS) | LEAVES
 

@@ -32,8 +32,11 @@ class Setup(NamedTuple):
     mesh: dict[str, int]
     fields: dict[str, Any]
 
-    def plan(self, groups: int) -> Plan:
-        """The plan for a model with so many key-value heads, which tp splits as far as it can."""
+    def plan(self, groups: int, state: int = 0) -> Plan:
+        """The plan for a model with so many key-value heads, which tp splits as far as it can.
+
+        `state` are groups of heads that carry a state.
+        """
         fields = self.fields
         splitting = (*fields.get("tensor", ()), *self.over_heads)
         key_value: tuple[str, ...] = ()
@@ -45,7 +48,18 @@ class Setup(NamedTuple):
         assert not inner or groups == 1, (
             "more than one key-value head of which ranks share the queries"
         )
-        return Plan(Mesh(tuple(self.mesh.items())), key_value=key_value, inner=inner, **fields)
+        state_groups: tuple[str, ...] = ()
+        for axis in (*fields.get("tensor", ()), *fields.get("context", ())):
+            if state % self.mesh[axis] == 0:
+                state_groups = (*state_groups, axis)
+                state //= self.mesh[axis]
+        return Plan(
+            Mesh(tuple(self.mesh.items())),
+            key_value=key_value,
+            inner=inner,
+            state_groups=state_groups,
+            **fields,
+        )
 
     @property
     def over_heads(self) -> tuple[str, ...]:
@@ -134,7 +148,7 @@ def sharded(
 ) -> Graph:
     """A block of a tiny model, parallelized, after a check of what it computes."""
     c = case(model, block, recipe, layer)
-    plan = setup.plan(c.sizes["G"])
+    plan = setup.plan(c.sizes["G"], c.sizes.get("Group", 0))
     graph, primal = c.block.graph, c.block.primal
     if again or (plan.zero == 3 and not recipe.gather_once):
         graph, primal = remat(graph, again or again_when_sharded, primal)
@@ -188,6 +202,9 @@ def test_every_model(model: str, name: str) -> None:
         name = "tp with copied heads + cp"
     for block in BLOCKS:
         sharded(model, block, SETUPS[name])
+    kinds = [TINY[model].layer(i) for i in range(TINY[model].num_layers)]
+    for kind in {*kinds[1:]} - {kinds[0]}:
+        sharded(model, "layer", SETUPS[name], layer=kinds.index(kind))
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2", "falcon-mqa", "gemma2", "bert"])

@@ -23,7 +23,7 @@ from stagewright.models import (
     MOST_EXPERTS,
     PRESETS,
     Activation,
-    Mixer,
+    Attention,
     ModelConfig,
     Router,
 )
@@ -43,7 +43,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """transformers' names of the activations, and ours."""
 
-LAYER_TYPES: dict[str, Mixer] = {"full_attention": "global", "sliding_attention": "local"}
+LAYER_TYPES: dict[str, Attention] = {"full_attention": "global", "sliding_attention": "local"}
 """transformers' names of the layer kinds, and ours."""
 
 ROUTERS: dict[str, Router] = {"softmax": "softmax", "sigmoid": "sigmoid"}
@@ -209,7 +209,7 @@ def _groups(c: _Keys, heads: int, *keys: str) -> int:
     return groups
 
 
-def _window(c: _Keys, kinds: list[Mixer]) -> Fields:
+def _window(c: _Keys, kinds: list[Attention]) -> Fields:
     """The sliding window and the shortest pattern that repeats into these layers."""
     window = c.optional("max_position_embeddings", "sliding_window")
     if window is None or "local" not in kinds:
@@ -219,13 +219,15 @@ def _window(c: _Keys, kinds: list[Mixer]) -> Fields:
     return {"sliding_window": window, "mixers": tuple(kinds[:period])}
 
 
-def _layer_types(c: _Keys, layers: int, unlisted: list[Mixer]) -> list[Mixer]:
+def _layer_types(c: _Keys, layers: int, unlisted: list[Attention]) -> list[Attention]:
     """The kind of every layer, as the file lists them or else these."""
     value = c.values.get("layer_types")
     if value is None:
         return unlisted
     listed = cast("list[object]", value) if isinstance(value, list) else []
-    kinds: list[Mixer] = [LAYER_TYPES[x] for x in listed if isinstance(x, str) and x in LAYER_TYPES]
+    kinds: list[Attention] = [
+        LAYER_TYPES[x] for x in listed if isinstance(x, str) and x in LAYER_TYPES
+    ]
     if not len(kinds) == len(listed) == layers:
         c.reject("layer_types", f"{' or '.join(LAYER_TYPES)} for each of the {layers} layers")
     return kinds
@@ -274,7 +276,7 @@ def _qwen_window(c: _Keys, layers: int) -> Fields:
     if not c.flag("use_sliding_window"):
         return _window(c, ["global"])
     full = c.whole("max_window_layers", 0, LIMITS["num_layers"])
-    unlisted: list[Mixer] = ["global" if i < full else "local" for i in range(layers)]
+    unlisted: list[Attention] = ["global" if i < full else "local" for i in range(layers)]
     return _window(c, _layer_types(c, layers, unlisted))
 
 
@@ -293,7 +295,7 @@ def _gemma2(c: _Keys) -> Fields:
     fields = _biased_decoder(c, "hidden_activation")
     c.only("use_bidirectional_attention", False)
     layers, every = fields["num_layers"], c.size("num_layers", "sliding_window_pattern")
-    unlisted: list[Mixer] = ["local" if (i + 1) % every else "global" for i in range(layers)]
+    unlisted: list[Attention] = ["local" if (i + 1) % every else "global" for i in range(layers)]
     return fields | {
         **_window(c, _layer_types(c, layers, unlisted)),
         "attention_softcap": c.softcap("attn_logit_softcapping"),

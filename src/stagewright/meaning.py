@@ -96,6 +96,10 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "relu": lambda x: np.maximum(x, 0),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
     "tanh": np.tanh,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "softplus": lambda x: np.log1p(np.exp(x)),
+    "exp": np.exp,
+    "neg_exp": lambda x: -np.exp(x),
 }
 
 

@@ -21,12 +21,14 @@ from typing import Any, Literal, NamedTuple, get_args
 from stagewright.errors import UserError, did_you_mean, divisors
 from stagewright.notation import Tensor
 from stagewright.presets import FAMILIES
+from stagewright.state_space import InnerNorms, StateSpace
 
 Position = Literal["rope", "learned", "alibi", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"]
-Mixer = Literal["global", "local", "none"]
+Attention = Literal["global", "local"]
+Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 FeedForward = Literal["dense", "experts", "none"]
 Router = Literal["softmax", "sigmoid"]
 
@@ -64,6 +66,14 @@ _OF_EXPERTS = {  # fields that mean nothing in a dense model, and what they are 
     **dict.fromkeys(("top_k", "moe_ffn_hidden_size", "shared_ffn_hidden_size"), 0),
     **{"first_dense_layers": 0, "moe_layer_freq": 1, "router": "softmax"},
 }
+ATTENTIONS = frozenset(get_args(Attention))
+RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
+_OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels")
+_STATE_COUNTS = (
+    *(("heads", 1, _MOST), ("head_width", 1, LIMITS["kv_channels"]), ("groups", 1, _MOST)),
+    *(("state", 1, LIMITS["kv_channels"]), ("conv", 0, 64), ("chunk", 1, _MOST)),
+    *(("dt_rank", 0, LIMITS["hidden_size"]), ("gate_rank", 0, LIMITS["hidden_size"])),
+)
 _OF_LATENTS = ("q_lora_rank", "qk_rope_head_dim", "v_head_dim")
 _CHOICES = {
     "position": get_args(Position),
@@ -254,7 +264,9 @@ class ModelConfig:
     sliding_window: int | None = None
     """Positions a local layer's query sees, itself included."""
     mixers: tuple[str, ...] = ("global",)
-    """What mixes positions in each layer, repeated over them: attention, global or local."""
+    """What mixes positions in each layer, repeated over them: attention, a recurrence or none."""
+    state_space: StateSpace | None = None
+    """Sizes of the recurrence, in a model that has one."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
@@ -324,6 +336,16 @@ class ModelConfig:
             mlps=(name,) if mlps else self.mlps,
         )
 
+    @property
+    def attends(self) -> bool:
+        """Whether some layers are attention."""
+        return not ATTENTIONS.isdisjoint(self.mixers)
+
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """The kind of layer that carries a state, in a model that has some."""
+        return next((kind for kind in RECURRENCES if kind in self.mixers), None)
+
     def with_overrides(
         self, num_layers: int | None = None, vocab_size: int | None = None
     ) -> ModelConfig:
@@ -342,7 +364,11 @@ class ModelConfig:
         for field in ("name", "source"):
             if type(getattr(self, field)) is not str:
                 raise self._reject(field, "text")
+        self._check_patterns()
+        absent = () if self.attends else _OF_ATTENTION
+        absent += () if "dense" in (self.mlps or ("dense",)) else ("ffn_hidden_size",)
         for field, least, most in _COUNTS:
+            least = 0 if field in absent else least
             if not _whole(getattr(self, field), least, most):
                 raise self._reject(field, f"a whole number from {least} to {most}")
         for field in ("embedding_size", "sliding_window"):
@@ -363,8 +389,10 @@ class ModelConfig:
                 raise self._reject(field, "None or a number above 0")
         if not _number(self.rotary_fraction) or not 0 < self.rotary_fraction <= 1:
             raise self._reject("rotary_fraction", "a number above 0 and at most 1")
+
+    def _check_patterns(self) -> None:
         own = tuple(m.name for m in self.modules)
-        self._check_kinds("mixers", (*get_args(Mixer), *own), least=1)
+        self._check_kinds("mixers", (*get_args(Attention), *RECURRENCES, "none", *own), least=1)
         self._check_kinds("mlps", (*get_args(FeedForward), *own), least=0)
 
     def _check_kinds(self, field: str, known: tuple[str, ...], least: int) -> None:
@@ -375,8 +403,12 @@ class ModelConfig:
             raise self._reject(field, wanted)
 
     def _check_combinations(self) -> None:
-        self._check_attention()
+        if self.attends:
+            self._check_attention()
+        self._check_state_space()
         self._check_experts()
+        if any(layer == ("none", "none") for layer in map(self.layer, range(self.num_layers))):
+            raise self._reject("mlps", "something in every layer whose mixer is none")
         if self.position_offset and self.position != "learned":
             raise self._reject("position_offset", "0 where positions are not learned")
         if self.norm_bias and self.norm == "rmsnorm":
@@ -424,6 +456,40 @@ class ModelConfig:
         for field in ("qkv_bias", "attention_output_bias", "qk_norm", "parallel_block"):
             if getattr(self, field):
                 raise self._reject(field, "False with latent attention")
+
+    def _check_state_space(self) -> None:
+        """What the model's recurrence is made of, and what another one has no place for."""
+        state, kind = self.state_space, self.recurrence
+        if len({*RECURRENCES} & {*self.mixers}) > 1:
+            raise self._reject("mixers", "one kind of recurrence in all layers that have one")
+        given: object = state
+        if isinstance(given, StateSpace) != (kind is not None) or (kind is None and state):
+            raise self._reject("state_space", "sizes if, and only if, mixers has a recurrence")
+        if state is None:
+            return
+
+        def reject(field: str, wanted: str) -> UserError:
+            got = shown(getattr(state, field))
+            return UserError(f"model {self.name}: state_space.{field} is {got}, wanted {wanted}")
+
+        for field, least, most in _STATE_COUNTS:
+            if not _whole(getattr(state, field), least, most):
+                raise reject(field, f"a whole number from {least} to {most}")
+        if state.inner_norms not in get_args(InnerNorms):
+            raise reject("inner_norms", f"one of {', '.join(get_args(InnerNorms))}")
+        if type(state.conv_bias) is not bool:
+            raise reject("conv_bias", "True or False")
+        if state.heads % state.groups:
+            raise reject("groups", f"a divisor of heads {state.heads}: {divisors(state.heads)}")
+        channels = ("head_width", "groups") if kind == "mamba" else ()
+        for field in channels:
+            if getattr(state, field) != 1:
+                raise reject(field, "1 with mamba, whose channels are its heads")
+        for field, of in (("dt_rank", "mamba"), ("gate_rank", "kimi_delta")):
+            if (getattr(state, field) > 0) != (kind == of):
+                raise reject(field, f"a width with {of}, and 0 with others")
+        if state.inner_norms != "none" and kind != "mamba":
+            raise reject("inner_norms", "none with anything but mamba")
 
     def _check_experts(self) -> None:
         if not self.num_experts:

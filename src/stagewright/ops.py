@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from stagewright import meaning
+from stagewright import meaning, scan
 from stagewright.ir import BYTES, Node, node
 from stagewright.layout import Layout, Step, duplicated, moved
 from stagewright.size import Size, product, size
@@ -26,7 +26,8 @@ class Op(NamedTuple):
     run: Callable[..., Any]  # numpy meaning, called as run(ctx, *local_arrays)
     # (node, gradient of its output) -> gradients of its inputs
     vjp: Callable[[Node, Node], Grads] | None = None
-    flops: float = 1  # per point of the index space
+    # per point of the index space, or of a node, from the size of each letter
+    flops: float | scan.Cost = 1
     linear: bool = False  # a partial sum of all operands may flow through
     multilinear: bool = False  # a partial sum of one operand may flow through
     fuses: bool = False  # element-wise: joins its neighbours in one kernel
@@ -36,6 +37,7 @@ class Op(NamedTuple):
     gathers: int | None = None  # this operand is a table; of it, it reads the rows it returns
     scatters: int | None = None  # its result is a table; of it, it writes the rows of this operand
     reduction: str = "sum"  # how the parts over a split contracted index combine
+    scratch: scan.Cost | None = None  # bytes of intermediates that go through device memory
     # An index whose points are those of others, in any order: rows of tokens, grouped by expert.
     rows: tuple[str, tuple[str, ...]] | None = None
 
@@ -184,7 +186,10 @@ def identity(n: Node, name: str, **fields: Any) -> Node:
 
 
 class Work(NamedTuple):
-    """Floating-point operations, and bytes read and written in device memory."""
+    """Floating-point operations, and bytes read and written in device memory.
+
+    What a kernel writes and reads again itself counts as written.
+    """
 
     flops: Any
     reads: tuple[Any, ...]  # per operand
@@ -224,6 +229,8 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         width = over[0] * here["d"] + over[1] * here.get("v", here["d"])
         heads = math.prod([v for x, v in here.items() if x not in "qkdvi"], start=1)
         return 2 * width * heads * _attended(n, extent)
+    if callable(row.flops):
+        return row.flops(n, here)
     same = row.rows[1] if row.rows else ()
     each = row.flops
     if n.op == "einsum" and not parse(str(n["spec"])).contracted:
@@ -280,11 +287,17 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
         reads = _reads_of_cache(n, extent)
     if row is not None and row.rewrites:
         written = 2 * written
+    if row is not None and row.scratch is not None:
+        written = written + row.scratch(n, extents(n, extent))
     work = flops(n, extent)
     updated: Any = n.get("updates")
     if updated:  # optimizer: reads and writes its states in place
         written = written + sum(reads[-int(updated) :])
-    return Work(int(work) if isinstance(work, float) else work, tuple(reads), written)
+    return Work(_whole(work), tuple(reads), _whole(written))
+
+
+def _whole(number: Any) -> Any:
+    return int(number) if isinstance(number, float) else number
 
 
 # Gradients.
@@ -307,7 +320,7 @@ def _einsum_vjp(n: Node, g: Node) -> Grads:
         back = ",".join([out, *others]) + "->" + term
         dtype = n.dtype
         found.append(
-            apply("einsum", back, g, *operands, out=n.srcs[i].shape, phase="backward", dtype=dtype)
+            apply(n.op, back, g, *operands, out=n.srcs[i].shape, phase="backward", dtype=dtype)
         )
     return tuple(found)
 
@@ -399,6 +412,55 @@ def _attention_vjp(n: Node, g: Node) -> Grads:
         attrs: dict[str, Any] = {**_attrs(n), "products": products}
         found.append(apply("attention_bwd", spec, g, *n.srcs, phase="backward", wrt=wrt, **attrs))
     return tuple(found)
+
+
+def _joint_vjp(n: Node, g: Node) -> Grads:
+    """One kernel for all operands, and a row of `<op>_bwd` for the gradient of each."""
+    ins, out = str(n["spec"]).split("->")
+    return tuple(
+        apply(
+            f"{n.op}_bwd",
+            f"{out},{ins}->{term}",
+            g,
+            *n.srcs,
+            phase="backward",
+            dtype=n.srcs[i].dtype,
+            wrt=i,
+            **_attrs(n),
+        )
+        for i, term in enumerate(ins.split(","))
+    )
+
+
+def _delta_rule_vjp(n: Node, g: Node) -> Grads:
+    """The products inside chunks, operands after the gates, are made of the others."""
+    found = _joint_vjp(n, g)
+    return (*found[:5], *[None] * (len(found) - 5))
+
+
+def _made_of_vjp(n: Node, g: Node) -> Grads:
+    raise AssertionError(
+        f"{n} is no variable of its own: its user differentiates what it is made of"
+    )
+
+
+def _mean_square_vjp(n: Node, g: Node) -> Grads:
+    x, ms = str(n["spec"]).split("->")
+    return (
+        apply(
+            "mean_square_bwd",
+            f"{ms},{x}->{x}",
+            g,
+            n.srcs[0],
+            phase="backward",
+            dtype=n.srcs[0].dtype,
+        ),
+    )
+
+
+def _unit_vjp(n: Node, g: Node) -> Grads:
+    ins, x = str(n["spec"]).split("->")
+    return (apply("unit_bwd", f"{x},{ins}->{x}", g, n, n.srcs[1], phase="backward"), None)
 
 
 def _softmax_vjp(n: Node, g: Node) -> Grads:
@@ -557,6 +619,7 @@ def _attrs(n: Node) -> dict[str, Any]:
 
 
 _m = meaning
+_CHUNKED: dict[str, Any] = {"flops": scan.chunked_flops, "scratch": scan.chunked_scratch}
 OPS: dict[str, Op] = {
     # contractions
     "einsum": Op(_m.einsum, _einsum_vjp, flops=2, multilinear=True),
@@ -581,6 +644,26 @@ OPS: dict[str, Op] = {
     "random_mask": Op(_m.random_mask, _no_vjp, fuses=True),
     "dropout": Op(_m.dropout, _dropout_vjp, flops=2, fuses=True),
     "rope": Op(_m.rope, _rope_vjp, flops=3, linear=True, fuses=True),
+    "times": Op(_m.einsum, _einsum_vjp, flops=2, multilinear=True, fuses=True),
+    # a state along the sequence
+    "conv1d": Op(scan.conv1d, _joint_vjp, flops=scan.conv1d_flops),
+    "conv1d_bwd": Op(scan.conv1d_bwd, flops=scan.conv1d_flops, joint=True),
+    "scan": Op(scan.scan, _joint_vjp, flops=scan.scan_flops),
+    "scan_bwd": Op(scan.scan_bwd, flops=scan.scan_flops, joint=True),
+    "linear_attention": Op(scan.linear_attention, _joint_vjp, **_CHUNKED),
+    "linear_attention_bwd": Op(scan.linear_attention_bwd, **_CHUNKED, joint=True),
+    "delta_rule": Op(scan.delta_rule, _delta_rule_vjp, **_CHUNKED),
+    "delta_rule_bwd": Op(scan.delta_rule_bwd, **_CHUNKED, joint=True),
+    "delta_scores": Op(scan.delta_scores, _made_of_vjp, flops=scan.within_flops),
+    "delta_inverse": Op(scan.delta_inverse, _made_of_vjp, flops=scan.within_flops),
+    # norms whose dims may be split
+    "mean_square": Op(scan.mean_square, _mean_square_vjp, flops=2, fuses=True),
+    "mean_square_bwd": Op(scan.mean_square_bwd, flops=2, fuses=True),
+    "rms_scale": Op(scan.rms_scale, _joint_vjp, flops=3, fuses=True),
+    "rms_scale_bwd": Op(scan.rms_scale_bwd, flops=3, fuses=True, joint=True),
+    "inverse_norm": Op(scan.inverse_norm, _made_of_vjp, flops=2, fuses=True),
+    "unit": Op(scan.unit, _unit_vjp, fuses=True),
+    "unit_bwd": Op(scan.unit_bwd, flops=5, fuses=True),
     # rows that need a whole dim
     "norm": Op(_m.norm, _norm_vjp, flops=5, fuses=True),
     "norm_bwd": Op(_m.norm_bwd, flops=9, fuses=True),

@@ -8,6 +8,7 @@ axes `dp_ep` and `dp_edp`, and each use names the axes it is made of.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from stagewright.errors import UserError
@@ -38,10 +39,12 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         found = [p for p in reversed(pieces) if p.size > 1]
         return tuple(p.name for d in degrees for p in found if d in (p.dense, p.expert))
 
-    tensor, context = axes("tp_kv", "tp_rep", "tp"), axes("cp")
+    tensor, context = axes(*(name for name, _ in reversed(_tensor_pieces(run, model)))), axes("cp")
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas
-    key_value, inner = _key_value(run, model, tensor, axes("tp_kv"), context)
+    sizes = {p.name: p.size for p in pieces}
+    heads = _outermost(tensor, sizes, math.gcd(run.tp, model.num_query_groups))
+    key_value, inner = _key_value(run, model, tensor, heads, context)
     hybrid = any(p.dense == "dp_shard" for p in pieces)
     labels = {"tp": tensor, "cp": context, "dp": replicas, "pp": axes("pp")}
     if model.num_experts:
@@ -58,6 +61,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         tensor=tensor,
         key_value=key_value,
         inner=inner,
+        state_groups=_state_groups(run, model, tensor, context, sizes),
         expert=axes("ep") if model.num_experts else (),
         expert_tensor=axes("etp") if model.num_experts else (),
         columns=data if model.recommendation else (),
@@ -79,16 +83,12 @@ def _pieces(run: Run, model: ModelConfig) -> list[Piece]:
     """The axes of the mesh, fastest first."""
     hybrid = run.zero > 0 and run.dp_shard is not None and run.dp_shard < run.dp
     degrees: dict[str, list[tuple[str, int]]] = {
-        "tp": [("tp", run.tp)],
+        "tp": _tensor_pieces(run, model),
         "cp": [("cp", run.cp)],
         "dp": [("dp", run.dp)],
         "pp": [("pp", run.pp)],
         "ep": [],
     }
-    kv = math.gcd(run.tp, model.num_query_groups)
-    if kv not in (1, run.tp):
-        # Fewer key-value heads than ranks: neighbours hold the same head.
-        degrees["tp"] = [("tp_rep", run.tp // kv), ("tp_kv", kv)]
     if hybrid and run.dp_shard:
         degrees["dp"] = [("dp_shard", run.dp_shard), ("dp_replicate", run.dp // run.dp_shard)]
     dense = [x for degree in run.order.split("-") for x in degrees[degree]]
@@ -110,6 +110,62 @@ def _pieces(run: Run, model: ModelConfig) -> list[Piece]:
         if size == 1 and name != "pp":
             result.append(Piece(name, 1, name, ""))
     return result
+
+
+def _tensor_pieces(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
+    """The axes of tp, fastest first: what there is less of than ranks is held by neighbours.
+
+    That may be key-value heads, and groups of heads that carry a state.
+    """
+    cuts = {math.gcd(run.tp, shared_groups(model)): "tp_group"} if shared_groups(model) else {}
+    if model.attends:
+        cuts[math.gcd(run.tp, model.num_query_groups)] = "tp_kv"
+    within = sorted(ranks for ranks in cuts if 1 < ranks < run.tp)
+    if not within:
+        return [("tp", run.tp)]
+    pieces: list[tuple[str, int]] = []
+    for below, ranks in zip([1, *within], within, strict=False):
+        if ranks % below:
+            raise UserError(
+                f"tp={run.tp} shares {within[0]} and {within[1]} ways what {model.name} has less "
+                "of than ranks: key-value heads and groups of its state layers; use a power of two"
+            )
+        pieces.append((cuts[ranks], ranks // below))
+    return [("tp_rep", run.tp // within[-1]), *reversed(pieces)]
+
+
+def shared_groups(model: ModelConfig) -> int:
+    """Groups of heads that share keys and queries in layers that carry a state; 0: there are none.
+
+    Mamba-1 shares its B and C among all channels, and splits those.
+    """
+    state = model.state_space
+    return state.groups if state and model.recurrence != "mamba" else 0
+
+
+def _outermost(axes: tuple[str, ...], sizes: Mapping[str, int], ranks: int) -> tuple[str, ...]:
+    """The first of some axes, which make up so many ranks."""
+    found: list[str] = []
+    for axis in axes:
+        if ranks % sizes[axis]:
+            break
+        found.append(axis)
+        ranks //= sizes[axis]
+    return tuple(found)
+
+
+def _state_groups(
+    run: Run,
+    model: ModelConfig,
+    tensor: tuple[str, ...],
+    context: tuple[str, ...],
+    sizes: Mapping[str, int],
+) -> tuple[str, ...]:
+    """The axes that split groups of heads that carry a state; others split the heads of a group."""
+    groups = shared_groups(model)
+    ways = math.gcd(run.tp, groups)
+    found = _outermost(tensor, sizes, ways)
+    return found + (context if groups // ways % run.cp == 0 else ()) if groups else ()
 
 
 def _cut(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -> list[Piece]:

@@ -33,6 +33,7 @@ from stagewright import batch, pipeline, serving
 from stagewright.errors import UserError, did_you_mean, divisors, either
 from stagewright.files import from_yaml, manifest_head, read_text
 from stagewright.models import LIMITS, ModelConfig, Module
+from stagewright.state_space import StateSpace
 
 LARGEST = 2**31
 """No setting is larger: columns of the program index with 32 bits."""
@@ -285,6 +286,8 @@ def recorded_model(path: str | Path) -> ModelConfig | None:
             for k, v in fields.items()  # pyright: ignore
         }
         texts: Any = values.get("modules", {})
+        if named.get("state_space"):
+            named["state_space"] = StateSpace(**named["state_space"])
         if named.get("modules"):
             named["modules"] = _recorded_modules(named["modules"], texts)
         return ModelConfig(**named)
@@ -409,8 +412,7 @@ def _check_mesh(run: Run) -> None:
 
 def _check_model(run: Run, model: ModelConfig) -> None:
     heads, ffn = model.num_attention_heads, model.ffn_hidden_size
-    attends = bool(model.parts & {"global", "local"})
-    if attends and heads % run.tp:
+    if model.attends and heads % run.tp:
         raise UserError(
             f"tp={run.tp} does not divide the {heads} attention heads of {model.name}; "
             f"use {divisors(heads)}"
@@ -420,15 +422,58 @@ def _check_model(run: Run, model: ModelConfig) -> None:
             f"tp={run.tp} does not divide the {ffn} channels of the MLP of {model.name}; "
             f"use {divisors(math.gcd(heads, ffn))}"
         )
+    if model.attends:
+        _check_key_value_heads(run, model)
+    _check_state_heads(run, model)
+    _check_experts(run, model)
+
+
+def _check_key_value_heads(run: Run, model: ModelConfig) -> None:
+    heads = model.num_attention_heads
     kv = model.num_query_groups
-    if attends and kv % run.tp and run.tp % kv:
+    if kv % run.tp and run.tp % kv:
         # Ranks share key-value heads evenly: several each, or several ranks hold one.
         fit = [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
         raise UserError(
             f"tp={run.tp} neither divides the {kv} key-value heads of {model.name} nor is a "
             f"multiple of them; use {either(fit)}"
         )
-    _check_experts(run, model)
+
+
+def _check_state_heads(run: Run, model: ModelConfig) -> None:
+    """Layers that carry a state split whole heads, and over cp too: as Megatron-LM's Mamba does."""
+    state = model.state_space
+    if state is None:
+        return
+    heads, groups = state.heads, state.groups
+    what = "channels" if model.recurrence == "mamba" else "heads"
+    if heads % run.tp:
+        raise UserError(
+            f"tp={run.tp} does not divide the {heads} {what} of the state layers of {model.name}; "
+            f"use {divisors(heads)}"
+        )
+    if what == "heads" and groups % run.tp and run.tp % groups:
+        fit = [d for d in range(1, heads + 1) if heads % d == 0 and not min(groups % d, d % groups)]
+        raise UserError(
+            f"tp={run.tp} neither divides the {groups} groups of heads in the state layers of "
+            f"{model.name} nor is a multiple of them; use {either(fit)}"
+        )
+    if heads // run.tp % run.cp:
+        raise UserError(
+            f"cp={run.cp} does not divide the {heads // run.tp} {what} of a rank in the state "
+            f"layers of {model.name} (tp={run.tp}), which has whole sequences of fewer {what} "
+            f"there; use {divisors(heads // run.tp)}"
+        )
+    held = groups // math.gcd(run.tp, groups)  # groups of a rank
+    if (
+        what == "heads"
+        and held % run.cp
+        and heads // groups // (run.tp // math.gcd(run.tp, groups)) % run.cp
+    ):
+        raise UserError(
+            f"cp={run.cp} divides neither the {held} groups of a rank in the state layers of "
+            f"{model.name} (tp={run.tp}) nor the heads of a group; use {divisors(held)}"
+        )
 
 
 def _check_images(run: Run, model: ModelConfig) -> None:
@@ -513,19 +558,20 @@ def _check_sequence(run: Run, model: ModelConfig) -> None:
             f"seq_length={length} is longer than the {model.max_position_embeddings} learned "
             f"positions of {model.name}; use at most {model.max_position_embeddings}"
         )
-    if run.cp_comm_type == "a2a" and model.num_attention_heads // run.tp % run.cp:
+    ulysses = run.cp_comm_type == "a2a" and model.attends
+    if ulysses and model.num_attention_heads // run.tp % run.cp:
         local = model.num_attention_heads // run.tp
         raise UserError(
             f"cp={run.cp} does not divide the {local} attention heads of a rank ({model.name} with "
             f"tp={run.tp}), which cp_comm_type=a2a needs; use cp={divisors(local)}, or p2p"
         )
     held = max(1, model.num_query_groups // run.tp)  # key-value heads of a rank
-    if run.cp_comm_type == "a2a" and held > 1 and held % run.cp:
+    if ulysses and held > 1 and held % run.cp:
         raise UserError(
             f"cp={run.cp} does not divide the {held} key-value heads of a rank ({model.name} with "
             f"tp={run.tp}), which cp_comm_type=a2a needs; use cp={divisors(held)}, or p2p"
         )
-    balanced = run.cp > 1 and model.causal and run.cp_comm_type != "a2a"
+    balanced = run.cp > 1 and model.causal and model.attends and run.cp_comm_type != "a2a"
     pieces = 2 * run.cp if balanced else run.cp
     if length % pieces:
         why = f"2 x cp={pieces} (causal load balance)" if balanced else f"cp={run.cp}"
@@ -645,8 +691,9 @@ def _check_size(run: Run, model: ModelConfig) -> None:
     length = run.resolved(model).seq_length
     assert length is not None
     tokens = run.micro_batch_size * length
+    inner = model.state_space.inner if model.state_space else 0
     widest = max(
-        model.hidden_size * max(model.vocab_size, model.ffn_hidden_size),
+        model.hidden_size * max(model.vocab_size, model.ffn_hidden_size, inner),
         model.num_attention_heads * model.kv_channels * max(length, model.hidden_size),
     )
     if 2 * tokens * widest // (run.tp * run.cp) > MOST_FLOPS:

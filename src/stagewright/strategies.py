@@ -29,6 +29,27 @@ TENSOR_PARALLEL: Mapping[str, int] = {
     "w_up": 1, "w_gate": 1, "b_up": 0, "b_gate": 0, "w_down": 0,
     "wte": 0, "lm_head": 0, "b_head": 0,
     "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,
+    "mamba.w_x": 1, "mamba.w_z": 1, "mamba.conv.weight": 0, "mamba.conv.bias": 0,
+    "mamba.w_select": 0, "mamba.w_dt": 1, "mamba.dt_bias": 0, "mamba.a_log": 0, "mamba.d": 0,
+    "mamba.w_out": 0,
+}  # fmt: skip
+# The dims of groups of heads and of heads in a group, in layers that carry a state.
+STATE_HEADS: Mapping[str, tuple[int, ...]] = {
+    "mamba2.w_z": (1, 2), "mamba2.w_x": (1, 2), "mamba2.w_dt": (1, 2),
+    "mamba2.w_b": (1,), "mamba2.w_c": (1,),
+    "mamba2.conv_x.weight": (0, 1), "mamba2.conv_x.bias": (0, 1),
+    "mamba2.conv_b.weight": (0,), "mamba2.conv_b.bias": (0,),
+    "mamba2.conv_c.weight": (0,), "mamba2.conv_c.bias": (0,),
+    "mamba2.dt_bias": (0, 1), "mamba2.a_log": (0, 1), "mamba2.d": (0, 1),
+    "mamba2.norm.weight": (0, 1), "mamba2.w_out": (0, 1),
+    "lightning.w_q": (1,), "lightning.w_k": (1,), "lightning.w_v": (1, 2), "lightning.w_z": (1, 2),
+    "lightning.norm.weight": (0, 1), "lightning.w_out": (0, 1),
+    "delta.w_q": (1,), "delta.w_k": (1,), "delta.w_v": (1, 2), "delta.w_z": (1, 2),
+    "delta.w_beta": (1, 2), "delta.w_dt": (1, 2), "delta.w_f_up": (1, 2), "delta.w_g_up": (1, 2),
+    "delta.conv_q.weight": (0,), "delta.conv_q.bias": (0,),
+    "delta.conv_k.weight": (0,), "delta.conv_k.bias": (0,),
+    "delta.conv_v.weight": (0, 1), "delta.conv_v.bias": (0, 1),
+    "delta.dt_bias": (0, 1), "delta.f_bias": (0, 1), "delta.a_log": (0, 1), "delta.w_out": (0, 1),
 }  # fmt: skip
 # Experts are split in their first dim, and each in this one.
 EXPERTS: Mapping[str, int] = {"we_up": 2, "we_gate": 2, "we_down": 1}
@@ -48,6 +69,9 @@ class Plan:
         str, ...
     ] = ()  # those of `tensor` (and of `ulysses`) that split key-value heads
     inner: frozenset[str] = frozenset()  # those that split the query heads of one key-value head
+    # those of `tensor` and `context` that split groups of heads that carry a state; the others
+    # split the heads of a group
+    state_groups: tuple[str, ...] = ()
     expert: tuple[str, ...] = ()  # experts; these axes split tokens elsewhere
     expert_tensor: tuple[str, ...] = ()  # inside each expert
     columns: tuple[str, ...] = ()  # rows of the tables of a recommendation model
@@ -104,7 +128,7 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     rows |= _cached(plan)
     rows |= _expert_parallel(plan, (*plan.data, *sequence))
     if plan.context:
-        rows |= _context_parallel(plan)
+        rows |= _context_parallel(plan) | _states_parallel(plan)
     own = {name: plan.axes(where) for name, where in plan.table.items()}
 
     def weight(name: str, rank: int) -> Dims:
@@ -119,6 +143,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             dims[TENSOR_PARALLEL[name]] = plan.tensor
             if name in KEY_VALUE:
                 dims[TENSOR_PARALLEL[name]] = tuple(a for a in plan.tensor if a in plan.key_value)
+        for dim, axes in zip(STATE_HEADS.get(name, ()), _of_heads(plan, plan.tensor), strict=False):
+            dims[dim] = axes
         return tuple(dims)
 
     def stored(n: Node, dims: Dims) -> Dims:
@@ -268,6 +294,30 @@ def _context_parallel(plan: Plan) -> dict[str, Dims]:
         few_keys = (plan.data, (), tuple(a for a in few[2] if a in plan.key_value), ())
         return {"q_core": few, "k_core": few_keys, "v_core": few_keys, "context": heads}
     return {"q_core": heads, "k_core": keys, "v_core": keys}
+
+
+def _of_heads(plan: Plan, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those axes that split groups of heads that carry a state, and those of heads in a group."""
+    groups = tuple(a for a in axes if a in plan.state_groups)
+    return groups, tuple(a for a in axes if a not in groups)
+
+
+def _states_parallel(plan: Plan) -> dict[str, Dims]:
+    """Whole sequences of fewer heads while a state goes along them, as Megatron-LM's Mamba has it.
+
+    A group whose heads are on several ranks is gathered there: the same bytes as Megatron-LM's
+    all-to-all of repeated groups.
+    """
+    groups, heads = _of_heads(plan, plan.tensor + plan.context)
+    few = plan.tensor + plan.context
+    return {
+        "channels_core": (plan.data, (), few),
+        "channels_context": (plan.data, plan.context, plan.tensor),
+        "heads_core": (plan.data, (), groups, heads, ()),
+        "groups_core": (plan.data, (), groups, ()),
+        "rates_core": (plan.data, (), groups, heads),
+        "heads_context": (plan.data, plan.context, *_of_heads(plan, plan.tensor), ()),
+    }
 
 
 def _reduced(have: Layout | None, plan: Plan, dims: Dims) -> Layout | None:

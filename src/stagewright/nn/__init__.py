@@ -101,6 +101,25 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "N": config.kv_channels - config.qk_rope_head_dim,  # of a head, without rotary position
         "Z": config.qk_rope_head_dim,
         "U": config.v_head_dim or config.kv_channels,
+    } | _state_sizes(config)
+
+
+def _state_sizes(config: ModelConfig) -> dict[str, int]:
+    """The same of the layers that carry a state."""
+    state = config.state_space
+    if state is None:
+        return {}
+    return {
+        "Inner": state.inner,
+        "Group": state.groups,
+        "Head": state.heads // state.groups,  # heads of a group
+        "Width": state.head_width,
+        "State": state.state,
+        "Taps": state.conv,
+        "Chunk": state.chunk,
+        "DtRank": state.dt_rank,
+        "Selection": state.dt_rank + 2 * state.state,  # what time steps, B and C are made of
+        "GateRank": state.gate_rank,
     }
     if config.vision:
         found |= _vision_sizes(config.vision, config.max_position_embeddings)

@@ -12,12 +12,21 @@ from stagewright.nn.attention import global_attention, local_attention
 from stagewright.nn.builder import Block, Builder, Recipe
 from stagewright.nn.finish import finish
 from stagewright.nn.mlp import experts, mlp
+from stagewright.nn.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
 from stagewright.ops import add, identity, leaf
 from stagewright.size import size
 
 Part = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
 
-MIXERS: dict[str, Part] = {"global": global_attention, "local": local_attention}
+MIXERS: dict[str, Part] = {
+    "global": global_attention,
+    "local": local_attention,
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "lightning": lightning,
+    "gated_delta": gated_delta,
+    "kimi_delta": kimi_delta,
+}
 """What moves information between positions, by `Layer.mixer`."""
 
 FEED_FORWARDS: dict[str, Part] = {"dense": mlp, "experts": experts}
