@@ -2,12 +2,15 @@
 
 The columns are the name, layers, hidden size, MLP width, heads, key/value heads, width of a head,
 vocabulary, longest sequence and, where the family's `source` is not the source, the repository on
-huggingface.co whose config.json has the figures. `models.PRESETS` is made of this.
+huggingface.co whose config.json has the figures. `models.PRESETS` is made of this, and of
+`presets_state.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from stagewright.presets_state import STATE_FAMILIES
 
 Style = dict[str, Any]
 """Fields of `models.ModelConfig` that differ from its defaults."""
@@ -456,4 +459,5 @@ dit-xl-2         28   1152   4608   16   16   72       1     257
 dlrm              1      1      1    1    1    1       1       1
 """,
     ),
+    *STATE_FAMILIES,
 ]
