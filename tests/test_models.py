@@ -20,10 +20,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stagewright import hf
+from stagewright import hf, hf_keys
 from stagewright.compiler import parameters
 from stagewright.errors import UserError
-from stagewright.models import LIMITS, PRESETS, ModelConfig, resolve
+from stagewright.models import LIMITS, PRESETS, RECURRENCES, ModelConfig, resolve
+from stagewright.state_space import StateSpace
 
 DATA = Path(__file__).parent / "data"
 CONFIGS = sorted((DATA / "configs").glob("*.json"))
@@ -34,12 +35,14 @@ with (DATA / "published_parameters.csv").open(encoding="utf-8") as table:
 # The preset that each published file must come out as, but for these fields.
 SAME = {
     SHIPPED / "llama-3.1-70b.json": ("llama3.1-70b", {}),
+    "bamba-9b-v1": ("bamba-9b", {}),
     "bert-base-uncased": ("bert-base", {}),
     "dbrx-instruct": ("dbrx", {}),
     "deepseek-moe-16b-base": ("deepseek-moe-16b", {}),
     "deepseek-r1": ("deepseek-r1", {}),
     "deepseek-v2": ("deepseek-v2", {}),
     "deepseek-v3": ("deepseek-v3", {}),
+    "falcon-mamba-7b": ("falcon-mamba-7b", {}),
     "falcon-7b-instruct": ("falcon-7b", {}),
     "falcon-7b-instruct-refinedweb": ("falcon-7b", {}),
     "falcon-40b-instruct": ("falcon-40b", {}),
@@ -49,12 +52,22 @@ SAME = {
     "glm-4.5": ("glm-4.5", {}),
     "glm-4.5-air": ("glm-4.5-air", {}),
     "gpt2": ("gpt2", {}),
+    "granite-4.0-h-micro": ("granite-4.0-h-micro", {}),
+    "granite-4.0-h-small": ("granite-4.0-h-small", {}),
+    "jamba-v0.1": ("jamba-v0.1", {}),
+    "jamba-1.5-large": ("jamba-1.5-large", {}),
     "kimi-k2-instruct": ("kimi-k2", {}),
     "llama-3.2-1b-instruct": ("llama3.2-1b", {}),
+    "mamba-2.8b-hf": ("mamba-2.8b", {}),
+    "mamba-codestral-7b-v0.1": ("mamba-codestral-7b", {}),
+    "minimax-text-01": ("minimax-text-01", {}),
+    "minimax-text-01-hf": ("minimax-text-01", {}),
     "mistral-7b-v0.1": ("mistral-7b-v0.1", {}),
     "mistral-7b-instruct-v0.3": ("mistral-7b-v0.3", {}),
     "mixtral-8x7b-v0.1": ("mixtral-8x7b", {}),
     "mixtral-8x22b-v0.1": ("mixtral-8x22b", {}),
+    "nemotron-h-8b-base-8k": ("nemotron-h-8b", {}),
+    "nemotron-h-47b-base-8k": ("nemotron-h-47b", {}),
     # OPT's files say 0 where its paper says that it was trained with 0.1.
     "opt-125m": ("opt-125m", {"attention_dropout": 0.0}),
     "opt-350m": ("opt-350m", {"attention_dropout": 0.0}),
@@ -90,6 +103,13 @@ ACTIVE = {
     "glm-4.5": (32, 2, 0.5, "arXiv:2508.06471, Table 1, which says what it leaves out"),
     "glm-4.5-air": (12, 2, 0.5, "arXiv:2508.06471, Table 1"),
     "dbrx": (36, 0, 0.5, "Databricks, Introducing DBRX"),
+    "jamba-v0.1": (12, 0, 0.5, "arXiv:2403.19887, abstract"),
+    "jamba-1.5-mini": (12, 0, 0.5, "arXiv:2408.12570, abstract"),
+    "jamba-1.5-large": (94, 0, 0.5, "arXiv:2408.12570, abstract"),
+    "granite-4.0-h-tiny": (1, 0, 0.5, "its model card"),
+    "granite-4.0-h-small": (9, 0, 0.5, "its model card"),
+    "nemotron3-nano-30b-a3b": (3.6, 0, 0.05, "its model card; 3.2 without embeddings"),
+    "minimax-text-01": (45.9, 2, 0.05, "arXiv:2501.08313, abstract"),
 }
 
 
@@ -110,8 +130,6 @@ def _count(c: ModelConfig, experts: int) -> int:
     dense = (ups + 1) * hidden * c.ffn_hidden_size + c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
     widths = experts * c.moe_ffn_hidden_size + c.shared_ffn_hidden_size
     mixture = (ups + 1) * hidden * widths + hidden * c.num_experts
-    after = [i - c.first_dense_layers for i in range(c.num_layers)]
-    mixtures = sum(c.num_experts > 0 and i >= 0 and i % c.moe_layer_freq == 0 for i in after)
     sequential = 4 if c.norm_placement == "sandwich" else 2
     norms = c.parallel_norms if c.parallel_block else sequential
     rows = c.max_position_embeddings + c.position_offset if c.position == "learned" else 0
@@ -122,9 +140,48 @@ def _count(c: ModelConfig, experts: int) -> int:
     head += c.pooler * (hidden * hidden + hidden) + c.mlm_transform * (
         hidden * hidden + hidden + norm
     )
-    layers = c.num_layers * (_attention(c) + norms * norm)
-    layers += mixtures * mixture + (c.num_layers - mixtures) * dense
+    mixers = {"global": _attention(c), "local": _attention(c), "none": 0}
+    if c.recurrence:
+        mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
+    mlps = {"dense": dense, "experts": mixture, "none": 0}
+    layers = 0
+    for mixer, mlp in map(c.layer, range(c.num_layers)):
+        layers += mixers[mixer] + mlps[mlp]
+        halves = (mixer != "none") + (mlp != "none")
+        layers += norm * (norms if halves == 2 else norms // 2)
     return layers + embedding + projections + head
+
+
+def _mamba(hidden: int, s: StateSpace) -> int:
+    """Mamba's own module, state-spaces/mamba, mamba_simple.py; Jamba's norms of dt, B and C."""
+    into, out = hidden * 2 * s.heads, s.heads * hidden
+    conv = s.heads * (s.conv + s.conv_bias)
+    steps = s.dt_rank * s.heads + s.heads
+    norms = s.dt_rank + 2 * s.state if s.inner_norms == "weighted" else 0
+    return (
+        into
+        + conv
+        + s.heads * (s.dt_rank + 2 * s.state)
+        + steps
+        + s.heads * s.state
+        + (s.heads + out + norms)
+    )
+
+
+def _mamba2(hidden: int, s: StateSpace) -> int:
+    """The same of mamba2.py: z, x, B, C and dt from one projection; A, D and dt's bias per head."""
+    keys = s.groups * s.state
+    into = hidden * (2 * s.inner + 2 * keys + s.heads)
+    conv = (s.inner + 2 * keys) * (s.conv + s.conv_bias)
+    return into + conv + 3 * s.heads + s.inner + s.inner * hidden
+
+
+def _lightning(hidden: int, s: StateSpace) -> int:
+    """arXiv:2501.08313: queries, keys, values and gate, a norm over all heads, and out."""
+    return hidden * (2 * s.groups * s.state + 2 * s.inner) + s.inner + s.inner * hidden
+
+
+RECURRENT = {"mamba": _mamba, "mamba2": _mamba2, "lightning": _lightning}
 
 
 def _attention(c: ModelConfig) -> int:
@@ -210,6 +267,8 @@ class TestPresets:
             **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
             **{"mistral": 2, "qwen2.5": 7, "qwen3": 8, "gemma2": 3, "gemma3": 4, "phi3": 2},
             **{"mixtral": 2, "deepseek": 4, "kimi": 1, "glm": 2, "dbrx": 1, "grok": 1},
+            **{"mamba": 6, "mamba2": 5, "falcon": 4, "jamba": 3, "bamba": 1, "granite": 3},
+            **{"nemotron": 6, "nemotron3": 1, "minimax": 1},
         }
 
     def test_bert_backbone_with_pooler_has_its_published_count(self) -> None:
@@ -319,6 +378,25 @@ class TestModelConfig:
             ("deepseek-v3", "position", "alibi", "rope with latent attention"),
             ("deepseek-v3", "qk_norm", True, "False with latent attention"),
             ("palm-8b", "parallel_norms", 3, "a whole number from 1 to 2"),
+            ("llama3-8b", "num_attention_heads", 0, "a whole number from 1"),
+            ("llama3-8b", "mixers", ("mamba",), "sizes if, and only if, mixers has a recurrence"),
+            ("jamba-v0.1", "mixers", ("mamba", "mamba2"), "one kind of recurrence"),
+            ("mamba-2.8b", "state_space", None, "sizes if, and only if, mixers has a recurrence"),
+            ("nemotron-h-8b", "mlps", ("none",), "something in every layer whose mixer is none"),
+            (
+                "mamba-2.8b",
+                "state_space",
+                StateSpace(heads=8, state=4),
+                "dt_rank is 0, wanted a width",
+            ),
+            (
+                "mamba2-2.7b",
+                "state_space",
+                StateSpace(heads=8, state=4, groups=3),
+                "a divisor of heads",
+            ),
+            ("mamba2-2.7b", "state_space", StateSpace(heads=8, state=4, conv=-1), "from 0 to 64"),
+            ("mamba2-2.7b", "state_space", StateSpace(heads=8, state=4, chunk=0), "from 1 to"),
         ],
     )
     def test_refuses(self, preset: str, field: str, value: object, wanted: str) -> None:
@@ -527,6 +605,26 @@ class TestKeys:
             ("deepseek-v3", {"num_key_value_heads": None}, {"num_query_groups": 128}),
             ("deepseek-v3", {"num_nextn_predict_layers": 0}, {"num_layers": 61}),
             ("glm-4.5-air", {"use_qk_norm": True}, {"qk_norm": True}),
+            (
+                "jamba-v0.1",
+                {"attn_layer_period": 4, "attn_layer_offset": 0, "expert_layer_period": 1}
+                | {"expert_layer_offset": 0},
+                {"mixers": ("global", "mamba", "mamba", "mamba"), "moe_layer_freq": 1},
+            ),
+            ("jamba-v0.1", {"num_experts": 1}, {"num_experts": 0, "top_k": 0}),
+            ("bamba-9b-v1", {"attn_layer_indices": None}, {"mixers": ("mamba2",)}),
+            (
+                "granite-4.0-h-small",
+                {"position_embedding_type": "rope", "layer_types": ["mamba", "attention"] * 20},
+                {"position": "rope", "mixers": ("mamba2", "global")},
+            ),
+            (
+                "nemotron-h-8b-base-8k",
+                {"layers_block_type": ["mamba", "moe"], "num_hidden_layers": 2},
+                {"num_layers": 2, "mixers": ("mamba2", "none"), "mlps": ("none", "experts")}
+                | {"num_experts": 8, "shared_ffn_hidden_size": 7688, "ffn_hidden_size": 0},
+            ),
+            ("minimax-text-01", {"rotary_dim": 128}, {"rotary_fraction": 1.0}),
             ("glm-4.5-air", {"attention_bias": False}, {"qkv_bias": False}),
         ],
     )
@@ -575,7 +673,7 @@ class TestRefusals:
             ("GptOssForCausalLM", "attention sinks and biases of experts"),
             ("Qwen2MoeForCausalLM", "a gate on the shared expert"),
             ("Llama4ForCausalLM", "chunked attention and layers without positions"),
-            ("MambaForCausalLM", "state-space layers"),
+            ("Zamba2ForCausalLM", "layers that share their weights"),
             ("Phi3SmallForCausalLM", "block-sparse attention"),
         ],
     )
@@ -656,6 +754,29 @@ class TestRefusals:
             ("deepseek-v3", "scoring_func", "tanh", "one of softmax, sigmoid"),
             ("deepseek-v3", "qk_rope_head_dim", 63, "qk_rope_head_dim is 63, wanted an even part"),
             ("dbrx-instruct", "attn_config", None, "attn_config is null, wanted an object"),
+            ("mamba-2.8b-hf", "use_bias", True, "wanted false"),
+            ("mamba-2.8b-hf", "time_step_rank", 0, "a whole number from 1"),
+            ("mamba-2.8b-hf", "state_size", "16", "is '16', wanted a whole number"),
+            (
+                "mamba-codestral-7b-v0.1",
+                "n_groups",
+                3,
+                "n_groups is 3, wanted a divisor of the 128",
+            ),
+            ("jamba-v0.1", "attn_layer_offset", 8, "a whole number from 0 to 7"),
+            ("bamba-9b-v1", "attn_layer_indices", [32], "a list of layers below 32"),
+            ("bamba-9b-v1", "mamba_d_head", "wide", "is 'wide', wanted a whole number"),
+            ("granite-4.0-h-small", "layer_types", ["mamba"], "for each of the 40 layers"),
+            ("granite-4.0-h-small", "position_embedding_type", "alibi", '"rope", "nope" or null'),
+            ("nemotron-h-47b-base-8k", "hybrid_override_pattern", "MX", "letters of M * - E"),
+            ("nemotron-h-47b-base-8k", "num_hidden_layers", 97, "98, the length of the pattern"),
+            ("nemotron-h-8b-base-8k", "moe_latent_size", 64, "wanted null"),
+            (
+                "minimax-text-01",
+                "attn_type_list",
+                [2] * 80,
+                "0 (lightning) or 1 for each of the 80",
+            ),
             ("dbrx-instruct", "ffn_config", {}, "ffn_config.moe_num_experts is missing"),
         ],
     )
@@ -749,7 +870,7 @@ SCALARS = st.one_of(
     st.sampled_from([2**k for k in range(40)]),
     st.floats(),
     st.text(max_size=8),
-    st.sampled_from(sorted(hf.ACTIVATIONS)),
+    st.sampled_from(sorted(hf_keys.ACTIVATIONS)),
 )
 JSON = st.recursive(
     SCALARS,
@@ -778,7 +899,8 @@ def accepts_or_refuses(folder: Path, config: object) -> None:
     else:
         assert dataclasses.replace(c) == c
         assert count_parameters(c) > 0
-        assert {c.layer(i).mixer for i in range(c.num_layers)} <= {"global", "local"}
+        mixers = {c.layer(i).mixer for i in range(c.num_layers)}
+        assert mixers <= {"global", "local", "none", *RECURRENCES}
 
 
 class TestFuzz:

@@ -11,54 +11,46 @@ of the weights, auxiliary losses) nor layers for multi-token prediction.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown  # short and shallow whatever the file holds
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import cast
 
-from stagewright.errors import UserError, did_you_mean, divisors
+from stagewright.errors import UserError, did_you_mean
+from stagewright.hf_keys import (
+    Architecture,
+    Fields,
+    Json,
+    Keys,
+    decoder,
+    deepseek_experts,
+    deepseek_latent,
+    expert_sizes,
+    query_groups,
+    rotary_fraction,
+    usual_sizes,
+)
+from stagewright.hf_state import STATE_ARCHITECTURES, shortest
 from stagewright.models import (
     LIMITS,
-    MOST_EXPERTS,
     PRESETS,
-    Activation,
     Attention,
     ModelConfig,
-    Router,
 )
 
 MOST_BYTES = 10_000_000
 """No larger file is read: a config.json has a few kilobytes."""
 
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-"""transformers' names of the activations, and ours."""
-
 LAYER_TYPES: dict[str, Attention] = {"full_attention": "global", "sliding_attention": "local"}
 """transformers' names of the layer kinds, and ours."""
-
-ROUTERS: dict[str, Router] = {"softmax": "softmax", "sigmoid": "sigmoid"}
-"""DeepSeek's names of the functions that make weights of a router's scores, and ours."""
-
-Json = dict[str, object]
-Fields = dict[str, Any]
-"""Fields of `ModelConfig`."""
 
 
 def from_config(path: str | Path) -> ModelConfig:
     """The model of a config.json, or of the directory that holds one; it takes that one's name."""
     file, data = _load(Path(path))
-    architecture = _architecture(_Keys(str(file), data))
-    fields = architecture.read(_Keys(str(file), architecture.defaults | data))
+    architecture = _architecture(Keys(str(file), data))
+    fields = architecture.read(Keys(str(file), architecture.defaults | data))
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     try:
         return replace(PRESETS[architecture.like], name=name, source=str(file), **fields)
@@ -89,137 +81,15 @@ def _load(file: Path) -> tuple[Path, Json]:
     return file, cast(Json, data)
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """The keys of a file. What is not as it must be is an error that names the key."""
-
-    file: str
-    values: Json
-    prefix: str = ""
-
-    def reject(self, key: str, wanted: str) -> NoReturn:
-        value = self.values.get(key)
-        if key not in self.values:
-            got = "missing"
-        elif value is None or isinstance(value, bool):
-            got = json.dumps(value)
-        else:
-            got = shown(value)
-        raise UserError(f"{self.file}: {self.prefix}{key} is {got}, wanted {wanted}")
-
-    def used(self, *keys: str) -> str:
-        """The one of several names of one thing that the file uses."""
-        return next((key for key in keys if key in self.values), keys[0])
-
-    def whole(self, key: str, least: int, most: int) -> int:
-        value = self.values.get(key)
-        if type(value) is not int or not least <= value <= most:
-            self.reject(key, f"a whole number from {least} to {most}")
-        return value
-
-    def size(self, field: str, *keys: str) -> int:
-        """A size that a field may have, under one of these keys."""
-        return self.whole(self.used(*keys), 1, LIMITS[field])
-
-    def optional(self, field: str, *keys: str) -> int | None:
-        """The same, or None where the key is null or missing."""
-        key = self.used(*keys)
-        return None if self.values.get(key) is None else self.size(field, key)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
-        if not isinstance(value, bool):
-            self.reject(key, "true or false")
-        return value
-
-    def number(self, key: str, least: float, most: float) -> float:
-        value = self.values.get(key)
-        if isinstance(value, int | float) and type(value) is not bool and least <= value <= most:
-            return float(value)
-        self.reject(key, f"a number from {least} to {most}")
-
-    def dropout(self, key: str) -> float:
-        """A probability; null means none, as in transformers."""
-        return 0.0 if self.values.get(key) is None else self.number(key, 0, 0.999)
-
-    def softcap(self, key: str) -> float | None:
-        return None if self.values.get(key) is None else self.number(key, 1e-3, 1e6)
-
-    def activation(self, key: str) -> Activation:
-        value = self.values.get(key)
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            self.reject(key, f"one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[value]
-
-    def text(self, key: str) -> str:
-        value = self.values.get(key)
-        if not isinstance(value, str):
-            self.reject(key, "text")
-        return value
-
-    def router(self, key: str) -> Router:
-        value = self.values.get(key)
-        if not isinstance(value, str) or value not in ROUTERS:
-            self.reject(key, f"one of {', '.join(ROUTERS)}")
-        return ROUTERS[value]
-
-    def inside(self, key: str, defaults: Json) -> _Keys:
-        """The keys of an object in the file."""
-        value = self.values.get(key)
-        if not isinstance(value, dict):
-            self.reject(key, "an object")
-        return _Keys(self.file, defaults | cast(Json, value), f"{self.prefix}{key}.")
-
-    def only(self, key: str, value: bool | str) -> None:
-        """Refuse a key that asks for something no `ModelConfig` is."""
-        got = self.values.get(key)
-        if got is not None and (type(got) is not type(value) or got != value):
-            self.reject(key, f"{json.dumps(value)}; nothing else is supported")
-
-
-def _sizes(c: _Keys, **names: tuple[str, ...]) -> Fields:
-    """What all files say, under the usual keys or these; as many key/value heads as heads."""
-    usual = {
-        "num_layers": ("num_hidden_layers",),
-        "hidden_size": ("hidden_size",),
-        "num_attention_heads": ("num_attention_heads",),
-        "vocab_size": ("vocab_size",),
-        "max_position_embeddings": ("max_position_embeddings",),
-    }
-    keys = usual | names
-    fields: Fields = {field: c.size(field, *keys[field]) for field in keys}
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    width = c.optional("kv_channels", "head_dim")
-    if width is None and hidden % heads:
-        key = c.used(*keys["num_attention_heads"])
-        c.reject(key, f"a divisor of the hidden size {hidden}: {divisors(hidden)}")
-    return fields | {
-        "num_query_groups": heads,
-        "kv_channels": width or hidden // heads,
-        "tied_embeddings": c.flag("tie_word_embeddings"),
-    }
-
-
-def _groups(c: _Keys, heads: int, *keys: str) -> int:
-    """Key/value heads; as many as there are heads where the key is null."""
-    key = c.used(*keys)
-    groups = heads if c.values.get(key, 0) is None else c.size("num_query_groups", key)
-    if heads % groups:
-        c.reject(key, f"a divisor of the {heads} attention heads: {divisors(heads)}")
-    return groups
-
-
-def _window(c: _Keys, kinds: list[Attention]) -> Fields:
+def _window(c: Keys, kinds: list[Attention]) -> Fields:
     """The sliding window and the shortest pattern that repeats into these layers."""
     window = c.optional("max_position_embeddings", "sliding_window")
     if window is None or "local" not in kinds:
         return {"sliding_window": None, "mixers": ("global",)}
-    n = len(kinds)
-    period = next(p for p in range(1, n + 1) if kinds[p:] == kinds[: n - p])
-    return {"sliding_window": window, "mixers": tuple(kinds[:period])}
+    return {"sliding_window": window, "mixers": shortest(kinds)}
 
 
-def _layer_types(c: _Keys, layers: int, unlisted: list[Attention]) -> list[Attention]:
+def _layer_types(c: Keys, layers: int, unlisted: list[Attention]) -> list[Attention]:
     """The kind of every layer, as the file lists them or else these."""
     value = c.values.get("layer_types")
     if value is None:
@@ -233,46 +103,29 @@ def _layer_types(c: _Keys, layers: int, unlisted: list[Attention]) -> list[Atten
     return kinds
 
 
-def _decoder(c: _Keys, activation: str = "hidden_act") -> Fields:
-    """The keys that Llama introduced and most decoders took over."""
-    fields = _sizes(c, ffn_hidden_size=("intermediate_size",))
-    return fields | {
-        "num_query_groups": _groups(c, fields["num_attention_heads"], "num_key_value_heads"),
-        "activation": c.activation(activation),
-        "attention_dropout": c.dropout("attention_dropout"),
-    }
-
-
-def _biased_decoder(c: _Keys, activation: str = "hidden_act") -> Fields:
+def _biased_decoder(c: Keys, activation: str = "hidden_act") -> Fields:
     bias = c.flag("attention_bias")
-    return _decoder(c, activation) | {"qkv_bias": bias, "attention_output_bias": bias}
+    return decoder(c, activation) | {"qkv_bias": bias, "attention_output_bias": bias}
 
 
-def _llama(c: _Keys) -> Fields:
+def _llama(c: Keys) -> Fields:
     return _biased_decoder(c) | {"mlp_bias": c.flag("mlp_bias")}
 
 
-def _mistral(c: _Keys) -> Fields:
-    fields = _decoder(c)
+def _mistral(c: Keys) -> Fields:
+    fields = decoder(c)
     return fields | _window(c, ["local"] * fields["num_layers"])
 
 
-def _rotary_fraction(c: _Keys) -> float:
-    rope = c.values.get("rope_parameters")  # where transformers 5 writes the fraction
-    if isinstance(rope, dict) and "partial_rotary_factor" in rope:
-        c = c.inside("rope_parameters", {})
-    return c.number("partial_rotary_factor", 0, 1)
-
-
-def _phi3(c: _Keys) -> Fields:
+def _phi3(c: Keys) -> Fields:
     return _mistral(c) | {
-        "rotary_fraction": _rotary_fraction(c),
+        "rotary_fraction": rotary_fraction(c),
         "hidden_dropout": c.dropout("resid_pdrop"),
         "embedding_dropout": c.dropout("embd_pdrop"),
     }
 
 
-def _qwen_window(c: _Keys, layers: int) -> Fields:
+def _qwen_window(c: Keys, layers: int) -> Fields:
     if not c.flag("use_sliding_window"):
         return _window(c, ["global"])
     full = c.whole("max_window_layers", 0, LIMITS["num_layers"])
@@ -280,17 +133,17 @@ def _qwen_window(c: _Keys, layers: int) -> Fields:
     return _window(c, _layer_types(c, layers, unlisted))
 
 
-def _qwen2(c: _Keys) -> Fields:
-    fields = _decoder(c)
+def _qwen2(c: Keys) -> Fields:
+    fields = decoder(c)
     return fields | _qwen_window(c, fields["num_layers"])
 
 
-def _qwen3(c: _Keys) -> Fields:
+def _qwen3(c: Keys) -> Fields:
     fields = _biased_decoder(c)
     return fields | _qwen_window(c, fields["num_layers"])
 
 
-def _gemma2(c: _Keys) -> Fields:
+def _gemma2(c: Keys) -> Fields:
     """Also Gemma 3, with its own defaults."""
     fields = _biased_decoder(c, "hidden_activation")
     c.only("use_bidirectional_attention", False)
@@ -303,21 +156,21 @@ def _gemma2(c: _Keys) -> Fields:
     }
 
 
-def _gemma3_multimodal(c: _Keys) -> Fields:
+def _gemma3_multimodal(c: Keys) -> Fields:
     """The text part. Its file writes only what differs from the defaults of the text's class."""
     nested = c.values.get("text_config")
     if not isinstance(nested, dict):
         c.reject("text_config", "an object")
     tied = {"tie_word_embeddings": c.values["tie_word_embeddings"]}
-    text = _Keys(c.file, _GEMMA3 | tied | cast(Json, nested), "text_config.")
+    text = Keys(c.file, _GEMMA3 | tied | cast(Json, nested), "text_config.")
     text.only("model_type", "gemma3_text")
     return _gemma2(text)
 
 
-def _gpt2(c: _Keys) -> Fields:
+def _gpt2(c: Keys) -> Fields:
     """GPT-2's own names of the sizes; transformers reads the usual ones as well."""
     c.only("add_cross_attention", False)
-    fields = _sizes(
+    fields = usual_sizes(
         c,
         num_layers=("n_layer", "num_hidden_layers"),
         hidden_size=("n_embd", "hidden_size"),
@@ -333,10 +186,10 @@ def _gpt2(c: _Keys) -> Fields:
     }
 
 
-def _opt(c: _Keys) -> Fields:
+def _opt(c: Keys) -> Fields:
     """OPT-350m alone has its norms behind, and an embedding narrower than the model."""
     c.only("layer_norm_elementwise_affine", True)
-    fields = _sizes(c, ffn_hidden_size=("ffn_dim",))
+    fields = usual_sizes(c, ffn_hidden_size=("ffn_dim",))
     pre, bias = c.flag("do_layer_norm_before"), c.flag("enable_bias")
     width = c.optional("hidden_size", "word_embed_proj_dim")
     return fields | {
@@ -352,9 +205,9 @@ def _opt(c: _Keys) -> Fields:
     }
 
 
-def _falcon(c: _Keys) -> Fields:
+def _falcon(c: Keys) -> Fields:
     """Falcon, and RefinedWeb as its first files call it, whose newer decoder has `n_head_kv`."""
-    fields = _sizes(
+    fields = usual_sizes(
         c,
         num_layers=("num_hidden_layers", "n_layer"),
         num_attention_heads=("num_attention_heads", "n_head"),
@@ -364,7 +217,7 @@ def _falcon(c: _Keys) -> Fields:
     if not new:
         groups, norms = 1 if c.flag("multi_query") else heads, 1
     else:
-        groups = _groups(c, heads, "n_head_kv", "num_kv_heads")
+        groups = query_groups(c, heads, "n_head_kv", "num_kv_heads")
         norms = 2
         if c.values.get("num_ln_in_parallel_attn") is not None:
             norms = c.whole("num_ln_in_parallel_attn", 1, 2)
@@ -384,13 +237,13 @@ def _falcon(c: _Keys) -> Fields:
     }
 
 
-def _bert(c: _Keys) -> Fields:
+def _bert(c: Keys) -> Fields:
     """BERT with its masked-language-model head."""
     c.only("is_decoder", False)
     c.only("add_cross_attention", False)
     c.only("position_embedding_type", "absolute")
     dropout = c.dropout("hidden_dropout_prob")
-    return _sizes(c, ffn_hidden_size=("intermediate_size",)) | {
+    return usual_sizes(c, ffn_hidden_size=("intermediate_size",)) | {
         "token_types": c.whole("type_vocab_size", 1, LIMITS["vocab_size"]),
         "activation": c.activation("hidden_act"),
         "hidden_dropout": dropout,
@@ -399,30 +252,17 @@ def _bert(c: _Keys) -> Fields:
     }
 
 
-def _bert_backbone(c: _Keys) -> Fields:
+def _bert_backbone(c: Keys) -> Fields:
     """BERT with its pooler: the output projection, which it lacks, is the tied embedding."""
     backbone = {"pooler": True, "mlm_transform": False, "lm_head_bias": False}
     return _bert(c) | backbone | {"tied_embeddings": True}
 
 
-def _experts(c: _Keys, count: str, width: str, top_k: str = "num_experts_per_tok") -> Fields:
-    """Experts under the keys of a family; without shared experts, and in every layer."""
-    return {
-        "num_experts": c.whole(count, 1, MOST_EXPERTS),
-        "top_k": c.whole(top_k, 1, MOST_EXPERTS),
-        "moe_ffn_hidden_size": c.size("ffn_hidden_size", width),
-        "shared_ffn_hidden_size": 0,
-        "first_dense_layers": 0,
-        "moe_layer_freq": 1,
-        "router": "softmax",
-    }
+def _mixtral(c: Keys) -> Fields:
+    return _mistral(c) | expert_sizes(c, "num_local_experts", "intermediate_size")
 
 
-def _mixtral(c: _Keys) -> Fields:
-    return _mistral(c) | _experts(c, "num_local_experts", "intermediate_size")
-
-
-def _qwen3_moe(c: _Keys) -> Fields:
+def _qwen3_moe(c: Keys) -> Fields:
     """Layers are dense where listed, and otherwise but for every `decoder_sparse_step`-th."""
     fields = _biased_decoder(c)
     layers, step = fields["num_layers"], c.size("num_layers", "decoder_sparse_step")
@@ -433,95 +273,47 @@ def _qwen3_moe(c: _Keys) -> Fields:
         c.reject("mlp_only_layers", "the first layers in order, and none where layers alternate")
     return fields | {
         **_window(c, ["local" if c.flag("use_sliding_window") else "global"] * layers),
-        **_experts(c, "num_experts", "moe_intermediate_size"),
+        **expert_sizes(c, "num_experts", "moe_intermediate_size"),
         "first_dense_layers": first or step - 1,
         "moe_layer_freq": step,
     }
 
 
-def _deepseek_experts(c: _Keys) -> Fields:
-    """DeepSeek's keys, which GLM took over: shared experts, and dense layers first."""
-    fields = _experts(c, "n_routed_experts", "moe_intermediate_size")
-    shared = c.values.get("n_shared_experts")
-    if shared is not None or "n_shared_experts" not in c.values:
-        shared = c.whole("n_shared_experts", 0, MOST_EXPERTS)
-    every = c.size("num_layers", "moe_layer_freq")
-    first = c.whole("first_k_dense_replace", 0, LIMITS["num_layers"])
-    return fields | {
-        "shared_ffn_hidden_size": (shared or 0) * fields["moe_ffn_hidden_size"],
-        # layer i has experts if it is none of the first and `every` divides i
-        "first_dense_layers": -(-first // every) * every,
-        "moe_layer_freq": every,
-        "router": c.router("scoring_func"),
-    }
+def _deepseek(c: Keys) -> Fields:
+    return _biased_decoder(c) | deepseek_experts(c)
 
 
-def _deepseek(c: _Keys) -> Fields:
-    return _biased_decoder(c) | _deepseek_experts(c)
-
-
-def _deepseek_latent(c: _Keys) -> Fields:
-    """Also Kimi-K2. The width of a head is that of its queries: without and with position."""
-    c.only("attention_bias", False)
-    rotary = c.whole("qk_rope_head_dim", 2, LIMITS["kv_channels"] // 2)
-    width = rotary + c.whole("qk_nope_head_dim", 1, LIMITS["kv_channels"] // 2)
-    c = replace(c, values=c.values | {"head_dim": width})
-    fields = _decoder(c)
-    heads = fields["num_attention_heads"]
-    if fields["num_query_groups"] != heads:
-        c.reject("num_key_value_heads", f"the {heads} attention heads")
-    if "q_lora_rank" not in c.values:
-        c.reject("q_lora_rank", "a whole number, or null for queries without a latent")
-    return fields | {
-        **_deepseek_experts(c),
-        "kv_lora_rank": c.size("hidden_size", "kv_lora_rank"),
-        "q_lora_rank": c.optional("hidden_size", "q_lora_rank") or 0,
-        "qk_rope_head_dim": rotary,
-        "v_head_dim": c.size("kv_channels", "v_head_dim"),
-    }
-
-
-def _glm4_moe(c: _Keys) -> Fields:
-    return _decoder(c) | {
-        **_deepseek_experts(c),
+def _glm4_moe(c: Keys) -> Fields:
+    return decoder(c) | {
+        **deepseek_experts(c),
         "qkv_bias": c.flag("attention_bias"),
         "qk_norm": c.flag("use_qk_norm"),
-        "rotary_fraction": _rotary_fraction(c),
+        "rotary_fraction": rotary_fraction(c),
     }
 
 
-def _dbrx(c: _Keys) -> Fields:
+def _dbrx(c: Keys) -> Fields:
     """DBRX's own names, in three objects."""
     attention, experts = (
         c.inside("attn_config", _DBRX_ATTENTION),
         c.inside("ffn_config", _DBRX_EXPERTS),
     )
-    fields = _sizes(
+    fields = usual_sizes(
         c,
         num_layers=("n_layers",),
         hidden_size=("d_model",),
         num_attention_heads=("n_heads",),
         max_position_embeddings=("max_seq_len",),
     )
-    fields |= _experts(experts, "moe_num_experts", "ffn_hidden_size", "moe_top_k")
+    fields |= expert_sizes(experts, "moe_num_experts", "ffn_hidden_size", "moe_top_k")
     return fields | {
         "ffn_hidden_size": fields["moe_ffn_hidden_size"],
-        "num_query_groups": _groups(attention, fields["num_attention_heads"], "kv_n_heads"),
+        "num_query_groups": query_groups(attention, fields["num_attention_heads"], "kv_n_heads"),
         "activation": experts.inside("ffn_act_fn", {}).activation("name"),
         "hidden_dropout": c.dropout("resid_pdrop"),
         "attention_dropout": attention.dropout("attn_pdrop"),
         "embedding_dropout": c.dropout("emb_pdrop"),
     }
-
-
-class Architecture(NamedTuple):
-    """How files of one architecture are read."""
-
-    model_types: tuple[str, ...]
-    like: str
-    """The preset that says what the files do not."""
-    read: Callable[[_Keys], Fields]
-    defaults: Json
 
 
 _TIED: Json = {"tie_word_embeddings": True}
@@ -626,10 +418,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": Architecture(("qwen3_moe",), "qwen3-30b-a3b", _qwen3_moe, _QWEN3_MOE),
     "DeepseekForCausalLM": Architecture(("deepseek",), "deepseek-moe-16b", _deepseek, _DEEPSEEK),
     "DeepseekV2ForCausalLM": Architecture(
-        ("deepseek_v2",), "deepseek-v2", _deepseek_latent, _DEEPSEEK
+        ("deepseek_v2",), "deepseek-v2", deepseek_latent, _DEEPSEEK
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        ("deepseek_v3", "kimi_k2"), "deepseek-v3", _deepseek_latent, _DEEPSEEK_V3
+        ("deepseek_v3", "kimi_k2"), "deepseek-v3", deepseek_latent, _DEEPSEEK_V3
     ),
     "Glm4MoeForCausalLM": Architecture(("glm4_moe",), "glm-4.5", _glm4_moe, _GLM4_MOE),
     "DbrxForCausalLM": Architecture(("dbrx",), "dbrx", _dbrx, _DBRX),
@@ -653,6 +445,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "OPTForCausalLM": Architecture(("opt",), "opt-125m", _opt, _OPT),
     "BertForMaskedLM": Architecture(("bert",), "bert-base", _bert, _BERT),
     "BertModel": Architecture(("bert",), "bert-base", _bert_backbone, _BERT),
+    **STATE_ARCHITECTURES,
 }
 """The architectures that can be read. Where a file names none, its model_type's first counts."""
 
@@ -666,11 +459,8 @@ _MISSING = {
     ),
     "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
     "linear attention": ("Qwen3NextForCausalLM", "qwen3_next", "KimiLinearForCausalLM"),
-    "state-space layers": (
-        *("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
-        *("FalconH1ForCausalLM", "BambaForCausalLM", "Zamba2ForCausalLM", "NemotronHForCausalLM"),
-        *("mamba", "mamba2", "falcon_mamba", "jamba", "falcon_h1", "bamba", "zamba2"),
-    ),
+    "attention and a state side by side": ("FalconH1ForCausalLM", "falcon_h1"),
+    "layers that share their weights": ("Zamba2ForCausalLM", "zamba2"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
     "cross-attention to an encoder": (
         *("T5ForConditionalGeneration", "BartForConditionalGeneration", "t5", "bart"),
@@ -680,7 +470,7 @@ MISSING = {name: what for what, names in _MISSING.items() for name in names}
 """What a `ModelConfig` lacks for other architectures and model types that people may try."""
 
 
-def _architecture(c: _Keys) -> Architecture:
+def _architecture(c: Keys) -> Architecture:
     """The row for this file, by its architecture or else its model_type."""
     listed = c.values.get("architectures")
     if not listed:  # missing, null or empty

@@ -21,8 +21,8 @@ _TIED: Style = {"tied_embeddings": True}
 
 def _channels(hidden: int, **fields: Any) -> Style:
     """Mamba's usual sizes: twice as wide inside, time steps made of a sixteenth."""
-    sizes = {"heads": 2 * hidden, "state": 16, "dt_rank": -(-hidden // 16)}
-    return {"state_space": StateSpace(**(sizes | fields))}
+    rank = -(-hidden // 16)
+    return {"state_space": StateSpace(heads=2 * hidden, state=16, dt_rank=rank, **fields)}
 
 
 def _heads(heads: int, width: int, state: int, groups: int, chunk: int, **fields: Any) -> Style:
@@ -67,16 +67,17 @@ _JAMBA: Style = {
     "position": "none",
 }
 _BAMBA: Style = _heads(128, 64, 128, 1, 256) | {
-    "mixers": (*every(10, 9, "mamba2"), *every(9, 8, "mamba2"), *every(9, 8, "mamba2"))
-    + ("mamba2",) * 4,
+    "mixers": (*every(10, 9, "mamba2"), *every(9, 8, "mamba2"), *every(9, 8, "mamba2")),
     "rotary_fraction": 0.5,
 }
 _GRANITE4: Style = {"mixers": every(10, 5, "mamba2"), "position": "none", "tied_embeddings": True}
 # Patterns of layers: NVIDIA-NeMo/Megatron-Bridge, nemotron_h_provider.py.
 _NEMOTRON_H: Style = {"gated": False, "activation": "relu2", "position": "none"}
 _NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-_NEMOTRON_H_47B = "M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*"
-_NEMOTRON_H_47B += "-M-M-M-M-M-M-M---MM---M-M*-M-M-M-M-M-"
+_NEMOTRON_H_47B = (
+    "M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*"
+    "-M-M-M-M-M-M-M---MM---M-M*-M-M-M-M-M-"
+)
 _NEMOTRON_H_56B = "M-M-M-M*" + "-M-M-M-M-M*" * 9 + "-M-M-M-M-M-"
 _NANO_9B = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 _NANO_12B = "M-M-M-M*" + "-M-M-M-M*" * 5 + "-M-M-M-M-"

@@ -1,0 +1,370 @@
+"""Readers of config.json files of models whose layers carry a state.
+
+Not read: what scales values without adding any (Granite's and MiniMax's multipliers, limits of time
+steps) and where transformers would run another kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from stagewright.hf_keys import (
+    Architecture,
+    Fields,
+    Json,
+    Keys,
+    decoder,
+    expert_sizes,
+    rotary_fraction,
+)
+from stagewright.models import LIMITS, MOST_EXPERTS, Recurrence
+from stagewright.presets_state import PATTERN, every, pattern
+from stagewright.state_space import StateSpace
+
+_MOST = 2**24
+_ATTENTION = frozenset({"full_attention", "attention"})
+_STATE = frozenset({"linear_attention", "mamba"})
+
+
+def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that repeats into these layers.
+
+    >>> shortest(["mamba", "global", "mamba"])
+    ('mamba', 'global')
+    """
+    n = len(kinds)
+    period = next(p for p in range(1, n + 1) if kinds[p:] == kinds[: n - p])
+    return tuple(kinds[:period])
+
+
+def _listed(c: Keys, key: str, layers: int, state: Recurrence) -> Fields:
+    """Mixers as a list names them: attention, or the model's recurrence."""
+    value = c.values.get(key)
+    listed = cast("list[object]", value) if isinstance(value, list) else []
+    kinds = [
+        "global" if x in _ATTENTION else state
+        for x in listed
+        if isinstance(x, str) and x in _ATTENTION | _STATE
+    ]
+    if not len(kinds) == len(listed) == layers:
+        c.reject(
+            key, f"attention or {state} for each of the {layers} layers, in transformers' words"
+        )
+    return {"mixers": shortest(kinds)}
+
+
+def _pure(c: Keys) -> Fields:
+    """A model without attention and MLPs: its layers, widths and vocabulary."""
+    c.only("use_bias", False)
+    c.only("hidden_act", "silu")
+    names = {"num_layers": "num_hidden_layers"}
+    fields = ("num_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+    sizes: Fields = {field: c.size(field, names.get(field, field)) for field in fields}
+    return sizes | {"tied_embeddings": c.flag("tie_word_embeddings")}
+
+
+def _channels(c: Keys, prefix: str, rank: str, conv: str, state: str) -> StateSpace:
+    """Mamba-1's sizes, whose keys Jamba gives a prefix."""
+    hidden = c.size("hidden_size", "hidden_size")
+    auto = c.values.get(rank) == "auto"
+    inner = c.optional("ffn_hidden_size", "intermediate_size") if not prefix else None
+    return StateSpace(
+        heads=inner or c.whole(f"{prefix}expand", 1, 64) * hidden,
+        state=c.whole(state, 1, LIMITS["kv_channels"]),
+        conv=c.whole(conv, 1, 64),
+        conv_bias=c.flag("mamba_conv_bias" if prefix else "use_conv_bias"),
+        dt_rank=-(-hidden // 16) if auto else c.whole(rank, 1, LIMITS["hidden_size"]),
+    )
+
+
+def _mamba(c: Keys) -> Fields:
+    return _pure(c) | {
+        "state_space": _channels(c, "", "time_step_rank", "conv_kernel", "state_size")
+    }
+
+
+def _falcon_mamba(c: Keys) -> Fields:
+    fields = _mamba(c)
+    return fields | {"state_space": replace(fields["state_space"], inner_norms="plain")}
+
+
+def _heads(c: Keys, names: dict[str, str], bias: str) -> StateSpace:
+    """Mamba-2's sizes under the keys of a family; the width inside is heads x width of a head."""
+    heads = c.whole(names["heads"], 1, _MOST)
+    width = names["head_width"]
+    if c.values.get(width) == "auto":
+        inner = c.whole(names["expand"], 1, 64) * c.size("hidden_size", "hidden_size")
+        if inner % heads:
+            c.reject(names["heads"], f"a divisor of the width inside, {inner}")
+        head_width = inner // heads
+    else:
+        head_width = c.whole(width, 1, LIMITS["kv_channels"])
+    groups = c.whole(names["groups"], 1, _MOST)
+    if heads % groups:
+        c.reject(names["groups"], f"a divisor of the {heads} heads")
+    return StateSpace(
+        heads=heads,
+        head_width=head_width,
+        groups=groups,
+        state=c.whole(names["state"], 1, LIMITS["kv_channels"]),
+        conv=c.whole(names["conv"], 1, 64),
+        conv_bias=c.flag(bias),
+        chunk=c.whole(names["chunk"], 1, _MOST),
+    )
+
+
+_MAMBA2_KEYS = {
+    "heads": "num_heads",
+    "head_width": "head_dim",
+    "groups": "n_groups",
+    "state": "state_size",
+    "conv": "conv_kernel",
+    "chunk": "chunk_size",
+    "expand": "expand",
+}
+_BAMBA_KEYS = {
+    "heads": "mamba_n_heads",
+    "head_width": "mamba_d_head",
+    "groups": "mamba_n_groups",
+    "state": "mamba_d_state",
+    "conv": "mamba_d_conv",
+    "chunk": "mamba_chunk_size",
+    "expand": "mamba_expand",
+}
+_NEMOTRON_KEYS = _MAMBA2_KEYS | {
+    "heads": "mamba_num_heads",
+    "head_width": "mamba_head_dim",
+    "state": "ssm_state_size",
+}
+
+
+def _mamba2(c: Keys) -> Fields:
+    return _pure(c) | {"state_space": _heads(c, _MAMBA2_KEYS, "use_conv_bias")}
+
+
+def _jamba(c: Keys) -> Fields:
+    """Attention and experts each once in a period of layers, at an offset."""
+    c.only("mamba_proj_bias", False)
+    state = _channels(c, "mamba_", "mamba_dt_rank", "mamba_d_conv", "mamba_d_state")
+    fields = decoder(c)
+    period = c.size("num_layers", "attn_layer_period")
+    offset = c.whole("attn_layer_offset", 0, period - 1)
+    fields |= {
+        "mixers": every(period, offset, "mamba"),
+        "state_space": replace(state, inner_norms="weighted"),
+    }
+    if c.values.get("num_experts") == 1:
+        return fields | {"num_experts": 0} | _DENSE
+    often = c.size("num_layers", "expert_layer_period")
+    return fields | {
+        **expert_sizes(c, "num_experts", "intermediate_size"),
+        "first_dense_layers": c.whole("expert_layer_offset", 0, often - 1),
+        "moe_layer_freq": often,
+    }
+
+
+_DENSE: Fields = {
+    "top_k": 0,
+    "moe_ffn_hidden_size": 0,
+    "shared_ffn_hidden_size": 0,
+    "first_dense_layers": 0,
+    "moe_layer_freq": 1,
+    "router": "softmax",
+}
+
+
+def _bamba(c: Keys) -> Fields:
+    for key in ("mamba_proj_bias", "attention_bias", "mlp_bias"):
+        c.only(key, False)
+    fields = decoder(c)
+    layers = fields["num_layers"]
+    value = c.values.get("attn_layer_indices")
+    listed = cast("list[object]", value) if isinstance(value, list) else [value][value is None :]
+    if not all(type(i) is int and 0 <= i < layers for i in listed):
+        c.reject("attn_layer_indices", f"a list of layers below {layers}")
+    kinds = ["global" if i in listed else "mamba2" for i in range(layers)]
+    state = _heads(c, _BAMBA_KEYS, "mamba_conv_bias")
+    turned = rotary_fraction(c)
+    return fields | {"mixers": shortest(kinds), "state_space": state, "rotary_fraction": turned}
+
+
+def _granite_hybrid(c: Keys) -> Fields:
+    """Granite 4: experts beside a shared MLP, which alone is there where there are no experts."""
+    c.only("mamba_proj_bias", False)
+    c.only("attention_bias", False)
+    fields = decoder(c)
+    shared = c.size("ffn_hidden_size", "shared_intermediate_size")
+    experts: Fields = {"num_experts": 0, "ffn_hidden_size": shared} | _DENSE
+    if c.values.get("num_local_experts") != 0:
+        experts = expert_sizes(c, "num_local_experts", "intermediate_size")
+        experts |= {"shared_ffn_hidden_size": shared}
+    rope = c.values.get("position_embedding_type") == "rope"
+    if not rope and c.values.get("position_embedding_type") not in (None, "nope"):
+        c.reject("position_embedding_type", '"rope", "nope" or null')
+    return fields | {
+        **_listed(c, "layer_types", fields["num_layers"], "mamba2"),
+        **experts,
+        "state_space": _heads(c, _BAMBA_KEYS, "mamba_conv_bias"),
+        "position": "rope" if rope else "none",
+    }
+
+
+_NEMOTRON_TYPES = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+
+
+def _nemotron_letters(c: Keys) -> str:
+    """A letter per layer, as the first files have them; transformers 5 lists them in words."""
+    if "hybrid_override_pattern" in c.values:
+        letters = c.text("hybrid_override_pattern")
+        wrong = next((x for x in letters if x not in PATTERN), None)
+        if wrong is not None or not letters:
+            c.reject("hybrid_override_pattern", f"letters of {' '.join(PATTERN)}")
+        return letters
+    value = c.values.get("layers_block_type")
+    listed = cast("list[object]", value) if isinstance(value, list) else []
+    letters = [_NEMOTRON_TYPES.get(x, "") if isinstance(x, str) else "" for x in listed]
+    if not letters or "" in letters:
+        c.reject("layers_block_type", f"a list of {', '.join(_NEMOTRON_TYPES)}")
+    return "".join(letters)
+
+
+def _nemotron_h(c: Keys) -> Fields:
+    """A layer is a mixer or an MLP, not both; no positions."""
+    for key in ("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias"):
+        c.only(key, False)
+    if c.values.get("moe_latent_size") is not None:
+        c.reject("moe_latent_size", "null; experts in a narrower space are not supported")
+    letters = _nemotron_letters(c)
+    key = c.used("head_dim", "attention_head_dim")
+    given = {"num_hidden_layers": len(letters), "head_dim": c.values.get(key)}
+    if c.values.get("num_hidden_layers", len(letters)) != len(letters):
+        c.reject("num_hidden_layers", f"{len(letters)}, the length of the pattern")
+    c = Keys(c.file, c.values | given, c.prefix)
+    fields = decoder(c, "mlp_hidden_act")
+    if "-" not in letters:
+        fields["ffn_hidden_size"] = 0
+    experts: Fields = {"num_experts": 0} | _DENSE
+    if "E" in letters:
+        experts = expert_sizes(c, "n_routed_experts", "moe_intermediate_size")
+        many = c.whole("n_shared_experts", 0, MOST_EXPERTS)
+        width = c.size("ffn_hidden_size", "moe_shared_expert_intermediate_size")
+        experts |= {"shared_ffn_hidden_size": many * width, "router": "sigmoid"}
+    state = _heads(c, _NEMOTRON_KEYS, "use_conv_bias")
+    return fields | experts | pattern(letters) | {"state_space": state}
+
+
+def _minimax(c: Keys) -> Fields:
+    """MiniMax-01, and as transformers calls it: lightning attention of as many heads."""
+    fields = decoder(c)
+    layers, heads, width = (fields[x] for x in ("num_layers", "num_attention_heads", "kv_channels"))
+    if "attn_type_list" in c.values:
+        value = c.values["attn_type_list"]
+        kinds = cast("list[object]", value) if isinstance(value, list) else []
+        if len(kinds) != layers or not all(type(x) is int and x in (0, 1) for x in kinds):
+            c.reject("attn_type_list", f"0 (lightning) or 1 for each of the {layers} layers")
+        mixers: Fields = {"mixers": shortest(["global" if x else "lightning" for x in kinds])}
+    else:
+        mixers = _listed(c, "layer_types", layers, "lightning")
+    turned = rotary_fraction(c)
+    if "rotary_dim" in c.values:
+        turned = c.whole("rotary_dim", 1, width) / width
+    state = StateSpace(
+        heads=heads,
+        head_width=width,
+        groups=heads,
+        state=width,
+        conv=0,
+        chunk=c.whole("block_size", 1, _MOST),
+    )
+    return (
+        fields
+        | mixers
+        | {"state_space": state, "rotary_fraction": turned}
+        | expert_sizes(c, "num_local_experts", "intermediate_size")
+    )
+
+
+# Defaults of transformers' configuration classes (5.23). A state-space model has no longest
+# sequence; 2^20 stands for that.
+_MAMBA: Json = {
+    "hidden_act": "silu",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "expand": 2,
+    "conv_kernel": 4,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2**20,
+}
+_MAMBA1: Json = _MAMBA | {"state_size": 16, "time_step_rank": "auto", "intermediate_size": None}
+_MAMBA2: Json = _MAMBA | {"state_size": 128, "chunk_size": 256, "tie_word_embeddings": False}
+_DECODER: Json = {
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "attention_bias": False,
+}
+_JAMBA: Json = _DECODER | {
+    "num_key_value_heads": None,
+    "mamba_proj_bias": False,
+    "mamba_conv_bias": True,
+    "mamba_expand": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_dt_rank": "auto",
+    "max_position_embeddings": 262144,
+}
+_BAMBA: Json = _DECODER | {
+    "mamba_proj_bias": False,
+    "mamba_conv_bias": True,
+    "mamba_expand": 2,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+    "mlp_bias": False,
+    "max_position_embeddings": 262144,
+    "partial_rotary_factor": 0.5,
+}
+_NEMOTRON_H: Json = _DECODER | {
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "use_conv_bias": True,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "intermediate_size": 21504,
+    "n_shared_experts": 1,
+}
+_MINIMAX: Json = _DECODER | {"block_size": 256, "partial_rotary_factor": 1.0}
+
+STATE_ARCHITECTURES: dict[str, Architecture] = {
+    "MambaForCausalLM": Architecture(("mamba",), "mamba-2.8b", _mamba, _MAMBA1),
+    "FalconMambaForCausalLM": Architecture(
+        ("falcon_mamba",), "falcon-mamba-7b", _falcon_mamba, _MAMBA1
+    ),
+    "Mamba2ForCausalLM": Architecture(("mamba2",), "mamba-codestral-7b", _mamba2, _MAMBA2),
+    "JambaForCausalLM": Architecture(("jamba",), "jamba-v0.1", _jamba, _JAMBA),
+    "BambaForCausalLM": Architecture(("bamba",), "bamba-9b", _bamba, _BAMBA),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        ("granitemoehybrid",), "granite-4.0-h-tiny", _granite_hybrid, _BAMBA
+    ),
+    "NemotronHForCausalLM": Architecture(
+        ("nemotron_h",), "nemotron-h-8b", _nemotron_h, _NEMOTRON_H
+    ),
+    "MiniMaxText01ForCausalLM": Architecture(
+        ("minimax_text_01",), "minimax-text-01", _minimax, _MINIMAX
+    ),
+    "MiniMaxForCausalLM": Architecture(("minimax",), "minimax-text-01", _minimax, _MINIMAX),
+}
+"""As `hf.ARCHITECTURES`, of which these are part."""
