@@ -647,7 +647,7 @@ OPS: dict[str, Op] = {
     "times": Op(_m.einsum, _einsum_vjp, flops=2, multilinear=True, fuses=True),
     # a state along the sequence
     "conv1d": Op(scan.conv1d, _joint_vjp, flops=scan.conv1d_flops),
-    "conv1d_bwd": Op(scan.conv1d_bwd, flops=scan.conv1d_flops, joint=True),
+    "conv1d_bwd": Op(scan.conv1d_bwd, flops=scan.conv1d_flops, multilinear=True, joint=True),
     "scan": Op(scan.scan, _joint_vjp, flops=scan.scan_flops),
     "scan_bwd": Op(scan.scan_bwd, flops=scan.scan_flops, joint=True),
     "linear_attention": Op(scan.linear_attention, _joint_vjp, **_CHUNKED),

@@ -22,6 +22,7 @@ from stagewright.spec import Dim, Spec, layout_of, parse
 # is the layout that follows, or None when the value is not computed yet.
 Want = Callable[[Node, Layout | None], Layout | None]
 Splits = dict[str, tuple[str, ...]]
+Offer = tuple[str, tuple[str, ...], bool]  # letter, axes that may split it, whether by a weight
 
 NOTHING: Mapping[Node, Node] = {}
 
@@ -152,7 +153,11 @@ class _Sharding:
         sums = [i for i, s in enumerate(srcs) if s.layout.partial]
         if row.multilinear and len(sums) == 1 and olds[sums[0]] not in self.demanded:
             (i,) = sums
-            elsewhere = {a for j, s in enumerate(srcs) if j != i for a in s.layout.axes()}
+            spec = parse(str(old["spec"]))
+            elsewhere: set[str] = set()  # what may split another operand
+            for dims, s in (x for j, x in enumerate(zip(spec.ins, srcs, strict=True)) if j != i):
+                splits = zip(dims, s.layout.dims, strict=True)
+                elsewhere |= {a for d, axes in splits if spec.whole.isdisjoint(d) for a in axes}
             none[i] = srcs[i].layout.partial - elsewhere - frozenset(self.home(olds[i]))
         return none
 
@@ -186,13 +191,16 @@ class _Sharding:
         wanted = dict(
             x for d, axes in zip(spec.out, like.dims, strict=True) for x in self.per_letter(d, axes)
         )
-        offers: list[tuple[str, tuple[str, ...], bool]] = []
+        offers: list[Offer] = []
         for dims, o, s in zip(spec.ins, olds, srcs, strict=True):
             # A gradient proposes the layout of its primal, everything else its own.
             proposed = self.layout.get(self.primal.get(o, o)) or s.layout
+            if o in self.primal and _of_weight(self.primal[o]) and _refines(s.layout, proposed):
+                proposed = s.layout  # a gradient of slices is gathered when it is reduced
             weight = o.op == "param" or (o.op in ("identity", "cast") and o.srcs[0].op == "param")
             for dim, axes in zip(dims, proposed.dims, strict=True):
                 offers += [(x, some, weight) for x, some in self.per_letter(dim, axes) if some]
+        offers = [self.sliced(offer, offers) for offer in offers]
         keys = ring[1] if (ring := OPS[old.op].ring) else ""  # split last: heads win over them
         offers.sort(
             key=lambda x: (x[0] == keys, not set(x[1]) & set(wanted.get(x[0], ())), not x[2])
@@ -209,6 +217,16 @@ class _Sharding:
                 result[dim[1]] = ()
         return result
 
+    def sliced(self, offer: Offer, offers: list[Offer]) -> Offer:
+        """A weight follows what splits it further: a slice moves nothing."""
+        letter, axes, weight = offer
+        further = [
+            other
+            for x, other, theirs in offers
+            if weight and not theirs and x == letter and other[: len(axes)] == axes
+        ]
+        return letter, max(further, key=len, default=axes), weight
+
     def per_letter(self, dim: Dim, axes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
         """Who of a dim's indices the axes split."""
         if len(dim) == 1:
@@ -220,7 +238,7 @@ class _Sharding:
         self,
         old: Node,
         spec: Spec,
-        offers: list[tuple[str, tuple[str, ...], bool]],
+        offers: list[Offer],
         taken: frozenset[str],
     ) -> Splits:
         """Grant the offers in order."""
@@ -265,6 +283,19 @@ class _Sharding:
                 n = move(phase=phase, once=once)
             self.made.add(n)
         return n
+
+
+def _of_weight(n: Node) -> bool:
+    """A parameter, or what is made of one alone."""
+    while len(n.srcs) == 1:
+        n = n.srcs[0]
+    return n.op == "param"
+
+
+def _refines(finer: Layout, layout: Layout) -> bool:
+    """Whether every dim is split at least as in the other layout, and in the same order."""
+    pairs = zip(finer.dims, layout.dims, strict=True)
+    return all(now[: len(then)] == then for now, then in pairs)
 
 
 def _free(used: Mapping[str, str], letter: str, ring: tuple[str, str] | None, axis: str) -> bool:

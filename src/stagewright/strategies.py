@@ -116,6 +116,7 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         "indices": ((), ()),
         "found": ((), (), plan.columns),
         "rows_found": (plan.data, (), ()),
+        "selection": (plan.data, (), ()),
         "max": whole[:2],
         "exp_sum": whole[:2],
         "picked": whole[:2],

@@ -23,9 +23,8 @@ def mamba(b: Builder, h: Node) -> Node:
         identity(_into(b, h, "bsm,mi->bsi", "mamba", n, "Inner"), "channels_core") for n in "xz"
     )
     x = _conv(b, x, "bSi", "mamba.conv", "Inner")
-    made = einsum(
-        "bsi,ij->bsj", x, _param(b, "mamba.w_select", "Inner", "Selection"), name="select"
-    )
+    w = _param(b, "mamba.w_select", "Inner", "Selection")
+    made = identity(einsum("bsi,ij->bsj", x, w, name="select", scope=SCOPE), "selection")
     state, both = size("State"), 2 * size("State")
     own: dict[str, Any] = {"scope": SCOPE}
     rest = part(made, "bsJ->bsK", both, first=False, name="bc", **own)
