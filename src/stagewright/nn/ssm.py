@@ -47,7 +47,7 @@ def mamba(b: Builder, h: Node) -> Node:
         y = _plain_scan(*operands)
     y = add(y, _times("bsi,i->bsi", x, _param(b, "mamba.d", "Inner")), name="skipped", **own)
     y = elementwise("glu", z, y, fn="silu", name="gated", role="remade", **own)
-    y = identity(y, "channels_context", scope=SCOPE)
+    y = identity(y, "channels_context", role="remade", scope=SCOPE)
     return _out(b, y, "bsi,im->bsm", "mamba", "Inner")
 
 
@@ -171,13 +171,14 @@ def _softplus(b: Builder, x: Node, bias: str, *dims: str) -> Node:
     x = cast(x, "fp32", name=f"{x.name}32", **own)
     z = letters(x)
     spec = f"{z},{z[-len(dims) :]}->{z}"
-    x = apply("bias", spec, x, cast(_param(b, bias, *dims), "fp32"), name="biased", **own)
+    x = apply("bias", spec, x, _param(b, bias, *dims), name="biased", **own)
     return elementwise("act", x, fn="softplus", name="rate", **own)
 
 
 def _decay_rate(b: Builder, name: str, *dims: str) -> Node:
     """A = -exp(A_log), in fp32."""
-    return b.act(cast(_param(b, name, *dims), "fp32"), "neg_exp")
+    w = _param(b, name, *dims)
+    return elementwise("act", w, fn="neg_exp", dtype="fp32", name="rates", scope=SCOPE)
 
 
 def _times(spec: str, x: Node, y: Node, **fields: Any) -> Node:
