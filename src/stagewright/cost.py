@@ -118,7 +118,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
     kernels = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
     for kernel, dtype in {(str(k), str(d)) for k, d in zip(kernels, dtypes, strict=True)}:
-        if kernel not in ("gemm", "attention", "attention_bwd"):
+        if kernel not in ("gemm", "attention", "attention_bwd", *CHUNKED):
             continue
         here = (kernels == kernel) & (dtypes == dtype)
         shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
@@ -128,11 +128,31 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
                 size["batch"], size["m"], size["n"], size["k"],
                 traffic=traffic[here], dtype=dtype, on=hardware,
             )  # fmt: skip
+        elif kernel in CHUNKED:
+            seconds[here] = _chunked(size, flops[here], traffic[here], dtype, hardware)
         else:
             seconds[here] = _attention(
                 size, flops[here], traffic[here], dtype, hardware, kernel == "attention_bwd"
             )
     return seconds / hardware.sustained_fraction
+
+
+CHUNKED = tuple(f"{op}{way}" for op in ("linear_attention", "delta_rule") for way in ("", "_bwd"))
+"""Kernels whose work is matrix products inside and between chunks of tokens."""
+
+
+def _chunked(
+    size: dict[str, NDArray[np.float64]],
+    flops: NDArray[np.float64],
+    traffic: NDArray[np.float64],
+    dtype: str,
+    hardware: Hardware,
+) -> Seconds:
+    """A recurrence in chunks as one product per chunk and head, of as many FLOPs: no fit of it."""
+    batch = np.ceil(size["s"] / size["chunk"]) * size["b"] * size["g"] * size["h"]
+    m, n = size["chunk"], size["p"]
+    k = flops / (2 * m * n * batch)
+    return gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtype, on=hardware)
 
 
 def _attention(

@@ -195,6 +195,8 @@ def check(run: Run, model: ModelConfig) -> None:
         raise UserError(f"modules ({names}) are there in training only; drop them, or mode")
     if model.kv_lora_rank:
         raise UserError(f"inference with latent attention ({model.name}) is not there yet")
+    if model.state_space:
+        raise UserError(f"inference of layers that carry a state ({model.name}) is not there yet")
     if model.num_experts:
         raise UserError(f"inference of mixtures of experts ({model.name}) is not there yet")
     if run.precision == "fp8":

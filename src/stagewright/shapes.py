@@ -29,7 +29,8 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     if n.op in ("attention", "attention_bwd"):
         return Shape(n.op, _attention(n, here))
     ops = "+".join(dict.fromkeys(m.op for m in cluster))
-    return Shape(ops, tuple(here.items()))
+    chunk: Any = n.get("chunk")
+    return Shape(ops, (*here.items(), *([("chunk", int(chunk))] if chunk else [])))
 
 
 def _gemm(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
