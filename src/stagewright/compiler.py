@@ -302,8 +302,9 @@ def _again(n: Node, *, run: Run, whole: bool) -> str | None:
         return "backward" if run.zero == 3 and run.reshard_after_forward else None
     if whole:
         return None if n.once else "recompute"
-    if role == "remade":  # by the kernels that are trained with; what came from elsewhere is kept
-        return None if n.op == "identity" and run.cp > 1 else "backward"
+    here = n.srcs[0] if n.op == "identity" and run.cp == 1 else n  # a place, and nothing moves
+    if here.get("role") == "remade":  # by the kernels that are trained with
+        return "backward"
     if role == "keys" and run.cp_comm_type == "all_gather" and run.activation_gather == "again":
         return "backward"
     if run.recompute != "selective":

@@ -154,7 +154,7 @@ class _Sharding:
         if row.multilinear and len(sums) == 1 and olds[sums[0]] not in self.demanded:
             (i,) = sums
             spec = parse(str(old["spec"]))
-            elsewhere: set[str] = set()  # what may split another operand
+            elsewhere = {*self.home(old)}  # what may split the result or another operand
             for dims, s in (x for j, x in enumerate(zip(spec.ins, srcs, strict=True)) if j != i):
                 splits = zip(dims, s.layout.dims, strict=True)
                 elsewhere |= {a for d, axes in splits if spec.whole.isdisjoint(d) for a in axes}

@@ -312,7 +312,7 @@ def _states_parallel(plan: Plan) -> dict[str, Dims]:
     groups, heads = _of_heads(plan, plan.tensor + plan.context)
     few = plan.tensor + plan.context
     return {
-        "channels_core": (plan.data, (), few),
+        **dict.fromkeys(("channels_core", "time_steps"), (plan.data, (), few)),
         "channels_context": (plan.data, plan.context, plan.tensor),
         "heads_core": (plan.data, (), groups, heads, ()),
         "groups_core": (plan.data, (), groups, ()),

@@ -22,7 +22,7 @@ def mamba(b: Builder, h: Node) -> Node:
     x, z = (
         identity(_into(b, h, "bsm,mi->bsi", "mamba", n, "Inner"), "channels_core") for n in "xz"
     )
-    x = _conv(b, x, "bSi", "mamba.conv", "Inner")
+    x = _conv(b, x, "bSi", "mamba.conv", "Inner", role="remade")
     w = _param(b, "mamba.w_select", "Inner", "Selection")
     made = identity(einsum("bsi,ij->bsj", x, w, name="select", scope=SCOPE), "selection")
     state, both = size("State"), 2 * size("State")
@@ -36,7 +36,7 @@ def mamba(b: Builder, h: Node) -> Node:
     dims = {"dt": "DtRank", "b": "State", "c": "State"}
     sources = {n: _inner_norm(b, s, n, dims[n]) for n, s in sources.items()}
     w = _param(b, "mamba.w_dt", "DtRank", "Inner")
-    dt = einsum("bsr,ri->bsi", sources["dt"], w, name="dt", role="remade", **own)
+    dt = einsum("bsr,ri->bsi", sources["dt"], w, name="time_steps", role="remade", **own)
     dt = _softplus(b, dt, "mamba.dt_bias", "Inner")
     a = _decay_rate(b, "mamba.a_log", "Inner", "State")
     operands = (x, dt, a, sources["b"], sources["c"])
@@ -47,7 +47,7 @@ def mamba(b: Builder, h: Node) -> Node:
         y = _plain_scan(*operands)
     y = add(y, _times("bsi,i->bsi", x, _param(b, "mamba.d", "Inner")), name="skipped", **own)
     y = elementwise("glu", z, y, fn="silu", name="gated", role="remade", **own)
-    y = identity(y, "channels_context", role="remade", scope=SCOPE)
+    y = identity(y, "channels_context", scope=SCOPE)
     return _out(b, y, "bsi,im->bsm", "mamba", "Inner")
 
 
@@ -59,8 +59,11 @@ def mamba2(b: Builder, h: Node) -> Node:
     z, x = (identity(_heads(b, h, "mamba2", n), "heads_core") for n in "zx")
     keys = {n: identity(_keys(b, h, "mamba2", n), "groups_core") for n in "bc"}
     dt = identity(_rates(b, h, "mamba2", "dt"), "rates_core")
-    x = _conv(b, x, "bSghp", "mamba2.conv_x", "Group", "Head", "Width")
-    keys = {n: _conv(b, k, "bSgn", f"mamba2.conv_{n}", "Group", "State") for n, k in keys.items()}
+    x = _conv(b, x, "bSghp", "mamba2.conv_x", "Group", "Head", "Width", role="remade")
+    keys = {
+        n: _conv(b, k, "bSgn", f"mamba2.conv_{n}", "Group", "State", role="remade")
+        for n, k in keys.items()
+    }
     dt = _softplus(b, dt, "mamba2.dt_bias", "Group", "Head")
     a = _decay_rate(b, "mamba2.a_log", "Group", "Head")
     decay = _times("bsgh,gh->bsgh", dt, a, role="remade")
@@ -149,7 +152,7 @@ def _out(b: Builder, y: Node, spec: str, kind: str, *dims: str) -> Node:
     return identity(out, "attn_reduced")
 
 
-def _conv(b: Builder, x: Node, x_spec: str, name: str, *dims: str) -> Node:
+def _conv(b: Builder, x: Node, x_spec: str, name: str, *dims: str, role: str = "") -> Node:
     """The causal convolution with silu, one kernel (Dao-AILab/causal-conv1d)."""
     state = b.config.state_space
     assert state is not None
@@ -161,7 +164,7 @@ def _conv(b: Builder, x: Node, x_spec: str, name: str, *dims: str) -> Node:
     if state.conv_bias:
         operands.append(_param(b, f"{name}.bias", *dims))
         spec += f",{channels}"
-    own: dict[str, Any] = {"fn": "silu", "role": "remade", "scope": SCOPE}
+    own: dict[str, Any] = {"fn": "silu", "role": role, "scope": SCOPE}
     return apply("conv1d", f"{spec}->{x_spec}", *operands, name=name, **own)
 
 

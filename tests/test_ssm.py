@@ -1,0 +1,332 @@
+"""Layers that carry a state: textbook collectives, what they keep for backward, their FLOPs, whole
+programs. What they compute, sharded or not, is tested with all other tiny models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from invariants import check as check_program
+from stagewright.compiler import Kind, sharded, sizes_of
+from stagewright.compiler import compile as compile_run
+from stagewright.cost import kernel_seconds
+from stagewright.errors import UserError
+from stagewright.hardware import resolve as hardware
+from stagewright.ir import Graph
+from stagewright.kernels import extent_of, kernels
+from stagewright.memory import footprint
+from stagewright.models import PRESETS, ModelConfig, resolve
+from stagewright.ops import COLLECTIVE_OPS
+from stagewright.parallel import parallelization
+from stagewright.program import PHASES
+from stagewright.program import Kind as TaskKind
+from stagewright.run import Run
+from stagewright.run import check as check_run
+from stagewright.state_space import StateSpace
+
+SP: dict[str, Any] = {"sequence_parallel": True}
+_DELTA = StateSpace(heads=32, head_width=128, state=128, groups=16, chunk=64, conv_bias=False)
+_PURE = {"mixers": ("gated_delta",), "state_space": _DELTA}
+DELTA = replace(PRESETS["mamba-2.8b"], name="delta", **_PURE)
+KIMI = replace(
+    DELTA,
+    name="kimi",
+    mixers=("kimi_delta",),
+    state_space=replace(_DELTA, groups=32, gate_rank=128),
+)
+LIGHTNING = replace(
+    DELTA,
+    name="lightning",
+    mixers=("lightning",),
+    state_space=replace(_DELTA, groups=32, conv=0, chunk=256),
+)
+MODELS = {m.name: m for m in (DELTA, KIMI, LIGHTNING)}
+
+
+def model_of(name: str) -> ModelConfig:
+    return MODELS[name] if name in MODELS else resolve(name)
+
+
+@cache
+def layer(name: str, settings: tuple[tuple[str, Any], ...]) -> tuple[Graph, Run]:
+    """The first layer as a run shards it."""
+    model = model_of(name)
+    run = Run(model=name, **dict(settings)).resolved(model)
+    check_run(run, model)
+    _, plan = parallelization(run, model)
+    graph = sharded(Kind("layer", model.layer(0)), run, model, plan, sizes_of(run, model))
+    return graph, run
+
+
+def moved(name: str, settings: dict[str, Any]) -> Counter[str]:
+    """Collectives of activations and their gradients, by phase and axis."""
+    graph, _ = layer(name, tuple(settings.items()))
+    return Counter(
+        f"{n.phase} {n.op} {'+'.join(n['axes'])}"  # pyright: ignore
+        for n in graph
+        if n.op in COLLECTIVE_OPS and not n.once and not n.get("role")
+    )
+
+
+def each(count: int, *ops: str) -> dict[str, int]:
+    return {f"{phase} {op}": count for phase in ("forward", "backward") for op in ops}
+
+
+# Megatron-LM's sequence parallelism: the input is gathered again for the gradients of weights.
+GATHERED = each(1, "all_gather tp", "reduce_scatter tp") | {"backward all_gather tp": 2}
+TEXTBOOK: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+    # Mamba-2 splits z, x, B, C and dt by heads and groups: one reduction after the mixer, and of
+    # gradients before it, as an MLP has (arXiv 2405.21060, section 8.1; Megatron-LM's MambaMixer).
+    ("mamba-codestral-7b", {"tp": 8}, each(1, "all_reduce tp")),
+    ("nemotron-h-8b", {"tp": 8}, each(1, "all_reduce tp")),
+    ("nemotron-h-8b", {"tp": 8} | SP, GATHERED),
+    ("delta", {"tp": 8}, each(1, "all_reduce tp")),
+    ("delta", {"tp": 16} | SP, GATHERED),
+    # Mamba-1 makes time steps, B and C of its channels, which are split: one more, of
+    # dt_rank + 2 state (the same paper says why it is in Mamba-2's way, section 8.1).
+    ("mamba-2.8b", {"tp": 8}, each(2, "all_reduce tp")),
+    ("mamba-2.8b", {"tp": 8} | SP, GATHERED | each(1, "all_reduce tp")),
+    # Megatron-LM's MambaContextParallel: all-to-all of z, x, B, C and dt to whole sequences of
+    # fewer heads, and of what comes out; no matter how attention does it.
+    ("nemotron-h-8b", {"cp": 4}, each(6, "all_to_all cp")),
+    ("nemotron-h-8b", {"cp": 4, "cp_comm_type": "all_gather"}, each(6, "all_to_all cp")),
+    ("nemotron-h-8b", {"tp": 2, "cp": 4}, each(6, "all_to_all cp") | each(1, "all_reduce tp")),
+    # Fewer groups than ranks: B and C are gathered, where Megatron-LM repeats and then exchanges.
+    (
+        "nemotron-h-8b",
+        {"tp": 4, "cp": 4},
+        each(4, "all_to_all cp")
+        | each(1, "all_reduce tp")
+        | {"forward all_gather cp": 2, "backward reduce_scatter cp": 2},
+    ),
+    ("mamba-2.8b", {"cp": 4}, each(3, "all_to_all cp") | each(1, "all_reduce cp")),
+    # Lightning attention has a norm over all heads: a sum of squares per token more.
+    ("lightning", {"tp": 8}, each(2, "all_reduce tp")),
+    ("kimi", {"tp": 8}, each(1, "all_reduce tp")),
+]
+
+
+@pytest.mark.parametrize(("model", "settings", "wanted"), TEXTBOOK, ids=str)
+def test_textbook(model: str, settings: dict[str, Any], wanted: dict[str, int]) -> None:
+    assert moved(model, settings) == wanted
+
+
+def test_sums_of_squares_where_ranks_share_a_group() -> None:
+    """One group for all heads: RMSNorm needs one number per token of all ranks, as in vLLM."""
+    graph, _ = layer("mamba2-2.7b", (("tp", 8),))
+    found = [
+        (n.phase, tuple(map(str, n.shape)))
+        for n in graph
+        if n.op == "all_reduce" and not n.once and not n.get("role")
+    ]
+    assert Counter(found) == {
+        ("forward", ("B", "S", "Group")): 1,
+        ("backward", ("B", "S", "Group")): 1,
+        ("forward", ("B", "S", "M")): 1,
+        ("backward", ("B", "S", "M")): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"model": "nemotron-h-8b", "tp": 16}, None),
+        ({"model": "mamba2-2.7b", "tp": 16}, None),
+        (
+            {"model": "mamba2-2.7b", "tp": 32},
+            "tp=32 does not divide the 80 heads of the state layers of mamba2-2.7b; "
+            "use 1, 2, 4, 5, 8, 10, 16, 20, 40 or 80",
+        ),
+        (
+            {"model": "nemotron-h-8b", "tp": 8, "cp": 32},
+            "cp=32 does not divide the 16 heads of a rank in the state layers of nemotron-h-8b "
+            "(tp=8), which has whole sequences of fewer heads there; use 1, 2, 4, 8 or 16",
+        ),
+        (
+            {"model": "mamba-2.8b", "tp": 3},
+            "tp=3 does not divide the 5120 channels of the state layers of mamba-2.8b; "
+            "use 1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 64 or 80",
+        ),
+        (
+            {"model": "mamba-2.8b", "mode": "decode"},
+            "inference of layers that carry a state (mamba-2.8b) is not there yet",
+        ),
+    ],
+    ids=str,
+)
+def test_what_can_be_split(settings: dict[str, Any], wanted: str | None) -> None:
+    run = Run(**settings)
+    if wanted is None:
+        compile_run(run.model_copy(update={"layers": 2}))
+        return
+    with pytest.raises(UserError) as info:
+        compile_run(run)
+    assert str(info.value) == wanted
+
+
+def test_axes_of_tp_where_heads_and_groups_are_few() -> None:
+    """Qwen3-Next's shape: 2 key-value heads, and state heads in 4 groups, over 8 ranks."""
+    state = StateSpace(heads=16, head_width=8, state=8, groups=4, chunk=64)
+    model = replace(
+        PRESETS["llama3.2-1b"],
+        num_query_groups=2,
+        mixers=("gated_delta", "global"),
+        state_space=state,
+    )
+    mesh, plan = parallelization(Run(model="m", tp=8).resolved(model), model)
+    assert mesh.axes[:3] == (("tp_rep", 2), ("tp_group", 2), ("tp_kv", 2))
+    assert plan.tensor == ("tp_kv", "tp_group", "tp_rep")
+    assert (plan.key_value, plan.state_groups) == (("tp_kv",), ("tp_kv", "tp_group"))
+    odd = replace(model, state_space=replace(state, groups=3, heads=48), num_query_groups=2)
+    with pytest.raises(UserError, match="shares 2 and 3 ways"):
+        parallelization(Run(model="m", tp=6).resolved(odd), odd)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def kept(name: str, **settings: Any) -> int:
+    """Bytes per token that a layer keeps for backward."""
+    settings |= {"seq_length": 4096}
+    graph, run = layer(name, tuple(settings.items()))
+    model = model_of(name)
+    mesh, _ = parallelization(run, model)
+    extent = extent_of(sizes_of(run, model), mesh)
+    return round(footprint(graph, kernels(graph, extent, mesh)[0], extent).kept / 4096)
+
+
+def test_mamba_keeps_what_its_kernels_keep() -> None:
+    """What mamba_inner_fn saves (selective_scan_interface.py, checkpoint_lvl 1): x and z, what time
+    steps, B and C are made of, the scan's result; and the layer's input before and after norm."""
+    m, s = PRESETS["mamba-2.8b"], PRESETS["mamba-2.8b"].state_space
+    assert s
+    elements = 2 * m.hidden_size + 3 * s.inner + s.dt_rank + 2 * s.state
+    rates = 4 * s.inner * s.state / 4096  # A, in fp32, once
+    assert kept("mamba-2.8b") == round(2 * elements + rates)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_mamba2_keeps_what_megatron_keeps(tp: int) -> None:
+    """Megatron-LM's MambaMixer with use_mamba_mem_eff_path: mamba_split_conv1d_scan_combined saves
+    z, x, B, C, dt and its result before the gate; the norm its input, the output product its own.
+    """
+    m, s = PRESETS["nemotron-h-8b"], PRESETS["nemotron-h-8b"].state_space
+    assert s
+    split = 5 * s.inner + 2 * s.groups * s.state + s.heads
+    per_rank = 2 * (2 * m.hidden_size + split // tp) + 4 * s.groups // tp  # mean squares in fp32
+    assert abs(kept("nemotron-h-8b", tp=tp) - per_rank) <= 1
+
+
+def test_delta_rule_keeps_what_its_kernels_keep() -> None:
+    """flash-linear-attention's chunk_gated_delta_rule saves q and k of length 1 with their inverse
+    lengths, v, decays, beta and the inverses of the chunks; the convolutions save their inputs."""
+    m, s = DELTA, _DELTA
+    keys, inverses = 2 * s.groups * s.state, s.heads * s.chunk
+    elements = 2 * m.hidden_size  # input, normed
+    elements += 2 * (keys + s.inner)  # before and after the convolutions
+    elements += inverses + 4 * s.inner  # the result, normed, the gate, the product of both
+    small = 2 * s.groups * 4 + s.heads * (2 + 4 + 2 + 4 + 4)  # beta's and dt's sources; fp32
+    assert abs(kept("delta") - (2 * elements + small)) <= 8 * s.heads
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+
+def forward(name: str, **settings: Any) -> dict[str, int]:
+    """FLOPs per token of a whole forward, by operation."""
+    compiled = compile_run(Run(model=name, fuse=False, **settings), model_of(name))
+    found: Counter[str] = Counter()
+    for c in compiled.program.classes:
+        t = c.tasks
+        for row in ((t.phase == PHASES.index("forward")) & (t.kind == TaskKind.COMPUTE)).nonzero()[
+            0
+        ]:
+            found[t.ops[t.op[row]]] += int(t.flops[row]) * len(c.ranks)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tp": 8}, {"tp": 4, "cp": 2}, {"dp": 2, "zero": 3}], ids=str
+)
+def test_nemotron_h_does_what_its_parts_do(settings: dict[str, Any]) -> None:
+    """Megatron-LM's hybrid_flops (training.py), with the products of SSD in place of its estimate
+    of the scan and a causal mask that is skipped."""
+    length = 8192
+    tokens = length * settings.get("dp", 1)
+    m = PRESETS["nemotron-h-8b"]
+    s = m.state_space
+    assert s
+    found = forward("nemotron-h-8b", seq_length=length, **settings)
+    into = 2 * s.inner + 2 * s.groups * s.state + s.heads
+    mamba = 2 * m.hidden_size * (into + s.inner)
+    heads, kv = m.num_attention_heads * 128, m.num_query_groups * 128
+    attention = 2 * m.hidden_size * (2 * heads + 2 * kv)
+    mlp = 2 * 2 * m.hidden_size * m.ffn_hidden_size
+    products = 24 * mamba + 4 * attention + 24 * mlp + 2 * m.hidden_size * m.vocab_size
+    assert found["einsum"] == tokens * products
+    assert found["attention"] == tokens * 4 * 2 * heads * length
+    per_head = s.chunk * s.head_width + 4 * s.state * s.head_width
+    ssd = s.heads * per_head + s.groups * 2 * s.chunk * s.state
+    assert found["linear_attention"] == tokens * 24 * ssd
+    assert found["conv1d"] == tokens * 24 * (s.inner + 2 * s.groups * s.state) * (2 * 4 + 8)
+
+
+def test_six_per_parameter() -> None:
+    """A state-space model does 6 FLOPs per parameter and token, and little else."""
+    compiled = compile_run(Run(model="mamba2-2.7b", seq_length=2048))
+    (c,) = compiled.program.classes
+    step = c.tasks.phase != PHASES.index("optimizer")
+    assert 1 < int(c.tasks.flops[step].sum()) / (6 * 2048 * compiled.parameters) < 1.06
+
+
+def test_the_plain_scan_holds_its_states() -> None:
+    """Table X of arXiv 2511.10480: states in memory, [B, S, inner, state] a few times over."""
+    whole = 2 * PRESETS["mamba-2.8b"].hidden_size * 16 * 4
+    assert kept("mamba-2.8b", flash_attention=False) > 3 * whole
+
+
+# ---- whole programs ------------------------------------------------------------------------------
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "mamba": {"model": "mamba-130m", "tp": 2, "dp": 2, "pp": 2},
+    "mamba, cp": {"model": "mamba-130m", "tp": 2, "cp": 4, "zero": 1, "dp": 2},
+    "mamba2": {"model": "mamba2-130m", "tp": 4, "pp": 2, "vpp": 2} | SP,
+    "jamba": {"model": "jamba-v0.1", "tp": 2, "dp": 2, "ep": 2, "pp": 2, "layers": 8} | SP,
+    "nemotron-h": {"model": "nemotron-h-8b", "tp": 4, "cp": 2, "pp": 2, "layers": 12},
+    "nemotron3": {"model": "nemotron3-nano-30b-a3b", "tp": 2, "dp": 2, "ep": 4, "etp": 1}
+    | {"layers": 7},
+    "granite": {"model": "granite-4.0-h-tiny", "dp": 4, "ep": 4, "zero": 3, "layers": 10},
+    "minimax": {"model": "minimax-text-01", "tp": 4, "cp": 2, "dp": 2, "ep": 4, "layers": 8},
+    "recompute": {"model": "bamba-9b", "tp": 2, "recompute": "full", "layers": 10},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_rank_can_run(name: str) -> None:
+    check_program(compile_run(Run(seq_length=256, **PROGRAMS[name])).program, seeds=(0,))
+
+
+def test_kinds_of_layers_are_labelled() -> None:
+    blocks = compile_run(Run(seq_length=256, **PROGRAMS["nemotron-h"])).blocks
+    assert {b for b in blocks if b.startswith("layer")} == {
+        "layer mamba2 none",
+        "layer none dense",
+        "layer global none",
+    }
+
+
+def test_chunk_kernels_are_timed_as_products() -> None:
+    """By the matrix units: SSD of a layer takes less than its bytes and vector units would."""
+    compiled = compile_run(Run(model="mamba2-2.7b", seq_length=8192, layers=1))
+    t = compiled.program.classes[0].tasks
+    (row,) = [i for i in range(len(t)) if t.ops[t.op[i]] == "linear_attention_bwd"]
+    on = hardware("h100-sxm")
+    seconds = kernel_seconds(t, np.array([row]), on)[0] * on.sustained_fraction
+    products = t.flops[row] / (on.peak_bf16_tflops * 1e12)
+    vectors = t.flops[row] / (on.peak_fp32_tflops * 1e12)
+    assert products < seconds < vectors
