@@ -16,6 +16,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.layout import MIRROR
 from stagewright.program import COLLECTIVES, PHASES, Kind, Program, Tasks
 from stagewright.simulation.issue import Execution
 
@@ -310,6 +311,7 @@ def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
         ("tp", ("tp", "etp")),
     ):
         members = {a for p in parts for a in degrees.get(p, ())}
+        members |= {MIRROR} if name == "dp" else set()  # replicas of a stage
         if name == "dp" and exchange:
             continue
         if name == "ep" and not exchange:

@@ -25,6 +25,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "sp": SMALL | SP | {"tp": 2, "dp": 2, "zero": 1, "global_batch_size": 4},
     "pp": SMALL | {"layers": 4, "pp": 4, "global_batch_size": 6},
     "vpp": SMALL | {"layers": 4, "pp": 2, "vpp": 2, "tp": 2, "dp": 2, "global_batch_size": 8},
+    "zb": SMALL | {"layers": 4, "pp": 4, "schedule": "zb-h1", "global_batch_size": 6},
+    "dual": SMALL | {"layers": 4, "pp": 4, "schedule": "dualpipe", "global_batch_size": 8},
     "zero3": SMALL | {"dp": 2, "cp": 2, "zero": 3, "global_batch_size": 4},
     "zero2": SMALL | {"dp": 2, "tp": 2, "zero": 2, "global_batch_size": 4},
     "tied": GPT | {"layers": 4, "pp": 4, "dp": 2, "global_batch_size": 8},

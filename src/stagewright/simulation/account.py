@@ -158,13 +158,11 @@ class _Source:
 
     def __init__(self, line: Timeline) -> None:
         self.line, self.who = line, line.partners
-        lanes = [n for n, mine in enumerate(self.who.lanes) for _ in mine]
-        self.class_of = np.array(lanes)
+        self.class_of = [n for n, mine in enumerate(self.who.lanes) for _ in mine]
         self.kinds = [lane.kind for lane in line.lanes]
-        sender, send, receiver, recv = (column.tolist() for column in self.who.messages)
-        self.sent = dict(
-            zip(zip(receiver, recv, strict=True), zip(sender, send, strict=True), strict=True)
-        )
+        messages = self.who.messages
+        ends = zip(messages.receiver.tolist(), messages.recv.tolist(), strict=True)
+        self.sent: dict[tuple[int, int], int] = dict(zip(ends, messages.send.tolist(), strict=True))
         self.met = {
             (nth, place): meeting
             for meeting in self.who.meetings
@@ -174,18 +172,17 @@ class _Source:
     def of(self, link: Link) -> Link:
         """The SEND of a message that came late, the last rank to be ready for a collective."""
         lane, kind = self.line.lanes[link.lane], self.kinds[link.lane][link.place]
-        nth = int(self.class_of[link.lane])
+        nth = self.class_of[link.lane]
         slot = int(lane.of.tasks.slot[lane.issue.rows[link.place]])
         if kind == Kind.RECV and lane.end[link.place] > lane.ready[link.place]:
-            place = self.sent[nth, link.place][1]
-            return Link(int(self.who.sources[slot][link.lane]), place)
+            return Link(int(self.who.sources[slot][link.lane]), self.sent[nth, link.place])
         if kind == Kind.COLLECTIVE and lane.begin[link.place] > lane.ready[link.place]:
             group = self.who.groups[slot]
             meeting = self.met.get((nth, link.place))
             for other in np.flatnonzero(group == group[link.lane]).tolist():
                 place = link.place
                 if meeting is not None:
-                    place = meeting.places[meeting.classes.index(int(self.class_of[other]))]
+                    place = meeting.places[meeting.classes.index(self.class_of[other])]
                 if self.line.lanes[other].ready[place] == lane.begin[link.place]:
                     return Link(other, place)
             raise AssertionError("a collective begins when no rank is ready")

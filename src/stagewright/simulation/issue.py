@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.layout import MIRROR
 from stagewright.program import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
 
 Bool = NDArray[np.bool_]
@@ -211,7 +212,8 @@ def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
 
 def _degree(axis: str) -> str:
     """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
-    words = {{"edp": "dp", "etp": "tp"}.get(word, word) for word in axis.split("[")[0].split("+")}
+    alias = {"edp": "dp", "etp": "tp", MIRROR: "dp"}
+    words = {alias.get(word, word) for word in axis.split("[")[0].split("+")}
     return next((word for word in ("dp", "pp", "ep", "cp", "tp") if word in words), axis)
 
 

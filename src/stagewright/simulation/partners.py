@@ -63,6 +63,7 @@ class Messages(NamedTuple):
     send: Int  # place
     receiver: Int
     recv: Int
+    slot: Int  # of the receive
 
 
 class Meeting(NamedTuple):
@@ -89,6 +90,13 @@ class Partners:
     def count(self) -> int:
         """How many lanes there are."""
         return len(self.example)
+
+    def received(self, lane: int, class_: int) -> tuple[Int, Int, Int]:
+        """What a lane of a class receives: its places, the lanes that send, their places."""
+        messages = self.messages
+        mine = np.flatnonzero(messages.receiver == class_)
+        sources = np.array([of[lane] for of in self.sources], dtype=np.int64)
+        return messages.recv[mine], sources[messages.slot[mine]], messages.send[mine]
 
 
 def partners(program: Program, issues: Sequence[Issue], lane_of: Int) -> Partners:
@@ -135,15 +143,16 @@ def _messages(
                 axis = np.full(len(at), axes.index(program.peers[slot_].axis))
                 tag = of.tasks.tag[order.rows[at]].astype(np.int64)
                 ordered = pair if end == Kind.SEND else pair[::-1]
-                found.append(np.stack([*ordered, axis, tag, at]).astype(np.int64))
+                with_ = np.full(len(at), slot_)
+                found.append(np.stack([*ordered, axis, tag, at, with_]).astype(np.int64))
     sides: list[Int] = []
     for found in ends.values():
-        table = np.concatenate(found, axis=1) if found else np.zeros((5, 0), dtype=np.int64)
+        table = np.concatenate(found, axis=1) if found else np.zeros((6, 0), dtype=np.int64)
         sides.append(table[:, np.lexsort(table[::-1])])
     send, recv = sides
     if send.shape != recv.shape or (send[:4] != recv[:4]).any():
         raise ValueError("sends and receives do not match")
-    return Messages(send[0], send[4], recv[1], recv[4])
+    return Messages(send[0], send[4], recv[1], recv[4], recv[5])
 
 
 def _meetings(

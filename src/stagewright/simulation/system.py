@@ -104,7 +104,7 @@ class Ports:
     @classmethod
     def of(cls, program: Program, nth: int, order: Issue, who: Partners) -> Ports:
         """Those of a class."""
-        sender, send, receiver, recv = who.messages
+        sender, send, receiver, recv, _ = who.messages
         inside = np.flatnonzero((sender == nth) & (receiver == nth))
         out = np.flatnonzero((sender == nth) & (receiver != nth))
         into = np.flatnonzero((sender != nth) & (receiver == nth))
