@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import click
 
 import stagewright
-from stagewright import cli_time, cli_trace
+from stagewright import cli_simulate, cli_time, cli_trace
 from stagewright.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -393,6 +393,7 @@ def _progress() -> Generator[Callable[[int, int], None] | None]:
 
 for each in (*cli_trace.COMMANDS, *cli_time.COMMANDS):
     commands.add_command(each)
+commands.add_command(cli_simulate.command(_settings, _load, _compile))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -7,6 +7,7 @@ received. Times are microseconds, in whole nanoseconds; slices of a thread never
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,9 @@ _ACTIONS, _KERNELS = 0, 1  # numbers of threads; streams of communication come a
 
 
 def write(line: Timeline, path: Path | str, title: str = "") -> None:
-    """Write a timeline to a file."""
-    with Path(path).open("w", encoding="utf-8") as file:
+    """Write a timeline to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
+    opened = gzip.open if str(path).endswith(".gz") else open
+    with opened(path, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps({"title": title}))
         file.write(',"traceEvents":[\n')
         comma = ""

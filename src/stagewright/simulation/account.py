@@ -121,6 +121,10 @@ def _blockers(lane: Lane) -> Int:
     return result
 
 
+RECV = int(Kind.RECV)
+_ALONE = int(Kind.COMPUTE), int(Kind.SEND)
+
+
 class Link(NamedTuple):
     """A task on the critical path: index of the lane, and place."""
 
@@ -143,7 +147,7 @@ def critical_path(line: Timeline) -> list[Link]:
     while True:
         link = source.of(link)
         lane = lanes[link.lane]
-        if lane.kind[link.place] != Kind.RECV:
+        if lane.kind[link.place] != RECV:
             path.append(link)
         if link.lane not in blockers:
             blockers[link.lane] = _blockers(lane)
@@ -159,7 +163,6 @@ class _Source:
     def __init__(self, line: Timeline) -> None:
         self.line, self.who = line, line.partners
         self.class_of = [n for n, mine in enumerate(self.who.lanes) for _ in mine]
-        self.kinds = [lane.kind for lane in line.lanes]
         messages = self.who.messages
         ends = zip(messages.receiver.tolist(), messages.recv.tolist(), strict=True)
         self.sent: dict[tuple[int, int], int] = dict(zip(ends, messages.send.tolist(), strict=True))
@@ -171,12 +174,15 @@ class _Source:
 
     def of(self, link: Link) -> Link:
         """The SEND of a message that came late, the last rank to be ready for a collective."""
-        lane, kind = self.line.lanes[link.lane], self.kinds[link.lane][link.place]
+        lane = self.line.lanes[link.lane]
+        kind = lane.kind[link.place]
+        if kind in _ALONE:
+            return link
         nth = self.class_of[link.lane]
         slot = int(lane.of.tasks.slot[lane.issue.rows[link.place]])
-        if kind == Kind.RECV and lane.end[link.place] > lane.ready[link.place]:
+        if kind == RECV and lane.end[link.place] > lane.ready[link.place]:
             return Link(int(self.who.sources[slot][link.lane]), self.sent[nth, link.place])
-        if kind == Kind.COLLECTIVE and lane.begin[link.place] > lane.ready[link.place]:
+        if lane.begin[link.place] > lane.ready[link.place]:
             group = self.who.groups[slot]
             meeting = self.met.get((nth, link.place))
             for other in np.flatnonzero(group == group[link.lane]).tolist():
@@ -192,12 +198,16 @@ class _Source:
 def path_parts(line: Timeline, path: list[Link]) -> dict[str, float]:
     """Seconds of the critical path by phase of its kernels and by axis of its communication."""
     found: dict[str, int] = {}
-    axes = {n: _axes(line, line.lanes[n]) for n in {link.lane for link in path}}
-    for nth, place in path:
-        lane = line.lanes[nth]
-        names, of = axes[nth]
-        phase = int(lane.of.tasks.phase[lane.issue.rows[place]])
-        name = names[int(of[place])] if of[place] >= 0 else PHASES[phase]
-        found[name] = found.get(name, 0) + int(lane.end[place] - lane.begin[place])
+    lanes, places = np.array(path, dtype=np.int64).reshape(-1, 2).T
+    for nth in sorted({link.lane for link in path}):
+        lane, at = line.lanes[nth], places[lanes == nth]
+        names, of = _axes(line, lane)
+        words = [*PHASES, *names]
+        word = lane.of.tasks.phase[lane.issue.rows[at]].astype(np.int64)
+        word = np.where(of[at] >= 0, len(PHASES) + of[at], word)
+        sums = np.zeros(len(words), dtype=np.int64)
+        np.add.at(sums, word, lane.end[at] - lane.begin[at])
+        for name, ticks in zip(words, sums, strict=True):
+            found[name] = found.get(name, 0) + int(ticks)
     order = [*PHASES, *sorted(found.keys() - set(PHASES))]
-    return {name: found[name] * TICK for name in order if name in found}
+    return {name: found[name] * TICK for name in order if found.get(name)}

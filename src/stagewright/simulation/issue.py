@@ -16,7 +16,7 @@ The order is that of the program, but for what frameworks do beside the model's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -225,7 +225,8 @@ def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], str]:
     columns = (tasks.kind, tasks.slot, tasks.collective)
     moves = tasks.kind != Kind.COMPUTE
     found: dict[tuple[int, int, int], str] = {}
-    for kind, slot, collective in _distinct(columns, moves):
+    for key in _distinct(columns, moves):
+        kind, slot, collective = key
         if kind != Kind.COLLECTIVE:
             label = program.mesh.label((program.peers[slot].axis,))
         else:
@@ -240,9 +241,14 @@ def _choose(names: list[str], experts: bool) -> str:
     return "ep" if experts and "ep" in names else names[0]
 
 
-def _distinct(columns: Iterable[NDArray[np.integer]], chosen: Bool) -> list[tuple[int, int, int]]:
-    table = np.stack([c[chosen].astype(np.int64) for c in columns], axis=1)
-    return [(int(a), int(b), int(c)) for a, b, c in np.unique(table, axis=0)] if len(table) else []
+def _distinct(columns: Sequence[NDArray[np.integer]], chosen: Bool) -> list[tuple[int, ...]]:
+    """The different rows of some columns of small numbers, -1 or more."""
+    key = np.zeros(int(chosen.sum()), dtype=np.int64)
+    sizes = [int(c[chosen].max(initial=0)) + 2 for c in columns]
+    for column, size in zip(columns, sizes, strict=True):
+        key = key * size + column[chosen] + 1
+    found = np.flatnonzero(np.bincount(key))
+    return [tuple(int(x) - 1 for x in np.unravel_index(k, sizes)) for k in found]
 
 
 def _chains(stream: Int, blocking: Bool) -> list[tuple[Int, Int]]:

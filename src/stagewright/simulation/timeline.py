@@ -41,14 +41,10 @@ class Lane:
     of: RankClass
     ranks: Int
     issue: Issue
+    kind: NDArray[np.uint8]
     ready: Int  # ticks, as all times
     begin: Int
     end: Int
-
-    @property
-    def kind(self) -> NDArray[np.uint8]:
-        """`Kind` by place."""
-        return self.of.tasks.kind[self.issue.rows]
 
     @property
     def main(self) -> Bool:
@@ -105,7 +101,8 @@ def timeline(
         times = each.times()
         for column, number in enumerate(numbers.tolist()):
             ranks = of.ranks[who.lane_of[of.ranks] == number]
-            lanes.append(Lane(of, ranks, issues[each.nth], *(t[:, column] for t in times)))
+            at = (t[:, column] for t in times)
+            lanes.append(Lane(of, ranks, issues[each.nth], each.ports.kind, *at))
     return Timeline(program, how, tuple(lanes), who)
 
 

@@ -1,0 +1,183 @@
+"""A step on a machine: its time, its parts, and how well it uses the GPUs.
+
+>>> import stagewright as sw
+>>> from stagewright.hardware import resolve
+>>> compiled = sw.compile(sw.Run(model="llama3-8b", tp=8, seq_length=4096))
+>>> found = simulate(compiled, Machine.of(resolve("h100-sxm"), gpus=8))
+>>> found.tokens_per_second == 4096 / found.seconds, 0.1 < found.mfu < 1
+(True, True)
+
+Definitions:
+
+- *MFU*, model FLOPs utilization: the FLOPs that the model needs for the step's tokens, over what
+  all GPUs could do at the dense peak of the training's precision. The model needs three times the
+  matrix products of a forward pass, with attention counted as if nothing were masked, as PaLM
+  (arXiv 2204.02311, appendix B) has it: 6 N + 12 L H Q T per token, N without a table that is only
+  looked up. `mfu_causal` leaves out what a causal mask leaves out.
+- *HFU*, hardware FLOPs utilization: the FLOPs that the kernels execute, recomputation and padding
+  included, masked blocks of attention not, over the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from stagewright.cost import task_seconds
+from stagewright.models import ModelConfig
+from stagewright.network import Machine
+from stagewright.program import PHASES
+from stagewright.roofline import peak_flops
+from stagewright.run import Run
+from stagewright.serving import groups
+from stagewright.simulation.account import Parts, critical_path, parts, path_parts
+from stagewright.simulation.issue import Execution
+from stagewright.simulation.timeline import Timeline, timeline
+
+if TYPE_CHECKING:
+    from stagewright.compiler import Compiled
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """A compiled run on a machine, and what came of it."""
+
+    compiled: Compiled
+    machine: Machine
+    line: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.line.seconds
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a step, of all ranks."""
+        run = self.compiled.run
+        if run.mode != "train":
+            return sum(g.count * (g.new_tokens or 0) for g in groups(run))
+        return (run.global_batch_size or 0) * (run.seq_length or 0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, attention counted in full."""
+        return self._utilization(self._needed[0])
+
+    @property
+    def mfu_causal(self) -> float:
+        """Model FLOPs utilization, without what masks leave out."""
+        return self._utilization(self._needed[1])
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization."""
+        classes = self.compiled.program.classes
+        return self._utilization(sum(float(of.tasks.flops.sum()) * len(of.ranks) for of in classes))
+
+    @cached_property
+    def parts(self) -> list[Parts]:
+        """Where the time of each lane goes."""
+        return [parts(self.line, lane) for lane in self.line.lanes]
+
+    @cached_property
+    def mean(self) -> Parts:
+        """The parts of the mean GPU."""
+        weights = [len(lane.ranks) / self.machine.gpus for lane in self.line.lanes]
+
+        def mean(name: str) -> dict[str, float]:
+            every = [getattr(part, name) for part in self.parts]
+            keys = dict.fromkeys(key for each in every for key in each)
+            return {
+                key: sum(w * each.get(key, 0.0) for w, each in zip(weights, every, strict=True))
+                for key in keys
+            }
+
+        bubble = sum(w * part.bubble for w, part in zip(weights, self.parts, strict=True))
+        return Parts(mean("kernels"), mean("exposed"), bubble, mean("communication"))
+
+    @cached_property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the critical path, by phase of kernels and by axis of communication."""
+        return path_parts(self.line, critical_path(self.line))
+
+    @cached_property
+    def _needed(self) -> tuple[float, float]:
+        return model_flops(self.compiled.run, self.compiled.model)
+
+    def _utilization(self, flops: float) -> float:
+        peak = peak_flops(self.machine.hardware, self.compiled.run.precision)
+        return flops / (self.seconds * peak * self.machine.gpus)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as one object for JSON; times in seconds."""
+        run, training = self.compiled.run, self.compiled.run.mode == "train"
+        return {
+            "model": self.compiled.model.name,
+            "run": run.describe(),
+            "hardware": self.machine.hardware.name,
+            "machine": str(self.machine),
+            "world_size": self.machine.gpus,
+            "microbatches": run.microbatches,
+            "step_seconds": self.seconds,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second / self.machine.gpus,
+            **({"mfu": self.mfu, "mfu_causal": self.mfu_causal} if training else {}),
+            "hfu": self.hfu,
+            "execution": asdict(self.line.how) | {"no_overlap": sorted(self.line.how.no_overlap)},
+            "mean": asdict(self.mean),
+            "critical_path": self.critical_path,
+            "lanes": [
+                {
+                    "pipeline_rank": lane.of.pipeline_rank,
+                    "ranks": lane.ranks.tolist(),
+                    **asdict(each),
+                }
+                for lane, each in zip(self.line.lanes, self.parts, strict=True)
+            ],
+        }
+
+
+def simulate(
+    compiled: Compiled,
+    machine: Machine,
+    how: Execution | None = None,
+    factors: Mapping[int, float] | None = None,
+) -> Simulation:
+    """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
+    seconds = task_seconds(compiled.program, machine)
+    return Simulation(compiled, machine, timeline(compiled.program, seconds, how, factors))
+
+
+def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
+    """FLOPs that a model needs for a training step: attention in full, and as masked.
+
+    Three times the matrix products of a forward pass; nothing twice, and nothing padded.
+    """
+    from stagewright.compiler import compile
+
+    alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
+    tasks = compile(alone, model).program.classes[0].tasks
+    forward = tasks.phase == PHASES.index("forward")
+    full = masked = 0.0
+    for nth, shape in enumerate(tasks.shapes):
+        rows = forward & (tasks.shape == nth)
+        if shape.kernel == "gemm":
+            full += float(tasks.flops[rows].sum())
+            masked += float(tasks.flops[rows].sum())
+        elif shape.kernel == "attention":
+            of = dict(shape.extents)
+            keys = min(of["window"] or of["k"], of["k"])
+            pairs = of["batch"] * of["heads"] * of["q"] * keys
+            full += 2.0 * pairs * (of["d"] + of["v"]) * int(rows.sum())
+            masked += float(tasks.flops[rows].sum())
+    sequences = run.global_batch_size or 0
+    return 3 * full * sequences, 3 * masked * sequences
