@@ -197,7 +197,7 @@ class _Sharding:
             proposed = self.layout.get(self.primal.get(o, o)) or s.layout
             if o in self.primal and _of_weight(self.primal[o]) and _refines(s.layout, proposed):
                 proposed = s.layout  # a gradient of slices is gathered when it is reduced
-            weight = o.op == "param" or (o.op in ("identity", "cast") and o.srcs[0].op == "param")
+            weight = _is_weight(o)
             for dim, axes in zip(dims, proposed.dims, strict=True):
                 offers += [(x, some, weight) for x, some in self.per_letter(dim, axes) if some]
         offers = [self.sliced(offer, offers) for offer in offers]
@@ -296,6 +296,13 @@ def _refines(finer: Layout, layout: Layout) -> bool:
     """Whether every dim is split at least as in the other layout, and in the same order."""
     pairs = zip(finer.dims, layout.dims, strict=True)
     return all(now[: len(then)] == then for now, then in pairs)
+
+
+def _is_weight(n: Node) -> bool:
+    """A parameter, as it is stored or as the computation sees it: gathered, in low precision."""
+    while n.op in ("identity", "cast"):
+        (n,) = n.srcs
+    return n.op == "param"
 
 
 def _free(used: Mapping[str, str], letter: str, ring: tuple[str, str] | None, axis: str) -> bool:
