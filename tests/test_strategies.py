@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from spmd import PLAIN, TINY, case, check, dims
-from stagewright.compiler import Kind, recipe_of, sizes_of
+from stagewright.compiler import Kind, compile, recipe_of, sizes_of
 from stagewright.compiler import sharded as compiled
 from stagewright.errors import UserError
-from stagewright.ir import Graph, Node, text, verify
+from stagewright.ir import BYTES, Graph, Node, text, verify
 from stagewright.layout import Mesh
 from stagewright.nn import PRECISIONS, Recipe
 from stagewright.ops import COLLECTIVE_OPS
@@ -657,3 +658,23 @@ def test_golden(golden: Callable[[str, str], None]) -> None:
     setup = SETUPS["tp + cp + zero 1"]
     parts = [f"# {b}\n{text(sharded('qwen2', b, setup))}" for b in BLOCKS]
     golden("qwen2-tp-sp-cp-zero1.txt", "\n\n".join(parts))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_low_precision_moves_what_full_precision_moves(zero: int) -> None:
+    """Tensor and sequence parallelism gather activations, in whatever precision; never weights."""
+    moved = {}
+    for precision in ("bf16", "fp8"):
+        run = Run(
+            model="llama3-8b", layers=1, tp=4, dp=2, zero=zero, sequence_parallel=True,
+            seq_length=64, precision=precision,
+        )  # fmt: skip
+        program = compile(run).program
+        tasks = program.classes[0].tasks
+        over_tp = [program.label_of(int(s)) == "tp" for s in tasks.slot[tasks.kind == 1]]
+        which = np.flatnonzero(tasks.kind == 1)[over_tp]
+        layer = which[tasks.layer[which] == 0]
+        size = [BYTES[tasks.dtypes[int(d)]] for d in tasks.dtype[layer]]
+        count = tasks.comm_bytes[layer] // size
+        moved[precision] = sorted(zip(tasks.collective[layer], count, strict=True))
+    assert moved["fp8"] == moved["bf16"]

@@ -102,6 +102,15 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "Z": config.qk_rope_head_dim,
         "U": config.v_head_dim or config.kv_channels,
     } | _state_sizes(config)
+    if config.vision:
+        found |= _vision_sizes(config.vision, config.max_position_embeddings)
+    if config.diffusion:
+        found |= _diffusion_sizes(config.diffusion)
+    if config.tower:
+        found |= {f"tower_{name}": number for name, number in sizes(config.tower).items()}
+    if config.recommendation:
+        found |= _recommendation_sizes(config.recommendation)
+    return found
 
 
 def _state_sizes(config: ModelConfig) -> dict[str, int]:
@@ -121,15 +130,6 @@ def _state_sizes(config: ModelConfig) -> dict[str, int]:
         "Selection": state.dt_rank + 2 * state.state,  # what time steps, B and C are made of
         "GateRank": state.gate_rank,
     }
-    if config.vision:
-        found |= _vision_sizes(config.vision, config.max_position_embeddings)
-    if config.diffusion:
-        found |= _diffusion_sizes(config.diffusion)
-    if config.tower:
-        found |= {f"tower_{name}": number for name, number in sizes(config.tower).items()}
-    if config.recommendation:
-        found |= _recommendation_sizes(config.recommendation)
-    return found
 
 
 def _vision_sizes(v: Vision, positions: int) -> dict[str, int]:
