@@ -24,7 +24,7 @@ from scipy.optimize import minimize
 
 from stagewright.hardware import Hardware, resolve
 from stagewright.network import Machine, Placement, collective_seconds
-from stagewright.roofline import attention_seconds, gemm_seconds
+from stagewright.roofline import attention_seconds, gemm_seconds, memory_seconds
 
 SYSTEMS = {
     "a100-sxm-80gb": "a100_sxm",
@@ -116,7 +116,10 @@ def gemm(folder: Path, hardware: Hardware, system: str) -> None:
             changed = hardware.gemm["bf16"].model_copy(update=dict(constants))
             on = hardware.model_copy(update={"gemm": {dtype: changed}})
             traffic = size * (m * k + k * n) + 2 * m * n
-            return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=on)
+            seconds = gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=on)
+            if dtype == "fp8":  # the rows include the kernel that quantizes the activations
+                seconds += memory_seconds(3 * m * k, m * k, on)
+            return seconds
 
         keep = [r for r in rows if not held_out(r["m"], r["n"], r["k"])]
         # Training runs large products: half of the rows are such.
