@@ -195,9 +195,10 @@ def collectives(folder: Path, hardware: Hardware, system: str) -> None:
 
     y = column(rows, "latency_ms") / 1e3
     test = np.array([held_out(*k) for k in keys])
-    names = ["bandwidth_fraction", "low_latency_fraction", "latency_us", "hop_us", "bulk_us"]
-    if hardware.scale_up.in_network_reduction:
-        names.append("in_network_fraction")
+    # The largest messages of the tables are too small to show the asymptotes (bandwidth_fraction,
+    # in_network_fraction): these are from nccl-tests.
+    names = ["medium_fraction", "low_latency_fraction", "latency_us", "hop_us", "medium_us"]
+    names += ["bulk_us", *(["in_network_us"] if hardware.scale_up.in_network_reduction else [])]
     start = {n: float(getattr(hardware.scale_up, n)) for n in names}
     train = [k for k, out in zip(keys, test, strict=True) if not out]
     found = fit(start, predict, train, y[~test], {n: (0, 1) for n in names if "fraction" in n})

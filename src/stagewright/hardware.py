@@ -31,23 +31,30 @@ class _Data(BaseModel):
 
 
 class _Link(_Data):
-    """Figures per GPU. A message starts within `latency_us` and passes in small pieces, or, where
-    that takes longer, `bulk_us` later at full speed: NCCL's LL and Simple protocols."""
+    """Figures per GPU. A message starts within `latency_us` and passes slowly, or, where that takes
+    longer, somewhat later and faster: as NCCL's protocols LL, LL128 and Simple do."""
 
     bandwidth_gb_s: float = Field(gt=0)
     """One direction, all links of a GPU together."""
     bandwidth_fraction: float = Field(gt=0, le=1)
     """What large messages reach of it."""
+    medium_fraction: float = Field(gt=0, le=1)
+    """What medium messages reach of it."""
     low_latency_fraction: float = Field(gt=0, le=1)
     """What small messages reach of it."""
     latency_us: float = Field(ge=0)
+    medium_us: float = Field(ge=0)
+    """To start a medium message, beyond `latency_us`."""
     hop_us: float = Field(ge=0)
     """Of each further step of a collective."""
     bulk_us: float = Field(ge=0)
+    """To start a large one, beyond `latency_us`."""
     in_network_reduction: bool = False
     """Switches add up (NVLink SHARP, SHARP)."""
     in_network_fraction: float = Field(gt=0, le=1, default=1)
     """What all_reduce reaches of the bandwidth where switches add."""
+    in_network_us: float = Field(ge=0, default=0)
+    """What it takes to start then, for each GPU."""
 
 
 class ScaleUp(_Link):
@@ -125,6 +132,8 @@ class Hardware(_Data):
     gemm: Mapping[str, Gemm]
     """By precision; bf16 stands in for those that are not named."""
     attention: Attention
+    attention_kernels: Mapping[str, Attention] = Field(default_factory=dict)
+    """Others that frameworks run, by name, such as `fa2`."""
     memory_bandwidth_fraction: float = Field(gt=0, le=1)
     """Of the bandwidth, by a large element-wise kernel."""
     kernel_launch_us: float = Field(ge=0)
@@ -146,6 +155,16 @@ class Hardware(_Data):
 
     sources: Mapping[str, str] = Field(default_factory=dict)
     """Key of a number, with dots for nesting -> where it is from."""
+
+    def with_attention(self, kernel: str) -> Hardware:
+        """The same with another of its attention kernels as the default."""
+        if kernel not in self.attention_kernels:
+            known = either(self.attention_kernels) if self.attention_kernels else "none"
+            raise UserError(
+                f"{self.name} has no attention kernel {kernel!r}"
+                f"{did_you_mean(kernel, self.attention_kernels)}; known: {known}"
+            )
+        return self.model_copy(update={"attention": self.attention_kernels[kernel]})
 
 
 def names() -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
@@ -26,6 +27,14 @@ from stagewright.hardware import Hardware, ScaleOut, ScaleUp
 
 Int = NDArray[np.int64]
 Algorithm = Literal["best", "ring", "tree", "hierarchical", "direct", "in_network"]
+
+
+class Size(IntEnum):
+    """How a message is sent: soon and slowly, or later and fast."""
+
+    SMALL = 0
+    MEDIUM = 1
+    LARGE = 2
 
 
 class Dimension(NamedTuple):
@@ -40,21 +49,24 @@ class Dimension(NamedTuple):
     latency_us: float  # to start a message
     hop_us: float = 0.0  # of each further step of a collective
     bulk_us: float = 0.0  # to start a large one, beyond latency_us
+    medium_gb_s: float = math.inf  # of medium messages
+    medium_us: float = 0.0  # to start one, beyond latency_us
     low_latency_gb_s: float = math.inf  # of small messages
     in_network_gb_s: float = 0.0  # of all_reduce where switches add; 0: they do not
+    in_network_us: float = 0.0  # to start it, for each GPU
     shape: tuple[int, ...] = ()  # torus: its rings, the first joins neighbours
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or str(self.size)
         return f"{self.topology} {size} at {self.bandwidth_gb_s:g} GB/s"
 
-    def rate(self, bulk: bool) -> float:
-        """Bytes per second in one of the two protocols."""
-        return (self.bandwidth_gb_s if bulk else self.low_latency_gb_s) * 1e9
+    def rate(self, size: Size) -> float:
+        """Bytes per second of a message that is sent as one of this size."""
+        return (self.low_latency_gb_s, self.medium_gb_s, self.bandwidth_gb_s)[size] * 1e9
 
-    def start(self, bulk: bool) -> float:
+    def start(self, size: Size) -> float:
         """Seconds before the first byte."""
-        return (self.latency_us + (self.bulk_us if bulk else 0.0)) * 1e-6
+        return (self.latency_us + (0.0, self.medium_us, self.bulk_us)[size]) * 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +74,8 @@ class Machine:
     """GPUs and what joins them: `dimensions` from the GPU outwards, their sizes multiply to `gpus`.
 
     Rank r of a program sits on GPU r, and consecutive GPUs are neighbours: ranks 0 to 7 fill the
-    first node of eight. Which ranks these are is the order of the program's mesh.
+    first node of eight. Which ranks these are is the order of the program's mesh. A job takes as
+    many GPUs of each scale-up domain: 256 on racks of 72 are four times 64.
     """
 
     hardware: Hardware
@@ -80,8 +93,12 @@ class Machine:
         nodes: int | None = None,
         topology: Literal["two_tier", "fullflat"] = "two_tier",
         algorithm: Algorithm = "best",
+        attention_kernel: str | None = None,
     ) -> Self:
-        """`gpus` or `nodes` of some hardware; `fullflat` joins all by the scale-up links."""
+        """`gpus` or `nodes` of some hardware; `fullflat` joins all by the scale-up links.
+
+        `attention_kernel` is one of the hardware's `attention_kernels`, None its default.
+        """
         if (gpus is None) == (nodes is None):
             raise UserError("a machine needs its number of gpus or of nodes: give one of the two")
         if gpus is None:
@@ -90,8 +107,10 @@ class Machine:
             raise UserError(f"a machine of {gpus} GPUs; wanted 1 or more")
         if algorithm not in get_args(Algorithm):
             raise UserError(f"algorithm is {algorithm!r}, wanted {either(get_args(Algorithm))}")
+        if attention_kernel is not None:
+            hardware = hardware.with_attention(attention_kernel)
         up, out = hardware.scale_up, hardware.scale_out
-        inside = gpus if topology == "fullflat" else min(gpus, up.gpus)
+        inside = gpus if topology == "fullflat" else _per_domain(gpus, hardware)
         shape = up.shape if inside == math.prod(up.shape) else ()
         found = [_dimension(up, up.topology, inside, shape)]
         nodes = -(-gpus // inside)
@@ -105,6 +124,7 @@ class Machine:
             found.append(
                 top._replace(
                     bandwidth_gb_s=top.bandwidth_gb_s / slower,
+                    medium_gb_s=top.medium_gb_s / slower,
                     low_latency_gb_s=top.low_latency_gb_s / slower,
                 )
             )
@@ -112,6 +132,20 @@ class Machine:
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.hardware.name}: " + ", ".join(map(str, self.dimensions))
+
+
+def _per_domain(gpus: int, hardware: Hardware) -> int:
+    """GPUs of a job in each scale-up domain: as many in each, where whole nodes allow it.
+
+    >>> from stagewright.hardware import resolve
+    >>> [_per_domain(n, resolve("gb200-nvl72")) for n in (8, 72, 256)]
+    [8, 72, 64]
+    """
+    domain = hardware.scale_up.gpus
+    domains = -(-gpus // domain)
+    even = gpus // domains
+    fits = gpus % domains == 0 and even % hardware.gpus_per_node == 0
+    return even if fits else min(gpus, domain)
 
 
 def _dimension(
@@ -125,8 +159,11 @@ def _dimension(
         link.latency_us,
         link.hop_us,
         link.bulk_us,
+        gb_s * link.medium_fraction,
+        link.medium_us,
         gb_s * link.low_latency_fraction,
         gb_s * link.in_network_fraction if link.in_network_reduction else 0.0,
+        link.in_network_us,
         shape,
     )
 
@@ -178,7 +215,7 @@ def collective_seconds(
     levels = _levels(group, machine)
     options: dict[str, float] = {}
     for name, model in _ALGORITHMS.items():
-        found = [s for bulk in (False, True) if (s := model(op, whole, levels, bulk)) is not None]
+        found = [s for size in Size if (s := model(op, whole, levels, size)) is not None]
         if found:
             options[name] = min(found)
     if machine.algorithm in options:
@@ -187,7 +224,7 @@ def collective_seconds(
     return options[best], best
 
 
-def message_seconds(size: int, level: int, machine: Machine) -> float:
+def message_seconds(bytes_: int, level: int, machine: Machine) -> float:
     """Duration of one message between GPUs that meet in dimension `level`."""
     dimension = machine.dimensions[level]
     # A message to one peer takes the one link to it.
@@ -195,7 +232,7 @@ def message_seconds(size: int, level: int, machine: Machine) -> float:
     if dimension.topology in ("ring", "torus"):
         share = 1 / (2 * max(1, len(dimension.shape)))
     return min(
-        dimension.start(bulk) + size / (dimension.rate(bulk) * share) for bulk in (False, True)
+        dimension.start(size) + bytes_ / (dimension.rate(size) * share) for size in Size
     )
 
 
@@ -262,35 +299,35 @@ def _share(dimension: Dimension, count: int, stride: int) -> float:
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
-def _ring(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+def _ring(op: str, whole: int, levels: list[_Level], size: Size) -> float | None:
     """One ring through all ranks, or as many as a node has members, each leaving by another NIC."""
     if op not in PASSES:
         return None
     ranks = levels[0].ranks
-    rate = min(level.dimension.rate(bulk) * level.share * level.below for level in levels)
+    rate = min(level.dimension.rate(size) * level.share * level.below for level in levels)
     hops = sum(
         level.dimension.hop_us * (ranks // level.below - ranks // (level.below * level.used))
         for level in levels
     )
-    start = max(level.dimension.start(bulk) for level in levels)
+    start = max(level.dimension.start(size) for level in levels)
     moved = whole * (ranks - 1) / ranks
     return start + PASSES[op] * (hops * 1e-6 + moved / rate)
 
 
-def _tree(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+def _tree(op: str, whole: int, levels: list[_Level], size: Size) -> float | None:
     """Two binary trees of nodes, chains inside them (NCCL): all_reduce in few steps."""
     if op != "all_reduce" or len(levels) < 2:
         return None
-    rate = min(level.dimension.rate(bulk) * level.share * level.below for level in levels)
+    rate = min(level.dimension.rate(size) * level.share * level.below for level in levels)
     hops = sum(
         level.dimension.hop_us * (math.ceil(math.log2(level.used)) if i else level.used - 1)
         for i, level in enumerate(levels)
     )
-    start = max(level.dimension.start(bulk) for level in levels)
+    start = max(level.dimension.start(size) for level in levels)
     return start + 2 * (hops * 1e-6 + whole / rate)
 
 
-def _hierarchical(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+def _hierarchical(op: str, whole: int, levels: list[_Level], size: Size) -> float | None:
     """Dimension after dimension: what is scattered within a node goes out in parts."""
     if op not in PASSES or op == "broadcast" or len(levels) < 2:
         return None
@@ -298,13 +335,13 @@ def _hierarchical(op: str, whole: int, levels: list[_Level], bulk: bool) -> floa
     for level in levels:
         moved = part * (level.used - 1) / level.used
         one = level.dimension.hop_us * 1e-6 * (level.used - 1)
-        one += moved / (level.dimension.rate(bulk) * level.share)
-        seconds += level.dimension.start(bulk) + PASSES[op] * one
+        one += moved / (level.dimension.rate(size) * level.share)
+        seconds += level.dimension.start(size) + PASSES[op] * one
         part /= level.used
     return seconds
 
 
-def _direct(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+def _direct(op: str, whole: int, levels: list[_Level], size: Size) -> float | None:
     """Every rank sends to every other at once: all_to_all; the narrowest level decides."""
     if op != "all_to_all":
         return None
@@ -312,9 +349,9 @@ def _direct(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | No
     for level in levels:
         # What leaves a block of this level passes it, wherever it goes beyond.
         leaves = whole * (level.ranks - level.below) / level.ranks
-        slowest = max(slowest, leaves * _detour(level) / (level.dimension.rate(bulk) * level.share))
-    last = max(levels, key=lambda level: level.dimension.start(bulk)).dimension
-    return last.start(bulk) + last.hop_us * 1e-6 + slowest
+        slowest = max(slowest, leaves * _detour(level) / (level.dimension.rate(size) * level.share))
+    last = max(levels, key=lambda level: level.dimension.start(size)).dimension
+    return last.start(size) + last.hop_us * 1e-6 + slowest
 
 
 def _detour(level: _Level) -> float:
@@ -326,29 +363,30 @@ def _detour(level: _Level) -> float:
     return max(1.0, longest / 4)
 
 
-def _in_network(op: str, whole: int, levels: list[_Level], bulk: bool) -> float | None:
+def _in_network(op: str, whole: int, levels: list[_Level], size: Size) -> float | None:
     """Switches add and send the sum to all: every byte goes up once and comes down once.
 
     Where only the inner switches add, their sums go round a ring of nodes, a part each.
     """
     inner = levels[0]
-    if op != "all_reduce" or not bulk or not inner.dimension.in_network_gb_s or inner.below > 1:
+    if op != "all_reduce" or size != Size.LARGE or not inner.dimension.in_network_gb_s:
         return None
-    if inner.used < 3:
+    if inner.used < 3 or inner.below > 1:
         return None
     # Each GPU sends its own part too: n + 1 of n parts (NCCL's NVLS).
     moved = whole * (inner.used + 1) / inner.used
-    seconds = inner.dimension.start(True) + moved / (inner.dimension.in_network_gb_s * 1e9)
+    begin = (inner.dimension.latency_us + inner.dimension.in_network_us * inner.used) * 1e-6
+    seconds = begin + moved / (inner.dimension.in_network_gb_s * 1e9)
     part = whole / inner.used
     for level in levels[1:]:
         dimension = level.dimension
         if dimension.in_network_gb_s:
             outside = part / (dimension.in_network_gb_s * 1e9) + 2e-6 * dimension.hop_us
         else:
-            outside = 2 * part * (level.used - 1) / level.used / dimension.rate(True)
+            outside = 2 * part * (level.used - 1) / level.used / dimension.rate(size)
             outside += 2e-6 * dimension.hop_us * (level.used - 1)
         # Nodes pass parts on while they add the next: the slower of the two decides.
-        seconds = max(seconds, dimension.start(True) + outside)
+        seconds = max(seconds, dimension.start(size) + outside)
         part /= level.used
     return seconds
 

@@ -22,8 +22,10 @@ from stagewright.hardware import resolve as resolve_hardware
 from stagewright.models import ModelConfig
 from stagewright.models import resolve as resolve_model
 from stagewright.network import Machine
-from stagewright.program import PHASES, Kind, RankClass
+from stagewright.program import PHASES
 from stagewright.run import Run
+from stagewright.simulation.issue import Execution
+from stagewright.simulation.timeline import timeline
 
 QUANTITIES = {
     "step_s": "seconds per step",
@@ -73,17 +75,22 @@ class Outcome(NamedTuple):
     reason: str
 
 
-Predict = Callable[[Run, ModelConfig, Machine], float]
+Predict = Callable[[Measurement, Machine], float]
 
 
 def validate(source: str | None = None, predict: Predict | None = None) -> Iterator[Outcome]:
     """Outcomes of all training measurements, or of those whose source contains a word."""
     predict = predict or step_seconds
     for m in select(measurements(), source):
-        machine = Machine.of(resolve_hardware(m.hardware), gpus=m.run.world_size)
-        predicted = in_quantity(m, predict(m.run, m.model, machine))
+        predicted = in_quantity(m, predict(m, machine_of(m)))
         error = predicted / m.measured - 1
         yield Outcome(m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason)
+
+
+def machine_of(m: Measurement) -> Machine:
+    """What a row ran on."""
+    hardware = resolve_hardware(m.hardware)
+    return Machine.of(hardware, gpus=m.run.world_size, attention_kernel=m.attention_kernel or None)
 
 
 def in_quantity(m: Measurement, seconds: float) -> float:
@@ -168,36 +175,29 @@ def model_flops(run: Run, model: ModelConfig) -> float:
     return float(tasks.flops[needed].sum()) * (run.global_batch_size or 0)
 
 
-# ---- the prediction, without a simulator ---------------------------------------------------------
+# ---- the prediction ------------------------------------------------------------------------------
 
 
-def step_seconds(run: Run, model: ModelConfig, machine: Machine) -> float:
-    """Seconds of a step, as sums: the slowest stage for every microbatch, the bubble, the rest.
+def step_seconds(m: Measurement, machine: Machine) -> float:
+    """Seconds of a step, simulated.
 
-    A step is linear in its microbatches: a program of few stands for many.
+    Once the pipeline is full, a step is linear in its microbatches: two programs of few stand for
+    one of many.
     """
-    run = run.resolved(model)
-    whole = run.microbatches
-    few = min(whole, run.pp)
-    part = run.model_copy(update={"global_batch_size": few * run.micro_batch_size * run.dp})
-    program = compile(part, model).program
-    seconds = task_seconds(program, machine)
-    sums = [_sums(c, s, few) for c, s in zip(program.classes, seconds, strict=True)]
-    slowest = max(s.each for s in sums)
-    bubble = (run.pp - 1) / run.vpp * float(np.mean([s.each for s in sums]))
-    return whole * slowest + bubble + max(s.once for s in sums)
+    run = m.run.resolved(m.model)
+    how = Execution(no_overlap=frozenset(m.no_overlap.split("+")) - {""})
 
+    def simulated(microbatches: int) -> float:
+        batch = microbatches * run.micro_batch_size * run.dp
+        part = run.model_copy(update={"global_batch_size": batch})
+        program = compile(part, m.model).program
+        return timeline(program, task_seconds(program, machine), how).seconds
 
-class _Sums(NamedTuple):
-    each: float  # microbatch
-    once: float  # per step
-
-
-def _sums(which: RankClass, seconds: np.ndarray, microbatches: int) -> _Sums:
-    tasks = which.tasks
-    counted = tasks.kind != Kind.SEND
-    each = counted & (tasks.microbatch >= 0)
-    return _Sums(float(seconds[each].sum()) / microbatches, float(seconds[counted & ~each].sum()))
+    one, two = (1, 2) if run.pp == 1 else (run.pp, 2 * run.pp)
+    if run.microbatches <= two:
+        return simulated(run.microbatches)
+    first, second = simulated(one), simulated(two)
+    return second + (run.microbatches - two) * (second - first) / (two - one)
 
 
 class Summary(NamedTuple):
