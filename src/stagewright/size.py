@@ -15,6 +15,7 @@ A symbol stands for a whole number. What a size counts (elements, bytes, FLOPs) 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -579,11 +580,14 @@ def compile_sizes(
     given = [size(x) for x in sizes]
     symbols = sorted({name for x in given for name in x.symbols})
     steps, straight = _straighten(given)
-    scope: dict[str, Any] = {"maximum": np.maximum}
-    exec(_source(symbols, steps, straight), scope)
+    lines, constants, results = _lines(symbols, steps, straight)
     divisions: dict[Any, Callable[[Any, Any], Any]] = {
         np.int64: lambda a, b: -(-a // b),
         np.float64: lambda a, b: np.ceil(a / b),
+    }
+    plain: dict[str, Callable[[Any, Any], Any]] = {
+        **{"+": operator.add, "-": operator.sub, "*": operator.mul, "/": lambda a, b: a / b},
+        **{"max": np.maximum, "neg": lambda a, _: -a},
     }
 
     def run(values: Mapping[str, NDArray[Any] | int]) -> NDArray[Any]:
@@ -598,13 +602,20 @@ def compile_sizes(
         if len(set(lengths.values())) > 1:
             raise ValueError(f"arrays of values should have one length, got {lengths}")
         kind = np.int64 if _fits(steps, straight, columns) else np.float64
+        does = plain | {"ceil": divisions[kind]}
         out = np.empty((len(given), next(iter(lengths.values()), 1)), kind)
         try:
             with np.errstate(divide="raise", invalid="raise"):
                 for at in range(0, out.shape[1], _CHUNK):
                     rows = slice(at, at + _CHUNK)
                     parts = [(c[rows] if c.ndim else c).astype(kind) for c in columns.values()]
-                    scope["chunk"](out[:, rows], divisions[kind], *parts)
+                    made: list[Any] = [*parts, *constants]
+                    for line in lines:
+                        made.append(does[line.op](made[line.a], made[line.b]))
+                        for old in line.free:
+                            made[old] = None
+                    for nth, result in enumerate(results):
+                        out[nth, rows] = made[result]
         except (ZeroDivisionError, FloatingPointError):
             zeros = [name for name, c in columns.items() if not c.all()]
             raise ValueError(f"a denominator is 0; there are zeros among {zeros}") from None
@@ -654,49 +665,82 @@ def _fits(steps: Sequence[_Step], sizes: Sequence[Size], columns: Mapping[str, A
     return max(bounds, default=0) < 2**63
 
 
-def _source(symbols: Sequence[str], steps: Sequence[_Step], sizes: Sequence[Size]) -> str:
-    """Python for one chunk of rows, in which no operation is written twice."""
-    lines: list[str] = []
-    seen: dict[str, str] = {}
-    variables = {name: f"x{i}" for i, name in enumerate(symbols)}
+class _Line(NamedTuple):
+    """One operation on numbered values; `free`: values that nothing after it needs."""
 
-    def let(code: str) -> str:
-        if code not in seen:
-            seen[code] = f"v{len(seen)}"
-            lines.append(f"{seen[code]} = {code}")
-        return seen[code]
+    op: str
+    a: int
+    b: int
+    free: tuple[int, ...] = ()
 
-    def power(base: str, e: int) -> str:
+
+def _lines(
+    symbols: Sequence[str], steps: Sequence[_Step], sizes: Sequence[Size]
+) -> tuple[list[_Line], list[int], list[int]]:
+    """Operations on a chunk of rows, none twice; the constants; the values that the sizes are.
+
+    Values are numbered: first the symbols' columns, then the constants, then what each line makes.
+    """
+    lines: dict[tuple[str, int | str, int | str], int] = {}
+    constants: dict[int, None] = {}
+    variables: dict[str, int | str] = {name: i for i, name in enumerate(symbols)}
+
+    # While lines are written, a constant is the text of its number, and a line counts from -1 down.
+    def let(op: str, a: int | str, b: int | str = 0) -> int:
+        return lines.setdefault((op, a, b), -1 - len(lines))
+
+    def constant(number: int) -> str:
+        constants[number] = None
+        return str(number)
+
+    def power(base: int | str, e: int) -> int | str:
         if e == 1:
             return base
         half = power(base, e // 2)
-        square = let(f"{half} * {half}")
-        return let(f"{square} * {base}") if e % 2 else square
+        square = let("*", half, half)
+        return let("*", square, base) if e % 2 else square
 
-    def times(factors: list[tuple[str, int]], number: int) -> str:
+    def times(factors: list[tuple[str, int]], number: int) -> int | str:
         codes = [power(variables[name], e) for name, e in factors]
-        codes += [str(number)] if number != 1 or not codes else []  # Last, to share the rest.
-        return reduce(lambda a, b: let(f"{a} * {b}"), codes)
+        # Last, to share the rest.
+        codes += [constant(number)] if number != 1 or not codes else []
+        return reduce(lambda a, b: let("*", a, b), codes)
 
-    def polynomial(x: Size) -> str:
-        out = ""
+    def polynomial(x: Size) -> int | str:
+        out: int | str | None = None
         for factors, c in _in_order(x, {}):
             code = times([(name, e) for name, e in factors if e > 0], abs(c.numerator))
-            under = times([(name, -e) for name, e in factors if e < 0], c.denominator)
-            code = code if under == "1" else let(f"{code} / {under}")
-            out = let(f"{out} {'-' if c < 0 else '+'} {code}") if out or c < 0 else code
-        return out or "0"
+            under = [(name, -e) for name, e in factors if e < 0]
+            if under or c.denominator != 1:
+                code = let("/", code, times(under, c.denominator))
+            if out is None:
+                out = let("neg", code) if c < 0 else code
+            else:
+                out = let("-" if c < 0 else "+", out, code)
+        return constant(0) if out is None else out
 
     for step in steps:
         args = [polynomial(arg) for arg in step.args]
-        call = "ceil_div" if step.fn == "ceil" else "maximum"
-        variables[step.name] = reduce(lambda a, b, call=call: let(f"{call}({a}, {b})"), args)
-    for i, x in enumerate(sizes):
-        lines.append(f"out[{i}] = {polynomial(x)}")
-    alive: set[str] = set()
-    for i in reversed(range(len(lines))):  # Freed after its last use, memory is used again warm.
-        last = set(re.findall(r"\bv\d+", lines[i])) - alive
-        alive |= last
-        lines[i] += f"; del {', '.join(sorted(last))}" if last else ""
-    arguments = ["out", "ceil_div", *(variables[name] for name in symbols)]
-    return "\n    ".join([f"def chunk({', '.join(arguments)}):", *lines, "return out", ""])
+        variables[step.name] = reduce(lambda a, b, fn=step.fn: let(fn, a, b), args)
+    results = [polynomial(x) for x in sizes]
+    number = {str(c): len(symbols) + i for i, c in enumerate(constants)}
+    first = len(symbols) + len(constants)
+
+    def place(value: int | str) -> int:
+        if isinstance(value, str):
+            return number[value]
+        return value if value >= 0 else first - 1 - value
+
+    found = [_Line(op, place(a), place(b)) for op, a, b in lines]
+    kept = {place(x) for x in results}
+    return _freed(found, first, kept), list(constants), [place(x) for x in results]
+
+
+def _freed(lines: list[_Line], first: int, kept: set[int]) -> list[_Line]:
+    """Each line with what it uses last: freed, memory is used again warm."""
+    alive = set(kept)
+    for i in reversed(range(len(lines))):
+        used = {x for x in lines[i][1:3] if x >= first}
+        lines[i] = lines[i]._replace(free=tuple(used - alive))
+        alive |= used
+    return lines
