@@ -47,6 +47,7 @@ GRID: list[dict[str, Any]] = [
     GPT | {"pp": 4, "dp": 2, "global_batch_size": 16},
     GPT | {"pp": 2, "tp": 4, "cp": 2, **SP},
     GPT | {"pp": 4, "layers": 2, "layers_per_stage": (0, 1, 1, 0)},
+    BASE | {"pp": 3, "cp": 2, "layers_per_stage": (0, 2, 2), "cp_comm_type": "a2a"},
     BASE | {"pp": 4, "dp": 4, "schedule": "gpipe", "global_batch_size": 32},
     BASE | {"pp": 2, "vpp": 2, "tp": 2, "global_batch_size": 4},
     BASE | {"pp": 2, "vpp": 4, "layers": 8, "dp": 2, "zero": 3, "global_batch_size": 16},

@@ -144,10 +144,14 @@ class Program:
         return np.where(inside, self._first_id() + self._stride() * index + slot, 0)
 
     def groups(self) -> dict[int, list[int]]:
-        """Every group: id -> its ranks, ascending ids."""
+        """Every group that is used: id -> its ranks, ascending ids."""
         result: dict[int, list[int]] = {}
+        issued = [np.unique(c.tasks.slot[c.tasks.kind == Kind.COLLECTIVE]) for c in self.classes]
         for slot in range(len(self.communicators)):
             ids = self.group_of(slot)
+            # A stage without layers has no use for what only layers use.
+            users = [c.ranks for c, slots in zip(self.classes, issued, strict=True) if slot in slots]
+            ids[~np.isin(ids, ids[np.concatenate(users)])] = 0
             ranks = np.argsort(ids, kind="stable")
             ranks = ranks[np.searchsorted(ids[ranks], 1) :]
             found, starts = np.unique(ids[ranks], return_index=True)
