@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from stagewright import nn, notation
@@ -193,7 +193,7 @@ def check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int
     known: set[str] = set()
     found: set[str] = set()
     for kind in {kind for stage in place_blocks(run, model) for kind, _ in stage}:
-        graph = nn.BLOCKS[kind.block](model, recipe_of(run, model), kind.layer).graph
+        graph = block_of(kind.block, model, recipe_of(run, model), kind.layer).graph
         known |= {str(n.get("param") or n.name) for n in graph if n.phase != "optimizer"}
         found |= rows_of(graph, plan, sizes, model.name)
     own = {name for module in model.modules for name in module.table}
@@ -271,6 +271,12 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
     )
 
 
+@lru_cache(maxsize=64)
+def block_of(name: str, model: ModelConfig, recipe: nn.Recipe, layer: Layer) -> nn.Block:
+    """A block for one device: the same one for all the runs of a search."""
+    return nn.BLOCKS[name](model, recipe, layer)
+
+
 def sharded(
     kind: Kind,
     run: Run,
@@ -281,7 +287,7 @@ def sharded(
 ) -> Graph:
     """One kind of block: forward, gradient, recompute, layouts."""
     recipe = recipe or recipe_of(run, model)
-    block = nn.BLOCKS[kind.block](model, recipe, kind.layer)
+    block = block_of(kind.block, model, recipe, kind.layer)
     again = partial(_again, run=run, whole=kind.recomputed)
     y = block.graph.outputs.get("y")
     results = {y} if kind.recomputed else {n for n in block.graph if n.get("role") == "core"}
@@ -339,6 +345,7 @@ def lowered(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> LoweredBlock:
     return LoweredBlock(graph, tasks, maker("y"), dx, maker("tied_grad"), boundary, half)
 
 
+@lru_cache(maxsize=16)
 def parameters(model: ModelConfig) -> tuple[int, int]:
     """Parameters of the model as published, in all and active per token.
 
@@ -352,7 +359,7 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
     kinds = Counter((part.block, part.layer) for part in nn.chain(model))
     total = active = 0
     for (name, layer), count in kinds.items():
-        block = nn.BLOCKS[name](model, recipe, layer)
+        block = block_of(name, model, recipe, layer)
         updated = {n["param"] for n in block.graph if n.phase == "optimizer" and n.get("param")}
         for n in block.graph:
             if n.op == "param" and n.name in updated:
