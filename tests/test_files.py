@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.files import MOST_BYTES, from_json, from_yaml, manifest_head, read_bytes, read_text
+from stagewright.files import (
+    MOST_BYTES,
+    MOST_HEAD,
+    from_json,
+    from_yaml,
+    manifest_head,
+    read_bytes,
+    read_text,
+)
 
 
 def test_what_cannot_be_read(tmp_path: Path):
@@ -93,6 +101,6 @@ def test_head_of_a_manifest(tmp_path: Path):
     files *= 30_000
     path.write_text(f'{{\n  "stagewright": "1",\n  "files": {{\n{files}\n  }}\n}}\n')
     assert manifest_head(path, "a manifest") == {"stagewright": "1"}
-    path.write_text('{"x": 1' + " " * MOST_BYTES + "}")
+    path.write_text('{"x": 1' + " " * MOST_HEAD + "}")
     with pytest.raises(UserError, match="over 1048576 bytes; wanted a manifest"):
         manifest_head(path, "a manifest")

@@ -170,14 +170,12 @@ def test_wrong_arguments(program: Program, tmp_path: Path):
 def test_existing_output(program: Program, tmp_path: Path):
     out = tmp_path / "out"
     write(program, out, manifest={"nth": 1})
-    (out / "added").write_text("by hand")
     before = contents(out)
     with refused("exists already"):
         write(program, out, manifest={"nth": 2})
     assert contents(out) == before
     write(program, out, format="json", manifest={"nth": 2}, force=True)
     assert json.loads((out / "manifest.json").read_text())["nth"] == 2
-    assert not (out / "added").exists()
     assert not (out / "workload.0.et").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -15,8 +15,10 @@ import yaml
 
 from stagewright.errors import UserError
 
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 18
 """Of YAML, of which Python's reader takes some 0.2 MB a second."""
+MOST_HEAD = 1 << 20
+"""Of a manifest, without its list of files."""
 
 
 def read_bytes(path: Path | str, wanted: str, most: int = MOST_BYTES) -> bytes:
@@ -37,7 +39,8 @@ def _begin(path: Path | str, wanted: str, size: int) -> bytes:
                 os.set_blocking(file, True)
             return stream.read(size)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; wanted {wanted}") from None
+        named = path if str(path) else "''"
+        raise UserError(f"{named}: cannot be read: {error.strerror}; wanted {wanted}") from None
     except ValueError as error:  # a name that no file can have
         raise UserError(f"{str(path)!a}: cannot be read: {error}; wanted {wanted}") from None
 
@@ -66,11 +69,11 @@ def from_json(text: str | bytes, where: object) -> Any:
 
 def manifest_head(path: Path | str, wanted: str) -> Any:
     """A JSON file, or what stands in a manifest before the list of its files if that is long."""
-    found = _begin(path, wanted, MOST_BYTES + 1)
-    if len(found) > MOST_BYTES:
+    found = _begin(path, wanted, MOST_HEAD + 1)
+    if len(found) > MOST_HEAD:
         head, cut, _ = found.partition(b',\n  "files": {\n')
         if not cut:
-            raise UserError(f"{path}: over {MOST_BYTES} bytes; wanted {wanted}")
+            raise UserError(f"{path}: over {MOST_HEAD} bytes; wanted {wanted}")
         found = head + b"}"
     return from_json(found, path)
 

@@ -22,13 +22,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
 from stagewright import __version__
 from stagewright.errors import UserError, did_you_mean
-from stagewright.files import manifest_head
+from stagewright.files import from_json, read_bytes
 from stagewright.formats import chakra, dot
 from stagewright.formats import json as readable
 from stagewright.program import Int, Kind, Program
@@ -157,18 +157,32 @@ def _check_place(path: Path, force: bool) -> None:
         raise UserError(
             f"{path}: is a file, and --force replaces directories only; remove it yourself"
         )
-    if any(path.iterdir()) and not _is_ours(path):
+    inside = sorted(entry.name for entry in path.iterdir())
+    if not inside:
+        return
+    listed = _files_of(path, len(inside))
+    if listed is None:
         raise UserError(
             f"{path}: has no {MANIFEST} of Stagewright's, so it may be yours; remove it yourself"
         )
+    yours = next((name for name in inside if name not in listed and name != MANIFEST), None)
+    if yours is not None:
+        raise UserError(
+            f"{path}: holds {yours}, which Stagewright did not write; remove it yourself"
+        )
 
 
-def _is_ours(path: Path) -> bool:
+def _files_of(path: Path, entries: int) -> Mapping[str, object] | None:
+    """The files that the manifest in a directory lists; None if there is none of ours."""
     try:
-        found = manifest_head(path / MANIFEST, "a manifest")
+        most = (1 << 24) + (entries << 10)
+        found = from_json(read_bytes(path / MANIFEST, "a manifest", most), path / MANIFEST)
     except UserError:
-        return False
-    return isinstance(found, dict) and "stagewright" in found
+        return None
+    if not isinstance(found, dict) or "stagewright" not in found:
+        return None
+    files = cast("dict[str, object]", found).get("files")
+    return cast("dict[str, object]", files) if isinstance(files, dict) else {}
 
 
 def _check_space(path: Path, batches: Sequence[Batch]) -> None:

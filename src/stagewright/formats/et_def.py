@@ -196,6 +196,8 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb", buffering=1 << 18)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise UserError(f"{str(path)!a}: cannot be read: {error}") from error
 
 
 def _messages(file: BinaryIO, path: Path, start: int) -> Iterator[tuple[int, bytes]]:

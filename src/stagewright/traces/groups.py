@@ -31,6 +31,8 @@ def read_json(path: Path, ranks: int) -> Any:
 
 def default_groups(trace: Path) -> Path | None:
     """The file of groups that lies beside a trace, if any: ours, or `workload.json` as STAGE's."""
+    if not trace.name:  # a path such as "."
+        return None
     names = (GROUPS, trace.name.rsplit(".", 2)[0] + ".json")
     return next((trace.with_name(n) for n in names if trace.with_name(n).is_file()), None)
 

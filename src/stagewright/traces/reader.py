@@ -178,6 +178,8 @@ def _open(path: Path) -> tuple[BinaryIO, int]:
         file.seek(0)
     except OSError as error:
         raise Damaged(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise Damaged(f"{str(path)!a}: cannot be read: {error}") from error
     return file, size
 
 

@@ -1,0 +1,268 @@
+"""Nothing executes input, and nothing is written but where it was asked for."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stagewright
+from stagewright.compiler import compile
+from stagewright.errors import UserError
+from stagewright.run import Run
+
+SOURCE = Path(stagewright.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# What runs or unpacks code, and what starts programs or talks to others.
+NO_IMPORTS = {
+    *("pickle", "cPickle", "dill", "joblib", "cloudpickle", "marshal", "shelve", "code", "codeop"),
+    *("subprocess", "pty", "socket", "urllib", "http", "requests", "ftplib", "smtplib", "xmlrpc"),
+    *("ctypes", "cffi", "runpy", "imp", "pydoc", "webbrowser", "tempfile"),
+}
+NO_BUILTINS = {"eval", "exec", "compile", "__import__", "input", "breakpoint"}
+NO_METHODS = {
+    "os": {
+        *("system", "popen", "startfile", "putenv", "execv", "execve", "execvp", "execl", "execlp"),
+        *("spawnv", "spawnl", "spawnvp", "posix_spawn", "posix_spawnp", "chmod", "chown"),
+        "symlink",
+    },
+    "yaml": {"unsafe_load", "full_load", "load_all", "unsafe_load_all", "full_load_all"},
+    "np": {"load", "fromregex", "genfromtxt"},
+    "numpy": {"load"},
+    "builtins": NO_BUILTINS,
+}  # fmt: skip
+WRITERS = {"write.py"}  # the only modules that write, rename or remove files
+WRITES = {
+    *("write_text", "write_bytes", "mkdir", "makedirs", "rename", "replace", "rmdir", "unlink"),
+    *("rmtree", "remove", "touch", "symlink_to", "hardlink_to", "tofile", "savez", "save"),
+}
+OF_VALUES = {"replace", "remove", "rename"}  # also names of what strings, lists and nodes do
+
+
+def faults(tree: ast.Module, name: str) -> Iterator[str]:
+    """What a module may not do."""
+    bound = {a.asname or a.name.split(".")[0] for a in _imported(tree)}
+    bound |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        where = f"{name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for module in _modules(node):
+                if module.split(".")[0] in NO_IMPORTS:
+                    yield f"{where}: imports {module}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name) and called.id in NO_BUILTINS - bound:
+            yield f"{where}: calls {called.id}"
+        if isinstance(called, ast.Attribute):
+            owner = called.value.id if isinstance(called.value, ast.Name) else ""
+            if called.attr in NO_METHODS.get(owner, ()):
+                yield f"{where}: calls {owner}.{called.attr}"
+            if (owner, called.attr) == ("yaml", "load") and "Loader" not in ast.unparse(node):
+                yield f"{where}: yaml.load without a safe loader"
+            if called.attr == "import_module" and not _of_this_package(node.args[0]):
+                yield f"{where}: imports what somebody names"
+            files = called.attr not in OF_VALUES or owner in ("os", "shutil", "path", "folder")
+            if called.attr in WRITES and files and Path(name).name not in WRITERS:
+                yield f"{where}: writes ({ast.unparse(called)})"
+        if _opens_for_writing(node) and Path(name).name not in WRITERS:
+            yield f"{where}: opens a file to write"
+
+
+def _of_this_package(module: ast.expr) -> bool:
+    return isinstance(module, ast.Constant) or ast.unparse(module).startswith("f'{__name__}.")
+
+
+def _imported(tree: ast.Module) -> Iterator[ast.alias]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from node.names
+
+
+def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names]
+
+
+def _opens_for_writing(node: ast.Call) -> bool:
+    called = node.func
+    is_path = isinstance(called, ast.Attribute) and called.attr == "open"
+    if not is_path and not (isinstance(called, ast.Name) and called.id == "open"):
+        return False
+    modes = [a for a in node.args[0 if is_path else 1 :] if isinstance(a, ast.Constant)]
+    modes += [
+        k.value for k in node.keywords if k.arg == "mode" and isinstance(k.value, ast.Constant)
+    ]
+    return any(isinstance(m.value, str) and set(m.value) & set("wax+") for m in modes)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_modules_keep_off(path: Path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert list(faults(tree, str(path.relative_to(SOURCE)))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eval('1')",
+        "exec(text)",
+        "compile(text, 'x', 'eval')",
+        "import pickle",
+        "from subprocess import run",
+        "import urllib.request",
+        "os.system('ls')",
+        "yaml.load(text)",
+        "yaml.load(text, yaml.Loader) if 0 else yaml.unsafe_load(text)",
+        "np.load('x', allow_pickle=True)",
+        "importlib.import_module(name)",
+        "open('x', 'w')",
+        "path.open(mode='ab')",
+        "Path('x').write_text('y')",
+        "shutil.rmtree(path)",
+        "os.remove(path)",
+    ],
+)
+def test_what_is_looked_for_is_found(line: str):
+    assert list(faults(ast.parse(line), "module.py"))
+
+
+def test_safe_loader_only():
+    """The one YAML loader is a SafeLoader without ways to make objects."""
+    import yaml
+
+    from stagewright import files
+
+    assert issubclass(files._Loader, yaml.SafeLoader)  # pyright: ignore
+    plain = set(yaml.SafeLoader.yaml_constructors)
+    assert set(files._Loader.yaml_constructors) == plain  # pyright: ignore
+    assert hasattr(builtins, "eval")
+
+
+# ---- where it writes -----------------------------------------------------------------------------
+
+WATCH = """
+import json, os, sys
+touched = []
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.exec",
+           "os.truncate", "os.chmod", "shutil.rmtree", "os.system", "subprocess.Popen")
+def hook(event, args):
+    if event == "open" and isinstance(args[0], (str, bytes)):
+        mode, flags = args[1] or "", args[2] or 0
+        if set(mode) & set("wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            touched.append(os.path.realpath(os.fsdecode(args[0])))
+    elif event in CHANGES:
+        paths = [a for a in args[:2] if isinstance(a, (str, bytes))]
+        touched.extend(os.path.realpath(os.fsdecode(path)) for path in paths)
+sys.dont_write_bytecode = True
+sys.addaudithook(hook)
+from stagewright.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(json.dumps([end.code, touched]))
+"""
+
+
+def watched(place: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Exit code, and every path that a command has changed or opened to write."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, *arguments],
+        cwd=place,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    code, touched = json.loads(done.stdout.splitlines()[-1])
+    return code, touched
+
+
+TOY = ("--layers", "1", "--seq-length", "8", "--vocab", "64", "--tp", "2")
+
+
+def test_output_stays_in_its_directory(tmp_path: Path):
+    """Whatever a model is called: `..`, control characters, a path, words of a shell."""
+    config = (SOURCE / "data" / "configs" / "llama-3.1-70b.json").read_bytes()
+    for nth, name in enumerate(("..", "$(id)", "a\nb\x1b[31m", "%s{0}", "-o", "é\u202e")):
+        folder = tmp_path / "models" / str(nth) / (name if name != ".." else "a")
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_bytes(config)
+        given = str(folder) if name != ".." else f"{folder}/../a/../a"
+        for format_ in ("chakra", "json", "dot") if name == ".." else ("chakra",):
+            out = tmp_path / f"out-{nth}-{format_}"
+            code, touched = watched(
+                tmp_path, "generate", given, *TOY, "--format", format_, "-o", str(out)
+            )
+            assert code == 0
+            assert touched
+            hidden = str(tmp_path / f".{out.name}.")
+            assert [
+                path for path in touched if path != str(out) and not path.startswith(hidden)
+            ] == []
+            assert {path.parent for path in out.rglob("*")} == {out}
+
+
+def test_reading_commands_write_nothing(tmp_path: Path):
+    stagewright.generate(compile(Run(model="gpt2", layers=1, seq_length=8, tp=2)), tmp_path / "out")
+    for command in (
+        ("show", "gpt2", *TOY),
+        ("models",),
+        ("verify", "out"),
+        ("inspect", "out/workload.0.et"),
+        ("diff", "out", "out"),
+    ):
+        assert watched(tmp_path, *command) == (0, [])
+
+
+def test_force_removes_links_and_not_what_they_lead_to(tmp_path: Path):
+    compiled = compile(Run(model="gpt2", layers=1, seq_length=8, vocab=64))
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    stagewright.generate(compiled, out)
+    (out / "workload.0.et").unlink()
+    (out / "workload.0.et").symlink_to(precious / "thesis.txt")
+    (out / "comm_group.json").unlink()
+    (out / "comm_group.json").symlink_to(precious)
+    stagewright.generate(compiled, out, force=True)
+    assert (precious / "thesis.txt").read_text() == "years of work"
+    assert not any(path.is_symlink() for path in out.iterdir())
+
+    # The directory itself as a link: what it leads to is replaced, and the link is not.
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    stagewright.generate(compiled, link, force=True)
+    assert link.is_symlink()
+    assert (out / "workload.0.et").is_file()
+
+
+def test_force_refuses_what_is_not_ours(tmp_path: Path):
+    compiled = compile(Run(model="gpt2", layers=1, seq_length=8, vocab=64))
+    out = tmp_path / "out"
+    stagewright.generate(compiled, out)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds notes\.txt, which Stagewright did not write"):
+        stagewright.generate(compiled, out, force=True)
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    (out / "results").mkdir()
+    with pytest.raises(UserError, match="holds results, which Stagewright did not write"):
+        stagewright.generate(compiled, out, force=True)
+    (out / "results").rmdir()
+    stagewright.generate(compiled, out, force=True)
+    for text in ("{}", "[", "[" * 100_000, '{"stagewright": 1}'):
+        (out / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match="remove it yourself"):
+            stagewright.generate(compiled, out, force=True)
