@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from stagewright.program import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
+from stagewright.program import CATEGORIES, COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
 
 MAX_TAG = 500_000_000
 SMALL_WORLD = 64
@@ -38,6 +38,7 @@ def check(
         check_columns(c)
         check_order(c, streams)
         check_microbatches(c)
+        check_values(c)
     check_ranks(program)
     check_groups(program)
     check_messages(program)
@@ -47,6 +48,28 @@ def check(
             world.run(rendezvous=meet)
         for seed in seeds:
             world.run(jitter=seed, slots=True)
+
+
+def check_values(c: RankClass) -> None:
+    """Values are there while rows that exist run; bytes are those that `memory` has."""
+    v, rows = c.values, len(c.tasks)
+    if not len(v.value):
+        return
+    stays = v.first < 0
+    if not ((v.last[stays] == rows).all() and (v.last[~stays] < rows).all()):
+        raise Broken("a value neither stays nor goes")
+    if not ((v.first <= v.last).all() and (v.size >= 0).all()):
+        raise Broken("a value that goes before it comes")
+    held = [0] * (rows + 2)
+    for value, first, last in zip(v.value, v.first, v.last, strict=True):
+        held[max(int(first), 0)] += int(v.size[value])
+        held[int(last) + 1] -= int(v.size[value])
+    if max(itertools.accumulate(held[:rows])) != c.memory["peak"]:
+        raise Broken("the peak is another")
+    for category in ("parameters", "gradients", "optimizer"):
+        mine = stays & (v.category[v.value] == CATEGORIES.index(category))
+        if v.size[v.value[mine]].sum() != c.memory[category]:
+            raise Broken(f"{category} that do not stay")
 
 
 def describe(t: Tasks, row: int) -> str:

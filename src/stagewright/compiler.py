@@ -16,8 +16,8 @@ from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
 from stagewright.kernels import Extent, Task, bytes_of, extent_of, kernels
 from stagewright.layout import MIRROR, Mesh
+from stagewright.lifetimes import uses
 from stagewright.lower import lower
-from stagewright.memory import footprint, rank_memory
 from stagewright.models import Layer, ModelConfig, resolve
 from stagewright.notation import Tensor
 from stagewright.parallel import parallelization, reduces_each_microbatch
@@ -97,13 +97,6 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
             placed.append(Placed(blocks[kind][1], layer, label))
         stages.append(placed)
 
-    footprints = {id(b): footprint(g, b.tasks, extent) for g, b in blocks.values()}
-    memory = {
-        p: rank_memory(
-            [(at.stage, stages[at.stage]) for at in where if at.rank == p], flat(steps), footprints
-        )
-        for p, steps in enumerate(order)
-    }
     pipeline = {"pp"} if run.pp > 1 else set[str]()
     norm_axes = tuple(sorted({*plan.model_axes, *pipeline} - {MIRROR}))  # its ranks are pp's
     program = lower(
@@ -113,7 +106,6 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
         norm_axes=norm_axes,
         clip_grad=run.clip_grad,
         streams=run.streams,
-        memory=memory,
     )
     graphs = {k.label(blocks): g for k, (g, _) in blocks.items()}
     return Compiled(run, model, *parameters(model), graphs, order, program)
@@ -341,8 +333,11 @@ def lowered(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> LoweredBlock:
 
     boundary = bytes_of(stream, extent), stream.dtype
     dx = maker("dx")
-    half = weight_half(tasks, dx)
-    return LoweredBlock(graph, tasks, maker("y"), dx, maker("tied_grad"), boundary, half)
+    size = {n: bytes_of(n, extent) for n in graph}
+    return LoweredBlock(
+        graph, tasks, maker("y"), dx, maker("tied_grad"), boundary, weight_half(tasks, dx), size,
+        uses(tasks, size),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=16)

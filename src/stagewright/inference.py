@@ -24,12 +24,12 @@ from stagewright.ir import Graph
 from stagewright.kernels import Extent, Task, extent_of
 from stagewright.layout import Mesh
 from stagewright.lower import lower
-from stagewright.memory import ServedFootprint, served_footprint, served_memory
 from stagewright.models import ModelConfig
 from stagewright.parallel import parallelization
 from stagewright.pipeline import Order, forward_only
 from stagewright.program import Program
 from stagewright.run import Run
+from stagewright.served import ServedFootprint, served_footprint, served_memory
 from stagewright.serving import loads
 from stagewright.shares import place_along, shared
 from stagewright.stages import Placed

@@ -117,7 +117,7 @@ class _Lowering:
         tasks: list[Task] = []
         for n in self.graph:
             if n.op in LEAVES:
-                self.at[n] = _INTERFACE.get(n.name) if n.op == "input" else None
+                self.at[n] = INTERFACE.get(n.name) if n.op == "input" else None
         for cluster in _in_order(self.clusters()):
             tasks += self.lower(cluster)
         return _sorted(tasks)
@@ -352,7 +352,7 @@ class _Lowering:
 
 
 EMBEDDING_AXIS = "embedding"  # first and last pipeline stage, where both hold the tied embedding
-_INTERFACE = {"x": "x", "dy": "dy", "clip_scale": "clip", "tied_grad": "tied"}
+INTERFACE = {"x": "x", "dy": "dy", "clip_scale": "clip", "tied_grad": "tied"}
 _VIEWS = frozenset({"slice", "tie"})
 
 

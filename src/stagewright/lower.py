@@ -24,12 +24,15 @@ from numpy.typing import NDArray
 from stagewright.actions import Order, Step, flat, parts, places
 from stagewright.kernels import Task
 from stagewright.layout import Mesh
-from stagewright.program import PHASES, Int, Kind, Program, RankClass, Tasks
+from stagewright.lifetimes import Touch, Where, collect
+from stagewright.memory import at_peak
+from stagewright.program import PHASES, Int, Kind, Program, RankClass, Tasks, Values
 from stagewright.stages import (
     BACKWARD,
     COLUMNS,
     DTYPES,
     FIRST,
+    FORWARD,
     LAST,
     STEP,
     Builder,
@@ -126,6 +129,27 @@ class _Rank:
                     found[a.stage, half][a.microbatch] = i
         return found
 
+    def values(self) -> Values:
+        """What the rank holds, and when."""
+
+        def half(touch: Touch) -> int:
+            whose, stage, place = touch
+            backward = whose in (BACKWARD, LAST)
+            return 1 + int(self.stages[stage].backward.weight[place]) if backward else 0
+
+        def once(touch: Touch) -> bool:
+            whose, stage, place = touch
+            if whose == STEP:
+                return True
+            owner = self.stages[stage]
+            return bool((owner.forward if whose == FORWARD else owner.backward).once[place])
+
+        def rows(actions: Int, at: Int) -> Int:
+            return self._rows(actions, at, absent=-1)
+
+        where = Where(half, once, self.at, self.once, rows, self.end, STEP)
+        return collect({s: stage.values for s, stage in self.stages.items()}, where, self.total)
+
     def tasks(self, tables: Tables) -> Tasks:
         columns: dict[str, NDArray[Any]] = {
             c: np.empty(self.total, dtype=t) for c, t in COLUMNS.items()
@@ -209,13 +233,14 @@ class _Rank:
             value[:, mine] = self._rows(actions, at[mine])
         data[place.ravel()] = value.ravel()
 
-    def _rows(self, actions: Int, at: Int) -> Int:
-        """The row numbers of some places in some actions."""
+    def _rows(self, actions: Int, at: Int, absent: int | None = None) -> Int:
+        """The row numbers of some places in some actions; `absent` where there are none."""
         forms = self.form_of[actions]
         offset = np.empty((len(actions), len(at)), dtype=np.int64)
         for f in np.unique(forms):
             offset[forms == f] = self.table[f][at]
-        return self.base[actions][:, None] + offset
+        rows = self.base[actions][:, None] + offset
+        return rows if absent is None else np.where(offset < 0, absent, rows)
 
 
 def _in_turn(some: Sequence[tuple[Rows, Int]]) -> list[_Form]:
@@ -278,6 +303,7 @@ def _optimizer(stages: Sequence[Stage], norm_axes: tuple[str, ...], clip: bool) 
                 for t in tasks:
                     row = b.add(t, placed.label, placed.layer, s.stage)
                     place[c, i, t] = row
+                    s.touch(i, t, (STEP, -1, row))
                     for d in t.deps:
                         if d == "clip":
                             b.deps += [(row, STEP, -1, clip_row)] if clip_row >= 0 else []
@@ -318,12 +344,10 @@ def lower(
     norm_axes: tuple[str, ...] = (),
     clip_grad: bool = True,
     streams: str = "one",
-    memory: Mapping[int, Mapping[str, int]] | None = None,
 ) -> Program:
     """The program of every rank class: one class per pipeline rank.
 
-    `norm_axes` are the axes over which the gradients' norm is a sum, `memory` bytes by pipeline
-    rank and category.
+    `norm_axes` are the axes over which the gradients' norm is a sum.
     """
     where = places(order)
     pp, last = len(order), len(stages) - 1
@@ -343,7 +367,8 @@ def lower(
     at = ranks // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(ranks)
     classes: list[RankClass] = []
     for p, (here, step) in enumerate(zip(held, rest, strict=True)):
-        tasks = _Rank([*here.values()], order[p], step, streams).tasks(tables)
-        classes.append(RankClass(ranks[at == p], p, tasks, (memory or {}).get(p, {})))
+        rank = _Rank([*here.values()], order[p], step, streams)
+        tasks, values = rank.tasks(tables), rank.values()
+        classes.append(RankClass(ranks[at == p], p, tasks, at_peak(values, len(tasks)), values))
     who = tuple(tables.communicators.table), tuple(tables.peers.table)
     return Program(mesh, tuple(classes), *who)

@@ -112,6 +112,48 @@ class Tasks:
         return len(self.kind)
 
 
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered_parameters",
+    "activations",
+    "communication",
+    "workspace",
+)
+"""What bytes are held for. `activations` are made in forward, or made again, and wait for backward;
+`gathered_parameters` are weights gathered or cast for their use; `communication` has just been
+received; `workspace` is what else one action makes and uses up, gradients of activations too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """What a rank holds in a step: values, and the rows between which each is there.
+
+    The first columns have a row per value of a stage, the second per microbatch of it: there from
+    before row `first` (-1: from the start) until after row `last` (the number of rows: to the end).
+    """
+
+    name: NDArray[np.int32]  # index into names
+    stage: NDArray[np.int32]
+    layer: NDArray[np.int32]  # -1: outside the layers
+    category: NDArray[np.uint8]  # index into CATEGORIES
+    size: Int  # bytes
+    value: NDArray[np.int32]  # a row of the columns above
+    microbatch: NDArray[np.int32]  # -1: once per step
+    first: NDArray[np.int32]
+    last: NDArray[np.int32]
+    names: tuple[str, ...]
+
+
+def _nothing() -> Values:
+    none, number = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    return Values(none, none, none, none.astype(np.uint8), number, none, none, none, none, ())
+
+
+NOTHING = _nothing()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankClass:
     """The ranks that run one program: here, all ranks of a pipeline rank."""
@@ -119,7 +161,8 @@ class RankClass:
     ranks: Int  # ascending
     pipeline_rank: int
     tasks: Tasks
-    memory: Mapping[str, int]  # bytes per rank, by category
+    memory: Mapping[str, int]  # bytes per rank at the peak, by category, and their sum, `peak`
+    values: Values = NOTHING
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.actions import Place
-from stagewright.ir import BYTES, Graph
-from stagewright.kernels import EMBEDDING_AXIS, Task
+from stagewright.ir import BYTES, Graph, Node
+from stagewright.kernels import EMBEDDING_AXIS, INTERFACE, Task
 from stagewright.layout import MIRROR
+from stagewright.lifetimes import Touch, Use, Value, moves_gradients, root, static, stays
 from stagewright.program import COLLECTIVES, PHASES, Communicator, Int, Kind, Peer, Shape
 
 DTYPES = tuple(BYTES)
@@ -51,6 +52,8 @@ class LoweredBlock:
     tied: Task | str | None  # who makes the gradient of a table shared with the embedding
     boundary: tuple[int, str]  # bytes and dtype of the residual stream on one rank
     weight: frozenset[Task]  # the second half of a backward that is split
+    size: Mapping[Node, int]  # bytes of one rank
+    uses: Mapping[Task, Use]
 
 
 def weight_half(tasks: Sequence[Task], dx: Task | str | None) -> frozenset[Task]:
@@ -193,6 +196,14 @@ class Stage:
         # per block: task -> (whose, place)
         self.where: list[dict[Task, tuple[int, int]]] = [{} for _ in blocks]
         self.parts = [_by_part(p.block.tasks) for p in blocks]
+        self.here: Mapping[int, Stage] = {stages: self}
+        self.values = [
+            Value(f"{p.label}.{what}", p.layer, "", what, size)
+            for p in blocks
+            for what, size in static(p.block.graph, p.block.size).items()
+        ]
+        self.held: list[dict[Node, Value]] = [{} for _ in blocks]  # per block, by their root
+        self.messages: dict[int, Value] = {}  # what arrives forward, and backward
         self.forward = self.backward = Builder(tables).finish((FORWARD, self.stage))
 
     def build(self, here: Mapping[int, Stage], *, forward: bool) -> None:
@@ -201,6 +212,7 @@ class Stage:
         Of neighbours on one rank, the one that the other depends on must have its rows before.
         """
         b = Builder(self.tables)
+        self.here = here
         whose = FORWARD if forward else BACKWARD
         first, second, third = _FORWARD_PARTS if forward else _BACKWARD_PARTS
         ahead, main = ((first, second), (third,)) if forward else ((first,), (second, third))
@@ -210,7 +222,13 @@ class Stage:
         numbers: dict[Task, int] = {}
         source, target = (self.place.before, self.place.after)[:: 1 if forward else -1]
         if source is not None and source != self.place.rank:
-            b.add(self._message(Kind.RECV, source, forward), "", -1, self.stage, tag=0)
+            t = self._message(Kind.RECV, source, forward)
+            b.add(t, "", -1, self.stage, tag=0)
+            self.messages[whose] = arrived = Value(
+                f"{t.phase}.received", -1, t.phase, "communication", t.comm_bytes
+            )
+            arrived.touch((whose, self.stage, 0), t.phase)
+            self.values.append(arrived)
 
         def emit(i: int, part: str) -> None:
             nonlocal message
@@ -221,6 +239,7 @@ class Stage:
                     numbers[t] = message
                 row = b.add(t, placed.label, placed.layer, self.stage, numbers.get(t.twin or t, -1))
                 self.where[i][t] = whose, row
+                self.touch(i, t, (whose, self.stage, row))
                 if part in ("gather_once", "reduce_once"):
                     once.append(row)
                 if t in placed.block.weight:
@@ -240,10 +259,15 @@ class Stage:
                     emit(j, part)
             for part in main:
                 emit(i, part)
+            if not forward:
+                self._drop(i, (whose, self.stage, len(b.rows) - 1))
         if target is not None and target != self.place.rank:
             row = b.add(self._message(Kind.SEND, target, forward), "", -1, self.stage, tag=0)
             found = self.output(row, here) if forward else self.input_gradient(row, here)
             b.deps += [found] if found is not None else []
+            sent = self._passed_on(whose)
+            if sent is not None:
+                sent.touch((whose, self.stage, row), PHASES[0 if forward else 2])
         self.tables.messages = max(self.tables.messages, message + 1)
         rows = b.finish((whose, self.stage), once, weight)
         if forward:
@@ -258,6 +282,61 @@ class Stage:
     def input_gradient(self, row: int, here: Mapping[int, Stage]) -> Dependency | None:
         """A dependency of a row on the gradient that the stage passes back."""
         return self._value(row, 0, self.blocks[0].block.dx, here)
+
+    def touch(self, i: int, t: Task, at: Touch) -> None:
+        """Note what a task of block `i` makes and reads, `at` its row."""
+        block, layer, label = self.blocks[i]
+        held = self.held[i]
+        for nodes, name, category, size in block.uses[t].new:
+            if nodes[0] not in held:
+                self.values.append(v := Value(f"{label}.{name}", layer, t.phase, category, size))
+                held.update(dict.fromkeys(nodes, v))
+        found = dict.fromkeys(self.value(i, n) for n in block.uses[t].seen)
+        gradients = moves_gradients(t)
+        for v in found:
+            if v is not None:
+                v.touch(at, t.phase)
+                if gradients and v.category == "workspace":
+                    v.category = "communication"
+
+    def _drop(self, i: int, at: Touch) -> None:
+        """Weights that were gathered or cast for the whole step go when their block is done."""
+        for t in self.parts[i].get("gather_once", ()):
+            for nodes, *_ in self.blocks[i].block.uses[t].new:
+                self.held[i][nodes[0]].touches.append(at)
+
+    def value(self, i: int, n: Node) -> Value | None:
+        """What holds a value of block `i`: None if it stays, or comes from nowhere."""
+        n = root(n)
+        if n in self.held[i] or stays(n):
+            return self.held[i].get(n)
+        name = INTERFACE.get(n.name) if n.op == "input" else None
+        if name == "x" and (i > 0 or self.place.before is not None):
+            return self._neighbour(i - 1, FORWARD, "y")
+        if name == "dy":
+            return self._neighbour(i + 1, BACKWARD, "dx")
+        if name == "tied":
+            head = self.here[self.stages - 1]
+            last = len(head.blocks) - 1
+            return head.value(last, head.blocks[last].block.graph.outputs["tied_grad"])
+        block, layer, label = self.blocks[i]
+        v = Value(f"{label}.{n.name}", layer, n.phase, "workspace", block.size[n])
+        self.held[i][n] = v
+        self.values.append(v)
+        return v
+
+    def _neighbour(self, i: int, whose: int, output: str) -> Value | None:
+        if 0 <= i < len(self.blocks):
+            return self.value(i, self.blocks[i].block.graph.outputs[output])
+        if whose in self.messages:
+            return self.messages[whose]
+        other = self.here.get(self.stage - 1 if whose == FORWARD else self.stage + 1)
+        return other._passed_on(whose) if other else None
+
+    def _passed_on(self, whose: int) -> Value | None:
+        """What the stage passes on, or back."""
+        i, output = (len(self.blocks) - 1, "y") if whose == FORWARD else (0, "dx")
+        return self.value(i, self.blocks[i].block.graph.outputs[output])
 
     def from_step(self, row: int, i: int, d: Task) -> Dependency:
         """A dependency of row `row` after all actions on a task of block `i`."""

@@ -1,0 +1,201 @@
+"""What a pipeline stage holds: its values, and the rows of its actions that touch each.
+
+A value is there from the first row that touches it to the last, so that allocation is ideal. What
+a collective of many weights makes comes and goes together. Views, gradients reduced in their
+buffer and parameters written by the optimizer take no bytes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.ir import Graph, Node
+from stagewright.kernels import Task
+from stagewright.ops import COLLECTIVE_OPS
+from stagewright.program import CATEGORIES, Int, Kind, Values
+
+Touch = tuple[int, int, int]  # whose rows (see `stages`), stage, place there
+
+_GRADIENT = frozenset({"micro", "synced", "reduced"})  # roles of collectives that move gradients
+_OPTIMIZERS = frozenset({"adamw", "sgd"})
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """Bytes that come and go."""
+
+    name: str
+    layer: int
+    phase: str
+    category: str
+    size: int
+    touches: list[Touch] = field(default_factory=list[Touch])
+
+    def touch(self, at: Touch, phase: str) -> None:
+        """Some row needs it."""
+        self.touches.append(at)
+        later = phase == "backward" or (phase == "recompute" and self.phase == "forward")
+        waits = later and self.phase in ("forward", "recompute")
+        if waits and self.category in ("communication", "workspace"):
+            self.category = "activations"
+
+
+def root(n: Node) -> Node:
+    """The value whose bytes these are."""
+    while True:
+        view = n.op in ("slice", "tie")
+        # Gradients are reduced where they were summed up, parameters gathered where they are.
+        in_place = n.op in COLLECTIVE_OPS and n.once and n.phase in ("backward", "optimizer")
+        if not (view or in_place):
+            return n
+        n = n.srcs[0]
+
+
+def stays(n: Node) -> bool:
+    """Whether a value is part of what is there all the time."""
+    return n.op in ("param", "state", "accumulate") or n.op in _OPTIMIZERS
+
+
+class New(NamedTuple):
+    """What a task makes that takes bytes of its own: one value, or several that are one."""
+
+    nodes: tuple[Node, ...]
+    name: str
+    category: str
+    size: int
+
+
+class Use(NamedTuple):
+    """What a task makes, and all that it makes or reads, by root."""
+
+    new: tuple[New, ...]
+    seen: tuple[Node, ...]
+
+
+def uses(tasks: Sequence[Task], size: Mapping[Node, int]) -> dict[Task, Use]:
+    """The values of a block's tasks; `size` in bytes of one rank."""
+    result: dict[Task, Use] = {}
+    for t in tasks:
+        made = tuple(n for n in t.made if root(n) is n and not stays(n))
+        alone = t.kind != Kind.COLLECTIVE or len(made) < 2
+        together: list[tuple[Node, ...]] = [(n,) for n in made] if alone else [made]
+        new: list[New] = []
+        for some in together:
+            name = (some[0].name or some[0].op) if alone else t.name
+            new.append(New(some, name, _category(t), sum(size[n] for n in some)))
+        seen = tuple(dict.fromkeys(root(n) for n in (*t.made, *t.reads)))
+        result[t] = Use(tuple(new), tuple(n for n in seen if not stays(n)))
+    return result
+
+
+def static(graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
+    """Bytes of a block that stay, by category; a table shared by two blocks belongs to one."""
+    params = [n for n in graph if n.op == "param"]
+    updated = {str(n.get("param")) for n in graph if n.phase == "optimizer"}
+    shared = {n.name for n in params} - updated
+    held = {
+        "parameters": [n for n in params if n.name not in shared],
+        "gradients": [n for n in graph if n.op == "accumulate" and n["param"] not in shared],
+        "optimizer": [n for n in graph if n.op == "state" and n["role"] == "state"],
+    }
+    return {what: sum(size[n] for n in nodes) for what, nodes in held.items() if nodes}
+
+
+def _category(t: Task) -> str:
+    if t.part.startswith("gather"):
+        return "gathered_parameters"
+    return "workspace" if t.kind == Kind.COMPUTE else "communication"
+
+
+def moves_gradients(t: Task) -> bool:
+    """Whether a task is a collective of gradients of weights."""
+    return t.kind == Kind.COLLECTIVE and any(n.get("role") in _GRADIENT for n in t.made)
+
+
+class Where(NamedTuple):
+    """How a rank finds rows: all that `rows_of` needs to know of its actions."""
+
+    half: Callable[[Touch], int]  # of a touch, which half of the stage's actions
+    once: Callable[[Touch], bool]  # whether its row is there once per step
+    actions: Mapping[tuple[int, int], Int]  # stage and half -> action of each microbatch, or -1
+    single: Mapping[tuple[int, int], int]  # the action with what happens once per step
+    rows: Callable[[Int, Int], Int]  # actions, places -> rows, below 0 where left out
+    end: int  # where the rows after all actions begin
+    step: int  # `whose` of these
+
+
+def collect(
+    values: Mapping[int, Sequence[Value]],
+    where: Where,
+    total: int,
+) -> Values:
+    """The values of a rank, by stage, with their first and last rows; `total` rows in all."""
+    names: dict[str, int] = {}
+    table: list[tuple[int, int, int, int, int]] = []
+    columns: list[list[Int]] = []
+    for stage, some in values.items():
+        alike: dict[tuple[int, int, bool], list[int]] = {}
+        for v in some:
+            if not v.touches:  # it stays
+                instance = len(table), -1, -1, total
+                columns.append([np.array([x]) for x in instance])
+            else:
+                made = v.touches[0]
+                once = where.once(made)
+                alike.setdefault((made[1], where.half(made), once), []).append(len(table))
+            table.append(
+                (names.setdefault(v.name, len(names)), stage, v.layer,
+                 CATEGORIES.index(v.category), v.size)
+            )  # fmt: skip
+        for (owner, half, once), mine in alike.items():
+            touched = [some[i - len(table)].touches for i in mine]
+            columns.append(_instances(np.array(mine), touched, owner, half, once, where))
+    name, of, layer, category, size = np.array(table, dtype=np.int64).reshape(-1, 5).T
+    body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]
+    return Values(
+        name.astype(np.int32),
+        of.astype(np.int32),
+        layer.astype(np.int32),
+        category.astype(np.uint8),
+        size,
+        *body,
+        names=tuple(names),
+    )
+
+
+def _instances(
+    mine: Int, touched: Sequence[Sequence[Touch]], owner: int, half: int, once: bool, where: Where
+) -> list[Int]:
+    """Value, microbatch, first and last row of values that the same actions make."""
+    flat = [touch for some in touched for touch in some]
+    start = np.cumsum([0, *(len(some) for some in touched)])[:-1]
+    every = where.actions.get((owner, half), np.array([0]))
+    microbatches = np.flatnonzero(every >= 0) if owner >= 0 else np.array([0])
+    rows = np.full((len(microbatches), len(flat)), -1, dtype=np.int64)
+    groups: dict[tuple[int, int, bool], list[int]] = {}
+    for i, touch in enumerate(flat):
+        key = (-1, 0, True) if touch[0] == where.step else (
+            touch[1], where.half(touch), where.once(touch)
+        )  # fmt: skip
+        groups.setdefault(key, []).append(i)
+    for (stage, of, single), columns in groups.items():
+        at = np.array([flat[i][2] for i in columns])
+        if stage < 0:
+            rows[:, columns] = where.end + at
+        elif single and once:
+            rows[:, columns] = where.rows(np.array([where.single[stage, of]]), at)
+        else:
+            actions = where.actions[stage, of][microbatches]
+            found = where.rows(np.maximum(actions, 0), at)
+            rows[:, columns] = np.where(actions[:, None] >= 0, found, -1)
+    last = np.maximum.reduceat(rows, start, axis=1)
+    first = np.minimum.reduceat(np.where(rows < 0, np.iinfo(np.int64).max, rows), start, axis=1)
+    if once:
+        first, last, microbatches = first.min(axis=0), last.max(axis=0), np.array([-1])
+    value, microbatch = np.broadcast_arrays(mine, microbatches[:, None])
+    there = last.ravel() >= 0
+    return [c.ravel()[there] for c in (value, microbatch, first, last)]
