@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from fractions import Fraction
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from stagewright import pipeline
+from stagewright import memory as over_time
+from stagewright import memory_plot, pipeline
 from stagewright.compiler import compile, extent_of, lowered, parallelization, sizes_of
 from stagewright.ir import Node
 from stagewright.kernels import bytes_of
 from stagewright.models import resolve
+from stagewright.program import CATEGORIES, RankClass
 from stagewright.run import Run
 
 GPT = {"model": "gpt3-1.3b", "layers": 4, "seq_length": 256}
@@ -238,3 +243,107 @@ def test_interleaved() -> None:
     assert chunks[1]["activations"] - plain[1]["activations"] == layer * (9 * 2 - 3 * 4)
     grown = chunks[0]["activations"] / plain[0]["activations"]
     assert grown == pytest.approx(1 + (p - 1) / (p * m), rel=0.02)
+
+
+# ---- over the rows of a step ---------------------------------------------------------------------
+
+
+def classes(**settings: Any) -> tuple[RankClass, ...]:
+    return compile(Run(**settings)).program.classes
+
+
+RUNS: list[dict[str, Any]] = [
+    {**LLAMA, "pp": 2, "global_batch_size": 4},
+    {**LLAMA, "pp": 2, "vpp": 2, "dp": 2, "zero": 3, "global_batch_size": 8},
+    {**LLAMA, "pp": 2, "schedule": "zb-h1", "global_batch_size": 4},
+    {**LLAMA, "pp": 2, "vpp": 2, "schedule": "zbv", "global_batch_size": 4},
+    {**LLAMA, "pp": 4, "schedule": "dualpipe"},
+    {**GPT, "tp": 2, **SP, "recompute": "full"},
+    {**LLAMA, "cp": 2, "dp": 2, "zero": 2},
+]
+
+
+@pytest.mark.parametrize("settings", RUNS, ids=lambda s: Run(**s).describe())
+def test_changes_add_up(settings: dict[str, Any]) -> None:
+    """Row by row, in plain Python: what comes and goes makes the timeline."""
+    for of in classes(**settings):
+        start, allocated, freed = over_time.deltas(of)
+        held, most = start.copy(), 0
+        timeline = over_time.timeline(of)
+        for row in range(len(of.tasks)):
+            held = held + allocated[:, row]
+            assert (held == timeline[:, row]).all()
+            most = max(most, int(held.sum()))
+            held = held - freed[:, row]
+            assert (held >= 0).all()
+        assert most == of.memory["peak"]
+        stays = {c for c, size in zip(CATEGORIES, held, strict=True) if size > 64}  # scalars
+        assert stays <= {"parameters", "gradients", "optimizer"}
+        assert [of.memory[c] for c in STATES] == held[:3].tolist()
+
+
+def kept(of: RankClass, microbatch: int) -> tuple[int, int]:
+    """The first and the last row at which a microbatch's activations are held."""
+    v = of.values
+    mine = v.microbatch == microbatch
+    mine &= v.category[v.value] == CATEGORIES.index("activations")
+    return int(v.first[mine].min()), int(v.last[mine].max())
+
+
+def test_weight_gradients_hold_activations_until_they_are_done() -> None:
+    """Where backward is split, a layer's input waits for the half that makes weight gradients."""
+    (of, *_) = classes(**LLAMA, pp=2, schedule="zb-h1", global_batch_size=4)
+    t, v = of.tasks, of.values
+    (index,) = (i for i, n in enumerate(v.names) if n == "attn_norm_out")
+    weights = [i for i, n in enumerate(t.names) if n.endswith((".d_wq+wq.grad", ".d_wk+wk.grad"))]
+    assert weights
+    for i in range(len(v.value)):
+        if v.name[v.value[i]] == index and v.microbatch[i] == 0:
+            name = t.names[t.name[v.last[i]]]
+            assert ".d_w" in name, name
+
+
+def test_microbatches_alive_over_the_schedule() -> None:
+    """At most as many at a time as the schedule says: 1F1B p - rank, GPipe all."""
+    for schedule, wanted in (("1f1b", [4, 3, 2, 1]), ("gpipe", [8] * 4)):
+        settings = {**LLAMA, "pp": 4, "global_batch_size": 8, "schedule": schedule}
+        for of, most in zip(classes(**settings), wanted, strict=True):
+            spans = [kept(of, m) for m in range(8)]
+            rows = [first for first, _ in spans]
+            assert max(sum(a <= row <= b for a, b in spans) for row in rows) == most
+
+
+def test_what_is_alive_at_the_peak_is_the_peak() -> None:
+    for of in classes(**RUNS[1]):
+        row = over_time.peak_row(of.values, len(of.tasks))
+        found = over_time.groups(of.values, row)
+        assert sum(g.bytes for g in found) == of.memory["peak"]
+        for category in CATEGORIES:
+            here = sum(g.bytes for g in found if g.category == category)
+            assert here == of.memory[category]
+        points = over_time.samples(of, 50)
+        assert points.held.sum(axis=0).max() == of.memory["peak"]
+        assert (points.rows[1:] > points.rows[:-1]).all()
+
+
+def test_page_stands_alone() -> None:
+    """No network, valid SVG, every class, keys and alternative text."""
+    compiled = compile(Run(**RUNS[1]))
+    text = memory_plot.page(compiled)
+    assert "http" not in text
+    assert "src=" not in text
+    pictures = re.findall(r"<svg viewBox.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == len(compiled.program.classes)
+    for picture in pictures:
+        root = ElementTree.fromstring(picture)
+        assert root.get("tabindex") == "0"
+        assert root.get("aria-label")
+        for polygon in root.iter("polygon"):
+            corners = [tuple(map(float, c.split(","))) for c in polygon.attrib["points"].split()]
+            assert all(0 <= x <= memory_plot.WIDTH for x, _ in corners)
+            assert all(0 <= y <= memory_plot.HEIGHT for _, y in corners)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
+    for of, one in zip(compiled.program.classes, data, strict=True):
+        total = sum(by[one["peak"]] for by in one["held"].values())
+        assert total == of.memory["peak"]
+    assert text == memory_plot.page(compile(Run(**RUNS[1])))

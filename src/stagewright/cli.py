@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import click
@@ -219,6 +220,7 @@ def generate(
 @click.option("--graph", is_flag=True, help="The sharded graph, as text.")
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
+@click.option("--memory-plot", metavar="FILE", help="Memory over the step, as an HTML page.")
 def show(
     model: str | None,
     config: str | None,
@@ -226,18 +228,26 @@ def show(
     graph: bool,
     kernels: bool,
     schedule_picture: bool,
+    memory_plot: str | None,
     **settings: Any,
 ) -> None:
     """Print what the ranks compute, communicate and hold.
 
     MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json.
     """
-    if as_json + graph + kernels + schedule_picture > 1:
+    chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
+    if sum(chosen) > 1:
         raise UserError(
-            "--json, --graph, --kernels and --schedule-picture exclude each other; use one"
+            "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; "
+            "use one"
         )
     compiled = _compile(_load(model, config, settings), model, config)
-    if graph:
+    if memory_plot is not None:
+        from stagewright import memory_plot as plot
+
+        Path(memory_plot).write_text(plot.page(compiled), encoding="utf-8")
+        click.echo(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
+    elif graph:
         click.echo(compiled.graph_text())
     elif kernels:
         from stagewright.durations import to_csv

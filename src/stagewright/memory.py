@@ -15,6 +15,7 @@ True
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,58 @@ def timeline(of: RankClass) -> Int:
     held = allocated.cumsum(axis=1) + start[:, None]
     held[:, 1:] -= freed[:, :-1].cumsum(axis=1)
     return held
+
+
+class Samples(NamedTuple):
+    """A timeline in few points: of each run of rows, the row while which most is held."""
+
+    rows: Int  # [points], ascending; the peak is among them
+    held: Int  # [categories, points]
+
+
+def samples(of: RankClass, points: int) -> Samples:
+    """At most `points` of the timeline, of runs of equal length."""
+    over = timeline(of)
+    total = over.sum(axis=0)
+    edges = [total.size * i // points for i in range(points + 1)]
+    most = [a + int(np.argmax(total[a:b])) for a, b in itertools.pairwise(edges) if b > a]
+    rows = np.array(most, dtype=np.int64)
+    return Samples(rows, over[:, rows])
+
+
+class Group(NamedTuple):
+    """Values of one name that are alive together."""
+
+    category: str
+    name: str
+    layers: tuple[int, ...]  # ascending; empty: outside the layers
+    microbatches: tuple[int, ...]  # ascending; empty: once per step
+    instances: int
+    bytes: int
+
+
+def groups(values: Values, row: int) -> list[Group]:
+    """What is alive while a row runs, by name: the largest first."""
+    there = alive(values, row)
+    value = values.value[there]
+    key = values.category[value].astype(np.int64) * len(values.names) + values.name[value]
+    found: list[Group] = []
+    for k in np.unique(key):
+        mine = np.flatnonzero(key == k)
+        category, name = divmod(int(k), len(values.names))
+        layers = np.unique(values.layer[value[mine]])
+        microbatches = np.unique(values.microbatch[there[mine]])
+        found.append(
+            Group(
+                CATEGORIES[category],
+                values.names[name],
+                tuple(layers[layers >= 0].tolist()),
+                tuple(microbatches[microbatches >= 0].tolist()),
+                len(mine),
+                int(values.size[value[mine]].sum()),
+            )
+        )
+    return sorted((g for g in found if g.bytes), key=lambda g: (-g.bytes, g.category, g.name))
 
 
 def live(values: Values, rows: int) -> Int:

@@ -11,7 +11,13 @@ program; each class has
   `axis` (the mesh axes of the group, `+` between them), `group_size`, `dtype`, `count` and `bytes`,
   summed over the step; bytes of the local input (all_gather: the shard that a rank gives)
 - `sends` and `receives`: one entry per phase and mesh axis, with `count` and `bytes`
-- `memory`: bytes of one rank by category
+- `memory`: bytes of one rank by category (`program.CATEGORIES`) while most is held, and their sum,
+  `peak`
+- `memory_peak`: that moment: `row`, `task`, `phase`, `layer` (-1: none), `microbatch` (-1: once per
+  step), and `alive`, what is there: values of one name together, the largest first, each with
+  `category`, `name`, `layers`, `microbatches`, `instances` and `bytes`
+- `memory_timeline`: bytes by category over the rows of the program in few points, the largest of
+  each stretch of rows: `rows`, and `bytes`, a list for each category
 
 All bytes and FLOPs are exact integers of one step.
 
@@ -30,9 +36,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import stagewright
-from stagewright import batch
+from stagewright import batch, memory
 from stagewright.pipeline import to_csv
-from stagewright.program import COLLECTIVES, PHASES, Int, Kind, Program, RankClass, Tasks
+from stagewright.program import (
+    CATEGORIES,
+    COLLECTIVES,
+    PHASES,
+    Int,
+    Kind,
+    Program,
+    RankClass,
+    Tasks,
+)
 from stagewright.serving import groups
 
 if TYPE_CHECKING:
@@ -111,6 +126,35 @@ def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
         "sends": _exchanges(program, tasks, Kind.SEND),
         "receives": _exchanges(program, tasks, Kind.RECV),
         "memory": {category: int(size) for category, size in of.memory.items()},
+        **_over_time(of),
+    }
+
+
+POINTS = 64
+"""Of a timeline in JSON."""
+
+
+def _over_time(of: RankClass) -> dict[str, Any]:
+    """The timeline and the peak; nothing in inference, where all is held all the time."""
+    tasks, values = of.tasks, of.values
+    if not len(values.value):
+        return {}
+    row = memory.peak_row(values, len(tasks))
+    points = memory.samples(of, POINTS)
+    held = {name: by.tolist() for name, by in zip(CATEGORIES, points.held, strict=True) if by.any()}
+    return {
+        "memory_peak": {
+            "row": row,
+            "task": tasks.names[tasks.name[row]],
+            "phase": PHASES[tasks.phase[row]],
+            "layer": int(tasks.layer[row]),
+            "microbatch": int(tasks.microbatch[row]),
+            "alive": [
+                g._asdict() | {"layers": list(g.layers), "microbatches": list(g.microbatches)}
+                for g in memory.groups(values, row)
+            ],
+        },
+        "memory_timeline": {"rows": points.rows.tolist(), "bytes": held},
     }
 
 
@@ -227,6 +271,8 @@ def tables(of: Summary, console: Console) -> None:
         console.print(_batch_line(of), highlight=False)
     console.print(_classes_table(of))
     console.print(_memory_table(of))
+    if any("memory_peak" in each for each in of["rank_classes"]):
+        console.print(_peak_table(of))
     console.print(_communication_table(of))
 
 
@@ -271,6 +317,36 @@ def _memory_table(of: Summary) -> Any:
         sizes = [quantity(each["memory"].get(category, 0), "B") for category in categories]
         table.add_row(str(each["stage"]), *sizes)
     return table
+
+
+_SHOWN = 4  # of what is alive at the peak
+
+
+def _peak_table(of: Summary) -> Any:
+    table = _table("At the peak", "stage", "while", "most of it", right=())
+    for each in of["rank_classes"]:
+        at = each["memory_peak"]
+        of_microbatch = f" of microbatch {at['microbatch']}" if at["microbatch"] >= 0 else ""
+        largest = [alive_in_words(g) for g in at["alive"][:_SHOWN]]
+        table.add_row(str(each["stage"]), f"{at['task']}{of_microbatch}", "; ".join(largest))
+    return table
+
+
+def alive_in_words(group: dict[str, Any]) -> str:
+    """Values that are there, in a line.
+
+    >>> alive_in_words({"name": "act", "instances": 4, "layers": [0, 1], "microbatches": [2, 3],
+    ...     "bytes": 4000})
+    '4 kB act of layers 0-1, microbatches 2-3'
+    """
+    parts = [
+        f"{one if len(group[key]) == 1 else key} {spans(group[key])}"
+        for key, one in (("layers", "layer"), ("microbatches", "microbatch"))
+        if group[key]
+    ]
+    return f"{quantity(group['bytes'], 'B')} {group['name']}" + (
+        f" of {', '.join(parts)}" if parts else ""
+    )
 
 
 def _communication_table(of: Summary) -> Any:

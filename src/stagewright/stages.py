@@ -198,7 +198,7 @@ class Stage:
         self.parts = [_by_part(p.block.tasks) for p in blocks]
         self.here: Mapping[int, Stage] = {stages: self}
         self.values = [
-            Value(f"{p.label}.{what}", p.layer, "", what, size)
+            Value(_name(p, what), p.layer, "", what, size)
             for p in blocks
             for what, size in static(p.block.graph, p.block.size).items()
         ]
@@ -285,11 +285,11 @@ class Stage:
 
     def touch(self, i: int, t: Task, at: Touch) -> None:
         """Note what a task of block `i` makes and reads, `at` its row."""
-        block, layer, label = self.blocks[i]
-        held = self.held[i]
+        placed, held = self.blocks[i], self.held[i]
+        block, layer, _ = placed
         for nodes, name, category, size in block.uses[t].new:
             if nodes[0] not in held:
-                self.values.append(v := Value(f"{label}.{name}", layer, t.phase, category, size))
+                self.values.append(v := Value(_name(placed, name), layer, t.phase, category, size))
                 held.update(dict.fromkeys(nodes, v))
         found = dict.fromkeys(self.value(i, n) for n in block.uses[t].seen)
         gradients = moves_gradients(t)
@@ -319,8 +319,9 @@ class Stage:
             head = self.here[self.stages - 1]
             last = len(head.blocks) - 1
             return head.value(last, head.blocks[last].block.graph.outputs["tied_grad"])
-        block, layer, label = self.blocks[i]
-        v = Value(f"{label}.{n.name}", layer, n.phase, "workspace", block.size[n])
+        placed = self.blocks[i]
+        name, size = _name(placed, n.name), placed.block.size[n]
+        v = Value(name, placed.layer, n.phase, "workspace", size)
         self.held[i][n] = v
         self.values.append(v)
         return v
@@ -394,6 +395,11 @@ class Stage:
             return None
         whose, place = self.where[i][d]
         return row, FIRST if d.part == "gather_once" else whose, self.stage, place
+
+
+def _name(placed: Placed, name: str) -> str:
+    """What a value is called; layers are told apart by their number."""
+    return name if placed.layer >= 0 else f"{placed.label}.{name}"
 
 
 def _by_part(tasks: Sequence[Task]) -> dict[str, list[Task]]:
