@@ -87,22 +87,22 @@ class One(NamedTuple):
 
 
 @cache
-def one_device(model: str, batch: int) -> One:
+def one_device(model: str, batch: int, **recipe: bool) -> One:
     config = MODELS[model]
     run = Run(model=model, seq_length=16, micro_batch_size=batch)
-    block = nn.BLOCKS["layer"](config, recipe_of(run, config), config.layer(0))
+    block = nn.BLOCKS["layer"](config, replace(recipe_of(run, config), **recipe), config.layer(0))
     sizes = sizes_of(run, config)
     values = random_values(block.graph, sizes)
     return One(block, values, single(block.graph, sizes, values))
 
 
-def sharded(model: str, settings: dict[str, Any]) -> tuple[Graph, Mesh, Run]:
+def sharded(model: str, settings: dict[str, Any], **recipe: bool) -> tuple[Graph, Mesh, Run]:
     """The layer as a run shards it; the block knows nothing of the run."""
     config = MODELS[model]
     run = Run(model=model, seq_length=16, **settings).resolved(config)
     check_run(run, config)
     mesh, plan = parallelization(run, config)
-    block = one_device(model, run.dp).block
+    block = one_device(model, run.dp, **recipe).block
     want = strategy(plan, sizes_of(run, config))
     keep = run.activation_gather == "keep"
     graph = shard(
@@ -125,6 +125,28 @@ def test_a_sharded_layer_computes_what_one_device_does(model: str, name: str) ->
     axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
     sizes = sizes_of(run, MODELS[model])
     same_as_one_device(one.block.graph, graph, axes, sizes, one.values, one.truth)
+
+
+ABSORBED = [
+    "one rank",
+    "ep over dp and cp",
+    "ep over cp",
+    "tp + sp + cp, zero 1",
+    "ulysses, etp 1, zero 1",
+    "zero 3, tp + sp",
+]
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("name", ABSORBED)
+def test_latent_attention_may_work_in_the_space_of_the_latents(name: str, flash: bool) -> None:
+    """The same results and gradients, whichever side w_uk and w_uv are multiplied on."""
+    form = {"absorb": True, "flash_attention": flash}
+    graph, mesh, run = sharded("mla", RUNS[name], **form)
+    one, naive = one_device("mla", run.dp, **form), one_device("mla", run.dp)
+    axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
+    sizes = sizes_of(run, MODELS["mla"])
+    same_as_one_device(one.block.graph, graph, axes, sizes, naive.values, naive.truth)
 
 
 # ---- textbook collectives ------------------------------------------------------------------------
@@ -237,6 +259,19 @@ def test_experts_work_on_the_tokens_they_are_sent(model: str, name: str) -> None
     width = wide.moe_ffn_hidden_size - narrow.moe_ffn_hidden_size
     forward = 2 * 3 * tokens * narrow.top_k * narrow.hidden_size * width
     assert more == {"forward": forward, "backward": 2 * forward}
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "turned"),
+    [("mla", 4 + 1, 2), ("moe", 4 + 2, 4), ("half", 4 + 2, 2)],
+)
+def test_rope_turns_its_part_of_heads(model: str, heads: int, turned: int) -> None:
+    """Of latent attention, the part that all heads' keys share; of others, a fraction of each."""
+    config = (MODELS | {"half": replace(MOE, rotary_fraction=0.5)})[model]
+    compiled = compile(Run(model=model, seq_length=16, fuse=False), config)
+    t = compiled.program.classes[0].tasks
+    rope = (t.op == t.ops.index("rope")) & (t.phase == PHASES.index("forward"))
+    assert t.flops[rope].sum() == 2 * 16 * heads * turned * 3  # two layers; x cos + y sin
 
 
 def test_a_rank_sends_the_rows_of_its_tokens() -> None:

@@ -62,7 +62,8 @@ class Example(NamedTuple):
 GQA = "bq(gr)D,bkgD,bkgD->bq(gr)D"
 MHA = "bqaD,bkaD,bkaD->bqaD"
 MLA = "bqaD,bkaD,bkaV->bqaV"
-BOTH = {"products": (1, 1)}  # with keys, and with values
+LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
+BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "tanh")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
 SLOTS = ("", "", "", "token_slots", "block_table")
@@ -94,6 +95,7 @@ EXAMPLES = [
     Example("cache", "bkgd,bSgd,bS->bkgd", {}, (0, 1, 2), ("", "", "token_slots")),
     Example("take", "bSm,bo->bom", {}, (0, 1), ("", "logit_rows")),
     Example("rope", "bsaD,bs->bsaD", {"inverse": False}, (1,), ("", "token_positions")),
+    Example("attention", LATENTS, BOTH | {"causal": True, "window": 5}, out="BQAZ"),
     Example("mean", "bs->"),
     Example("identity", "bsm->bsm"),
     Example("add", "bsm,bsm->bsm"),
@@ -416,6 +418,11 @@ def test_flops_of_attention_with_values_of_another_width() -> None:
     n = apply("attention", MLA, *operands(MLA, [",,,"] * 3), causal=False, window=0, **BOTH)
     pairs = SMALL["B"] * SMALL["A"] * SMALL["Q"] * SMALL["K"]
     assert flops(n, number) == 2 * pairs * (SMALL["D"] + SMALL["V"])
+    latents = operands(LATENTS, [",,,", ",,"])
+    out = (*latents[0].shape[:-1], size("V"))
+    n = apply("attention", LATENTS, *latents, out=out, causal=False, window=0, **BOTH)
+    assert flops(n, number) == 2 * pairs * (SMALL["D"] + SMALL["V"])
+    assert traffic(n, number).reads == tuple(4 * local(s, number) for s in latents)  # fp32, once
 
 
 def test_flash_attention_does_five_products_in_backward() -> None:

@@ -242,8 +242,13 @@ def softmax_bwd(ctx: Any, g: Any, y: Any) -> Any:
     return y * (g - (g * y).sum(-1, keepdims=True)) / math.sqrt(ctx["width"])
 
 
-def attention(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-    return _attend(ctx, q, k, v)[1]
+def attention(ctx: Any, q: Any, k: Any, *v: Any) -> Any:
+    return _attend(ctx, q, *_heads(k, *v, width=ctx.shape[-1]))[1]
+
+
+def _heads(k: Any, *v: Any, width: int) -> tuple[Any, Any]:
+    """Keys and values of heads; latents, which all share, are keys and their beginning values."""
+    return (k, v[0]) if v else (k[:, :, None], k[:, :, None, :width])
 
 
 def _grouped(q: Any, k: Any) -> Any:
@@ -252,7 +257,7 @@ def _grouped(q: Any, k: Any) -> Any:
 
 
 def _attend(ctx: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(q.shape[-1])
+    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
     p = _probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]))
     return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
@@ -261,20 +266,26 @@ def _cap(ctx: Any, x: Any) -> Any:
     return ctx["softcap"] * np.tanh(x / ctx["softcap"]) if ctx.get("softcap") else x
 
 
-def attention_bwd(ctx: Any, g: Any, q: Any, k: Any, v: Any) -> Any:
+def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
+    k, v = _heads(*keys, width=g.shape[-1])
     p, _ = _attend(ctx, q, k, v)
     g5, q5 = _grouped(g, k), _grouped(q, k)
+    dv = np.einsum("bgrqk,bqgrd->bkgd", p, g5)
     if ctx["wrt"] == "v":
-        return np.einsum("bgrqk,bqgrd->bkgd", p, g5)
+        return dv
     dp = np.einsum("bqgrd,bkgd->bgrqk", g5, v)
     dx = p * (dp - (dp * p).sum(-1, keepdims=True))
     if ctx.get("softcap"):
-        x = np.einsum("bqgrd,bkgd->bgrqk", q5, k) / math.sqrt(q.shape[-1])
+        x = np.einsum("bqgrd,bkgd->bgrqk", q5, k) / math.sqrt(ctx["width"])
         dx = dx * (1 - np.tanh(x / ctx["softcap"]) ** 2)
-    dx = dx / math.sqrt(q.shape[-1])
+    dx = dx / math.sqrt(ctx["width"])
     if ctx["wrt"] == "q":
         return np.einsum("bgrqk,bkgd->bqgrd", dx, k).reshape(q.shape)
-    return np.einsum("bgrqk,bqgrd->bkgd", dx, q5)
+    dk = np.einsum("bgrqk,bqgrd->bkgd", dx, q5)
+    if len(keys) == 2:
+        return dk
+    dk[..., : v.shape[-1]] += dv
+    return dk[:, :, 0]
 
 
 # The cache of keys and values. Its slots are in blocks, a block is of one request. The table holds,

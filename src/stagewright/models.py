@@ -299,6 +299,11 @@ class ModelConfig:
         self._check_values()
         self._check_combinations()
 
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that rope turns."""
+        return int(self.kv_channels * self.rotary_fraction)
+
     def layer(self, index: int) -> Layer:
         """What this layer is made of."""
         assert 0 <= index < self.num_layers, index
@@ -437,7 +442,7 @@ class ModelConfig:
         for field in _OF_LATENTS:
             if getattr(self, field):
                 raise self._reject(field, "0 where kv_lora_rank is 0")
-        rotated = int(self.kv_channels * self.rotary_fraction)
+        rotated = self.rotary_channels
         if self.position == "rope" and (rotated < 2 or rotated % 2):
             raise self._reject(
                 "kv_channels", f"one of which rope turns an even part, not {rotated} channels"

@@ -403,14 +403,17 @@ def _rope_vjp(n: Node, g: Node) -> Grads:
 
 def _attention_vjp(n: Node, g: Node) -> Grads:
     ins, out = str(n["spec"]).split("->")
-    q, k, v = ins.split(",")
-    found: list[Node | None] = []
     # Flash attention's backward does five products where forward does two (arXiv 2205.14135,
     # section 3.2): scores again and dP for dq, with dQ; dK; dV. One kernel: the rows are joint.
-    for wrt, term, products in (("q", q, (2, 1)), ("k", k, (1, 0)), ("v", v, (0, 1))):
-        spec = f"{out},{q},{k},{v}->{term}"
-        attrs: dict[str, Any] = {**_attrs(n), "products": products}
-        found.append(apply("attention_bwd", spec, g, *n.srcs, phase="backward", wrt=wrt, **attrs))
+    # Latents that are keys and values get both gradients.
+    values = {"k": (1, 0), "v": (0, 1)} if len(n.srcs) == 3 else {"k": (1, 1)}
+    rows = {"q": (2, 1), **values}
+    found: list[Node | None] = []
+    for (wrt, products), term, s in zip(rows.items(), ins.split(","), n.srcs, strict=True):
+        attrs: dict[str, Any] = {**_attrs(n), "products": products, "wrt": wrt}
+        spec = f"{out},{ins}->{term}"
+        back = apply("attention_bwd", spec, g, *n.srcs, out=s.shape, phase="backward", **attrs)
+        found.append(back)
     return tuple(found)
 
 

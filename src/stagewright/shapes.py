@@ -49,7 +49,8 @@ def _gemm(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def _attention(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    keys = {x for dim in parse(str(n["spec"])).ins[-2] for x in dim}  # q, k, v are the last three
+    operands = parse(str(n["spec"])).ins
+    keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
     heads = {x: size for x, size in here.items() if x not in "bqkdv"}
     window: Any = n.get("window") or 0
     return (

@@ -288,13 +288,16 @@ def _context_parallel(plan: Plan) -> dict[str, Dims]:
     """
     heads = (plan.data, plan.context, plan.tensor, ())
     keys = (plan.data, plan.context, tuple(a for a in plan.tensor if a in plan.key_value), ())
+    latents, whole_latents = (plan.data, plan.context, ()), (plan.data, (), ())
     if plan.cp_comm_type == "all_gather":
-        return {"k_core": (plan.data, (), *keys[2:]), "v_core": (plan.data, (), *keys[2:])}
+        whole = (plan.data, (), *keys[2:])
+        return {"k_core": whole, "v_core": whole, "latent_core": whole_latents}
     if plan.cp_comm_type == "a2a":
         few = (plan.data, (), plan.tensor + plan.context, ())
         few_keys = (plan.data, (), tuple(a for a in few[2] if a in plan.key_value), ())
-        return {"q_core": few, "k_core": few_keys, "v_core": few_keys, "context": heads}
-    return {"q_core": heads, "k_core": keys, "v_core": keys}
+        rows = {"q_core": few, "k_core": few_keys, "v_core": few_keys, "context": heads}
+        return rows | {"latent_core": whole_latents}
+    return {"q_core": heads, "k_core": keys, "v_core": keys, "latent_core": latents}
 
 
 def _of_heads(plan: Plan, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 from stagewright.ir import Node
 from stagewright.nn.builder import Builder
 from stagewright.nn.inference import cached_attention
-from stagewright.ops import apply, einsum, identity, join
+from stagewright.ops import apply, einsum, identity, join, part
 from stagewright.size import size
 
 
@@ -42,10 +42,10 @@ def _attention(b: Builder, h: Node, window: int) -> Node:
         if c.qk_norm and name != "v":
             heads[name] = b.norm(heads[name], f"{name}_norm", "D", fn="rmsnorm")
         if c.position == "rope" and name != "v":
-            heads[name] = b.rope(heads[name], f"bs{x}D", f"{name}_rope")
+            heads[name] = _partly_turned(b, heads[name], x, f"{name}_rope")
     q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
-    o = identity(_core(b, q, k, v, window, qd, kd), "context", scope=scope)
+    o = identity(_core(b, q, (k, v), window, qd, kd), "context", scope=scope)
     w = b.param("wo", "A", "D", "M", scope=scope)
     out = b.linear("bsad,adm->bsm", o, w, "attn_out", scope=scope)
     if not c.parallel_block:
@@ -53,8 +53,21 @@ def _attention(b: Builder, h: Node, window: int) -> Node:
     return b.bias(out, "bo", "M") if c.attention_output_bias else out
 
 
+def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:
+    """Rotary position on the first channels of every head, [B, S, heads, D]."""
+    c, z = b.config, f"bs{head}"
+    turned = c.rotary_channels
+    if turned == c.kv_channels:
+        return b.rope(x, f"{z}D", name)
+    first = part(x, f"{z}D->{z}Z", size(turned), first=True, name=f"{name}_part")
+    rest = size(c.kv_channels - turned)
+    plain = part(x, f"{z}D->{z}N", rest, first=False, name=f"{name}_rest")
+    joined = f"{z}Z,{z}N->{z}D"
+    return join(b.rope(first, f"{z}Z", name), plain, joined, size("D"), name=f"{name}_joined")
+
+
 def _latent(b: Builder, h: Node, window: int) -> Node:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1), the form for training.
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     Keys and values of all heads are made of one latent, and a rotary part of the keys is shared.
     """
@@ -67,60 +80,84 @@ def _latent(b: Builder, h: Node, window: int) -> Node:
     name = "w_uq" if c.q_lora_rank else "wq"
     w = b.param(name, rank.upper(), "A", "D", scope=scope)
     q = b.linear(f"bs{rank},{rank}ad->bsad", source, w, "q", scope=scope)
-    q = b.rope(q, "bsaD", "q_rope")
+    plain = part(q, "bsaD->bsaN", size("N"), first=True, name="q_plain")
+    turned = part(q, "bsaD->bsaZ", size("Z"), first=False, name="q_turned")
+    turned = b.rope(turned, "bsaZ", "q_rope")
     latent = einsum("bsm,mc->bsc", h, b.param("w_dkv", "M", "C", scope=scope), name="latent")
     latent = b.norm(latent, "latent_norm", "C")
     shared = einsum("bsm,mz->bsz", h, b.param("w_kr", "M", "Z", scope=scope), name="k_shared")
     shared = b.rope(shared, "bsZ", "k_shared_rope")
-    k = b.linear("bsc,can->bsan", latent, b.param("w_uk", "C", "A", "N", scope=scope), "k")
-    v = b.linear("bsc,cau->bsau", latent, b.param("w_uv", "C", "A", "U", scope=scope), "v")
+    w_uk = b.param("w_uk", "C", "A", "N", scope=scope)
+    w_uv = b.param("w_uv", "C", "A", "U", scope=scope)
+    form = _absorbed if b.recipe.absorb else _naive
+    o = form(b, plain, turned, latent, shared, w_uk, w_uv, window)
+    w = b.param("wo", "A", "U", "M", scope=scope)
+    return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
+
+
+def _naive(
+    b: Builder, plain: Node, turned: Node, latent: Node, shared: Node,
+    w_uk: Node, w_uv: Node, window: int,
+) -> Node:  # fmt: skip
+    """Keys and values of every head: the form for training, [B, S, A, U]."""
+    q = join(plain, turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
+    k = b.linear("bsc,can->bsan", latent, w_uk, "k", scope="attention")
+    v = b.linear("bsc,cau->bsau", latent, w_uv, "v", scope="attention")
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
     q, k, v = (
         identity(x, f"{n}_core", role="" if n == "q" else "keys")
         for n, x in (("q", q), ("k", k), ("v", v))
     )
-    o = identity(_core(b, q, k, v, window, "bqa", "bka", value="v"), "context", scope=scope)
-    w = b.param("wo", "A", "U", "M", scope=scope)
-    return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
+    o = _core(b, q, (k, v), window, "bqa", "bka", value="v")
+    return identity(o, "context", scope="attention")
+
+
+def _absorbed(
+    b: Builder, plain: Node, turned: Node, latent: Node, shared: Node,
+    w_uk: Node, w_uv: Node, window: int,
+) -> Node:  # fmt: skip
+    """Queries and results in the space of the latents, which all heads read as keys and values.
+
+    The products with w_uk and w_uv move from every key to every query (the same, section 2.1.2):
+    the form for decoding, where the cache holds latents and shared keys only.
+    """
+    width = size("C") + size("Z")
+    q = b.linear("bsan,can->bsac", plain, w_uk, "q_absorbed", scope="attention")
+    q = identity(join(q, turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
+    keys = join(latent, shared, "bsC,bsZ->bsD", width, name="k_joined")
+    keys = identity(keys, "latent_core", role="keys")
+    o = identity(_core(b, q, (keys,), window, "bqa", "bk", value="v"), "context", scope="attention")
+    return b.linear("bsac,cau->bsau", o, w_uv, "absorbed", scope="attention")
 
 
 def _core(
-    b: Builder, q: Node, k: Node, v: Node, window: int, qd: str, kd: str, value: str = "d"
+    b: Builder, q: Node, keys: tuple[Node, ...], window: int, qd: str, kd: str, value: str = "d"
 ) -> Node:
     """softmax(q k / sqrt(d)) v, as one flash attention kernel (arXiv 2205.14135) or in parts.
 
-    `qd` and `kd` are the indices of queries and keys but for the width, `value` that of values.
+    `keys` are keys and values, or latents that are keys and, their first channels, values. `qd` and
+    `kd` are the indices of queries and keys but for the width, `value` that of values.
     """
     c = b.config
     scope = "attention.core"
     if b.recipe.inference:
-        return cached_attention(b, q, k, v, window, qd, kd)
+        return cached_attention(b, q, *keys, window, qd, kd)
+    mask: dict[str, Any] = {"causal": c.causal, "window": window, "width": c.kv_channels}
+    out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
     if b.recipe.flash_attention:
-        attrs: dict[str, Any] = {
-            "causal": c.causal,
-            "window": window,
-            "softcap": c.attention_softcap or 0,
-            "products": (1, 1),
-            "role": "core",
-        }
+        softcap = c.attention_softcap or 0
+        attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1), "role": "core"}
         wide = value.upper()
-        spec = f"{qd}D,{kd}D,{kd}{wide}->{qd}{wide}"
-        return apply("attention", spec, q, k, v, name="core", scope=scope, **attrs)
+        of = ",".join(kd + x for x in ("D", wide)[: len(keys)])
+        spec = f"{qd}D,{of}->{qd}{wide}"
+        return apply("attention", spec, q, *keys, out=out, name="core", scope=scope, **attrs)
     heads = qd[2:]
+    k = keys[0]
+    v = keys[1] if len(keys) == 2 else part(k, f"{kd}D->{kd}C", size("C"), first=True, name="v")
     scores = einsum(f"{qd}d,{kd}d->b{heads}qk", q, k, name="scores", scope=scope)
     if c.attention_softcap:
         scores = b.act(scores, "softcap", cap=c.attention_softcap)
-    width = c.kv_channels
-    p = apply(
-        "softmax",
-        "baqK->baqK",
-        scores,
-        causal=c.causal,
-        window=window,
-        width=width,
-        name="probs",
-        scope=scope,
-    )
+    p = apply("softmax", "baqK->baqK", scores, name="probs", scope=scope, **mask)
     p = b.dropout(p, c.attention_dropout)
     return einsum(
         f"b{heads}qk,{kd}{value}->{qd}{value}", p, v, name="core", scope=scope, role="core"

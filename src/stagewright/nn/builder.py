@@ -53,6 +53,7 @@ class Recipe:
     clip_grad: bool = True
     cast_once: bool = True  # low-precision copies of weights are made once per step
     gather_once: bool = False  # parameters that are gathered stay so for the whole step
+    absorb: bool = False  # latent attention in the space of the latents, as for decoding
     # a tied embedding and output projection are one tensor on one device
     sum_tied: bool = False  # the gradients of a shared table are added before they are reduced
     shared_embedding: bool = False
