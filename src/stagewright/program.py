@@ -193,7 +193,7 @@ class Program:
         for slot in range(len(self.communicators)):
             ids = self.group_of(slot)
             # A stage without layers has no use for what only layers use.
-            users = [c.ranks for c, slots in zip(self.classes, issued, strict=True) if slot in slots]
+            users = [c.ranks for c, own in zip(self.classes, issued, strict=True) if slot in own]
             ids[~np.isin(ids, ids[np.concatenate(users)])] = 0
             ranks = np.argsort(ids, kind="stable")
             ranks = ranks[np.searchsorted(ids[ranks], 1) :]
