@@ -242,6 +242,11 @@ def softmax_bwd(ctx: Any, g: Any, y: Any) -> Any:
     return y * (g - (g * y).sum(-1, keepdims=True)) / math.sqrt(ctx["width"])
 
 
+def _width(ctx: Any, q: Any) -> float:
+    """What scores are divided by: a head of latents is wider than the head they stand for."""
+    return math.sqrt(ctx.get("width", q.shape[-1]))
+
+
 def attention(ctx: Any, q: Any, k: Any, *v: Any) -> Any:
     return _attend(ctx, q, *_heads(k, *v, width=ctx.shape[-1]))[1]
 
@@ -257,7 +262,7 @@ def _grouped(q: Any, k: Any) -> Any:
 
 
 def _attend(ctx: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
+    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / _width(ctx, q)
     p = _probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]))
     return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
@@ -276,9 +281,9 @@ def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
     dp = np.einsum("bqgrd,bkgd->bgrqk", g5, v)
     dx = p * (dp - (dp * p).sum(-1, keepdims=True))
     if ctx.get("softcap"):
-        x = np.einsum("bqgrd,bkgd->bgrqk", q5, k) / math.sqrt(ctx["width"])
+        x = np.einsum("bqgrd,bkgd->bgrqk", q5, k) / _width(ctx, q)
         dx = dx * (1 - np.tanh(x / ctx["softcap"]) ** 2)
-    dx = dx / math.sqrt(ctx["width"])
+    dx = dx / _width(ctx, q)
     if ctx["wrt"] == "q":
         return np.einsum("bgrqk,bkgd->bqgrd", dx, k).reshape(q.shape)
     dk = np.einsum("bgrqk,bqgrd->bkgd", dx, q5)

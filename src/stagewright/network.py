@@ -231,9 +231,7 @@ def message_seconds(bytes_: int, level: int, machine: Machine) -> float:
     share = 1 / max(1, dimension.size - 1) if dimension.topology == "fully_connected" else 1.0
     if dimension.topology in ("ring", "torus"):
         share = 1 / (2 * max(1, len(dimension.shape)))
-    return min(
-        dimension.start(size) + bytes_ / (dimension.rate(size) * share) for size in Size
-    )
+    return min(dimension.start(size) + bytes_ / (dimension.rate(size) * share) for size in Size)
 
 
 def level_of(machine: Machine, a: Int, b: Int) -> Int:

@@ -141,7 +141,8 @@ def _core(
     c = b.config
     scope = "attention.core"
     if b.recipe.inference:
-        return cached_attention(b, q, *keys, window, qd, kd)
+        k, v = keys  # latents are refused in inference so far
+        return cached_attention(b, q, k, v, window, qd, kd)
     mask: dict[str, Any] = {"causal": c.causal, "window": window, "width": c.kv_channels}
     out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
     if b.recipe.flash_attention:
