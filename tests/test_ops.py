@@ -145,7 +145,7 @@ EXAMPLES = [
     Example("part", "bsaD->bsaN", {"first": True, "dim": -1}, out="BSAN"),
     Example("part", "bsaD->bsaN", {"first": False, "dim": -1}, out="BSAN"),
     Example("part", "bDm->bNm", {"first": False, "dim": 1}, out="BNM"),
-    Example("triangle", "bNL->bH", out="BH"),
+    Example("triangle", "bNL->bg", out="BG"),
     Example("embedding", "bg,gvm->bgm", fixed=(0,), integers=TOKENS),
     *(Example("pscan", s, {"dim": 1}) for s in ("bSm,bSm->bSm", "bSfp,bSfp->bSfp")),
     Example("first_token", "bsm->bm"),
