@@ -40,7 +40,7 @@ SIZES = (
     | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
     | {"I": 4, "O": 12, "L": 4, "H": 6}
 )
-SIZES |= {"H": 2, "L": 4, "T": 3}
+SIZES["T"] = 3
 
 
 class Example(NamedTuple):
