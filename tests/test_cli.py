@@ -261,7 +261,7 @@ WRONG: list[tuple[list[str], str]] = [
     (
         ["generat", "gpt2"],
         "unknown command 'generat'; wanted one of generate, show, models, verify, inspect, diff, "
-        "hardware, validate; "
+        "hardware, validate, simulate; "
         "did you mean 'generate'?",
     ),
     (["show"], "no model given; name a preset (see `stagewright models`) or a config.json"),

@@ -57,14 +57,16 @@ def generate(
     *,
     format: str = "chakra",
     durations: str | None = None,
+    astra_sim: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
 
     Options are those of `stagewright.write.write`: `ranks` (default: all), `force` to replace what
     an earlier run wrote, `workers` and `progress`. `durations` is a CSV of measured kernels
-    (`stagewright.durations`). The manifest has all that repeats the run, and what was checked of
-    the program before it was written.
+    (`stagewright.durations`). `astra_sim` is the hardware on which ASTRA-sim shall run the traces:
+    its configuration and a script are written beside them. The manifest has all that repeats the
+    run, and what was checked of the program before it was written.
     """
     from stagewright.program_check import check_program
     from stagewright.report import manifest
@@ -77,4 +79,9 @@ def generate(
 
         program, matched = measured(program, load(durations))
         told["durations"] = {"file": durations, **matched.entry()}
+    if astra_sim is not None:
+        from stagewright.astra_sim import beside
+
+        options["beside"] = beside(compiled.run, astra_sim)
+        told["astra_sim"] = {"hardware": astra_sim}
     return write(program, out, format=format, manifest=told, **options)

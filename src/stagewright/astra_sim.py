@@ -21,16 +21,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright import network
 from stagewright.errors import UserError, either
+from stagewright.hardware import resolve
+from stagewright.network import Machine
 from stagewright.program import COLLECTIVES, Int, Kind, Program, RankClass
+from stagewright.roofline import gemm_seconds
+from stagewright.run import Run
 
 TOPOLOGIES = ("Ring", "FullyConnected", "Switch")
-IMPLEMENTATIONS = ("ring", "direct", "halvingDoubling")
+IMPLEMENTATIONS = ("ring", "direct", "halvingDoubling", "direct1")
+"""How a dimension does a collective: `direct` sends to all others at once, each message as if it
+were alone; `direct1` to one after the other, for all_to_all only, as behind one link it must."""
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENDPOINT_NS = 10  # per message, and once more at the end of a collective
 _GIB_PER_S = 2**30 / 1e9  # bytes per ns
 
@@ -52,14 +60,14 @@ class Dimension(NamedTuple):
             return np.minimum(away, self.npus - away)
         return np.full(np.shape(one), 2 if self.topology == "Switch" else 1)
 
+    def furthest(self, groups: Int) -> list[int]:
+        """Most hops to the n-th next of a group, for all n; `groups`: rows of positions."""
+        ranks = groups.shape[1]
+        return [int(self.hops(groups, np.roll(groups, -n, axis=1)).max()) for n in range(1, ranks)]
+
     def message_ns(self, size: int, hops: int) -> int:
         """Duration of a message."""
         return int(hops * self.latency + size / (self.bandwidth * _GIB_PER_S))
-
-
-_RING: Mapping[str, str] = {
-    "all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "all_to_all": "ring",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +77,15 @@ class AstraSim:
     dimensions: tuple[Dimension, ...]
     peak_tflops: float
     memory_gb_s: float
-    implementation: Mapping[str, str] = field(default_factory=lambda: dict(_RING))
-    """Of each collective, the same in every dimension; of IMPLEMENTATIONS."""
+    implementation: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict[str, "tuple[str, ...]"]
+    )
+    """Of collectives, by dimension; of IMPLEMENTATIONS. One that is not named is a ring."""
 
     def __post_init__(self) -> None:
         if self.world_size < 2 or any(d.npus < 2 for d in self.dimensions):
             raise UserError(
-                "ASTRA-sim needs two ranks in every dimension of its network, got "
+                "ASTRA-sim needs two ranks or more in every dimension of its network, got "
                 f"{' x '.join(str(d.npus) for d in self.dimensions) or '1'}; use more ranks"
             )
         for dimension in self.dimensions:
@@ -83,14 +93,64 @@ class AstraSim:
                 raise UserError(
                     f"ASTRA-sim has no topology {dimension.topology!r}; use {either(TOPOLOGIES)}"
                 )
-        for op, name in self.implementation.items():
-            if name not in IMPLEMENTATIONS or (op, name) == ("all_to_all", "halvingDoubling"):
-                raise UserError(f"ASTRA-sim: {op} cannot be {name!r} here; use ring or direct")
+        for op, names in self.implementation.items():
+            if op not in OPS or len(names) != len(self.dimensions):
+                raise UserError(
+                    f"ASTRA-sim: {op} has {len(names)} implementations, wanted one of "
+                    f"{either(OPS)} with one for each of {len(self.dimensions)} dimensions"
+                )
+            for name in names:
+                exchange = op == "all_to_all"
+                known = [
+                    n
+                    for n in IMPLEMENTATIONS
+                    if n != ("halvingDoubling" if exchange else "direct1")
+                ]
+                if name not in known:
+                    raise UserError(f"ASTRA-sim: {op} cannot be {name!r}; use {either(known)}")
+
+    @classmethod
+    def of(cls, machine: Machine, precision: str = "bf16") -> Self:
+        """A machine as far as ASTRA-sim can have it.
+
+        The peak is what a product of 8192 x 8192 matrices reaches within a training step. A step's
+        latency is such that an all_reduce over a dimension starts up as long as on the machine:
+        what starts once is spread over its steps. A torus is rings, each with both directions of
+        its links; behind a switch, all_to_all sends one message after the other.
+        """
+        dimensions: list[Dimension] = []
+        for each in machine.dimensions:
+            dimensions += _dimensions(each)
+        hardware = machine.hardware
+        side = np.array([8192.0])
+        moved = 3 * side * side * 2
+        took = gemm_seconds(
+            side / side, side, side, side, traffic=moved, dtype=precision, on=hardware
+        )
+        reached = float(2 * side[0] ** 3 / took[0]) * hardware.sustained_fraction
+        names = {op: tuple(_how(op, d.topology) for d in dimensions) for op in OPS}
+        found = cls(
+            tuple(dimensions),
+            round(reached / 1e12, 3),
+            round(hardware.memory_bandwidth_gb_s * hardware.memory_bandwidth_fraction, 3),
+            names,
+        )
+        if found.world_size != machine.gpus:
+            raise UserError(
+                f"ASTRA-sim's network of {' x '.join(str(d.npus) for d in dimensions)} has "
+                f"{found.world_size} places for {machine.gpus} ranks; fill all of it"
+            )
+        return found
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return int(np.prod([d.npus for d in self.dimensions]))
+
+    def how(self, op: str, dimension: int) -> str:
+        """The implementation of a collective in a dimension."""
+        names = self.implementation.get(op)
+        return "ring" if names is None else names[dimension]
 
     # ---- files -----------------------------------------------------------------------------------
 
@@ -111,8 +171,10 @@ class AstraSim:
     def system_json(self) -> str:
         """The system configuration; each key that is there has no default that works."""
         lists = {
-            f"{op.replace('_', '-')}-implementation": [name] * len(self.dimensions)
-            for op, name in self.implementation.items()
+            f"{op.replace('_', '-')}-implementation": [
+                self.how(op, nth) for nth in range(len(self.dimensions))
+            ]
+            for op in OPS
         }
         settings = {
             "scheduling-policy": "LIFO",
@@ -166,7 +228,7 @@ class AstraSim:
         ranks = groups.shape[1]
         if len(self.dimensions) > 1 and ranks == self.world_size:
             return self._by_dimension(op, size)
-        if len(self.dimensions) > 1 or self.implementation[op] == "ring":
+        if len(self.dimensions) > 1 or self.how(op, 0) == "ring":
             dimension, hops = self._way(groups, np.roll(groups, -1, axis=1))
             ways = np.unique(np.stack([dimension, hops], axis=2), axis=0)
             return self._ring(op, size, [[(int(d), int(h)) for d, h in way] for way in ways])
@@ -184,7 +246,7 @@ class AstraSim:
         for each, nth in phases:
             dimension = self.dimensions[nth]
             positions = np.arange(dimension.npus)
-            if self.implementation[each] == "ring":
+            if self.how(each, nth) == "ring":
                 hops = dimension.hops(positions, np.roll(positions, -1))
                 total += self._ring(each, size, [[(nth, int(h)) for h in hops]])
             else:
@@ -224,11 +286,15 @@ class AstraSim:
         `whole`: of all ranks of the world.
         """
         ranks, dimension = groups.shape[1], self.dimensions[nth]
-        if self.implementation[op] == "direct":
-            apart = [dimension.hops(groups, np.roll(groups, -n, axis=1)) for n in range(1, ranks)]
-            hops = int(np.max(apart))
+        if self.how(op, nth) == "direct1":
+            return ENDPOINT_NS + sum(
+                ENDPOINT_NS + dimension.message_ns(size // ranks, h)
+                for h in dimension.furthest(groups)
+            )
+        if self.how(op, nth) == "direct":
             message = size if op == "all_gather" else size // ranks
-            once, end = dimension.message_ns(message, hops), ENDPOINT_NS
+            once = dimension.message_ns(message, max(dimension.furthest(groups)))
+            end = ENDPOINT_NS
             if op == "all_reduce":
                 # Groups of less than all ranks are charged the sums of what is only gathered, too.
                 adds = 2 if ranks > 2 and not whole else 1
@@ -259,6 +325,77 @@ class AstraSim:
             other = groups[:, np.arange(ranks) ^ away]
             total += dimension.message_ns(part, int(dimension.hops(groups, other).max()))
         return total + (len(way) + 1) * ENDPOINT_NS + adds
+
+
+def _dimensions(of: network.Dimension) -> list[Dimension]:
+    """A dimension of a machine as one of ASTRA-sim's, or as many as it has rings."""
+    rings = [ring for ring in of.shape if ring > 1] or [of.size]
+    topology = _TOPOLOGY.get(of.topology, "Switch")
+    links = len(rings) if topology == "Ring" else of.size - 1 if topology != "Switch" else 1
+    found: list[Dimension] = []
+    for size in rings:
+        if size < 2:
+            continue
+        step = 1000 * (of.hop_us + 1e6 * of.start(bulk=True) / (2 * (size - 1)))
+        latency = max(0.0, step - ENDPOINT_NS) / (2 if topology == "Switch" else 1)
+        rate = of.bandwidth_gb_s / links / _GIB_PER_S
+        found.append(Dimension(topology, size, round(rate, 3), round(latency, 1)))
+    return found
+
+
+_TOPOLOGY = {"fully_connected": "FullyConnected", "ring": "Ring", "torus": "Ring"}
+
+
+def _how(op: str, topology: str) -> str:
+    if topology == "FullyConnected":
+        return "direct"
+    return "direct1" if op == "all_to_all" and topology == "Switch" else "ring"
+
+
+def beside(run: Run, hardware: str) -> dict[str, bytes]:
+    """What is written beside the traces of a run: configurations, and a script that runs them.
+
+    `hardware` is a name or a file, as `stagewright.hardware.resolve` takes it.
+    """
+    if run.streams != "one":
+        raise UserError(
+            "ASTRA-sim has one place for all communication of a rank: streams=separate would leave "
+            "to timing who takes it; use streams=one"
+        )
+    machine = Machine.of(resolve(hardware), gpus=run.world_size)
+    system = AstraSim.of(machine, run.precision)
+    return {
+        "system.json": system.system_json().encode(),
+        "network.yml": system.network_yml().encode(),
+        "remote_memory.json": b'{"memory-type": "NO_MEMORY_EXPANSION"}\n',
+        "astra-sim.sh": _SCRIPT.format(ranks=system.world_size, machine=machine).encode(),
+    }
+
+
+_SCRIPT = """\
+#!/bin/sh
+# Runs the traces of this directory in ASTRA-sim, for {machine}.
+#   sh astra-sim.sh [AstraSim_Analytical_Congestion_Unaware [more options]]
+# ASTRA-sim exits with 0 whether or not its ranks finish: here 1 if any does not.
+sim=${{1:-AstraSim_Analytical_Congestion_Unaware}}
+[ $# -gt 0 ] && shift
+case "$sim" in */*) sim=$(cd "$(dirname "$sim")" && pwd)/$(basename "$sim") ;; esac
+cd "$(dirname "$0")" || exit 1
+command -v "$sim" > /dev/null || {{ echo "astra-sim.sh: no program $sim" >&2; exit 127; }}
+chmod u+w workload.*.et
+"$sim" \\
+  --workload-configuration=workload \\
+  --comm-group-configuration=comm_group.json \\
+  --system-configuration=system.json \\
+  --network-configuration=network.yml \\
+  --remote-memory-configuration=remote_memory.json \\
+  "$@" > astra-sim.log 2>&1
+grep 'finished, ' astra-sim.log
+finished=$(grep -c 'sys\\[[0-9]*\\] finished, ' astra-sim.log)
+[ "$finished" -eq {ranks} ] && ! grep -q 'unreleased\\|callable is removed' astra-sim.log && exit 0
+echo "astra-sim.sh: $finished of {ranks} ranks finished; see astra-sim.log" >&2
+exit 1
+"""
 
 
 def task_seconds(program: Program, system: AstraSim) -> list[Seconds]:

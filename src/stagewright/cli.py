@@ -172,6 +172,10 @@ def commands(context: click.Context) -> None:
     "--format", "format_", default="chakra", metavar="NAME", help="chakra, json or dot. [chakra]"
 )
 @click.option("--durations", metavar="FILE", help="CSV of measured kernels (see show --kernels).")
+@click.option(
+    "--astra-sim", is_flag=True, help="Also what ASTRA-sim needs to run them on --hardware."
+)
+@click.option("--hardware", metavar="NAME", help="For --astra-sim: GPU, or a .yaml file of one.")
 @click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
 @click.option("--force", is_flag=True, help="Replace what an earlier run wrote to the directory.")
 @click.option(
@@ -183,6 +187,8 @@ def generate(
     out: str,
     format_: str,
     durations: str | None,
+    astra_sim: bool,
+    hardware: str | None,
     ranks: str | None,
     force: bool,
     workers: int | None,
@@ -195,6 +201,10 @@ def generate(
     started = time.perf_counter()
     run = _load(model, config, settings)
     chosen = None if ranks is None else parse_ranks(ranks, run.world_size)
+    if not astra_sim and hardware is not None:
+        raise UserError("--hardware is for --astra-sim; add that, or leave it out")
+    if astra_sim and (hardware is None or format_ != "chakra" or chosen is not None):
+        raise UserError("--astra-sim needs --hardware, and all ranks in --format chakra")
     compiled = _compile(run, model, config)
     with _progress() as progress:
         written = stagewright.generate(
@@ -202,6 +212,7 @@ def generate(
             out,
             format=format_,
             durations=durations,
+            astra_sim=hardware,
             ranks=chosen,
             force=force,
             workers=workers,

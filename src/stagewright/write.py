@@ -103,15 +103,16 @@ def write(
     format: str = "chakra",
     ranks: Sequence[int] | None = None,
     manifest: Mapping[str, object],
+    beside: Mapping[str, bytes] | None = None,
     force: bool = False,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, object]:
     """Write `ranks` (default: all) of a program to directory `out`; returns the manifest.
 
-    `force` replaces a directory that an earlier call wrote. `workers` is the number of threads, by
-    default one per core. `progress` is called with the ranks written so far and in all, by the
-    calling thread.
+    `beside` are other files of the directory, by name. `force` replaces a directory that an earlier
+    call wrote. `workers` is the number of threads, by default one per core. `progress` is called
+    with the ranks written so far and in all, by the calling thread.
     """
     if format not in FORMATS:
         known = ", ".join(FORMATS)
@@ -126,6 +127,7 @@ def write(
     with _told(path, batches), _partial(path, force) as folder:
         files = _write_ranks(folder, FORMATS[format].file, batches, workers, progress)
         files.append(_write_file(folder, GROUPS, chakra.comm_group(program)))
+        files += [_write_file(folder, name, data) for name, data in (beside or {}).items()]
         head = _manifest(program, manifest, format, wanted)
         _write_file(folder, MANIFEST, _manifest_text(head, files).encode())
     return {**head, "files": {file.name: file.entry() for file in files}}

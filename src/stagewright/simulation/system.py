@@ -81,13 +81,14 @@ class System:
         here[nth] = ready
         if len(here) < len(meeting.classes):
             return None
-        if self.starts[number] is None:
+        start = self.starts[number]
+        if start is None:
             start = np.full(self.who.count, -1, dtype=np.int64)
             for each, at in here.items():
                 start[self.who.lanes[each]] = at
-            self.starts[number] = latest(start, self.who.groups[meeting.slot])
+            self.starts[number] = start = latest(start, self.who.groups[meeting.slot])
             self.woken.append(("meeting", number))
-        return self.starts[number][self.who.lanes[nth]]  # pyright: ignore
+        return start[self.who.lanes[nth]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

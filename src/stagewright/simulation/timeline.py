@@ -86,7 +86,7 @@ def timeline(
     """Run a program whose tasks take `seconds`, an array by row for each class.
 
     `factors` multiply the duration of kernels of some ranks: stragglers. The duration of a message
-    is that of its SEND.
+    is that of its SEND; that of a collective of several classes the longest that they give.
     """
     how = how or Execution()
     issues = [issue(program, of.tasks, how) for of in program.classes]
@@ -94,6 +94,11 @@ def timeline(
     who = partners(program, issues, alike(program, factor))
     each = zip(program.classes, seconds, issues, strict=True)
     durations = [_ticks(of, given, order) for of, given, order in each]
+    for meeting in who.meetings:  # which takes all its ranks equally long
+        met = list(zip(meeting.classes, meeting.places, strict=True))
+        longest = max(int(durations[nth][place]) for nth, place in met)
+        for nth, place in met:
+            durations[nth][place] = longest
     system = System(program, how, issues, durations, factor[who.example], who)
     system.run()
     lanes: list[Lane] = []
