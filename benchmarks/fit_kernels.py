@@ -3,7 +3,7 @@
     python benchmarks/fit_kernels.py DIRECTORY [h100-sxm ...]
 
 DIRECTORY holds tables of NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0)
-as CSV: gemm_perf_aiconfigurator.csv.gz, context_attention_perf_aiconfigurator.csv.gz and
+as CSV: gemm_perf_, context_attention_perf_ and moe_perf_aiconfigurator.csv.gz, and
 nccl_aiconfigurator.csv, whose columns are those of its parquet files and a `system`. Of the rows of
 a table, 70% fit and 30% are held out, by a hash of the shape. Errors: |predicted / measured - 1|.
 Needs scipy. `stagewright validate` repeats the errors on the samples that the package carries.
@@ -168,6 +168,39 @@ def attention(folder: Path, hardware: Hardware, system: str) -> None:
     told("attention", predict(found, test), column(test, "latency") / 1e3)
 
 
+def experts(folder: Path, hardware: Hardware, system: str) -> None:
+    """Grouped products of experts: all of an MLP of evenly loaded experts, in bf16."""
+    rows = [
+        r
+        for r in read(folder / "moe_perf_aiconfigurator.csv.gz", system)
+        if r["moe_dtype"] == "bfloat16" and int(r["num_tokens"]) >= 1024
+        and r["kernel_source"] in ("moe_torch_flow_cutlass", "moe_torch_flow")
+        and r["distribution"] == "balanced"
+    ]  # fmt: skip
+    names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
+             "moe_ep_size")  # fmt: skip
+
+    def predict(constants: Constants, some: Rows) -> np.ndarray:
+        """Gate and up as one product, activation, down; copies of tokens there and back."""
+        tokens, h, inter, k, n, tp, ep = (column(some, name) for name in names)
+        copies, here, f = tokens * k / ep, n / ep, inter / tp
+        busy = np.minimum(here, copies)
+        each = np.maximum(copies / busy, 1)
+        up = 2 * (copies * h + busy * 2 * f * h + copies * 2 * f)
+        down = 2 * (copies * f + busy * f * h + copies * h)
+        seconds = gemm_seconds(busy, each, 2 * f, h, traffic=up, dtype="bf16", on=hardware)
+        seconds += gemm_seconds(busy, each, h, f, traffic=down, dtype="bf16", on=hardware)
+        moved = 2 * copies * 3 * f + 4 * copies * h + 2 * copies * h + 2 * tokens * h
+        return seconds + memory_seconds(moved, copies, hardware) + constants["sort_us"] * 1e-6
+
+    keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 2500)
+    start = {"sort_us": 20.0}
+    found = fit(start, predict, keep, column(keep, "latency") / 1e3, {})
+    block("experts", found, 0)
+    test = [r for r in rows if held_out(*(r[n] for n in names))]
+    told("experts", predict(found, test), column(test, "latency") / 1e3)
+
+
 OPS = {"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
        "alltoall": "all_to_all"}  # fmt: skip
 
@@ -214,7 +247,7 @@ def main() -> None:
     for name in wanted:
         print(f"## {name}", flush=True)
         hardware = resolve(name)
-        for part in (gemm, attention, collectives):
+        for part in (gemm, attention, experts, collectives):
             try:
                 part(folder, hardware, SYSTEMS[name])
             except ValueError as error:

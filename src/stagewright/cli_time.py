@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from stagewright.cli_trace import JSON
+from stagewright.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import Console
 
-    from stagewright.validate import Outcome
+    from stagewright.outcome import Outcome
 
 
 @click.command()
@@ -72,45 +73,87 @@ def _print_figures(found: dict[str, object], prefix: str = "") -> None:
 @click.option("--source", metavar="TEXT", help="Only measurements of this source. [all]")
 @JSON
 def validate(source: str | None, as_json: bool) -> None:
-    """Print predictions beside published measurements, and their errors per source."""
-    from stagewright import validate
+    """Print predictions beside published measurements, and their errors per source.
 
-    outcomes = list(validate.validate(source))
+    Rows of kernels and collectives are many: they are listed where --source names them.
+    """
+    from stagewright import validate, validate_kernels
+    from stagewright.outcome import summary
+
+    kernels = list(validate_kernels.validate(source))
+    with _progress() as progress:
+        outcomes = list(validate.validate(source, progress=progress))
+    if not kernels and not outcomes:
+        known = dict.fromkeys(m.source for m in validate.measurements())
+        known |= dict.fromkeys(o.source for o in validate_kernels.validate())
+        raise UserError(
+            f"no measurements of source {source!r}{did_you_mean(str(source), known)}; "
+            f"known: {', '.join(known)}"
+        )
     if as_json:
-        rows = [outcome._asdict() for outcome in outcomes]
-        totals = [s._asdict() for s in validate.summary(outcomes)]
+        rows = [outcome._asdict() for outcome in [*outcomes, *kernels]]
+        totals = [s._asdict() for s in summary([*outcomes, *kernels])]
         click.echo(json.dumps({"rows": rows, "summary": totals}, indent=2))
-    else:
-        _print_outcomes(outcomes)
+        return
+    _print_outcomes(outcomes if source is None else [*outcomes, *kernels])
+    _print_totals([*outcomes, *kernels])
 
 
 def _print_outcomes(outcomes: Iterable[Outcome]) -> None:
     from rich import box
     from rich.table import Table
 
-    from stagewright.validate import NEEDS_REASON, summary
+    from stagewright.validate import NEEDS_REASON
 
-    outcomes = list(outcomes)
     out = _console()
-    for total in summary(outcomes):
-        table = Table(box=box.SIMPLE_HEAD, title=total.source, title_justify="left")
+    by_source: dict[str, list[Outcome]] = {}
+    for o in outcomes:
+        by_source.setdefault(o.source, []).append(o)
+    for source, some in by_source.items():
+        table = Table(box=box.SIMPLE_HEAD, title=source, title_justify="left")
         for title in ("row", "quantity", "measured", "predicted", "error", "fitted"):
             right = title in ("measured", "predicted", "error")
             table.add_column(title, justify="right" if right else "left", overflow="fold")
-        some = [o for o in outcomes if o.source == total.source]
         for o in some:
             numbers = (f"{o.measured:.4g}", f"{o.predicted:.4g}", f"{o.error:+.1%}")
             table.add_row(o.row, o.quantity, *numbers, o.fitted)
         out.print(table)
         for o in some:
-            if abs(o.error) > NEEDS_REASON:
-                out.print(f"  {o.row}: {o.reason or 'no reason known'}")
-    for total in summary(outcomes):
-        row, error = total.worst
-        out.print(
-            f"{total.source}: {total.rows} rows, mean error {total.mape:.1%}, "
-            f"median {total.median:.1%}, bias {total.bias:+.1%}, worst {error:+.1%} ({row})"
-        )
+            if abs(o.error) > NEEDS_REASON and o.quantity != "us":
+                out.print(f"  {o.error:+.0%} {o.row}: {o.reason or 'no reason known'}")
+
+
+def _print_totals(outcomes: Iterable[Outcome]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from stagewright.outcome import summary
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("source", "rows", "mean error", "median", "bias", "worst"):
+        table.add_column(title, justify="left" if title in ("source", "worst") else "right")
+    for s in summary(outcomes):
+        errors = (f"{s.mape:.1%}", f"{s.median:.1%}", f"{s.bias:+.1%}")
+        table.add_row(s.source, str(s.rows), *errors, f"{s.worst[1]:+.0%} {s.worst[0]}")
+    _console().print(table)
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[int, int], None] | None]:
+    """Shows, on a terminal, how many rows of how many are predicted."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("rows", total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
 
 
 def _console() -> Console:

@@ -133,7 +133,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
         elif kernel in CHUNKED:
             seconds[here] = _chunked(size, flops[here], traffic[here], dtype, hardware)
         else:
-            seconds[here] = _attention(
+            seconds[here] = attention_shape_seconds(
                 size, flops[here], traffic[here], dtype, hardware, kernel == "attention_bwd"
             )
     return seconds / hardware.sustained_fraction
@@ -157,7 +157,7 @@ def _chunked(
     return gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtype, on=hardware)
 
 
-def _attention(
+def attention_shape_seconds(
     size: dict[str, NDArray[np.float64]],
     flops: NDArray[np.float64],
     traffic: NDArray[np.float64],
@@ -165,7 +165,10 @@ def _attention(
     hardware: Hardware,
     backward: bool,
 ) -> Seconds:
-    """Fused attention: forward does two products per pair of query and key, backward five."""
+    """Fused attention by its extents, an array each.
+
+    Forward does two products per pair of query and key, backward five.
+    """
     d, v = size["d"], size["v"]
     # Backward goes through the keys in tiles, each of which meets all queries.
     rows, columns = (size["k"], size["q"]) if backward else (size["q"], size["k"])

@@ -11,9 +11,7 @@ import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from stagewright.compiler import compile
 from stagewright.cost import task_seconds
@@ -22,6 +20,7 @@ from stagewright.hardware import resolve as resolve_hardware
 from stagewright.models import ModelConfig
 from stagewright.models import resolve as resolve_model
 from stagewright.network import Machine
+from stagewright.outcome import Outcome
 from stagewright.program import PHASES
 from stagewright.run import Run
 from stagewright.simulation.issue import Execution
@@ -62,26 +61,19 @@ class Measurement:
     model: ModelConfig
 
 
-class Outcome(NamedTuple):
-    """A measurement and its prediction; `error` is predicted / measured - 1."""
-
-    source: str
-    row: str
-    quantity: str
-    measured: float
-    predicted: float
-    error: float
-    fitted: str
-    reason: str
-
-
 Predict = Callable[[Measurement, Machine], float]
+Progress = Callable[[int, int], None]
 
 
-def validate(source: str | None = None, predict: Predict | None = None) -> Iterator[Outcome]:
+def validate(
+    source: str | None = None, predict: Predict | None = None, progress: Progress | None = None
+) -> Iterator[Outcome]:
     """Outcomes of all training measurements, or of those whose source contains a word."""
     predict = predict or step_seconds
-    for m in select(measurements(), source):
+    chosen = select(measurements(), source)
+    for done, m in enumerate(chosen):
+        if progress is not None:
+            progress(done, len(chosen))
         predicted = in_quantity(m, predict(m, machine_of(m)))
         error = predicted / m.measured - 1
         yield Outcome(m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason)
@@ -109,14 +101,7 @@ def select(rows: Iterable[Measurement], source: str | None) -> list[Measurement]
     rows = list(rows)
     if source is None:
         return rows
-    found = [m for m in rows if source.lower() in m.source.lower()]
-    if not found:
-        known = sorted({m.source for m in rows})
-        raise UserError(
-            f"no measurements of source {source!r}{did_you_mean(source, known)}; "
-            f"known: {', '.join(known)}"
-        )
-    return found
+    return [m for m in rows if source.lower() in m.source.lower()]
 
 
 def measurements() -> list[Measurement]:
@@ -198,35 +183,3 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
         return simulated(run.microbatches)
     first, second = simulated(one), simulated(two)
     return second + (run.microbatches - two) * (second - first) / (two - one)
-
-
-class Summary(NamedTuple):
-    """Of the errors of some outcomes."""
-
-    source: str
-    rows: int
-    mape: float
-    median: float  # of the sizes of errors
-    bias: float  # mean error, signed
-    worst: tuple[str, float]
-
-
-def summary(outcomes: Iterable[Outcome]) -> list[Summary]:
-    """Per source, in the order of the outcomes, and in all."""
-    by_source: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_source.setdefault(outcome.source, []).append(outcome)
-    return [_summary(source, some) for source, some in by_source.items()]
-
-
-def _summary(source: str, outcomes: list[Outcome]) -> Summary:
-    errors = np.array([o.error for o in outcomes])
-    worst = max(outcomes, key=lambda o: abs(o.error))
-    return Summary(
-        source,
-        len(errors),
-        float(np.abs(errors).mean()),
-        float(np.median(np.abs(errors))),
-        float(errors.mean()),
-        (worst.row, worst.error),
-    )
