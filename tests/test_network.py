@@ -1,0 +1,165 @@
+"""Machines, where groups lie in them, and collectives against their closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from stagewright import hardware
+from stagewright.compiler import compile
+from stagewright.cost import task_seconds
+from stagewright.errors import UserError
+from stagewright.network import (
+    Dimension,
+    Machine,
+    Placement,
+    collective_seconds,
+    level_of,
+    message_seconds,
+    placements,
+)
+from stagewright.program import Kind
+from stagewright.run import Run
+
+H100 = hardware.resolve("h100-sxm")
+GB = 10**9
+
+
+def ideal(*dimensions: Dimension, algorithm: str = "best") -> Machine:
+    """Links without latency that reach their bandwidth."""
+    gpus = math.prod(d.size for d in dimensions)
+    return Machine(H100, gpus, dimensions, algorithm)  # pyright: ignore
+
+
+NODE = Dimension("switch", 8, 400.0, 0.0)
+OUT = Dimension("fat_tree", 4, 50.0, 0.0)
+
+
+def whole(machine: Machine) -> Placement:
+    return placements(machine, np.arange(machine.gpus).reshape(1, -1))[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "passes"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)]
+)
+def test_a_ring_moves_each_byte_once_or_twice(op: str, passes: int) -> None:
+    """Patarasuk and Yuan, 2009: passes * (n - 1) / n * bytes / bandwidth."""
+    machine = ideal(NODE, algorithm="ring")
+    local = GB // 8 if op == "all_gather" else GB
+    seconds, name = collective_seconds(op, local, whole(machine), machine)
+    assert name == "ring"
+    assert seconds == pytest.approx(passes * 7 / 8 * GB / 400e9)
+
+
+def test_rings_leave_a_node_by_all_its_adapters() -> None:
+    """As many rings as GPUs of the group in a node: 8 x 50 GB/s, not one adapter's 50."""
+    machine = ideal(NODE, OUT, algorithm="ring")
+    seconds, _ = collective_seconds("all_reduce", GB, whole(machine), machine)
+    assert seconds == pytest.approx(2 * 31 / 32 * GB / 400e9)
+    strided = placements(machine, np.arange(32).reshape(4, 8).T)[0]
+    assert (strided.ranks, strided.counts) == (4, (1, 4))
+    seconds, _ = collective_seconds("all_reduce", GB, strided, machine)
+    assert seconds == pytest.approx(2 * 3 / 4 * GB / 50e9)
+
+
+def test_what_leaves_a_node_bounds_all_to_all() -> None:
+    machine = ideal(NODE, OUT)
+    seconds, name = collective_seconds("all_to_all", GB, whole(machine), machine)
+    assert name == "direct"
+    assert seconds == pytest.approx(GB * 24 / 32 / 50e9)
+
+
+def test_all_to_all_on_a_ring_goes_a_quarter_of_it() -> None:
+    machine = ideal(Dimension("ring", 8, 100.0, 0.0))
+    seconds, _ = collective_seconds("all_to_all", GB, whole(machine), machine)
+    assert seconds == pytest.approx(GB * 7 / 8 * 8 / 4 / 100e9)
+
+
+def test_half_of_a_full_mesh_has_half_of_its_links() -> None:
+    machine = ideal(Dimension("fully_connected", 8, 448.0, 0.0), algorithm="ring")
+    seconds, _ = collective_seconds("all_gather", GB // 2, Placement(2, (2,), (1,)), machine)
+    assert seconds == pytest.approx(GB / 2 / (448e9 / 7))
+
+
+def test_switches_that_add_need_one_pass() -> None:
+    """NVLS: (n + 1) / n of the bytes where a ring moves 2 (n - 1) / n."""
+    machine = ideal(Dimension("switch", 8, 400.0, 0.0, in_network_gb_s=400.0))
+    seconds, name = collective_seconds("all_reduce", GB, whole(machine), machine)
+    assert name == "in_network"
+    assert seconds == pytest.approx(9 / 8 * GB / 400e9)
+    off = H100.scale_up.model_copy(update={"in_network_reduction": False})
+    plain = Machine.of(H100.model_copy(update={"scale_up": off}), gpus=8)
+    assert collective_seconds("all_reduce", GB, whole(plain), plain)[1] != "in_network"
+
+
+def test_oversubscription_slows_what_passes_the_top() -> None:
+    out = H100.scale_out.model_copy(update={"gpus_per_leaf": 32, "oversubscription": 4.0})
+    tapered = Machine.of(H100.model_copy(update={"scale_out": out}), gpus=128)
+    assert [d.size for d in tapered.dimensions] == [8, 4, 4]
+    even = Machine.of(H100, gpus=128)
+    group = placements(tapered, np.arange(128).reshape(1, -1))[0]
+    slow = collective_seconds("all_to_all", GB, group, tapered)[0]
+    fast = collective_seconds("all_to_all", GB, whole(even), even)[0]
+    assert 2 < slow / fast < 4  # 96 of 127 partners are beyond the top, at a quarter
+
+
+def test_one_flat_domain_is_as_fast_as_a_node() -> None:
+    flat = Machine.of(H100, gpus=128, topology="fullflat")
+    assert [d.size for d in flat.dimensions] == [128]
+    assert (
+        flat.dimensions[0].bandwidth_gb_s == Machine.of(H100, gpus=8).dimensions[0].bandwidth_gb_s
+    )
+
+
+def test_a_message_takes_the_links_it_passes() -> None:
+    machine = Machine.of(H100, gpus=32)
+    a, b = np.array([0, 0, 7]), np.array([1, 8, 8])
+    assert level_of(machine, a, b).tolist() == [0, 1, 1]
+    near, far = (message_seconds(GB, level, machine) for level in (0, 1))
+    assert far / near == pytest.approx(369 / 46, rel=0.06)  # but for the latency
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("name", hardware.names())
+def test_more_bytes_take_longer(name: str, op: str) -> None:
+    on = hardware.resolve(name)
+    machine = Machine.of(on, gpus=4 * on.gpus_per_node)
+    group = whole(machine)
+    times = [collective_seconds(op, 2**i, group, machine)[0] for i in range(10, 34, 3)]
+    assert times == sorted(times)
+    assert times[0] > 0
+
+
+def test_the_order_of_ranks_says_where_a_group_lies() -> None:
+    """tp inside a node is fast; numbered last, its ranks are in different nodes."""
+    settings = {"model": "llama3-8b", "layers": 1, "tp": 8, "dp": 4, "seq_length": 2048}
+    machine = Machine.of(H100, gpus=32)
+    slow, fast = (
+        task_time(Run(**settings, order=order), machine)
+        for order in ("dp-tp-cp-ep-pp", "tp-cp-ep-dp-pp")
+    )
+    assert slow > 3 * fast
+
+
+def task_time(run: Run, machine: Machine) -> float:
+    """Seconds of all collectives over tp."""
+    program = compile(run).program
+    tasks = program.classes[0].tasks
+    (seconds,) = task_seconds(program, machine)
+    over = [program.label_of(i) == "tp" for i in range(len(program.communicators))]
+    mine = (tasks.kind == Kind.COLLECTIVE) & np.array([*over, False])[tasks.slot]
+    return float(seconds[mine].sum())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="gpus or of nodes"):
+        Machine.of(H100)
+    with pytest.raises(UserError, match="wanted best, ring"):
+        Machine.of(H100, gpus=8, algorithm="rng")  # pyright: ignore
+    with pytest.raises(UserError, match="no attention kernel 'fa3'; did you mean 'fa2'"):
+        Machine.of(H100, gpus=8, attention_kernel="fa3")
+    program = compile(Run(model="gpt2", dp=2, layers=1)).program
+    with pytest.raises(UserError, match="2 ranks and the machine has 8 GPUs"):
+        task_seconds(program, Machine.of(H100, gpus=8))
