@@ -65,6 +65,7 @@ def command(
         metavar="RANK=F",
         help="Kernels of a rank take F times as long; may be repeated.",
     )
+    @click.option("--price", type=float, metavar="USD", help="Per GPU-hour. [the hardware's]")
     @click.option("--perfetto", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
     @JSON
     def simulate(
@@ -78,6 +79,7 @@ def command(
         prefetch: int | None,
         overlap_slowdown: float | None,
         stragglers: Sequence[str],
+        price: float | None,
         perfetto: str | None,
         as_json: bool,
         **given: Any,
@@ -105,9 +107,10 @@ def command(
 
             write(found.line, perfetto, f"{run.describe()} on {found.machine}")
         if as_json:
-            click.echo(json.dumps(found.summary(), indent=2))
+            told = found.summary() | {"power": found.expense(price)._asdict()}
+            click.echo(json.dumps(told, indent=2))
         else:
-            report(found, _console())
+            report(found, _console(), price)
 
     return click.command()(simulate)
 
@@ -153,7 +156,7 @@ def straggler(text: str) -> tuple[int, float]:
 # ---- for people ----------------------------------------------------------------------------------
 
 
-def report(found: Simulation, out: Console) -> None:
+def report(found: Simulation, out: Console, price: float | None = None) -> None:
     """Print a simulation."""
     from stagewright.report import quantity
 
@@ -171,6 +174,12 @@ def report(found: Simulation, out: Console) -> None:
     total = found.seconds
     way = ", ".join(f"{name} {s / total:.1%}" for name, s in found.critical_path.items())
     out.print(f"critical path: {way}")
+    spent = found.expense(price)
+    usd = spent.usd_per_million_tokens
+    out.print(
+        f"power: {spent.watts_per_gpu:,.0f} W per GPU, {spent.joules_per_token:.3g} J per token"
+        + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
+    )
 
 
 def duration(seconds: float) -> str:

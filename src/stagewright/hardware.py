@@ -148,7 +148,8 @@ class Hardware(_Data):
 
     tdp_w: float = Field(gt=0)
     """Of one GPU."""
-    idle_w: float = Field(ge=0, default=0)
+    idle_w: float | None = Field(ge=0, default=None)
+    """Of one GPU that waits; None: a fifth of the TDP (`power.IDLE_FRACTION`)."""
     node_overhead_w: float = Field(ge=0, default=0)
     """Host, network and cooling inside the node, per GPU."""
     price_usd_per_gpu_hour: float | None = Field(ge=0, default=None)

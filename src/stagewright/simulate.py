@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from stagewright.cost import task_seconds
 from stagewright.models import ModelConfig
 from stagewright.network import Machine
+from stagewright.power import Expense, expense
 from stagewright.program import PHASES
 from stagewright.roofline import peak_flops
 from stagewright.run import Run
@@ -116,6 +117,14 @@ class Simulation:
         peak = peak_flops(self.machine.hardware, self.compiled.run.precision)
         return flops / (self.seconds * peak * self.machine.gpus)
 
+    def expense(self, price: float | None = None) -> Expense:
+        """Energy and cost of the step; `price` in USD per GPU and hour, None: the hardware's."""
+        busy = sum(self.mean.kernels.values()) / self.seconds
+        return expense(
+            self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
+            tokens=self.tokens, busy=busy, price=price,
+        )  # fmt: skip
+
     def summary(self) -> dict[str, Any]:
         """Everything as one object for JSON; times in seconds."""
         run, training = self.compiled.run, self.compiled.run.mode == "train"
@@ -132,6 +141,7 @@ class Simulation:
             "tokens_per_second_per_gpu": self.tokens_per_second / self.machine.gpus,
             **({"mfu": self.mfu, "mfu_causal": self.mfu_causal} if training else {}),
             "hfu": self.hfu,
+            "power": self.expense()._asdict(),
             "execution": asdict(self.line.how) | {"no_overlap": sorted(self.line.how.no_overlap)},
             "mean": asdict(self.mean),
             "critical_path": self.critical_path,

@@ -21,8 +21,8 @@ from stagewright.models import ModelConfig
 from stagewright.models import resolve as resolve_model
 from stagewright.network import Machine
 from stagewright.outcome import Outcome
-from stagewright.program import PHASES
 from stagewright.run import Run
+from stagewright.simulate import model_flops
 from stagewright.simulation.issue import Execution
 from stagewright.simulation.timeline import timeline
 
@@ -91,7 +91,7 @@ def in_quantity(m: Measurement, seconds: float) -> float:
         return seconds
     run = m.run.resolved(m.model)
     if m.quantity == "tflops_gpu":
-        return model_flops(run, m.model) / seconds / run.world_size / 1e12
+        return model_flops(run, m.model)[1] / seconds / run.world_size / 1e12
     tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
     return tokens / seconds / run.world_size
 
@@ -150,14 +150,6 @@ def _value(text: str) -> Any:
             return tuple(int(x) for x in text.split(","))
         return tuple(text.split("+")) if "+" in text else text
     return int(text)
-
-
-def model_flops(run: Run, model: ModelConfig) -> float:
-    """FLOPs of a step that the model needs: all ranks, forward and backward, nothing twice."""
-    alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
-    tasks = compile(alone, model).program.classes[0].tasks
-    needed = tasks.phase != PHASES.index("optimizer")
-    return float(tasks.flops[needed].sum()) * (run.global_batch_size or 0)
 
 
 # ---- the prediction ------------------------------------------------------------------------------
