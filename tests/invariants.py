@@ -221,6 +221,11 @@ def check_groups(program: Program) -> None:
         if who.only is None and not inside.all():
             raise Broken(f"communicator {who} leaves ranks out")
         for group in np.unique(ids[inside]):
+            if int(group) not in groups:
+                members = np.flatnonzero(ids == group)
+                if any(sequences[home[r].pipeline_rank, slot] for r in members.tolist()):
+                    raise Broken(f"group {group} ({who}) is used and not listed")
+                continue
             members = groups[int(group)]
             if members != np.flatnonzero(ids == group).tolist() or len(members) < 2:
                 raise Broken(f"group {group} ({who}) has members {members}")
