@@ -273,3 +273,13 @@ def test_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = text.split("```\n")[1]
     said, silent = (graph_of(toy(t), tp=4, dp=2, seq_length=8)[0] for t in (FULLY_SHARDED, shown))
     assert [n.op for n in said] == [n.op for n in silent]
+
+
+def test_what_a_module_does_not_use_is_refused() -> None:
+    for old, new, idle in (
+        ("= einsum[bsd,d->bsd](y0, D)", "= identity(y0)", r"ssm\.D"),
+        ("dB = einsum[bsp,bsd->bsdp](B, dt)", "dB = einsum[bsp,bsd->bsdp](C, dt)", "B"),
+    ):
+        model = parse(SSM.replace(old, new), "ssm.stg").model
+        with pytest.raises(UserError, match=rf"y does not depend on {idle}; use it, or leave it"):
+            sw.compile(Run(model="ssm.stg", layers=1, seq_length=8), model)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from stagewright.errors import UserError
-from stagewright.ir import Node
+from stagewright.ir import Node, toposort
 from stagewright.models import Layer, ModelConfig, Module
 from stagewright.nn.attention import global_attention, local_attention
 from stagewright.nn.builder import Block, Builder, Recipe
@@ -79,10 +79,25 @@ def _own(module: Module, b: Builder, h: Node) -> Node:
     if tuple(size(d) for d in dims) != h.shape:
         shown = ", ".join(map(str, dims))
         raise UserError(f"module {module.name}: {first} is [{shown}], wanted [B, S, M] in a layer")
-    y = module.build(b, {first: identity(h, f"{module.name}.{first}")})
+    y = _built(module, b, {first: identity(h, f"{module.name}.{first}")})
     if y.shape != h.shape:
         shown = ", ".join(map(str, y.shape))
         raise UserError(f"module {module.name} yields [{shown}], wanted [B, S, M] in a layer")
+    return y
+
+
+def _built(module: Module, b: Builder, inputs: dict[str, Node]) -> Node:
+    """What a module makes of its inputs; nothing of it may be there for nothing."""
+    before = set(b.used)
+    y = module.build(b, inputs)
+    needed = set(toposort([y]))
+    own = {name: node for name, node in b.used.items() if name not in before}
+    idle = next((name for name, node in (inputs | own).items() if node not in needed), None)
+    if idle is not None:
+        raise UserError(
+            f"module {module.name}: {module.output} does not depend on {idle}; use it, or leave it "
+            "out"
+        )
     return y
 
 
@@ -92,7 +107,7 @@ def _bare(b: Builder, module: Module) -> Block:
     for name, dims, dtype in module.inputs:
         named = "x" if not values else f"{module.name}.{name}"
         values[name] = leaf("input", dims, dtype or b.dtype, named, role="input")
-    y = module.build(b, values)
+    y = _built(module, b, values)
     x, *others = values.values()
     if b.config.num_layers > 1 and (x.shape, x.dtype) != (y.shape, y.dtype):
         raise UserError(
