@@ -14,13 +14,13 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
+from reprlib import repr as shown  # short whatever the value
 from typing import Any, Literal, cast, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stagewright.errors import UserError, did_you_mean, either
+from stagewright.files import from_yaml, read_text
 
 Topology = Literal["switch", "fully_connected", "ring", "torus"]
 Fabric = Literal["rail_optimized", "fat_tree", "dragonfly"]
@@ -180,7 +180,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
     """
     name = str(name_or_path)
     if name.endswith((".yaml", ".yml")) or os.sep in name:
-        return _load(_text(Path(name)), name)
+        return _load(read_text(name, "hardware in YAML"), name)
     if name not in names():
         raise UserError(
             f"unknown hardware {name!r}{did_you_mean(name.lower(), names())}; "
@@ -198,15 +198,6 @@ def _folder() -> Any:
     return files("stagewright") / "data" / "hardware"
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text in UTF-8; wanted hardware in YAML") from None
-    except OSError as error:
-        raise UserError(f"cannot read hardware {path}: {error.strerror}") from None
-
-
 def _load(text: str, where: str) -> Hardware:
     values, sources = _merged(text, where)
     try:
@@ -219,15 +210,15 @@ def _merged(
     text: str, where: str, seen: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values and their sources, those of the base below them."""
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{where}: {' '.join(str(error).split())}; wanted YAML") from None
+    raw = from_yaml(text, where)
     if not isinstance(raw, dict):
-        raise UserError(f"{where}: got {raw!r}, wanted keys such as peak_bf16_tflops: 989.4")
-    given = cast("dict[str, Any]", raw)
+        raise UserError(f"{where}: got {shown(raw)}, wanted keys such as peak_bf16_tflops: 989.4")
+    given = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
     base = given.pop("base", None)
-    texts = cast("dict[str, str]", given.pop("sources", {}))
+    texts: Any = given.pop("sources", {})
+    if not isinstance(texts, dict):
+        raise UserError(f"{where}: sources is {shown(texts)}, wanted names and where they lead")
+    texts = {str(name): text for name, text in cast("dict[object, Any]", texts).items()}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     _take(given, texts, where, "", values, sources)
@@ -302,6 +293,6 @@ def _explain(error: ValidationError) -> str:
             return f"{name} is missing"
         case "literal_error":
             choices = Topology if path[-1] == "topology" else Fabric
-            return f"{name} is {first['input']!r}, wanted {either(get_args(choices))}"
+            return f"{name} is {shown(first['input'])}, wanted {either(get_args(choices))}"
         case _:
-            return f"{name} is {first['input']!r}: {first['msg']}"
+            return f"{name} is {shown(first['input'])}: {first['msg']}"
