@@ -28,7 +28,6 @@ step `fits`, the most `requests` that do, and how many `tokens` each of the step
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import stagewright
-from stagewright import batch, memory
+from stagewright import batch, memory, record
 from stagewright.pipeline import to_csv
 from stagewright.program import (
     CATEGORIES,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.compiler import Compiled
-    from stagewright.models import ModelConfig
 
 Summary = dict[str, Any]
 
@@ -99,17 +97,11 @@ def manifest(compiled: Compiled) -> dict[str, Any]:
         "run": compiled.run.model_dump(mode="json"),
         # A file may change or vanish; a schedule by name follows from the run.
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
-        "model": _recorded(compiled.model),
+        "model": record.to_json(compiled.model),
         **({"modules": {m.name: m.text for m in modules}} if modules else {}),
         "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
         "mesh": dict(compiled.program.mesh.axes),
     }
-
-
-def _recorded(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model; of its modules the names, since their texts stand by themselves."""
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-    return fields | {"modules": [m.name for m in model.modules]}
 
 
 def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:

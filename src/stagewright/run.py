@@ -29,11 +29,10 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from stagewright import batch, pipeline, serving
+from stagewright import batch, pipeline, record, serving
 from stagewright.errors import UserError, did_you_mean, divisors, either
 from stagewright.files import from_yaml, manifest_head, read_text
-from stagewright.models import LIMITS, ModelConfig, Module
-from stagewright.state_space import StateSpace
+from stagewright.models import LIMITS, ModelConfig
 
 LARGEST = 2**31
 """No setting is larger: columns of the program index with 32 bits."""
@@ -277,34 +276,10 @@ def recorded_model(path: str | Path) -> ModelConfig | None:
     values = _read(path)
     if not _is_manifest(values):
         return None
-    fields = values.get("model")
     try:
-        if not isinstance(fields, dict):
-            raise TypeError(f"model is {shown(fields)}")
-        named: dict[str, Any] = {
-            str(k): tuple(v) if isinstance(v, list) else v  # pyright: ignore
-            for k, v in fields.items()  # pyright: ignore
-        }
-        texts: Any = values.get("modules", {})
-        if named.get("state_space"):
-            named["state_space"] = StateSpace(**named["state_space"])
-        if named.get("modules"):
-            named["modules"] = _recorded_modules(named["modules"], texts)
-        return ModelConfig(**named)
+        return record.from_json(values.get("model"), values.get("modules", {}))
     except TypeError as error:
         raise UserError(f"{path}: cannot read the model of this manifest: {error}") from None
-
-
-def _recorded_modules(names: Any, texts: Any) -> tuple[Module, ...]:
-    from stagewright.stg import parse  # it reads files in terms of the models of a run
-
-    found: dict[str, Module] = {}
-    for name in names:
-        text = texts.get(name) if isinstance(texts, dict) else None  # pyright: ignore
-        if not isinstance(text, str) or not text:
-            raise TypeError(f"module {shown(name)} is Python code; compile it from Python")
-        found |= parse(text, f"{name}.stg").modules
-    return tuple(found[name] for name in names)
 
 
 def _read(path: str | Path) -> dict[str, Any]:
