@@ -8,7 +8,7 @@ was measured, its source, and which constant of ours it has fitted, if any. One 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import Any
@@ -131,15 +131,20 @@ def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Meas
             f"{where}: quantity is {row['quantity']!r}"
             f"{did_you_mean(row['quantity'], QUANTITIES)}; wanted one of {', '.join(QUANTITIES)}"
         )
-    given = {k: _value(v) for k, v in row.items() if v and k not in _TEXT}
+    run, model = asked({k: v for k, v in row.items() if k not in _TEXT}, settings)
+    texts = {k: row.get(k) or "" for k in _TEXT if k != "measured"}
+    return Measurement(**texts, measured=float(row["measured"]), run=run, model=model)
+
+
+def asked(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
+    """The run of a row's settings, and its model: a preset, changed by the fields that remain."""
+    given = {k: _value(v) for k, v in row.items() if v}
     model = resolve_model(str(given["model"]))
     changes = {k: v for k, v in given.items() if k not in settings}
     if changes:
         changes.setdefault("kv_channels", model.kv_channels)
         model = replace(model, **changes)
-    run = Run.load(None, {k: v for k, v in given.items() if k in settings})
-    texts = {k: row.get(k) or "" for k in _TEXT if k != "measured"}
-    return Measurement(**texts, measured=float(row["measured"]), run=run, model=model)
+    return Run.load(None, {k: v for k, v in given.items() if k in settings}), model
 
 
 def _value(text: str) -> Any:
