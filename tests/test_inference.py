@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,14 @@ DECODE: dict[str, Any] = {"mode": "decode", "context_length": 4096}
 PREFILL: dict[str, Any] = {"mode": "prefill", "prompt_length": 1024}
 
 
+DENSE_V3 = replace(
+    PRESETS["deepseek-v3"], num_experts=0, top_k=0, moe_ffn_hidden_size=0, shared_ffn_hidden_size=0,
+    first_dense_layers=0, router="softmax",
+)  # fmt: skip
+
+
 def run(model: str = "llama3.1-70b", **fields: Any) -> Compiled:
-    return compile(Run(model=model, **fields))
+    return compile(Run(model=model, **fields), DENSE_V3 if model == "deepseek-v3-dense" else None)
 
 
 def work(compiled: Compiled, column: str = "flops") -> Counter[str]:
@@ -155,9 +162,120 @@ def test_bytes_of_a_token(model: str, per_token: int) -> None:
     ]
 
 
+def test_latents_are_cached() -> None:
+    """DeepSeek-V3: 512 + 64 channels of each of 61 layers, on every rank of tp."""
+    fields: dict[str, Any] = {"mode": "decode", "context_length": 999, "kv_block_size": 1}
+    for tp in (1, 8):
+        assert cached("deepseek-v3", tp=tp, **fields) == [1000 * 70_272]
+    assert cached("deepseek-v3", mode="prefill", prompt_length=1000, kv_block_size=1) == [
+        1000 * 70_272
+    ]
+
+
+@pytest.mark.parametrize("mla", ["naive", "absorb"])
+def test_latent_attention(mla: str) -> None:
+    """vllm/v1/attention/backends/mla/common.py tells both forms; 128 heads, and keys that are seen.
+
+    Naive: heads of 192 and 128 channels, made of each cached latent; absorbed: of 576 and 512.
+    """
+    context, layers = 999, 61
+    found = work(run("deepseek-v3-dense", mode="decode", mla=mla, context_length=context))
+    of_keys = {"naive": 192 + 128, "absorb": 576 + 512}[mla]
+    assert found["cached_attention"] == layers * 2 * 128 * of_keys * (context + 1)
+    made = 2 * 512 * 128 * (128 + 128) * (context + 1 if mla == "naive" else 1)
+    others = 2 * (7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 7168)
+    mlp = 2 * 3 * 7168 * 18432
+    assert found["einsum"] == layers * (made + others + mlp) + 2 * 7168 * 129280
+
+
 def cached(model: str = "llama3.1-70b", **fields: Any) -> list[int]:
     """Bytes of the cache on a rank of each class."""
     return [c.memory["kv_cache"] for c in run(model, **fields).program.classes]
+
+
+# ---- mixtures of experts -------------------------------------------------------------------------
+
+V3: dict[str, Any] = {"model": "deepseek-v3", "dp": 32, "ep": 32}
+
+
+def test_wide_expert_parallelism() -> None:
+    """DeepSeek's layout: every rank has requests of its own, and some of the experts.
+
+    Of each token, a copy of 7168 channels goes to each of its 8 experts, and as much comes back.
+    """
+    found = collectives(run(**V3, batch_size=128, **DECODE))
+    assert found == {f"all_to_all {4 * 8 * 7168 * 2}": 58 * 2}
+    assert not collectives(run("deepseek-v3", dp=4, batch_size=128, layers=2, **DECODE))
+    # Ranks of tp have the same tokens: the sums of their experts' results are reduced.
+    found = collectives(run("deepseek-v3", tp=8, ep=8, etp=1, batch_size=5, **DECODE))
+    assert found == {
+        f"all_reduce {5 * 7168 * 2}": 1 + 61 + 3 + 58, f"all_gather {5 * 129280 // 8 * 2}": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("requests", "redundant"), [(32, 0), (64, 32), (4096, 0)])
+def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: int) -> None:
+    """Of E experts, T tokens with k each go to E (1 - (1 - k/E)^T) on average, if evenly spread."""
+    compiled = run(**V3, batch_size=requests, num_redundant_experts=redundant, **DECODE)
+    (c,) = compiled.program.classes
+    t = c.tasks
+    held = 256 + redundant
+    rows = requests * 8 / 32  # of a rank
+    touched = held * (1 - (1 - 8 / held) ** requests) / 32
+    for op, wide in (("up", 2048), ("mlp_out", 7168)):
+        (name,) = [i for i, n in enumerate(t.names) if n == f"layer9.{op}"]
+        row, _shared = np.flatnonzero(t.name == name)
+        assert t.flops[row] == rows * 2 * 7168 * 2048
+        weights = touched * 7168 * 2048 * 2
+        assert t.traffic[row] == pytest.approx(weights + rows * (7168 + 2048) * 2, abs=2)
+        assert t.shapes[t.shape[row]].extents[0] == ("batch", held // 32), wide
+
+
+def test_all_ranks_tokens_make_the_rows_of_experts() -> None:
+    """Ranks with 3 and with 2 requests: experts get the same from all."""
+    program = run(**V3, batch_size=80, layers=4, **DECODE).program
+    assert [len(c.ranks) for c in program.classes] == [16, 16]
+    for column in ("comm_bytes", "flops"):
+        seen: set[int] = set()
+        for c in program.classes:
+            name = c.tasks.names.index("layer3.up" if column == "flops"
+                                       else "layer3.dispatched.all_to_all")  # fmt: skip
+            seen.add(int(getattr(c.tasks, column)[np.flatnonzero(c.tasks.name == name)[0]]))
+        assert seen == {80 * 8 // 32 * 7168 * 2 * (2048 if column == "flops" else 1)}
+
+
+def test_redundant_experts_take_memory() -> None:
+    plain, more = (
+        run(**V3, num_redundant_experts=n, **DECODE).program.classes[0].memory["parameters"]
+        for n in (0, 32)
+    )
+    assert more - plain == 58 * 3 * 7168 * 2048 * 2
+
+
+R1 = sorted((Path(__file__).parent.parent / "examples" / "deepseek-r1").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", R1, ids=lambda p: p.stem)
+def test_the_paper_s_deepseek_r1_cases(path: Path) -> None:
+    """Tokens per second and GPU, times the step, both of the paper: the tokens of a GPU's batch."""
+    compiled = compile(Run.load(path))
+    assert check_program(compiled.program)["run"] == "rank by rank"
+    gpus = path.stem.split("-")[1]
+    rate, milliseconds = {
+        "decode-36": (62.5, 227.483), "decode-72": (75.9, 187.483), "decode-144": (86.9, 163.681),
+        "prefill-36": (7097, 2051.994), "prefill-72": (5081, 2866.145),
+        "prefill-144": (3911, 3723.360),
+    }[path.stem]  # fmt: skip
+    tokens = summary(compiled)["batch"]["tokens"]
+    assert tokens / int(gpus) == pytest.approx(rate * milliseconds / 1000, rel=1e-3)
+    # Two all-to-alls in each of 58 layers; rows of 8 of 288 experts.
+    program = compiled.program
+    assert {len(c.ranks) for c in program.classes} == {int(gpus) * 7 // 9, int(gpus) * 2 // 9}
+    for c in program.classes:
+        sizes = c.tasks.comm_bytes[c.tasks.kind == Kind.COLLECTIVE]
+        assert sizes.tolist() == [math.ceil(tokens * 8 / int(gpus) * 7168) * 2] * 58 * 2
+    assert compiled.capacity is not None
+    assert compiled.capacity.fits
 
 
 def test_ranks_share_the_heads() -> None:
@@ -214,7 +332,7 @@ def test_attention_reads_the_keys_it_sees() -> None:
 
 
 def collectives(compiled: Compiled) -> Counter[str]:
-    (c,) = compiled.program.classes
+    c, *_ = compiled.program.classes
     t = c.tasks
     return Counter(
         f"{COLLECTIVES[t.collective[i]]} {t.comm_bytes[i]}"
@@ -481,6 +599,23 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
             "tp=3 does not divide the 64 attention heads of llama3.1-70b; use 1, 2, 4, 8, 16, 32 "
             "or 64",
         ),
+        (
+            {"mla": "absorb", **DECODE},
+            "mla=absorb is a form of latent attention, llama3.1-70b has none; drop it",
+        ),
+        (
+            {"num_redundant_experts": 2, **DECODE},
+            "llama3.1-70b is a dense model; drop num_redundant_experts=2",
+        ),
+        (
+            {"model": "deepseek-v3", "dp": 36, "ep": 36, **DECODE},
+            "ep=36 does not divide the 256 experts of deepseek-v3; use 1, 2, 4",
+        ),
+        (
+            {"model": "mixtral-8x7b", "num_redundant_experts": 9, **DECODE},
+            "num_redundant_experts=9 is more than the 8 experts of mixtral-8x7b; use at most as "
+            "many",
+        ),
         ({"sequence_parallel": True, **DECODE}, "sequence_parallel splits over tp, got tp=1"),
     ],
     ids=str,
@@ -500,13 +635,15 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "drafts": {"pp": 3, "num_speculative_tokens": 4, "streams": "separate", **DECODE},
     "lengths": {"dp": 3, "pp": 2, "mode": "decode", "requests": [
         {"count": 5, "context_length": 10 * i} for i in range(1, 7)]},
+    "experts": {"model": "deepseek-v2", "dp": 4, "ep": 4, "tp": 2, "etp": 2, "batch_size": 10,
+                "pp": 2, **DECODE},
     "unfused": {"tp": 2, "fuse": False, "order": "dp-tp-cp-ep-pp", "dp": 2, **DECODE},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_rank_can_run(name: str) -> None:
-    compiled = run("llama3.1-8b", layers=6, **PROGRAMS[name])
+    compiled = run(**{"model": "llama3.1-8b", "layers": 6, **PROGRAMS[name]})
     assert check_program(compiled.program)["run"] == "rank by rank"
     total = Counter[str]()
     for c in compiled.program.classes:

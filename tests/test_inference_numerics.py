@@ -7,7 +7,9 @@ speculative decode; every logit is that of the model's training graph on the req
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,11 +29,14 @@ from stagewright.strategies import Plan, strategy
 
 SERVED = Recipe(dropout=False, inference=Inference())
 TRAINED = Recipe(dropout=False)
-MODELS = [
-    m for m in TINY if TINY[m].causal and not TINY[m].num_experts and not TINY[m].kv_lora_rank
-]
+ABSORBED = replace(SERVED, absorb=True)
+# Here experts are chosen by a token's place in a step (`meaning._chosen`): requests fare alike
+# however they are cut only if their tokens go to all experts.
+ALL = {m: replace(c, top_k=c.num_experts) for m, c in TINY.items() if c.causal}
+MODELS = list(ALL)
+FORMS = [(m, SERVED) for m in MODELS] + [(m, ABSORBED) for m in MODELS if ALL[m].kv_lora_rank]
 BLOCK = 4  # tokens of a block of the cache
-WHERE = ("token_slots", "block_table", "token_positions", "logit_rows")
+WHERE = ("token_slots", "block_table", "token_positions", "logit_rows", "key_slots")
 
 Values = dict[str, Any]
 
@@ -54,7 +59,7 @@ STEPS: tuple[tuple[tuple[Piece, ...], ...], ...] = (
 
 
 def built(model: str, part: str, recipe: Recipe, layer: int = 0) -> Block:
-    config = TINY[model]
+    config = ALL[model]
     return nn.BLOCKS[part](config, recipe, config.layer(layer))
 
 
@@ -62,7 +67,7 @@ def built(model: str, part: str, recipe: Recipe, layer: int = 0) -> Block:
 def weights(model: str) -> Values:
     """By block: those of the two layers differ, a tied table is one."""
     result: Values = {}
-    sizes = sizes_of(Run(model=model, seq_length=1), TINY[model])
+    sizes = sizes_of(Run(model=model, seq_length=1), ALL[model])
     for seed, (part, layer) in enumerate(parts()):
         graph = built(model, part, SERVED, layer).graph
         params = Graph.of([n for n in graph if n.op == "param"],
@@ -82,7 +87,7 @@ def parts() -> list[tuple[str, int]]:
 
 def all_logits(model: str, tokens: Sequence[int]) -> Any:
     """[positions, vocabulary] of one sequence, from the graphs for training."""
-    config = TINY[model]
+    config = ALL[model]
     x: Any = None
     for part, layer in parts():
         graph = built(model, part, TRAINED, layer).graph
@@ -90,7 +95,7 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
         found = {n.name: n for n in graph if n.phase == "forward"}
         end = found["logits32"].srcs[0] if part == "head" else graph.outputs["y"]
         forward = Graph.of(toposort([end]), {name: end})
-        sizes = sizes_of(Run(model=model), config) | {"B": 1, "S": len(tokens)}
+        sizes = sizes_of(Run(model=model), config) | {"B": 1, "S": len(tokens), "R": len(tokens)}
         values = weights(model)[part, layer] | {
             "tokens": np.array([tokens]), "positions": np.arange(len(tokens)), "x": x,
         }  # fmt: skip
@@ -135,9 +140,10 @@ class Step(NamedTuple):
     truth: Values
 
 
-def played(model: str) -> Iterator[Step]:
+def played(model: str, recipe: Recipe) -> Iterator[Step]:
     """Every block of every step on one device, each with the caches that the step before left."""
     table, slots = tables()
+    rng = np.random.default_rng(5)
     done = [[0] * len(ends) for ends in ENDS]
     caches: dict[tuple[str, int], Values] = {}
     for number, step in enumerate(STEPS):
@@ -151,16 +157,20 @@ def played(model: str) -> Iterator[Step]:
             where["logit_rows"].append(list(range(len(news))))
             for p in pieces:
                 done[rank][p.request] += p.new
+            where["key_slots"].append(rng.permutation(table.shape[1] * BLOCK))
         where = {k: np.array(v) for k, v in where.items()} | {"block_table": table}
-        local = {f"{name}_local": where[name] for name in ("token_slots", "block_table")}
+        local = {
+            f"{name}_local": where[name] for name in ("token_slots", "block_table", "key_slots")
+        }
         new, held, blocks = len(tokens[0]), table.shape[1] * BLOCK, table.shape[1]
-        sizes = sizes_of(Run(model=model), TINY[model]) | {
+        sizes = sizes_of(Run(model=model), ALL[model]) | {
             "B": len(ENDS), "S": new, "O": new, "L": held, "I": blocks, "L_local": held,
-            "I_local": blocks,
+            "I_local": blocks, "keys": held, "keys_local": held,
+            "R": len(ENDS) * new,
         }  # fmt: skip
         x: Any = None
         for part, layer in parts():
-            graph = built(model, part, SERVED, layer).graph
+            graph = built(model, part, recipe, layer).graph
             empty = {n.name: np.zeros([d.value(sizes) for d in n.shape])
                      for n in graph if n.op == "state"}  # fmt: skip
             old = caches.get((part, layer), empty)
@@ -176,15 +186,15 @@ def played(model: str) -> Iterator[Step]:
 
 
 @cache
-def steps(model: str) -> tuple[Step, ...]:
-    return tuple(played(model))
+def steps(model: str, recipe: Recipe = SERVED) -> tuple[Step, ...]:
+    return tuple(played(model, recipe))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_logit_is_that_of_the_whole_sequence(model: str) -> None:
+@pytest.mark.parametrize(("model", "recipe"), FORMS, ids=lambda x: getattr(x, "absorb", x))
+def test_every_logit_is_that_of_the_whole_sequence(model: str, recipe: Recipe) -> None:
     whole = [[all_logits(model, tokens) for tokens in ranks] for ranks in prompts()]
     done = [[0] * len(ends) for ends in ENDS]
-    heads = [s for s in steps(model) if s.part == "head"]
+    heads = [s for s in steps(model, recipe) if s.part == "head"]
     for step, head in zip(STEPS, heads, strict=True):
         for rank, pieces in enumerate(step):
             row = 0
@@ -227,11 +237,19 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "plain", "qwen3", "falcon-mqa"])
-def test_sharded(model: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        (m, SERVED)
+        for m in ("llama", "gpt2", "gemma2", "plain", "qwen3", "falcon-mqa", "deepseek-lite")
+    ]
+    + [("deepseek-lite", ABSORBED)],
+    ids=lambda x: getattr(x, "absorb", x),
+)
+def test_sharded(model: str, recipe: Recipe, name: str) -> None:
     mesh, fields = MESHES[name]
-    groups = TINY[model].num_query_groups
-    for step in steps(model):
+    groups = ALL[model].num_query_groups
+    for step in steps(model, recipe):
         if step.number not in (0, 1):
             continue
         here = plan(mesh, groups, **fields)
@@ -241,11 +259,41 @@ def test_sharded(model: str, name: str) -> None:
         verify(sharded)
         check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
         found = {n.name: n for n in sharded}
-        if step.part == "layer":
+        if step.part == "layer" and ALL[model].kv_lora_rank:
+            assert found["latent_cache"].layout == Layout((here.data, (), ()))  # copies over tp
+        elif step.part == "layer":
             local = "_local" if "k_cache_local" in found else ""
             assert found[f"k_cache{local}"].layout == Layout((here.data, (), here.key_value, ()))
         if step.part == "head":
             assert found["logits_gathered" if here.tensor else "logits"].layout.dims[2] == ()
+
+
+@pytest.mark.parametrize("redundant", [0, 6])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("model", ["mixtral", "deepseek"])
+def test_experts_on_ranks(model: str, mesh: dict[str, int], redundant: int) -> None:
+    """Attention of dp ranks, experts on all: copies go there and results come back.
+
+    Without dp, ranks have the same tokens: each does what its experts get, and sums are reduced.
+    """
+    (step,) = [s for s in steps(model) if s.number == 2 and (s.part, s.layer) == ("layer", 0)]
+    config = replace(ALL[model], top_k=6 if redundant else 3)
+    recipe = replace(SERVED, inference=Inference(redundant_experts=redundant))
+    graph = nn.BLOCKS["layer"](config, recipe, config.layer(0)).graph
+    held = config.num_experts + redundant
+    sizes = step.sizes | {"H": held, "R": 4 * config.top_k // held}
+    values = step.values | {"x": np.random.default_rng(9).normal(size=(2, 2, 12))}
+    for name in ("we_up", "we_gate", "we_down"):
+        values[name] = np.concatenate([values[name]] * (held // config.num_experts))
+    here = plan(mesh, config.num_query_groups)
+    here = replace(here, expert=tuple(reversed(mesh)) if redundant else (list(mesh)[-1],))
+    sharded = shard(graph, strategy(here, sizes), inner=here.inner)
+    verify(sharded)
+    check(graph, sharded, mesh, sizes, values)
+    found = Counter(n.op for n in sharded if n.scope == "mlp")
+    assert found["all_to_all"] == (2 if "dp" in here.expert else 0)
+    assert found["all_reduce"] == (1 if "tp" in mesh else 0)
+    assert not found["all_gather"]
 
 
 def test_sequence_parallel() -> None:

@@ -92,6 +92,21 @@ EXAMPLES = [
         for more in ({}, {"window": 2, "softcap": 1.5})
     ),
     Example("cached_attention", "bqaD,bKaD,bKaD,bq,bI->bqaD", SERVED, (0, 1, 2, 3, 4), SLOTS),
+    Example(
+        "cached_attention",
+        "bqaD,bKD,bq,bI->bqaV",
+        SERVED | {"latent": True},
+        (0, 1, 2, 3),
+        ("", "", "token_slots", "block_table"),
+        "BQAZ",
+    ),
+    Example(
+        "cached_attention",
+        "bqaD,bKaD,bKaV,bq,bI,bK->bqaV",
+        SERVED,
+        (0, 1, 2, 3, 4, 5),
+        (*SLOTS, "token_slots"),
+    ),
     Example("cache", "bkgd,bSgd,bS->bkgd", {}, (0, 1, 2), ("", "", "token_slots")),
     Example("take", "bSm,bo->bom", {}, (0, 1), ("", "logit_rows")),
     Example("rope", "bsaD,bs->bsaD", {"inverse": False}, (1,), ("", "token_positions")),

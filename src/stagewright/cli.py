@@ -82,6 +82,8 @@ SETTINGS = (
     Setting("kv_cache", ("paged", "contiguous"), "How the cache keeps requests. [paged]"),
     Setting("kv_block_size", int, "Tokens of a block of the paged cache. [16]"),
     Setting("max_model_len", int, "Contiguous: tokens a request has room for. [the longest's]"),
+    Setting("num_redundant_experts", int, "Inference: experts that are there once more. [0]"),
+    Setting("mla", ("naive", "absorb"), "Latent attention. [prefill: naive, decode: absorb]"),
     Setting("device_memory", str, "Inference: bytes of a rank, such as 80e9 or 80GiB."),
     Setting("recompute", ("none", "selective", "full"), "What backward computes again. [none]"),
     Setting("recompute_modules", tuple, "For selective: core_attn,norm,activation. [core_attn]"),

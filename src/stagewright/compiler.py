@@ -133,7 +133,7 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
     sizes = nn.sizes(model) | {"V": -(-model.vocab_size // multiple) * multiple}
     own = {name: number for m in model.modules for name, number in m.sizes.items()}
     if run.mode != "train":
-        return sizes | {"B": run.dp} | own
+        return sizes | {"B": run.dp, "H": model.num_experts + run.num_redundant_experts} | own
     return sizes | {
         "B": run.micro_batch_size * run.dp * replicas,
         "S": run.seq_length or 0,
@@ -248,7 +248,7 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
     `shared`: the first and the last stage are on the same ranks, by default where there is one.
     """
     shared = run.pp == 1 if shared is None else shared
-    inference = nn.Inference(cache_dtype=run.kv_cache_dtype or "bf16")
+    inference = nn.Inference(run.kv_cache_dtype or "bf16", run.num_redundant_experts)
     return nn.Recipe(
         precision=nn.PRECISIONS[run.precision],
         optimizer=run.optimizer,
@@ -259,6 +259,7 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
         cast_once=run.zero < 3 or not run.reshard_after_forward,
         gather_once=run.zero == 3 and not run.reshard_after_forward,
         shared_embedding=model.tied_embeddings and shared,
+        absorb=run.mla == "absorb",
         inference=None if run.mode == "train" else inference,
     )
 

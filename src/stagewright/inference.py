@@ -22,7 +22,6 @@ from stagewright.compiler import (
 )
 from stagewright.ir import Graph
 from stagewright.kernels import Extent, Task, extent_of
-from stagewright.layout import Mesh
 from stagewright.lower import lower
 from stagewright.models import ModelConfig
 from stagewright.parallel import parallelization
@@ -30,9 +29,10 @@ from stagewright.pipeline import Order, forward_only
 from stagewright.program import Program
 from stagewright.run import Run
 from stagewright.served import ServedFootprint, served_footprint, served_memory
-from stagewright.serving import loads
+from stagewright.serving import experts, loads
 from stagewright.shares import place_along, shared
 from stagewright.stages import Placed
+from stagewright.strategies import Plan
 
 Sizes = Mapping[str, int]
 
@@ -40,7 +40,11 @@ Sizes = Mapping[str, int]
 def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled:
     """A step of a resolved run that has been checked; `table` as in `compiler.compile`."""
     mesh, plan = parallelization(run, model)
-    plan = replace(plan, table=table_of(run, model, table))
+    # Ranks with the same tokens share experts outside of those that exchange tokens: what comes
+    # back to a rank is then the sum that it has a part of, and nothing is gathered.
+    same = [a for a in plan.expert if a in plan.tensor and not run.sequence_parallel]
+    expert = (*same, *(a for a in plan.expert if a not in same))
+    plan = replace(plan, expert=expert, table=table_of(run, model, table))
     load = loads(run, model)
     for some in load.sizes:
         check_rows(plan, run, model, {**sizes_of(run, model), **some})
@@ -51,7 +55,7 @@ def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled
         for kind in dict.fromkeys(kind for stage in places for kind, _ in stage)
     }
     order = forward_only(run.pp, run.microbatches)
-    step = _Step(run, model, mesh, order, places, graphs)
+    step = _Step(run, model, plan, order, places, graphs)
     program = shared(
         [step.program(some) for some in load.sizes],
         place_along(mesh, plan.data),
@@ -69,7 +73,7 @@ class _Step:
 
     run: Run
     model: ModelConfig
-    mesh: Mesh
+    plan: Plan
     order: Order
     places: Sequence[Sequence[tuple[Kind, int]]]
     graphs: Mapping[Kind, Graph]
@@ -79,12 +83,13 @@ class _Step:
     )
 
     def extent(self, sizes: Sizes) -> Extent:
-        return extent_of({**sizes_of(self.run, self.model), **sizes}, self.mesh)
+        means = experts(self.run, self.model, self.plan, sizes.get("routed", 0))
+        return extent_of({**sizes_of(self.run, self.model), **sizes}, self.plan.mesh, means)
 
     def program(self, sizes: Sizes) -> Program:
         """What every rank does if all have batches of these sizes."""
         extent = self.extent(sizes)
-        blocks = {k: lowered(g, self.run, self.mesh, extent) for k, g in self.graphs.items()}
+        blocks = {k: lowered(g, self.run, self.plan.mesh, extent) for k, g in self.graphs.items()}
         self.tasks = {kind: block.tasks for kind, block in blocks.items()}
         stages = [
             [
@@ -93,7 +98,7 @@ class _Step:
             ]
             for stage in self.places
         ]
-        return lower(stages, self.order, self.mesh, clip_grad=False, streams=self.run.streams)
+        return lower(stages, self.order, self.plan.mesh, clip_grad=False, streams=self.run.streams)
 
     def footprint(self, sizes: Sizes) -> dict[Kind, ServedFootprint]:
         """Bytes of each kind of block; which task needs what does not depend on sizes."""

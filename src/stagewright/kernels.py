@@ -12,17 +12,18 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, cast
 
 from stagewright.ir import BYTES, Graph, Node
 from stagewright.layout import Mesh
-from stagewright.ops import COLLECTIVE_OPS, LEAVES, OPS, indices, traffic
+from stagewright.ops import COLLECTIVE_OPS, LEAVES, OPS, indices, local, traffic
 from stagewright.program import Kind, Shape
 from stagewright.shapes import shape_of
 from stagewright.size import Size
 from stagewright.spec import parse
 
-Extent = Callable[[Size, tuple[str, ...]], int]
+Extent = Callable[[Size, tuple[str, ...]], "int | Fraction"]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,14 +65,22 @@ PARTS = (
 )
 
 
-def extent_of(sizes: Mapping[str, int], mesh: Mesh) -> Extent:
-    """How large a dim is on one rank; a split that does not divide pads to the ceiling."""
-    known: dict[tuple[Size, tuple[str, ...]], int] = {}
+def extent_of(
+    sizes: Mapping[str, int], mesh: Mesh, means: Mapping[Size, Fraction] | None = None
+) -> Extent:
+    """How large a dim is on one rank; a split that does not divide pads to the ceiling.
 
-    def extent(dim: Size, axes: tuple[str, ...]) -> int:
+    `means` are dims of which only the mean is known, which need not be whole: the rows of experts.
+    """
+    known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = {}
+
+    def extent(dim: Size, axes: tuple[str, ...]) -> int | Fraction:
         key = (dim, axes)
         if key not in known:
-            known[key] = -(-dim.value(sizes) // mesh.size(*axes))
+            if means and dim in means:
+                known[key] = means[dim] / mesh.size(*axes)
+            else:
+                known[key] = -(-dim.value(sizes) // mesh.size(*axes))
         return known[key]
 
     return extent
@@ -79,8 +88,7 @@ def extent_of(sizes: Mapping[str, int], mesh: Mesh) -> Extent:
 
 def bytes_of(n: Node, extent: Extent) -> int:
     """Bytes of the part of a value that one rank holds."""
-    dims = zip(n.shape, n.layout.dims, strict=True)
-    return math.prod(extent(d, axes) for d, axes in dims) * BYTES[n.dtype]
+    return math.ceil(math.ceil(local(n, extent)) * BYTES[n.dtype])
 
 
 def kernels(

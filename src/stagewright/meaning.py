@@ -305,15 +305,22 @@ def _owners(ctx: Any, table: Any, slots: Any) -> tuple[Any, Any]:
     return request, first + slots % width
 
 
-def cached_attention(ctx: Any, q: Any, k: Any, v: Any, slots: Any, table: Any) -> Any:
-    """A token sees what the cache holds of its request up to its own position."""
-    places = ctx.start("k") + np.arange(int(k.shape[1]))[None, :]
+def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
+    """A token sees what the cache holds of its request up to its own position.
+
+    Rows gathered from the cache come with their slots; there are as many as slots where this runs.
+    """
+    many = 1 if ctx.get("latent") else 2
+    slots, table, *gathered = rest[many:]
+    places = ctx.start("k") + np.arange(int(rest[0].shape[1]))[None, :]
+    places = gathered[0] if gathered else places
+    k, v = _heads(*rest[:many], width=ctx.shape[-1])
     asks, at = _owners(ctx, table, slots)
-    holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), places.size)))
+    holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), places.shape[-1])))
     seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
     if ctx.get("window"):
         seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
-    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(q.shape[-1])
+    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
     p = _probabilities(_cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None])
     return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
@@ -391,13 +398,14 @@ def norm2(ctx: Any, x: Any) -> Any:
     return (x * x).sum() * float(ctx.leads(ctx["alone"]))
 
 
-def _chosen(ctx: Any) -> Any:
+def _chosen(ctx: Any, experts: int = 0) -> Any:
     """1 where a token goes to an expert, [tokens, experts]: in turns, so that all ranks agree."""
     sequence: Any = ctx.start("b") + np.arange(int(ctx.shape_of("b")))
     place: Any = ctx.start("s") + np.arange(int(ctx.shape_of("s")))
     token: Any = (sequence[:, None] * ctx.size("s") + place).reshape(-1)
-    many = int(ctx.size("e"))
-    turn: Any = np.arange(many)[None, :] - (token * ctx["top_k"])[:, None]
+    many = experts or int(ctx.size("e"))
+    here: Any = ctx.start("e") + np.arange(int(ctx.shape_of("e")))
+    turn: Any = (np.arange(many) if experts else here)[None, :] - (token * ctx["top_k"])[:, None]
     return (turn % many < ctx["top_k"]).astype(float)
 
 
@@ -412,14 +420,15 @@ def _routes(ctx: Any, rows: int) -> Any:
 
 
 def _gates(ctx: Any, logits: Any) -> Any:
-    chosen = _chosen(ctx).reshape(logits.shape)
+    chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
     weight = np.exp(logits) if ctx["fn"] == "softmax" else 1 / (1 + np.exp(-logits))
     weight = weight * chosen
     return weight / weight.sum(-1, keepdims=True)
 
 
 def topk(ctx: Any, logits: Any) -> Any:
-    return _gates(ctx, logits)
+    """The gates of experts, of which those behind the last are the first once more."""
+    return _gates(ctx, logits[..., np.arange(ctx.shape[-1]) % logits.shape[-1]])
 
 
 def topk_bwd(ctx: Any, g: Any, logits: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from stagewright import meaning, scan
@@ -260,31 +261,46 @@ def _size(n: Node, attr: str) -> Size:
     return size(found)
 
 
-def _reads_of_cache(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> list[Any]:
-    """Bytes that attention reads per operand: of a cache, only the keys that some query sees."""
+def _reads_in_part(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> list[Any]:
+    """Bytes read per operand: of a cache only the keys that some query sees, of experts only the
+    weights of those that some token goes to."""
     found: list[Any] = []
     for dims, s in zip(parse(str(n["spec"])).ins, n.srcs, strict=True):
-        shape = [_size(n, "keys") if x == ("k",) else d for x, d in zip(dims, s.shape, strict=True)]
+        part: dict[tuple[str, ...], str] = {("k",): "keys"} if n.get("keys") is not None else {}
+        if n.get("touched") is not None and ("r",) not in dims:
+            part = {("e",): "touched"}
+        shape = [_size(n, part[x]) if x in part else d for x, d in zip(dims, s.shape, strict=True)]
         parts = [extent(d, axes) for d, axes in zip(shape, s.layout.dims, strict=True)]
-        found.append(math.prod(parts, start=BYTES[s.dtype]))
+        found.append(_bytes(math.prod(parts), s.dtype))
     return found
+
+
+def _bytes(elements: Any, dtype: str) -> Any:
+    return _whole(_whole(elements) * BYTES[dtype])
+
+
+def _whole(count: Any) -> Any:
+    """As a whole number: a fraction, of rows that experts share evenly or of bytes, rounded up."""
+    if isinstance(count, float):
+        return int(count)
+    return math.ceil(count) if isinstance(count, Fraction) else count
 
 
 def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
     """FLOPs and bytes of one node alone; fusion removes what stays on chip."""
     if n.op in LEAVES or n.op == "identity":
         return Work(0, (), 0)
-    written = local(n, extent) * BYTES[n.dtype]
-    reads = [local(s, extent) * BYTES[s.dtype] for s in n.srcs]
+    written = _bytes(local(n, extent), n.dtype)
+    reads = [_bytes(local(s, extent), s.dtype) for s in n.srcs]
     row = OPS.get(n.op)
     if row is not None and row.gathers is not None:
-        reads[row.gathers] = written
+        reads[row.gathers] = _bytes(local(n, extent), n.srcs[row.gathers].dtype)
     if row is not None and row.scatters is not None:
-        written = local(n.srcs[row.scatters], extent) * BYTES[n.dtype]
+        written = _bytes(local(n.srcs[row.scatters], extent), n.dtype)
         # What is written in place is not read.
         reads = [0 if s.shape == n.shape else r for s, r in zip(n.srcs, reads, strict=True)]
-    if n.get("keys") is not None:
-        reads = _reads_of_cache(n, extent)
+    if n.get("keys") is not None or n.get("touched") is not None:
+        reads = _reads_in_part(n, extent)
     if row is not None and row.rewrites:
         written = 2 * written
     if row is not None and row.scratch is not None:
@@ -294,10 +310,6 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
     if updated:  # optimizer: reads and writes its states in place
         written = written + sum(reads[-int(updated) :])
     return Work(_whole(work), tuple(reads), _whole(written))
-
-
-def _whole(number: Any) -> Any:
-    return int(number) if isinstance(number, float) else number
 
 
 # Gradients.
@@ -548,9 +560,13 @@ def dispatch(x: Node, gates: Node, rows: Size, **fields: Any) -> Node:
     return apply("dispatch", _DISPATCH, x, gates, out=out, weighted=False, **fields)
 
 
-def combine(h: Node, gates: Node, like: Node, **fields: Any) -> Node:
-    """Every token's sum of its experts' rows, weighted by its gates."""
-    return apply("combine", _COMBINE, h, gates, out=like.shape, weighted=True, **fields)
+def combine(h: Node, gates: Node, like: Node, *, in_part: bool = False, **fields: Any) -> Node:
+    """Every token's sum of its experts' rows, weighted by its gates.
+
+    `in_part`: ranks with some of the experts may make partial sums.
+    """
+    spec = _COMBINE.lower() if in_part else _COMBINE
+    return apply("combine", spec, h, gates, out=like.shape, weighted=True, **fields)
 
 
 def _pscan_vjp(n: Node, g: Node) -> Grads:

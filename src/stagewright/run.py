@@ -113,6 +113,11 @@ class Run(BaseModel):
     """Tokens of a block of the paged cache: every request fills its last one up."""
     max_model_len: Count | None = None
     """Contiguous cache: tokens each request has room for. None: as many as the longest has."""
+    num_redundant_experts: Annotated[StrictInt, Field(ge=0, le=LARGEST)] = 0
+    """Inference: experts that are there once more, so that ep divides all, or that share a load."""
+    mla: Literal["naive", "absorb"] | None = None
+    """Latent attention, inference: naive makes keys and values of heads from the cached latents,
+    absorb works on the latents themselves. None: naive in prefill, absorb in decode."""
     device_memory: StrictStr | Count | None = None
     """Bytes that a rank may use, such as 80e9 or 80GiB: how many requests fit is then told."""
 
@@ -179,7 +184,7 @@ class Run(BaseModel):
         if self.mode == "train":
             defaults["seq_length"] = longest
         else:
-            defaults |= serving.defaults(self, longest)
+            defaults |= serving.defaults(self, longest, latent=model.kv_lora_rank > 0)
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if isinstance(self.requests, str):
             absent["requests"] = batch.read(self.requests)
@@ -497,10 +502,12 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
                     f"model; use {degree}=1"
                 )
         return
-    if model.num_experts % run.ep:
+    redundant = run.num_redundant_experts
+    if (model.num_experts + redundant) % run.ep:
+        more = f" and num_redundant_experts={redundant}" if redundant else ""
         raise UserError(
-            f"ep={run.ep} does not divide the {model.num_experts} experts of {model.name}; "
-            f"use {divisors(model.num_experts)}"
+            f"ep={run.ep} does not divide the {model.num_experts} experts of {model.name}{more}; "
+            f"use {divisors(model.num_experts + redundant)}"
         )
     etp, ranks = run.etp or run.tp, run.tp * run.cp * run.dp
     if ranks % (etp * run.ep):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,9 +15,11 @@ from stagewright import batch
 from stagewright.batch import Group, Groups
 from stagewright.errors import UserError
 from stagewright.models import ModelConfig
+from stagewright.size import Size, size
 
 if TYPE_CHECKING:
     from stagewright.run import Run
+    from stagewright.strategies import Plan
 
 MOST_MEMORY = 2**60
 MOST_FLOPS = 2**56
@@ -45,7 +49,15 @@ TRAINING = {
 
 INFERENCE = (
     *("batch_size", "prompt_length", "context_length", "requests", "num_speculative_tokens"),
-    *("kv_cache_dtype", "kv_cache", "kv_block_size", "max_model_len", "device_memory"),
+    *(
+        "kv_cache_dtype",
+        "kv_cache",
+        "kv_block_size",
+        "max_model_len",
+        "device_memory",
+        "mla",
+        "num_redundant_experts",
+    ),
 )
 """Settings that mean nothing in training."""
 
@@ -74,9 +86,10 @@ def read_bytes(value: str | int) -> int:
     return int(size)
 
 
-def defaults(run: Run, longest: int) -> dict[str, Any]:
+def defaults(run: Run, longest: int, *, latent: bool = False) -> dict[str, Any]:
     """What settings that are not given become, where the longest sequence is `longest`.
 
+    `latent`: the model's attention is.
     The rows of a file of requests take the place of its path.
     """
     found: dict[str, Any] = {}
@@ -86,6 +99,8 @@ def defaults(run: Run, longest: int) -> dict[str, Any]:
         found["context_length"] = 0 if run.mode == "prefill" else max(0, longest - new)
     if run.mode == "prefill" and (rows is None or any(g.new_tokens is None for g in rows)):
         found["prompt_length"] = longest
+    if latent:  # as vLLM's backends do (vllm/v1/attention/backends/mla/common.py)
+        found["mla"] = "naive" if run.mode == "prefill" else "absorb"
     if run.kv_cache == "contiguous":
         update = {k: v for k, v in found.items() if getattr(run, k) is None}
         whole = run.model_copy(update=update)
@@ -142,7 +157,7 @@ def loads(run: Run, model: ModelConfig) -> Loads:
 
     S new tokens, O logits, L places in the cache and I blocks of these, and what attention depends
     on besides; `_local` those of layers with a window. Requests are dealt in turn to the ranks of
-    dp, and there to the microbatches.
+    dp, and there to the microbatches. `routed` tokens of all ranks go to their experts together.
     """
     requests = groups(run)
     places = run.dp * microbatches(run)
@@ -155,9 +170,33 @@ def loads(run: Run, model: ModelConfig) -> Loads:
         each = batch.each(requests, cache_of(run), window, verified)
         tables.append(batch.dealt(requests, each, places))
         names += [SIZES[c] + kind for c in batch.COLUMNS]
+    if model.num_experts:
+        tokens = tables[0][:, batch.COLUMNS.index("tokens")].reshape(-1, run.dp)
+        together = tokens.sum(axis=1, keepdims=True) + np.zeros_like(tokens)
+        tables.append(together.reshape(-1, 1))
+        names.append("routed")
     rows, of = np.unique(np.concatenate(tables, axis=1), axis=0, return_inverse=True)
     sizes = tuple(dict(zip(names, map(int, row), strict=True)) for row in rows)
     return Loads(sizes, of.reshape(-1, run.dp).T)
+
+
+def experts(run: Run, model: ModelConfig, plan: Plan, routed: int) -> dict[Size, Fraction]:
+    """Means of what experts get and are read, of `routed` tokens on all ranks: evenly spread.
+
+    R rows for each expert; `touched`, how many experts some token goes to. A token leaves out an
+    expert with the probability 1 - top_k / experts, all of them with a power of it.
+    """
+    if not model.num_experts:
+        return {}
+    held = model.num_experts + run.num_redundant_experts
+    tokens = (*plan.data, *(plan.tensor if run.sequence_parallel else ()))
+    # Ranks that hold the same experts share the tokens.
+    ours = routed / plan.mesh.size(*(a for a in tokens if a not in plan.expert))
+    part = 1.0
+    if model.top_k < held:
+        part = -math.expm1(ours * math.log1p(-model.top_k / held))
+    exact = Fraction(round(part * 2**32), 2**32)  # the same on all machines
+    return {size("R"): Fraction(routed * model.top_k, held), size("touched"): held * exact}
 
 
 SIZES = dict(zip(batch.COLUMNS, ("requests", "S", "pairs", "keys", "L", "I", "O"), strict=True))
@@ -193,12 +232,13 @@ def check(run: Run, model: ModelConfig) -> None:
     if model.modules:
         names = ", ".join(m.name for m in model.modules)
         raise UserError(f"modules ({names}) are there in training only; drop them, or mode")
-    if model.kv_lora_rank:
-        raise UserError(f"inference with latent attention ({model.name}) is not there yet")
+    if run.mla is not None and not model.kv_lora_rank:
+        raise UserError(
+            f"mla={run.mla} is a form of latent attention, {model.name} has none; drop it"
+        )
     if model.state_space:
         raise UserError(f"inference of layers that carry a state ({model.name}) is not there yet")
-    if model.num_experts:
-        raise UserError(f"inference of mixtures of experts ({model.name}) is not there yet")
+    _check_redundant(run, model)
     if run.precision == "fp8":
         raise UserError("precision=fp8 is a recipe of training; use bf16 or fp32")
     if run.cp > 1:
@@ -209,6 +249,17 @@ def check(run: Run, model: ModelConfig) -> None:
         read_bytes(run.device_memory)
     _check_settings(run)
     _check_requests(run, model)
+
+
+def _check_redundant(run: Run, model: ModelConfig) -> None:
+    count = run.num_redundant_experts
+    if count and not model.num_experts:
+        raise UserError(f"{model.name} is a dense model; drop num_redundant_experts={count}")
+    if count > model.num_experts:
+        raise UserError(
+            f"num_redundant_experts={count} is more than the {model.num_experts} experts of "
+            f"{model.name}; use at most as many"
+        )
 
 
 def _check_settings(run: Run) -> None:
@@ -267,7 +318,7 @@ def _check_requests(run: Run, model: ModelConfig) -> None:
         model.hidden_size * max(model.vocab_size, model.ffn_hidden_size),
         model.num_attention_heads * model.kv_channels * model.hidden_size,
     )
-    wide = model.num_attention_heads * model.kv_channels
+    wide = model.num_attention_heads * max(model.kv_channels, model.kv_lora_rank)
     if max(2 * most["S"] * widest, 4 * most["pairs"] * wide) // run.tp > MOST_FLOPS:
         raise UserError(
             f"{most['S']} new tokens, of which each sees {most['pairs'] // most['S']} keys, make a "

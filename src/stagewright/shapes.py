@@ -20,10 +20,11 @@ from stagewright.size import Size
 from stagewright.spec import parse
 
 
-def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], int]) -> Shape:
+def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], Any]) -> Shape:
     """The shape of some fused nodes, of which the first says what kind of kernel they are."""
     n = cluster[0]
-    here = extents(n, extent)
+    # Experts may share rows that do not divide: the longest are meant.
+    here = {x: math.ceil(extent_) for x, extent_ in extents(n, extent).items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         return Shape("gemm", _gemm(n, here))
     if n.op in ("attention", "attention_bwd"):

@@ -250,14 +250,16 @@ def _stated(n: Node, have: Layout | None, to: Layout | None, plan: Plan) -> Layo
 def _cached(plan: Plan) -> dict[str, Dims]:
     """Inference: the cache has a rank's requests and its key-value heads, as vLLM's.
 
-    Ranks that share a key-value head have a copy each. Logits are gathered for the sampler.
+    Ranks that share a key-value head, or latents, have a copy each. Logits are gathered for the
+    sampler.
     """
     requests = (plan.data, ())
     cache = (*requests, tuple(a for a in plan.tensor if a in plan.key_value), ())
     rows: dict[str, Dims] = {"logits_gathered": (*requests, ()), "logit_rows": requests}
     for kind in ("", "_local"):
-        rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table")}
+        rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table", "key_slots")}
         rows |= {f"{name}_cache{kind}": cache for name in ("k", "v")}
+        rows[f"latent_cache{kind}"] = (*requests, ())
     return rows | {"token_positions": (plan.data, plan.context)}
 
 
@@ -276,6 +278,8 @@ def _expert_parallel(plan: Plan, tokens: tuple[str, ...]) -> dict[str, Dims]:
         "dispatched": (plan.expert, away, ()),
         "expert_in": (plan.expert, whole, ()),
         "expert_out": (plan.expert, away, ()),
+        # Inference: ranks that have the same tokens sum up what their experts make of them.
+        "returning": (tuple(a for a in plan.expert if a not in moving), away + moving, ()),
     }
 
 

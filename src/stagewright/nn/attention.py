@@ -7,7 +7,7 @@ from typing import Any
 
 from stagewright.ir import Node
 from stagewright.nn.builder import Builder
-from stagewright.nn.inference import cached_attention
+from stagewright.nn.inference import cached, cached_attention, cached_rows
 from stagewright.ops import apply, einsum, identity, join, part
 from stagewright.size import size
 
@@ -99,11 +99,22 @@ def _naive(
     b: Builder, plain: Node, turned: Node, latent: Node, shared: Node,
     w_uk: Node, w_uv: Node, window: int,
 ) -> Node:  # fmt: skip
-    """Keys and values of every head: the form for training, [B, S, A, U]."""
+    """Keys and values of every head: the form for training, [B, S, A, U].
+
+    A cache holds latents and shared keys all the same: each that is seen is multiplied again.
+    """
     q = join(plain, turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
+    if b.recipe.inference:
+        (kept,) = cached(b, {"latent": _joined(latent, shared)}, window)
+        seen = cached_rows(b, kept, window)
+        latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
+        shared = part(seen, "bsD->bsZ", size("Z"), first=False, name="shared_seen")
     k = b.linear("bsc,can->bsan", latent, w_uk, "k", scope="attention")
     v = b.linear("bsc,cau->bsau", latent, w_uv, "v", scope="attention")
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
+    if b.recipe.inference:
+        o = cached_attention(b, q, (k, v), window, "bqa", "bka", "v", gathered=True)
+        return identity(o, "context", scope="attention")
     q, k, v = (
         identity(x, f"{n}_core", role="" if n == "q" else "keys")
         for n, x in (("q", q), ("k", k), ("v", v))
@@ -124,10 +135,14 @@ def _absorbed(
     width = size("C") + size("Z")
     q = b.linear("bsan,can->bsac", plain, w_uk, "q_absorbed", scope="attention")
     q = identity(join(q, turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
-    keys = join(latent, shared, "bsC,bsZ->bsD", width, name="k_joined")
-    keys = identity(keys, "latent_core", role="keys")
+    keys = identity(_joined(latent, shared), "latent_core", role="keys")
     o = identity(_core(b, q, (keys,), window, "bqa", "bk", value="v"), "context", scope="attention")
     return b.linear("bsac,cau->bsau", o, w_uv, "absorbed", scope="attention")
+
+
+def _joined(latent: Node, shared: Node) -> Node:
+    """What the cache holds of a token: its latent, and the key that all heads share."""
+    return join(latent, shared, "bsC,bsZ->bsD", size("C") + size("Z"), name="k_joined")
 
 
 def _core(
@@ -141,8 +156,10 @@ def _core(
     c = b.config
     scope = "attention.core"
     if b.recipe.inference:
-        k, v = keys  # latents are refused in inference so far
-        return cached_attention(b, q, k, v, window, qd, kd)
+        kept = cached(
+            b, dict(zip(("k", "v") if len(keys) == 2 else ("latent",), keys, strict=True)), window
+        )
+        return cached_attention(b, q, kept, window, qd, kd, value)
     mask: dict[str, Any] = {"causal": c.causal, "window": window, "width": c.kv_channels}
     out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
     if b.recipe.flash_attention:

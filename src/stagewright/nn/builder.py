@@ -40,6 +40,7 @@ class Inference:
     """How a model is served, as far as one device can tell."""
 
     cache_dtype: str = "bf16"
+    redundant_experts: int = 0  # that are there once more
 
 
 @dataclass(frozen=True, slots=True)

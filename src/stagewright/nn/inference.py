@@ -3,13 +3,14 @@
 The tokens of all requests of a rank stand behind each other, as vLLM flattens them: B is the number
 of such batches (one for each rank of data parallelism), S the new tokens of one. The tokens of
 requests are in the L slots of a cache, which has I blocks; the leaf `token_slots` says where new
-ones go, and `block_table` whose a block is. Requests have lengths of their own, so what attention
-costs is not a product of dims: the pairs of a query and a key it sees, and the keys that are read,
-are sizes by themselves (`batch.each`).
+ones go, `block_table` whose a block is, and `key_slots` which slots some new token sees. Requests
+have lengths of their own, so what attention costs is not a product of dims: the pairs of a query
+and a key it sees, and the keys that are read, are sizes by themselves (`batch.each`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagewright.ir import Graph, Node, toposort
@@ -25,38 +26,73 @@ def finish(name: str, b: Builder, y: Node) -> Block:
     return Block(name, Graph.of(toposort(outputs.values()), outputs), {})
 
 
-def cached_attention(b: Builder, q: Node, k: Node, v: Node, window: int, qd: str, kd: str) -> Node:
-    """Write new keys and values to the cache, and attend to what it holds: two kernels, as vLLM's.
-
-    `qd` and `kd` are the indices of queries and keys but for the width.
-    """
+def cached(b: Builder, new: Mapping[str, Node], window: int) -> list[Node]:
+    """Caches with the rows of new tokens, [B, S, ...], written into their slots, [B, L, ...]."""
     assert b.recipe.inference
-    kind = "_local" if window else ""
-    slots = leaf("input", ("B", "S"), "int64", f"token_slots{kind}", role="input")
-    table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}", role="input")
+    kind = _kind(window)
     kept: list[Node] = []
-    for name, new in (("k", k), ("v", v)):
-        dims = ("B", f"L{kind}", *new.shape[2:])
+    for name, x in new.items():
+        dims = ("B", f"L{kind}", *x.shape[2:])
         dtype = b.recipe.inference.cache_dtype
-        old = leaf("state", dims, dtype, f"{name}_cache{kind}", role="cache", scope=new.scope)
-        spec = f"{kd}d,bS{kd[2:]}d,bS->{kd}d"
-        kept.append(apply("cache", spec, old, new, slots, name=f"{name}_cached"))
+        old = leaf("state", dims, dtype, f"{name}_cache{kind}", role="cache", scope=x.scope)
+        rest = "agd"[3 - len(x.shape[2:]) :]
+        spec = f"bk{rest},bS{rest},bS->bk{rest}"
+        kept.append(apply("cache", spec, old, x, _slots(kind), name=f"{name}_cached"))
+    return kept
+
+
+def cached_rows(b: Builder, kept: Node, window: int) -> Node:
+    """The rows of a cache that some new token sees, in the precision of the computation."""
+    return apply("take", "bLw,bk->bkw", kept, _keys(_kind(window)), dtype=b.dtype, name="seen")
+
+
+def cached_attention(
+    b: Builder, q: Node, keys: Sequence[Node], window: int, qd: str, kd: str, value: str, *,
+    gathered: bool = False,
+) -> Node:  # fmt: skip
+    """Attention of new tokens to what a cache holds, or to rows that are `gathered` from it.
+
+    `qd` and `kd` are the indices of queries and keys but for the width, `value` that of values.
+    Latents are keys and, their first channels, values.
+    """
+    kind, c = _kind(window), b.config
+    table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}", role="input")
     whole = kd.replace("k", "K")  # softmax is over all keys of a request
+    wide = value.upper()
+    of = ",".join(whole + x for x in ("D", wide)[: len(keys)])
+    at, places = (",bK", (_keys(kind),)) if gathered else ("", ())
     sums: dict[str, Any] = {n: size(f"{n}{kind}") for n in ("pairs", "keys", "requests")}
     return apply(
         "cached_attention",
-        f"{qd}D,{whole}D,{whole}D,bq,bI->{qd}D",
+        f"{qd}D,{of},bq,bI{at}->{qd}{wide}",
         q,
-        *kept,
-        slots,
+        *keys,
+        _slots(kind),
         table,
+        *places,
+        out=None if len(keys) == 2 else (*q.shape[:-1], size("C")),
+        dtype=b.dtype,
         name="core",
         scope="attention.core",
         window=window,
-        softcap=b.config.attention_softcap or 0,
+        width=c.kv_channels,
+        latent=len(keys) == 1,
+        softcap=c.attention_softcap or 0,
         products=(1, 1),
         **sums,
     )
+
+
+def _kind(window: int) -> str:
+    return "_local" if window else ""
+
+
+def _slots(kind: str) -> Node:
+    return leaf("input", ("B", "S"), "int64", f"token_slots{kind}", role="input")
+
+
+def _keys(kind: str) -> Node:
+    return leaf("input", ("B", f"keys{kind}"), "int64", f"key_slots{kind}", role="input")
 
 
 def last_tokens(h: Node) -> Node:

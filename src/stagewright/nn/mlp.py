@@ -30,8 +30,12 @@ def _feed_forward(
     names: Mapping[str, str],
     *,
     biased: bool = False,
+    more: Mapping[str, Any] | None = None,
 ) -> Node:
-    """The products of an MLP over any rows; `dims` are those of a weight that leads in."""
+    """The products of an MLP over any rows; `dims` are those of a weight that leads in.
+
+    The products have the attributes `more`.
+    """
     c = b.config
     scope = "mlp"
     lead = inner[0] if len(dims) == 3 else ""  # experts have weights of their own
@@ -39,7 +43,7 @@ def _feed_forward(
     wide: dict[str, Node] = {}
     for part_ in ("up", "gate") if c.gated else ("up",):
         w = b.param(names[part_], *dims, scope=scope)
-        wide[part_] = b.linear(into, h, w, part_, scope=scope)
+        wide[part_] = b.linear(into, h, w, part_, scope=scope, **(more or {}))
         if biased:
             wide[part_] = b.bias(wide[part_], f"b_{part_}", dims[-1])
     if c.gated:
@@ -48,7 +52,7 @@ def _feed_forward(
         a = elementwise("act", wide["up"], fn=c.activation, name="act", scope=scope)
     w = b.param(names["down"], *dims[:-2], dims[-1], dims[-2], scope=scope)
     outof = f"{inner},{lead}{inner[-1]}{rows[-1]}->{rows}"
-    return b.linear(outof, a, w, "mlp_out", scope=scope)
+    return b.linear(outof, a, w, "mlp_out", scope=scope, **(more or {}))
 
 
 def experts(b: Builder, h: Node) -> Node:
@@ -62,12 +66,21 @@ def experts(b: Builder, h: Node) -> Node:
     w = b.param("w_router", "M", "E", scope="mlp")
     logits = cast(einsum("bsm,me->bse", h, w, name="router", **own), "fp32", name="router32")
     routing: dict[str, Any] = {"top_k": c.top_k}
-    gates = apply("topk", "bsE->bsE", logits, fn=c.router, name="gates", **routing)
+    held, more = "E", dict[str, Any]()  # inference: experts may be there more than once
+    if b.recipe.inference:
+        held = "H" if b.recipe.inference.redundant_experts else "E"
+        more = {"touched": size("touched")}
+    whose = (*h.shape[:2], size(held))
+    gates = apply("topk", f"bsE->bs{held}", logits, out=whose, fn=c.router, name="gates", **routing)
     rows = identity(dispatch(h, gates, size("R"), name="permuted", **own, **routing), "dispatched")
     rows = identity(rows, "expert_in")
     names = {"up": "we_up", "gate": "we_gate", "down": "we_down"}
-    out = _feed_forward(b, rows, "erm", "erx", ("E", "M", "X"), names)
-    out = combine(identity(out, "expert_out"), gates, h, name="moe_out", **own, **routing)
+    out = _feed_forward(b, rows, "erm", "erx", (held, "M", "X"), names, more=more)
+    out = identity(out, "expert_out")
+    if b.recipe.inference:
+        out = identity(out, "returning")
+        routing |= {"in_part": True}
+    out = combine(out, gates, h, name="moe_out", **own, **routing)
     if c.shared_ffn_hidden_size:
         names = {"up": "ws_up", "gate": "ws_gate", "down": "ws_down"}
         shared = _feed_forward(b, h, "bsm", "bsy", ("M", "Y"), names)
