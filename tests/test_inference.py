@@ -278,6 +278,49 @@ def test_the_paper_s_deepseek_r1_cases(path: Path) -> None:
     assert compiled.capacity.fits
 
 
+# ---- the precision of weights --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "bits"),
+    # Values, and the scale of a group: fp32 of 128 x 128, fp16 of 128, fp8 of 16, 8 bit of 32.
+    [("fp8", 8 + 32 / 128**2), ("int4", 4 + 16 / 128), ("fp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32)],
+)
+def test_weights_in_few_bits(precision: str, bits: float) -> None:
+    """Matrices of layers; norms, the embedding and the output projection stay as they are."""
+    plain = run(tp=8, batch_size=16, **DECODE)
+    few = run(tp=8, batch_size=16, weight_precision=precision, **DECODE)
+    matrices = (70_553_706_496 - 2 * 128256 * 8192 - (2 * 80 + 1) * 8192) // 8
+    saved = matrices * (16 - bits) / 8
+    (a,), (b,) = plain.program.classes, few.program.classes
+    assert a.memory["parameters"] - b.memory["parameters"] == pytest.approx(saved, abs=1000)
+    assert work(plain)["einsum"] == work(few)["einsum"]
+    # They are read in as many bits.
+    read = [int(c.tasks.traffic[c.tasks.op == c.tasks.ops.index("einsum")].sum()) for c in (a, b)]
+    low = precision == "fp8"  # products of fp8: operands are cast before, in kernels of others
+    inputs = 80 * 16 * (3 * 8192 + 8192 // 8 + 2 * 8192 + 28672 // 8) if low else 0
+    assert read[0] - read[1] == pytest.approx(saved + inputs, rel=1e-5)
+    kinds = Counter(
+        b.tasks.dtypes[i] for i in b.tasks.dtype[b.tasks.op == b.tasks.ops.index("einsum")]
+    )
+    assert kinds == ({"fp8": 80 * 7, "bf16": 1} if low else {"bf16": 80 * 7 + 1})
+
+
+def test_deepseek_v3_in_fp8() -> None:
+    """All matrices but the embedding, the output projection and routers, as its checkpoint has."""
+    stored = run("deepseek-v3", mode="prefill", prompt_length=8, weight_precision="fp8")
+    held = stored.program.classes[0].memory["parameters"]
+    norms_and_routers = 61 * (2 * 7168 + 1536 + 512) + 7168 + 58 * 7168 * 256
+    plain = 2 * 129280 * 7168 + norms_and_routers
+    assert held == pytest.approx((671_026_404_352 - plain) * (1 + 4 / 128**2) + 2 * plain, abs=1e5)
+
+
+def test_copies_of_tokens_go_out_in_fp8() -> None:
+    """As DeepSeek's DeepEP: dispatched in fp8, combined in bf16."""
+    found = collectives(run(**V3, batch_size=128, weight_precision="fp8", **DECODE))
+    assert found == {f"all_to_all {4 * 8 * 7168 * n}": 58 for n in (1, 2)}
+
+
 def test_ranks_share_the_heads() -> None:
     """vLLM: key-value heads are split over tp; where there are fewer, ranks have copies."""
     whole = 8 * 4112 * 327_680
@@ -615,6 +658,10 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
             {"model": "mixtral-8x7b", "num_redundant_experts": 9, **DECODE},
             "num_redundant_experts=9 is more than the 8 experts of mixtral-8x7b; use at most as "
             "many",
+        ),
+        (
+            {"precision": "fp32", "weight_precision": "int4", **DECODE},
+            "weight_precision=int4 needs precision=bf16, got fp32; drop either",
         ),
         ({"sequence_parallel": True, **DECODE}, "sequence_parallel splits over tp, got tp=1"),
     ],

@@ -78,6 +78,11 @@ SETTINGS = (
     Setting("context_length", int, "Inference: tokens of a request in the cache before the step."),
     Setting("requests", str, "Inference: a .csv of count, context_length, new_tokens."),
     Setting("num_speculative_tokens", int, "Decode: draft tokens that are verified. [0]"),
+    Setting(
+        "weight_precision",
+        ("bf16", "fp8", "int4", "fp4", "mxfp4"),
+        "Inference: how layers' matrices are stored. [that of the computation]",
+    ),
     Setting("kv_cache_dtype", ("bf16", "fp8", "fp32"), "[that of the computation]"),
     Setting("kv_cache", ("paged", "contiguous"), "How the cache keeps requests. [paged]"),
     Setting("kv_block_size", int, "Tokens of a block of the paged cache. [16]"),

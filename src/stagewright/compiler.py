@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from stagewright import nn, notation
+from stagewright import nn, notation, serving
 from stagewright.capacity import Capacity
 from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
@@ -248,7 +248,11 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
     `shared`: the first and the last stage are on the same ranks, by default where there is one.
     """
     shared = run.pp == 1 if shared is None else shared
-    inference = nn.Inference(run.kv_cache_dtype or "bf16", run.num_redundant_experts)
+    inference = nn.Inference(
+        run.kv_cache_dtype or "bf16",
+        serving.STORED[run.weight_precision or "bf16"],
+        run.num_redundant_experts,
+    )
     return nn.Recipe(
         precision=nn.PRECISIONS[run.precision],
         optimizer=run.optimizer,

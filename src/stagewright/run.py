@@ -106,6 +106,9 @@ class Run(BaseModel):
     """A .csv of requests, or its rows: how many (`count`), their `context_length`, `new_tokens`."""
     num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = 0
     """Decode: draft tokens of each request that the step verifies, besides its new token."""
+    weight_precision: Literal["bf16", "fp8", "int4", "fp4", "mxfp4"] | None = None
+    """Inference: how the matrices of layers are stored, with scales. None: as computed with, in
+    `precision`. With fp8, products are of fp8 too; with 4 bit, of `precision`."""
     kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = None
     """None: that of the computation."""
     kv_cache: Literal["paged", "contiguous"] = "paged"

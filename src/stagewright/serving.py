@@ -49,19 +49,22 @@ TRAINING = {
 
 INFERENCE = (
     *("batch_size", "prompt_length", "context_length", "requests", "num_speculative_tokens"),
-    *(
-        "kv_cache_dtype",
-        "kv_cache",
-        "kv_block_size",
-        "max_model_len",
-        "device_memory",
-        "mla",
-        "num_redundant_experts",
-    ),
+    *("kv_cache_dtype", "kv_cache", "kv_block_size", "max_model_len", "device_memory"),
+    *("weight_precision", "mla", "num_redundant_experts"),
 )
 """Settings that mean nothing in training."""
 
 _BYTES = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?(?:e\+?[0-9]{1,2})?) ?([kMGTP]i?B|B)?")
+
+
+STORED = {
+    "bf16": "",
+    "fp8": "fp8_b128",
+    "int4": "int4_g128",
+    "fp4": "nvfp4",
+    "mxfp4": "mxfp4",
+}
+"""What weights are stored as, by `weight_precision`; `ir.BYTES` has their groups and scales."""
 
 
 def read_requests(value: Any) -> Any:
@@ -240,7 +243,13 @@ def check(run: Run, model: ModelConfig) -> None:
         raise UserError(f"inference of layers that carry a state ({model.name}) is not there yet")
     _check_redundant(run, model)
     if run.precision == "fp8":
-        raise UserError("precision=fp8 is a recipe of training; use bf16 or fp32")
+        raise UserError(
+            "precision=fp8 is a recipe of training; use bf16 or fp32, and weight_precision=fp8"
+        )
+    if run.precision == "fp32" and run.weight_precision is not None:
+        raise UserError(
+            f"weight_precision={run.weight_precision} needs precision=bf16, got fp32; drop either"
+        )
     if run.cp > 1:
         raise UserError(f"cp={run.cp}: context parallelism is there in training only; use cp=1")
     if run.sequence_parallel and run.tp == 1:

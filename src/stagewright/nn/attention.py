@@ -35,7 +35,7 @@ def _attention(b: Builder, h: Node, window: int) -> Node:
     heads: dict[str, Node] = {}
     for name, n in weights.items():
         x = n.lower()
-        w = b.param(f"w{name}", "M", n, "D", scope=scope)
+        w = b.weight(f"w{name}", "M", n, "D", scope=scope)
         heads[name] = b.linear(f"bsm,m{x}d->bs{x}d", h, w, name, scope=scope)
         if c.qkv_bias:
             heads[name] = b.bias(heads[name], f"b{name}", n, "D")
@@ -46,7 +46,7 @@ def _attention(b: Builder, h: Node, window: int) -> Node:
     q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
     o = identity(_core(b, q, (k, v), window, qd, kd), "context", scope=scope)
-    w = b.param("wo", "A", "D", "M", scope=scope)
+    w = b.weight("wo", "A", "D", "M", scope=scope)
     out = b.linear("bsad,adm->bsm", o, w, "attn_out", scope=scope)
     if not c.parallel_block:
         out = identity(out, "attn_reduced")
@@ -75,23 +75,28 @@ def _latent(b: Builder, h: Node, window: int) -> Node:
     scope = "attention"
     source, rank = h, "m"
     if c.q_lora_rank:
-        source = einsum("bsm,mq->bsq", h, b.param("w_dq", "M", "Q", scope=scope), name="q_latent")
+        w = b.weight("w_dq", "M", "Q", scope=scope)
+        source = b.linear("bsm,mq->bsq", h, w, "q_latent", trained=False)
         source, rank = b.norm(source, "q_latent_norm", "Q"), "q"
     name = "w_uq" if c.q_lora_rank else "wq"
-    w = b.param(name, rank.upper(), "A", "D", scope=scope)
+    w = b.weight(name, rank.upper(), "A", "D", scope=scope)
     q = b.linear(f"bs{rank},{rank}ad->bsad", source, w, "q", scope=scope)
     plain = part(q, "bsaD->bsaN", size("N"), first=True, name="q_plain")
     turned = part(q, "bsaD->bsaZ", size("Z"), first=False, name="q_turned")
     turned = b.rope(turned, "bsaZ", "q_rope")
-    latent = einsum("bsm,mc->bsc", h, b.param("w_dkv", "M", "C", scope=scope), name="latent")
+    w = b.weight("w_dkv", "M", "C", scope=scope)
+    latent = b.linear("bsm,mc->bsc", h, w, "latent", trained=False)
     latent = b.norm(latent, "latent_norm", "C")
-    shared = einsum("bsm,mz->bsz", h, b.param("w_kr", "M", "Z", scope=scope), name="k_shared")
+    w = b.weight("w_kr", "M", "Z", scope=scope)
+    shared = b.linear("bsm,mz->bsz", h, w, "k_shared", trained=False)
     shared = b.rope(shared, "bsZ", "k_shared_rope")
-    w_uk = b.param("w_uk", "C", "A", "N", scope=scope)
-    w_uv = b.param("w_uv", "C", "A", "U", scope=scope)
+    # Absorbed, they are multiplied as they are computed with (vLLM keeps them so, too).
+    up = b.param if b.recipe.absorb else b.weight
+    w_uk = up("w_uk", "C", "A", "N", scope=scope)
+    w_uv = up("w_uv", "C", "A", "U", scope=scope)
     form = _absorbed if b.recipe.absorb else _naive
     o = form(b, plain, turned, latent, shared, w_uk, w_uv, window)
-    w = b.param("wo", "A", "U", "M", scope=scope)
+    w = b.weight("wo", "A", "U", "M", scope=scope)
     return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
 
 

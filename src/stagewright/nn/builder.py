@@ -40,6 +40,7 @@ class Inference:
     """How a model is served, as far as one device can tell."""
 
     cache_dtype: str = "bf16"
+    weights: str = ""  # how matrices of layers are stored, where not as computed with
     redundant_experts: int = 0  # that are there once more
 
 
@@ -88,19 +89,36 @@ class Builder:
         """What values are computed in."""
         return self.recipe.precision.compute
 
-    def param(self, name: str, *dims: str | Size, scope: str = "", tied: bool = False) -> Node:
+    def param(
+        self, name: str, *dims: str | Size, scope: str = "", tied: bool = False, dtype: str = ""
+    ) -> Node:
         """A parameter as the computation sees it."""
         if name not in self.params:
             own = {"role": "param", "param": name, "tied": tied, "scope": scope}
-            self.params[name] = p = leaf("param", dims, self.dtype, name, **own)
+            self.params[name] = p = leaf("param", dims, dtype or self.dtype, name, **own)
             once = self.recipe.gather_once
             self.used[name] = identity(p, name, role="used", param=name, once=once, scope=scope)
         return self.used[name]
 
-    def linear(self, spec: str, x: Node, w: Node, name: str, **fields: Any) -> Node:
-        """A matrix product of a layer, in the recipe's precision for these."""
+    def weight(self, name: str, *dims: str | Size, scope: str = "") -> Node:
+        """A matrix of a layer, stored in the precision that these are served in."""
+        served = self.recipe.inference
+        return self.param(name, *dims, scope=scope, dtype=served.weights if served else "")
+
+    def lowered(self, x: Node, w_dtype: str) -> Node:
+        """What is multiplied with weights stored like that: in fp8 with those in fp8."""
+        return cast(x, "fp8", scope=x.scope, name=x.name) if w_dtype == "fp8_b128" else x
+
+    def linear(
+        self, spec: str, x: Node, w: Node, name: str, *, trained: bool = True, **fields: Any
+    ) -> Node:
+        """A matrix product of a layer, in the recipe's precision for these.
+
+        `trained`: also in that of training, not just of inference.
+        """
         low = self.recipe.precision.gemm
-        if low:
+        x = self.lowered(x, w.dtype)
+        if low and trained:
             once = self.recipe.cast_once
             x = cast(x, low, scope=x.scope, name=x.name)
             w = cast(w, low, scope=x.scope, name=w.name, once=once, role="low")

@@ -42,7 +42,7 @@ def _feed_forward(
     into = f"{rows},{lead}{rows[-1]}{inner[-1]}->{inner}"
     wide: dict[str, Node] = {}
     for part_ in ("up", "gate") if c.gated else ("up",):
-        w = b.param(names[part_], *dims, scope=scope)
+        w = b.weight(names[part_], *dims, scope=scope)
         wide[part_] = b.linear(into, h, w, part_, scope=scope, **(more or {}))
         if biased:
             wide[part_] = b.bias(wide[part_], f"b_{part_}", dims[-1])
@@ -50,7 +50,7 @@ def _feed_forward(
         a = elementwise("glu", wide["gate"], wide["up"], fn=c.activation, name="act", scope=scope)
     else:
         a = elementwise("act", wide["up"], fn=c.activation, name="act", scope=scope)
-    w = b.param(names["down"], *dims[:-2], dims[-1], dims[-2], scope=scope)
+    w = b.weight(names["down"], *dims[:-2], dims[-1], dims[-2], scope=scope)
     outof = f"{inner},{lead}{inner[-1]}{rows[-1]}->{rows}"
     return b.linear(outof, a, w, "mlp_out", scope=scope, **(more or {}))
 
@@ -66,13 +66,16 @@ def experts(b: Builder, h: Node) -> Node:
     w = b.param("w_router", "M", "E", scope="mlp")
     logits = cast(einsum("bsm,me->bse", h, w, name="router", **own), "fp32", name="router32")
     routing: dict[str, Any] = {"top_k": c.top_k}
-    held, more = "E", dict[str, Any]()  # inference: experts may be there more than once
-    if b.recipe.inference:
+    held, more, sent = "E", dict[str, Any](), h
+    if b.recipe.inference:  # experts may be there more than once
+        sent = b.lowered(h, b.recipe.inference.weights)
         held = "H" if b.recipe.inference.redundant_experts else "E"
         more = {"touched": size("touched")}
     whose = (*h.shape[:2], size(held))
     gates = apply("topk", f"bsE->bs{held}", logits, out=whose, fn=c.router, name="gates", **routing)
-    rows = identity(dispatch(h, gates, size("R"), name="permuted", **own, **routing), "dispatched")
+    rows = identity(
+        dispatch(sent, gates, size("R"), name="permuted", **own, **routing), "dispatched"
+    )
     rows = identity(rows, "expert_in")
     names = {"up": "we_up", "gate": "we_gate", "down": "we_down"}
     out = _feed_forward(b, rows, "erm", "erx", (held, "M", "X"), names, more=more)
