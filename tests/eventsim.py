@@ -214,8 +214,11 @@ def issued(
     needs = [
         set(tasks.data[tasks.data_ptr[i] : tasks.data_ptr[i + 1]].tolist()) for i in range(size)
     ]
-    empty = [not n for n in needs]
     one = how.streams == "one"
+    moved = set[int]()
+    if how.overlap_param_gather and not one:
+        moved = _next_forward(tasks, needs)
+    empty = [not n for n in needs]
     users: list[list[int]] = [[] for _ in range(size)]
     for row, some in enumerate(needs):
         for need in some:
@@ -255,7 +258,8 @@ def issued(
                 late.add(r)
     early = [r for r in range(size) if phase[r] != "optimizer" and r not in late]
     rows = early + sorted(late) + [r for r in range(size) if phase[r] == "optimizer"]
-    rows = _prefetched(tasks, kind, phase, empty, aside, rows, how) if not one else rows
+    if not one:
+        rows = _prefetched(tasks, kind, phase, needs, aside, rows, how, moved)
 
     def stream(r: int) -> object:
         if kind[r] == Kind.COMPUTE and r not in aside:
@@ -321,10 +325,37 @@ def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
     return False
 
 
-def _prefetched(tasks, kind, phase, empty, aside, rows, how):  # type: ignore[no-untyped-def]
-    if how.prefetch == 1:
-        return rows
-    gathers = [r for r in rows if kind[r] == Kind.COLLECTIVE and empty[r]]
+def _next_forward(tasks: Tasks, needs: list[set[int]]) -> set[int]:
+    """Gathers of updated parameters, to be waited for by the kernels that use these first."""
+    forward = [
+        r
+        for r in range(len(tasks))
+        if tasks.kind[r] == Kind.COMPUTE and PHASES[tasks.phase[r]] == "forward"
+    ]
+    moved = set[int]()
+    for stage in {int(tasks.stage[r]) for r in forward}:
+        mine = [r for r in forward if tasks.stage[r] == stage]
+        mine = [r for r in mine if tasks.microbatch[r] == tasks.microbatch[mine[0]]]
+        begin = 0
+        for row in range(len(tasks)):
+            if (
+                tasks.stage[row] != stage
+                or PHASES[tasks.phase[row]] != "optimizer"
+                or COLLECTIVES[tasks.collective[row]] != "all_gather"
+                or tasks.kind[row] != Kind.COLLECTIVE
+            ):
+                continue
+            while tasks.layer[mine[begin]] != tasks.layer[row]:
+                begin += 1
+            needs[mine[begin]].add(row)
+            needs[row].clear()
+            moved.add(row)
+    return moved
+
+
+def _prefetched(tasks, kind, phase, needs, aside, rows, how, moved):  # type: ignore[no-untyped-def]
+    gathers = [r for r in rows if kind[r] == Kind.COLLECTIVE and not needs[r]]
+    gathers = [r for r in gathers if how.prefetch != 1 or r in moved]
     rest = [r for r in rows if r not in gathers]
     blocks: list[tuple[object, object, int]] = []  # (action, block, first kernel)
     for r in rest:
@@ -335,17 +366,9 @@ def _prefetched(tasks, kind, phase, empty, aside, rows, how):  # type: ignore[no
             blocks.append((action, tasks.layer[r], r))
     before: dict[int, list[int]] = defaultdict(list)
     for g in gathers:
-        user = min(
-            (
-                r
-                for r in rest
-                if kind[r] == Kind.COMPUTE
-                and r not in aside
-                and g in tasks.data[tasks.data_ptr[r] : tasks.data_ptr[r + 1]]
-            ),
-            key=rest.index,
-        )
-        nth = max(i for i, b in enumerate(blocks) if rest.index(b[2]) <= rest.index(user))
+        users = [r for r in rest if kind[r] == Kind.COMPUTE and r not in aside and g in needs[r]]
+        user = rest.index(users[0])
+        nth = max(i for i, b in enumerate(blocks) if rest.index(b[2]) <= user)
         to = nth
         while to > nth - how.prefetch and to > 0 and blocks[to - 1][0] == blocks[nth][0]:
             to -= 1

@@ -336,7 +336,7 @@ def _dimensions(of: network.Dimension) -> list[Dimension]:
     for size in rings:
         if size < 2:
             continue
-        step = 1000 * (of.hop_us + 1e6 * of.start(bulk=True) / (2 * (size - 1)))
+        step = 1000 * (of.hop_us + 1e6 * of.start(network.Size.LARGE) / (2 * (size - 1)))
         latency = max(0.0, step - ENDPOINT_NS) / (2 if topology == "Switch" else 1)
         rate = of.bandwidth_gb_s / links / _GIB_PER_S
         found.append(Dimension(topology, size, round(rate, 3), round(latency, 1)))

@@ -53,6 +53,11 @@ def command(
         "--prefetch", type=int, metavar="N", help="Blocks ahead weights are gathered. [1]"
     )
     @click.option(
+        "--overlap-param-gather",
+        is_flag=True,
+        help="Sharded optimizer: gather parameters in the next forward pass.",
+    )
+    @click.option(
         "--overlap-slowdown",
         type=float,
         metavar="F",
@@ -77,6 +82,7 @@ def command(
         algorithm: str,
         no_overlap: str | None,
         prefetch: int | None,
+        overlap_param_gather: bool,
         overlap_slowdown: float | None,
         stragglers: Sequence[str],
         price: float | None,
@@ -97,6 +103,7 @@ def command(
         how = Execution(
             no_overlap=axes,
             prefetch=1 if prefetch is None else prefetch,
+            overlap_param_gather=overlap_param_gather,
             slowdown=overlap_slowdown or 0.0,
         )
         factors = dict(straggler(text) for text in stragglers)
@@ -171,6 +178,7 @@ def report(found: Simulation, out: Console, price: float | None = None) -> None:
     )
     out.print(_where(found))
     out.print(_communication(found.mean))
+    out.print(_memory(found))
     total = found.seconds
     way = ", ".join(f"{name} {s / total:.1%}" for name, s in found.critical_path.items())
     out.print(f"critical path: {way}")
@@ -179,6 +187,20 @@ def report(found: Simulation, out: Console, price: float | None = None) -> None:
     out.print(
         f"power: {spent.watts_per_gpu:,.0f} W per GPU, {spent.joules_per_token:.3g} J per token"
         + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
+    )
+
+
+def _memory(found: Simulation) -> str:
+    """The most that any GPU holds, and whether that fits."""
+    from stagewright.report import quantity
+
+    most = max(range(len(found.memory)), key=lambda nth: found.memory[nth].peak)
+    lane, peak = found.line.lanes[most], found.memory[most].at_peak()
+    room = round(found.machine.hardware.memory_gb * 1e9)
+    fits = "" if peak["peak"] <= room else ": it does not fit"
+    return (
+        f"memory: at most {quantity(int(peak['peak']), 'B')} of {quantity(room, 'B')}{fits} "
+        f"(pipeline rank {lane.of.pipeline_rank}, after {duration(peak['seconds'])})"
     )
 
 

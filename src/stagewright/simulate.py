@@ -34,11 +34,14 @@ from stagewright.roofline import peak_flops
 from stagewright.run import Run
 from stagewright.serving import groups
 from stagewright.simulation.account import Parts, critical_path, parts, path_parts
+from stagewright.simulation.held import Held, held
 from stagewright.simulation.issue import Execution
 from stagewright.simulation.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled
+
+_POINTS = 200  # of memory over time, in JSON
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +108,11 @@ class Simulation:
         return Parts(mean("kernels"), mean("exposed"), bubble, mean("communication"))
 
     @cached_property
+    def memory(self) -> list[Held]:
+        """Memory over time of each lane."""
+        return [held(lane) for lane in self.line.lanes]
+
+    @cached_property
     def critical_path(self) -> dict[str, float]:
         """Seconds of the critical path, by phase of kernels and by axis of communication."""
         return path_parts(self.line, critical_path(self.line))
@@ -126,7 +134,11 @@ class Simulation:
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
-        """Everything as one object for JSON; times in seconds."""
+        """Everything as one object for JSON; times in seconds, sizes in bytes.
+
+        `lanes` are ranks that behave alike; of their memory over time, `timeline` has pairs of a
+        time and what is held from then on, for each short span when most is.
+        """
         run, training = self.compiled.run, self.compiled.run.mode == "train"
         return {
             "model": self.compiled.model.name,
@@ -150,8 +162,13 @@ class Simulation:
                     "pipeline_rank": lane.of.pipeline_rank,
                     "ranks": lane.ranks.tolist(),
                     **asdict(each),
+                    "memory": {
+                        "capacity": round(self.machine.hardware.memory_gb * 1e9),
+                        "at_peak": memory.at_peak(),
+                        "timeline": memory.sampled(_POINTS).pairs(),
+                    },
                 }
-                for lane, each in zip(self.line.lanes, self.parts, strict=True)
+                for lane, each, memory in zip(self.line.lanes, self.parts, self.memory, strict=True)
             ],
         }
 

@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.program import PHASES, Int, Kind
+from stagewright.program import CATEGORIES, PHASES, Int, Kind
+from stagewright.simulation.held import held
 from stagewright.simulation.issue import axis_of
 from stagewright.simulation.timeline import Lane, Timeline
 
 _TICKS_PER_NS = 1000
+_POINTS = 2000  # of memory over time
 _ACTIONS, _KERNELS = 0, 1  # numbers of threads; streams of communication come after
 
 
@@ -43,6 +45,7 @@ def events(line: Timeline) -> Iterator[str]:
         yield from _names(line, nth, lane)
         yield from _actions(nth, lane)
         yield from _tasks(line, nth, lane, arrows[nth])
+        yield from _memory(nth, lane)
 
 
 def _event(**fields: object) -> str:
@@ -145,6 +148,17 @@ def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[st
                 f'{{{way},{where},"ts":{_micro(at)},"id":{number},'
                 '"name":"message","cat":"message"}'
             )
+
+
+def _memory(nth: int, lane: Lane) -> Iterator[str]:
+    """A counter, in bytes by category."""
+    if not len(lane.of.values.size):
+        return
+    found = held(lane).sampled(_POINTS)
+    there = [(name, size) for name, size in zip(CATEGORIES, found.size, strict=True) if size.any()]
+    for at, ns in enumerate(_nanoseconds(found.ticks).tolist()):
+        sizes = ",".join(f'"{name}":{size[at]}' for name, size in there)
+        yield f'{{"ph":"C","pid":{nth},"ts":{_micro(ns)},"name":"memory","args":{{{sizes}}}}}'
 
 
 class _Arrows(NamedTuple):

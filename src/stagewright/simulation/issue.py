@@ -43,6 +43,9 @@ class Execution:
     """Axes whose communication kernels wait for, both ways."""
     prefetch: int = 1
     """Blocks ahead that sharded weights are gathered."""
+    overlap_param_gather: bool = False
+    """Parameters that the optimizer has updated in parts are gathered in the next step's forward
+    pass, block by block (Megatron-LM's name); here: at the start of this one."""
     slowdown: float = 0.0
     """Kernels take this much longer while a collective runs beside them."""
 
@@ -77,6 +80,8 @@ class Issue:
 def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     """The issue order of a rank class."""
     owner, needed = _pairs(tasks.data_ptr, tasks.data)
+    if how.overlap_param_gather and how.streams == "separate":
+        owner, needed = _gathered_next(tasks, owner, needed)
     aside = _settles(tasks, owner, needed) if how.streams == "separate" else _none(tasks)
     rows = _order(tasks, owner, needed, aside, how)
     place = np.empty_like(rows)
@@ -144,8 +149,11 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     if how.streams == "one":
         return np.arange(size)
     key = np.arange(size, dtype=np.float64)
-    if how.prefetch != 1:
-        _prefetch(tasks, owner, needed, aside, how.prefetch, key)
+    gathers = (tasks.kind == Kind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
+    if how.prefetch == 1:
+        gathers &= tasks.phase == _OPTIMIZER  # the others are where they should be
+    if gathers.any():
+        _prefetch(tasks, owner, needed, aside, gathers, how.prefetch, key)
     once = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
     if "dp" in how.no_overlap:
         late = once
@@ -160,17 +168,19 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
 
 
 def _prefetch(
-    tasks: Tasks, owner: Int, needed: Int, aside: Bool, depth: int, key: NDArray[np.float64]
+    tasks: Tasks,
+    owner: Int,
+    needed: Int,
+    aside: Bool,
+    gathers: Bool,
+    depth: int,
+    key: NDArray[np.float64],
 ) -> None:
-    """Move gathers that need no data to `depth` blocks before the block that needs them."""
+    """Move gathers to `depth` blocks before the block that needs them."""
     size = len(tasks)
     kernel = (tasks.kind == Kind.COMPUTE) & ~aside
-    gathers = (tasks.kind == Kind.COLLECTIVE) & (np.diff(tasks.data_ptr) == 0)
     at = np.flatnonzero(kernel)
-    backward = tasks.phase[at] != _FORWARD
-    action = np.stack([tasks.stage[at], tasks.microbatch[at], backward.astype(np.int32)])
-    new_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
-    new_block = new_action | np.append(True, np.diff(tasks.layer[at]) != 0)
+    new_action, new_block = _blocks(tasks, at)
     begins, block = at[new_block], np.cumsum(new_block) - 1  # first kernels; block of each kernel
     first_block = np.maximum.accumulate(np.where(new_action, block, 0))
     user = np.full(size, size, dtype=np.int64)
@@ -178,6 +188,41 @@ def _prefetch(
     mine = np.flatnonzero(gathers & (user < size))
     nth = np.searchsorted(at, user[mine])
     key[mine] = begins[np.maximum(block[nth] - depth, first_block[nth])] - 0.5
+
+
+def _blocks(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
+    """Which kernels begin an action, and which a block of the model within one."""
+    backward = tasks.phase[kernels] != _FORWARD
+    action = np.stack([tasks.stage[kernels], tasks.microbatch[kernels], backward.astype(np.int32)])
+    new_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
+    return new_action, new_action | np.append(True, np.diff(tasks.layer[kernels]) != 0)
+
+
+def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
+    """Pairs in which a block's first forward kernel needs what the optimizer gathers for it.
+
+    Blocks are met in the same order by both, stage by stage.
+    """
+    gathers = (tasks.kind == Kind.COLLECTIVE) & (tasks.phase == _OPTIMIZER)
+    gathers &= tasks.collective == COLLECTIVES.index("all_gather")
+    kernels = np.flatnonzero((tasks.kind == Kind.COMPUTE) & (tasks.phase == _FORWARD))
+    first = kernels[_blocks(tasks, kernels)[1]]
+    blocks: dict[int, list[int]] = {}  # of each stage: first kernels of its first forward action
+    for row in first.tolist():
+        here = blocks.setdefault(int(tasks.stage[row]), [])
+        if not here or tasks.microbatch[here[0]] == tasks.microbatch[row]:
+            here.append(row)
+    moved: list[tuple[int, int]] = []  # kernel, gather
+    for stage, here in blocks.items():
+        at = 0
+        for gather in np.flatnonzero(gathers & (tasks.stage == stage)).tolist():
+            layers = tasks.layer[here[at:]] == tasks.layer[gather]
+            if layers.any():
+                at += int(layers.argmax())
+                moved.append((here[at], gather))
+    users, gone = np.array(moved, dtype=np.int64).reshape(-1, 2).T
+    kept = ~np.isin(owner, gone)
+    return np.concatenate([owner[kept], users]), np.concatenate([needed[kept], gone])
 
 
 def _stream(kind: NDArray[np.uint8], slot: Int, communicators: int, how: Execution) -> Int:
