@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -33,6 +34,23 @@ def test_wrong_columns_and_quantities_are_refused() -> None:
         row("step_s", HEADER.replace(",tp,", ",tpp,"))
     with pytest.raises(UserError, match="line 2: quantity is 'step'; did you mean 'step_s'"):
         row("step")
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(f"{HEADER}\n{ROW.format(quantity='step_s')}\n")
+    result = CliRunner().invoke(commands, ["validate", "--rows", str(path), "--json"])
+    (found,) = json.loads(result.output)["rows"]
+    assert (found["source"], found["measured"]) == ("mine", 2.0)
+    assert found["predicted"] > 0
+    path.write_text(f"{HEADER}\n{ROW.format(quantity='step_s').replace('2.0', 'two')}\n")
+    with pytest.raises(UserError, match="line 2: measured is 'two', wanted a number above 0"):
+        validate.load(path)
+    path.write_text("source,row\na,b\n")
+    with pytest.raises(UserError, match="the column hardware is missing"):
+        validate.load(path)
+    with pytest.raises(UserError, match="cannot read measurements"):
+        validate.load(tmp_path / "none.csv")
 
 
 def test_carried_rows_have_sources_and_known_hardware() -> None:

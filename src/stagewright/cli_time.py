@@ -71,8 +71,9 @@ def _print_figures(found: dict[str, object], prefix: str = "") -> None:
 
 @click.command()
 @click.option("--source", metavar="TEXT", help="Only measurements of this source. [all]")
+@click.option("--rows", metavar="FILE", help="Measurements of your own (CSV), and no others.")
 @JSON
-def validate(source: str | None, as_json: bool) -> None:
+def validate(source: str | None, rows: str | None, as_json: bool) -> None:
     """Print predictions beside published measurements, and their errors per source.
 
     Rows of kernels and collectives are many: they are listed where --source names them.
@@ -80,20 +81,22 @@ def validate(source: str | None, as_json: bool) -> None:
     from stagewright import validate, validate_kernels
     from stagewright.outcome import summary
 
-    kernels = list(validate_kernels.validate(source))
+    own = None if rows is None else validate.load(rows)
+    kernels = list(validate_kernels.validate(source)) if own is None else []
     with _progress() as progress:
-        outcomes = list(validate.validate(source, progress=progress))
+        outcomes = list(validate.validate(source, progress=progress, rows=own))
     if not kernels and not outcomes:
-        known = dict.fromkeys(m.source for m in validate.measurements())
-        known |= dict.fromkeys(o.source for o in validate_kernels.validate())
+        carried = validate.measurements() if own is None else own
+        known = dict.fromkeys(m.source for m in carried)
+        known |= dict.fromkeys(o.source for o in validate_kernels.validate() if own is None)
         raise UserError(
             f"no measurements of source {source!r}{did_you_mean(str(source), known)}; "
             f"known: {', '.join(known)}"
         )
     if as_json:
-        rows = [outcome._asdict() for outcome in [*outcomes, *kernels]]
+        listed = [outcome._asdict() for outcome in [*outcomes, *kernels]]
         totals = [s._asdict() for s in summary([*outcomes, *kernels])]
-        click.echo(json.dumps({"rows": rows, "summary": totals}, indent=2))
+        click.echo(json.dumps({"rows": listed, "summary": totals}, indent=2))
         return
     _print_outcomes(outcomes if source is None else [*outcomes, *kernels])
     _print_totals([*outcomes, *kernels])

@@ -8,9 +8,11 @@ was measured, its source, and which constant of ours it has fitted, if any. One 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from stagewright.compiler import compile
@@ -66,11 +68,17 @@ Progress = Callable[[int, int], None]
 
 
 def validate(
-    source: str | None = None, predict: Predict | None = None, progress: Progress | None = None
+    source: str | None = None,
+    predict: Predict | None = None,
+    progress: Progress | None = None,
+    rows: Iterable[Measurement] | None = None,
 ) -> Iterator[Outcome]:
-    """Outcomes of all training measurements, or of those whose source contains a word."""
+    """Outcomes of training measurements, of those whose source contains a word.
+
+    `rows` None: those that the package carries.
+    """
     predict = predict or step_seconds
-    chosen = select(measurements(), source)
+    chosen = select(measurements() if rows is None else rows, source)
     for done, m in enumerate(chosen):
         if progress is not None:
             progress(done, len(chosen))
@@ -114,6 +122,16 @@ def measurements() -> list[Measurement]:
     return result
 
 
+def load(path: str | Path) -> list[Measurement]:
+    """Measurements of a file of one's own, in the form of those carried."""
+    try:
+        return read(Path(path).read_text(encoding="utf-8-sig"), str(path))
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not text in UTF-8; wanted measurements in CSV") from None
+    except OSError as error:
+        raise UserError(f"cannot read measurements {path}: {error.strerror}") from None
+
+
 def read(text: str, where: str) -> list[Measurement]:
     """Measurements of a CSV file; unknown columns are refused by name."""
     rows = csv.DictReader(text.splitlines())
@@ -122,6 +140,9 @@ def read(text: str, where: str) -> list[Measurement]:
         if column not in {*_TEXT, *settings, *sizes}:
             hint = did_you_mean(column, [*_TEXT, *settings, *sizes])
             raise UserError(f"{where}: unknown column {column!r}{hint}")
+    for column in ("source", "row", "hardware", "quantity", "measured", "model"):
+        if column not in (rows.fieldnames or ()):
+            raise UserError(f"{where}: the column {column} is missing; docs/time.md shows a row")
     return [_measurement(row, settings, f"{where}, line {i}") for i, row in enumerate(rows, 2)]
 
 
@@ -133,7 +154,13 @@ def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Meas
         )
     run, model = asked({k: v for k, v in row.items() if k not in _TEXT}, settings)
     texts = {k: row.get(k) or "" for k in _TEXT if k != "measured"}
-    return Measurement(**texts, measured=float(row["measured"]), run=run, model=model)
+    try:
+        measured = float(row["measured"])
+    except ValueError:
+        measured = 0.0
+    if not 0 < measured < math.inf:
+        raise UserError(f"{where}: measured is {row['measured']!r}, wanted a number above 0")
+    return Measurement(**texts, measured=measured, run=run, model=model)
 
 
 def asked(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
