@@ -19,7 +19,7 @@ from stagewright.program import CATEGORIES, COLLECTIVES, PHASES, Kind, Program, 
 
 MAX_TAG = 500_000_000
 SMALL_WORLD = 64
-COMPUTE, COLLECTIVE, SEND, RECV = (int(k) for k in Kind)
+COMPUTE, COLLECTIVE, SEND, RECV, LOAD, STORE = (int(k) for k in Kind)
 
 
 class Broken(AssertionError):
@@ -109,7 +109,7 @@ def check_columns(c: RankClass) -> None:
     fault(c, "needs a later row", row[(need >= row) | (need < 0)])
     kind = t.kind
     compute, moves = kind == COMPUTE, kind != COMPUTE
-    message = (kind == SEND) | (kind == RECV)
+    message, copies = (kind == SEND) | (kind == RECV), (kind == LOAD) | (kind == STORE)
     rules = {
         "negative FLOPs": t.flops < 0,
         "a kernel that moves nothing": compute & (t.traffic < 1),
@@ -121,8 +121,8 @@ def check_columns(c: RankClass) -> None:
         "a collective where there is none": (kind != COLLECTIVE) & (t.collective != -1),
         "a tag out of range": message & ((t.tag < 0) | (t.tag >= MAX_TAG)),
         "a tag where none belongs": ~message & (t.tag != -1),
-        "a partner where none belongs": compute & (t.slot != -1),
-        "no partner": moves & (t.slot < 0),
+        "a partner where none belongs": (compute | copies) & (t.slot != -1),
+        "no partner": moves & ~copies & (t.slot < 0),
     }
     for text, bad in rules.items():
         fault(c, text, np.flatnonzero(bad))
@@ -152,11 +152,14 @@ def check_order(c: RankClass, streams: str) -> None:
 
 def chains(t: Tasks, streams: str) -> dict[str, np.ndarray]:
     """The rows that must be totally ordered by dependencies, by what they are."""
-    moves = (t.kind == COLLECTIVE) | (t.kind == SEND)
-    found = {"kernels": np.flatnonzero(t.kind == COMPUTE)}
+    moves = np.isin(t.kind, (COLLECTIVE, SEND, LOAD, STORE))
+    found = {
+        "kernels": np.flatnonzero(t.kind == COMPUTE),
+    }
     if streams == "one":
-        return found | {"collectives and sends": np.flatnonzero(moves)}
-    found["sends"] = np.flatnonzero(t.kind == SEND)
+        return found | {"collectives, sends and copies": np.flatnonzero(moves)}
+    for label, kind in (("sends", SEND), ("loads", LOAD), ("stores", STORE)):
+        found[label] = np.flatnonzero(t.kind == kind)
     for slot in np.unique(t.slot[t.kind == COLLECTIVE]):
         mine = (t.kind == COLLECTIVE) & (t.slot == slot)
         found[f"collectives of communicator {slot}"] = np.flatnonzero(mine)
@@ -330,7 +333,7 @@ class World:
         peers = [p.peer_of(s).tolist() for s in range(len(p.peers))]
         for c in p.classes:
             t = c.tasks
-            moves = np.flatnonzero(t.kind != COMPUTE).tolist()
+            moves = np.flatnonzero(np.isin(t.kind, (COLLECTIVE, SEND, RECV))).tolist()
             kind, slot, tag, size = (x.tolist() for x in (t.kind, t.slot, t.tag, t.comm_bytes))
             for r in c.ranks.tolist():
                 count: Counter[int] = Counter()
@@ -408,7 +411,7 @@ class _Running:
         self.issued.add(node)
         rank, row = node
         kind = self.world.kind[rank][row]
-        if kind == COMPUTE or (kind == SEND and not self.rendezvous):
+        if kind in (COMPUTE, LOAD, STORE) or (kind == SEND and not self.rendezvous):
             self.end_later([node])
             return
         key = self.world.key[node]

@@ -427,6 +427,11 @@ def _class_seconds(of: RankClass, system: AstraSim, groups: list[Int], peers: li
             ranks = ranks[np.argsort(ids[ranks], kind="stable")]
             members = ranks.reshape(len(np.unique(ids[of.ranks])), -1)
             each.append(system.collective_ns(COLLECTIVES[collective], size, members))
+        elif kind in (Kind.LOAD, Kind.STORE):
+            raise UserError(
+                "copies to the host are remote memory in ASTRA-sim, whose configuration is not "
+                "read here; drop cpu_offloading_num_layers and optimizer_cpu_offload"
+            )
         elif kind == Kind.SEND:
             each.append(system.message_ns(size, of.ranks, peers[slot][of.ranks]))
         else:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from stagewright import nn, notation, serving
+from stagewright import nn, notation, offload, serving
 from stagewright.capacity import Capacity
 from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
 from stagewright.kernels import Extent, Task, bytes_of, extent_of, kernels
 from stagewright.layout import MIRROR, Mesh
-from stagewright.lifetimes import uses
+from stagewright.lifetimes import static, uses
 from stagewright.lower import lower
 from stagewright.models import Layer, ModelConfig, resolve
 from stagewright.notation import Tensor
@@ -92,7 +92,7 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
         for kind, layer in stage:
             if kind not in blocks:
                 graph = sharded(kind, run, model, plan, sizes, recipe)
-                blocks[kind] = graph, lowered(graph, run, mesh, extent)
+                blocks[kind] = graph, lowered(graph, run, mesh, extent, kind)
             label = f"layer{layer}" if layer >= 0 else kind.block
             placed.append(Placed(blocks[kind][1], layer, label))
         stages.append(placed)
@@ -202,6 +202,8 @@ class Kind(NamedTuple):
     block: str  # embedding, layer, head
     layer: Layer = Layer()
     recomputed: bool = False
+    states_on_host: bool = False
+    activations_on_host: bool = False
 
     def label(self, kinds: Iterable[Kind]) -> str:
         """A name that tells it from the other kinds of the model."""
@@ -213,6 +215,10 @@ class Kind(NamedTuple):
             words.append(self.layer.mlp)
         if len({k.recomputed for k in alike}) > 1:
             words.append("recomputed" if self.recomputed else "kept")
+        if len({k.activations_on_host for k in alike}) > 1:
+            words.append("offloaded" if self.activations_on_host else "on device")
+        if len({k.states_on_host for k in alike}) > 1:
+            words.append("updated on host" if self.states_on_host else "updated on device")
         return " ".join(words)
 
 
@@ -237,9 +243,22 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
         between = []
         at = index - ends[stage] + counts[stage]
         recomputed = run.recompute == "full" and at < (run.recompute_num_layers or counts[stage])
-        stages[stage].append((Kind(name, layer, recomputed), index))
+        away = at < (run.cpu_offloading_num_layers or 0)
+        stages[stage].append((Kind(name, layer, recomputed, activations_on_host=away), index))
     stages[-1] += between
-    return stages
+    return [_states_on_host(run, stage) for stage in stages]
+
+
+def _states_on_host(run: Run, stage: list[tuple[Kind, int]]) -> list[tuple[Kind, int]]:
+    """The blocks of a stage, the first of them with their optimizer states on the host."""
+    if not run.optimizer_cpu_offload:
+        return stage
+    share = len(stage) if run.optimizer_offload_fraction is None else (
+        round(run.optimizer_offload_fraction * len(stage))
+    )  # fmt: skip
+    return [
+        (kind._replace(states_on_host=n < share), index) for n, (kind, index) in enumerate(stage)
+    ]
 
 
 def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn.Recipe:
@@ -321,8 +340,10 @@ def _again(n: Node, *, run: Run, whole: bool) -> str | None:
     return "recompute" if any(modules[m] for m in run.recompute_modules) else None
 
 
-def lowered(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> LoweredBlock:
-    """One block as tasks with numbers."""
+def lowered(
+    graph: Graph, run: Run, mesh: Mesh, extent: Extent, kind: Kind | None = None
+) -> LoweredBlock:
+    """One block as tasks with numbers; `kind` says what of it is on the host."""
     tasks, at = kernels(graph, extent, mesh, fuse=run.fuse, bucket=run.bucket)
     for t in tasks:
         if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
@@ -339,9 +360,15 @@ def lowered(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> LoweredBlock:
     boundary = bytes_of(stream, extent), stream.dtype
     dx = maker("dx")
     size = {n: bytes_of(n, extent) for n in graph}
+    offloaded = frozenset[Node]()
+    if kind and kind.activations_on_host:
+        tasks, offloaded = offload.activations(graph, tasks, size)
+    if kind and kind.states_on_host:
+        tasks = offload.states(tasks, size)
     return LoweredBlock(
         graph, tasks, maker("y"), dx, maker("tied_grad"), boundary, weight_half(tasks, dx), size,
-        uses(tasks, size),
+        uses(tasks, size), static(graph, size, states_on_host=bool(kind and kind.states_on_host)),
+        offloaded,
     )  # fmt: skip
 
 

@@ -91,6 +91,10 @@ def _class_seconds(lying: _Lying, which: RankClass) -> Seconds:
     ]
     seconds[moves] = np.array(each)[back] if each else 0.0
 
+    copies = (tasks.kind == Kind.LOAD) | (tasks.kind == Kind.STORE)
+    to_host = machine.hardware.host_bandwidth_gb_s * 1e9
+    seconds = np.where(copies, tasks.comm_bytes / to_host, seconds)
+
     messages = (tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)
     rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
     levels = {int(s): lying.level(int(s), which) for s in np.unique(tasks.slot[messages])}

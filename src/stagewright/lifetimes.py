@@ -21,7 +21,7 @@ from stagewright.program import CATEGORIES, Int, Kind, Values
 Touch = tuple[int, int, int]  # whose rows (see `stages`), stage, place there
 
 _GRADIENT = frozenset({"micro", "synced", "reduced"})  # roles of collectives that move gradients
-_OPTIMIZERS = frozenset({"adamw", "sgd"})
+OPTIMIZERS = frozenset({"adamw", "sgd"})
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ def root(n: Node) -> Node:
 
 def stays(n: Node) -> bool:
     """Whether a value is part of what is there all the time."""
-    return n.op in ("param", "state", "accumulate") or n.op in _OPTIMIZERS
+    return n.op in ("param", "state", "accumulate") or n.op in OPTIMIZERS
 
 
 class New(NamedTuple):
@@ -92,7 +92,9 @@ def uses(tasks: Sequence[Task], size: Mapping[Node, int]) -> dict[Task, Use]:
     return result
 
 
-def static(graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
+def static(
+    graph: Graph, size: Mapping[Node, int], *, states_on_host: bool = False
+) -> dict[str, int]:
     """Bytes of a block that stay, by category; a table shared by two blocks belongs to one."""
     params = [n for n in graph if n.op == "param"]
     updated = {str(n.get("param")) for n in graph if n.phase == "optimizer"}
@@ -102,6 +104,8 @@ def static(graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
         "gradients": [n for n in graph if n.op == "accumulate" and n["param"] not in shared],
         "optimizer": [n for n in graph if n.op == "state" and n["role"] == "state"],
     }
+    if states_on_host:
+        del held["optimizer"]
     return {what: sum(size[n] for n in nodes) for what, nodes in held.items() if nodes}
 
 

@@ -269,18 +269,22 @@ def _streams(
     compute = kind == Kind.COMPUTE
     before = np.maximum.accumulate(np.where(compute, rows, -1)) if n else rows
     previous = np.concatenate([[-1], before[:-1]])  # the kernel before each row
-    moves = (kind == Kind.COLLECTIVE) | (kind == Kind.SEND)
+    copies = (kind == Kind.LOAD) | (kind == Kind.STORE)
+    moves = (kind == Kind.COLLECTIVE) | (kind == Kind.SEND) | copies
     slot = np.asarray(columns["slot"], dtype=np.int64)
     key = (
         np.where(kind == Kind.SEND, -1, slot)
         if streams == "separate"
         else np.zeros(n, dtype=np.int64)
     )
+    if streams == "separate":  # each way has an engine of its own
+        key = np.where(copies, -2 - kind.astype(np.int64), key)
     chain = np.full(n, -1, dtype=np.int64)
     for k in np.unique(key[moves]):
         mine = np.flatnonzero(moves & (key == k))
         chain[mine[1:]] = mine[:-1]
-    waits = np.where(compute | (counts == 0), previous, -1)
+    ahead = (counts == 0) | (kind == Kind.LOAD)
+    waits = np.where(compute | ahead, previous, -1)
     pairs = np.stack([waits, chain], axis=1)
     there = pairs >= 0
     pointer = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int64)

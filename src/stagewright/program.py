@@ -25,12 +25,14 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 
 class Kind(IntEnum):
-    """What a task does: computes, or moves bytes between ranks."""
+    """What a task does: computes, or moves bytes between ranks, or to and from the host."""
 
     COMPUTE = 0
     COLLECTIVE = 1
     SEND = 2
     RECV = 3
+    LOAD = 4  # from the memory of the host
+    STORE = 5  # to it
 
 
 class Communicator(NamedTuple):

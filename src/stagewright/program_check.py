@@ -87,7 +87,7 @@ def _check_columns(of: RankClass) -> None:
     """Dependencies point to earlier rows, numbers are in range."""
     tasks = of.tasks
     compute, collective = tasks.kind == Kind.COMPUTE, tasks.kind == Kind.COLLECTIVE
-    message = ~compute & ~collective
+    message = (tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)
     rules = {
         "a kernel with negative FLOPs or no traffic": compute
         & ((tasks.flops < 0) | (tasks.traffic < 1)),
@@ -95,7 +95,7 @@ def _check_columns(of: RankClass) -> None:
         "no such collective": collective
         & ((tasks.collective < 0) | (tasks.collective >= len(COLLECTIVES))),
         "a message without a tag": message & (tasks.tag < 0),
-        "no partner": ~compute & (tasks.slot < 0),
+        "no partner": (collective | message) & (tasks.slot < 0),
     }
     for text, wrong in rules.items():
         _fault(of, text, np.flatnonzero(wrong))
@@ -119,7 +119,7 @@ def _fault(of: RankClass, text: str, rows: Int) -> None:
 def _part(program: Program, of: RankClass) -> Part:
     """A rank class as a part of the world."""
     tasks = of.tasks
-    rows = np.flatnonzero(tasks.kind != Kind.COMPUTE)
+    rows = np.flatnonzero(np.isin(tasks.kind, (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)))
     kind = tasks.kind[rows].astype(np.int64)
     planned, slot = np.unique(kind << 32 | tasks.slot[rows], return_inverse=True)
     slot_kind = planned >> 32

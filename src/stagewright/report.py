@@ -10,7 +10,8 @@ program; each class has
 - `collectives`: what one rank takes part in, one entry per phase, kind, communicator and data type:
   `axis` (the mesh axes of the group, `+` between them), `group_size`, `dtype`, `count` and `bytes`,
   summed over the step; bytes of the local input (all_gather: the shard that a rank gives)
-- `sends` and `receives`: one entry per phase and mesh axis, with `count` and `bytes`
+- `sends` and `receives`: one entry per phase and mesh axis, with `count` and `bytes`; with offload
+  also `stores` and `loads`, to and from the memory of the host, by phase
 - `memory`: bytes of one rank by category (`program.CATEGORIES`) while most is held, and their sum,
   `peak`
 - `memory_peak`: that moment: `row`, `task`, `phase`, `layer` (-1: none), `microbatch` (-1: once per
@@ -117,6 +118,7 @@ def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
         "collectives": _collectives(program, tasks),
         "sends": _exchanges(program, tasks, Kind.SEND),
         "receives": _exchanges(program, tasks, Kind.RECV),
+        **_copies(tasks),
         "memory": {category: int(size) for category, size in of.memory.items()},
         **_over_time(of),
     }
@@ -167,6 +169,18 @@ def _collectives(program: Program, tasks: Tasks) -> list[dict[str, Any]]:
                 "bytes": size,
             }
         )
+    return found
+
+
+def _copies(tasks: Tasks) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, kind in (("stores", Kind.STORE), ("loads", Kind.LOAD)):
+        rows = np.flatnonzero(tasks.kind == kind)
+        if len(rows):
+            found[name] = [
+                {"phase": PHASES[phase], "count": count, "bytes": size}
+                for (phase,), count, size in _grouped(rows, (tasks.phase,), tasks.comm_bytes)
+            ]
     return found
 
 
@@ -385,7 +399,13 @@ def _alike(classes: Sequence[dict[str, Any]]) -> list[tuple[str, list[tuple[str,
                 )
                 for row in each[key]
             ]
-        exact = json.dumps([each["collectives"], each["sends"], each["receives"]])
+        for what, key in (("store", "stores"), ("load", "loads")):
+            rows += [
+                (row["phase"], what, "host", "", str(row["count"]), quantity(row["bytes"], "B"))
+                for row in each.get(key, ())
+            ]
+        keys = ("collectives", "sends", "receives", "stores", "loads")
+        exact = json.dumps([each.get(key) for key in keys])
         found.setdefault(exact, ([], rows))[0].append(each["stage"])
     return [(spans(stages), rows) for stages, rows in found.values()]
 

@@ -130,6 +130,13 @@ class Run(BaseModel):
     recompute_num_layers: Count | None = None
     """With recompute=full: only the first layers of each virtual stage. None: all."""
 
+    cpu_offloading_num_layers: Count | None = None
+    """The first layers of each virtual stage keep activations in the memory of the host."""
+    optimizer_cpu_offload: StrictBool = False
+    """Optimizer states are on the host, which makes the update."""
+    optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    """With optimizer_cpu_offload: of the blocks of each virtual stage, the first. None: all."""
+
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     flash_attention: StrictBool = True
@@ -378,6 +385,7 @@ def check(run: Run, model: ModelConfig) -> None:
     _check_layers(run, model)
     _check_state(run)
     _check_recompute(run, model)
+    _check_offload(run)
     _check_size(run, model)
 
 
@@ -640,6 +648,14 @@ def _check_state(run: Run) -> None:
         raise UserError(
             f"reshard_after_forward=False is about the parameters that zero=3 gathers, got "
             f"zero={run.zero}; set zero=3, or drop it"
+        )
+
+
+def _check_offload(run: Run) -> None:
+    if run.optimizer_offload_fraction is not None and not run.optimizer_cpu_offload:
+        raise UserError(
+            f"optimizer_offload_fraction={run.optimizer_offload_fraction} needs "
+            "optimizer_cpu_offload; set it, or drop optimizer_offload_fraction"
         )
 
 

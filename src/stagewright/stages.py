@@ -21,7 +21,7 @@ from stagewright.actions import Place
 from stagewright.ir import BYTES, Graph, Node
 from stagewright.kernels import EMBEDDING_AXIS, INTERFACE, Task
 from stagewright.layout import MIRROR
-from stagewright.lifetimes import Touch, Use, Value, moves_gradients, root, static, stays
+from stagewright.lifetimes import Touch, Use, Value, moves_gradients, root, stays
 from stagewright.program import COLLECTIVES, PHASES, Communicator, Int, Kind, Peer, Shape
 
 DTYPES = tuple(BYTES)
@@ -54,6 +54,8 @@ class LoweredBlock:
     weight: frozenset[Task]  # the second half of a backward that is split
     size: Mapping[Node, int]  # bytes of one rank
     uses: Mapping[Task, Use]
+    stays: Mapping[str, int]  # bytes that are there all the time, by category
+    offloaded: frozenset[Node] = frozenset()  # on the host between forward and backward
 
 
 def weight_half(tasks: Sequence[Task], dx: Task | str | None) -> frozenset[Task]:
@@ -200,10 +202,11 @@ class Stage:
         self.values = [
             Value(_name(p, what), p.layer, "", what, size)
             for p in blocks
-            for what, size in static(p.block.graph, p.block.size).items()
+            for what, size in p.block.stays.items()
         ]
         self.held: list[dict[Node, Value]] = [{} for _ in blocks]  # per block, by their root
         self.messages: dict[int, Value] = {}  # what arrives forward, and backward
+        self.reloads: dict[int, Value] = {}  # per block, what comes back from the host
         self.forward = self.backward = Builder(tables).finish((FORWARD, self.stage))
 
     def build(self, here: Mapping[int, Stage], *, forward: bool) -> None:
@@ -291,13 +294,22 @@ class Stage:
             if nodes[0] not in held:
                 self.values.append(v := Value(_name(placed, name), layer, t.phase, category, size))
                 held.update(dict.fromkeys(nodes, v))
-        found = dict.fromkeys(self.value(i, n) for n in block.uses[t].seen)
+        if t.kind == Kind.LOAD and t.part != "update":
+            v = Value(_name(placed, t.name), layer, t.phase, "activations", t.comm_bytes)
+            v.touch(at, t.phase)
+            self.values.append(v)
+            self.reloads[i] = v
+        later = block.offloaded if t.phase in ("recompute", "backward") else frozenset[Node]()
+        seen = block.uses[t].seen
+        found = dict.fromkeys(self.reloads[i] if n in later else self.value(i, n) for n in seen)
         gradients = moves_gradients(t)
         for v in found:
             if v is not None:
                 v.touch(at, t.phase)
                 if gradients and v.category == "workspace":
                     v.category = "communication"
+                elif t.kind == Kind.STORE and v.category == "workspace":
+                    v.category = "activations"
 
     def _drop(self, i: int, at: Touch) -> None:
         """Weights that were gathered or cast for the whole step go when their block is done."""

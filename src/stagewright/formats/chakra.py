@@ -30,7 +30,14 @@ VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4
 BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
 
 # Enums NodeType and CollectiveCommType.
-NODE_TYPES = {Kind.COMPUTE: 4, Kind.SEND: 5, Kind.RECV: 6, Kind.COLLECTIVE: 7}
+NODE_TYPES = {
+    Kind.LOAD: 2,
+    Kind.STORE: 3,
+    Kind.COMPUTE: 4,
+    Kind.SEND: 5,
+    Kind.RECV: 6,
+    Kind.COLLECTIVE: 7,
+}
 COMM_TYPES = {
     "all_reduce": 0,
     "all_gather": 2,
@@ -290,6 +297,8 @@ class Batch:
         where = np.flatnonzero(kind == Kind.COMPUTE)
         _append(rows, _NUM_OPS, np.maximum(tasks.flops[span][where], 1), where)
         _append(rows, _TENSOR_SIZE, np.maximum(tasks.traffic[span][where], 1), where)
+        where = np.flatnonzero((kind == Kind.LOAD) | (kind == Kind.STORE))
+        _append(rows, _TENSOR_SIZE, tasks.comm_bytes[span][where], where)
         marks = [*self._collectives(rows, span), *self._transfers(rows, span)]
         for before, column in ((_LAYER, tasks.layer), (_MICROBATCH, tasks.microbatch)):
             where = np.flatnonzero(column[span] >= 0)

@@ -25,6 +25,8 @@ _LOOKS = {
     "collective": 'shape=ellipse, fillcolor="#fde0c5"',
     "send": 'shape=rarrow, fillcolor="#d9efd4"',
     "recv": 'shape=larrow, fillcolor="#d9efd4"',
+    "load": 'shape=cds, fillcolor="#eeeeee"',
+    "store": 'shape=cds, fillcolor="#eeeeee"',
 }
 
 

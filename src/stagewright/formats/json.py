@@ -78,7 +78,7 @@ def nodes(tasks: Tasks, groups: Sequence[int], peers: Sequence[int]) -> Iterator
         if kind is Kind.COLLECTIVE:
             node["collective"] = COLLECTIVES[tasks.collective[row]]
             node["group"] = groups[tasks.slot[row]]
-        elif kind is not Kind.COMPUTE:
+        elif kind in (Kind.SEND, Kind.RECV):
             node |= {"peer": peers[tasks.slot[row]], "tag": int(tasks.tag[row])}
         node["deps"] = (tasks.data[tasks.data_ptr[row] : tasks.data_ptr[row + 1]] + 1).tolist()
         node["order"] = (tasks.order[tasks.order_ptr[row] : tasks.order_ptr[row + 1]] + 1).tolist()

@@ -73,7 +73,9 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
         mine = (lane.kind == kind) & (slots == slot)
         mine &= tasks.collective[lane.issue.rows] == collective
         for tid in np.unique(thread[mine]):
-            if line.how.streams == "one" and kind != Kind.RECV:
+            if kind in (Kind.LOAD, Kind.STORE):
+                names[int(tid)] = "to the host" if kind == Kind.STORE else "from the host"
+            elif line.how.streams == "one" and kind != Kind.RECV:
                 names[int(tid)] = "communication"
             elif kind == Kind.COLLECTIVE:
                 names.setdefault(int(tid), axis)

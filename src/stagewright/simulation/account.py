@@ -122,7 +122,7 @@ def _blockers(lane: Lane) -> Int:
 
 
 RECV = int(Kind.RECV)
-_ALONE = int(Kind.COMPUTE), int(Kind.SEND)
+_ALONE = int(Kind.COMPUTE), int(Kind.SEND), int(Kind.LOAD), int(Kind.STORE)
 
 
 class Link(NamedTuple):

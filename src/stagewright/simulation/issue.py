@@ -231,6 +231,9 @@ def _stream(kind: NDArray[np.uint8], slot: Int, communicators: int, how: Executi
         stream = np.ones(len(kind), dtype=np.int64)
     else:
         stream = 1 + slot + np.where(kind == Kind.SEND, communicators, 0)
+        copies = (kind == Kind.LOAD) | (kind == Kind.STORE)  # each way has an engine of its own
+        last = int(stream[~copies].max(initial=0))
+        stream[copies] = last + 1 + (kind[copies] == Kind.STORE)
     stream[kind == Kind.COMPUTE] = 0
     stream[kind == Kind.RECV] = -1
     return stream
@@ -272,6 +275,9 @@ def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], str]:
     found: dict[tuple[int, int, int], str] = {}
     for key in _distinct(columns, moves):
         kind, slot, collective = key
+        if kind in (Kind.LOAD, Kind.STORE):
+            found[kind, slot, collective] = "host"
+            continue
         if kind != Kind.COLLECTIVE:
             label = program.mesh.label((program.peers[slot].axis,))
         else:
