@@ -86,6 +86,8 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Cal
                 continue
             case type() if setting.kind is int:
                 value = 3
+            case type() if setting.kind is float:
+                value = 0.25
             case type() if setting.kind is str:
                 value = "x"
             case type():
@@ -283,7 +285,7 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["show", "gpt2", "--json", "--graph"],
-        "--json, --graph, --kernels and --schedule-picture exclude each other; use one",
+        "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; use one",
     ),
     (
         ["show", "--config", "none.yaml"],

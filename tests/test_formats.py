@@ -124,6 +124,8 @@ def row(draw: st.DrawFn, nth: int, names: int, ops: int) -> dict[str, object]:
     if kind is Kind.COLLECTIVE:
         kinds = st.integers(0, len(COLLECTIVES) - 1)
         return found | {"collective": draw(kinds), "slot": draw(st.integers(0, 2))}
+    if kind in (Kind.LOAD, Kind.STORE):
+        return found
     return found | {"slot": draw(st.integers(0, 1)), "tag": draw(st.integers(0, 2**31 - 1))}
 
 
@@ -147,13 +149,17 @@ def plain_node(program: Program, t: Tasks, rank: int, i: int) -> Any:
     node = et_def.message("Node")(
         id=i + 1,
         name=t.names[t.name[i]],
-        type={"COMPUTE": 4, "SEND": 5, "RECV": 6, "COLLECTIVE": 7}[kind.name],
+        type={"LOAD": 2, "STORE": 3, "COMPUTE": 4, "SEND": 5, "RECV": 6, "COLLECTIVE": 7}[
+            kind.name
+        ],
         ctrl_deps=sorted(order),
         data_deps=sorted(data | order),
     )
     if kind is Kind.COMPUTE:
         node.attr.add(name="num_ops", int64_val=max(1, int(t.flops[i])))
         node.attr.add(name="tensor_size", uint64_val=max(1, int(t.traffic[i])))
+    elif kind in (Kind.LOAD, Kind.STORE):
+        node.attr.add(name="tensor_size", uint64_val=int(t.comm_bytes[i]))
     elif kind is Kind.COLLECTIVE:
         types = {"all_reduce": 0, "all_gather": 2, "reduce_scatter": 7, "all_to_all": 6}
         number = types.get(COLLECTIVES[int(t.collective[i])], 5)

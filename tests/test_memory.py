@@ -13,6 +13,7 @@ import pytest
 from stagewright import memory as over_time
 from stagewright import memory_plot, pipeline
 from stagewright.compiler import compile, extent_of, lowered, parallelization, sizes_of
+from stagewright.errors import UserError
 from stagewright.ir import Node
 from stagewright.kernels import bytes_of
 from stagewright.models import resolve
@@ -324,6 +325,13 @@ def test_what_is_alive_at_the_peak_is_the_peak() -> None:
         points = over_time.samples(of, 50)
         assert points.held.sum(axis=0).max() == of.memory["peak"]
         assert (points.rows[1:] > points.rows[:-1]).all()
+
+
+def test_an_allowance_is_beside_the_peak() -> None:
+    (plain,), (of,) = memory(**LLAMA), memory(**LLAMA, memory_allowance="1.5 GiB")
+    assert of == plain | {"allowance": 3 * 2**29}
+    with pytest.raises(UserError, match="memory_allowance is 'much'"):
+        memory(**LLAMA, memory_allowance="much")
 
 
 def test_page_stands_alone() -> None:

@@ -108,6 +108,8 @@ def test_what_is_written(program: Program, tmp_path: Path):
         "collective": 10,
         "send": 10,
         "recv": 10,
+        "load": 0,
+        "store": 0,
     }
     assert list(manifest["files"]) == [*traces, "comm_group.json"]
     for name, entry in manifest["files"].items():

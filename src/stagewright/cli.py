@@ -96,6 +96,7 @@ SETTINGS = (
     Setting("cpu_offloading_num_layers", int, "Layers with activations on the host."),
     Setting("optimizer_cpu_offload", bool, "Optimizer states and update on the host. [off]"),
     Setting("optimizer_offload_fraction", float, "Of each stage's blocks, for the former. [1]"),
+    Setting("memory_allowance", str, "Bytes besides tensors, such as 2GiB. [none]"),
     Setting("precision", ("bf16", "fp32", "fp8"), "Data type of the training. [bf16]"),
     Setting("optimizer", ("adamw", "sgd"), "[adamw]"),
     Setting("flash_attention", bool, "One kernel for attention. [on]"),

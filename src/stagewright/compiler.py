@@ -26,6 +26,7 @@ from stagewright.pipeline import make as make_order
 from stagewright.program import Program
 from stagewright.remat import remat
 from stagewright.run import MOST_FLOPS, Run, check
+from stagewright.serving import read_bytes
 from stagewright.shard import shard
 from stagewright.stages import LoweredBlock, Placed, weight_half
 from stagewright.strategies import EXPERTS, Plan, rows_of, strategy
@@ -107,6 +108,10 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
         clip_grad=run.clip_grad,
         streams=run.streams,
     )
+    if run.memory_allowance is not None:
+        allowance = {"allowance": read_bytes(run.memory_allowance, "memory_allowance")}
+        held = [replace(of, memory={**of.memory, **allowance}) for of in program.classes]
+        program = replace(program, classes=tuple(held))
     graphs = {k.label(blocks): g for k, (g, _) in blocks.items()}
     return Compiled(run, model, *parameters(model), graphs, order, program)
 

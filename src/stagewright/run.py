@@ -137,6 +137,10 @@ class Run(BaseModel):
     optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """With optimizer_cpu_offload: of the blocks of each virtual stage, the first. None: all."""
 
+    memory_allowance: StrictStr | Count | None = None
+    """Bytes that a rank holds besides its tensors, such as 2e9 or 2GiB: the context, workspace of
+    libraries, fragmentation. Shown beside the peak, and no part of it."""
+
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     flash_attention: StrictBool = True

@@ -72,7 +72,7 @@ def read_requests(value: Any) -> Any:
     return batch.given(value) if isinstance(value, list | tuple) else value  # pyright: ignore
 
 
-def read_bytes(value: str | int) -> int:
+def read_bytes(value: str | int, setting: str = "device_memory") -> int:
     """Bytes from a number or from text such as `80e9`, `80GB` or `80 GiB`.
 
     >>> read_bytes("80e9"), read_bytes("80 GiB")
@@ -80,12 +80,12 @@ def read_bytes(value: str | int) -> int:
     """
     found = _BYTES.fullmatch(str(value))
     if found is None:
-        raise UserError(f"device_memory is {value!r}, wanted bytes such as 80e9, 80GB or 80GiB")
+        raise UserError(f"{setting} is {value!r}, wanted bytes such as 80e9, 80GB or 80GiB")
     number, unit = found.groups()
     power = "_kMGTP".index(unit[0]) if unit and unit != "B" else 0
     size = float(number) * (1024 if unit and "i" in unit else 1000) ** power
     if not 1 <= size <= MOST_MEMORY:
-        raise UserError(f"device_memory is {value!r}, wanted from 1 byte to {MOST_MEMORY}")
+        raise UserError(f"{setting} is {value!r}, wanted from 1 byte to {MOST_MEMORY}")
     return int(size)
 
 
