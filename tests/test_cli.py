@@ -285,7 +285,8 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["show", "gpt2", "--json", "--graph"],
-        "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; use one",
+        "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; "
+        "use one",
     ),
     (
         ["show", "--config", "none.yaml"],
