@@ -57,6 +57,7 @@ SAME = {
     "jamba-v0.1": ("jamba-v0.1", {}),
     "jamba-1.5-large": ("jamba-1.5-large", {}),
     "kimi-k2-instruct": ("kimi-k2", {}),
+    "kimi-linear-48b-a3b": ("kimi-linear-48b-a3b", {}),
     "llama-3.2-1b-instruct": ("llama3.2-1b", {}),
     "mamba-2.8b-hf": ("mamba-2.8b", {}),
     "mamba-codestral-7b-v0.1": ("mamba-codestral-7b", {}),
@@ -109,6 +110,7 @@ ACTIVE = {
     "granite-4.0-h-tiny": (1, 0, 0.5, "its model card"),
     "granite-4.0-h-small": (9, 0, 0.5, "its model card"),
     "nemotron3-nano-30b-a3b": (3.6, 0, 0.05, "its model card; 3.2 without embeddings"),
+    "kimi-linear-48b-a3b": (3, 0, 0.5, "its model card"),
     "minimax-text-01": (45.9, 2, 0.05, "arXiv:2501.08313, abstract"),
 }
 
@@ -181,7 +183,28 @@ def _lightning(hidden: int, s: StateSpace) -> int:
     return hidden * (2 * s.groups * s.state + 2 * s.inner) + s.inner + s.inner * hidden
 
 
-RECURRENT = {"mamba": _mamba, "mamba2": _mamba2, "lightning": _lightning}
+def _gated_delta(hidden: int, s: StateSpace) -> int:
+    """Gated delta net of Qwen3-Next: q, k, v, z, b and a; convolutions; A, dt's bias; a norm."""
+    keys = 2 * s.groups * s.state
+    into = hidden * (keys + 2 * s.inner + 2 * s.heads) + (keys + s.inner) * (s.conv + s.conv_bias)
+    return into + 2 * s.heads + s.head_width + s.inner * hidden
+
+
+def _kimi_delta(hidden: int, s: StateSpace) -> int:
+    """arXiv:2510.26692: decays and gate through a narrow width, a bias per element of the keys."""
+    keys = s.groups * s.state
+    into = hidden * (2 * keys + s.inner + s.heads) + (2 * keys + s.inner) * (s.conv + s.conv_bias)
+    narrow = 2 * hidden * s.gate_rank + s.gate_rank * (keys + s.inner)
+    return into + narrow + s.heads + keys + s.head_width + s.inner * hidden
+
+
+RECURRENT = {
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "lightning": _lightning,
+    "gated_delta": _gated_delta,
+    "kimi_delta": _kimi_delta,
+}
 
 
 def _attention(c: ModelConfig) -> int:
@@ -199,6 +222,7 @@ def _attention(c: ModelConfig) -> int:
         return query + latent + values * hidden
     qkv = queries + 2 * keys
     attention = hidden * qkv + queries * hidden
+    attention += c.attention_gate * hidden * queries
     return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * 2 * width
 
 
@@ -266,7 +290,7 @@ class TestPresets:
             **{"gpt2": 4, "gpt3": 9, "megatron": 4, "opt": 9, "bert": 2, "palm": 3, "falcon": 3},
             **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
             **{"mistral": 2, "qwen2.5": 7, "qwen3": 8, "gemma2": 3, "gemma3": 4, "phi3": 2},
-            **{"mixtral": 2, "deepseek": 4, "kimi": 1, "glm": 2, "dbrx": 1, "grok": 1},
+            **{"mixtral": 2, "deepseek": 4, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
             **{"mamba": 6, "mamba2": 5, "falcon": 4, "jamba": 3, "bamba": 1, "granite": 3},
             **{"nemotron": 6, "nemotron3": 1, "minimax": 1},
         }
@@ -375,7 +399,7 @@ class TestModelConfig:
             ("deepseek-v3", "qk_rope_head_dim", 0, "an even part of the 192 channels of a head"),
             ("deepseek-v3", "qk_rope_head_dim", 63, "an even part of the 192 channels of a head"),
             ("deepseek-v3", "qk_rope_head_dim", 192, "an even part of the 192 channels of a head"),
-            ("deepseek-v3", "position", "alibi", "rope with latent attention"),
+            ("deepseek-v3", "position", "alibi", "rope or none with latent attention"),
             ("deepseek-v3", "qk_norm", True, "False with latent attention"),
             ("palm-8b", "parallel_norms", 3, "a whole number from 1 to 2"),
             ("llama3-8b", "num_attention_heads", 0, "a whole number from 1"),
@@ -771,6 +795,9 @@ class TestRefusals:
             ("nemotron-h-47b-base-8k", "hybrid_override_pattern", "MX", "letters of M * - E"),
             ("nemotron-h-47b-base-8k", "num_hidden_layers", 97, "98, the length of the pattern"),
             ("nemotron-h-8b-base-8k", "moe_latent_size", 64, "wanted null"),
+            ("kimi-linear-48b-a3b", "mla_use_nope", False, "wanted true"),
+            ("kimi-linear-48b-a3b", "num_shared_experts", -1, "a whole number from 0"),
+            ("kimi-linear-48b-a3b", "linear_attn_config", {}, "linear_attn_config.kda_layers is"),
             (
                 "minimax-text-01",
                 "attn_type_list",

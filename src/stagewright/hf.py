@@ -451,14 +451,15 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 _MISSING = {
     "attention sinks and biases of experts": ("GptOssForCausalLM", "gpt_oss"),
-    "a gate on the shared expert": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "a gate on the shared expert": (
+        *("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen3NextForCausalLM", "qwen3_next"),
+    ),
     "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
     "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
     "chunked attention and layers without positions": (
         *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "llama4", "llama4_text"),
     ),
     "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
-    "linear attention": ("Qwen3NextForCausalLM", "qwen3_next", "KimiLinearForCausalLM"),
     "attention and a state side by side": ("FalconH1ForCausalLM", "falcon_h1"),
     "layers that share their weights": ("Zamba2ForCausalLM", "zamba2"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),

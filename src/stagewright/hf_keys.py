@@ -225,7 +225,12 @@ def deepseek_experts(c: Keys) -> Fields:
 
 
 def deepseek_latent(c: Keys) -> Fields:
-    """Also Kimi-K2. The width of a head is that of its queries: without and with position."""
+    """Also Kimi-K2."""
+    return latent_attention(c) | deepseek_experts(c)
+
+
+def latent_attention(c: Keys) -> Fields:
+    """DeepSeek's keys. The width of a head is that of its queries: without and with position."""
     c.only("attention_bias", False)
     rotary = c.whole("qk_rope_head_dim", 2, LIMITS["kv_channels"] // 2)
     width = rotary + c.whole("qk_nope_head_dim", 1, LIMITS["kv_channels"] // 2)
@@ -237,7 +242,6 @@ def deepseek_latent(c: Keys) -> Fields:
     if "q_lora_rank" not in c.values:
         c.reject("q_lora_rank", "a whole number, or null for queries without a latent")
     return fields | {
-        **deepseek_experts(c),
         "kv_lora_rank": c.size("hidden_size", "kv_lora_rank"),
         "q_lora_rank": c.optional("hidden_size", "q_lora_rank") or 0,
         "qk_rope_head_dim": rotary,

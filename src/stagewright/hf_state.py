@@ -17,6 +17,7 @@ from stagewright.hf_keys import (
     Keys,
     decoder,
     expert_sizes,
+    latent_attention,
     rotary_fraction,
 )
 from stagewright.models import LIMITS, MOST_EXPERTS, Recurrence
@@ -293,6 +294,47 @@ def _minimax(c: Keys) -> Fields:
     )
 
 
+def _kimi_linear(c: Keys) -> Fields:
+    """Kimi's delta attention, and latent attention without positions; layers count from 1."""
+    c.only("mla_use_nope", True)
+    longest = c.used("max_position_embeddings", "model_max_length")
+    c = replace(c, values=c.values | {"max_position_embeddings": c.values.get(longest)})
+    fields = latent_attention(c)
+    layers = fields["num_layers"]
+    experts = expert_sizes(c, "num_experts", "moe_intermediate_size", "num_experts_per_token")
+    shared = c.whole("num_shared_experts", 0, MOST_EXPERTS) * experts["moe_ffn_hidden_size"]
+    linear = c.inside("linear_attn_config", {"short_conv_kernel_size": 4})
+    found: dict[str, set[object]] = {}
+    for key in ("full_attn_layers", "kda_layers"):
+        value = linear.values.get(key)
+        listed = cast("list[object]", value) if isinstance(value, list) else []
+        found[key] = {x for x in listed if type(x) is int}
+    full, kda = found.values()
+    if full & kda or full | kda != {*range(1, layers + 1)}:
+        linear.reject("kda_layers", f"with full_attn_layers each of the layers 1 to {layers} once")
+    heads = linear.whole("num_heads", 1, _MOST)
+    width = linear.whole("head_dim", 1, LIMITS["kv_channels"])
+    return fields | {
+        **experts,
+        "shared_ffn_hidden_size": shared,
+        "first_dense_layers": c.whole("first_k_dense_replace", 0, LIMITS["num_layers"]),
+        "moe_layer_freq": c.size("num_layers", "moe_layer_freq"),
+        "router": c.router("moe_router_activation_func"),
+        "mixers": shortest(["global" if i + 1 in full else "kimi_delta" for i in range(layers)]),
+        "position": "none",
+        "state_space": StateSpace(
+            heads=heads,
+            head_width=width,
+            groups=heads,
+            state=width,
+            conv=linear.whole("short_conv_kernel_size", 1, 64),
+            conv_bias=False,
+            gate_rank=width,
+            chunk=64,
+        ),
+    }
+
+
 # Defaults of transformers' configuration classes (5.23). A state-space model has no longest
 # sequence; 2^20 stands for that.
 _MAMBA: Json = {
@@ -347,6 +389,12 @@ _NEMOTRON_H: Json = _DECODER | {
     "n_shared_experts": 1,
 }
 _MINIMAX: Json = _DECODER | {"block_size": 256, "partial_rotary_factor": 1.0}
+_KIMI_LINEAR: Json = _DECODER | {
+    "num_key_value_heads": None,
+    "moe_layer_freq": 1,
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+}
 
 STATE_ARCHITECTURES: dict[str, Architecture] = {
     "MambaForCausalLM": Architecture(("mamba",), "mamba-2.8b", _mamba, _MAMBA1),
@@ -364,6 +412,9 @@ STATE_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "MiniMaxText01ForCausalLM": Architecture(
         ("minimax_text_01",), "minimax-text-01", _minimax, _MINIMAX
+    ),
+    "KimiLinearForCausalLM": Architecture(
+        ("kimi_linear",), "kimi-linear-48b-a3b", _kimi_linear, _KIMI_LINEAR
     ),
     "MiniMaxForCausalLM": Architecture(("minimax",), "minimax-text-01", _minimax, _MINIMAX),
 }

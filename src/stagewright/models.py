@@ -84,7 +84,7 @@ _CHOICES = {
 }
 _FLAGS = (
     *("norm_bias", "parallel_block", "final_norm", "embedding_norm"),
-    *("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "gated"),
+    *("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "attention_gate", "gated"),
     *("tied_embeddings", "lm_head_bias", "pooler", "mlm_transform", "causal", "encoder", "bare"),
 )
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")
@@ -219,6 +219,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """An RMSNorm of kv_channels weights on every query head, and another on every key head."""
+    attention_gate: bool = False
+    """What the heads return is weighed, channel by channel, by a sigmoid of the layer's input."""
     gated: bool = True
     """Three matrices, down(activation(gate) * up), instead of down(activation(up))."""
     activation: Activation = "silu"
@@ -456,9 +458,10 @@ class ModelConfig:
         if not 0 < rotated < self.kv_channels or rotated % 2:
             wanted = f"an even part of the {self.kv_channels} channels of a head (kv_channels)"
             raise self._reject("qk_rope_head_dim", wanted)
-        if self.position != "rope":
-            raise self._reject("position", "rope with latent attention")
-        for field in ("qkv_bias", "attention_output_bias", "qk_norm", "parallel_block"):
+        if self.position not in ("rope", "none"):
+            raise self._reject("position", "rope or none with latent attention")
+        biases = ("qkv_bias", "attention_output_bias")
+        for field in (*biases, "qk_norm", "attention_gate", "parallel_block"):
             if getattr(self, field):
                 raise self._reject(field, "False with latent attention")
 

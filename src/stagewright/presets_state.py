@@ -87,6 +87,16 @@ _MINIMAX: Style = _heads(64, 128, 128, 64, 256, conv=0) | {
     "rotary_fraction": 0.5,
 }
 
+# Every fourth layer is latent attention without positions, and the last (arXiv 2510.26692).
+_KIMI_LINEAR: Style = _heads(32, 128, 128, 32, 64, conv_bias=False, gate_rank=128) | {
+    "mixers": (*every(4, 3, "kimi_delta") * 6, *every(3, 2, "kimi_delta")),
+    "position": "none",
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "router": "sigmoid",
+}
+
 STATE_FAMILIES: list[tuple[Style, str]] = [
     *(
         (_MAMBA | _TIED | _channels(hidden), row)
@@ -203,6 +213,12 @@ nemotron3-nano-30b-a3b 52 2688 0 32 2 128 131072 262144 nvidia/NVIDIA-Nemotron-3
         _MINIMAX | _experts(32, 2, 9216),
         """
 minimax-text-01  80   6144   9216   64    8  128  200064 10240000 MiniMaxAI/MiniMax-Text-01
+""",
+    ),
+    (
+        _KIMI_LINEAR | _experts(256, 8, 1024, shared=1024, dense=1),
+        """
+kimi-linear-48b-a3b 27 2304  9216  32   32  192  163840 1048576 moonshotai/Kimi-Linear-48B-A3B-Base
 """,
     ),
 ]

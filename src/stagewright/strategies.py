@@ -25,7 +25,7 @@ Dims = tuple[tuple[str, ...], ...]
 # The dim that each weight is split in over tp: columns of what leads into a branch, rows of what
 # leads out.
 TENSOR_PARALLEL: Mapping[str, int] = {
-    "wq": 1, "wk": 1, "wv": 1, "bq": 0, "bk": 0, "bv": 0, "wo": 0,
+    "wq": 1, "wk": 1, "wv": 1, "bq": 0, "bk": 0, "bv": 0, "wo": 0, "wg": 1,
     "w_up": 1, "w_gate": 1, "b_up": 0, "b_gate": 0, "w_down": 0,
     "wte": 0, "lm_head": 0, "b_head": 0,
     "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,

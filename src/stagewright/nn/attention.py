@@ -8,7 +8,7 @@ from typing import Any
 from stagewright.ir import Node
 from stagewright.nn.builder import Builder
 from stagewright.nn.inference import cached, cached_attention, cached_rows
-from stagewright.ops import apply, einsum, identity, join, part
+from stagewright.ops import apply, einsum, elementwise, identity, join, part
 from stagewright.size import size
 
 
@@ -46,6 +46,9 @@ def _attention(b: Builder, h: Node, window: int) -> Node:
     q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
     o = identity(_core(b, q, (k, v), window, qd, kd), "context", scope=scope)
+    if c.attention_gate:
+        gate = b.linear("bsm,mad->bsad", h, b.weight("wg", "M", "A", "D", scope=scope), "gate")
+        o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)
     w = b.weight("wo", "A", "D", "M", scope=scope)
     out = b.linear("bsad,adm->bsm", o, w, "attn_out", scope=scope)
     if not c.parallel_block:
@@ -83,13 +86,14 @@ def _latent(b: Builder, h: Node, window: int) -> Node:
     q = b.linear(f"bs{rank},{rank}ad->bsad", source, w, "q", scope=scope)
     plain = part(q, "bsaD->bsaN", size("N"), first=True, name="q_plain")
     turned = part(q, "bsaD->bsaZ", size("Z"), first=False, name="q_turned")
-    turned = b.rope(turned, "bsaZ", "q_rope")
     w = b.weight("w_dkv", "M", "C", scope=scope)
     latent = b.linear("bsm,mc->bsc", h, w, "latent", trained=False)
     latent = b.norm(latent, "latent_norm", "C")
     w = b.weight("w_kr", "M", "Z", scope=scope)
     shared = b.linear("bsm,mz->bsz", h, w, "k_shared", trained=False)
-    shared = b.rope(shared, "bsZ", "k_shared_rope")
+    if c.position == "rope":
+        turned = b.rope(turned, "bsaZ", "q_rope")
+        shared = b.rope(shared, "bsZ", "k_shared_rope")
     # Absorbed, they are multiplied as they are computed with (vLLM keeps them so, too).
     up = b.param if b.recipe.absorb else b.weight
     w_uk = up("w_uk", "C", "A", "N", scope=scope)
