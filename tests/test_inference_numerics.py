@@ -32,7 +32,9 @@ TRAINED = Recipe(dropout=False)
 ABSORBED = replace(SERVED, absorb=True)
 # Here experts are chosen by a token's place in a step (`meaning._chosen`): requests fare alike
 # however they are cut only if their tokens go to all experts.
-ALL = {m: replace(c, top_k=c.num_experts) for m, c in TINY.items() if c.causal}
+ALL = {
+    m: replace(c, top_k=c.num_experts) for m, c in TINY.items() if c.causal and not c.state_space
+}
 MODELS = list(ALL)
 FORMS = [(m, SERVED) for m in MODELS] + [(m, ABSORBED) for m in MODELS if ALL[m].kv_lora_rank]
 BLOCK = 4  # tokens of a block of the cache

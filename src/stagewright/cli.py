@@ -87,6 +87,7 @@ SETTINGS = (
     Setting("kv_cache", ("paged", "contiguous"), "How the cache keeps requests. [paged]"),
     Setting("kv_block_size", int, "Tokens of a block of the paged cache. [16]"),
     Setting("max_model_len", int, "Contiguous: tokens a request has room for. [the longest's]"),
+    Setting("prefill", str, "Decode: other ranks compute and send the context, as tp=4,pp=2."),
     Setting("num_redundant_experts", int, "Inference: experts that are there once more. [0]"),
     Setting("mla", ("naive", "absorb"), "Latent attention. [prefill: naive, decode: absorb]"),
     Setting("device_memory", str, "Inference: bytes of a rank, such as 80e9 or 80GiB."),

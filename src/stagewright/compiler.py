@@ -66,8 +66,10 @@ def compile(
     check(run, model)
     if run.mode == "train":
         return _training(run, model, table or {})
-    from stagewright import inference  # which is made of this module's parts
+    from stagewright import disaggregated, inference  # which are made of this module's parts
 
+    if run.prefill is not None:
+        return disaggregated.compiled(run, model, table or {})
     return inference.compiled(run, model, table or {})
 
 

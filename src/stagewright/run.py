@@ -43,6 +43,42 @@ Count = Annotated[StrictInt, Field(ge=1, le=LARGEST)]
 Layers = Annotated[StrictInt, Field(ge=0, le=LARGEST)]
 
 
+class PrefillRanks(BaseModel):
+    """A second group of ranks, for the prompts of a decode step's requests: settings by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tp: Count = 1
+    dp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
+    etp: Count | None = None
+    sequence_parallel: StrictBool = False
+    layers_per_stage: tuple[Layers, ...] | None = None
+    num_redundant_experts: Annotated[StrictInt, Field(ge=0, le=LARGEST)] = 0
+    mla: Literal["naive", "absorb"] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.dp * self.pp
+
+    def __str__(self) -> str:
+        given = self.model_dump(exclude_defaults=True)
+        return ",".join(f"{name}={value}" for name, value in given.items()) or "tp=1"
+
+
+def _read_prefill(value: Any) -> Any:
+    """Settings such as `tp=4,pp=2`, or as a mapping."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",")]
+    for name, equals, number in pairs:
+        if not (equals and number.strip().isdecimal() and len(number) < 12):
+            raise UserError(f"prefill: {shown(name)} is no setting; wanted such as tp=4,pp=2")
+    return {name.strip(): int(number) for name, _, number in pairs}
+
+
 class Run(BaseModel):
     """A model and how it is trained or served: settings by name, `None` where a default follows.
 
@@ -116,6 +152,9 @@ class Run(BaseModel):
     """Tokens of a block of the paged cache: every request fills its last one up."""
     max_model_len: Count | None = None
     """Contiguous cache: tokens each request has room for. None: as many as the longest has."""
+    prefill: Annotated[PrefillRanks | None, BeforeValidator(_read_prefill)] = None
+    """Decode: another group of ranks computes the context of the requests and sends it over
+    (disaggregated serving); its `tp`, `dp`, `pp`, ... None: it is in the cache."""
     num_redundant_experts: Annotated[StrictInt, Field(ge=0, le=LARGEST)] = 0
     """Inference: experts that are there once more, so that ep divides all, or that share a load."""
     mla: Literal["naive", "absorb"] | None = None
@@ -230,8 +269,10 @@ class Run(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; ep is part of dp."""
-        return self.tp * self.cp * self.dp * self.pp
+        """Number of ranks, with those of `prefill`; ep is part of dp."""
+        return self.tp * self.cp * self.dp * self.pp + (
+            self.prefill.world_size if self.prefill else 0
+        )
 
     @property
     def microbatches(self) -> int:

@@ -50,7 +50,7 @@ TRAINING = {
 INFERENCE = (
     *("batch_size", "prompt_length", "context_length", "requests", "num_speculative_tokens"),
     *("kv_cache_dtype", "kv_cache", "kv_block_size", "max_model_len", "device_memory"),
-    *("weight_precision", "mla", "num_redundant_experts"),
+    *("prefill", "weight_precision", "mla", "num_redundant_experts"),
 )
 """Settings that mean nothing in training."""
 
@@ -273,6 +273,12 @@ def _check_redundant(run: Run, model: ModelConfig) -> None:
 
 def _check_settings(run: Run) -> None:
     """Settings of inference that exclude each other."""
+    if run.prefill is not None and (run.mode != "decode" or run.prompt_length is not None):
+        raise UserError(
+            "prefill names the ranks that compute what decode has in its cache, got "
+            + ("a prompt_length" if run.mode == "decode" else f"mode={run.mode}")
+            + "; drop either"
+        )
     if run.mode == "prefill" and run.num_speculative_tokens:
         raise UserError(
             f"num_speculative_tokens={run.num_speculative_tokens} is about decode, got "

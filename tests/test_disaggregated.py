@@ -1,0 +1,192 @@
+"""Prefill and decode on ranks of their own: who gets which part of the cache, from whom, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stagewright as sw
+from stagewright.compiler import Compiled, compile
+from stagewright.disaggregated import messages, prefill_run
+from stagewright.errors import UserError
+from stagewright.models import PRESETS
+from stagewright.program import COLLECTIVES, Kind
+from stagewright.program_check import check_program
+from stagewright.report import summary
+from stagewright.run import Run
+from stagewright.verify import verify
+
+CASES: dict[str, dict[str, Any]] = {
+    "alike": {"tp": 2, "prefill": "tp=2", "batch_size": 4},
+    "wider": {"tp": 8, "prefill": "tp=2,pp=2", "batch_size": 4},
+    "narrower": {"dp": 4, "prefill": "tp=8", "batch_size": 4},
+    "dealt otherwise": {"dp": 3, "pp": 2, "prefill": {"dp": 2, "pp": 3}, "batch_size": 12},
+    "copies of heads": {"tp": 16, "dp": 2, "prefill": "tp=32", "batch_size": 6},
+    "fp8": {"tp": 4, "prefill": "tp=4", "kv_cache_dtype": "fp8", "batch_size": 2},
+    "one place each": {"tp": 4, "prefill": "tp=2", "kv_cache": "contiguous", "batch_size": 2},
+    "latents": {"model": "deepseek-v2", "dp": 4, "ep": 4, "batch_size": 8,
+                "prefill": "tp=2,ep=2,etp=1,pp=2,dp=1"},
+    "windows": {"model": "gemma2-9b", "tp": 4, "prefill": "tp=8", "batch_size": 3},
+}  # fmt: skip
+CONTEXT = 6400  # tokens of each request: whole blocks
+
+
+def asked(**fields: Any) -> Run:
+    return Run(**{"model": "llama3.1-70b", "mode": "decode", "layers": 6} | fields)
+
+
+def resolved(run: Run) -> Run:
+    return run.resolved(PRESETS[run.model].with_overrides(num_layers=run.layers))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Compiled:
+    return compile(asked(context_length=CONTEXT, **CASES[request.param]))
+
+
+def moved(compiled: Compiled, kind: Kind) -> Counter[int]:
+    """Bytes that each rank sends or receives, across."""
+    found: Counter[int] = Counter()
+    for c in compiled.program.classes:
+        for row in np.flatnonzero(c.tasks.kind == kind):
+            slot = int(c.tasks.slot[row])
+            if compiled.program.peers[slot].axis == "cache":
+                for r in c.ranks.tolist():
+                    found[r] += int(c.tasks.comm_bytes[row])
+    return found
+
+
+def test_every_rank_gets_its_part_of_the_cache(case: Compiled) -> None:
+    """What it holds of the requests, without the place of the new token."""
+    run, model = case.run, case.model
+    of_head = 2 * model.kv_channels
+    held = max(1, model.num_query_groups // run.tp)
+    if model.kv_lora_rank:
+        of_head, held = model.kv_lora_rank + model.qk_rope_head_dim, 1
+    of_head *= 1 if run.kv_cache_dtype == "fp8" else 2
+    requests = (run.batch_size or 0) // run.dp
+    kept = sum(
+        4096 if model.layer(i).mixer == "local" else CONTEXT for i in range(model.num_layers)
+    )
+    start = run.world_size - run.tp * run.dp * run.pp
+    got, gave = moved(case, Kind.RECV), moved(case, Kind.SEND)
+    want = requests * kept // run.pp * held * of_head
+    assert got == dict.fromkeys(range(start, run.world_size), want)
+    assert sum(gave.values()) == sum(got.values())
+    assert max(gave) < start
+
+
+def test_it_runs(case: Compiled) -> None:
+    assert check_program(case.program)["run"] == "rank by rank"
+    ranks = np.concatenate([c.ranks for c in case.program.classes])
+    assert sorted(ranks.tolist()) == list(range(case.run.world_size))
+    assert summary(case)["world_size"] == case.run.world_size
+
+
+def test_each_side_does_what_it_does_alone(case: Compiled) -> None:
+    run = case.run
+    alone = compile(run.model_copy(update={"prefill": None})), compile(prefill_run(run))
+    for column in ("flops", "traffic"):
+        total = sum(
+            int(getattr(c.tasks, column).sum()) * len(c.ranks)
+            for one in alone
+            for c in one.program.classes
+        )
+        both = case.program.classes
+        assert total == sum(int(getattr(c.tasks, column).sum()) * len(c.ranks) for c in both)
+    groups = Counter(len(members) for members in case.program.groups().values())
+    assert groups == Counter(
+        len(members) for one in alone for members in one.program.groups().values()
+    )
+
+
+def test_what_waits_for_what() -> None:
+    """A send for what writes its layer's cache, attention for what its layer receives."""
+    compiled = compile(asked(context_length=64, **CASES["alike"]))
+    first, second = (c.tasks for c in compiled.program.classes)
+
+    def needed(tasks: Any, row: int) -> list[int]:
+        return tasks.data[tasks.data_ptr[row] : tasks.data_ptr[row + 1]].tolist()
+
+    for row in np.flatnonzero(first.kind == Kind.SEND):
+        layer = first.layer[row]
+        writes = [i for i in needed(first, row) if first.layer[i] == layer]
+        assert ["cache" in first.ops[first.op[i]].split("+") for i in writes] == [True] * 2
+        assert row > np.flatnonzero(first.kind == Kind.COMPUTE)[-1]
+    for row in np.flatnonzero(second.kind == Kind.RECV):
+        users = [i for i in range(len(second)) if row in needed(second, i)]
+        assert [second.ops[second.op[i]] for i in users] == ["cached_attention"]
+        assert not needed(second, row)
+    reduced = second.collective == COLLECTIVES.index("all_reduce")
+    assert reduced.sum() == 1 + 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("heads", "prefill", "decode", "pairs"),
+    [
+        (8, 4, 2, [(0, 0), (1, 0), (2, 1), (3, 1)]),
+        (8, 2, 4, [(0, 0), (0, 1), (1, 2), (1, 3)]),
+        (2, 4, 4, [(0, 0), (1, 1), (2, 2), (3, 3)]),  # copies: each asks one of its own
+        (2, 1, 4, [(0, 0), (0, 1), (0, 2), (0, 3)]),
+    ],
+)
+def test_who_asks_whom(heads: int, prefill: int, decode: int, pairs: list[tuple[int, int]]) -> None:
+    name = {8: "llama3.1-8b", 2: "qwen2.5-3b"}[heads]
+    assert PRESETS[name].num_query_groups == heads
+    run = resolved(
+        Run(model=name, mode="decode", layers=1, tp=decode, context_length=16,
+            prefill={"tp": prefill})  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+    model = PRESETS[name].with_overrides(num_layers=1)
+    found = messages(prefill_run(run).resolved(model), run, model)
+    assert sorted((m.source, m.target) for m in found) == sorted(pairs)
+
+
+def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
+    """Groups, messages and the run of all ranks, from the files alone."""
+    compiled = compile(asked(context_length=96, **CASES["dealt otherwise"]))
+    sw.generate(compiled, str(tmp_path / "one"))
+    report = verify(tmp_path / "one")
+    assert not report.findings
+    again = compile(Run.load(tmp_path / "one" / "manifest.json"))
+    sw.generate(again, str(tmp_path / "two"))
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"prefill": "tp4"}, "prefill: 'tp4' is no setting; wanted such as tp=4,pp=2"),
+        ({"prefill": {"tp": 3}}, "tp=3 does not divide the 64 attention heads of llama3.1-70b"),
+        (
+            {"prefill": "tp=2", "context_length": 0},
+            "prefill computes the context of each request, but some have context_length=0; give "
+            "all at least one token",
+        ),
+        (
+            {"prefill": "tp=2", "mode": "prefill"},
+            "prefill names the ranks that compute what decode has in its cache, got mode=prefill; "
+            "drop either",
+        ),
+        (
+            {"prefill": "tp=2", "prompt_length": 5},
+            "prefill names the ranks that compute what decode has in its cache, got a "
+            "prompt_length; drop either",
+        ),
+    ],
+    ids=str,
+)
+def test_refused(fields: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError) as info:
+        compile(asked(**fields))
+    assert str(info.value).startswith(wanted)
+
+
+def test_unknown_settings_of_prefill() -> None:
+    with pytest.raises(UserError, match=r"unknown setting 'prefill\.tpp'"):
+        Run.load(None, {"model": "gpt2", "mode": "decode", "prefill": {"tpp": 3}})
