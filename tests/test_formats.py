@@ -285,7 +285,7 @@ def test_dependencies_for_old_and_new_feeders(tmp_path: Path):
 
 
 def test_groups_one_a_line():
-    text = chakra.comm_group(example_program()).decode()
+    text = b"".join(chakra.comm_group(example_program())).decode()
     assert text == '{\n"1":[0,1],\n"2":[2,3]\n}\n'
     assert json.loads(text) == {"1": [0, 1], "2": [2, 3]}
 

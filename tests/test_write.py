@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import stagewright
-import stagewright.write
 from stagewright.errors import UserError
 from stagewright.formats import chakra
 from stagewright.layout import Mesh
 from stagewright.program import PHASES, Communicator, Kind, Peer, Program, RankClass, Tasks
+from stagewright.storage import Local
 from stagewright.write import write
 
 WORLD = 12
@@ -81,18 +81,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_is_written(program: Program, tmp_path: Path):
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, int]] = []
     out = tmp_path / "out"
     returned = write(
         program,
         out,
         manifest={"run": {"tp": 4}, "world_size": WORLD},
-        progress=lambda done, total: seen.append((done, total)),
+        progress=lambda *told: seen.append(told),
     )
     files = contents(out)
     traces = [f"workload.{rank}.et" for rank in range(WORLD)]
     assert set(files) == {*traces, "comm_group.json", "manifest.json"}
-    assert seen[-1] == (WORLD, WORLD)
+    assert seen[-1] == (WORLD, WORLD, sum(len(files[name]) for name in traces))
     assert seen == sorted(set(seen))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     manifest = json.loads(files["manifest.json"])
@@ -122,7 +122,7 @@ def test_what_is_written(program: Program, tmp_path: Path):
     }
     for rank in range(WORLD):
         assert files[traces[rank]] == chakra.encode(program, rank, provenance)
-    assert files["comm_group.json"] == chakra.comm_group(program)
+    assert files["comm_group.json"] == b"".join(chakra.comm_group(program))
 
 
 @pytest.mark.parametrize("format", ["chakra", "json"])
@@ -240,14 +240,14 @@ def test_no_room_known_before(program: Program, tmp_path: Path, monkeypatch: pyt
 def test_failing_disk(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
 ):
-    written = stagewright.write._write_file
+    written = Local.write
 
-    def failing(folder: Path, name: str, data: bytes | memoryview):
+    def failing(self: Local, name: str, pieces: Any):
         if name == "workload.7.et":
             raise OSError(code, os.strerror(code))
-        return written(folder, name, data)
+        return written(self, name, pieces)
 
-    monkeypatch.setattr(stagewright.write, "_write_file", failing)
+    monkeypatch.setattr(Local, "write", failing)
     with refused(message):
         write(program, tmp_path / "out", manifest={})
     assert not list(tmp_path.iterdir())
@@ -260,7 +260,7 @@ def test_interrupt_leaves_nothing(program: Program, tmp_path: Path, force: bool)
         write(program, out, manifest={"nth": 1})
     before = sorted(tmp_path.rglob("*"))
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(done: int, *_: int) -> None:
         if done == 4:  # those of one class, whose small files go together
             signal.raise_signal(signal.SIGINT)
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled, compile
     from stagewright.errors import UserError
+    from stagewright.formats.bundle import Bundle
     from stagewright.models import ModelConfig, resolve
     from stagewright.run import Run
 
 __version__ = "0.1.0"
 __all__ = [
+    "Bundle",
     "Compiled",
     "ModelConfig",
     "Run",
@@ -30,6 +32,7 @@ __all__ = [
 
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
 _HOME = {
+    "Bundle": "formats.bundle",
     "Compiled": "compiler",
     "ModelConfig": "models",
     "Run": "run",
@@ -62,11 +65,10 @@ def generate(
 ) -> dict[str, Any]:
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
 
-    Options are those of `stagewright.write.write`: `ranks` (default: all), `force` to replace what
-    an earlier run wrote, `workers` and `progress`. `durations` is a CSV of measured kernels
-    (`stagewright.durations`). `astra_sim` is the hardware on which ASTRA-sim shall run the traces:
-    its configuration and a script are written beside them. The manifest has all that repeats the
-    run, and what was checked of the program before it was written.
+    Options are `ranks` (default: all) and those of `stagewright.write.How`. `durations` is a CSV of
+    measured kernels (`stagewright.durations`). `astra_sim` is the hardware on which ASTRA-sim shall
+    run the traces: its configuration and a script are written beside them. The manifest has all
+    that repeats the run, and what was checked of the program before it was written.
     """
     from stagewright.program_check import check_program
     from stagewright.report import manifest

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import click
 
 import stagewright
-from stagewright import cli_simulate, cli_time, cli_trace
-from stagewright.errors import UserError, did_you_mean
+from stagewright import cli_simulate, cli_time, cli_trace, cli_write
+from stagewright.cli_progress import shown, told
+from stagewright.errors import Stopped, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled
+    from stagewright.report import Recorded
     from stagewright.run import Run
 
 USER_ERROR = 2
@@ -147,7 +148,7 @@ def _settings(command: _Command) -> _Command:
             more = {"type": kind, "metavar": "N" if kind is int else "TEXT"}
         command = click.option(flag, setting.name, default=None, help=setting.help, **more)(command)
     command = click.option(
-        "--config", metavar="FILE", help="Run file (YAML); options override it."
+        "--config", metavar="FILE", help="Run file (YAML), or an earlier run; options override it."
     )(command)
     return click.argument("model", required=False)(command)
 
@@ -181,7 +182,11 @@ def commands(context: click.Context) -> None:
 @_settings
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
 @click.option(
-    "--format", "format_", default="chakra", metavar="NAME", help="chakra, json or dot. [chakra]"
+    "--format",
+    "format_",
+    default="chakra",
+    metavar="NAME",
+    help="chakra, json, dot or bundle. [chakra]",
 )
 @click.option("--durations", metavar="FILE", help="CSV of measured kernels (see show --kernels).")
 @click.option(
@@ -189,10 +194,7 @@ def commands(context: click.Context) -> None:
 )
 @click.option("--hardware", metavar="NAME", help="For --astra-sim: GPU, or a .yaml file of one.")
 @click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
-@click.option("--force", is_flag=True, help="Replace what an earlier run wrote to the directory.")
-@click.option(
-    "--workers", type=click.IntRange(1), metavar="N", help="Threads that write. [one per core]"
-)
+@cli_write.writing
 def generate(
     model: str | None,
     config: str | None,
@@ -202,8 +204,6 @@ def generate(
     astra_sim: bool,
     hardware: str | None,
     ranks: str | None,
-    force: bool,
-    workers: int | None,
     **settings: Any,
 ) -> None:
     """Write the trace of every rank.
@@ -211,14 +211,17 @@ def generate(
     MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json.
     """
     started = time.perf_counter()
+    how = {name: settings.pop(name) for name in cli_write.HOW}
     run = _load(model, config, settings)
     chosen = None if ranks is None else parse_ranks(ranks, run.world_size)
     if not astra_sim and hardware is not None:
         raise UserError("--hardware is for --astra-sim; add that, or leave it out")
     if astra_sim and (hardware is None or format_ != "chakra" or chosen is not None):
         raise UserError("--astra-sim needs --hardware, and all ranks in --format chakra")
-    compiled = _compile(run, model, config)
-    with _progress() as progress:
+    with shown() as bar:
+        bar.say("working out what ranks do")
+        compiled = _compile(run, model, config)
+        bar.say("checking it")
         written = stagewright.generate(
             compiled,
             out,
@@ -226,15 +229,14 @@ def generate(
             durations=durations,
             astra_sim=hardware,
             ranks=chosen,
-            force=force,
-            workers=workers,
-            progress=progress,
+            progress=bar,
+            **how,
         )
-    click.echo(_told(written, out, time.perf_counter() - started))
+    click.echo(told(written, out, time.perf_counter() - started))
     if durations is not None:
-        from stagewright.durations import told
+        from stagewright import durations as measured
 
-        click.echo(told(written["durations"]))
+        click.echo(measured.told(written["durations"]))
 
 
 @commands.command()
@@ -256,14 +258,27 @@ def show(
 ) -> None:
     """Print what the ranks compute, communicate and hold.
 
-    MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json.
+    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or a
+    bundle, which is shown as it is: without settings.
     """
+    from stagewright.formats.bundle import is_bundle
+    from stagewright.report import recorded
+
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
     if sum(chosen) > 1:
         raise UserError(
             "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; "
             "use one"
         )
+    if model is not None and is_bundle(model):
+        if config is not None or any(value is not None for value in settings.values()):
+            raise UserError(
+                f"{model}: a bundle is shown as it is; for other settings: --config {model}"
+            )
+        if as_json or not any(chosen):
+            _show_summary(recorded(model), as_json)
+            return
+        model, config = None, model
     compiled = _compile(_load(model, config, settings), model, config)
     if memory_plot is not None:
         from stagewright import memory_plot as plot
@@ -282,13 +297,17 @@ def show(
         columns = _terminal_width() if sys.stdout.isatty() else None
         click.echo(text(compiled.order, columns))
     else:
-        from stagewright.report import summary, tables
+        _show_summary(compiled, as_json)
 
-        result = summary(compiled)
-        if as_json:
-            _print_json(result)
-        else:
-            tables(result, _console())
+
+def _show_summary(of: Compiled | Recorded, as_json: bool) -> None:
+    from stagewright.report import summary, tables
+
+    result = summary(of)
+    if as_json:
+        _print_json(result)
+    else:
+        tables(result, _console())
 
 
 _MODEL_COLUMNS = (
@@ -323,20 +342,6 @@ def models(as_json: bool) -> None:
     for name, preset in PRESETS.items():
         table.add_row(name, *(str(getattr(preset, field)) for _, field in _MODEL_COLUMNS))
     _console().print(table)
-
-
-def _told(written: dict[str, Any], out: str, seconds: float) -> str:
-    """What `generate` has written, in one line."""
-    from stagewright.program import Kind
-    from stagewright.report import quantity
-
-    kinds = [kind.name.lower() for kind in Kind]
-    ranks = sum(of["files"] for of in written["nodes"])
-    nodes = sum(of["files"] * of[kind] for of in written["nodes"] for kind in kinds)
-    size = quantity(sum(file["bytes"] for file in written["files"].values()), "B")
-    return (
-        f"{out}: {ranks} of {written['world_size']} ranks, {nodes} nodes, {size}, {seconds:.1f} s"
-    )
 
 
 def parse_ranks(text: str, world_size: int) -> list[int]:
@@ -399,32 +404,7 @@ def _console() -> Any:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-@contextmanager
-def _progress() -> Generator[Callable[[int, int], None] | None]:
-    """Shows, on a terminal, how many ranks of how many are written."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("ranks"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("ranks", total=None)
-
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield update
-
-
-for each in (*cli_trace.COMMANDS, *cli_time.COMMANDS):
+for each in (*cli_write.COMMANDS, *cli_trace.COMMANDS, *cli_time.COMMANDS):
     commands.add_command(each)
 commands.add_command(cli_simulate.command(_settings, _load, _compile))
 
@@ -447,8 +427,9 @@ def _status(arguments: Sequence[str] | None) -> int:
         return _complain(f"no such option {error.option_name}{hint or '; see --help'}")
     except click.ClickException as error:
         return _complain(error.format_message())
-    except click.Abort:
-        print("stopped; nothing was written", file=sys.stderr)
+    except click.Abort as stop:
+        why = stop.__cause__
+        print(why if isinstance(why, Stopped) else "stopped; nothing was written", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         return _complain(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -34,7 +37,8 @@ def verify(
 ) -> int:
     """Check Chakra traces, whoever wrote them; exit with 0 if they are sound and 1 if not.
 
-    DIRECTORY holds files such as workload.0.et; it may also be DIR/workload, or one file.
+    DIRECTORY holds files such as workload.0.et; it may also be DIR/workload, one file, or a bundle,
+    which is checked by its rank classes.
     """
     from stagewright.verify import verify
 
@@ -51,22 +55,45 @@ def verify(
 @GROUP_FILE
 @JSON
 @click.option("--nodes", metavar="RANGE", help="Print these nodes, such as 0-50, in file order.")
-def inspect(file: str, comm_group: str | None, as_json: bool, nodes: str | None) -> None:
-    """Print a Chakra trace: its nodes by kind, phase, op and group, or node by node."""
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="Which rank of a bundle. [0]")
+def inspect(
+    file: str, comm_group: str | None, as_json: bool, nodes: str | None, rank: int | None
+) -> None:
+    """Print a Chakra trace: its nodes by kind, phase, op and group, or node by node.
+
+    FILE is a trace or a bundle.
+    """
     from stagewright import inspect_trace
 
-    if nodes is not None:
-        found = inspect_trace.nodes(file, *parse_range(nodes))
-        if as_json:
-            click.echo(json.dumps(list(found), indent=2))
-        else:
-            inspect_trace.print_nodes(found, _console())
-        return
-    profile = inspect_trace.inspect(file, comm_group)
+    with _trace(file, rank) as (trace, name):
+        if nodes is not None:
+            found = inspect_trace.nodes(trace, *parse_range(nodes))
+            if as_json:
+                click.echo(json.dumps(list(found), indent=2))
+            else:
+                inspect_trace.print_nodes(found, _console())
+            return
+        profile = inspect_trace.inspect(trace, comm_group)
+    profile.path = name
     if as_json:
         click.echo(json.dumps(profile.to_json(), indent=2))
     else:
         inspect_trace.print_profile(profile, _console())
+
+
+@contextmanager
+def _trace(file: str, rank: int | None) -> Generator[tuple[Path, str]]:
+    """A trace to read, which for a bundle is made for the time of the block, and its name."""
+    from stagewright.expand import traces
+    from stagewright.formats.bundle import is_bundle
+
+    if is_bundle(file):
+        with traces(file, [rank or 0]) as (path,):
+            yield path, f"{file}, rank {rank or 0}"
+        return
+    if rank is not None:
+        raise UserError(f"--rank {rank}: {file} is no bundle; name the file of the rank")
+    yield Path(file), file
 
 
 @click.command()
@@ -74,7 +101,7 @@ def inspect(file: str, comm_group: str | None, as_json: bool, nodes: str | None)
 @click.argument("b")
 @JSON
 def diff(a: str, b: str, as_json: bool) -> int:
-    """Compare the content of two traces or directories; exit with 0 if it is the same, else 1."""
+    """Compare two traces, directories or bundles; exit with 0 if they hold the same, else 1."""
     from stagewright import diff
 
     found = diff.diff(a, b)

@@ -1,4 +1,4 @@
-"""What two traces, or two directories of them, differ in: by content, not by bytes.
+"""What two traces, directories of them, or bundles differ in: by content, not by bytes.
 
 Ids, names and tags do not count; nor does the order of the files' messages beyond what ids make of
 it. What is compared: ranks, nodes, dependencies, the longest path, FLOPs and bytes by type, phase,
@@ -7,17 +7,19 @@ op and group size, who talks with whom, and, node by node, the structure.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from stagewright.errors import UserError
+from stagewright.expand import traces
+from stagewright.formats.bundle import Bundle, is_bundle
 from stagewright.inspect_trace import group_sizes, readable
-from stagewright.program import Kind
+from stagewright.program import Int, Kind
+from stagewright.report import total
 from stagewright.traces.findings import Findings
 from stagewright.traces.groups import default_groups, read_groups
 from stagewright.traces.kin import Kin
@@ -37,8 +39,37 @@ class Side:
     numbers: dict[str, int]
     totals: dict[Key, Totals]
     groups: dict[tuple[int, ...], tuple[int, int]]  # ranks of each group that is used -> what of it
-    pairs: Counter[tuple[int, int]]  # messages from rank to rank
-    structure: dict[int, str]  # by rank
+    pairs: Pairs
+    structure: list[tuple[Int, str]]  # ranks of one structure, and which
+
+
+class Pairs(NamedTuple):
+    """Messages from rank to rank: who to whom as `source << 32 | target`, ascending, how many."""
+
+    who: Int
+    times: Int
+
+    @staticmethod
+    def of(pieces: Iterable[tuple[Int, Int, int]]) -> Pairs:
+        """Join sources, targets and messages between each two of them."""
+        empty = np.zeros(0, np.int64)
+        keys, counts = [empty], [empty]
+        for source, target, count in pieces:
+            keys.append(source << 32 | (target & 0xFFFFFFFF))
+            counts.append(np.full(len(source), count))
+        who, which = np.unique(np.concatenate(keys), return_inverse=True)
+        times = np.zeros(len(who), np.int64)
+        np.add.at(times, which, np.concatenate(counts))
+        return Pairs(who, times)
+
+    def beyond(self, other: Pairs) -> list[tuple[int, int]]:
+        """The first pair with more messages than in another."""
+        at = np.searchsorted(other.who, self.who)
+        at = np.minimum(at, max(0, len(other.who) - 1))
+        there = np.zeros(len(self.who), np.int64)
+        if len(other.who):
+            there = np.where(other.who[at] == self.who, other.times[at], 0)
+        return [(int(k >> 32), int(k & 0xFFFFFFFF)) for k in self.who[self.times > there][:1]]
 
 
 @dataclass(slots=True)
@@ -95,18 +126,34 @@ def diff(one: Path | str, two: Path | str) -> Difference:
             f"{len(other)} groups carry other collectives, such as {_some(other)}: {count:,} of "
             f"{size:,} bytes -> {then:,} of {more:,} bytes"
         )
-    if a.pairs != b.pairs:
+    more, less = a.pairs.beyond(b.pairs), b.pairs.beyond(a.pairs)
+    if more or less:
         found.notes.append(
-            f"messages differ in who sends to whom: A has {_some(a.pairs - b.pairs)} that B has "
-            f"not, B has {_some(b.pairs - a.pairs)} that A has not"
+            f"messages differ in who sends to whom: A has {_some(more)} that B has not, B has "
+            f"{_some(less)} that A has not"
         )
-    changed = [r for r in a.structure if r in b.structure and a.structure[r] != b.structure[r]]
-    if changed:
+    changed = _changed(a, b)
+    if len(changed):
         found.notes.append(
-            f"{len(changed)} of {len(a.structure)} ranks have other nodes or dependencies, the "
-            f"first of them rank {changed[0]}"
+            f"{len(changed)} of {a.ranks} ranks have other nodes or dependencies, the first of "
+            f"them rank {changed[0]}"
         )
     return found
+
+
+def _changed(a: Side, b: Side) -> Int:
+    """The ranks, ascending, that are on both sides and differ in structure."""
+    known: dict[str, int] = {}
+    sides: list[tuple[Int, Int]] = []
+    for side in (a, b):
+        ranks = np.concatenate([some for some, _ in side.structure])
+        codes = [known.setdefault(which, len(known)) for _, which in side.structure]
+        code = np.repeat(codes, [len(some) for some, _ in side.structure])
+        order = np.argsort(ranks)
+        sides.append((ranks[order], code[order]))
+    (ranks, one), (others, two) = sides
+    both, here, there = np.intersect1d(ranks, others, assume_unique=True, return_indices=True)
+    return both[one[here] != two[there]]
 
 
 def _some(keys: Collection[tuple[int, ...]]) -> str:
@@ -118,6 +165,44 @@ def _some(keys: Collection[tuple[int, ...]]) -> str:
 
 
 def _side(path: Path) -> Side:
+    return _bundle(path) if is_bundle(path) else _traces(path)
+
+
+def _bundle(path: Path) -> Side:
+    """A bundle: a rank of each class as a file, all others by arithmetic."""
+    program = Bundle(path).program()
+    with traces(path, [int(of.ranks[0]) for of in program.classes]) as files:
+        sizes = group_sizes(files[0])
+        profiles = [
+            (profile(file, sizes), len(of.ranks))
+            for file, of in zip(files, program.classes, strict=True)
+        ]
+    used: dict[int, tuple[int, int]] = {}
+    pairs: list[tuple[Int, Int, int]] = []
+    for of in program.classes:
+        tasks = of.tasks
+        for slot in range(len(program.communicators)):
+            mine = (tasks.kind == Kind.COLLECTIVE) & (tasks.slot == slot)
+            if mine.any():
+                what = int(mine.sum()), total(tasks.comm_bytes[mine])
+                used |= dict.fromkeys(np.unique(program.group_of(slot, of.ranks)).tolist(), what)
+        for slot in range(len(program.peers)):
+            count = int(((tasks.kind == Kind.SEND) & (tasks.slot == slot)).sum())
+            if count:
+                pairs.append((of.ranks, program.peer_of(slot, of.ranks), count))
+    groups = program.groups()
+    return Side(
+        str(path),
+        program.mesh.world_size,
+        _numbers(profiles),
+        added(profiles),
+        {tuple(groups[group]): what for group, what in used.items()},
+        Pairs.of(pairs),
+        [(of.ranks, one.structure) for of, (one, _) in zip(program.classes, profiles, strict=True)],
+    )
+
+
+def _traces(path: Path) -> Side:
     files = find(path)
     kinds = read(files, None, digests=False)
     for kin in kinds:
@@ -137,11 +222,10 @@ def _side(path: Path) -> Side:
         added(profiles),
         _groups(path, kinds, next(iter(files.traces.values()))),
         _pairs(kinds),
-        {
-            0 if path.is_file() else rank: one.structure
+        [
+            (np.array([0] if path.is_file() else kin.ranks), one.structure)
             for kin, (one, _) in zip(kinds, profiles, strict=True)
-            for rank in kin.ranks
-        },
+        ],
     )
 
 
@@ -178,17 +262,17 @@ def _groups(path: Path, kinds: list[Kin], trace: Path) -> dict[tuple[int, ...], 
     return {tuple(groups[g].tolist()): what for g, what in used.items() if g in groups}
 
 
-def _pairs(kinds: list[Kin]) -> Counter[tuple[int, int]]:
-    pairs: Counter[tuple[int, int]] = Counter()
+def _pairs(kinds: list[Kin]) -> Pairs:
+    pieces: list[tuple[Int, Int, int]] = []
     for kin in kinds:
         if kin.first.exchange is None:
             continue
         events, kind = kin.first.exchange.events, kin.first.exchange.slot_kind
         count = np.bincount(events.slot, minlength=len(kind)).tolist()
-        for rank, partner in zip(kin.ranks, kin.partner, strict=True):
-            for slot in np.flatnonzero(kind == Kind.SEND).tolist():
-                pairs[rank, int(partner[slot])] += count[slot]
-    return pairs
+        ranks, partner = np.array(kin.ranks), np.stack(kin.partner)
+        for slot in np.flatnonzero(kind == Kind.SEND).tolist():
+            pieces.append((ranks, partner[:, slot], count[slot]))
+    return Pairs.of(pieces)
 
 
 def print_difference(found: Difference, console: Console) -> None:

@@ -10,6 +10,10 @@ class UserError(Exception):
     """Input that cannot be used. The command line prints it as one line and exits with code 2."""
 
 
+class Stopped(KeyboardInterrupt):
+    """Somebody pressed Ctrl-C, and there is more to say than that nothing was written."""
+
+
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A hint for a mistyped name, or an empty string: `"; did you mean 'llama3-8b'?"`.
 

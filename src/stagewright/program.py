@@ -8,8 +8,9 @@ for all ranks at once, so that a rank costs a stamping and not a graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -156,6 +157,13 @@ def _nothing() -> Values:
 NOTHING = _nothing()
 
 
+class Users(NamedTuple):
+    """Ranks, and the communicators, by slot, on which they issue collectives."""
+
+    ranks: Int
+    communicators: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankClass:
     """The ranks that run one program: here, all ranks of a pipeline rank."""
@@ -165,6 +173,12 @@ class RankClass:
     tasks: Tasks
     memory: Mapping[str, int]  # bytes per rank at the peak, by category, and their sum, `peak`
     values: Values = NOTHING
+
+    @property
+    def users(self) -> Users:
+        """Its ranks and what they communicate on."""
+        slots = np.unique(self.tasks.slot[self.tasks.kind == Kind.COLLECTIVE])
+        return Users(self.ranks, tuple(slots.tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,35 +196,108 @@ class Program:
         axes, only = self.communicators[slot]
         return self.mesh.label(axes) + ("" if only is None else str(list(only)))
 
-    def group_of(self, slot: int) -> Int:
-        """Id of the group that each rank of the world is in for `slot`; 0 where it is in none."""
-        who = self.communicators[slot]
-        index, inside = _group_index(self.mesh, who)
-        return np.where(inside, self._first_id() + self._stride() * index + slot, 0)
+    def group_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """Id of the group that each of `ranks` is in for `slot`; 0 where it is in none.
+
+        Here and in `peer_of`, `ranks` are by default all of the world.
+        """
+        who, mesh = self.communicators[slot], self.mesh
+        ranks = self._all() if ranks is None else ranks
+        index, scale = np.zeros_like(ranks), 1
+        for axis, size, paired in self._others(who):
+            at = ranks // mesh.stride(axis) % mesh.size(axis)
+            index += (np.minimum(at, mesh.size(axis) - 1 - at) if paired else at) * scale
+            scale *= size
+        ids = self._ids(slot, index)
+        if who.only is None:
+            return ids
+        (axis,) = who.axes
+        return np.where(np.isin(ranks // mesh.stride(axis) % mesh.size(axis), who.only), ids, 0)
+
+    def group_count(self, slot: int) -> int:
+        """How many groups communicator `slot` has."""
+        return math.prod(size for _, size, _ in self._others(self.communicators[slot]))
+
+    def members(self, slot: int, index: Int) -> Int:
+        """Ranks of the groups number `index` of communicator `slot`: a row each, ascending."""
+        who, mesh = self.communicators[slot], self.mesh
+        first, steps = np.zeros_like(index)[:, None], np.zeros(1, np.int64)
+        for axis in mesh.names:
+            if axis in who.axes:
+                places = np.array(range(mesh.size(axis)) if who.only is None else who.only)
+                steps = (steps + places[:, None] * mesh.stride(axis)).ravel()
+        for axis, size, paired in self._others(who):
+            at = index[:, None] % size
+            if paired:
+                at = np.concatenate((at, mesh.size(axis) - 1 - at), axis=1)
+            first, index = first + at * mesh.stride(axis), index // size
+        ranks = first[:, :, None] + np.sort(steps)
+        return np.sort(ranks.reshape(len(index), first.shape[1] * len(steps)), axis=1)
+
+    def blocks_of_groups(
+        self, users: Sequence[Users] | None = None, block: int = 4096
+    ) -> Iterator[tuple[Int, list[Int]]]:
+        """All groups that are used by ascending id, some at a time: ids and their ranks.
+
+        `users`: of all classes, where the program has not all of them.
+        """
+        users = [of.users for of in self.classes] if users is None else users
+        slots = range(len(self.communicators))
+        used = [self._used(slot, users) for slot in slots]
+        most = max((self.group_count(slot) for slot in slots), default=0)
+        for at in range(0, most, block):
+            ids: list[Int] = []
+            ranks: list[Int] = []
+            for slot in slots:
+                index = np.arange(at, min(at + block, self.group_count(slot)), dtype=np.int64)
+                index = index[used[slot][at : at + block]]
+                ids.append(self._ids(slot, index))
+                ranks.extend(self.members(slot, index))
+            some = np.concatenate(ids)
+            order = np.argsort(some)
+            yield some[order], [ranks[nth] for nth in order]
 
     def groups(self) -> dict[int, list[int]]:
         """Every group that is used: id -> its ranks, ascending ids."""
-        result: dict[int, list[int]] = {}
-        issued = [np.unique(c.tasks.slot[c.tasks.kind == Kind.COLLECTIVE]) for c in self.classes]
-        for slot in range(len(self.communicators)):
-            ids = self.group_of(slot)
-            # A stage without layers has no use for what only layers use.
-            users = [c.ranks for c, own in zip(self.classes, issued, strict=True) if slot in own]
-            ids[~np.isin(ids, ids[np.concatenate(users)])] = 0
-            ranks = np.argsort(ids, kind="stable")
-            ranks = ranks[np.searchsorted(ids[ranks], 1) :]
-            found, starts = np.unique(ids[ranks], return_index=True)
-            for group, members in zip(found, np.split(ranks, starts[1:]), strict=True):
-                result[int(group)] = [int(r) for r in members]
-        return dict(sorted(result.items()))
+        return {
+            int(group): members.tolist()
+            for ids, ranks in self.blocks_of_groups()
+            for group, members in zip(ids, ranks, strict=True)
+        }
 
-    def peer_of(self, slot: int) -> Int:
-        """The rank that each rank of the world exchanges with on peer `slot`."""
+    def peer_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """The rank that each of `ranks` exchanges with on peer `slot`."""
         axis, shift = self.peers[slot]
         size, stride = self.mesh.size(axis), self.mesh.stride(axis)
-        ranks = np.arange(self.mesh.world_size, dtype=np.int64)
+        ranks = self._all() if ranks is None else ranks
         at = ranks // stride % size
         return ranks + ((at + shift) % size - at) * stride
+
+    def _others(self, who: Communicator) -> Iterator[tuple[str, int, bool]]:
+        """What tells groups apart: axes, their positions, and whether two of these are one."""
+        for axis, size in self.mesh.axes:
+            if axis not in who.axes:
+                paired = axis == self.mesh.mirror and MIRROR in who.axes
+                yield axis, size // 2 if paired else size, paired
+
+    def _all(self) -> Int:
+        return np.arange(self.mesh.world_size, dtype=np.int64)
+
+    def _used(self, slot: int, users: Sequence[Users]) -> NDArray[np.bool_]:
+        """Which groups of a communicator some rank uses.
+
+        A stage without layers has no use for what only layers use.
+        """
+        mine = [of.ranks for of in users if slot in of.communicators]
+        found = np.ones(self.group_count(slot), bool)
+        if len(mine) < len(users):
+            ids = self.group_of(slot, np.concatenate((*mine, np.zeros(0, np.int64))))
+            found[:] = False
+            found[(ids[ids > 0] - self._ids(slot, np.zeros(1, np.int64))) // self._stride()] = True
+        return found
+
+    def _ids(self, slot: int, index: Int) -> Int:
+        return self._first_id() + self._stride() * index + slot
 
     def _stride(self) -> int:
         # ASTRA-sim derives message tags from 1e6 * group id mod 5e8: ids of overlapping groups must
@@ -224,30 +311,56 @@ class Program:
 
     def _first_id(self) -> int:
         # All ids have the same number of digits, so that a rank's group names are patched in place.
-        most = 1
-        for who in self.communicators:
-            index, _ = _group_index(self.mesh, who)
-            most = max(most, int(index.max()) + 1)
-        needed, first = most * self._stride(), 1
+        slots = range(len(self.communicators))
+        needed = max((self.group_count(slot) for slot in slots), default=1) * self._stride()
+        first = 1
         while first * 9 < needed:
             first *= 10
         return first
 
 
-def _group_index(mesh: Mesh, who: Communicator) -> tuple[Int, NDArray[np.bool_]]:
-    """For every rank: its group of the communicator, counted from 0, and whether it is in one."""
-    ranks = np.arange(mesh.world_size, dtype=np.int64)
-    index = np.zeros_like(ranks)
-    scale = 1
-    for axis in mesh.names:
-        if axis not in who.axes:
-            at, size = ranks // mesh.stride(axis) % mesh.size(axis), mesh.size(axis)
-            if axis == mesh.mirror and MIRROR in who.axes:
-                at, size = np.minimum(at, size - 1 - at), size // 2
-            index += at * scale
-            scale *= size
-    inside = np.ones(len(ranks), dtype=bool)
-    if who.only is not None:
-        (axis,) = who.axes
-        inside = np.isin(ranks // mesh.stride(axis) % mesh.size(axis), who.only)
-    return index, inside
+def among(ranks: Int, wanted: Int) -> Int:
+    """Those ranks that are among some others; both ascend.
+
+    >>> among(np.array([1, 2, 5]), np.array([2, 3, 5, 8]))
+    array([2, 5])
+    """
+    if not len(wanted):
+        return wanted
+    at = np.minimum(np.searchsorted(wanted, ranks), len(wanted) - 1)
+    return ranks[wanted[at] == ranks]
+
+
+def folded(program: Program) -> Program:
+    """The same classes on the fewest ranks that meet each other in all the same ways.
+
+    Along an axis that every class spans whole, what ranks do and whom they meet is the same at all
+    positions. So two positions show all that many do; where ranks send to others along the axis,
+    one more than twice the longest way is needed, for different ways to lead to different ranks.
+    What holds for the groups, messages and the run of the one program then holds for the other's.
+    """
+    mesh, ways = program.mesh, dict[str, int]()
+    for axis, shift in program.peers:
+        size = mesh.size(axis)
+        ways[axis] = max(ways.get(axis, 0), min(shift % size, -shift % size))
+    whole = {axis for who in program.communicators if who.only is not None for axis in who.axes}
+    whole.add(mesh.mirror)
+    owner = np.full(mesh.world_size, -1, np.int32)
+    for nth, of in enumerate(program.classes):
+        owner[of.ranks] = nth
+    grid = owner.reshape([size for _, size in reversed(mesh.axes)])
+    axes: list[tuple[str, int]] = []
+    for nth, (axis, size) in enumerate(mesh.axes):
+        at = grid.ndim - 1 - nth
+        if axis not in whole and (grid == grid.take([0], at)).all():
+            size = min(size, max(2, 2 * ways.get(axis, 0) + 1))
+            grid = grid.take(range(size), at)
+        axes.append((axis, size))
+    ranks = [np.flatnonzero(grid.ravel() == nth) for nth in range(len(program.classes))]
+    return replace(
+        program,
+        mesh=replace(mesh, axes=tuple(axes)),
+        classes=tuple(
+            replace(of, ranks=mine) for of, mine in zip(program.classes, ranks, strict=True)
+        ),
+    )

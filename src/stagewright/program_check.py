@@ -1,7 +1,8 @@
 """Checks a program before it is written: the same rules as for traces, on columns in memory.
 
-Work is per rank class: rows are looked at once per class, partners once per rank. For small worlds
-the run is also made rank by rank.
+Work is per rank class: rows are looked at once per class, partners once per rank, and in large
+worlds only of as many ranks as show all ways to meet. For small worlds the run is also made rank by
+rank.
 
 >>> from stagewright.compiler import compile
 >>> from stagewright.run import Run
@@ -17,7 +18,7 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.formats.chakra import COMM_TYPES
-from stagewright.program import COLLECTIVES, Kind, Program, RankClass, Tasks
+from stagewright.program import COLLECTIVES, Kind, Program, RankClass, Tasks, folded
 from stagewright.traces.exchange import Events, Exchange, arranged
 from stagewright.traces.findings import Findings
 from stagewright.traces.graph import Graph, Int, joined
@@ -26,6 +27,7 @@ from stagewright.traces.meet import check_world
 from stagewright.traces.world import Match, Nodes, Part, World, runs_in_order
 
 SMALL = 50_000  # events of all ranks: a world so small also runs rank by rank
+LARGE = 4096  # ranks: a world beyond is folded
 
 
 class Unsound(Exception):
@@ -37,11 +39,16 @@ def check_program(program: Program) -> dict[str, object]:
 
     Raises UserError where the schedule can never end, and `Unsound` where anything else is wrong.
     """
-    ranks = np.sort(np.concatenate([of.ranks for of in program.classes]))
-    if not np.array_equal(ranks, np.arange(program.mesh.world_size)):
+    ranks = np.concatenate([of.ranks for of in program.classes])
+    size = program.mesh.world_size
+    inside = ((ranks >= 0) & (ranks < size)).all()
+    if not inside or (np.bincount(ranks, minlength=size) != 1).any():
         raise Unsound("the classes do not hold every rank once")
     for of in program.classes:
         _check_columns(of)
+    large = size > LARGE
+    if large:
+        program = folded(program)
     groups = {group: np.array(members) for group, members in program.groups().items()}
     parts = [_part(program, of) for of in program.classes]
     findings = Findings()
@@ -50,7 +57,7 @@ def check_program(program: Program) -> dict[str, object]:
     _raise(findings)
     _check_ids(program)
     _must_end(world, match)
-    single = _rank_by_rank(world)
+    single = not large and _rank_by_rank(world)
     loose = any(part.exchange.breaks.pairs for part in parts)
     return {
         "passed": ["dependencies", "partners", "collectives", "messages", "runs to the end"],
@@ -125,8 +132,8 @@ def _part(program: Program, of: RankClass) -> Part:
     slot_kind = planned >> 32
     partner = np.zeros((len(of.ranks), len(planned)), np.int64)
     for nth, (which, at) in enumerate(zip(slot_kind, (planned & 0xFFFF).tolist(), strict=True)):
-        everyone = program.group_of(at) if which == Kind.COLLECTIVE else program.peer_of(at)
-        partner[:, nth] = everyone[of.ranks]
+        partners = program.group_of if which == Kind.COLLECTIVE else program.peer_of
+        partner[:, nth] = partners(at, of.ranks)
     # Two slots with the same partners, as both directions of a ring of two, are one.
     whole = np.concatenate([slot_kind[None, :], partner])
     _, same, which = np.unique(whole, axis=1, return_index=True, return_inverse=True)

@@ -31,12 +31,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 import stagewright
 from stagewright import batch, memory, record
+from stagewright.errors import UserError
+from stagewright.formats.bundle import Bundle
+from stagewright.models import ModelConfig
 from stagewright.pipeline import to_csv
 from stagewright.program import (
     CATEGORIES,
@@ -48,18 +51,47 @@ from stagewright.program import (
     RankClass,
     Tasks,
 )
+from stagewright.run import Run, recorded_model
 from stagewright.serving import groups
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stagewright.capacity import Capacity
     from stagewright.compiler import Compiled
 
 Summary = dict[str, Any]
 
 
-def summary(compiled: Compiled) -> Summary:
-    """What the ranks of a compiled run compute, exchange and hold; the keys are described above."""
+class Recorded(NamedTuple):
+    """What a bundle holds of a run, as `summary` takes it."""
+
+    run: Run
+    model: ModelConfig
+    parameters: int
+    active_parameters: int
+    program: Program
+    capacity: Capacity | None
+
+
+def recorded(path: str) -> Recorded:
+    """The run and the program of a bundle that `generate` wrote."""
+    source = Bundle(path)
+    parameters, model = source.manifest.get("parameters"), recorded_model(path)
+    if not isinstance(parameters, dict) or model is None:
+        raise UserError(f"{path}: tells of no run; only verify, inspect, expand and diff read it")
+    total, active = (int(parameters.get(name, 0)) for name in ("total", "active"))  # pyright: ignore
+    run = Run.load(path)
+    fitting = None
+    if run.device_memory is not None:
+        from stagewright.compiler import compile
+
+        fitting = compile(run, model).capacity
+    return Recorded(run, model, total, active, source.program(), fitting)
+
+
+def summary(compiled: Compiled | Recorded) -> Summary:
+    """What the ranks of a run compute, exchange and hold; the keys are described above."""
     program = compiled.program
     return {
         "model": compiled.model.name,
@@ -72,7 +104,7 @@ def summary(compiled: Compiled) -> Summary:
     }
 
 
-def _served(compiled: Compiled) -> Summary:
+def _served(compiled: Compiled | Recorded) -> Summary:
     asked = groups(compiled.run)
     fitting = compiled.capacity
     return {

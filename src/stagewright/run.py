@@ -32,6 +32,7 @@ from pydantic_core import ErrorDetails
 from stagewright import batch, pipeline, record, serving
 from stagewright.errors import UserError, did_you_mean, divisors, either
 from stagewright.files import from_yaml, manifest_head, read_text
+from stagewright.formats.bundle import Bundle, is_bundle
 from stagewright.models import LIMITS, ModelConfig
 
 LARGEST = 2**31
@@ -214,7 +215,7 @@ class Run(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Self:
-        """A run from a YAML file, or the manifest beside earlier traces, and settings that replace.
+        """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
 
         Every error is a UserError that names the setting, and the file if it came from there.
         """
@@ -332,7 +333,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def recorded_model(path: str | Path) -> ModelConfig | None:
-    """The model in a manifest beside earlier traces; None for a run file, which only names one."""
+    """The model in an earlier run's manifest or bundle; None for a run file, which names it."""
     values = _read(path)
     if not _is_manifest(values):
         return None
@@ -343,6 +344,8 @@ def recorded_model(path: str | Path) -> ModelConfig | None:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
+    if is_bundle(path):
+        return Bundle(path).manifest
     # A manifest lists every file: json reads in a second what yaml reads in a minute.
     if Path(path).suffix == ".json":
         values = manifest_head(path, "a run file, or the manifest of an earlier run")

@@ -29,6 +29,8 @@ import numpy as np
 
 from stagewright import __version__
 from stagewright.errors import UserError
+from stagewright.formats.bundle import is_bundle
+from stagewright.manifest import GROUPS, MANIFEST
 from stagewright.program import Kind
 from stagewright.traces.findings import Finding, Findings
 from stagewright.traces.graph import Int
@@ -38,7 +40,6 @@ from stagewright.traces.kin import Kin, Task, TraceSource, check_files, joined
 from stagewright.traces.meet import ALL, check_world
 from stagewright.traces.search import search
 from stagewright.traces.world import Match, Part, World, runs_in_order
-from stagewright.write import GROUPS, MANIFEST
 
 MOST_EXPLAINED = 20_000_000  # nodes of a run that looks for what hangs
 MOST_SEARCHED = 200_000  # nodes, of all ranks, of a search for an order that hangs
@@ -99,12 +100,16 @@ class Files(NamedTuple):
 def verify(
     directory: Path | str, comm_group: Path | str | None = None, *, workers: int | None = None
 ) -> Report:
-    """Check all traces of a directory, or those of `directory/prefix`, or one file.
+    """Check all traces of a directory, or those of `directory/prefix`, or one file, or a bundle.
 
     `comm_group` is the file of communicator groups, by default the one beside the traces. `workers`
     is the number of processes, by default one per core. Whatever is wrong with the traces is in the
     report; UserError is only for what is no place of traces.
     """
+    if is_bundle(directory):
+        from stagewright.bundle_check import check_bundle
+
+        return check_bundle(directory)
     began = time.perf_counter()
     files = find(Path(directory))
     report = Report(str(directory), ranks=len(files.traces))

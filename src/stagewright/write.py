@@ -1,99 +1,66 @@
 """Writes a program to a directory: a file per rank, the communicator groups, and a manifest.
 
-All is written to a hidden sibling of the directory, which takes its name at the very end: the
-directory either holds everything or does not exist, whatever stops the run. The same program gives
-the same bytes, however many workers write it.
-
-Workers are threads. A rank costs little Python, then a SHA-256 and a write of its whole file, and
-these two leave Python's lock free; and threads share the templates, end with the process, and need
-no start-up.
+The directory either holds everything or does not exist, whatever stops the run (`unfinished`). The
+same program gives the same bytes, however many workers, processes or machines write it: each writes
+a share of the ranks (`stamp`), and whoever finds that none is missing adds the rest.
 """
 
 from __future__ import annotations
 
 import errno
-import glob
-import hashlib
-import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from stagewright import __version__
-from stagewright.errors import UserError, did_you_mean
-from stagewright.files import from_json, read_bytes
-from stagewright.formats import chakra, dot
-from stagewright.formats import json as readable
-from stagewright.program import Int, Kind, Program
+from stagewright import ray_engine
+from stagewright.errors import Stopped, UserError, did_you_mean
+from stagewright.formats import bundle, chakra
+from stagewright.manifest import GROUPS, MANIFEST, Done, Files, counts, head_of, identity, text
+from stagewright.program import Int, Program, Users, among
+from stagewright.stamp import FORMATS, Batch, cores, stamp
+from stagewright.storage import Local, Place, Written, place
+from stagewright.unfinished import (
+    Output,
+    Work,
+    begun,
+    check_parent,
+    leftovers,
+    manifest_in,
+    new_sibling,
+)
 
-MANIFEST = "manifest.json"
-GROUPS = "comm_group.json"
+ENGINES = ("local", "ray")
+BUNDLE = "bundle"  # of all ranks in one file; see `formats.bundle`
 
-_TASK = 16_000_000  # bytes that a thread writes before it takes the next task
-
-
-class Template(Protocol):
-    """What the files of several ranks have in common."""
-
-    def stamped(self, rank: int) -> AbstractContextManager[memoryview]:
-        """The file of one rank, valid inside the block only; several threads may stamp at once."""
-        ...
-
-
-class Batch(Protocol):
-    """Ranks whose files share a template."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks."""
-        ...
-
-    @property
-    def at_most(self) -> int | None:
-        """An upper bound of `size`, quickly; None if there is none."""
-        ...
-
-    @property
-    def size(self) -> int | None:
-        """Bytes of each rank's file; None if not known before it is made."""
-        ...
-
-    def template(self) -> Template:
-        """The work done once for all the ranks."""
-        ...
+Progress = Callable[[int, int, int], None]  # done, of how many, bytes
 
 
-class Format(NamedTuple):
-    """A way to write a rank: to add one, write a module with a `plan`, and name it in FORMATS."""
+class How(TypedDict, total=False):
+    """How ranks are written; none of it changes a byte of the files."""
 
-    file: str
-    plan: Callable[[Program, Int, Mapping[str, str | int]], Sequence[Batch]]
-
-
-FORMATS = {
-    "chakra": Format("workload.{rank}.et", chakra.plan),
-    "json": Format("rank.{rank}.json", readable.plan),
-    "dot": Format("rank.{rank}.dot", dot.plan),
-}
-
-
-class Written(NamedTuple):
-    """A file of the output directory."""
-
-    name: str
-    size: int  # bytes
-    sha256: str
-
-    def entry(self) -> dict[str, object]:
-        """What the manifest says of it."""
-        return {"bytes": self.size, "sha256": self.sha256}
+    force: bool
+    """Replace an output that an earlier call wrote."""
+    workers: int | None
+    """Threads that write; by default one per core."""
+    progress: Progress | None
+    """Called, by the calling thread, with ranks written so far and in all, and bytes so far."""
+    resume: bool
+    """Go on with what a stopped run of the same has written; keep it if this one is stopped."""
+    shard: tuple[int, int] | None
+    """Write share i of n only. Shares may be written at once; who finds that none is missing ends
+    the output. i counts round: 0 and n are the same share."""
+    engine: str
+    """`local`: threads of this process; `ray`: a Ray cluster, each machine of which writes to the
+    output itself."""
+    address: str | None
+    """Of the Ray cluster: `host:port`, `ray://host:port` or `auto`."""
 
 
 def write(
@@ -104,87 +71,248 @@ def write(
     ranks: Sequence[int] | None = None,
     manifest: Mapping[str, object],
     beside: Mapping[str, bytes] | None = None,
+    **how: Unpack[How],
+) -> dict[str, Any]:
+    """Write `ranks` (default: all) of a program to `out`; returns the manifest.
+
+    `out` is a directory, or a URL that fsspec knows. `beside` are other files that belong to it, by
+    name. Of a share that is not the last, the result has the files of the share, and how many ranks
+    are `missing`.
+    """
+    known = (*FORMATS, BUNDLE)
+    if format not in known:
+        hint = did_you_mean(format, known)
+        raise UserError(f"format {format!r}: choose of {', '.join(known)}{hint}")
+    if format == BUNDLE and ranks is not None:
+        raise UserError("a bundle holds every rank: name none, and expand those that you want")
+    wanted = some_ranks(program.mesh.world_size, ranks)
+    head = head_of(manifest, program.mesh.world_size, format, counts(program, wanted))
+    if format == BUNDLE:
+        if how.get("resume") or how.get("shard") or how.get("engine", "local") != "local":
+            raise UserError("a bundle is written at once: drop --resume, --shard and --engine")
+        file = _write_bundle(program, Path(os.path.realpath(out)), head, how.get("force", False))
+        return {**head, "files": Files("{rank}", Done.of({}), [file])}
+    return write_ranks(program, out, wanted, head, beside=beside, **how)
+
+
+def write_ranks(
+    program: Program,
+    out: Path | str,
+    wanted: Int,
+    head: Mapping[str, Any],
+    *,
     force: bool = False,
     workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, object]:
-    """Write `ranks` (default: all) of a program to directory `out`; returns the manifest.
+    progress: Progress | None = None,
+    resume: bool = False,
+    shard: tuple[int, int] | None = None,
+    engine: str = "local",
+    address: str | None = None,
+    users: Sequence[Users] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> dict[str, Any]:
+    """Write the files of some ranks, the groups, and the manifest, which begins as `head`.
 
-    `beside` are other files of the directory, by name. `force` replaces a directory that an earlier
-    call wrote. `workers` is the number of threads, by default one per core. `progress` is called
-    with the ranks written so far and in all, by the calling thread.
+    `users` as in `Program.blocks_of_groups`, `beside` as in `write`, the rest as in `How`.
     """
-    if format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise UserError(f"format {format!r}: choose of {known}{did_you_mean(format, FORMATS)}")
-    wanted = _ranks(program, ranks)
-    path = Path(os.path.realpath(out))
-    _check_place(path, force)
-    batches = FORMATS[format].plan(program, wanted, _provenance(program))
-    if sum(len(batch.ranks) for batch in batches) != len(wanted):
-        raise ValueError("the classes of the program do not hold every rank once")
-    _check_space(path, batches)
-    with _told(path, batches), _partial(path, force) as folder:
-        files = _write_ranks(folder, FORMATS[format].file, batches, workers, progress)
-        files.append(_write_file(folder, GROUPS, chakra.comm_group(program)))
-        files += [_write_file(folder, name, data) for name, data in (beside or {}).items()]
-        head = _manifest(program, manifest, format, wanted)
-        _write_file(folder, MANIFEST, _manifest_text(head, files).encode())
-    return {**head, "files": {file.name: file.entry() for file in files}}
+    _check_engine(engine, address)
+    where = _where(out)
+    shared = resume or shard is not None
+    form = FORMATS[head["format"]]
+    mine = _share(program, wanted, shard)
+    if shared and (whole := _whole(where, head, form.file, wanted)) is not None:
+        return whole
+    batches: Sequence[Batch] = []
+    with (
+        _told(where, lambda: batches, shared),
+        begun(where, Output(identity(head, wanted), force, shared)) as work,
+    ):
+        tell = _Teller(progress, len(mine))
+        done = [_checked(work, form.file, mine, workers, tell)] if shared else []
+        todo = np.setdiff1d(mine, done[0].ranks, assume_unique=True) if shared else mine
+        provenance = _provenance(program, head)
+        batches = form.plan(program, todo, provenance)
+        if sum(len(batch.ranks) for batch in batches) != len(todo):
+            raise ValueError("the classes of the program do not hold every rank once")
+        if isinstance(work.place, Local):
+            _check_space(Path(where), batches)
+
+        def note(some: Done) -> None:
+            work.journal.note(some)
+            done.append(some)
+
+        if engine == "local":
+            stamp(work.place, form.file, batches, note, tell, workers)
+        else:
+            ray_engine.stamp(
+                program, work.place, head["format"], batches, provenance, note, tell, address
+            )
+            _check_there(work.place, form.file, Done.joined(done))
+        files = Done.joined(done)
+        if shared:
+            work.journal.flush()
+            files = work.journal.read()
+            missing = len(np.setdiff1d(wanted, files.ranks, assume_unique=True))
+            if missing:
+                found = Files(form.file, files.among(mine))
+                return {**head, "files": found, "missing": missing}
+            _check_there(work.place, form.file, files.among(wanted))
+        more = {GROUPS: chakra.comm_group(program, users)}
+        more |= {name: [data] for name, data in (beside or {}).items()}
+        return _finish(work, head, Files(form.file, files.among(wanted)), more, where)
 
 
-def _ranks(program: Program, ranks: Sequence[int] | None) -> Int:
-    world = program.mesh.world_size
+def _check_engine(engine: str, address: str | None) -> None:
+    if engine not in ENGINES:
+        hint = did_you_mean(engine, ENGINES)
+        raise UserError(f"engine {engine!r}: choose of {', '.join(ENGINES)}{hint}")
+    if address is not None and engine != "ray":
+        raise UserError(f"address {address}: is of a Ray cluster; add --engine ray")
+
+
+def _finish(
+    work: Work,
+    head: Mapping[str, Any],
+    files: Files,
+    more: Mapping[str, Iterable[bytes]],
+    where: str,
+) -> dict[str, Any]:
+    """All ranks are there: what is of no rank, and the end."""
+    try:
+        for name, pieces in more.items():
+            files = files.and_also(work.place.write(name, pieces))
+        work.place.write(MANIFEST, text(head, files))
+        work.publish({*files, MANIFEST})
+    except FileNotFoundError:
+        # Two found at the same time that nothing is missing, and the other was quicker.
+        if manifest_in(place(where)) is None:
+            raise
+    return {**head, "files": files}
+
+
+class _Teller:
+    """Adds up what is done, and tells."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._done = self._size = 0
+
+    def __call__(self, some: Done) -> None:
+        self._done += len(some.ranks)
+        self._size += int(some.sizes.sum())
+        if self._progress is not None:
+            self._progress(self._done, self._total, self._size)
+
+
+# ---- what is there already -----------------------------------------------------------------------
+
+
+def _share(program: Program, ranks: Int, shard: tuple[int, int] | None) -> Int:
+    """The ranks of a share, ascending; neighbours in a class, for templates to be few."""
+    if shard is None:
+        return ranks
+    nth, count = shard
+    if not 0 <= nth <= count or count < 1:
+        raise UserError(
+            f"shard {nth}/{count}: wanted 1/{max(1, count)} to {max(1, count)}/{max(1, count)}"
+        )
+    by_class = np.concatenate([among(of.ranks, ranks) for of in program.classes])
+    return np.sort(np.array_split(by_class, count)[(nth - 1) % count])
+
+
+def _whole(where: str, head: Mapping[str, Any], file: str, wanted: Int) -> dict[str, Any] | None:
+    """The manifest of an output that is whole and the same; None if it is not there."""
+    if "://" not in where and not Path(where).is_dir():
+        return None
+    found = manifest_in(place(where))
+    if found is None:
+        return None
+    files = found.pop("files", None)
+    if found != json.loads(json.dumps(head)) or not isinstance(files, dict):
+        return None
+    listed = Files.read(file, files)  # pyright: ignore
+    return {**head, "files": listed} if np.array_equal(listed.ranks, wanted) else None
+
+
+def _checked(
+    work: Work, file: str, ranks: Int, workers: int | None, tell: Callable[[Done], None]
+) -> Done:
+    """Files of ranks that are there already, with the bytes and the checksum that were noted."""
+    noted = work.journal.read().among(ranks)
+    names = [file.format(rank=rank) for rank in noted.ranks.tolist()]
+    sizes = work.place.sizes()
+    good = np.zeros(len(names), bool)
+
+    def check(nth: int) -> int:
+        if sizes.get(names[nth]) == noted.sizes[nth]:
+            digest = work.place.digest(names[nth])
+            good[nth] = digest == noted.digests[nth].tobytes().hex()
+        return nth
+
+    pool = ThreadPoolExecutor(workers or cores(), thread_name_prefix="stagewright-check")
+    try:
+        for nth in pool.map(check, range(len(names))):
+            if good[nth]:
+                tell(noted.at(np.array([nth])))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return noted.at(good)
+
+
+def _check_there(place: Place, file: str, done: Done) -> None:
+    """What others have noted is there; a UserError where it is not."""
+    sizes = place.sizes()
+    names = [file.format(rank=rank) for rank in done.ranks.tolist()]
+    found = np.array([sizes.get(name, -1) for name in names])
+    wrong = np.flatnonzero(found != done.sizes).tolist()
+    if wrong:
+        raise UserError(
+            f"{place.address}: {names[wrong[0]]} is not what was written ({len(wrong)} such); run "
+            "with --resume to write it again"
+        )
+
+
+# ---- places --------------------------------------------------------------------------------------
+
+
+def _where(out: Path | str) -> str:
+    """An absolute path, or a URL."""
+    text = str(out)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return text if "://" in text else os.path.realpath(text)
+
+
+def some_ranks(world: int, ranks: Sequence[int] | None) -> Int:
+    """The ranks that are meant, ascending and each once; None: all of the world."""
     if ranks is None:
         return np.arange(world, dtype=np.int64)
     for rank in ranks:
         if not 0 <= rank < world:
             raise UserError(f"rank {rank}: the run has {world} ranks, 0 to {world - 1}")
-    if not ranks:
+    if not len(ranks):
         raise UserError("no ranks to write: name at least one, or none for all")
     return np.unique(np.array(ranks, np.int64))
 
 
-def _check_place(path: Path, force: bool) -> None:
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: directory {path.parent} does not exist; create it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{path}: no permission to write in {path.parent}")
-    if not os.path.lexists(path):
-        return
-    if not force:
-        raise UserError(f"{path}: exists already; choose another name, or --force to replace it")
-    # --force deletes: never what is not ours.
-    if not path.is_dir():
-        raise UserError(
-            f"{path}: is a file, and --force replaces directories only; remove it yourself"
-        )
-    inside = sorted(entry.name for entry in path.iterdir())
-    if not inside:
-        return
-    listed = _files_of(path, len(inside))
-    if listed is None:
-        raise UserError(
-            f"{path}: has no {MANIFEST} of Stagewright's, so it may be yours; remove it yourself"
-        )
-    yours = next((name for name in inside if name not in listed and name != MANIFEST), None)
-    if yours is not None:
-        raise UserError(
-            f"{path}: holds {yours}, which Stagewright did not write; remove it yourself"
-        )
-
-
-def _files_of(path: Path, entries: int) -> Mapping[str, object] | None:
-    """The files that the manifest in a directory lists; None if there is none of ours."""
-    try:
-        most = (1 << 24) + (entries << 10)
-        found = from_json(read_bytes(path / MANIFEST, "a manifest", most), path / MANIFEST)
-    except UserError:
-        return None
-    if not isinstance(found, dict) or "stagewright" not in found:
-        return None
-    files = cast("dict[str, object]", found).get("files")
-    return cast("dict[str, object]", files) if isinstance(files, dict) else {}
+def _write_bundle(program: Program, path: Path, head: Mapping[str, Any], force: bool) -> Written:
+    """A bundle takes its name when it is whole."""
+    check_parent(path)
+    if os.path.lexists(path):
+        if not force:
+            raise UserError(
+                f"{path}: exists already; choose another name, or --force to replace it"
+            )
+        if not bundle.is_bundle(path):
+            raise UserError(f"{path}: is no bundle, so it may be yours; remove it yourself")
+    with _told(str(path), tuple, False):
+        folder = new_sibling(path, f"partial-{os.getpid()}")
+        try:
+            file = Local(folder).write(path.name, [bundle.encode(program, head)])
+            (folder / path.name).replace(path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return file
 
 
 def _check_space(path: Path, batches: Sequence[Batch]) -> None:
@@ -207,160 +335,33 @@ def _no_room(path: Path, batches: Sequence[Batch]) -> str:
     needed = _total(batches, lambda batch: batch.size)
     free = shutil.disk_usage(path.parent).free
     what = f"needs {needed:,} bytes, " if needed else ""
-    stale = sorted(str(found) for found in path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
-    hint = f"; of runs that were killed, remove {', '.join(stale)}" if stale else ""
+    stale = [str(found) for found in leftovers(path)]
+    hint = f"; of runs that were stopped, remove {', '.join(stale)}" if stale else ""
     return f"{path}: disk full: {what}{free:,} are free in {path.parent}{hint}"
 
 
 @contextmanager
-def _told(path: Path, batches: Sequence[Batch]) -> Generator[None]:
-    """Turns what the system refuses into a UserError."""
+def _told(where: str, batches: Callable[[], Sequence[Batch]], shared: bool) -> Generator[None]:
+    """Turns what the system refuses into a UserError, and says what a stop leaves."""
     try:
         yield
+    except KeyboardInterrupt:
+        if not shared:
+            raise
+        raise Stopped(
+            "stopped; what is written stays, and the same command goes on with it"
+        ) from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(_no_room(path, batches)) from error
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and "://" not in where:
+            raise UserError(_no_room(Path(where), batches())) from error
+        raise UserError(f"{where}: cannot be written: {error.strerror or error}") from error
 
 
-@contextmanager
-def _partial(path: Path, force: bool) -> Generator[Path]:
-    """A hidden sibling of `path`: becomes `path` at the end, or vanishes if anything fails."""
-    folder = _new_sibling(path, "partial")
-    try:
-        yield folder
-        _publish(folder, path, force)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _new_sibling(path: Path, what: str) -> Path:
-    """An empty directory. One that has its name already is a killed run's, or another machine's."""
-    for nth in itertools.count():
-        folder = path.with_name(f".{path.name}.{what}-{os.getpid()}{f'-{nth}' if nth else ''}")
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
-    raise AssertionError
-
-
-def _publish(folder: Path, path: Path, force: bool) -> None:
-    """Give the directory its name; an old one is removed only once the new one is in place."""
-    if not force or not path.exists():
-        folder.rename(path)
-        return
-    aside = _new_sibling(path, "old")
-    old = path.rename(aside / path.name)
-    try:
-        folder.rename(path)
-    except BaseException:
-        old.rename(path)
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _write_ranks(
-    folder: Path,
-    file: str,
-    batches: Sequence[Batch],
-    workers: int | None,
-    progress: Callable[[int, int], None] | None,
-) -> list[Written]:
-    """Write every rank's file; returns them by rank.
-
-    While workers write one batch, the calling thread encodes the next.
-    """
-    total = sum(len(batch.ranks) for batch in batches)
-    threads = max(1, min(workers or _cores(), total))
-    files: dict[int, Written] = {}
-    busy: set[Future[dict[int, Written]]] = set()
-
-    def collect(most: int) -> None:
-        while len(busy) > most:
-            for future in wait(busy, return_when=FIRST_COMPLETED).done:
-                busy.remove(future)
-                files.update(future.result())
-                if progress is not None:
-                    progress(len(files), total)
-
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="stagewright-write")
-    try:
-        for batch in batches:
-            template = batch.template()
-            # To hand a task to a thread costs 0.1 ms: small files go together.
-            step = max(1, min(256, _TASK // (batch.at_most or _TASK)))
-            for at in range(0, len(batch.ranks), step):
-                # Enough to do while the next batch is encoded, not so much that many templates
-                # are in memory at once.
-                collect(threads + 8)
-                some = batch.ranks[at : at + step]
-                busy.add(pool.submit(_write_some, folder, file, template, some))
-        collect(0)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    return [files[rank] for rank in sorted(files)]
-
-
-def _write_some(
-    folder: Path, file: str, template: Template, ranks: Sequence[int]
-) -> dict[int, Written]:
-    written: dict[int, Written] = {}
-    for rank in ranks:
-        with template.stamped(rank) as data:
-            written[rank] = _write_file(folder, file.format(rank=rank), data)
-    return written
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _write_file(folder: Path, name: str, data: bytes | memoryview) -> Written:
-    with (folder / name).open("xb") as file:
-        file.write(data)
-    return Written(name, len(data), hashlib.sha256(data).hexdigest())
-
-
-def _provenance(program: Program) -> dict[str, str | int]:
+def _provenance(program: Program, head: Mapping[str, Any]) -> dict[str, str | int]:
     """What a trace says of where it comes from."""
     mesh = ",".join(f"{name}={size}" for name, size in program.mesh.axes)
     return {
-        "generator": f"stagewright {__version__}",
+        "generator": f"stagewright {head['stagewright']}",
         "world_size": program.mesh.world_size,
         "mesh": mesh,
     }
-
-
-def _manifest(
-    program: Program, given: Mapping[str, object], format: str, ranks: Int
-) -> dict[str, object]:
-    ours: dict[str, object] = {
-        "stagewright": __version__,
-        "world_size": program.mesh.world_size,
-        "format": format,
-        "nodes": [
-            {
-                "pipeline_rank": of.pipeline_rank,
-                "files": int(np.isin(of.ranks, ranks).sum()),
-                **{kind.name.lower(): int((of.tasks.kind == kind).sum()) for kind in Kind},
-            }
-            for of in program.classes
-        ],
-    }
-    for name in ours.keys() & given.keys():
-        if given[name] != ours[name]:
-            raise ValueError(
-                f"manifest {name!r} is {given[name]!r}, but the program has {ours[name]!r}"
-            )
-    return {**given, **ours}
-
-
-def _manifest_text(head: Mapping[str, object], files: Sequence[Written]) -> str:
-    """JSON with a file a line, since there may be 100,000 of them."""
-    lines = [f"    {json.dumps(file.name)}: {json.dumps(file.entry())}" for file in files]
-    listed = ",\n".join(lines)
-    return (
-        json.dumps(head, indent=2).removesuffix("\n}") + f',\n  "files": {{\n{listed}\n  }}\n}}\n'
-    )

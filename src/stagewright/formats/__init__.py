@@ -1,1 +1,1 @@
-"""File formats that a program is written in; `stagewright.write` makes the files."""
+"""File formats that a program is written in; `stagewright.stamp` makes the files."""

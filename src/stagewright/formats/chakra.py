@@ -13,7 +13,6 @@ which each rank patches its own values.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,17 @@ import numpy as np
 from stagewright.errors import UserError
 from stagewright.formats import et_def, wire
 from stagewright.formats.wire import LENGTH, VARINT, Bytes, Int, Rows, Table
-from stagewright.program import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
+from stagewright.program import (
+    COLLECTIVES,
+    PHASES,
+    Kind,
+    Program,
+    RankClass,
+    Tasks,
+    Users,
+    among,
+)
+from stagewright.storage import aligned
 
 VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4
 BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
@@ -50,20 +59,20 @@ _INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
 
 
 def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Batch]:
-    """The batches that write the files of `ranks`; `provenance` goes into every file's metadata."""
+    """The batches that write the files of `ranks`, ascending.
+
+    `provenance` goes into every file's metadata.
+    """
     partners = Partners(program)
     batches: list[Batch] = []
     for of in program.classes:
-        mine = np.intersect1d(of.ranks, ranks)
+        mine = among(of.ranks, ranks)
         if not len(mine):
             continue
         codes = partners.used(of.tasks)
-        widths = partners.widths(codes, mine)
         header = metadata({**provenance, "pipeline_rank": of.pipeline_rank})
-        kinds, batch_of = np.unique(widths, axis=1, return_inverse=True)
-        for nth in range(kinds.shape[1]):
-            width = {int(c): int(w) for c, w in zip(codes, kinds[:, nth], strict=True)}
-            batches.append(Batch(of, mine[batch_of.ravel() == nth], partners, width, header))
+        for widths, some in partners.alike(codes, mine):
+            batches.append(Batch(of, some, partners, dict(zip(codes, widths, strict=True)), header))
     return batches
 
 
@@ -79,13 +88,23 @@ def read(path: Path) -> tuple[et_def.Metadata, Iterator[et_def.Node]]:
     return et_def.read(path)
 
 
-def comm_group(program: Program) -> bytes:
-    """The groups that `pg_name` names, for ASTRA-sim: `{"<id>": [ranks], ...}`, one a line."""
-    lines = (
-        f'"{group}":{json.dumps(ranks, separators=(",", ":"))}'
-        for group, ranks in program.groups().items()
-    )
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+def comm_group(program: Program, users: Sequence[Users] | None = None) -> Iterator[bytes]:
+    """The groups that `pg_name` names, for ASTRA-sim: `{"<id>":[ranks], ...}`, one a line.
+
+    In pieces, since a million ranks have some ten million bytes of groups. `users` as in
+    `Program.blocks_of_groups`.
+    """
+    before = "{\n"
+    for ids, ranks in program.blocks_of_groups(users):
+        if not len(ids):
+            continue
+        lines = (
+            f'"{group}":[{",".join(map(str, members.tolist()))}]'
+            for group, members in zip(ids.tolist(), ranks, strict=True)
+        )
+        yield (before + ",\n".join(lines)).encode()
+        before = ",\n"
+    yield b"\n}\n" if before[0] == "," else b"{\n\n}\n"
 
 
 def metadata(provenance: Mapping[str, str | int]) -> bytes:
@@ -139,34 +158,47 @@ class Partners:
     """
 
     def __init__(self, program: Program) -> None:
-        """Work out all groups and peers of all ranks."""
-        ranks = np.arange(program.mesh.world_size, dtype=np.int64)
-        groups = [program.group_of(slot) for slot in range(len(program.communicators))]
-        peers = [program.peer_of(slot) for slot in range(len(program.peers))]
-        self.own = len(groups)
-        self._values = np.stack([*groups, ranks, *peers])  # by code and rank of the world
+        """Partners in a program."""
+        self._program = program
+        self.own = len(program.communicators)
 
-    def used(self, tasks: Tasks) -> Int:
+    def used(self, tasks: Tasks) -> list[int]:
         """The codes that some task of a class needs, ascending."""
         slots = tasks.slot.astype(np.int64)
         groups = np.unique(slots[tasks.kind == Kind.COLLECTIVE])
         peers = np.unique(slots[(tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)])
         own = [self.own] if len(peers) else []
-        return np.concatenate((groups, np.array(own, np.int64), self.own + 1 + peers))
+        return [*groups.tolist(), *own, *(self.own + 1 + peers).tolist()]
 
-    def widths(self, codes: Int, ranks: Int) -> Int:
-        """Bytes that each code's value takes in each rank's file, as digits or as a varint."""
-        values = self._values[np.ix_(codes, ranks)]
-        is_group = codes < self.own
-        if not values[is_group].all():
+    def values(self, code: int, ranks: Int) -> Int:
+        """What a code means to each of some ranks."""
+        if code < self.own:
+            return self._program.group_of(code, ranks)
+        return ranks if code == self.own else self._program.peer_of(code - self.own - 1, ranks)
+
+    def alike(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
+        """Ranks that write the values of codes equally wide, and the bytes of each code's value."""
+        kind = np.zeros(len(ranks), np.int64)
+        for code in codes:
+            values = self.values(code, ranks)
+            # No value takes more than 19 digits; kinds are counted anew to stay small numbers.
+            kind = np.unique(kind * 20 + self._widths(code, values), return_inverse=True)[1]
+        order = np.argsort(kind, kind="stable")
+        for some in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1):
+            one = ranks[some[:1]]
+            widths = [int(self._widths(code, self.values(code, one))[0]) for code in codes]
+            yield widths, ranks[some]
+
+    def _widths(self, code: int, values: Int) -> Int:
+        """Bytes that values take in a file, as digits or as varints."""
+        if code >= self.own:
+            return wire.varints(values).lengths
+        if not values.all():
             raise ValueError("a collective of a rank that is in no group of its communicator")
-        digits = np.searchsorted(10 ** np.arange(1, 19), values, side="right") + 1
-        lengths = wire.varints(values.ravel()).lengths.reshape(values.shape)
-        return np.where(is_group[:, None], digits, lengths)
+        return np.searchsorted(10 ** np.arange(1, 19), values, side="right") + 1
 
-    def payload(self, code: int, rank: int) -> bytes:
-        """The bytes of a code's value in a rank's file."""
-        value = int(self._values[code, rank])
+    def payload(self, code: int, value: int) -> bytes:
+        """The bytes of a code's value in a file."""
         return str(value).encode() if code < self.own else wire.varint(value)
 
 
@@ -182,12 +214,16 @@ class Patch(NamedTuple):
 class Template:
     """The bytes that the ranks of a batch share, and the places where they differ."""
 
-    def __init__(self, data: Bytes, patches: list[Patch], partners: Partners) -> None:
-        """Keep `data`, which the first rank patches in place."""
+    def __init__(self, data: Bytes, patches: list[Patch], partners: Partners, ranks: Int) -> None:
+        """Keep `data`, which the first of `ranks` patches in place."""
+        self.memory = len(data)
         self._source = data
         self._idle = [data]  # buffers that no rank is using
         self._patches = patches
         self._partners = partners
+        self._ranks = ranks
+        codes = {code for patch in patches for code in patch.codes}
+        self._values = {code: partners.values(code, ranks) for code in codes}
 
     @contextmanager
     def stamped(self, rank: int) -> Generator[memoryview]:
@@ -197,10 +233,13 @@ class Template:
         except IndexError:
             # A copy taken while another rank patches the source serves as well: every place that
             # differs is patched again.
-            buffer = self._source.copy()
+            buffer = aligned(self.memory)
+            buffer[:] = self._source
+        nth = int(np.searchsorted(self._ranks, rank))
+        value = {code: int(values[nth]) for code, values in self._values.items()}
         try:
             for patch in self._patches:
-                values = b"".join(self._partners.payload(code, rank) for code in patch.codes)
+                values = b"".join(self._partners.payload(c, value[c]) for c in patch.codes)
                 pieces = np.frombuffer(values, f"V{patch.width}")
                 wire.scatter(buffer, patch.at, pieces[patch.which])
             yield buffer.data
@@ -223,7 +262,7 @@ class Batch:
         self, of: RankClass, ranks: Int, partners: Partners, widths: dict[int, int], header: bytes
     ) -> None:
         """`widths`: bytes of the value of each code in use, ascending codes."""
-        self.ranks: Sequence[int] = [int(rank) for rank in ranks]
+        self.ranks = ranks
         self._tasks = of.tasks
         self._partners = partners
         self._codes = np.array(list(widths), np.int64)  # ascending
@@ -250,7 +289,7 @@ class Batch:
     def template(self) -> Template:
         """Encode what the ranks share; their own values are left zero."""
         # Pages that stay untouched are free; to ask for `size` first would be half the work again.
-        data = np.empty(self.at_most, np.uint8)
+        data = aligned(self.at_most)
         data[: len(self._header)] = np.frombuffer(self._header, np.uint8)
         done = len(self._header)
         at: list[Int] = []
@@ -262,7 +301,7 @@ class Batch:
                 which.append(mark.which)
             done += end
         patches = self._patches(np.concatenate(at), np.concatenate(which)) if at else []
-        return Template(data[:done], patches, self._partners)
+        return Template(data[:done], patches, self._partners, self.ranks)
 
     def _patches(self, at: Int, which: Int) -> list[Patch]:
         patches: list[Patch] = []

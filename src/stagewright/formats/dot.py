@@ -48,8 +48,13 @@ class Drawing:
 
     def __init__(self, batch: readable.Batch) -> None:
         """Draw the ranks of `batch`."""
-        self.ranks: Sequence[int] = batch.ranks
+        self.ranks = batch.ranks
         self._batch = batch
+
+    @property
+    def memory(self) -> int:
+        """Bytes that making a drawing takes."""
+        return self._batch.memory
 
     def template(self) -> Drawing:
         """What makes the files of these ranks."""

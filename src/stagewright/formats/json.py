@@ -9,21 +9,19 @@ ranks of a group are in comm_group.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
 from stagewright.formats.wire import Int
-from stagewright.program import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
+from stagewright.program import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks, among
 
 
 def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Batch]:
-    """The batches that write the files of `ranks`; files hold no provenance, the manifest does."""
-    groups = [program.group_of(slot) for slot in range(len(program.communicators))]
-    peers = [program.peer_of(slot) for slot in range(len(program.peers))]
-    found = [(of, np.intersect1d(of.ranks, ranks)) for of in program.classes]
-    return [Batch(of, mine, groups, peers) for of, mine in found if len(mine)]
+    """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
+    found = [(of, among(of.ranks, ranks)) for of in program.classes]
+    return [Batch(program, of, mine) for of, mine in found if len(mine)]
 
 
 class Batch:
@@ -31,12 +29,16 @@ class Batch:
 
     at_most = size = None  # bytes of a file: not known before it is made
 
-    def __init__(self, of: RankClass, ranks: Int, groups: list[Int], peers: list[Int]) -> None:
-        """`groups`, `peers`: by slot, of every rank of the world."""
-        self.ranks: Sequence[int] = [int(rank) for rank in ranks]
+    def __init__(self, program: Program, of: RankClass, ranks: Int) -> None:
+        """`ranks` of a class of the program."""
+        self.ranks = ranks
+        self._program = program
         self._tasks = of.tasks
-        self._groups = groups
-        self._peers = peers
+
+    @property
+    def memory(self) -> int:
+        """Bytes that making a file takes, some hundreds a node."""
+        return 400 * len(self._tasks)
 
     def template(self) -> Batch:
         """What makes the files of these ranks."""
@@ -50,13 +52,14 @@ class Batch:
 
     def nodes_of(self, rank: int) -> Iterator[dict[str, object]]:
         """The nodes of one rank."""
-        groups = [int(ids[rank]) for ids in self._groups]
-        peers = [int(ranks[rank]) for ranks in self._peers]
-        return nodes(self._tasks, groups, peers)
+        return nodes(self._program, self._tasks, rank)
 
 
-def nodes(tasks: Tasks, groups: Sequence[int], peers: Sequence[int]) -> Iterator[dict[str, object]]:
-    """The nodes of a rank, whose groups and peers are given by slot."""
+def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, object]]:
+    """The nodes of a rank, whose class has these tasks."""
+    one = np.array([rank], np.int64)
+    groups = [int(program.group_of(slot, one)[0]) for slot in range(len(program.communicators))]
+    peers = [int(program.peer_of(slot, one)[0]) for slot in range(len(program.peers))]
     for row, kind in enumerate(map(Kind, tasks.kind.tolist())):
         node: dict[str, object] = {
             "id": row + 1,

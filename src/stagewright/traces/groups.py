@@ -11,12 +11,12 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.files import from_json, read_bytes
+from stagewright.manifest import GROUPS
 from stagewright.program import Kind
 from stagewright.traces.findings import Findings
 from stagewright.traces.graph import Int
 from stagewright.traces.rules import group_id
 from stagewright.traces.world import World
-from stagewright.write import GROUPS
 
 MOST_JSON = 1 << 24  # bytes of a file of groups, or a manifest, and so many more per rank:
 JSON_PER_RANK = 1 << 10

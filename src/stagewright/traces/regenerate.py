@@ -75,8 +75,8 @@ def _wrong_partner(program: Program, kin: Kin) -> int | None:
     pairs = np.stack([events.slot, of.tasks.slot[events.row].astype(np.int64)], axis=1)
     for slot, planned in np.unique(pairs, axis=0).tolist():
         collective = kin.first.exchange.slot_kind[slot] == Kind.COLLECTIVE
-        wanted = program.group_of(planned) if collective else program.peer_of(planned)
-        wrong = np.flatnonzero(wanted[ranks] != partner[:, slot])
+        wanted = (program.group_of if collective else program.peer_of)(planned, ranks)
+        wrong = np.flatnonzero(wanted != partner[:, slot])
         if len(wrong):
             return int(ranks[wrong[0]])
     return None
