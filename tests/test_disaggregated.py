@@ -1,4 +1,4 @@
-"""Prefill and decode on ranks of their own: who gets which part of the cache, from whom, and when."""
+"""Prefill and decode on ranks of their own: who gets which part of the cache, from whom, when."""
 
 from __future__ import annotations
 
@@ -188,5 +188,5 @@ def test_refused(fields: dict[str, Any], wanted: str) -> None:
 
 
 def test_unknown_settings_of_prefill() -> None:
-    with pytest.raises(UserError, match=r"unknown setting 'prefill\.tpp'"):
+    with pytest.raises(UserError, match=r"prefill: unknown setting 'tpp'"):
         Run.load(None, {"model": "gpt2", "mode": "decode", "prefill": {"tpp": 3}})

@@ -54,21 +54,24 @@ class Joined(Program):
     group_index: tuple[Int, ...] = ()  # per communicator and rank: which group; -1: none
     partners: tuple[Int, ...] = ()  # per peer and rank; itself where it has none
 
-    def group_of(self, slot: int) -> Int:
-        """Id of the group that each rank of the world is in for `slot`; 0 where it is in none."""
-        index = self.group_index[slot]
-        return np.where(index < 0, 0, self._first_id() + self._stride() * index + slot)
+    def group_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """Id of the group that each of `ranks` is in for `slot`; 0 where it is in none."""
+        index = self.group_index[slot] if ranks is None else self.group_index[slot][ranks]
+        return np.where(index < 0, 0, self._ids(slot, index))
 
-    def peer_of(self, slot: int) -> Int:
-        """The rank that each rank of the world exchanges with on peer `slot`."""
-        return self.partners[slot]
+    def group_count(self, slot: int) -> int:
+        """How many groups communicator `slot` has."""
+        return 1 + int(self.group_index[slot].max())
 
-    def _first_id(self) -> int:
-        most = 1 + max((int(index.max()) for index in self.group_index), default=0)
-        needed, first = most * self._stride(), 1
-        while first * 9 < needed:
-            first *= 10
-        return first
+    def members(self, slot: int, index: Int) -> Int:
+        """Ranks of the groups number `index` of communicator `slot`: a row each, ascending."""
+        ranks = np.argsort(self.group_index[slot], kind="stable")
+        ranks = ranks[np.count_nonzero(self.group_index[slot] < 0) :]
+        return ranks.reshape(self.group_count(slot), -1)[index]
+
+    def peer_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """The rank that each of `ranks` exchanges with on peer `slot`."""
+        return self.partners[slot] if ranks is None else self.partners[slot][ranks]
 
 
 class Message(NamedTuple):
@@ -82,7 +85,6 @@ class Message(NamedTuple):
 
 def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled:
     """A step of a resolved run that has been checked, whose `prefill` is given."""
-    assert run.prefill is not None
     first = prefill_run(run).resolved(model)
     check(first, model)
     sides = one_mesh(first, model, table), one_mesh(run, model, table)
@@ -95,7 +97,8 @@ def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled
 
 def prefill_run(run: Run) -> Run:
     """The step that computes the prompts of a resolved decode run's requests."""
-    assert run.prefill is not None
+    others = run.prefill_ranks
+    assert others is not None
     asked = groups(run)
     if any(not g.context_length for g in asked):
         raise UserError(
@@ -109,7 +112,7 @@ def prefill_run(run: Run) -> Run:
         streams=run.streams,
         requests=batch.merged([Group(g.count, 0, g.context_length) for g in asked], "requests"),
         **{name: getattr(run, name) for name in same},
-        **run.prefill.model_dump(exclude_none=True),
+        **others.model_dump(exclude_none=True),
     )
 
 
@@ -225,7 +228,9 @@ def joined(programs: Sequence[Program], across: Sequence[Message], dtype: str) -
         for slot, who in enumerate(program.communicators):
             ids = program.group_of(slot)
             index = np.full(world, -1, np.int64)
-            index[start:end] = np.where(ids > 0, np.unique(ids, return_inverse=True)[1], -1)
+            index[start:end] = np.where(
+                ids > 0, np.unique(ids, return_inverse=True)[1] - bool((ids == 0).any()), -1
+            )
             group_index.append(index)
             communicators.append(who._replace(axes=tuple(f"{name}.{a}" for a in who.axes)))
         for slot, peer in enumerate(program.peers):

@@ -348,6 +348,8 @@ def folded(program: Program) -> Program:
     owner = np.full(mesh.world_size, -1, np.int32)
     for nth, of in enumerate(program.classes):
         owner[of.ranks] = nth
+    if math.prod(size for _, size in mesh.axes) != mesh.world_size:  # meshes side by side
+        return program
     grid = owner.reshape([size for _, size in reversed(mesh.axes)])
     axes: list[tuple[str, int]] = []
     for nth, (axis, size) in enumerate(mesh.axes):

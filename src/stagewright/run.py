@@ -70,14 +70,26 @@ class PrefillRanks(BaseModel):
 
 
 def _read_prefill(value: Any) -> Any:
-    """Settings such as `tp=4,pp=2`, or as a mapping."""
-    if not isinstance(value, str):
+    """The setting `prefill`: text as it is, a mapping as settings."""
+    if not isinstance(value, Mapping):
         return value
-    pairs = [pair.partition("=") for pair in value.split(",")]
+    try:
+        return PrefillRanks.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"prefill: {_explain(first, PrefillRanks.model_fields)}") from None
+
+
+def _named_ranks(text: str) -> PrefillRanks:
+    """Settings from text such as `tp=4,pp=2`."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
     for name, equals, number in pairs:
-        if not (equals and number.strip().isdecimal() and len(number) < 12):
+        number = number.strip()
+        if not (equals and number.isdecimal() and number.isascii() and len(number) < 12):
             raise UserError(f"prefill: {shown(name)} is no setting; wanted such as tp=4,pp=2")
-    return {name.strip(): int(number) for name, _, number in pairs}
+    found = _read_prefill({name.strip(): int(number) for name, _, number in pairs})
+    assert isinstance(found, PrefillRanks)
+    return found
 
 
 class Run(BaseModel):
@@ -153,7 +165,7 @@ class Run(BaseModel):
     """Tokens of a block of the paged cache: every request fills its last one up."""
     max_model_len: Count | None = None
     """Contiguous cache: tokens each request has room for. None: as many as the longest has."""
-    prefill: Annotated[PrefillRanks | None, BeforeValidator(_read_prefill)] = None
+    prefill: Annotated[StrictStr | PrefillRanks | None, BeforeValidator(_read_prefill)] = None
     """Decode: another group of ranks computes the context of the requests and sends it over
     (disaggregated serving); its `tp`, `dp`, `pp`, ... None: it is in the cache."""
     num_redundant_experts: Annotated[StrictInt, Field(ge=0, le=LARGEST)] = 0
@@ -242,6 +254,8 @@ class Run(BaseModel):
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if isinstance(self.requests, str):
             absent["requests"] = batch.read(self.requests)
+        if self.prefill is not None:
+            absent["prefill"] = self.prefill_ranks
         return self.model_copy(update=absent)
 
     def asked(self) -> Self:
@@ -271,9 +285,14 @@ class Run(BaseModel):
     @property
     def world_size(self) -> int:
         """Number of ranks, with those of `prefill`; ep is part of dp."""
-        return self.tp * self.cp * self.dp * self.pp + (
-            self.prefill.world_size if self.prefill else 0
-        )
+        others = self.prefill_ranks
+        mine = self.tp * self.cp * self.dp * self.pp
+        return mine + (others.world_size if others else 0)
+
+    @property
+    def prefill_ranks(self) -> PrefillRanks | None:
+        """The setting `prefill`, read."""
+        return _named_ranks(self.prefill) if isinstance(self.prefill, str) else self.prefill
 
     @property
     def microbatches(self) -> int:
