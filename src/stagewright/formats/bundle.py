@@ -126,6 +126,11 @@ class Contents:
 
 def encode(program: Program, manifest: Mapping[str, object]) -> bytes:
     """The bundle of a program; `manifest` has what `manifest.json` has, without the files."""
+    if type(program) is not Program:  # its groups and partners are lists, not a mesh
+        raise UserError(
+            "a bundle holds the ranks of one mesh, got prefill and decode on ranks of their own; "
+            "use another --format, or drop prefill"
+        )
     tables: dict[Tables, int] = {}
     classes = [
         {
