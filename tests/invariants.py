@@ -201,14 +201,14 @@ def check_groups(program: Program) -> None:
     groups = program.groups()
     if len({len(str(i)) for i in groups}) > 1:
         raise Broken("group ids differ in length")
-    home = {int(r): c for c in program.classes for r in c.ranks}
+    home = {int(r): nth for nth, c in enumerate(program.classes) for r in c.ranks}
     sequences: dict[tuple[int, int], bytes] = {}
-    for c in program.classes:
+    for nth, c in enumerate(program.classes):
         t = c.tasks
         for slot in range(len(program.communicators)):
             mine = np.flatnonzero((t.kind == COLLECTIVE) & (t.slot == slot))
             rows = np.stack([t.collective[mine], t.comm_bytes[mine], t.dtype[mine]])
-            sequences[c.pipeline_rank, slot] = rows.astype(np.int64).tobytes()
+            sequences[nth, slot] = rows.astype(np.int64).tobytes()
             here = program.group_of(slot)[c.ranks]
             if len(mine) and not np.isin(here, list(groups)).all():
                 fault(c, "no group for a rank of this class", mine[:1])
@@ -234,7 +234,7 @@ def check_groups(program: Program) -> None:
                 raise Broken(f"group {group} ({who}) has members {members}")
             if members != np.flatnonzero(inside & (outside == outside[members[0]])).tolist():
                 raise Broken(f"group {group} is not the ranks along {who}: {members}")
-            if len({sequences[home[r].pipeline_rank, slot] for r in members}) > 1:
+            if len({sequences[home[r], slot] for r in members}) > 1:
                 raise Broken(f"members of group {group} ({who}) issue different collectives on it")
     for one, two in itertools.combinations(all_ids, 2):
         # ASTRA-sim tells the groups of a rank apart by their ids modulo 500 only.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from invariants import check as check_program
@@ -19,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.ir import Graph, verify
 from stagewright.layout import Mesh
 from stagewright.models import ModelConfig
-from stagewright.nn import Block
+from stagewright.nn import Block, Recipe
 from stagewright.ops import COLLECTIVE_OPS
 from stagewright.parallel import parallelization
 from stagewright.program import PHASES, Kind
@@ -51,6 +52,7 @@ MODELS = {
     "mla, whole queries": replace(MOE, **LATENT),
 }
 SP: dict[str, Any] = {"sequence_parallel": True}
+GATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 RUNS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "dp": {"dp": 4},
@@ -74,57 +76,94 @@ RUNS: dict[str, dict[str, Any]] = {
     "hybrid zero 2": {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 2},
     "hybrid zero 3": {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 3},
     "edp fastest": {"dp": 4, "ep": 2, "order": "dp-tp-cp-ep-pp"},
+    "gates before": {"dp": 2, "ep": 2, "moe_apply_probs": "input"},
+    "gates after": {"dp": 2, "ep": 2, "moe_apply_probs": "output"},
+    "gates after, tp + sp": {"tp": 2, "dp": 2, "ep": 2, "moe_apply_probs": "output"} | SP,
+    "gathered": {"dp": 2, "ep": 2} | GATHER,
+    "gathered, tp + sp": {"tp": 2, "dp": 2, "ep": 2} | GATHER | SP,
+    "gathered over dp and cp": {"cp": 2, "dp": 2, "ep": 4} | GATHER,
+    "gathered, ep inside dp": {"dp": 4, "ep": 2} | GATHER,
+    "gathered, etp 1, sp": {"tp": 2, "dp": 2, "ep": 4, "etp": 1} | GATHER | SP,
+    "gathered, tp": {"tp": 2, "dp": 2, "ep": 2} | GATHER,
+    "gathered, zero 3": {"tp": 2, "dp": 2, "ep": 2, "zero": 3} | GATHER | SP,
+    "padded": {"dp": 2, "ep": 2, "moe_expert_capacity_factor": 1.0}
+    | {"moe_pad_expert_input_to_capacity": True},
+    "fp32 router": {"tp": 2, "dp": 2, "ep": 2, "moe_router_dtype": "fp32"} | SP,
+    "aux loss": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3} | SP,
+    "aux loss of two": {"dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3, "micro_batch_size": 2},
+    "aux loss of sequences": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3}
+    | SP
+    | {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "aux loss of all": {"tp": 2, "dp": 2, "moe_aux_loss_coeff": 0.3}
+    | SP
+    | {"moe_router_load_balancing_type": "global_aux_loss"},
+    "z-loss": {"tp": 2, "dp": 2, "ep": 2, "moe_z_loss_coeff": 0.3} | SP,
+    "bias": {"tp": 2, "dp": 2, "ep": 2, "moe_router_enable_expert_bias": True} | SP,
+    "bias, zero 3": {"cp": 2, "dp": 2, "ep": 2, "zero": 3, "moe_router_enable_expert_bias": True},
     "kept gathers": {"tp": 2, "dp": 2, "ep": 2, "activation_gather": "keep"} | SP,
 }
 
 
-class One(NamedTuple):
-    """A layer with experts, and what one device computes with it."""
+class Sharded(NamedTuple):
+    """A layer as a run shards it, and what one device computes with it."""
 
     block: Block
-    values: dict[str, Any]
-    truth: dict[str, Any]
+    graph: Graph
+    mesh: Mesh
+    run: Run
+    sizes: dict[str, int]
+
+    def check(self, naive: Block | None = None) -> None:
+        """Every rank computes what one device does, with this block or another form of it."""
+        block = naive or self.block
+        values, truth = one_device(block, tuple(self.sizes.items()))
+        axes = {a: n for a, n in reversed(self.mesh.axes) if n > 1}
+        same_as_one_device(block.graph, self.graph, axes, self.sizes, values, truth)
 
 
 @cache
-def one_device(model: str, batch: int, **recipe: bool) -> One:
+def one_device(
+    block: Block, sizes: tuple[tuple[str, int], ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    values = random_values(block.graph, dict(sizes))
+    truth = single(block.graph, dict(sizes), values)
+    truth.pop("splits", None)  # in the order of ranks, which one device has not
+    return values, truth
+
+
+@cache
+def built(model: str, recipe: Recipe) -> Block:
     config = MODELS[model]
-    run = Run(model=model, seq_length=16, micro_batch_size=batch)
-    block = nn.BLOCKS["layer"](config, replace(recipe_of(run, config), **recipe), config.layer(0))
-    sizes = sizes_of(run, config)
-    values = random_values(block.graph, sizes)
-    return One(block, values, single(block.graph, sizes, values))
+    return nn.BLOCKS["layer"](config, recipe, config.layer(0))
 
 
-def sharded(model: str, settings: dict[str, Any], **recipe: bool) -> tuple[Graph, Mesh, Run]:
-    """The layer as a run shards it; the block knows nothing of the run."""
+def sharded(model: str, settings: dict[str, Any], **form: bool) -> Sharded:
     config = MODELS[model]
     run = Run(model=model, seq_length=16, **settings).resolved(config)
     check_run(run, config)
     mesh, plan = parallelization(run, config)
-    block = one_device(model, run.dp, **recipe).block
-    want = strategy(plan, sizes_of(run, config))
+    block = built(model, replace(recipe_of(run, config), **form))
+    sizes = sizes_of(run, config)
     keep = run.activation_gather == "keep"
     graph = shard(
         block.graph,
-        want,
+        strategy(plan, sizes),
         block.primal,
         keep_gathered=keep,
         inner=plan.inner,
         model_axes=plan.model_axes,
     )
     verify(graph)
-    return graph, mesh, run
+    return Sharded(block, graph, mesh, run, sizes)
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("model", MODELS)
+# Experts are the same in all models: each of the others is tried with some runs.
+TRIED = [(model, name) for i, name in enumerate(RUNS) for model in ("shared", list(MODELS)[i % 4])]
+
+
+@pytest.mark.parametrize(("model", "name"), dict.fromkeys(TRIED))
 def test_a_sharded_layer_computes_what_one_device_does(model: str, name: str) -> None:
-    graph, mesh, run = sharded(model, RUNS[name])
-    one = one_device(model, run.dp)
-    axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
-    sizes = sizes_of(run, MODELS[model])
-    same_as_one_device(one.block.graph, graph, axes, sizes, one.values, one.truth)
+    sharded(model, RUNS[name]).check()
 
 
 ABSORBED = [
@@ -142,11 +181,85 @@ ABSORBED = [
 def test_latent_attention_may_work_in_the_space_of_the_latents(name: str, flash: bool) -> None:
     """The same results and gradients, whichever side w_uk and w_uv are multiplied on."""
     form = {"absorb": True, "flash_attention": flash}
-    graph, mesh, run = sharded("mla", RUNS[name], **form)
-    one, naive = one_device("mla", run.dp, **form), one_device("mla", run.dp)
-    axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
-    sizes = sizes_of(run, MODELS["mla"])
-    same_as_one_device(one.block.graph, graph, axes, sizes, naive.values, naive.truth)
+    naive = built("mla", recipe_of(sharded("mla", RUNS[name]).run, MODELS["mla"]))
+    sharded("mla", RUNS[name], **form).check(naive)
+
+
+# ---- losses beside the graph's own ---------------------------------------------------------------
+
+
+def balance(counts: Any, scores: Any, coeff: float) -> float:
+    """E sum(f P), arXiv 2101.03961, equations 4 to 6: of each row of counts, by its own tokens."""
+    parts = counts.shape[0]
+    tokens = scores.reshape(parts, -1, scores.shape[-1])
+    f = counts / (MOE.top_k * tokens.shape[1])
+    return coeff * MOE.num_experts * float((f * tokens.mean(1)).sum())
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("aux_loss", 2), ("seq_aux_loss", 4), ("global_aux_loss", 1)]
+)
+def test_losses_against_finite_differences(kind: str, parts: int, router: Any) -> None:
+    """The gradient is that of the layer's own output, and of both losses of the router."""
+    config = replace(MOE, router=router)
+    experts = nn.Experts(load_balancing_type=kind, aux_loss=3.0, z_loss=0.2)
+    block = nn.layer(config, Recipe(experts=experts), config.layer(0))
+    sizes = sizes_of(Run(model="moe", dp=2, micro_batch_size=2, seq_length=16), config)
+    values = random_values(block.graph, sizes)
+    truth = single(block.graph, sizes, values)
+    parts_of = {n.name: n for n in block.graph if n.name in ("scores", "balance_counts")}
+    # the logits are what the loss of their sizes passes on
+    parts_of["logits"] = next(n for n in block.graph if n.op == "z_loss")
+    outputs = {"y": block.graph.outputs["y"], **parts_of}
+    forward = Graph.of(block.graph.nodes, outputs)
+
+    def loss(changed: dict[str, Any]) -> float:
+        out = single(forward, sizes, values | changed)
+        counts = out["balance_counts"].reshape(-1, config.num_experts)
+        assert counts.shape[0] == parts
+        assert counts.sum() == 4 * 16 * config.top_k
+        z = np.log(np.exp(out["logits"]).sum(-1)) ** 2
+        own = balance(counts, out["scores"], 3.0)
+        return float((out["y"] * values["dy"]).sum()) + own + 0.2 * float(z.mean())
+
+    rng = np.random.default_rng(0)
+    for name, gradient in (("w_router", "grad.w_router"), ("x", "dx")):
+        way, h = rng.normal(size=values[name].shape), 1e-5
+        ends = [loss({name: values[name] + sign * h * way}) for sign in (1, -1)]
+        slope = (ends[0] - ends[1]) / (2 * h)
+        assert (truth[gradient] * way).sum() == pytest.approx(slope, rel=1e-6), name
+
+
+def test_a_bias_follows_the_counts_of_all() -> None:
+    """Experts that got fewer tokens than the mean are chosen more easily from then on."""
+    of = sharded("moe", RUNS["bias"])
+    values, truth = one_device(of.block, tuple(of.sizes.items()))
+    assert (truth["new.router_bias"] == values["router_bias"]).all()  # all got as many
+    graph = of.graph
+    moves = [n for n in graph if n.op == "all_reduce" and n.get("role") == "counted"]
+    assert [(n.once, str(n.dtype), of.mesh.label(n["axes"])) for n in moves] == [
+        (True, "fp32", "dp/ep+tp/etp")
+    ]
+    assert not any(n.get("param") == "router_bias" and "grad" in n.name for n in graph)
+
+
+REDUCED = {
+    "aux loss": ("cp+tp", "J"),
+    "aux loss of sequences": ("cp+tp", "B"),
+    "aux loss of all": ("dp+tp", ""),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_counts_are_added_up_over_the_ranks_that_share_tokens(name: str) -> None:
+    """As Megatron-LM: whole numbers, over tp and cp, or also dp; nothing in backward."""
+    of = sharded("moe", RUNS[name])
+    moves = [n for n in of.graph if n.name == "balance_counts" and n.op in COLLECTIVE_OPS]
+    axes, dim = REDUCED[name]
+    assert [(n.op, n.phase, n.dtype) for n in moves] == [("all_reduce", "forward", "int64")]
+    assert "+".join(sorted(str(moves[0]["axes"][i]) for i in range(2))) == axes
+    assert "".join(map(str, moves[0].shape)) == dim + "E"
 
 
 # ---- textbook collectives ------------------------------------------------------------------------
@@ -154,7 +267,7 @@ def test_latent_attention_may_work_in_the_space_of_the_latents(name: str, flash:
 
 def moved(model: str, settings: dict[str, Any]) -> Counter[str]:
     """Collectives of the experts' half of a layer, by phase; those of parameters aside."""
-    graph, mesh, _ = sharded(model, settings)
+    _, graph, mesh, *_ = sharded(model, settings)
     return Counter(
         f"{n.phase} {n.op} {mesh.label(n['axes'])}"
         for n in graph
@@ -167,29 +280,61 @@ def each(count: int, *ops: str) -> dict[str, int]:
     return {f"{phase} {op}": count for phase in ("forward", "backward") for op in ops}
 
 
+def added(*counts: dict[str, int]) -> dict[str, int]:
+    return dict(sum(map(Counter, counts), Counter[str]()))
+
+
 # What the names say is one axis for two uses: dp/ep is dp, all of which is ep.
 GATHERED = each(1, "all_gather tp/etp", "reduce_scatter tp/etp")
+PROBS = {"forward all_gather tp/etp": 1, "backward reduce_scatter tp/etp": 1}
+GATHER_ALL = {"forward all_gather dp/ep": 3, "forward reduce_scatter dp/ep": 1}
+GATHER_ALL |= {"backward reduce_scatter dp/ep": 2}
+# Megatron-Core 0.13's all-to-all dispatcher (arXiv 2504.14960 and its token_dispatcher.py): ranks
+# tell each other how many copies they have; copies go out, their gates, and results come back.
+
+
+def alltoall(ep: str, etp: str = "") -> dict[str, int]:
+    return each(3, f"all_to_all {ep}") | {f"forward all_gather {ep}{etp}": 1}
+
+
 TEXTBOOK: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     # GShard (arXiv 2006.16668): dispatch and combine, and the same for gradients;
     # shared experts have all tokens where they are and add nothing.
     **dict.fromkeys(("one rank", "dp"), ({}, {})),
-    **dict.fromkeys(("ep", "one expert a rank"), (each(2, "all_to_all dp/ep"), {})),
+    **dict.fromkeys(("ep", "one expert a rank"), (alltoall("dp/ep"), {})),
     **dict.fromkeys(
         ("ep inside dp", "zero 1", "zero 2", "zero 3", "hybrid zero 2", "hybrid zero 3"),
-        (each(2, "all_to_all ep"), {}),
+        (alltoall("ep"), {}),
     ),
-    "ep over cp": (each(2, "all_to_all cp/ep"), {}),
-    # Megatron-Core's all-to-all dispatcher (arXiv 2504.14960): rows are gathered over
-    # etp before the experts and scattered after, in backward the other way round; shared experts
-    # do with sequences what a dense MLP does (arXiv 2205.05198, section 4.2.2).
-    "tp + sp inside experts": (each(2, "all_to_all dp/ep") | GATHERED, GATHERED),
-    "zero 3, tp + sp": (each(2, "all_to_all dp/ep") | GATHERED, GATHERED),
-    "tp + sp + cp, zero 1": (each(2, "all_to_all cp/ep") | GATHERED, GATHERED),
+    "ep over cp": (alltoall("cp/ep"), {}),
+    # Rows are gathered over etp before the experts and scattered after, in backward the other way
+    # round; shared experts do with sequences what a dense MLP does (arXiv 2205.05198, section
+    # 4.2.2).
+    **dict.fromkeys(
+        ("tp + sp inside experts", "zero 3, tp + sp"),
+        (added(alltoall("dp/ep", "+tp/etp"), GATHERED, PROBS), GATHERED),
+    ),
+    "tp + sp + cp, zero 1": (added(alltoall("cp/ep", "+tp/etp"), GATHERED, PROBS), GATHERED),
     # Every rank of tp has the same rows: sums after the experts, and of gradients before them.
+    # Gradients of their copies stay sums until they are tokens again, where the shared ones' join.
     "tp inside experts": (
-        each(2, "all_to_all dp/ep") | each(1, "all_reduce tp/etp"),
-        each(1, "all_reduce tp/etp"),
+        added(alltoall("dp/ep"), each(1, "all_reduce tp/etp"), {"backward all_reduce tp/etp": 1}),
+        {"forward all_reduce tp/etp": 1},
     ),
+    # Gates that are multiplied where the tokens are do not travel.
+    **dict.fromkeys(
+        ("gates before", "gates after"),
+        (added(each(2, "all_to_all dp/ep"), {"forward all_gather dp/ep": 1}), {}),
+    ),
+    # Megatron-Core's all-gather dispatcher: hidden states, gates and who goes where; sums back.
+    # The gather of the gradient is that of the residual stream, and not in this scope.
+    "gathered": (GATHER_ALL, {}),
+    "gathered, tp + sp": (
+        added(GATHER_ALL, {name.replace("dp/ep", "tp/etp"): n for name, n in GATHER_ALL.items()}),
+        GATHERED,
+    ),
+    # Padded to a capacity, nobody needs to know how many.
+    "padded": (each(3, "all_to_all dp/ep"), {}),
 }
 
 
@@ -202,7 +347,7 @@ def test_textbook(name: str) -> None:
 
 def reductions(settings: dict[str, Any]) -> dict[bool, Counter[str]]:
     """How gradients of experts, and of the other matrices, are reduced over data parallelism."""
-    graph, mesh, _ = sharded("shared", settings)
+    _, graph, mesh, *_ = sharded("shared", settings)
     found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for n in graph:
         if n.op in COLLECTIVE_OPS and n.get("role") == "synced" and n.scope == "mlp":
@@ -280,7 +425,9 @@ def test_a_rank_sends_the_rows_of_its_tokens() -> None:
     (c,) = compiled.program.classes
     sent = c.tasks.comm_bytes[c.tasks.collective == 3].tolist()  # all_to_all
     bf16 = 2
-    assert sent == [16 * MOE.top_k * MOE.hidden_size * bf16] * 4 * MOE.num_layers
+    copies = 16 * MOE.top_k
+    row, gate = copies * MOE.hidden_size * bf16, copies * bf16
+    assert sorted(sent) == [gate] * 2 * MOE.num_layers + [row] * 4 * MOE.num_layers
 
 
 def test_rows_are_rounded_up_to_what_ranks_share_evenly() -> None:
@@ -324,7 +471,7 @@ def test_layers_of_both_kinds() -> None:
         "layer experts",
     ]
     dense, mixture = (c.tasks for c in both.program.classes)
-    assert (sum(dense.collective == 3), sum(mixture.collective == 3)) == (0, 2 * 4)
+    assert (sum(dense.collective == 3), sum(mixture.collective == 3)) == (0, 2 * 6)
 
 
 def test_groups_of_ep_and_of_the_copies_of_experts() -> None:

@@ -65,6 +65,7 @@ MLA = "bqaD,bkaD,bkaV->bqaV"
 LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
 BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "tanh")
+TOPK, GATES = {"top_k": 3}, ("softmax", "sigmoid")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
 SLOTS = ("", "", "", "token_slots", "block_table")
 SERVED = BOTH | {"pairs": 7, "keys": 5, "requests": 2}
@@ -150,10 +151,15 @@ EXAMPLES = [
     *(Example("mean_square", s) for s in ("bsghp->bsg", "bsghp->bs")),
     Example("rms_scale", "bsghp,bsg,ghp->bsghp", positive=(1,)),
     Example("rms_scale", "bsghp,bs->bsghp", positive=(1,)),
-    Example("topk", "bsE->bsE", {"fn": "softmax", "top_k": 3}),
-    Example("topk", "bsE->bsE", {"fn": "sigmoid", "top_k": 3}),
-    Example("dispatch", "bsm,bsE->Erm", {"top_k": 3, "weighted": False}, fixed=(1,), out="ERM"),
-    Example("combine", "Erm,bsE->bsm", {"top_k": 3, "weighted": True}),
+    *(Example("topk", "bsE->bsE", TOPK | {"fn": f, "norm": n}) for f in GATES for n in (1, 0)),
+    Example("topk", "bsE,E->bsE", TOPK | {"fn": "sigmoid", "norm": True}, fixed=(1,)),
+    *(Example("scores", "bsE->bsE", {"fn": f}) for f in GATES),
+    Example("routes", "bse->bse", fixed=(0,)),
+    Example("dispatch", "bsm,bse->erm", TOPK, fixed=(1,), out="ERM"),
+    Example("combine", "erm,bse->bsm", TOPK, fixed=(1,)),
+    Example("row_gates", "bse->er", TOPK, out="ER"),
+    Example("own_experts", "bsE->bsf", out="BSE"),
+    *(Example("weigh", s) for s in ("erm,er->erm", "bsm,bs->bsm")),
     Example("join", "bsaN,bsZ->bsaD", {"dim": -1}, out="BSAD"),
     Example("join", "bZm,bNm->bDm", {"dim": 1}, out="BDM"),
     Example("join", "Zm,bNm->bDm", {"dim": 1}, out="BDM"),
@@ -254,10 +260,13 @@ def test_any_layouts(example: Example) -> None:
 
 def test_every_row_is_tried() -> None:
     tried = {n.op for example in EXAMPLES for n in built(example).graph}
-    # A loss's `nll` and the optimizer are tried in test_grad, as part of their blocks.
+    # A loss's `nll` and the optimizer are tried in test_grad, and losses that stand beside a value
+    # in test_moe, as part of their blocks.
     of_blocks = {"accumulate", "tie", "norm2", "adamw", "sgd", "spread", "divide"}
     # Likewise what is made of operands that are differentiated in its stead.
     of_blocks |= {"delta_inverse", "delta_scores", "inverse_norm", "unit", "unit_bwd"}
+    of_blocks |= {"aux_loss", "aux_loss_bwd", "z_loss", "z_loss_bwd"}
+    of_blocks |= {"count", "splits", "bias_update"}
     assert set(OPS) - tried <= of_blocks
     assert tried <= set(OPS) | LEAVES
 
@@ -265,7 +274,8 @@ def test_every_row_is_tried() -> None:
 @pytest.mark.parametrize("op", [op for op, row in OPS.items() if row.linear])
 def test_linear_rows_are_linear(op: str) -> None:
     examples = [e for e in EXAMPLES if e.op == op and not e.integers]
-    assert examples or op in ("sum", "tie", "accumulate", "pad", "triangle_bwd")
+    alone = ("sum", "tie", "accumulate", "pad", "triangle_bwd", "own_experts_bwd")
+    assert examples or op in alone
     for example in examples:
         graph, _, values = built(example)
         forward = Graph.of(graph.nodes, {"out": graph.outputs["out"]})

@@ -27,7 +27,10 @@ INTERRUPTED = 130
 
 
 class Setting(NamedTuple):
-    """A field of `Run` as an option; `kind` is int, bool, str, tuple or the words to choose."""
+    """A field of `Run` as an option.
+
+    `kind` is int, float, bool, str, tuple or the words to choose.
+    """
 
     name: str
     kind: type | tuple[str, ...]
@@ -95,6 +98,32 @@ SETTINGS = (
     Setting("recompute", ("none", "selective", "full"), "What backward computes again. [none]"),
     Setting("recompute_modules", tuple, "For selective: core_attn,norm,activation. [core_attn]"),
     Setting("recompute_num_layers", int, "For full: the first layers of each virtual stage. [all]"),
+    Setting(
+        "moe_token_dispatcher_type",
+        ("alltoall", "allgather"),
+        "How tokens and experts meet. [alltoall]",
+    ),
+    Setting(
+        "moe_apply_probs",
+        ("experts", "input", "output"),
+        "Where the router's weights are multiplied. [as the model]",
+    ),
+    Setting(
+        "moe_expert_capacity_factor", float, "Drop copies beyond this times an even share. [none]"
+    ),
+    Setting("moe_pad_expert_input_to_capacity", bool, "Pad every expert's input to it. [off]"),
+    Setting("moe_router_dtype", ("fp32",), "Data type of the router. [as all else]"),
+    Setting(
+        "moe_router_load_balancing_type",
+        ("aux_loss", "seq_aux_loss", "global_aux_loss"),
+        "What the loss that balances experts is over. [aux_loss]",
+    ),
+    Setting("moe_aux_loss_coeff", float, "Coefficient of that loss; 0: without it. [0.0]"),
+    Setting("moe_z_loss_coeff", float, "Coefficient of the router's z-loss. [0.0]"),
+    Setting(
+        "moe_router_enable_expert_bias", bool, "Balance experts by a bias. [as the model trained]"
+    ),
+    Setting("expert_load", str, "File (CSV or JSON) of the tokens of each expert. [all equal]"),
     Setting("cpu_offloading_num_layers", int, "Layers with activations on the host."),
     Setting("optimizer_cpu_offload", bool, "Optimizer states and update on the host. [off]"),
     Setting("optimizer_offload_fraction", float, "Of each stage's blocks, for the former. [1]"),
@@ -145,7 +174,7 @@ def _settings(command: _Command) -> _Command:
         elif isinstance(kind, tuple):
             more = {"type": click.Choice(kind)}
         else:
-            more = {"type": kind, "metavar": "N" if kind is int else "TEXT"}
+            more = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
         command = click.option(flag, setting.name, default=None, help=setting.help, **more)(command)
     command = click.option(
         "--config", metavar="FILE", help="Run file (YAML), or an earlier run; options override it."

@@ -25,6 +25,7 @@ from stagewright.pipeline import Order, flat, mirrored, places
 from stagewright.pipeline import make as make_order
 from stagewright.program import Program
 from stagewright.remat import remat
+from stagewright.routing import ROWS, Load, Routing, Rows
 from stagewright.run import MOST_FLOPS, Run, check
 from stagewright.serving import read_bytes
 from stagewright.shard import shard
@@ -44,6 +45,7 @@ class Compiled:
     order: Order
     program: Program
     capacity: Capacity | None = None  # inference, where the memory of a device is known
+    load: Load | None = None  # of experts, where it is not even
 
     def graph_text(self) -> str:
         """The sharded graph in the paper's notation, one section per distinct block."""
@@ -81,41 +83,44 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
     mesh, plan = parallelization(run, model, mirrored=twice)
     plan = replace(plan, table=table_of(run, model, table))
     sizes = sizes_of(run, model, replicas=1 + twice)
-    extent = extent_of(sizes, mesh)
     first, last = ([p.rank for p in where if p.stage == s] for s in (0, run.virtual_stages - 1))
     recipe = recipe_of(run, model, shared=first == last)
     if recipe.shared_embedding:
         _check_table(order, first, run.virtual_stages - 1)
 
-    blocks: dict[Kind, tuple[Graph, LoweredBlock]] = {}
     check_rows(plan, run, model, sizes)
-    stages: list[list[Placed]] = []
-    for stage in place_blocks(run, model):
-        placed: list[Placed] = []
-        for kind, layer in stage:
-            if kind not in blocks:
-                graph = sharded(kind, run, model, plan, sizes, recipe)
-                blocks[kind] = graph, lowered(graph, run, mesh, extent, kind)
-            label = f"layer{layer}" if layer >= 0 else kind.block
-            placed.append(Placed(blocks[kind][1], layer, label))
-        stages.append(placed)
-
+    stages = place_blocks(run, model)
+    kinds = dict.fromkeys(kind for stage in stages for kind, _ in stage)
+    graphs = {kind: sharded(kind, run, model, plan, sizes, recipe) for kind in kinds}
     pipeline = {"pp"} if run.pp > 1 else set[str]()
     norm_axes = tuple(sorted({*plan.model_axes, *pipeline} - {MIRROR}))  # its ranks are pp's
-    program = lower(
-        stages,
-        order,
-        mesh,
-        norm_axes=norm_axes,
-        clip_grad=run.clip_grad,
-        streams=run.streams,
-    )
+
+    def program(rows: Rows | None) -> Program:
+        """What ranks do if experts have so many rows."""
+        extent = extent_of(sizes, mesh, {ROWS: rows} if rows else None)
+        blocks = {kind: lowered(graph, run, mesh, extent, kind) for kind, graph in graphs.items()}
+        placed = [
+            [Placed(blocks[k], i, f"layer{i}" if i >= 0 else k.block) for k, i in stage]
+            for stage in stages
+        ]
+        return lower(
+            placed,
+            order,
+            mesh,
+            norm_axes=norm_axes,
+            clip_grad=run.clip_grad,
+            streams=run.streams,
+        )
+
+    routing = Routing.of(run, model, plan, sizes["B"] * sizes["S"]) if model.num_experts else None
+    load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
+    whole = load.programs(program) if load else program(routing.even() if routing else None)
     if run.memory_allowance is not None:
         allowance = {"allowance": read_bytes(run.memory_allowance, "memory_allowance")}
-        held = [replace(of, memory={**of.memory, **allowance}) for of in program.classes]
-        program = replace(program, classes=tuple(held))
-    graphs = {k.label(blocks): g for k, (g, _) in blocks.items()}
-    return Compiled(run, model, *parameters(model), graphs, order, program)
+        held = [replace(of, memory={**of.memory, **allowance}) for of in whole.classes]
+        whole = replace(whole, classes=tuple(held))
+    texts = {kind.label(graphs): graph for kind, graph in graphs.items()}
+    return Compiled(run, model, *parameters(model), texts, order, whole, load=load)
 
 
 def _check_table(order: Order, ranks: Iterable[int], last: int) -> None:
@@ -145,6 +150,8 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         "B": run.micro_batch_size * run.dp * replicas,
         "S": run.seq_length or 0,
         "R": _rows(run, model) * replicas,
+        "dp_parts": run.dp * replicas,
+        "parts": run.dp * run.cp * (run.tp if run.sequence_parallel else 1) * replicas,
         **_text(run, model),
         **own,
     }
@@ -280,6 +287,7 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
         run.num_redundant_experts,
     )
     return nn.Recipe(
+        experts=_experts(run, model),
         precision=nn.PRECISIONS[run.precision],
         optimizer=run.optimizer,
         flash_attention=run.flash_attention,
@@ -298,6 +306,22 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
 def block_of(name: str, model: ModelConfig, recipe: nn.Recipe, layer: Layer) -> nn.Block:
     """A block for one device: the same one for all the runs of a search."""
     return nn.BLOCKS[name](model, recipe, layer)
+
+
+def _experts(run: Run, model: ModelConfig) -> nn.Experts:
+    exchanged = run.ep * (run.etp or run.tp) > 1 and not run.moe_pad_expert_input_to_capacity
+    bias, trains = run.moe_router_enable_expert_bias, run.mode == "train"
+    return nn.Experts(
+        dispatcher=run.moe_token_dispatcher_type,
+        # DeepEP and vLLM weigh results where tokens are.
+        apply_probs=(run.moe_apply_probs or model.apply_probs) if trains else "output",
+        exchange_counts=trains and exchanged and run.moe_token_dispatcher_type == "alltoall",
+        router_fp32=run.moe_router_dtype == "fp32",
+        load_balancing_type=run.moe_router_load_balancing_type,
+        aux_loss=run.moe_aux_loss_coeff,
+        z_loss=run.moe_z_loss_coeff,
+        expert_bias=model.expert_bias if bias is None else bias,
+    )
 
 
 def sharded(
@@ -396,7 +420,7 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
         block = block_of(name, model, recipe, layer)
         updated = {n["param"] for n in block.graph if n.phase == "optimizer" and n.get("param")}
         for n in block.graph:
-            if n.op == "param" and n.name in updated:
+            if n.op == "param" and n.name in updated and not n.get("buffer"):
                 number = count * math.prod(d.value(sizes) for d in n.shape)
                 total += number
                 active += number * model.top_k // model.num_experts if n.name in EXPERTS else number

@@ -24,6 +24,7 @@ from stagewright.size import Size
 from stagewright.spec import parse
 
 Extent = Callable[[Size, tuple[str, ...]], "int | Fraction"]
+Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +67,7 @@ PARTS = (
 
 
 def extent_of(
-    sizes: Mapping[str, int], mesh: Mesh, means: Mapping[Size, Fraction] | None = None
+    sizes: Mapping[str, int], mesh: Mesh, means: Mapping[Size, Mean] | None = None
 ) -> Extent:
     """How large a dim is on one rank; a split that does not divide pads to the ceiling.
 
@@ -78,7 +79,9 @@ def extent_of(
         key = (dim, axes)
         if key not in known:
             if means and dim in means:
-                known[key] = means[dim] / mesh.size(*axes)
+                mean = means[dim]
+                whole = isinstance(mean, Fraction)
+                known[key] = mean / mesh.size(*axes) if whole else mean(axes)
             else:
                 known[key] = -(-dim.value(sizes) // mesh.size(*axes))
         return known[key]
@@ -253,15 +256,15 @@ class _Lowering:
     def collective(self, n: Node) -> list[Task]:
         axes = cast("tuple[str, ...]", n["axes"])
         before = self.at[n.srcs[0]]
-        if n.op == "all_to_all" == n.srcs[0].op and self.users[n.srcs[0]] == [n]:
-            # Exchanges along one axis after the other are one along both.
-            assert isinstance(before, Task)
+        role, src = str(n["role"]), n.srcs[0]
+        alone = n.op == src.op and self.users[src] == [n] and not role and not src["role"]
+        if alone and isinstance(before, Task) and before.part == self.part(n):
+            # Moves along one axis after the other are one along both.
             before.axes = (*before.axes, *axes)
             before.made = [n]
             self.at[n] = before
             return []
         task = self.message(n, n.op, axes)
-        role = str(n["role"])
         if self.bucket != "layer" or not role:
             return [task]
         key = (task.part, role, n.op, axes, n.dtype)

@@ -419,22 +419,83 @@ def _routes(ctx: Any, rows: int) -> Any:
     return result
 
 
+def _softmax(x: Any) -> Any:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
 def _gates(ctx: Any, logits: Any) -> Any:
+    """Of the chosen experts, with or without weights that add up to one."""
     chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
+    if not ctx["norm"]:
+        return chosen * (_softmax(logits) if ctx["fn"] == "softmax" else 1 / (1 + np.exp(-logits)))
     weight = np.exp(logits) if ctx["fn"] == "softmax" else 1 / (1 + np.exp(-logits))
     weight = weight * chosen
     return weight / weight.sum(-1, keepdims=True)
 
 
-def topk(ctx: Any, logits: Any) -> Any:
+def topk(ctx: Any, logits: Any, *_: Any) -> Any:
     """The gates of experts, of which those behind the last are the first once more."""
     return _gates(ctx, logits[..., np.arange(ctx.shape[-1]) % logits.shape[-1]])
 
 
 def topk_bwd(ctx: Any, g: Any, logits: Any) -> Any:
-    y, h = _gates(ctx, logits), g
-    back = y * (h - (h * y).sum(-1, keepdims=True))
+    chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
+    s = 1 / (1 + np.exp(-logits))
+    if ctx["norm"]:
+        y = _gates(ctx, logits)
+        back = y * (g - (g * y).sum(-1, keepdims=True))
+        return back if ctx["fn"] == "softmax" else back * (1 - s)
+    if ctx["fn"] == "sigmoid":
+        return g * chosen * s * (1 - s)
+    y = _softmax(logits)
+    return y * (g * chosen - (g * chosen * y).sum(-1, keepdims=True))
+
+
+def scores(ctx: Any, logits: Any) -> Any:
+    """What balances the load looks at: the scores of all experts, which add up to one."""
+    if ctx["fn"] == "softmax":
+        return _softmax(logits)
+    y = 1 / (1 + np.exp(-logits))
+    return y / y.sum(-1, keepdims=True)
+
+
+def scores_bwd(ctx: Any, g: Any, logits: Any) -> Any:
+    y = scores(ctx, logits)
+    back = y * (g - (g * y).sum(-1, keepdims=True))
     return back if ctx["fn"] == "softmax" else back * (1 - 1 / (1 + np.exp(-logits)))
+
+
+def count(ctx: Any, gates: Any) -> Any:
+    """Copies of tokens that each expert gets."""
+    return einsum(ctx, (gates != 0).astype(float))
+
+
+def aux_loss_bwd(ctx: Any, counts: Any) -> Any:
+    """Gradient of E sum(f P): f the part of copies that go to an expert, P its mean score."""
+    spec = parse(ctx["spec"])
+    over = {x for d in spec.out for x in d} - {x for d in spec.ins[0] for x in d}
+    tokens = math.prod(ctx.size(x) for x in over)
+    slope = counts * (ctx["coeff"] * ctx.size("e") / (ctx["top_k"] * tokens**2))
+    ones = np.ones(ctx.shape)
+    ahead = slope[:, None, :] if len(spec.ins[0]) == 2 else slope
+    each = ones.shape[0] // ahead.shape[0] if ahead.ndim == 3 else 1
+    return ones * (np.repeat(ahead, each, axis=0) if ahead.ndim == 3 else ahead)
+
+
+def z_loss_bwd(ctx: Any, g: Any, logits: Any) -> Any:
+    """With the gradient of mean(log(sum(exp(logits)))^2) (ST-MoE, arXiv 2202.08906, equation 5)."""
+    spec = parse(ctx["spec"])
+    tokens = math.prod(ctx.size(x) for d in spec.out[:-1] for x in d)
+    top = logits.max(-1, keepdims=True)
+    total = np.log(np.exp(logits - top).sum(-1, keepdims=True)) + top
+    return g + 2 * ctx["coeff"] * total * _softmax(logits) / tokens
+
+
+def splits(ctx: Any, gates: Any) -> Any:
+    """Copies that each expert gets from the tokens of a rank."""
+    flat = (gates != 0).astype(float).reshape(ctx.shape[0], -1, gates.shape[-1])
+    return flat.sum(1)
 
 
 def _weights(ctx: Any, gates: Any) -> Any:
@@ -452,10 +513,44 @@ def combine(ctx: Any, h: Any, gates: Any) -> Any:
     return np.einsum("ert,erm,te->tm", routes, h, _weights(ctx, gates)).reshape(ctx.shape)
 
 
-def combine_gates(ctx: Any, g: Any, h: Any, gates: Any) -> Any:
-    routes = _routes(ctx, h.shape[1])
-    flat = g.reshape(-1, g.shape[-1])
-    return np.einsum("ert,erm,tm->te", routes, h, flat).reshape(gates.shape)
+def combine_gates(ctx: Any, tokens: Any, rows: Any, gates: Any) -> Any:
+    flat = tokens.reshape(-1, tokens.shape[-1])
+    routes = _routes(ctx, rows.shape[1])
+    return np.einsum("ert,erm,tm->te", routes, rows, flat).reshape(gates.shape)
+
+
+def row_gates(ctx: Any, gates: Any) -> Any:
+    flat = gates.reshape(-1, gates.shape[-1])
+    return np.einsum("ert,te->er", _routes(ctx, ctx.shape[1]), flat)
+
+
+def row_gates_bwd(ctx: Any, g: Any) -> Any:
+    return np.einsum("ert,er->te", _routes(ctx, g.shape[1]), g).reshape(ctx.shape)
+
+
+def own_experts(ctx: Any, x: Any) -> Any:
+    first = ctx.start("f")
+    return x[..., first : first + ctx.shape[-1]]
+
+
+def own_experts_bwd(ctx: Any, g: Any) -> Any:
+    out = np.zeros(ctx.shape)
+    first = ctx.start("f")
+    out[..., first : first + g.shape[-1]] = g
+    return out
+
+
+def weigh(ctx: Any, x: Any, w: Any) -> Any:
+    return x * w[..., None]
+
+
+def weigh_bwd(ctx: Any, g: Any, x: Any) -> Any:
+    return (g * x).sum(-1)
+
+
+def bias_update(ctx: Any, counts: Any, bias: Any) -> Any:
+    """More for experts that got less than others (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    return bias + 1e-3 * np.sign(counts.mean() - counts)
 
 
 def join(ctx: Any, a: Any, b: Any) -> Any:

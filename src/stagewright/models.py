@@ -31,6 +31,7 @@ Attention = Literal["global", "local"]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 FeedForward = Literal["dense", "experts", "none"]
 Router = Literal["softmax", "sigmoid"]
+ApplyProbs = Literal["experts", "input", "output"]
 
 LIMITS = {
     "num_layers": 10_000,
@@ -57,6 +58,8 @@ _COUNTS = (
     ("shared_ffn_hidden_size", 0, LIMITS["ffn_hidden_size"]),
     ("first_dense_layers", 0, LIMITS["num_layers"]),
     ("moe_layer_freq", 1, LIMITS["num_layers"]),
+    ("num_expert_groups", 1, MOST_EXPERTS),
+    ("topk_groups", 1, MOST_EXPERTS),
     ("kv_lora_rank", 0, LIMITS["hidden_size"]),
     ("q_lora_rank", 0, LIMITS["hidden_size"]),
     ("qk_rope_head_dim", 0, LIMITS["kv_channels"]),
@@ -64,7 +67,9 @@ _COUNTS = (
 )
 _OF_EXPERTS = {  # fields that mean nothing in a dense model, and what they are there
     **dict.fromkeys(("top_k", "moe_ffn_hidden_size", "shared_ffn_hidden_size"), 0),
-    **{"first_dense_layers": 0, "moe_layer_freq": 1, "router": "softmax"},
+    **{"first_dense_layers": 0, "moe_layer_freq": 1, "router": "softmax", "norm_topk_prob": True},
+    **{"num_expert_groups": 1, "topk_groups": 1, "expert_bias": False, "shared_expert_gate": False},
+    "apply_probs": "experts",
 }
 ATTENTIONS = frozenset(get_args(Attention))
 RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
@@ -81,10 +86,12 @@ _CHOICES = {
     "norm_placement": get_args(NormPlacement),
     "activation": get_args(Activation),
     "router": get_args(Router),
+    "apply_probs": get_args(ApplyProbs),
 }
 _FLAGS = (
     *("norm_bias", "parallel_block", "final_norm", "embedding_norm"),
     *("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "attention_gate", "gated"),
+    *("norm_topk_prob", "expert_bias", "shared_expert_gate"),
     *("tied_embeddings", "lm_head_bias", "pooler", "mlm_transform", "causal", "encoder", "bare"),
 )
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")
@@ -239,6 +246,18 @@ class ModelConfig:
     """Of the layers after those, every how many has experts."""
     router: Router = "softmax"
     """How a token's scores become the weights of its experts."""
+    norm_topk_prob: bool = True
+    """The weights of a token's experts add up to one; otherwise they are those of all experts."""
+    num_expert_groups: int = 1
+    """Group-limited routing (DeepSeek-V2, V3): experts are in so many groups,"""
+    topk_groups: int = 1
+    """of which a token goes to so many."""
+    apply_probs: ApplyProbs = "experts"
+    """Where the weights are multiplied: what experts compute, their input or their output."""
+    expert_bias: bool = False
+    """Added to the scores that choose experts, to balance their load without a loss."""
+    shared_expert_gate: bool = False
+    """The shared experts' sum is weighed by a sigmoid of its own (Qwen2-MoE)."""
 
     kv_lora_rank: int = 0
     """Width of the latent that keys and values are made of (multi-head latent attention), or 0."""
@@ -512,6 +531,17 @@ class ModelConfig:
         for field in ("mlp_bias", "parallel_block"):
             if getattr(self, field):
                 raise self._reject(field, "False in a model with experts")
+        groups = self.num_expert_groups
+        if self.num_experts % groups:
+            wanted = f"a divisor of num_experts {self.num_experts}: {divisors(self.num_experts)}"
+            raise self._reject("num_expert_groups", wanted)
+        if self.topk_groups > groups:
+            raise self._reject("topk_groups", f"at most num_expert_groups {groups}")
+        chosen = self.topk_groups * (self.num_experts // groups)
+        if self.top_k > chosen:
+            raise self._reject("top_k", f"at most the {chosen} experts of a token's groups")
+        if self.shared_expert_gate and not self.shared_ffn_hidden_size:
+            raise self._reject("shared_expert_gate", "False without shared experts")
 
 
 def resolve(name_or_path: str) -> ModelConfig:

@@ -208,6 +208,9 @@ def indices(n: Node) -> tuple[dict[str, Size], dict[str, tuple[str, ...]]]:
     spec = parse(str(n["spec"]))
     out = {d[0]: axes for d, axes in zip(spec.out, n.layout.dims, strict=True) if len(d) == 1}
     split_by = {**out, **splits(spec, [s.layout.dims for s in n.srcs], out)}
+    for d, axes in zip(spec.out, n.layout.dims, strict=True):
+        if len(d) > 1 and d[0] in split_by:  # an index that occurs in the result only
+            split_by.setdefault(d[1], axes[len(split_by[d[0]]) :])
     return bind(spec, [s.shape for s in n.srcs], n.shape), split_by
 
 
@@ -525,48 +528,121 @@ def _first_token_vjp(n: Node, g: Node) -> Grads:
     return (apply("first_token_bwd", "bm->bsm", g, out=n.srcs[0].shape, phase="backward"),)
 
 
-_ROWS = ("r", ("b", "s"))
-
-
 def _topk_vjp(n: Node, g: Node) -> Grads:
-    spec = f"{n['spec']}".split("->")[0]
-    return (apply("topk_bwd", f"{spec},{spec}->{spec}", g, *n.srcs, phase="backward", **_attrs(n)),)
+    logits = n.srcs[0]
+    spec = f"{n['spec']}".split("->")[1]
+    back = apply("topk_bwd", f"{spec},{spec}->{spec}", g, logits, phase="backward", **_attrs(n))
+    return (back, None)[: len(n.srcs)]
+
+
+def _scores_vjp(n: Node, g: Node) -> Grads:
+    return (elementwise_whole("scores_bwd", g, n.srcs[0], phase="backward", **_attrs(n)),)
+
+
+def _aux_loss_vjp(n: Node, g: Node) -> Grads:
+    """The loss is of the scores, and stands beside the gates; counts have no gradient."""
+    _, scores, counts = str(n["spec"]).split("->")[0].split(",")
+    attrs = _attrs(n)
+    back = f"{counts}->{scores}"
+    d_scores = apply(
+        "aux_loss_bwd", back, n.srcs[2], out=g.shape, dtype=g.dtype, phase="backward", **attrs
+    )
+    return (g, d_scores, None)
+
+
+def _z_loss_vjp(n: Node, g: Node) -> Grads:
+    return (elementwise_whole("z_loss_bwd", g, n.srcs[0], phase="backward", **_attrs(n)),)
+
+
+def elementwise_whole(op: str, *srcs: Node, **fields: Any) -> Node:
+    """An op on operands of one shape that needs all of their last dim."""
+    x = letters(srcs[0])
+    x = x[:-1] + x[-1].upper()
+    return apply(op, ",".join([x] * len(srcs)) + "->" + x, *srcs, **fields)
+
+
+# Copies of tokens are rows, so many for each expert: [B, S, M] and who goes where, [B, S, E], to
+# [E, rows, M]. They stand in any order.
+_ROWS = ("r", ("b", "s"))
+_DISPATCH = "bsm,bse->erm"
+_COMBINE = "erm,bse->bsm"
 
 
 def _dispatch_vjp(n: Node, g: Node) -> Grads:
     """Tokens get back the sum of what became of their copies."""
     x, gates = n.srcs
     own = _attrs(n)
-    return (apply("combine", _COMBINE, g, gates, out=x.shape, phase="backward", **own), None)
+    back = apply("combine", _COMBINE, g, gates, out=x.shape, phase="backward", **own)
+    return (back, _gates_back(n, x, g))
 
 
 def _combine_vjp(n: Node, g: Node) -> Grads:
     h, gates = n.srcs
     own = _attrs(n)
     rows = apply("dispatch", _DISPATCH, g, gates, out=h.shape, phase="backward", **own)
-    back = apply(
-        "combine_gates", f"bsm,{_COMBINE[:3]},bsE->bsE", g, h, gates, phase="backward", **own
-    )
-    return (rows, back if n["weighted"] else None)
+    return (rows, _gates_back(n, g, h))
 
 
-_DISPATCH = "bsm,bsE->Erm"
-_COMBINE = "Erm,bsE->bsm"
+def _gates_back(n: Node, tokens: Node, rows: Node) -> Node | None:
+    """The gradient of gates that rows were weighed with on their way."""
+    if not n["weighted"]:
+        return None
+    spec = "bsm,erm,bse->bse"
+    gates = n.srcs[1]
+    return apply("combine_gates", spec, tokens, rows, gates, phase="backward", **_attrs(n))
 
 
-def dispatch(x: Node, gates: Node, rows: Size, **fields: Any) -> Node:
-    """Copies of tokens, `rows` for each expert: [B, S, M], [B, S, E] -> [E, rows, M]."""
-    out = (gates.shape[2], rows, x.shape[2])
-    return apply("dispatch", _DISPATCH, x, gates, out=out, weighted=False, **fields)
+def dispatch(x: Node, gates: Node, rows: Size, *, weighted: bool = False, **fields: Any) -> Node:
+    """Copies of tokens, `rows` for each expert: [B, S, M], [B, S, E] -> [E, rows, M].
 
-
-def combine(h: Node, gates: Node, like: Node, *, in_part: bool = False, **fields: Any) -> Node:
-    """Every token's sum of its experts' rows, weighted by its gates.
-
-    `in_part`: ranks with some of the experts may make partial sums.
+    `weighted`: times their gates.
     """
-    spec = _COMBINE.lower() if in_part else _COMBINE
-    return apply("combine", spec, h, gates, out=like.shape, weighted=True, **fields)
+    out = (gates.shape[2], rows, x.shape[2])
+    return apply("dispatch", _DISPATCH, x, gates, out=out, weighted=weighted, **fields)
+
+
+def combine(h: Node, gates: Node, *, weighted: bool = False, **fields: Any) -> Node:
+    """Every token's sum of its experts' rows: [E, rows, M], [B, S, E] -> [B, S, M].
+
+    `weighted`: times their gates.
+    """
+    return apply("combine", _COMBINE, h, gates, weighted=weighted, **fields)
+
+
+def row_gates(gates: Node, rows: Size, **fields: Any) -> Node:
+    """The gate of every row: [B, S, E] -> [E, rows]."""
+    return apply("row_gates", "bse->er", gates, out=(gates.shape[2], rows), **fields)
+
+
+def _row_gates_vjp(n: Node, g: Node) -> Grads:
+    (gates,) = n.srcs
+    own = _attrs(n)
+    return (apply("row_gates_bwd", "er->bse", g, out=gates.shape, phase="backward", **own),)
+
+
+def own_experts(x: Node, **fields: Any) -> Node:
+    """The columns of the experts at hand, of all: [B, S, E] to the same, split or not.
+
+    Its gradient is a sum over those who hold different experts, unlike that of a slice.
+    """
+    return apply("own_experts", "bsE->bsf", x, out=x.shape, **fields)
+
+
+def _own_experts_vjp(n: Node, g: Node) -> Grads:
+    return (apply("own_experts_bwd", "bsf->bsE", g, out=n.shape, phase="backward"),)
+
+
+def weigh(x: Node, w: Node, **fields: Any) -> Node:
+    """Every row times its weight, one for all of its last dim."""
+    z = letters(x)
+    return apply("weigh", f"{z},{z[:-1]}->{z}", x, w, **fields)
+
+
+def _weigh_vjp(n: Node, g: Node) -> Grads:
+    x, w = n.srcs
+    z = letters(x)
+    back = apply("weigh_bwd", f"{z},{z}->{z[:-1]}", g, x, dtype=w.dtype, phase="backward")
+    return (weigh(g, w, phase="backward"), back)
 
 
 def _pscan_vjp(n: Node, g: Node) -> Grads:
@@ -692,9 +768,24 @@ OPS: dict[str, Op] = {
     # mixture of experts
     "topk": Op(_m.topk, _topk_vjp, flops=8, fuses=True),
     "topk_bwd": Op(_m.topk_bwd, flops=8, fuses=True),
-    "dispatch": Op(_m.dispatch, _dispatch_vjp, flops=0, rows=_ROWS),
-    "combine": Op(_m.combine, _combine_vjp, flops=2, rows=_ROWS),
+    "scores": Op(_m.scores, _scores_vjp, flops=5, fuses=True),
+    "scores_bwd": Op(_m.scores_bwd, flops=5, fuses=True),
+    "count": Op(_m.count, fuses=True),
+    "aux_loss": Op(_m.first, _aux_loss_vjp, flops=2, fuses=True),
+    "aux_loss_bwd": Op(_m.aux_loss_bwd, fuses=True),
+    "z_loss": Op(_m.same, _z_loss_vjp, flops=3, fuses=True),
+    "z_loss_bwd": Op(_m.z_loss_bwd, flops=5, fuses=True),
+    "routes": Op(_m.same, _no_vjp, fuses=True),
+    "splits": Op(_m.splits, rows=("o", ("b", "s")), fuses=True),
+    "dispatch": Op(_m.dispatch, _dispatch_vjp, flops=0, multilinear=True, rows=_ROWS),
+    "combine": Op(_m.combine, _combine_vjp, flops=2, multilinear=True, rows=_ROWS),
     "combine_gates": Op(_m.combine_gates, flops=2, rows=_ROWS),
+    "row_gates": Op(_m.row_gates, _row_gates_vjp, flops=0, rows=_ROWS),
+    "row_gates_bwd": Op(_m.row_gates_bwd, flops=0, multilinear=True, rows=_ROWS),
+    "own_experts": Op(_m.own_experts, _own_experts_vjp, flops=0, fuses=True),
+    "own_experts_bwd": Op(_m.own_experts_bwd, flops=0, linear=True, fuses=True),
+    "weigh": Op(_m.weigh, _weigh_vjp, multilinear=True, fuses=True),
+    "weigh_bwd": Op(_m.weigh_bwd, flops=2, multilinear=True, fuses=True),
     # along one dim, each from the one before
     "pscan": Op(_m.pscan, _pscan_vjp, flops=2),
     "pscan_bwd": Op(_m.pscan_bwd, flops=2, joint=True),
@@ -725,4 +816,5 @@ OPS: dict[str, Op] = {
     "norm2": Op(_m.norm2, flops=2, fuses=True),
     "adamw": Op(_m.first, flops=14),
     "sgd": Op(_m.first, flops=4),
+    "bias_update": Op(_m.bias_update, flops=4),
 }

@@ -65,6 +65,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         expert=axes("ep") if model.num_experts else (),
         expert_tensor=axes("etp") if model.num_experts else (),
         columns=data if model.recommendation else (),
+        dispatcher=run.moe_token_dispatcher_type,
         shard=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
         sequence_parallel=run.sequence_parallel,

@@ -81,7 +81,9 @@ class Tasks:
 
     Units: `flops` floating-point operations (2 per multiply-add), `traffic` bytes read and written
     in device memory, `comm_bytes` bytes as design section 6 counts them (all_gather: the local
-    input shard; everything else: the full local input). Dependencies are CSR: the rows that row `i`
+    input shard; everything else: the full local input). All members of a group name one size, that
+    of the even exchange which takes as long where one is uneven (see `local_bytes`). Dependencies
+    are CSR: the rows that row `i`
     needs are `data[data_ptr[i]:data_ptr[i + 1]]` (what it reads) and likewise `order` (what it must
     wait for so that the schedule holds: one compute stream, one or several communication streams).
     """
@@ -110,9 +112,15 @@ class Tasks:
     dtypes: tuple[str, ...]
     shapes: tuple[Shape, ...]
     duration: Int | None = None  # COMPUTE: ns as measured, 0: not measured; None: nothing is
+    uneven_bytes: Int | None = None  # `local_bytes` where these are not `comm_bytes`
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    @property
+    def local_bytes(self) -> Int:
+        """Bytes of each collective's local input, or message, on these ranks."""
+        return self.comm_bytes if self.uneven_bytes is None else self.uneven_bytes
 
 
 CATEGORIES = (
@@ -166,7 +174,7 @@ class Users(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankClass:
-    """The ranks that run one program: here, all ranks of a pipeline rank."""
+    """The ranks that run one program: those of a pipeline rank whose experts have equal loads."""
 
     ranks: Int  # ascending
     pipeline_rank: int

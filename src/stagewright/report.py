@@ -4,8 +4,9 @@
 `parameters` (`total`, `active` per token) and `rank_classes`. Ranks of a class run the same
 program; each class has
 
-- `ranks`: every rank of the class, ascending; `stage`: its pipeline rank; `layers`: how many layers
-  it holds; `tasks`: the rows of its program
+- `ranks`: every rank of the class, ascending; `stage`: its pipeline rank, which several classes
+  have where experts have loads of their own; `layers`: how many layers it holds; `tasks`: the rows
+  of its program
 - `flops`: per phase (forward, recompute, backward, optimizer), 2 per multiply-add, of one rank
 - `collectives`: what one rank takes part in, one entry per phase, kind, communicator and data type:
   `axis` (the mesh axes of the group, `+` between them), `group_size`, `dtype`, `count` and `bytes`,
@@ -29,6 +30,7 @@ step `fits`, the most `requests` that do, and how many `tokens` each of the step
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,6 +134,7 @@ def manifest(compiled: Compiled) -> dict[str, Any]:
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
         "model": record.to_json(compiled.model),
         **({"modules": {m.name: m.text for m in modules}} if modules else {}),
+        **({"expert_load": compiled.load.lines} if compiled.load else {}),
         "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
         "mesh": dict(compiled.program.mesh.axes),
     }
@@ -188,7 +191,7 @@ def _collectives(program: Program, tasks: Tasks) -> list[dict[str, Any]]:
     rows = np.flatnonzero(tasks.kind == Kind.COLLECTIVE)
     keys = (tasks.phase, tasks.collective, tasks.slot, tasks.dtype)
     found: list[dict[str, Any]] = []
-    for (phase, kind, slot, dtype), count, size in _grouped(rows, keys, tasks.comm_bytes):
+    for (phase, kind, slot, dtype), count, size in _grouped(rows, keys, tasks.local_bytes):
         who = program.communicators[slot]
         found.append(
             {
@@ -332,13 +335,34 @@ def _batch_line(of: Summary) -> str:
     return f"{line}\n{most}{longest}{'' if fitting['fits'] else ': this step does not fit'}"
 
 
+MOST_CLASSES = 4
+"""As many classes of a stage are told of; of more, those with the least and with the most work."""
+
+
+def _told(of: Summary) -> list[tuple[str, dict[str, Any]]]:
+    """The classes that tables show, with their stages in words."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for stage, some in itertools.groupby(of["rank_classes"], key=lambda each: each["stage"]):
+        mine = list(some)
+        if len(mine) > MOST_CLASSES:
+            by_work = sorted(mine, key=lambda each: sum(each["flops"].values()))
+            found += [(f"{stage} least", by_work[0]), (f"{stage} most", by_work[-1])]
+        else:
+            several = len(mine) > 1
+            found += [
+                (f"{stage}: {spans(each['ranks'])}" if several else str(stage), each)
+                for each in mine
+            ]
+    return found
+
+
 def _classes_table(of: Summary) -> Any:
     phases = PHASES if "batch" not in of else ("forward",)
     table = _table("Compute", "stage", "ranks", right=("layers", "tasks", *phases))
-    for each in of["rank_classes"]:
+    for stage, each in _told(of):
         flops = [quantity(each["flops"][phase], "FLOP") for phase in phases]
         table.add_row(
-            str(each["stage"]),
+            stage,
             f"{len(each['ranks'])}: {spans(each['ranks'])}",
             str(each["layers"]),
             str(each["tasks"]),
@@ -348,12 +372,13 @@ def _classes_table(of: Summary) -> Any:
 
 
 def _memory_table(of: Summary) -> Any:
-    held = [each["memory"] for each in of["rank_classes"]]
+    told = _told(of)
+    held = [each["memory"] for _, each in told]
     categories = list(dict.fromkeys(c for each in held for c, size in each.items() if size))
     table = _table("Memory", "stage", right=[c.replace("_", " ") for c in categories])
-    for each in of["rank_classes"]:
+    for stage, each in told:
         sizes = [quantity(each["memory"].get(category, 0), "B") for category in categories]
-        table.add_row(str(each["stage"]), *sizes)
+        table.add_row(stage, *sizes)
     return table
 
 
@@ -396,7 +421,7 @@ def _communication_table(of: Summary) -> Any:
         "axis",
         right=("group", "count", "bytes"),
     )
-    for stages, rows in _alike(of["rank_classes"]):
+    for stages, rows in _alike(_told(of)):
         for row in rows:
             table.add_row(stages, *row)
             stages = ""
@@ -404,10 +429,12 @@ def _communication_table(of: Summary) -> Any:
     return table
 
 
-def _alike(classes: Sequence[dict[str, Any]]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The communication of each class as rows; neighbours that communicate alike share them."""
-    found: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
-    for each in classes:
+def _alike(
+    classes: Sequence[tuple[str, dict[str, Any]]],
+) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The communication of each class as rows; stages that communicate alike share them."""
+    found: dict[str, tuple[dict[str, int], list[tuple[str, ...]]]] = {}
+    for stage, each in classes:
         rows = [
             (
                 row["phase"],
@@ -438,8 +465,13 @@ def _alike(classes: Sequence[dict[str, Any]]) -> list[tuple[str, list[tuple[str,
             ]
         keys = ("collectives", "sends", "receives", "stores", "loads")
         exact = json.dumps([each.get(key) for key in keys])
-        found.setdefault(exact, ([], rows))[0].append(each["stage"])
-    return [(spans(stages), rows) for stages, rows in found.values()]
+        found.setdefault(exact, ({}, rows))[0].setdefault(stage, each["stage"])
+    return [(_stages(stages), rows) for stages, rows in found.values()]
+
+
+def _stages(stages: dict[str, int]) -> str:
+    plain = all(name.isdecimal() for name in stages)
+    return spans(list(stages.values())) if plain else ", ".join(stages)
 
 
 def _table(title: str, *left: str, right: Iterable[str]) -> Any:

@@ -41,6 +41,8 @@ LARGEST = 2**31
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
 Count = Annotated[StrictInt, Field(ge=1, le=LARGEST)]
+Factor = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False, strict=True)]
+Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=True)]
 Layers = Annotated[StrictInt, Field(ge=0, le=LARGEST)]
 
 
@@ -182,6 +184,27 @@ class Run(BaseModel):
     recompute_num_layers: Count | None = None
     """With recompute=full: only the first layers of each virtual stage. None: all."""
 
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """Copies of tokens go to their experts; or all tokens to all experts."""
+    moe_apply_probs: Literal["experts", "input", "output"] | None = None
+    """Where the router's weights are multiplied: what experts compute, their input or their output.
+    None: as the model, or else experts."""
+    moe_expert_capacity_factor: Factor | None = None
+    """Copies beyond this times an even share are dropped, by each rank and expert. None: none."""
+    moe_pad_expert_input_to_capacity: StrictBool = False
+    moe_router_dtype: Literal["fp32"] | None = None
+    """None: as everything else is computed."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = (
+        "aux_loss"
+    )
+    """What the loss that balances the load is over: a microbatch of a rank of dp, a sequence, or a
+    microbatch of all."""
+    moe_aux_loss_coeff: Weight = 0.0
+    moe_z_loss_coeff: Weight = 0.0
+    moe_router_enable_expert_bias: StrictBool | None = None
+    """None: as the model was trained."""
+    expert_load: StrictStr | None = None
+    """File of the tokens that each expert gets, by layer. None: all experts get as many."""
     cpu_offloading_num_layers: Count | None = None
     """The first layers of each virtual stage keep activations in the memory of the host."""
     optimizer_cpu_offload: StrictBool = False
@@ -235,7 +258,10 @@ class Run(BaseModel):
         overrides = dict(overrides or {})
         try:
             if _is_manifest(values):
-                values = cls.model_validate(values["run"]).asked().model_dump()
+                said: dict[str, Any] = {}
+                if "expert_load" in values:  # the file of loads may have changed or gone
+                    said = {"expert_load": str(path)}
+                values = cls.model_validate(values["run"]).asked().model_dump() | said
             return cls.model_validate(values | overrides)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -418,6 +444,12 @@ def _explain(error: ErrorDetails, fields: Iterable[str]) -> str:
 
 # ---- what cannot be done -------------------------------------------------------------------------
 
+ROUTING = (
+    *("moe_token_dispatcher_type", "moe_apply_probs", "moe_expert_capacity_factor"),
+    *("moe_pad_expert_input_to_capacity", "moe_router_dtype", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias", "expert_load"),
+)
+"""Settings that mean nothing in a dense model."""
 MOST_RANKS = 2**22
 MOST_LAYER_PASSES = 2**20
 """Microbatches times layers: this many make a program of about 5 GB."""
@@ -579,6 +611,7 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
                     f"{model.name} is a dense model; {degree}={size} needs a mixture-of-experts "
                     f"model; use {degree}=1"
                 )
+        _check_dense(run, model)
         return
     redundant = run.num_redundant_experts
     if (model.num_experts + redundant) % run.ep:
@@ -602,6 +635,42 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
         raise UserError(
             f"etp={etp} does not divide the width {model.moe_ffn_hidden_size} of an expert of "
             f"{model.name}; use {divisors(model.moe_ffn_hidden_size)}"
+        )
+    _check_routing(run)
+
+
+def _check_dense(run: Run, model: ModelConfig) -> None:
+    for name in ROUTING:
+        if getattr(run, name) != Run.model_fields[name].default:
+            raise UserError(
+                f"{model.name} is a dense model; {name}={getattr(run, name)} needs a "
+                f"mixture-of-experts model; drop {name}"
+            )
+
+
+def _check_routing(run: Run) -> None:
+    """What the options of a mixture of experts need of one another."""
+    kind, factor = run.moe_token_dispatcher_type, run.moe_expert_capacity_factor
+    if kind == "allgather" and factor is not None:
+        raise UserError(
+            f"moe_expert_capacity_factor={factor} needs copies that go to their experts, got "
+            "moe_token_dispatcher_type=allgather; use alltoall, or drop the factor"
+        )
+    if run.moe_pad_expert_input_to_capacity and factor is None:
+        raise UserError(
+            "moe_pad_expert_input_to_capacity pads to moe_expert_capacity_factor; set it, or drop "
+            "moe_pad_expert_input_to_capacity"
+        )
+    if run.moe_apply_probs in ("input", "output") and kind != "alltoall":
+        raise UserError(
+            f"moe_apply_probs={run.moe_apply_probs} needs moe_token_dispatcher_type=alltoall, got "
+            f"{kind}; use alltoall, or moe_apply_probs=experts"
+        )
+    balance = run.moe_router_load_balancing_type
+    if balance != "aux_loss" and not run.moe_aux_loss_coeff:
+        raise UserError(
+            f"moe_router_load_balancing_type={balance} does nothing with moe_aux_loss_coeff=0; "
+            "set moe_aux_loss_coeff, such as 0.01, or drop it"
         )
 
 

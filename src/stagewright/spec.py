@@ -64,7 +64,9 @@ def bind(
     sizes: dict[str, Any] = {}
     if out is not None:
         sizes = {d[0]: extent for d, extent in zip(spec.out, out, strict=True) if len(d) == 1}
-    composite: list[tuple[Dim, Any]] = []
+    composite: list[tuple[Dim, Any]] = [
+        (d, extent) for d, extent in zip(spec.out, out or (), strict=out is not None) if len(d) > 1
+    ]
     for dims, shape in zip(spec.ins, shapes, strict=True):
         if len(dims) != len(shape):
             raise ValueError(

@@ -75,6 +75,7 @@ class Plan:
     expert: tuple[str, ...] = ()  # experts; these axes split tokens elsewhere
     expert_tensor: tuple[str, ...] = ()  # inside each expert
     columns: tuple[str, ...] = ()  # rows of the tables of a recommendation model
+    dispatcher: str = "alltoall"  # how tokens and experts meet
     shard: tuple[str, ...] = ()  # ZeRO: optimizer states (and more) are split over these
     zero: int = 0
     sequence_parallel: bool = False
@@ -127,7 +128,7 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     if plan.embedding_all_reduce and plan.sequence_parallel:
         rows |= {"word": whole, "d_scatter": whole}
     rows |= _cached(plan)
-    rows |= _expert_parallel(plan, (*plan.data, *sequence))
+    rows |= _expert_parallel(plan, sequence)
     if plan.context:
         rows |= _context_parallel(plan) | _states_parallel(plan)
     own = {name: plan.axes(where) for name, where in plan.table.items()}
@@ -152,6 +153,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         return _spread(n, dims, plan, sizes)
 
     def parameter(n: Node, role: str, have: Layout | None) -> Layout | None:
+        if n.get("buffer"):
+            return None if role == "count" else Layout(((),) * len(n.shape))
         used = weight(str(n["param"]), len(n.shape))
         shared = stored(n, used)
         match role:
@@ -263,23 +266,41 @@ def _cached(plan: Plan) -> dict[str, Dims]:
     return rows | {"token_positions": (plan.data, plan.context)}
 
 
-def _expert_parallel(plan: Plan, tokens: tuple[str, ...]) -> dict[str, Dims]:
+def _expert_parallel(plan: Plan, sequence: tuple[str, ...]) -> dict[str, Dims]:
     """Copies of tokens, by expert: where they come from, and where their experts are.
 
     The all-to-all goes from [E, rows of this rank's tokens] to [experts of this rank, all their
     rows]. What splits an expert itself (expert tensor parallelism) gathers rows before it and
-    scatters sums after.
+    scatters sums after. Megatron-LM's other dispatcher gathers tokens over both instead.
     """
+    tokens = (*plan.data, *sequence)
     away = tuple(a for a in tokens if a not in plan.expert)
     moving = tuple(a for a in reversed(plan.expert) if a in tokens)  # innermost first
-    whole = tuple(a for a in away if a not in plan.expert_tensor)
+    inside = tuple(a for a in away if a in plan.expert_tensor)
+    whole = tuple(a for a in away if a not in inside)
+    if plan.dispatcher == "allgather":
+        data, rest = (tuple(a for a in axes if a in whole) for axes in (plan.data, sequence))
+        known, rows = (data, rest, ()), (plan.expert, whole)
+        return {
+            **dict.fromkeys(("routed", "routes_known", "gates_known"), known),
+            **dict.fromkeys(("routes_here", "gates_here"), (data, rest, plan.expert)),
+            **dict.fromkeys(("permuted", "expert_in"), (*rows, ())),
+            **dict.fromkeys(("probs", "probs_in"), rows),
+            "moe_reduced": (plan.data, sequence, ()),
+        }
+    sent, there, here = ((), away + moving), (plan.expert, away), (plan.expert, whole)
+    # Ranks that have the same tokens sum up what their experts make of them.
+    back = tuple(a for a in plan.expert if a not in moving), away + moving
     return {
-        "permuted": ((), away + moving, ()),
-        "dispatched": (plan.expert, away, ()),
-        "expert_in": (plan.expert, whole, ()),
-        "expert_out": (plan.expert, away, ()),
-        # Inference: ranks that have the same tokens sum up what their experts make of them.
-        "returning": (tuple(a for a in plan.expert if a not in moving), away + moving, ()),
+        "permuted": (*sent, ()),
+        "returned": (*back, ()),
+        **dict.fromkeys(("dispatched", "expert_out"), (*there, ())),
+        "expert_in": (*here, ()),
+        "probs": sent,
+        "probs_dispatched": there,
+        "probs_in": here,
+        "splits": (whole + inside + moving, ()),
+        "splits_known": (whole, ()),
     }
 
 

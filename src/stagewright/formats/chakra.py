@@ -4,6 +4,8 @@ A file is `length | GlobalMetadata | (length | Node)*`; node id = row + 1. MLCom
 one type per attribute and takes any other for 0, and it knows data_deps only. So:
 
 - the types below (int64_val, uint64_val, int32_val, ...) are those that it expects;
+- comm_size is equal on all members of a group, as ASTRA-sim demands; of an uneven all-to-all it is
+  that of the even one which takes as long, and local_bytes has what the rank gives to it;
 - data_deps are all dependencies, ctrl_deps those that the schedule demands (`Tasks.order`).
 
 Ranks of one class share all bytes but the names of their groups and the ranks of their partners.
@@ -142,6 +144,7 @@ def _number(name: str, number: int) -> Table:
 _NUM_OPS = _number("num_ops", _INT64)
 _TENSOR_SIZE = _number("tensor_size", _UINT64)
 _COMM_SIZE = _number("comm_size", _INT64)
+_LOCAL_BYTES = _number("local_bytes", _INT64)
 _COMM_TAG = _number("comm_tag", _INT32)
 _LAYER = _number("layer", _INT32)
 _MICROBATCH = _number("microbatch", _INT32)
@@ -350,6 +353,9 @@ class Batch:
         where = np.flatnonzero(tasks.kind[span] == Kind.COLLECTIVE)
         rows.choose(_COMM_TYPE, tasks.collective[span][where].astype(np.int64), where)
         _append(rows, _COMM_SIZE, tasks.comm_bytes[span][where], where)
+        local = tasks.local_bytes[span]
+        uneven = where[local[where] != tasks.comm_bytes[span][where]]
+        _append(rows, _LOCAL_BYTES, local[uneven], uneven)
         names = [_attr(_text("pg_name", "0" * int(width))) for width in self._widths]
         return [self._code(rows, names, tasks.slot[span][where].astype(np.int64), where)]
 

@@ -2,8 +2,9 @@
 
 Ids count from 1, as in the Chakra trace of the same rank. What a node has no use for is left out:
 `layer` outside the layers, `microbatch` of what happens once per step. `bytes` are what a compute
-node reads and writes in device memory, and what the others communicate (`Tasks.comm_bytes`). The
-ranks of a group are in comm_group.json.
+node reads and writes in device memory, and what the others communicate (`Tasks.comm_bytes`);
+`local_bytes` is there where a rank's own part of that differs. The ranks of a group are in
+comm_group.json.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, objec
             node |= {"flops": int(tasks.flops[row]), "bytes": int(tasks.traffic[row])}
         else:
             node["bytes"] = int(tasks.comm_bytes[row])
+            if tasks.local_bytes[row] != tasks.comm_bytes[row]:
+                node["local_bytes"] = int(tasks.local_bytes[row])
         if kind is Kind.COLLECTIVE:
             node["collective"] = COLLECTIVES[tasks.collective[row]]
             node["group"] = groups[tasks.slot[row]]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagewright.models import Diffusion, Layer, ModelConfig, Recommendation, Vision
-from stagewright.nn.builder import PRECISIONS, Block, Inference, Precision, Recipe
+from stagewright.nn.builder import PRECISIONS, Block, Experts, Inference, Precision, Recipe
 from stagewright.nn.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.nn.ends import embedding, head
 from stagewright.nn.layers import layer
@@ -19,7 +19,8 @@ from stagewright.nn.recommendation import ranking
 from stagewright.nn.vision import classifier, patches, projector, tower
 
 __all__ = [
-    "BLOCKS", "PRECISIONS", "Block", "Inference", "Precision", "Recipe", "chain", "sizes",
+    "BLOCKS", "PRECISIONS", "Block", "Experts", "Inference", "Precision", "Recipe", "chain",
+    "sizes",
 ]  # fmt: skip
 
 Make = Callable[[ModelConfig, Recipe, Layer], Block]
@@ -82,7 +83,8 @@ def chain(config: ModelConfig) -> list[Part]:
 def sizes(config: ModelConfig) -> dict[str, int]:
     """The numbers behind the dims of a model's blocks, but for those that a run decides.
 
-    B sequences, S positions, V the padded vocabulary and R token copies per expert are a run's.
+    B sequences, S positions, V the padded vocabulary and R token copies per expert are a run's; so
+    are the data-parallel parts of B, `dp_parts`, and all parts of B x S, `parts`.
     """
     found = {
         "M": config.hidden_size,

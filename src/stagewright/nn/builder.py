@@ -36,6 +36,20 @@ PRECISIONS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """How a mixture of experts is trained: Megatron-LM's options, as far as one device can tell."""
+
+    dispatcher: str = "alltoall"  # or "allgather": copies go to their experts, or all tokens do
+    apply_probs: str = "experts"  # the gates weigh the experts' "input", inner values or "output"
+    exchange_counts: bool = False  # ranks tell each other how many copies they will send
+    router_fp32: bool = False
+    load_balancing_type: str = "aux_loss"
+    aux_loss: float = 0.0  # coefficients; 0: without
+    z_loss: float = 0.0
+    expert_bias: bool = False  # that balances the load, and is updated once per step
+
+
+@dataclass(frozen=True, slots=True)
 class Inference:
     """How a model is served, as far as one device can tell."""
 
@@ -55,6 +69,7 @@ class Recipe:
     clip_grad: bool = True
     cast_once: bool = True  # low-precision copies of weights are made once per step
     gather_once: bool = False  # parameters that are gathered stay so for the whole step
+    experts: Experts = Experts()
     absorb: bool = False  # latent attention in the space of the latents, as for decoding
     # a tied embedding and output projection are one tensor on one device
     sum_tied: bool = False  # the gradients of a shared table are added before they are reduced
@@ -83,6 +98,10 @@ class Builder:
     recipe: Recipe
     params: dict[str, Node] = field(default_factory=dict[str, Node])
     used: dict[str, Node] = field(default_factory=dict[str, Node])
+    counted: dict[str, Node] = field(default_factory=dict[str, Node])
+    """What a buffer is updated by: a sum over the tokens of a step."""
+    extra: dict[str, Node] = field(default_factory=dict[str, Node])
+    """Values that nothing needs, but that are made."""
 
     @property
     def dtype(self) -> str:
@@ -99,6 +118,12 @@ class Builder:
             once = self.recipe.gather_once
             self.used[name] = identity(p, name, role="used", param=name, once=once, scope=scope)
         return self.used[name]
+
+    def buffer(self, name: str, *dims: str, scope: str = "") -> Node:
+        """An fp32 parameter that no gradient reaches; every rank has all of it."""
+        own = {"role": "param", "param": name, "tied": False, "buffer": True, "scope": scope}
+        self.params[name] = p = leaf("param", dims, "fp32", name, **own)
+        return p
 
     def weight(self, name: str, *dims: str | Size, scope: str = "") -> Node:
         """A matrix of a layer, stored in the precision that these are served in."""

@@ -10,8 +10,9 @@ from stagewright.ir import Node, toposort
 from stagewright.models import Layer, ModelConfig, Module
 from stagewright.nn.attention import global_attention, local_attention
 from stagewright.nn.builder import Block, Builder, Recipe
+from stagewright.nn.experts import experts
 from stagewright.nn.finish import finish
-from stagewright.nn.mlp import experts, mlp
+from stagewright.nn.mlp import mlp
 from stagewright.nn.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
 from stagewright.ops import add, identity, leaf
 from stagewright.size import size

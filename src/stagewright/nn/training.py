@@ -32,7 +32,7 @@ def finish(
         seed = leaf("input", y.shape, y.dtype, "dy", role="input", phase="backward")
     wrt = list(b.used.values())
     found = backward(y, seed, [*others, *([x] if x else []), *wrt])
-    outputs = {"loss" if is_loss else "y": y}
+    outputs = {"loss" if is_loss else "y": y, **b.extra}
     gradients = found.gradients[len(others) :]
     for other, g in zip(others, found.gradients, strict=False):
         named = f"d_{other.name}"
@@ -43,7 +43,10 @@ def finish(
     squares: list[Node] = []
     updates: list[Callable[[Node | None], Node]] = []
     synced: dict[Node, Node] = {}
-    for p, g in zip(b.params.values(), gradients, strict=True):
+    for buffer, counts in b.counted.items():
+        outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
+    trained = [p for p in b.params.values() if not p.get("buffer")]
+    for p, g in zip(trained, gradients, strict=True):
         tied_copy = is_loss and bool(p["tied"])  # the embedding block looks after it
         if tied_copy and b.recipe.shared_embedding:
             if b.recipe.sum_tied:
@@ -75,7 +78,8 @@ def finish(
     for update in updates:
         new = update(scale)
         outputs[f"new.{new['param']}"] = new
-    order = [*toposort([y]), *(x for g in found.order for x in (g, synced.get(g, g)))]
+    forward = toposort([*b.extra.values(), *b.counted.values(), y])
+    order = [*forward, *(x for g in found.order for x in (g, synced.get(g, g)))]
     return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
 
 
@@ -96,6 +100,18 @@ def _reduced(p: Node, g: Node, recipe: Recipe) -> Node:
     if p["tied"] and not recipe.shared_embedding:
         g = elementwise("tie", g, name=f"{p.name}.grad", role="tied", **own)
     return g
+
+
+def _counted(p: Node, counts: Node) -> Node:
+    """A buffer's step: what the tokens of all microbatches and ranks add up to, and its update."""
+    own: dict[str, Any] = {"scope": p.scope, "param": p.name, "buffer": True}
+    backward = {"phase": "backward", **own}
+    total = elementwise("accumulate", counts, name=f"{p.name}.count", role="count", **backward)
+    total = identity(total, f"{p.name}.count", role="counted", once=True, **backward)
+    own |= {"phase": "optimizer", "once": True}
+    state = leaf("state", p.shape, p.dtype, p.name, role="self", **own)
+    new = elementwise("bias_update", total, state, dtype=p.dtype, updates=1, **own)
+    return identity(new, f"{p.name}.new", role="updated", **own)
 
 
 def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
