@@ -33,7 +33,7 @@ PREFILL: dict[str, Any] = {"mode": "prefill", "prompt_length": 1024}
 
 DENSE_V3 = replace(
     PRESETS["deepseek-v3"], num_experts=0, top_k=0, moe_ffn_hidden_size=0, shared_ffn_hidden_size=0,
-    first_dense_layers=0, router="softmax",
+    first_dense_layers=0, router="softmax", num_expert_groups=1, topk_groups=1, expert_bias=False,
 )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ LATENT: dict[str, Any] = {"num_query_groups": 4, "kv_channels": 6, "qk_rope_head
 LATENT |= {"kv_lora_rank": 4, "v_head_dim": 4}
 MODELS = {
     "moe": MOE,
+    "sigmoid": replace(MOE, router="sigmoid"),
     "shared": replace(MOE, shared_ffn_hidden_size=8, router="sigmoid"),
     "mla": replace(MOE, **LATENT, q_lora_rank=4, shared_ffn_hidden_size=8),
     "mla, whole queries": replace(MOE, **LATENT),
@@ -233,7 +234,7 @@ def test_losses_against_finite_differences(kind: str, parts: int, router: Any) -
 
 def test_a_bias_follows_the_counts_of_all() -> None:
     """Experts that got fewer tokens than the mean are chosen more easily from then on."""
-    of = sharded("moe", RUNS["bias"])
+    of = sharded("sigmoid", RUNS["bias"])
     values, truth = one_device(of.block, tuple(of.sizes.items()))
     assert (truth["new.router_bias"] == values["router_bias"]).all()  # all got as many
     graph = of.graph
@@ -245,7 +246,7 @@ def test_a_bias_follows_the_counts_of_all() -> None:
 
 
 REDUCED = {
-    "aux loss": ("cp+tp", "J"),
+    "aux loss": ("cp+tp", "dp_parts"),
     "aux loss of sequences": ("cp+tp", "B"),
     "aux loss of all": ("dp+tp", ""),
 }

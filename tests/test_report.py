@@ -77,6 +77,7 @@ def compiled() -> Any:
         program=program,
         parameters=1000,
         active_parameters=800,
+        load=None,
     )
 
 

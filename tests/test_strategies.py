@@ -545,14 +545,15 @@ TEXTBOOK = [
         },
     ),
     Row(
-        "expert parallelism: tokens to their experts and back, and their gradients",
-        "arXiv 2006.16668 (GShard), section 3.2; the weights of attention and router are copies",
+        "expert parallelism: tokens to their experts and back, and their gradients; their gates",
+        "arXiv 2006.16668 (GShard), section 3.2, and Megatron-Core 0.13's dispatcher; attention "
+        "and router have copies of their weights",
         "mixtral",
         "layer",
         setup({"dp": 2}, **EXPERTS),
         {
-            "forward all_to_all[dp]": 2,
-            "backward all_to_all[dp]": 2,
+            "forward all_to_all[dp]": 3,
+            "backward all_to_all[dp]": 3,
             "backward/step all_reduce[dp]": 7,
         },
     ),
@@ -563,12 +564,12 @@ TEXTBOOK = [
         "layer",
         setup({"tp": 2, "dp": 2}, **EXPERTS, expert_tensor=("tp",), **SP),
         {
-            "forward all_to_all[dp]": 2,
-            "forward all_gather[tp]": 2,
+            "forward all_to_all[dp]": 3,
+            "forward all_gather[tp]": 3,
             "forward reduce_scatter[tp]": 2,
-            "backward all_to_all[dp]": 2,
+            "backward all_to_all[dp]": 3,
             "backward all_gather[tp]": 3,  # what was dispatched is kept, not gathered again
-            "backward reduce_scatter[tp]": 2,
+            "backward reduce_scatter[tp]": 3,
             "backward/step all_reduce[dp]": 7,
             "backward/step all_reduce[tp]": 3,  # two norms and the router
         },

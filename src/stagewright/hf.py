@@ -4,8 +4,8 @@ Each architecture has a row in `ARCHITECTURES`: the function that says which key
 preset of the family for what its files do not say (norms, gates), and the keys that may be left
 out, with the defaults of transformers 4.57's configuration classes. All other keys are required.
 Number formats (`torch_dtype`, `dtype`, quantization) belong to a run and are not read; neither are
-keys that choose a token's experts without changing how many it has (groups, scaling, normalization
-of the weights, auxiliary losses) nor layers for multi-token prediction.
+losses that balance experts, factors that scale their weights, nor layers for multi-token
+prediction.
 """
 
 from __future__ import annotations
@@ -274,6 +274,7 @@ def _qwen3_moe(c: Keys) -> Fields:
     return fields | {
         **_window(c, ["local" if c.flag("use_sliding_window") else "global"] * layers),
         **expert_sizes(c, "num_experts", "moe_intermediate_size"),
+        "norm_topk_prob": c.flag("norm_topk_prob"),
         "first_dense_layers": first or step - 1,
         "moe_layer_freq": step,
     }
@@ -373,15 +374,19 @@ _QWEN3_MOE: Json = _QWEN | {
     "attention_bias": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
+    "norm_topk_prob": False,
 }
 _DEEPSEEK: Json = _LLAMA | {
     "num_key_value_heads": None,
     "attention_bias": False,
     "moe_layer_freq": 1,
     "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "topk_method": "greedy",
 }
-_DEEPSEEK_V3 = _DEEPSEEK | {"scoring_func": "sigmoid"}
-_GLM4_MOE = _DEEPSEEK_V3 | {"use_qk_norm": False, "partial_rotary_factor": 0.5}
+_NOAUX: Json = {"scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc"}
+_DEEPSEEK_V3 = _DEEPSEEK | _NOAUX | {"n_group": 8, "topk_group": 4}
+_GLM4_MOE = _DEEPSEEK | _NOAUX | {"use_qk_norm": False, "partial_rotary_factor": 0.5}
 _DBRX_ATTENTION: Json = {"attn_pdrop": 0.0}
 _DBRX_EXPERTS: Json = {"ffn_act_fn": {"name": "silu"}}
 _DBRX: Json = {"tie_word_embeddings": False, "resid_pdrop": 0.0, "emb_pdrop": 0.0}

@@ -31,6 +31,9 @@ ROUTERS: dict[str, Router] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 """DeepSeek's names of the functions that make weights of a router's scores, and ours."""
 
 
+CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
+"""DeepSeek's ways to choose a token's experts."""
+
 Json = dict[str, object]
 
 
@@ -204,6 +207,10 @@ def expert_sizes(c: Keys, count: str, width: str, top_k: str = "num_experts_per_
         "first_dense_layers": 0,
         "moe_layer_freq": 1,
         "router": "softmax",
+        "norm_topk_prob": True,
+        "num_expert_groups": 1,
+        "topk_groups": 1,
+        "expert_bias": False,
     }
 
 
@@ -221,6 +228,25 @@ def deepseek_experts(c: Keys) -> Fields:
         "first_dense_layers": -(-first // every) * every,
         "moe_layer_freq": every,
         "router": c.router("scoring_func"),
+        "norm_topk_prob": c.flag("norm_topk_prob"),
+        **_choice(c, fields["num_experts"]),
+    }
+
+
+def _choice(c: Keys, experts: int) -> Fields:
+    """How experts are chosen: of all or of the best groups, with or without a balancing bias."""
+    method = c.text("topk_method")
+    if method not in CHOICES:
+        c.reject("topk_method", f"one of {', '.join(CHOICES)}")
+    groups = 1 if c.values.get("n_group") is None else c.whole("n_group", 1, MOST_EXPERTS)
+    if method == "greedy" or groups == 1:
+        return {"expert_bias": method == "noaux_tc"}
+    if experts % groups:
+        c.reject("n_group", f"a divisor of the {experts} experts: {divisors(experts)}")
+    return {
+        "expert_bias": method == "noaux_tc",
+        "num_expert_groups": groups,
+        "topk_groups": c.whole("topk_group", 1, groups),
     }
 
 

@@ -121,20 +121,28 @@ _LATENT: Style = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-# Not here: the bias that balances the load (e_score_correction_bias; no gradient reaches it) and
-# the layer for multi-token prediction.
-_DEEPSEEK_V3 = _LATENT | {"router": "sigmoid"}
-_GLM45: Style = {"qkv_bias": True, "rotary_fraction": 0.5, "router": "sigmoid"}
+# The weights of a token's experts are those of all experts, as the softmax gives them.
+_PLAIN: Style = {"norm_topk_prob": False}
+_GROUPS: Style = {"num_expert_groups": 8, "topk_groups": 4}
+# The bias of the scores (e_score_correction_bias) is no parameter that gradients reach, and not
+# counted as one. Not here: the layer for multi-token prediction.
+_BALANCED: Style = {"router": "sigmoid", "expert_bias": True}
+_DEEPSEEK_V3 = _LATENT | _BALANCED
+_GLM45: Style = {"qkv_bias": True, "rotary_fraction": 0.5} | _BALANCED
 # The published config.json, as printed in mlx-community's copy; norms without biases as in
 # transformers' DbrxNormAttentionNorm. It also clips queries, keys and values at 8.
 _DBRX = _experts(16, 4, 10752) | {"norm": "layernorm"}
-_GROK1 = _experts(8, 2, 32768) | {
-    "norm_placement": "sandwich",
-    "activation": "gelu_tanh",
-    "tied_embeddings": True,
-    "attention_softcap": 30.0,
-    "source": "https://github.com/xai-org/grok-1, run.py and model.py",
-}
+_GROK1 = (
+    _experts(8, 2, 32768)
+    | _PLAIN
+    | {
+        "norm_placement": "sandwich",
+        "activation": "gelu_tanh",
+        "tied_embeddings": True,
+        "attention_softcap": 30.0,
+        "source": "https://github.com/xai-org/grok-1, run.py and model.py",
+    }
+)
 
 _VIT = _BIASED | {
     "position": "none",  # learned ones are part of the patches
@@ -374,19 +382,22 @@ qwen3-235b-a22b  94   4096  12288   64    4  128  151936   40960  Qwen/Qwen3-235
 """,
     ),
     (
-        _experts(64, 6, 1408, shared=2 * 1408, dense=1),
+        _PLAIN | _experts(64, 6, 1408, shared=2 * 1408, dense=1),
         """
 deepseek-moe-16b 28   2048  10944   16   16  128  102400    4096  deepseek-ai/deepseek-moe-16b-base
 """,
     ),
     (
-        _LATENT | _experts(160, 6, 1536, shared=2 * 1536, dense=1),
+        _LATENT
+        | _PLAIN
+        | _experts(160, 6, 1536, shared=2 * 1536, dense=1)
+        | {"num_expert_groups": 8, "topk_groups": 3},
         """
 deepseek-v2      60   5120  12288  128  128  192  102400  163840  deepseek-ai/DeepSeek-V2
 """,
     ),
     (
-        _DEEPSEEK_V3 | _experts(256, 8, 2048, shared=2048, dense=3),
+        _DEEPSEEK_V3 | _GROUPS | _experts(256, 8, 2048, shared=2048, dense=3),
         """
 deepseek-v3      61   7168  18432  128  128  192  129280  163840  deepseek-ai/DeepSeek-V3
 deepseek-r1      61   7168  18432  128  128  192  129280  163840  deepseek-ai/DeepSeek-R1

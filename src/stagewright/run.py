@@ -636,7 +636,7 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
             f"etp={etp} does not divide the width {model.moe_ffn_hidden_size} of an expert of "
             f"{model.name}; use {divisors(model.moe_ffn_hidden_size)}"
         )
-    _check_routing(run)
+    _check_routing(run, model)
 
 
 def _check_dense(run: Run, model: ModelConfig) -> None:
@@ -648,8 +648,13 @@ def _check_dense(run: Run, model: ModelConfig) -> None:
             )
 
 
-def _check_routing(run: Run) -> None:
-    """What the options of a mixture of experts need of one another."""
+def _check_routing(run: Run, model: ModelConfig) -> None:
+    """What the options of a mixture of experts need of one another, and of the model."""
+    if run.moe_router_enable_expert_bias and model.router != "sigmoid":
+        raise UserError(
+            f"moe_router_enable_expert_bias balances sigmoid scores, but {model.name} has "
+            f"{model.router}; use moe_aux_loss_coeff, or drop moe_router_enable_expert_bias"
+        )
     kind, factor = run.moe_token_dispatcher_type, run.moe_expert_capacity_factor
     if kind == "allgather" and factor is not None:
         raise UserError(
