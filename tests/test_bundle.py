@@ -346,7 +346,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
     "a short column": (column("tasks/kind", lambda kind: kind[:-1]), "kind"),
     "fractions": (column("tasks/flops", lambda flops: flops / 3), "flops"),
     "objects": (column("tasks/kind", lambda kind: kind.astype(object)), "kind"),
-    "no such kind": (column("tasks/kind", at(3, 4)), "kind out of range"),
+    "no such kind": (column("tasks/kind", at(3, 200)), "kind out of range"),
     "no such name": (column("tasks/name", at(3, 10**6)), "name out of range"),
     "no such operation": (column("tasks/op", at(3, -1)), "op out of range"),
     "too large a number": (column("tasks/layer", at(3, 2**40)), "holds more than int32"),
