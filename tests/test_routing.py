@@ -24,7 +24,7 @@ from stagewright.models import ModelConfig
 from stagewright.parallel import parallelization
 from stagewright.program import COLLECTIVES, Kind, Program, RankClass
 from stagewright.program_check import check_program
-from stagewright.routing import Load, Routing, Rows
+from stagewright.routing import ROWS, Load, Routing, Rows
 from stagewright.run import Run
 from stagewright.stages import Placed
 from stagewright.verify import verify
@@ -167,7 +167,7 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
     )
 
     def make(rows: Rows) -> Program:
-        extent = extent_of(sizes, mesh, rows)
+        extent = extent_of(sizes, mesh, {ROWS: rows})
         blocks = {kind: lowered(graph, asked, mesh, extent) for kind, graph in graphs.items()}
         placed = [[Placed(blocks[kind], i, "") for kind, i in stage] for stage in stages]
         return lower(placed, order, mesh)

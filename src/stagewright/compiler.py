@@ -313,8 +313,7 @@ def _experts(run: Run, model: ModelConfig) -> nn.Experts:
     bias, trains = run.moe_router_enable_expert_bias, run.mode == "train"
     return nn.Experts(
         dispatcher=run.moe_token_dispatcher_type,
-        # DeepEP and vLLM weigh results where tokens are.
-        apply_probs=(run.moe_apply_probs or model.apply_probs) if trains else "output",
+        apply_probs=run.moe_apply_probs or model.apply_probs,
         exchange_counts=trains and exchanged and run.moe_token_dispatcher_type == "alltoall",
         router_fp32=run.moe_router_dtype == "fp32",
         load_balancing_type=run.moe_router_load_balancing_type,

@@ -104,7 +104,8 @@ def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
     The gates weigh rows before they go or when they are back; or the experts' inner values, then
     they go the same way.
     """
-    where, served = b.recipe.experts.apply_probs, b.recipe.inference
+    served = b.recipe.inference
+    where = "output" if served else b.recipe.experts.apply_probs  # as vLLM and DeepEP
     own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
     sent = b.lowered(h, served.weights) if served else h
     rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **own)
