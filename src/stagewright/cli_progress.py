@@ -25,7 +25,7 @@ class Bar:
         if self._progress is not None and self._task is not None:
             self._progress.reset(self._task, total=None, description=text, rate="")
 
-    def __call__(self, done: int, total: int, size: int) -> None:
+    def __call__(self, done: int, total: int, size: int = 0) -> None:
         """So many are done of so many, and so many bytes."""
         if self._progress is None or self._task is None:
             return
@@ -37,7 +37,7 @@ class Bar:
 
 
 def _rate(done: int, total: int, size: int, seconds: float, what: str) -> str:
-    """How far and how fast.
+    """How far and how fast; without bytes where there are none.
 
     >>> _rate(50, 200, 3_000_000, 2.0, "ranks")
     '50 of 200 ranks, 25/s, 3 MB, 1.5 MB/s'
@@ -45,9 +45,10 @@ def _rate(done: int, total: int, size: int, seconds: float, what: str) -> str:
     from stagewright.report import quantity
 
     told = f"{done:,} of {total:,} {what}"
-    speed = f"{quantity(int(size / seconds), 'B')}/s" if seconds else ""
+    speed = f"{quantity(int(size / seconds), 'B')}/s" if seconds and size else ""
     per_second = f"{done / seconds:,.0f}/s" if seconds else ""
-    return ", ".join(filter(None, (told, per_second, quantity(size, "B"), speed)))
+    moved = quantity(size, "B") if size else ""
+    return ", ".join(filter(None, (told, per_second, moved, speed)))
 
 
 @contextmanager

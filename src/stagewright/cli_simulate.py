@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagewright.cli_progress import shown
 from stagewright.cli_trace import JSON
 from stagewright.errors import UserError
 
@@ -108,7 +109,8 @@ def command(
         )
         factors = dict(straggler(text) for text in stragglers)
         compiled = compile(run, model, config)
-        found = simulate(compiled, machine_of(run.world_size), how, factors)
+        with shown("tasks") as told:
+            found = simulate(compiled, machine_of(run.world_size), how, factors, progress=told)
         if perfetto is not None:
             from stagewright.formats.perfetto import write
 

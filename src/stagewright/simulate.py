@@ -20,12 +20,14 @@ Definitions:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stagewright.cost import task_seconds
+from stagewright.memory import deltas
 from stagewright.models import ModelConfig
 from stagewright.network import Machine
 from stagewright.power import Expense, expense
@@ -36,7 +38,7 @@ from stagewright.serving import groups
 from stagewright.simulation.account import Parts, critical_path, parts, path_parts
 from stagewright.simulation.held import Held, held
 from stagewright.simulation.issue import Execution
-from stagewright.simulation.timeline import Timeline, timeline
+from stagewright.simulation.timeline import Progress, Timeline, timeline
 
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled
@@ -110,7 +112,13 @@ class Simulation:
     @cached_property
     def memory(self) -> list[Held]:
         """Memory over time of each lane."""
-        return [held(lane) for lane in self.line.lanes]
+        classes = itertools.groupby(self.line.lanes, key=lambda lane: id(lane.of))
+        found: list[Held] = []
+        for _, lanes in classes:
+            some = list(lanes)
+            change = deltas(some[0].of)
+            found += [held(lane, change) for lane in some]
+        return found
 
     @cached_property
     def critical_path(self) -> dict[str, float]:
@@ -178,10 +186,12 @@ def simulate(
     machine: Machine,
     how: Execution | None = None,
     factors: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
 ) -> Simulation:
     """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
     seconds = task_seconds(compiled.program, machine)
-    return Simulation(compiled, machine, timeline(compiled.program, seconds, how, factors))
+    line = timeline(compiled.program, seconds, how, factors, progress)
+    return Simulation(compiled, machine, line)
 
 
 def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.memory import deltas
+from stagewright.memory import Deltas, deltas
 from stagewright.program import CATEGORIES, Int
 from stagewright.simulation.timeline import TICK, Lane
 
@@ -49,16 +49,16 @@ class Held:
         return Held(self.ticks[chosen], self.size[:, chosen])
 
 
-def held(lane: Lane) -> Held:
-    """What a lane holds over the step."""
-    start, allocated, freed = deltas(lane.of)
+def held(lane: Lane, change: Deltas | None = None) -> Held:
+    """What a lane holds over the step; `change` are its class's `deltas`, if they are known."""
+    start, allocated, freed = change or deltas(lane.of)
     rows = lane.issue.rows
     ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
     ready[rows], end[rows] = lane.ready, lane.end
     come, go = allocated.any(axis=0), freed.any(axis=0)
     ticks = np.concatenate([[0], end[go], ready[come]])
-    change = np.concatenate([start[:, None], -freed[:, go], allocated[:, come]], axis=1)
+    changes = np.concatenate([start[:, None], -freed[:, go], allocated[:, come]], axis=1)
     order = np.argsort(ticks, kind="stable")  # at one time, what goes before what comes
-    ticks, size = ticks[order], change[:, order].cumsum(axis=1)
+    ticks, size = ticks[order], changes[:, order].cumsum(axis=1)
     last = np.flatnonzero(np.diff(ticks, append=ticks[-1] + 1))
     return Held(ticks[last], size[:, last])

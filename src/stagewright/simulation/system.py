@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,10 +15,14 @@ from stagewright.program import PHASES, Int, Kind, Program, Tasks
 from stagewright.simulation.issue import Execution, Issue
 from stagewright.simulation.partners import Partners
 from stagewright.simulation.pieces import Pieces
-from stagewright.simulation.walk import Several, Single, Work, early, latest
+from stagewright.simulation.walk import Several, Single, Work, early, met
 
 Key = tuple[str, int]
 """What a class waits for: a message or a meeting, by number."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with what is done and with all there is to do."""
 
 
 class Times(NamedTuple):
@@ -51,14 +55,17 @@ class System:
             else:
                 self.classes.append(ByTask(nth, self, ports, factor[lanes], how.slowdown))
 
-    def run(self) -> None:
+    def run(self, progress: Progress | None = None) -> None:
         """Run all classes to their ends."""
+        total = sum(len(order) for order in self.issues)
         waiting: dict[Key, list[int]] = {}
         runnable = [*range(len(self.classes))][::-1]
         self.woken: list[Key] = []
         while runnable:
             nth = runnable.pop()
             key = self.classes[nth].advance()
+            if progress is not None:
+                progress(sum(each.passed for each in self.classes), total)
             if key is not None:
                 waiting.setdefault(key, []).append(nth)
             for woken in self.woken:
@@ -86,7 +93,10 @@ class System:
             start = np.full(self.who.count, -1, dtype=np.int64)
             for each, at in here.items():
                 start[self.who.lanes[each]] = at
-            self.starts[number] = start = latest(start, self.who.groups[meeting.slot])
+            group = self.who.groups[meeting.slot]
+            most = np.full(int(group.max()) + 1, -1, dtype=np.int64)
+            np.maximum.at(most, group, start)
+            self.starts[number] = start = most[group]
             self.woken.append(("meeting", number))
         return start[self.who.lanes[nth]]
 
@@ -164,6 +174,11 @@ class ByPiece:
         self.inputs: list[Int] = []
         self.ends = np.zeros(len(order), dtype=np.int64)
 
+    @property
+    def passed(self) -> int:
+        """Places that are done."""
+        return int(self.cuts[len(self.inputs)])
+
     def advance(self) -> Key | None:
         """Run until something is missing; returns what."""
         order, system = self.issue, self.system
@@ -220,8 +235,8 @@ class ByTask:
         numbers: dict[int, Int | None] = {-1: None}
         slot = np.where(ports.kind == Kind.COLLECTIVE, self.slot, -1)
         for used in sorted({int(s) for s in slot} - {-1}):
-            met = system.who.groups[used][lanes]
-            numbers[used] = None if len(np.unique(met)) == len(lanes) else met
+            group = system.who.groups[used][lanes]
+            numbers[used] = None if len(np.unique(group)) == len(lanes) else met(group)
         groups = [numbers[int(s)] for s in slot]
         duration = system.durations[nth]
         work = Work(ports.issue, ports.kind, duration, groups, factor, slowdown)
@@ -234,21 +249,21 @@ class ByTask:
         joins = {*ports.meets, *ports.local, *ports.receives, *ports.sends}
         self.stops = [nth for nth, place in enumerate(self.order) if place in joins]
         self.stops.append(len(self.order))
-        self.done = 0  # of order
-        self.passed = 0  # of stops
+        self.passed = 0  # of order
+        self.stopped = 0  # of stops
 
     def advance(self) -> Key | None:
         """Run until something is missing; returns what."""
         while True:
-            stop = self.stops[self.passed]
-            self.walk.run(self.order[self.done : stop])
-            self.done = stop
+            stop = self.stops[self.stopped]
+            self.walk.run(self.order[self.passed : stop])
+            self.passed = stop
             if stop == len(self.order):
                 return None
             key = self._join(self.order[stop])
             if key is not None:
                 return key
-            self.done, self.passed = stop + 1, self.passed + 1
+            self.passed, self.stopped = stop + 1, self.stopped + 1
 
     def _join(self, place: int) -> Key | None:
         """A place where others have a part; returns what is missing."""

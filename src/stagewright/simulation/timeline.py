@@ -24,7 +24,7 @@ from stagewright.errors import UserError
 from stagewright.program import Int, Kind, Program, RankClass
 from stagewright.simulation.issue import Bool, Execution, Issue, issue
 from stagewright.simulation.partners import Partners, alike, partners
-from stagewright.simulation.system import System
+from stagewright.simulation.system import Progress, System
 
 TICK = 1e-12
 """Seconds. Ticks are whole, and 64 bits hold a hundred days of them."""
@@ -82,11 +82,13 @@ def timeline(
     seconds: Sequence[NDArray[np.float64]],
     how: Execution | None = None,
     factors: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
 ) -> Timeline:
     """Run a program whose tasks take `seconds`, an array by row for each class.
 
     `factors` multiply the duration of kernels of some ranks: stragglers. The duration of a message
     is that of its SEND; that of a collective of several classes the longest that they give.
+    `progress` is called now and then with the tasks done so far, of all classes, and in all.
     """
     how = how or Execution()
     issues = [issue(program, of.tasks, how) for of in program.classes]
@@ -100,7 +102,7 @@ def timeline(
         for nth, place in met:
             durations[nth][place] = longest
     system = System(program, how, issues, durations, factor[who.example], who)
-    system.run()
+    system.run(progress)
     lanes: list[Lane] = []
     for each, of, numbers in zip(system.classes, program.classes, who.lanes, strict=True):
         times = each.times()

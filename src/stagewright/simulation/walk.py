@@ -24,7 +24,7 @@ class Work(NamedTuple):
     issue: Issue
     kind: NDArray[np.uint8]
     duration: Int  # ticks
-    groups: Sequence[Int | None]  # lanes with one number meet; None: each by itself
+    groups: Sequence[Int | None]  # with which lanes each meets, as `met`; None: each by itself
     factor: NDArray[np.float64]
     slowdown: float
 
@@ -90,34 +90,49 @@ class Several:
         self.work = work
         self.lanes = len(work.factor)
         self.ends = np.zeros((len(work.issue), self.lanes), dtype=np.int64)
+        pointer: list[int] = work.issue.pointer.tolist()
+        needs: list[int] = work.issue.needs.tolist()
+        self.needs = [needs[a:b] for a, b in itertools.pairwise(pointer)]
+        self.duration: list[int] = work.duration.tolist()
+        self.kernel: list[bool] = (work.kind == Kind.COMPUTE).tolist()
+        self.slows: list[bool] = (work.issue.stream == 0).tolist()
         self.beside: list[tuple[Int, Int]] = []
         self.scaled: dict[int, Int] = {}
 
     def ready(self, place: int) -> Int:
         """When all that a place waits for has ended, by lane."""
-        first, last = self.work.issue.pointer[place : place + 2].tolist()
-        if first == last:
+        some = self.needs[place]
+        if not some:
             return np.zeros(self.lanes, dtype=np.int64)
-        if last == first + 1:
-            return self.ends[self.work.issue.needs[first]]
-        return self.ends[self.work.issue.needs[first:last]].max(axis=0)
+        latest_ = self.ends[some[0]]
+        for need in some[1:]:
+            latest_ = np.maximum(latest_, self.ends[need])
+        return latest_
 
     def run(self, places: Iterable[int]) -> None:
         """Kernels, and collectives of ranks of this class; all else is the caller's."""
-        work = self.work
         for place in places:
-            start, ticks = self.ready(place), int(work.duration[place])
-            if work.kind[place] == Kind.COMPUTE:
-                self.ends[place] = self._kernel(start, ticks, slows=work.issue.stream[place] == 0)
-            else:
-                group = work.groups[place]
-                self.settle(place, (start if group is None else latest(start, group)) + ticks)
+            start, ticks = self.ready(place), self.duration[place]
+            if self.kernel[place]:
+                work = self.scaled.get(ticks)
+                if work is None:
+                    work = np.rint(ticks * self.work.factor).astype(np.int64)
+                    self.scaled[ticks] = work
+                if self.beside and self.slows[place]:
+                    self.ends[place] = self._stretched(start, work)
+                else:
+                    np.add(start, work, out=self.ends[place])
+                continue
+            group = self.work.groups[place]
+            if group is not None:
+                start = start[group].max(axis=1)
+            self.settle(place, start + ticks)
 
     def settle(self, place: int, end: Int) -> None:
         """A transfer ends."""
         self.ends[place] = end
         if self.work.slowdown and self.work.kind[place] == Kind.COLLECTIVE:
-            self.beside.append((end - int(self.work.duration[place]), end))
+            self.beside.append((end - self.duration[place], end))
 
     def end(self, place: int) -> Int:
         """When a place ended, by lane."""
@@ -127,12 +142,7 @@ class Several:
         """By place and lane."""
         return self.ends
 
-    def _kernel(self, start: Int, ticks: int, slows: bool) -> Int:
-        if ticks not in self.scaled:
-            self.scaled[ticks] = np.rint(ticks * self.work.factor).astype(np.int64)
-        work = self.scaled[ticks]
-        if not self.beside or not slows:
-            return start + work
+    def _stretched(self, start: Int, work: Int) -> Int:
         self.beside = [pair for pair in self.beside if (pair[1] > start).any()]
         ends = np.empty_like(start)
         for lane in range(self.lanes):
@@ -167,11 +177,15 @@ def stretched(start: int, work: int, beside: Iterable[tuple[int, int]], slowdown
     return round(now + left)
 
 
-def latest(start: Int, group: Int) -> Int:
-    """The latest start among the lanes of equal numbers, for each lane."""
-    most = np.full(int(group.max()) + 1, -1, dtype=np.int64)
-    np.maximum.at(most, group, start)
-    return most[group]
+def met(group: Int) -> Int:
+    """For each lane those of its number, itself again where they are fewer: (lanes, most).
+
+    >>> met(np.array([7, 5, 7])).tolist()
+    [[0, 2], [1, 1], [0, 2]]
+    """
+    mine = [np.flatnonzero(group == number) for number in group]
+    most = max(len(some) for some in mine)
+    return np.stack([np.pad(some, (0, most - len(some)), mode="edge") for some in mine])
 
 
 def early(issue: Issue, fixed: Bool) -> list[int]:
