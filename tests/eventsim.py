@@ -154,7 +154,7 @@ class Clock:
         elif rank.kind[row] == Kind.COMPUTE:
             self.start[r][row] = now
             self.push(now + round(rank.duration[row] * rank.factor), "aside", r, row)
-        elif rank.kind[row] == Kind.SEND:
+        elif rank.kind[row] in (Kind.SEND, Kind.LOAD, Kind.STORE):
             self.start[r][row] = now
             self.push(now + rank.duration[row], "send", r, row)
         else:
@@ -197,7 +197,7 @@ def _partners(program: Program, tasks: Tasks, rank: int) -> list[object]:
         slot = int(tasks.slot[row])
         if kind == Kind.COLLECTIVE:
             result.append(("group", int(program.group_of(slot)[rank])))
-        elif kind == Kind.COMPUTE:
+        elif kind not in (Kind.SEND, Kind.RECV):
             result.append(None)
         else:
             peer = int(program.peer_of(slot)[rank])
@@ -287,7 +287,7 @@ def issued(
             main = r
         if s == "kernels":
             last = r
-        elif kind[r] != Kind.COMPUTE and empty[r] and last >= 0:
+        elif kind[r] != Kind.COMPUTE and (empty[r] or kind[r] == Kind.LOAD) and last >= 0:
             needs[r].add(last)
     return [*queues.values()], needs
 
@@ -301,6 +301,8 @@ def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
     if not how.no_overlap or how.streams == "one":
         return False
     slot = int(tasks.slot[row])
+    if tasks.kind[row] in (Kind.LOAD, Kind.STORE):
+        return False
     if tasks.kind[row] == Kind.COLLECTIVE:
         axes = program.communicators[slot].axes
         exchange = COLLECTIVES[tasks.collective[row]] == "all_to_all"

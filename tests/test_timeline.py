@@ -29,9 +29,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "dual": SMALL | {"layers": 4, "pp": 4, "schedule": "dualpipe", "global_batch_size": 8},
     "zero3": SMALL | {"dp": 2, "cp": 2, "zero": 3, "global_batch_size": 4},
     "zero2": SMALL | {"dp": 2, "tp": 2, "zero": 2, "global_batch_size": 4},
+    "offload": SMALL | {"layers": 4, "cpu_offloading_num_layers": 2, "optimizer_cpu_offload": True,
+                        "dp": 2, "zero": 1, "global_batch_size": 4},
     "tied": GPT | {"layers": 4, "pp": 4, "dp": 2, "global_batch_size": 8},
     "moe": MIXTRAL | SP | {"tp": 2, "dp": 4, "ep": 4, "zero": 1, "global_batch_size": 8},
-}
+}  # fmt: skip
 WAYS = {
     "overlap": Execution(),
     "one": Execution(streams="one"),

@@ -17,7 +17,7 @@ import numpy as np
 
 from stagewright.program import CATEGORIES, PHASES, Int, Kind
 from stagewright.simulation.held import held
-from stagewright.simulation.issue import axis_of
+from stagewright.simulation.issue import axis_of, streams_of
 from stagewright.simulation.timeline import Lane, Timeline
 
 _TICKS_PER_NS = 1000
@@ -73,10 +73,10 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
         mine = (lane.kind == kind) & (slots == slot)
         mine &= tasks.collective[lane.issue.rows] == collective
         for tid in np.unique(thread[mine]):
-            if kind in (Kind.LOAD, Kind.STORE):
-                names[int(tid)] = "to the host" if kind == Kind.STORE else "from the host"
-            elif line.how.streams == "one" and kind != Kind.RECV:
+            if line.how.streams == "one" and kind != Kind.RECV:
                 names[int(tid)] = "communication"
+            elif kind in (Kind.LOAD, Kind.STORE):
+                names[int(tid)] = "to the host" if kind == Kind.STORE else "from the host"
             elif kind == Kind.COLLECTIVE:
                 names.setdefault(int(tid), axis)
             else:
@@ -88,9 +88,9 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
 
 def _thread(line: Timeline, lane: Lane) -> Int:
     """The thread of each place: streams in order, then receives by peer."""
-    last = len(line.program.communicators) + len(line.program.peers) + 1
     slot = lane.of.tasks.slot[lane.issue.rows].astype(np.int64)
-    return np.where(lane.kind == Kind.RECV, last + 1 + slot, lane.issue.stream + _KERNELS)
+    receives = _KERNELS + streams_of(line.program) + slot
+    return np.where(lane.kind == Kind.RECV, receives, lane.issue.stream + _KERNELS)
 
 
 def _nanoseconds(ticks: Int) -> Int:

@@ -89,18 +89,16 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     owner, needed = place[owner], place[needed]
     kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
     kernel = (kind == Kind.COMPUTE) & ~aside[rows]
-    stream = _stream(kind, slot, len(program.communicators), how)
+    stream = _stream(program, kind, slot, how)
     if aside.any():
         stream = _joined(stream, aside[rows], owner, needed)
     blocking = _blocking(program, tasks, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
-    if how.streams == "one":
-        no_data = np.bincount(owner, minlength=len(rows)) == 0
-    else:
-        no_data = (np.bincount(owner, minlength=len(rows)) == 0) & ~aside[rows]
-    waits = np.flatnonzero(no_data & (kind != Kind.COMPUTE))
+    # What came to the host is not fetched back at once, but when it is issued.
+    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == Kind.LOAD)
     before = _before(kernel)
-    pairs.append((waits[before[waits] >= 0], before[waits][before[waits] >= 0]))
+    waits = np.flatnonzero(ahead & (kind != Kind.COMPUTE) & (before >= 0))
+    pairs.append((waits, before[waits]))
     owner, needed = (np.concatenate(each) for each in zip(*pairs, strict=True))
     owner, needed = _without_implied(owner, needed, stream, kernel)
     pointer = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
@@ -225,15 +223,22 @@ def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
     return np.concatenate([owner[kept], users]), np.concatenate([needed[kept], gone])
 
 
-def _stream(kind: NDArray[np.uint8], slot: Int, communicators: int, how: Execution) -> Int:
+def streams_of(program: Program) -> int:
+    """How many streams a rank may have: kernels, communicators, peers, and both ways to the host.
+
+    They are numbered in this order.
+    """
+    return 1 + len(program.communicators) + len(program.peers) + 2
+
+
+def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution) -> Int:
     """Stream of each task by itself."""
     if how.streams == "one":
         stream = np.ones(len(kind), dtype=np.int64)
     else:
-        stream = 1 + slot + np.where(kind == Kind.SEND, communicators, 0)
-        copies = (kind == Kind.LOAD) | (kind == Kind.STORE)  # each way has an engine of its own
-        last = int(stream[~copies].max(initial=0))
-        stream[copies] = last + 1 + (kind[copies] == Kind.STORE)
+        stream = 1 + slot + np.where(kind == Kind.SEND, len(program.communicators), 0)
+        stream[kind == Kind.LOAD] = streams_of(program) - 2
+        stream[kind == Kind.STORE] = streams_of(program) - 1
     stream[kind == Kind.COMPUTE] = 0
     stream[kind == Kind.RECV] = -1
     return stream
