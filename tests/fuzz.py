@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import itertools
 import json
+import pkgutil
 import random
 import resource
 import signal
@@ -38,6 +40,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import stagewright
 from stagewright.errors import UserError
 
 SECONDS = 10  # of a core, for one file
@@ -634,6 +637,10 @@ def covered(parser: Parser, folder: Path, seconds: float) -> None:
     """A campaign of atheris, which looks for files that reach new code; it exits by itself."""
     import atheris  # pyright: ignore
 
+    with atheris.instrument_imports(include=["stagewright"]):
+        for module in pkgutil.walk_packages(stagewright.__path__, "stagewright."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
     parser.around(folder)
     corpus = folder.parent / "corpus"
     corpus.mkdir()
@@ -654,7 +661,6 @@ def covered(parser: Parser, folder: Path, seconds: float) -> None:
             return parser.mutate(content, dice)[:size]
         return content
 
-    atheris.instrument_all()
     options = [f"-max_total_time={int(seconds)}", "-timeout=60", "-rss_limit_mb=4096"]
     keep = [f"-artifact_prefix={folder.parent}/", "-max_len=100000", "-ignore_crashes=0"]
     atheris.Setup([sys.argv[0], *options, *keep, str(corpus)], one, custom_mutator=mutate)
