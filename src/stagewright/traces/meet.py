@@ -87,14 +87,14 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
     )
     if not len(known):
         return
-    lists = [np.unique(groups[g]) for g in known.tolist()]
+    lists = [groups[g] for g in known.tolist()]
+    place = np.repeat(np.arange(len(known)), [len(some) for some in lists])
+    listed = np.unique(place * world.size + np.concatenate(lists))
     world.tell(
         "one-member",
-        np.array([g for g in known.tolist() if len(np.unique(groups[g])) < 2], np.int64),
+        known[np.bincount(listed // world.size, minlength=len(known)) < 2],
         lambda one: f"group {one} has one member, at which a collective on it hangs",
     )
-    place = np.repeat(np.arange(len(known)), [len(some) for some in lists])
-    listed = place * world.size + np.concatenate(lists)
     using = np.searchsorted(known, group) * world.size + rank
     world.tell(
         "not-member",
