@@ -227,6 +227,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "layers_per_stage adds up to 15, wanted the 16 layers of toy",
     ),
     (
+        {"pp": 2, "layers_per_stage": (7, 7)},  # as it would be of 14 layers
+        "layers_per_stage adds up to 14, wanted the 16 layers of toy",
+    ),
+    (
         {"pp": 4, "layers_per_stage": (8, 0, 4, 4)},
         "layers_per_stage leaves stage 1 without layers; only the first and the last, "
         "which hold the embedding and the output, may have none",

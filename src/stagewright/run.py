@@ -460,6 +460,7 @@ MOST_FLOPS = 2**56
 def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError that says what to change if the run contradicts itself or the model."""
     model = model.with_overrides(run.layers, run.vocab)
+    _check_split(run, model)  # of which `asked` keeps nothing where it is even
     run = run.asked()
     serving.check_mode(run)
     _check_mesh(run)
@@ -748,6 +749,15 @@ def _check_stages(run: Run, model: ModelConfig) -> None:
         pipeline.make(schedule, run.pp, run.microbatches, run.vpp)
 
 
+def _check_split(run: Run, model: ModelConfig) -> None:
+    split = run.layers_per_stage
+    if split is not None and len(split) == run.virtual_stages and sum(split) != model.depth:
+        raise UserError(
+            f"layers_per_stage adds up to {sum(split)}, wanted the {model.depth} layers of "
+            f"{model.name}"
+        )
+
+
 def _check_layers(run: Run, model: ModelConfig) -> None:
     layers, stages = model.depth, run.virtual_stages
     split = run.layers_per_stage
@@ -762,10 +772,6 @@ def _check_layers(run: Run, model: ModelConfig) -> None:
         raise UserError(
             f"layers_per_stage has {len(split)} numbers, wanted one for each of the {stages} "
             f"stages of pp={run.pp} x vpp={run.vpp}"
-        )
-    if sum(split) != layers:
-        raise UserError(
-            f"layers_per_stage adds up to {sum(split)}, wanted the {layers} layers of {model.name}"
         )
     empty = [stage for stage in range(1, stages - 1) if not split[stage]]
     if empty:
