@@ -45,7 +45,8 @@ def mamba(b: Builder, h: Node) -> Node:
         y = apply("scan", spec, *operands, name="core", role="core", scope=f"{SCOPE}.core")
     else:
         y = _plain_scan(*operands)
-    y = add(y, _times("bsi,i->bsi", x, _param(b, "mamba.d", "Inner")), name="skipped", **own)
+    skip = _times("bsi,i->bsi", x, _param(b, "mamba.d", "Inner"), name="skip")
+    y = add(y, skip, name="skipped", **own)
     y = elementwise("glu", z, y, fn="silu", name="gated", role="remade", **own)
     y = identity(y, "channels_context", scope=SCOPE)
     return _out(b, y, "bsi,im->bsm", "mamba", "Inner")
@@ -66,9 +67,9 @@ def mamba2(b: Builder, h: Node) -> Node:
     }
     dt = _softplus(b, dt, "mamba2.dt_bias", "Group", "Head")
     a = _decay_rate(b, "mamba2.a_log", "Group", "Head")
-    decay = _times("bsgh,gh->bsgh", dt, a, role="remade")
+    decay = _times("bsgh,gh->bsgh", dt, a, name="decay", role="remade")
     y = _chunked(b, "linear_attention", "ssd", keys["c"], keys["b"], x, dt, decay)
-    skip = _times("bsghp,gh->bsghp", x, _param(b, "mamba2.d", "Group", "Head"))
+    skip = _times("bsghp,gh->bsghp", x, _param(b, "mamba2.d", "Group", "Head"), name="skip")
     y = elementwise("glu", z, add(y, skip, name="skipped", scope=SCOPE), fn="silu", name="gated")
     y = _group_norm(b, identity(y, "heads_context"), "bsghp->bsg", "mamba2.norm")
     return _heads_out(b, y, "mamba2")
@@ -89,8 +90,9 @@ def gated_delta(b: Builder, h: Node) -> Node:
     q, k, v = _delta_operands(b, h)
     rates = {n: identity(_rates(b, h, "delta", n), "rates_core") for n in ("beta", "dt")}
     dt = _softplus(b, rates["dt"], "delta.dt_bias", "Group", "Head")
-    decay = _times("bsgh,gh->bsgh", dt, _decay_rate(b, "delta.a_log", "Group", "Head"))
-    beta = b.act(cast(rates["beta"], "fp32"), "sigmoid")
+    a = _decay_rate(b, "delta.a_log", "Group", "Head")
+    decay = _times("bsgh,gh->bsgh", dt, a, name="decay")
+    beta = _beta(rates["beta"])
     o = _delta_rule(b, "delta", q, k, v, beta, decay)
     o = b.norm(identity(o, "heads_context"), "delta.norm", "Width", fn="rmsnorm")
     z = _heads(b, h, "delta", "z")
@@ -104,11 +106,9 @@ def kimi_delta(b: Builder, h: Node) -> Node:
     w = _param(b, "delta.w_f_up", "GateRank", "Group", "Head", "State")
     f = identity(einsum("bsr,rghn->bsghn", low, w, name="f", scope=SCOPE), "heads_core")
     dt = _softplus(b, f, "delta.f_bias", "Group", "Head", "State")
-    decay = _times(
-        "bsghn,gh->bsghn", dt, _decay_rate(b, "delta.a_log", "Group", "Head"), role="remade"
-    )
-    beta = identity(_rates(b, h, "delta", "beta"), "rates_core")
-    beta = b.act(cast(beta, "fp32"), "sigmoid")
+    a = _decay_rate(b, "delta.a_log", "Group", "Head")
+    decay = _times("bsghn,gh->bsghn", dt, a, name="decay", role="remade")
+    beta = _beta(identity(_rates(b, h, "delta", "beta"), "rates_core"))
     o = _delta_rule(b, "kimi", q, k, v, beta, decay)
     o = b.norm(identity(o, "heads_context"), "delta.norm", "Width", fn="rmsnorm")
     low = einsum("bsm,mr->bsr", h, _param(b, "delta.w_g_down", "M", "GateRank"), name="g_low")
@@ -176,6 +176,12 @@ def _softplus(b: Builder, x: Node, bias: str, *dims: str) -> Node:
     spec = f"{z},{z[-len(dims) :]}->{z}"
     x = apply("bias", spec, x, _param(b, bias, *dims), name="biased", **own)
     return elementwise("act", x, fn="softplus", name="rate", **own)
+
+
+def _beta(x: Node) -> Node:
+    """How much of a value is written, from 0 to 1."""
+    x = cast(x, "fp32", name=f"{x.name}32", scope=SCOPE)
+    return elementwise("act", x, fn="sigmoid", name="beta", scope=SCOPE)
 
 
 def _decay_rate(b: Builder, name: str, *dims: str) -> Node:
