@@ -434,7 +434,8 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"state_space": _CHANNELS, "position": "none"},
     "minimax": _MIXTURE
     | {"mixers": ("lightning", "global"), "state_space": StateSpace(**_STATE | {"conv": 0})},
-    "qwen3-next": {"mixers": ("gated_delta", "global"), "state_space": StateSpace(**_STATE)}
+    "qwen3-next": _MIXTURE
+    | {"mixers": ("gated_delta", "global"), "state_space": StateSpace(**_STATE)}
     | {"attention_gate": True, "qk_norm": True},
     "kimi-linear": _LATENT
     | {"mixers": ("kimi_delta", "global"), "position": "none"}

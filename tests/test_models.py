@@ -76,6 +76,7 @@ SAME = {
     # The base model was trained for longer sequences than its instruct sibling states.
     "qwen2.5-7b-instruct": ("qwen2.5-7b", {"max_position_embeddings": 32768}),
     "qwen3-30b-a3b": ("qwen3-30b-a3b", {}),
+    "qwen3-next-80b-a3b": ("qwen3-next-80b-a3b", {}),
     "qwen3-32b": ("qwen3-32b", {}),
     "qwen3-235b-a22b": ("qwen3-235b-a22b", {}),
 }
@@ -110,6 +111,7 @@ ACTIVE = {
     "granite-4.0-h-tiny": (1, 0, 0.5, "its model card"),
     "granite-4.0-h-small": (9, 0, 0.5, "its model card"),
     "nemotron3-nano-30b-a3b": (3.6, 0, 0.05, "its model card; 3.2 without embeddings"),
+    "qwen3-next-80b-a3b": (3.87, 0, 0.01, "tensors of Qwen3-Coder-Next, but for idle experts"),
     "kimi-linear-48b-a3b": (3, 0, 0.5, "its model card"),
     "minimax-text-01": (45.9, 2, 0.05, "arXiv:2501.08313, abstract"),
 }
@@ -131,7 +133,7 @@ def _count(c: ModelConfig, experts: int) -> int:
     ups = 2 if c.gated else 1
     dense = (ups + 1) * hidden * c.ffn_hidden_size + c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
     widths = experts * c.moe_ffn_hidden_size + c.shared_ffn_hidden_size
-    mixture = (ups + 1) * hidden * widths + hidden * c.num_experts
+    mixture = (ups + 1) * hidden * widths + hidden * (c.num_experts + c.shared_expert_gate)
     sequential = 4 if c.norm_placement == "sandwich" else 2
     norms = c.parallel_norms if c.parallel_block else sequential
     rows = c.max_position_embeddings + c.position_offset if c.position == "learned" else 0
@@ -289,7 +291,7 @@ class TestPresets:
         assert families == {
             **{"gpt2": 4, "gpt3": 9, "megatron": 4, "opt": 9, "bert": 2, "palm": 3, "falcon": 3},
             **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
-            **{"mistral": 2, "qwen2.5": 7, "qwen3": 8, "gemma2": 3, "gemma3": 4, "phi3": 2},
+            **{"mistral": 2, "qwen2.5": 7, "qwen3": 9, "gemma2": 3, "gemma3": 4, "phi3": 2},
             **{"mixtral": 2, "deepseek": 4, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
             **{"mamba": 6, "mamba2": 5, "falcon": 4, "jamba": 3, "bamba": 1, "granite": 3},
             **{"nemotron": 6, "nemotron3": 1, "minimax": 1},
@@ -795,6 +797,9 @@ class TestRefusals:
             ("nemotron-h-47b-base-8k", "hybrid_override_pattern", "MX", "letters of M * - E"),
             ("nemotron-h-47b-base-8k", "num_hidden_layers", 97, "98, the length of the pattern"),
             ("nemotron-h-8b-base-8k", "moe_latent_size", 64, "wanted null"),
+            ("qwen3-next-80b-a3b", "linear_num_key_heads", 3, "a divisor of the 32 value heads"),
+            ("qwen3-next-80b-a3b", "mlp_only_layers", [1], "dense layers are not supported"),
+            ("qwen3-next-80b-a3b", "decoder_sparse_step", 2, "wanted 1"),
             ("kimi-linear-48b-a3b", "mla_use_nope", False, "wanted true"),
             ("kimi-linear-48b-a3b", "num_shared_experts", -1, "a whole number from 0"),
             ("kimi-linear-48b-a3b", "linear_attn_config", {}, "linear_attn_config.kda_layers is"),

@@ -456,9 +456,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 _MISSING = {
     "attention sinks and biases of experts": ("GptOssForCausalLM", "gpt_oss"),
-    "a gate on the shared expert": (
-        *("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen3NextForCausalLM", "qwen3_next"),
-    ),
+    "a gate on the shared expert": (*("Qwen2MoeForCausalLM", "qwen2_moe"),),
     "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
     "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
     "chunked attention and layers without positions": (

@@ -161,6 +161,7 @@ def _jamba(c: Keys) -> Fields:
     often = c.size("num_layers", "expert_layer_period")
     return fields | {
         **expert_sizes(c, "num_experts", "intermediate_size"),
+        "norm_topk_prob": False,
         "first_dense_layers": c.whole("expert_layer_offset", 0, often - 1),
         "moe_layer_freq": often,
     }
@@ -173,6 +174,8 @@ _DENSE: Fields = {
     "first_dense_layers": 0,
     "moe_layer_freq": 1,
     "router": "softmax",
+    "norm_topk_prob": True,
+    "expert_bias": False,
 }
 
 
@@ -258,7 +261,12 @@ def _nemotron_h(c: Keys) -> Fields:
         experts = expert_sizes(c, "n_routed_experts", "moe_intermediate_size")
         many = c.whole("n_shared_experts", 0, MOST_EXPERTS)
         width = c.size("ffn_hidden_size", "moe_shared_expert_intermediate_size")
-        experts |= {"shared_ffn_hidden_size": many * width, "router": "sigmoid"}
+        experts |= {
+            "shared_ffn_hidden_size": many * width,
+            "router": "sigmoid",
+            "norm_topk_prob": c.flag("norm_topk_prob"),
+            "expert_bias": True,
+        }
     state = _heads(c, _NEMOTRON_KEYS, "use_conv_bias")
     return fields | experts | pattern(letters) | {"state_space": state}
 
@@ -294,6 +302,40 @@ def _minimax(c: Keys) -> Fields:
     )
 
 
+def _qwen3_next(c: Keys) -> Fields:
+    """Gated delta nets, and gated attention in every fourth layer or where listed."""
+    c.only("attention_bias", False)
+    c.only("decoder_sparse_step", 1)
+    if c.values.get("mlp_only_layers"):
+        c.reject("mlp_only_layers", "none; dense layers are not supported")
+    fields = decoder(c)
+    layers = fields["num_layers"]
+    period = c.size("num_layers", "full_attention_interval")
+    mixers: Fields = {"mixers": every(period, period - 1, "gated_delta")}
+    if c.values.get("layer_types") is not None:
+        mixers = _listed(c, "layer_types", layers, "gated_delta")
+    groups = c.whole("linear_num_key_heads", 1, _MOST)
+    heads = c.whole("linear_num_value_heads", 1, _MOST)
+    if heads % groups:
+        c.reject("linear_num_key_heads", f"a divisor of the {heads} value heads")
+    return fields | {
+        **mixers,
+        **expert_sizes(c, "num_experts", "moe_intermediate_size"),
+        "shared_ffn_hidden_size": c.size("ffn_hidden_size", "shared_expert_intermediate_size"),
+        "norm_topk_prob": c.flag("norm_topk_prob"),
+        "rotary_fraction": rotary_fraction(c),
+        "state_space": StateSpace(
+            heads=heads,
+            head_width=c.whole("linear_value_head_dim", 1, LIMITS["kv_channels"]),
+            groups=groups,
+            state=c.whole("linear_key_head_dim", 1, LIMITS["kv_channels"]),
+            conv=c.whole("linear_conv_kernel_dim", 1, 64),
+            conv_bias=False,
+            chunk=64,
+        ),
+    }
+
+
 def _kimi_linear(c: Keys) -> Fields:
     """Kimi's delta attention, and latent attention without positions; layers count from 1."""
     c.only("mla_use_nope", True)
@@ -320,6 +362,8 @@ def _kimi_linear(c: Keys) -> Fields:
         "first_dense_layers": c.whole("first_k_dense_replace", 0, LIMITS["num_layers"]),
         "moe_layer_freq": c.size("num_layers", "moe_layer_freq"),
         "router": c.router("moe_router_activation_func"),
+        "norm_topk_prob": c.flag("moe_renormalize"),
+        "expert_bias": True,
         "mixers": shortest(["global" if i + 1 in full else "kimi_delta" for i in range(layers)]),
         "position": "none",
         "state_space": StateSpace(
@@ -387,6 +431,7 @@ _NEMOTRON_H: Json = _DECODER | {
     "chunk_size": 128,
     "intermediate_size": 21504,
     "n_shared_experts": 1,
+    "norm_topk_prob": True,
 }
 _MINIMAX: Json = _DECODER | {"block_size": 256, "partial_rotary_factor": 1.0}
 _KIMI_LINEAR: Json = _DECODER | {
@@ -394,6 +439,18 @@ _KIMI_LINEAR: Json = _DECODER | {
     "moe_layer_freq": 1,
     "mla_use_nope": True,
     "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+}
+_QWEN3_NEXT: Json = _DECODER | {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.25,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 32768,
 }
 
 STATE_ARCHITECTURES: dict[str, Architecture] = {
@@ -415,6 +472,9 @@ STATE_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "KimiLinearForCausalLM": Architecture(
         ("kimi_linear",), "kimi-linear-48b-a3b", _kimi_linear, _KIMI_LINEAR
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        ("qwen3_next",), "qwen3-next-80b-a3b", _qwen3_next, _QWEN3_NEXT
     ),
     "MiniMaxForCausalLM": Architecture(("minimax",), "minimax-text-01", _minimax, _MINIMAX),
 }

@@ -40,6 +40,7 @@ def _experts(count: int, top_k: int, width: int, shared: int = 0, dense: int = 0
     }
 
 
+_BALANCED: Style = {"router": "sigmoid", "expert_bias": True}
 PATTERN = {
     "M": ("mamba2", "none"),
     "*": ("global", "none"),
@@ -64,6 +65,7 @@ def every(period: int, offset: int, kind: str, otherwise: str = "global") -> tup
 _JAMBA: Style = {
     "mixers": every(8, 4, "mamba"),
     "moe_layer_freq": 2,
+    "norm_topk_prob": False,
     "position": "none",
 }
 _BAMBA: Style = _heads(128, 64, 128, 1, 256) | {
@@ -94,7 +96,14 @@ _KIMI_LINEAR: Style = _heads(32, 128, 128, 32, 64, conv_bias=False, gate_rank=12
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "router": "sigmoid",
+    **_BALANCED,
+}
+_QWEN3_NEXT: Style = _heads(32, 128, 128, 16, 64, conv_bias=False) | {
+    "mixers": every(4, 3, "gated_delta"),
+    "rotary_fraction": 0.25,
+    "qk_norm": True,
+    "attention_gate": True,
+    "shared_expert_gate": True,
 }
 
 STATE_FAMILIES: list[tuple[Style, str]] = [
@@ -204,7 +213,7 @@ nemotron-nano-12b-v2 62 5120 20480  40    8  128  131072  131072  nvidia/NVIDIA-
         | pattern(_NANO_30B)
         | _heads(64, 64, 128, 8, 128)
         | _experts(128, 6, 1856, shared=3712)
-        | {"router": "sigmoid"},
+        | _BALANCED,
         """
 nemotron3-nano-30b-a3b 52 2688 0 32 2 128 131072 262144 nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
 """,
@@ -213,6 +222,12 @@ nemotron3-nano-30b-a3b 52 2688 0 32 2 128 131072 262144 nvidia/NVIDIA-Nemotron-3
         _MINIMAX | _experts(32, 2, 9216),
         """
 minimax-text-01  80   6144   9216   64    8  128  200064 10240000 MiniMaxAI/MiniMax-Text-01
+""",
+    ),
+    (
+        _QWEN3_NEXT | _experts(512, 10, 512, shared=512),
+        """
+qwen3-next-80b-a3b 48  2048   5120   16    2  256  151936  262144  Qwen/Qwen3-Next-80B-A3B-Instruct
 """,
     ),
     (
