@@ -197,7 +197,7 @@ def _held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int,
     """Which of `ranks` of tp send how many key-value heads to a place among others.
 
     >>> _held_by(8, 4, 0, 2), _held_by(8, 2, 3, 4), _held_by(2, 8, 3, 4)
-    ([(0, 2), (1, 2)], [(1, 2)], [(5, 1)])
+    ([(0, 2), (1, 2)], [(1, 2)], [(7, 1)])
     """
     copies = max(1, ranks // heads)
     mine = range(place * heads // places, max((place + 1) * heads // places,

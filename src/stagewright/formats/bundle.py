@@ -243,7 +243,7 @@ def is_bundle(path: Path | str) -> bool:
     try:
         with Path(path).open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return False
 
 
