@@ -252,6 +252,26 @@ def test_files(tmp_path: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([3, 1, 4], "expert_load: all layers: has 3 numbers, wanted one for each of the 4 experts"),
+        ([[3, 1, 4, 0], 1], "expert_load: holds [[3, 1, 4, 0], 1], wanted a list for each layer"),
+        ([], "expert_load: holds [], wanted a list for each layer"),
+        ([[3, 1, "x", 0]], "expert_load: all layers: expert 2 is 'x', wanted a number"),
+    ],
+)
+def test_numbers_in_a_run(given: list[Any], wanted: str) -> None:
+    settings: dict[str, Any] = {"model": "moe", "seq_length": 16, "dp": 4, "ep": 4}
+    for numbers in ([3, 1, 4, 0], [[3, 1, 4, 0]], [[3, 1, 4, 0], [0.375, 0.125, 0.5, 0]]):
+        load = compile(Run(**settings, expert_load=numbers), MOE).load  # type: ignore[arg-type]
+        assert load is not None
+        assert load.got.tolist() == [[48, 16, 64, 0]] * 2
+    with pytest.raises(UserError) as info:
+        compile(Run(**settings, expert_load=given), MOE)  # type: ignore[arg-type]
+    assert str(info.value).startswith(wanted)
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("", "is empty; wanted a line of numbers, one for each expert"),
@@ -274,7 +294,6 @@ def test_files(tmp_path: Path, name: str, text: str) -> None:
         ("[1, 2, 3, 1" + "0" * 400 + "]", "wanted a number from 0 to 1e18"),
         ('{"0": [1, 2, 3, 4]}', "has no layer 1; wanted all of 0 to 1 that have experts (2)"),
         ('{"0": [1,2,3,4], "1": [1,2,3,4], "2": []}', "'2' is no layer with experts"),
-        ('{"stagewright": "0"}', "holds None, wanted a list of numbers for each layer"),
         ('"1,2,3,4"\n"', "has 1 numbers"),
         ("1,2,3,4\n" * 100_000, "has 100000 lines"),
     ],
@@ -311,7 +330,7 @@ def test_what_is_no_file_of_loads(tmp_path: Path, name: str, wanted: str) -> Non
     [
         (
             {"tp": 2, "ep": 2, "etp": 1, "expert_load": "x"},
-            "expert_load=x needs ranks that share experts to have tokens of their own, but ep is "
+            "expert_load needs ranks that share experts to have tokens of their own, but ep is "
             "over ranks of tp, which have the same; set sequence_parallel",
         ),
         (
@@ -363,6 +382,7 @@ def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
     assert report.kinds > 4
     file.unlink()
     again = Run.load(tmp_path / "one" / "manifest.json")
+    assert "expert_load=..." in again.describe()
     generate(compile(again, MOE), tmp_path / "two")
     for rank in range(8):
         one, two = (tmp_path / x / f"workload.{rank}.et" for x in ("one", "two"))

@@ -126,15 +126,15 @@ def manifest(compiled: Compiled) -> dict[str, Any]:
     `stagewright generate --config manifest.json` does so.
     """
     schedule = compiled.run.schedule or ""
+    loads = {"expert_load": compiled.load.lines} if compiled.load else {}
     modules = compiled.model.modules
     return {
         "stagewright": stagewright.__version__,
-        "run": compiled.run.model_dump(mode="json"),
         # A file may change or vanish; a schedule by name follows from the run.
+        "run": compiled.run.model_dump(mode="json") | loads,
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
         "model": record.to_json(compiled.model),
         **({"modules": {m.name: m.text for m in modules}} if modules else {}),
-        **({"expert_load": compiled.load.lines} if compiled.load else {}),
         "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
         "mesh": dict(compiled.program.mesh.axes),
     }

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -92,6 +92,17 @@ def _named_ranks(text: str) -> PrefillRanks:
     found = _read_prefill({name.strip(): int(number) for name, _, number in pairs})
     assert isinstance(found, PrefillRanks)
     return found
+
+
+def _read_load(value: Any) -> Any:
+    """The numbers of expert loads, a list for each layer or one for all."""
+    if not isinstance(value, list | tuple):
+        return value
+    rows = cast("list[object]", [*value])
+    listed = [cast("list[object]", row) for row in rows if isinstance(row, list | tuple)]
+    if len(listed) not in (0, len(rows)) or not rows:
+        raise UserError(f"expert_load: holds {shown(value)}, wanted a list for each layer")
+    return tuple(tuple(row) for row in listed or [rows])
 
 
 class Run(BaseModel):
@@ -203,8 +214,10 @@ class Run(BaseModel):
     moe_z_loss_coeff: Weight = 0.0
     moe_router_enable_expert_bias: StrictBool | None = None
     """None: as the model was trained."""
-    expert_load: StrictStr | None = None
-    """File of the tokens that each expert gets, by layer. None: all experts get as many."""
+    expert_load: Annotated[
+        StrictStr | tuple[tuple[Any, ...], ...] | None, BeforeValidator(_read_load)
+    ] = None
+    """File of the tokens that each expert gets, by layer, or its numbers. None: all get as many."""
     cpu_offloading_num_layers: Count | None = None
     """The first layers of each virtual stage keep activations in the memory of the host."""
     optimizer_cpu_offload: StrictBool = False
@@ -258,10 +271,7 @@ class Run(BaseModel):
         overrides = dict(overrides or {})
         try:
             if _is_manifest(values):
-                said: dict[str, Any] = {}
-                if "expert_load" in values:  # the file of loads may have changed or gone
-                    said = {"expert_load": str(path)}
-                values = cls.model_validate(values["run"]).asked().model_dump() | said
+                values = cls.model_validate(values["run"]).asked().model_dump()
             return cls.model_validate(values | overrides)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -355,6 +365,8 @@ class Run(BaseModel):
                 words.append(name if value else f"no {name}")
             elif name == "requests" and not isinstance(value, str):
                 words.append(f"requests={batch.told(value)}")
+            elif name == "expert_load" and not isinstance(value, str):
+                words.append("expert_load=...")
             elif isinstance(value, tuple):
                 words.append(f"{name}={','.join(map(str, value))}")  # pyright: ignore
             else:
