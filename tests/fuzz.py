@@ -369,6 +369,13 @@ def _durations(path: Path) -> object:
     return load(path)
 
 
+def _loads(path: Path) -> object:
+    from stagewright.expert_load import read_lines
+    from stagewright.models import PRESETS
+
+    return read_lines(str(path), PRESETS["mixtral-8x7b"].with_overrides(3), range(3))
+
+
 def _requests(path: Path) -> object:
     from stagewright.batch import read
 
@@ -441,6 +448,8 @@ DURATIONS = (
     b"kernel,shape,dtype,count,duration_us\ngemm,batch=1 m=16 n=64 k=64,bf16,2,12.5\n"
     b"norm,b=1 s=16 m=64,bf16,3,\n"
 )
+LOADS = (b"# tokens\n1,2,3,4,5,6,7,8\n", b"1,2,3,4,5,6,7,8\n" * 3)
+LOADS_JSON = (b"[1, 2, 3, 4, 5, 6, 7, 8]", b"[%s]" % b",".join([b"[1, 2, 3, 4, 5, 6, 7, 0.5]"] * 3))
 REQUESTS = b"count,context_length,new_tokens\n4,4096,1\n1,128,16\n"
 ARGUMENTS = (
     b"show\ngpt2\n--tp\n2\n--layers\n2\n--seq-length\n16\n--json",
@@ -543,6 +552,10 @@ PARSERS = (
            (*NOT_TEXT, b'"' * 99_999, b"kernel,shape,duration_us\n" + b'a,"' + b"m=1 " * 99_999)),
     Parser("requests.csv", "requests.csv", _requests, lambda: [REQUESTS], lines,
            (*NOT_TEXT, b'"' * 99_999, b"count\n" + b"1\n" * 200_000)),
+    Parser("loads.csv", "loads.csv", _loads, lambda: LOADS, lines,
+           (*NOT_TEXT, b'"' * 99_999, b"1,2,3,4,5,6,7,8\n" * 500_000, b"1," * 4_000_000)),
+    Parser("loads.json", "loads.json", _loads, lambda: LOADS_JSON, json_data,
+           (*NOT_TEXT, *DEEP_JSON, b"[[]," * 3_000_000, b'{"0": [1]}', b"[true]", b"[1e999]")),
     Parser("one trace", "workload.0.et", _trace, lambda: [_traces()["workload.0.et"]], frames,
            (*NOT_TEXT, b"\x80" * 99, b"\xff" * 9 + b"\x0f", b"\x0a\x0a", b"\x00" * 9999)),
     Parser("traces", "workload.1.et", _world, lambda: [_traces()["workload.1.et"]], frames,
