@@ -308,7 +308,9 @@ def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
         exchange = COLLECTIVES[tasks.collective[row]] == "all_to_all"
     else:
         axes, exchange = (program.peers[slot].axis,), False
-    degrees = dict(program.mesh.groups)
+    degrees: dict[str, set[str]] = defaultdict(set)
+    for label, members in program.mesh.groups:
+        degrees[label.split()[-1]] |= set(members)  # `decode tp` is a tp
     for name, parts in (
         ("dp", ("dp", "edp")),
         ("pp", ("pp",)),

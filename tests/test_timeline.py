@@ -31,6 +31,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero2": SMALL | {"dp": 2, "tp": 2, "zero": 2, "global_batch_size": 4},
     "offload": SMALL | {"layers": 4, "cpu_offloading_num_layers": 2, "optimizer_cpu_offload": True,
                         "dp": 2, "zero": 1, "global_batch_size": 4},
+    "apart": SMALL | {"mode": "decode", "prefill": {"tp": 2, "pp": 2}, "tp": 2, "dp": 2,
+                      "batch_size": 8, "context_length": 64, "seq_length": None},
     "tied": GPT | {"layers": 4, "pp": 4, "dp": 2, "global_batch_size": 8},
     "moe": MIXTRAL | SP | {"tp": 2, "dp": 4, "ep": 4, "zero": 1, "global_batch_size": 8},
 }  # fmt: skip

@@ -180,7 +180,8 @@ def report(found: Simulation, out: Console, price: float | None = None) -> None:
     )
     out.print(_where(found))
     out.print(_communication(found.mean))
-    out.print(_memory(found))
+    if any(of.peak for of in found.memory):
+        out.print(_memory(found))
     total = found.seconds
     way = ", ".join(f"{name} {s / total:.1%}" for name, s in found.critical_path.items())
     out.print(f"critical path: {way}")

@@ -184,11 +184,12 @@ def _arrows(line: Timeline) -> list[_Arrows]:
         for lane in lanes
     ]
     number = 0
-    class_of = [nth for nth, mine in enumerate(who.lanes) for _ in mine]
     for nth, mine in enumerate(found):
-        places, senders, sends = who.received(nth, class_of[nth])
+        of = int(who.class_of[nth])
+        received, own = who.received[of], nth - int(who.lanes[of][0])
+        senders = received.sender[:, own]
         for sender in sorted({int(s) for s in senders}):
-            to, at = places[senders == sender], sends[senders == sender]
+            to, at = received.place[senders == sender], received.sent[senders == sender, own]
             mine.begin[to] = found[sender].begin[at]
             mine.end[to] = found[sender].end[at]
             mine.number[to] = found[sender].number[at] = number + np.arange(len(to))

@@ -162,10 +162,9 @@ class _Source:
 
     def __init__(self, line: Timeline) -> None:
         self.line, self.who = line, line.partners
-        self.class_of = [n for n, mine in enumerate(self.who.lanes) for _ in mine]
-        messages = self.who.messages
-        ends = zip(messages.receiver.tolist(), messages.recv.tolist(), strict=True)
-        self.sent: dict[tuple[int, int], int] = dict(zip(ends, messages.send.tolist(), strict=True))
+        self.received = [
+            {place: row for row, place in enumerate(of.place.tolist())} for of in self.who.received
+        ]
         self.met = {
             (nth, place): meeting
             for meeting in self.who.meetings
@@ -178,17 +177,19 @@ class _Source:
         kind = lane.kind[link.place]
         if kind in _ALONE:
             return link
-        nth = self.class_of[link.lane]
+        nth = int(self.who.class_of[link.lane])
         slot = int(lane.of.tasks.slot[lane.issue.rows[link.place]])
         if kind == RECV and lane.end[link.place] > lane.ready[link.place]:
-            return Link(int(self.who.sources[slot][link.lane]), self.sent[nth, link.place])
+            received, row = self.who.received[nth], self.received[nth][link.place]
+            own = link.lane - int(self.who.lanes[nth][0])
+            return Link(int(received.sender[row, own]), int(received.sent[row, own]))
         if lane.begin[link.place] > lane.ready[link.place]:
             group = self.who.groups[slot]
             meeting = self.met.get((nth, link.place))
             for other in np.flatnonzero(group == group[link.lane]).tolist():
                 place = link.place
                 if meeting is not None:
-                    place = meeting.places[meeting.classes.index(self.class_of[other])]
+                    place = meeting.places[meeting.classes.index(int(self.who.class_of[other]))]
                 if self.line.lanes[other].ready[place] == lane.begin[link.place]:
                     return Link(other, place)
             raise AssertionError("a collective begins when no rank is ready")

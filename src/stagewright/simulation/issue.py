@@ -266,7 +266,8 @@ def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
 def _degree(axis: str) -> str:
     """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
     alias = {"edp": "dp", "etp": "tp", MIRROR: "dp"}
-    words = {alias.get(word, word) for word in axis.split("[")[0].split("+")}
+    each = [word.split()[-1] for word in axis.split("[")[0].split("+")]  # of `decode tp`: tp
+    words = {alias.get(word, word) for word in each}
     return next((word for word in ("dp", "pp", "ep", "cp", "tp") if word in words), axis)
 
 

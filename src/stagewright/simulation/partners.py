@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.program import Int, Kind, Program
+from stagewright.program import Int, Kind, Program, RankClass
 from stagewright.simulation.issue import Issue
 
 
@@ -27,6 +27,10 @@ def alike(program: Program, factor: NDArray[np.float64]) -> Int:
     lane = _numbered(pairs)
     groups = [program.group_of(slot) for slot in range(len(program.communicators))]
     peers = [program.peer_of(slot) for slot in range(len(program.peers))]
+    # Which of its peers a rank is to its peers: on a ring the one before to the one after.
+    back = [one[other] == ranks for one in peers for other in peers]
+    if back:
+        lane = _numbered(np.stack([lane, *np.unique(back, axis=0).astype(np.int64)]))
     while True:
         columns = [lane, *(_members(lane, ids) for ids in groups), *(lane[to] for to in peers)]
         finer = _numbered(np.stack(columns))
@@ -56,14 +60,12 @@ def _members(lane: Int, ids: Int) -> Int:
     return result
 
 
-class Messages(NamedTuple):
-    """All messages between classes or lanes: a row each, places in issue order."""
+class Received(NamedTuple):
+    """What a class receives: where, and for each of its lanes from whom; a row per message."""
 
-    sender: Int  # class
-    send: Int  # place
-    receiver: Int
-    recv: Int
-    slot: Int  # of the receive
+    place: Int  # ascending
+    sender: Int  # (messages, lanes): lane
+    sent: Int  # (messages, lanes): place
 
 
 class Meeting(NamedTuple):
@@ -80,79 +82,92 @@ class Partners:
 
     lanes: tuple[Int, ...]  # by class: numbers of its lanes
     example: Int  # by lane: its first rank
+    class_of: Int  # by lane
     lane_of: Int  # by rank
-    messages: Messages
+    received: tuple[Received, ...]  # by class
     meetings: tuple[Meeting, ...]
     groups: tuple[Int, ...]  # by slot, by lane: number of the lanes that meet; -1: in no group
-    sources: tuple[Int, ...]  # by peer slot, by lane: the lane that its peer is of
 
     @property
     def count(self) -> int:
         """How many lanes there are."""
         return len(self.example)
 
-    def received(self, lane: int, class_: int) -> tuple[Int, Int, Int]:
-        """What a lane of a class receives: its places, the lanes that send, their places."""
-        messages = self.messages
-        mine = np.flatnonzero(messages.receiver == class_)
-        sources = np.array([of[lane] for of in self.sources], dtype=np.int64)
-        return messages.recv[mine], sources[messages.slot[mine]], messages.send[mine]
-
 
 def partners(program: Program, issues: Sequence[Issue], lane_of: Int) -> Partners:
     """Match what the classes of a program send, receive and do together."""
     lanes = tuple(np.unique(lane_of[of.ranks]) for of in program.classes)
     _, example = np.unique(lane_of, return_index=True)
-    class_of = np.zeros(len(lane_of), dtype=np.int64)
-    for nth, of in enumerate(program.classes):
-        class_of[of.ranks] = nth
-    sources = tuple(lane_of[program.peer_of(slot)[example]] for slot in range(len(program.peers)))
+    class_of = np.repeat(np.arange(len(lanes)), [len(some) for some in lanes])
     groups: list[Int] = []
     for slot in range(len(program.communicators)):
         ids = program.group_of(slot)
         least = np.full(int(ids.max()) + 1, len(lane_of), dtype=np.int64)
         np.minimum.at(least, ids, lane_of)
         groups.append(np.where(ids > 0, least[ids], -1)[example])
-    class_of_lane = class_of[example]
-    return Partners(
-        lanes,
-        example,
-        lane_of,
-        _messages(program, issues, class_of, sources),
-        tuple(_meetings(program, issues, groups, class_of_lane)),
-        tuple(groups),
-        sources,
-    )
+    meetings = tuple(_meetings(program, issues, groups, class_of))
+    received = tuple(_Messages(program, issues, lane_of, example, class_of).received(lanes))
+    return Partners(lanes, example, class_of, lane_of, received, meetings, tuple(groups))
 
 
-def _messages(
-    program: Program, issues: Sequence[Issue], class_of: Int, sources: Sequence[Int]
-) -> Messages:
-    """Match sends with receives: the n-th of a tag with the n-th."""
-    axes = sorted({peer.axis for peer in program.peers})
-    ends: dict[Kind, list[Int]] = {Kind.SEND: [], Kind.RECV: []}
-    for nth, (of, order) in enumerate(zip(program.classes, issues, strict=True)):
-        kind, slot = of.tasks.kind[order.rows], of.tasks.slot[order.rows]
-        for slot_ in sorted({int(s) for s in slot[(kind == Kind.SEND) | (kind == Kind.RECV)]}):
-            others = np.unique(class_of[program.peer_of(slot_)[of.ranks]])
-            if len(others) > 1:
-                raise ValueError(f"the peers of rank class {nth} are of several classes")
-            for end, found in ends.items():
-                at = np.flatnonzero((kind == end) & (slot == slot_))
-                pair = [np.full(len(at), nth), np.full(len(at), others[0])]
-                axis = np.full(len(at), axes.index(program.peers[slot_].axis))
-                tag = of.tasks.tag[order.rows[at]].astype(np.int64)
-                ordered = pair if end == Kind.SEND else pair[::-1]
-                with_ = np.full(len(at), slot_)
-                found.append(np.stack([*ordered, axis, tag, at, with_]).astype(np.int64))
-    sides: list[Int] = []
-    for found in ends.values():
-        table = np.concatenate(found, axis=1) if found else np.zeros((6, 0), dtype=np.int64)
-        sides.append(table[:, np.lexsort(table[::-1])])
-    send, recv = sides
-    if send.shape != recv.shape or (send[:4] != recv[:4]).any():
-        raise ValueError("sends and receives do not match")
-    return Messages(send[0], send[4], recv[1], recv[4], recv[5])
+class _Messages:
+    """Matches sends with receives: between two ranks along an axis, the n-th of a tag."""
+
+    def __init__(
+        self, program: Program, issues: Sequence[Issue], lane_of: Int, example: Int, class_of: Int
+    ) -> None:
+        self.lane_of, self.example, self.class_of = lane_of, example, class_of
+        self.peers = [program.peer_of(slot) for slot in range(len(program.peers))]
+        self.axes = [peer.axis for peer in program.peers]
+        self.ends = [
+            {kind: self._ends(of, order, kind) for kind in (Kind.SEND, Kind.RECV)}
+            for of, order in zip(program.classes, issues, strict=True)
+        ]
+
+    def _ends(self, of: RankClass, order: Issue, kind: Kind) -> dict[int, tuple[Int, Int]]:
+        """Places and tags of a class's sends or receives, by slot."""
+        mine = np.flatnonzero(of.tasks.kind[order.rows] == kind)
+        slot, tag = of.tasks.slot[order.rows[mine]], of.tasks.tag[order.rows[mine]]
+        used = sorted({int(s) for s in slot})
+        return {s: (mine[slot == s], tag[slot == s].astype(np.int64)) for s in used}
+
+    def received(self, lanes: Sequence[Int]) -> Iterator[Received]:
+        """What each class receives."""
+        for numbers in lanes:
+            every = [self._of_lane(int(number)) for number in numbers]
+            place, sender, sent = (np.stack(column, axis=1) for column in zip(*every, strict=True))
+            yield Received(place[:, 0], sender, sent)
+
+    def _of_lane(self, lane: int) -> tuple[Int, Int, Int]:
+        """Where a lane receives, from which lane, and where that sends; by place."""
+        rank = int(self.example[lane])
+        ends = self.ends[self.class_of[lane]][Kind.RECV]
+        found: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
+        # On a ring of two, the one before is the one after.
+        for other, axis in sorted({(int(self.peers[s][rank]), self.axes[s]) for s in ends}):
+            mine = self._sorted(ends, rank, other, axis)
+            number = int(self.lane_of[other])
+            theirs = self.ends[self.class_of[number]][Kind.SEND]
+            at = self._sorted(theirs, other, rank, axis)
+            if not np.array_equal(mine[0], at[0]):
+                raise ValueError(
+                    f"rank {rank} receives {mine.shape[1]} messages from rank {other} along "
+                    f"{axis}, which sends {at.shape[1]}, or others"
+                )
+            found.append(np.stack([mine[1], np.full_like(mine[1], number), at[1]]))
+        table = np.concatenate(found, axis=1)
+        place, sender, sent = table[:, np.argsort(table[0])]
+        return place, sender, sent
+
+    def _sorted(self, ends: Mapping[int, tuple[Int, Int]], rank: int, other: int, axis: str) -> Int:
+        """Tags and places of the messages of a rank with another along an axis, by tag."""
+        some = [
+            np.stack([tag, place])
+            for slot, (place, tag) in ends.items()
+            if self.axes[slot] == axis and self.peers[slot][rank] == other
+        ]
+        table = np.concatenate([np.zeros((2, 0), dtype=np.int64), *some], axis=1)
+        return table[:, np.lexsort((table[1], table[0]))]
 
 
 def _meetings(

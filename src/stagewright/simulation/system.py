@@ -17,8 +17,11 @@ from stagewright.simulation.partners import Partners
 from stagewright.simulation.pieces import Pieces
 from stagewright.simulation.walk import Several, Single, Work, early, met
 
-Key = tuple[str, int]
-"""What a class waits for: a message or a meeting, by number."""
+Sent = tuple[int, int]
+"""A send: class and place."""
+
+Key = tuple[str, Sent | int]
+"""What a class waits for: a message, or a meeting by number."""
 
 
 Progress = Callable[[int, int], None]
@@ -43,13 +46,15 @@ class System:
         """`issues` and `durations` by class, `factor` by lane."""
         self.program, self.who = program, who
         self.issues, self.durations = issues, durations
-        self.arrivals: list[Int | None] = [None] * len(who.messages.send)
+        self.posted: dict[Sent, Int] = {}  # ends by lane of the sender's class
         self.readiness: list[dict[int, Int]] = [{} for _ in who.meetings]
         self.starts: list[Int | None] = [None] * len(who.meetings)
         pieces = Pieces()
         self.classes: list[ByPiece | ByTask] = []
+        self.first = [int(lanes[0]) for lanes in who.lanes]
+        awaited = _awaited(who)
         for nth, lanes in enumerate(who.lanes):
-            ports = Ports.of(program, nth, issues[nth], who)
+            ports = Ports.of(program, nth, issues[nth], who, awaited[nth])
             if len(lanes) == 1 and how.slowdown == 0 and factor[lanes[0]] == 1:
                 self.classes.append(ByPiece(nth, self, ports, pieces))
             else:
@@ -74,13 +79,13 @@ class System:
         if waiting:
             raise UserError(
                 "this schedule never ends: "
-                + "; ".join(f"{key[0]} {key[1]} is waited for" for key in sorted(waiting)[:3])
+                + "; ".join(f"{what} {which} is waited for" for what, which in [*waiting][:3])
             )
 
-    def post(self, message: int, end: Int) -> None:
+    def post(self, sent: Sent, end: Int) -> None:
         """A message has been sent."""
-        self.arrivals[message] = end
-        self.woken.append(("message", message))
+        self.posted[sent] = end
+        self.woken.append(("message", sent))
 
     def meet(self, number: int, nth: int, ready: Int) -> Int | None:
         """A class is ready for a meeting; returns when it starts, by lane, once all are."""
@@ -101,39 +106,40 @@ class System:
         return start[self.who.lanes[nth]]
 
 
+def _awaited(who: Partners) -> list[set[int]]:
+    """By class: places of the sends that another class waits for."""
+    found: list[set[int]] = [set() for _ in who.lanes]
+    for nth, of in enumerate(who.received):
+        sender = who.class_of[of.sender]
+        for each in np.unique(sender[sender != nth]).tolist():
+            found[each].update(np.unique(of.sent[sender == each]).tolist())
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ports:
     """Where a class meets others, by place."""
 
     issue: Issue
     kind: NDArray[np.uint8]
-    sends: Mapping[int, int]  # to another class: number of the message
-    receives: Mapping[int, int]
-    local: Mapping[int, int]  # a receive from the class itself: place of the send
+    sends: set[int]  # to another class
+    receives: Mapping[int, int]  # row of `Received`, also of what the class sends to itself
     meets: Mapping[int, int]  # number of the meeting
 
     @classmethod
-    def of(cls, program: Program, nth: int, order: Issue, who: Partners) -> Ports:
+    def of(cls, program: Program, nth: int, order: Issue, who: Partners, sends: set[int]) -> Ports:
         """Those of a class."""
-        sender, send, receiver, recv, _ = who.messages
-        inside = np.flatnonzero((sender == nth) & (receiver == nth))
-        out = np.flatnonzero((sender == nth) & (receiver != nth))
-        into = np.flatnonzero((sender != nth) & (receiver == nth))
-        if (send[inside] >= recv[inside]).any():
+        received = who.received[nth]
+        inside = who.class_of[received.sender] == nth
+        if (inside & (received.sent >= received.place[:, None])).any():
             raise ValueError("a rank class receives what it has not sent yet")
         meets = {
             m.places[m.classes.index(nth)]: i
             for i, m in enumerate(who.meetings)
             if nth in m.classes
         }
-        return cls(
-            order,
-            program.classes[nth].tasks.kind[order.rows],
-            dict(zip(send[out].tolist(), out.tolist(), strict=True)),
-            dict(zip(recv[into].tolist(), into.tolist(), strict=True)),
-            dict(zip(recv[inside].tolist(), send[inside].tolist(), strict=True)),
-            meets,
-        )
+        receives = {place: row for row, place in enumerate(received.place.tolist())}
+        return cls(order, program.classes[nth].tasks.kind[order.rows], sends, receives, meets)
 
 
 def _with(order: Issue, owner: Int, needed: Int) -> Issue:
@@ -153,18 +159,23 @@ class ByPiece:
     def __init__(self, nth: int, system: System, ports: Ports, pieces: Pieces) -> None:
         """Class number `nth`; `pieces` are those that the classes before it had."""
         self.nth, self.system, self.ports = nth, system, ports
-        local = np.array([*ports.local.items()], dtype=np.int64).reshape(-1, 2)
-        order = self.issue = _with(ports.issue, local[:, 0], local[:, 1])
+        received, first = system.who.received[nth], system.first[nth]
+        local = received.sender[:, 0] == first
+        own = received.place[local], received.sent[local, 0]
+        order = self.issue = _with(ports.issue, *own)
+        sender = system.who.class_of[received.sender[:, 0]]
+        away = zip(sender[~local].tolist(), received.sent[~local, 0].tolist(), strict=True)
+        self.sources = dict(zip(received.place[~local].tolist(), away, strict=True))
         tasks = system.program.classes[nth].tasks
         # A message takes the time of its send.
         self.duration = np.where(ports.kind == Kind.RECV, 0, system.durations[nth])
         cuts = _cuts(tasks, order)
         for place in ports.meets:
             cuts += [place, place + 1]
-        cuts += [0, len(order), *ports.receives]
+        cuts += [0, len(order), *self.sources]
         self.cuts = np.unique(cuts)
         arrives = np.zeros(len(order), dtype=bool)
-        arrives[[*ports.receives]] = True
+        arrives[[*self.sources]] = True
         sent = np.zeros(len(order), dtype=bool)
         sent[[*ports.sends, *ports.meets]] = True
         self.pieces = pieces.of(self.cuts, order, self.duration, arrives, sent)
@@ -186,12 +197,11 @@ class ByPiece:
             nth = len(self.inputs)
             begin, piece = int(self.cuts[nth]), self.pieces[nth]
             arrival = 0
-            if begin in self.ports.receives:
-                message = self.ports.receives[begin]
-                found = system.arrivals[message]
-                if found is None:
-                    return "message", message
-                arrival = int(found[0])
+            if begin in self.sources:
+                sent = self.sources[begin]
+                if sent not in system.posted:
+                    return "message", sent
+                arrival = int(system.posted[sent][0])
             mine = order.needs[order.pointer[begin] : order.pointer[self.cuts[nth + 1]]]
             values = piece.inputs(mine, self.ends, arrival)
             ends = (piece.matrix[piece.ports] + values).max(axis=1)
@@ -207,7 +217,7 @@ class ByPiece:
             self.ends[begin + piece.ports] = ends
             self.inputs.append(values)
             for place in self.sends[nth]:
-                system.post(self.ports.sends[place], self.ends[place : place + 1])
+                system.post((self.nth, place), self.ends[place : place + 1])
         return None
 
     def times(self) -> Times:
@@ -231,9 +241,9 @@ class ByTask:
         """Class number `nth`; `factor` by lane of the class."""
         self.nth, self.system, self.ports = nth, system, ports
         lanes = system.who.lanes[nth]
-        self.slot = system.program.classes[nth].tasks.slot[ports.issue.rows]
+        tasks = system.program.classes[nth].tasks
         numbers: dict[int, Int | None] = {-1: None}
-        slot = np.where(ports.kind == Kind.COLLECTIVE, self.slot, -1)
+        slot = np.where(ports.kind == Kind.COLLECTIVE, tasks.slot[ports.issue.rows], -1)
         for used in sorted({int(s) for s in slot} - {-1}):
             group = system.who.groups[used][lanes]
             numbers[used] = None if len(np.unique(group)) == len(lanes) else met(group)
@@ -246,7 +256,7 @@ class ByTask:
             fixed = (ports.kind == Kind.COMPUTE) | (ports.kind == Kind.RECV)
             fixed[[*ports.meets]] = True
             self.order = early(ports.issue, fixed)
-        joins = {*ports.meets, *ports.local, *ports.receives, *ports.sends}
+        joins = {*ports.meets, *ports.receives, *ports.sends}
         self.stops = [nth for nth, place in enumerate(self.order) if place in joins]
         self.stops.append(len(self.order))
         self.passed = 0  # of order
@@ -273,27 +283,23 @@ class ByTask:
             if start is None:
                 return "meeting", ports.meets[place]
             walk.settle(place, start + int(system.durations[self.nth][place]))
-        elif place in ports.local:
-            arrival = walk.end(ports.local[place])[self._source(place, self.nth)]
-            walk.settle(place, np.maximum(walk.ready(place), arrival))
         elif place in ports.receives:
-            message = ports.receives[place]
-            found = system.arrivals[message]
-            if found is None:
-                return "message", message
-            arrival = found[self._source(place, int(system.who.messages.sender[message]))]
+            row = ports.receives[place]
+            received = system.who.received[self.nth]
+            arrival = np.zeros(received.sender.shape[1], dtype=np.int64)
+            for lane, (sender, sent) in enumerate(
+                zip(received.sender[row].tolist(), received.sent[row].tolist(), strict=True)
+            ):
+                nth = int(system.who.class_of[sender])
+                ends = walk.end(sent) if nth == self.nth else system.posted.get((nth, sent))
+                if ends is None:
+                    return "message", (nth, sent)
+                arrival[lane] = ends[sender - system.first[nth]]
             walk.settle(place, np.maximum(walk.ready(place), arrival))
         else:
             walk.run([place])
-            system.post(ports.sends[place], walk.end(place))
+            system.post((self.nth, place), walk.end(place))
         return None
-
-    def _source(self, place: int, sender: int) -> Int:
-        """For each lane, which lane of class `sender` a message comes from."""
-        who = self.system.who
-        return np.searchsorted(
-            who.lanes[sender], who.sources[int(self.slot[place])][who.lanes[self.nth]]
-        )
 
     def times(self) -> Times:
         """The times of all places."""
