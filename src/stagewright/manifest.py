@@ -104,6 +104,15 @@ class Files(Mapping[str, "dict[str, object]"]):
         """Bytes of all files."""
         return int(self._ranks.sizes.sum()) + sum(file.size for file in self._more.values())
 
+    def rows(self) -> Iterator[Written]:
+        """All files, one by one."""
+        digests = self._ranks.digests.tobytes()
+        columns = zip(self.ranks.tolist(), self._ranks.sizes.tolist(), strict=True)
+        for nth, (rank, size) in enumerate(columns):
+            sha256 = digests[32 * nth : 32 * nth + 32].hex()
+            yield Written(f"{self._before}{rank}{self._after}", size, sha256)
+        yield from self._more.values()
+
     def __getitem__(self, name: str) -> dict[str, object]:
         if name in self._more:
             return self._more[name].entry()
@@ -155,8 +164,8 @@ def text(head: Mapping[str, object], files: Files) -> Iterator[bytes]:
     yield json.dumps(head, indent=2).removesuffix("\n}").encode() + b',\n  "files": {'
     lines: list[str] = []
     between = "\n"
-    for name in files:
-        lines.append(f"{between}    {json.dumps(name)}: {json.dumps(files[name])}")
+    for name, size, sha256 in files.rows():
+        lines.append(f'{between}    {json.dumps(name)}: {{"bytes": {size}, "sha256": "{sha256}"}}')
         between = ",\n"
         if len(lines) == 4096:
             yield "".join(lines).encode()

@@ -75,33 +75,35 @@ def place(address: str) -> Place:
 class Local:
     """A directory of this machine, or one that it shares with others."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` exists."""
+    def __init__(self, folder: Path, *, alone: bool = False) -> None:
+        """`folder` exists. Who writes there `alone` may be caught with half a file."""
         self.folder = folder
-        self._token = secrets.token_hex(4)  # of this writer among all that write here
-
-    @property
-    def address(self) -> str:
-        """The path."""
-        return str(self.folder)
+        self.address = str(folder)
+        # The name of a file until it is whole: no other's, whoever writes here.
+        self._token = "" if alone else secrets.token_hex(4)
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> Written:
         """Write under another name, then rename."""
+        path = f"{self.address}/{name}"
+        temporary = f"{self.address}/.{name}.{self._token}" if self._token else path
         size, digest = 0, hashlib.sha256()
-        temporary = self.folder / f".{name}.{self._token}"
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             try:
                 for piece in pieces:
                     view = memoryview(piece)
-                    _write_all(file, view[_write_directly(file, view) :] if not size else view)
                     digest.update(view)
+                    done = 0 if size else _write_directly(file, view)
                     size += len(view)
+                    while done < len(view):
+                        done += os.write(file, view[done:])
             finally:
                 os.close(file)
-            temporary.replace(self.folder / name)
+            if temporary != path:
+                os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                os.unlink(temporary)
             raise
         return Written(name, size, digest.hexdigest())
 
@@ -164,12 +166,6 @@ def _write_directly(file: int, view: memoryview) -> int:
         raise
     finally:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
-
-
-def _write_all(file: int, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        done += os.write(file, view[done:])
 
 
 class Remote:

@@ -115,7 +115,7 @@ class _Folder:
     """A hidden directory that will take another's name."""
 
     def __init__(self, folder: Path, path: Path, output: Output) -> None:
-        self.place: Place = Local(folder)
+        self.place: Place = Local(folder, alone=not output.shared)
         self.journal = Journal(self.place, output.name)
         self._folder, self._path, self._force = folder, path, output.force
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.formats import et_def, wire
-from stagewright.formats.wire import LENGTH, VARINT, Bytes, Int, Rows, Table
+from stagewright.formats.wire import LENGTH, VARINT, Bytes, Int, Pieces, Rows, Table
 from stagewright.program import (
     COLLECTIVES,
     PHASES,
@@ -200,33 +201,35 @@ class Partners:
             raise ValueError("a collective of a rank that is in no group of its communicator")
         return np.searchsorted(10 ** np.arange(1, 19), values, side="right") + 1
 
-    def payload(self, code: int, value: int) -> bytes:
-        """The bytes of a code's value in a file."""
-        return str(value).encode() if code < self.own else wire.varint(value)
+    def payloads(self, code: int, ranks: Int, width: int) -> Pieces:
+        """The bytes of a code's value in the files of some ranks, which take `width` each."""
+        values = self.values(code, ranks)
+        if code < self.own:
+            digits = values[:, None] // 10 ** np.arange(width - 1, -1, -1) % 10 + ord("0")
+            return np.ascontiguousarray(digits.astype(np.uint8)).view(f"V{width}")[:, 0]
+        pieces = wire.varints(values).pieces()
+        matrix = pieces.view(np.uint8).reshape(len(values), pieces.dtype.itemsize)
+        return np.ascontiguousarray(matrix[:, :width]).view(f"V{width}")[:, 0]
 
 
 class Patch(NamedTuple):
     """The places in a file that hold values of one width."""
 
     at: Int
-    which: Int  # index into codes, by place
-    codes: list[int]
-    width: int  # bytes
+    which: Int  # by place, which column of values
+    values: Pieces  # a row per rank
 
 
 class Template:
     """The bytes that the ranks of a batch share, and the places where they differ."""
 
-    def __init__(self, data: Bytes, patches: list[Patch], partners: Partners, ranks: Int) -> None:
+    def __init__(self, data: Bytes, patches: list[Patch], ranks: Int) -> None:
         """Keep `data`, which the first of `ranks` patches in place."""
         self.memory = len(data)
         self._source = data
         self._idle = [data]  # buffers that no rank is using
         self._patches = patches
-        self._partners = partners
         self._ranks = ranks
-        codes = {code for patch in patches for code in patch.codes}
-        self._values = {code: partners.values(code, ranks) for code in codes}
 
     @contextmanager
     def stamped(self, rank: int) -> Generator[memoryview]:
@@ -238,13 +241,10 @@ class Template:
             # differs is patched again.
             buffer = aligned(self.memory)
             buffer[:] = self._source
-        nth = int(np.searchsorted(self._ranks, rank))
-        value = {code: int(values[nth]) for code, values in self._values.items()}
+        nth = self._ranks.searchsorted(rank)
         try:
-            for patch in self._patches:
-                values = b"".join(self._partners.payload(c, value[c]) for c in patch.codes)
-                pieces = np.frombuffer(values, f"V{patch.width}")
-                wire.scatter(buffer, patch.at, pieces[patch.which])
+            for at, which, values in self._patches:
+                wire.scatter(buffer, at, values[nth].take(which))
             yield buffer.data
         finally:
             self._idle.append(buffer)
@@ -277,10 +277,7 @@ class Batch:
         """A quick upper bound of `size`, two or three times as high."""
         tasks = self._tasks
         # 320: a send, the longest kind of node, with every number in ten bytes and empty strings.
-        name, op = (
-            max((len(text.encode()) for text in texts), default=0)
-            for texts in (tasks.names, tasks.ops)
-        )
+        name, op = _longest(tasks.names), _longest(tasks.ops)
         needed = (len(tasks.data) + 2 * len(tasks.order)) * len(wire.varint(len(tasks)))
         return len(self._header) + len(tasks) * (320 + name + op) + needed
 
@@ -304,15 +301,17 @@ class Batch:
                 which.append(mark.which)
             done += end
         patches = self._patches(np.concatenate(at), np.concatenate(which)) if at else []
-        return Template(data[:done], patches, self._partners, self.ranks)
+        return Template(data[:done], patches, self.ranks)
 
     def _patches(self, at: Int, which: Int) -> list[Patch]:
         patches: list[Patch] = []
-        for width in np.unique(self._widths):
+        for width in np.unique(self._widths).tolist():
             equal = np.flatnonzero(self._widths == width)
             some = np.flatnonzero(np.isin(which, equal))
-            codes = [int(code) for code in self._codes[equal]]
-            patches.append(Patch(at[some], np.searchsorted(equal, which[some]), codes, int(width)))
+            codes = self._codes[equal].tolist()
+            values = [self._partners.payloads(code, self.ranks, width) for code in codes]
+            column = np.searchsorted(equal, which[some])
+            patches.append(Patch(at[some], column, np.stack(values, axis=1)))
         return patches
 
     def _blocks(self) -> Iterator[tuple[Rows, list[Mark]]]:
@@ -379,6 +378,12 @@ class Batch:
         table = Table(entries)
         at = rows.choose(table, which, where)
         return Mark(at + (table.lengths - self._widths)[which], where, which)
+
+
+@lru_cache
+def _longest(texts: tuple[str, ...]) -> int:
+    """Bytes of the longest text; classes share their names."""
+    return max((len(text.encode()) for text in texts), default=0)
 
 
 class Columns:
