@@ -101,7 +101,7 @@ def _read_load(value: Any) -> Any:
     rows = cast("list[object]", [*value])
     listed = [cast("list[object]", row) for row in rows if isinstance(row, list | tuple)]
     if len(listed) not in (0, len(rows)) or not rows:
-        raise UserError(f"expert_load: holds {shown(value)}, wanted a list for each layer")
+        raise UserError(f"expert_load: holds {shown(rows)}, wanted a list for each layer")
     return tuple(tuple(row) for row in listed or [rows])
 
 

@@ -119,7 +119,7 @@ class _Messages:
         self.lane_of, self.example, self.class_of = lane_of, example, class_of
         self.peers = [program.peer_of(slot) for slot in range(len(program.peers))]
         self.axes = [peer.axis for peer in program.peers]
-        self.ends = [
+        self.ends: list[dict[Kind, dict[int, tuple[Int, Int]]]] = [
             {kind: self._ends(of, order, kind) for kind in (Kind.SEND, Kind.RECV)}
             for of, order in zip(program.classes, issues, strict=True)
         ]
@@ -141,13 +141,13 @@ class _Messages:
     def _of_lane(self, lane: int) -> tuple[Int, Int, Int]:
         """Where a lane receives, from which lane, and where that sends; by place."""
         rank = int(self.example[lane])
-        ends = self.ends[self.class_of[lane]][Kind.RECV]
+        ends = self.ends[int(self.class_of[lane])][Kind.RECV]
         found: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
         # On a ring of two, the one before is the one after.
         for other, axis in sorted({(int(self.peers[s][rank]), self.axes[s]) for s in ends}):
             mine = self._sorted(ends, rank, other, axis)
             number = int(self.lane_of[other])
-            theirs = self.ends[self.class_of[number]][Kind.SEND]
+            theirs = self.ends[int(self.class_of[number])][Kind.SEND]
             at = self._sorted(theirs, other, rank, axis)
             if not np.array_equal(mine[0], at[0]):
                 raise ValueError(

@@ -112,7 +112,7 @@ def _awaited(who: Partners) -> list[set[int]]:
     for nth, of in enumerate(who.received):
         sender = who.class_of[of.sender]
         for each in np.unique(sender[sender != nth]).tolist():
-            found[each].update(np.unique(of.sent[sender == each]).tolist())
+            found[each] |= set(np.unique(of.sent[sender == each]).tolist())
     return found
 
 
