@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import importlib
+import io
 import itertools
 import json
 import pkgutil
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
@@ -211,6 +214,32 @@ json_data = data(json.loads, _json)
 yaml_data = data(yaml.safe_load, _yaml)
 
 
+def members(source: bytes, dice: Dice) -> bytes:
+    """Changes of an archive's members, sealed again, so that what is behind the seal is reached."""
+    if dice.random() < 0.1:
+        return havoc(source, dice)
+    with zipfile.ZipFile(io.BytesIO(source)) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+        comment = archive.comment[:-64]
+    for _ in range(dice.choice((1, 1, 2))):
+        name = dice.choice([*found, *["contents.json"] * len(found)])
+        how = dice.randrange(6)
+        if how == 0 and len(found) > 1:
+            del found[name]
+            break
+        if name.endswith(".json"):
+            found[name] = json_data(found[name], dice)
+        else:
+            found[name] = havoc(found[name], dice) if how < 4 else found[dice.choice([*found])]
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = comment + b"0" * 64
+        for name, content in found.items():
+            archive.writestr(name, content)
+    whole = out.getvalue()[:-64]
+    return whole + hashlib.sha256(whole).hexdigest().encode()
+
+
 def frames(source: bytes, dice: Dice) -> bytes:
     """Changes of a trace: of its framing, of whole nodes, of their fields, of bytes in them."""
     from stagewright.formats import wire
@@ -382,6 +411,23 @@ def _requests(path: Path) -> object:
     return read(path)
 
 
+def _measurements(path: Path) -> object:
+    from stagewright.validate import load
+
+    return load(path)
+
+
+def _bundle(path: Path) -> object:
+    """Everything that reads a bundle."""
+    from stagewright.formats.bundle import Bundle
+    from stagewright.verify import verify
+
+    json.dumps(verify(path, workers=1).to_json())
+    bundle = Bundle(path)
+    bundle.program()
+    return list(itertools.islice(bundle.nodes(0), 20))
+
+
 def _trace(path: Path) -> object:
     """Everything that reads one trace."""
     from stagewright import inspect_trace
@@ -451,6 +497,9 @@ DURATIONS = (
 LOADS = (b"# tokens\n1,2,3,4,5,6,7,8\n", b"1,2,3,4,5,6,7,8\n" * 3)
 LOADS_JSON = (b"[1, 2, 3, 4, 5, 6, 7, 8]", b"[%s]" % b",".join([b"[1, 2, 3, 4, 5, 6, 7, 0.5]"] * 3))
 REQUESTS = b"count,context_length,new_tokens\n4,4096,1\n1,128,16\n"
+MEASURED = (
+    b"source,row,hardware,quantity,measured,model,tp,layers\nmine,1,h100-sxm,step_s,12.5,gpt2,2,4\n"
+)
 ARGUMENTS = (
     b"show\ngpt2\n--tp\n2\n--layers\n2\n--seq-length\n16\n--json",
     b"show\nllama3.1-8b\n--pp\n2\n--layers-per-stage\n1,1\n--layers\n2\n--schedule-picture",
@@ -468,6 +517,17 @@ def _traces() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as place:
         folder = generated(Path(place) / "w", tp=2, pp=2, layers=2, dp=1)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@cache
+def _bundled() -> bytes:
+    import stagewright as sw
+
+    toy: dict[str, Any] = {"model": "gpt2", "layers": 2, "seq_length": 16, "vocab": 64}
+    with tempfile.TemporaryDirectory() as place:
+        path = f"{place}/run.bundle"
+        sw.generate(sw.compile(sw.Run(**toy, tp=2, pp=2)), path, format="bundle")
+        return Path(path).read_bytes()
 
 
 @cache
@@ -556,6 +616,10 @@ PARSERS = (
            (*NOT_TEXT, b'"' * 99_999, b"1,2,3,4,5,6,7,8\n" * 500_000, b"1," * 4_000_000)),
     Parser("loads.json", "loads.json", _loads, lambda: LOADS_JSON, json_data,
            (*NOT_TEXT, *DEEP_JSON, b"[[]," * 3_000_000, b'{"0": [1]}', b"[true]", b"[1e999]")),
+    Parser("measurements.csv", "mine.csv", _measurements, lambda: [MEASURED], lines,
+           (*NOT_TEXT, b'"' * 99_999, MEASURED.replace(b",2,", b"," + b"9" * 5000 + b","))),
+    Parser("bundle", "run.bundle", _bundle, lambda: [_bundled()], members,
+           (*NOT_TEXT, b"PK\x03\x04", b"PK\x03\x04" + bytes(9999))),
     Parser("one trace", "workload.0.et", _trace, lambda: [_traces()["workload.0.et"]], frames,
            (*NOT_TEXT, b"\x80" * 99, b"\xff" * 9 + b"\x0f", b"\x0a\x0a", b"\x00" * 9999)),
     Parser("traces", "workload.1.et", _world, lambda: [_traces()["workload.1.et"]], frames,

@@ -12,6 +12,7 @@ import pytest
 import stagewright
 from stagewright import cli
 from stagewright.models import PRESETS
+from stagewright.pipeline import SCHEDULES
 from stagewright.run import Run
 
 SMALL = ["gpt2", "--layers", "4", "--seq-length", "64"]
@@ -272,7 +273,16 @@ WRONG: list[tuple[list[str], str]] = [
     (["show", "gpt2", "extra"], "Got unexpected extra argument (extra)"),
     (
         ["show", "gpt2", "--recompute", "ful"],
-        "Invalid value for '--recompute': 'ful' is not one of 'none', 'selective', 'full'.",
+        "--recompute is 'ful', wanted one of none, selective, full; did you mean 'full'?",
+    ),
+    (
+        ["verify", "x", "--zero", "1"],
+        "no such option --zero; it is an option of generate, show, simulate",
+    ),
+    (
+        ["show", "gpt2", "--schedule", "1fb1"],
+        f"unknown schedule '1fb1'; wanted {', '.join(SCHEDULES)} or a path ending in .csv; "
+        "did you mean '1f1b'?",
     ),
     (
         ["show", "gpt2", "--recompute", "selective", "--recompute-modules", "nrm"],

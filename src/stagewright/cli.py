@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import click
 
 import stagewright
-from stagewright import cli_simulate, cli_time, cli_trace, cli_write
+from stagewright import cli_doctor, cli_help, cli_simulate, cli_time, cli_trace, cli_write
 from stagewright.cli_progress import shown, told
 from stagewright.errors import Stopped, UserError, did_you_mean
 
@@ -172,7 +172,7 @@ def _settings(command: _Command) -> _Command:
         elif kind is tuple:
             more = {"callback": _words, "metavar": "LIST"}
         elif isinstance(kind, tuple):
-            more = {"type": click.Choice(kind)}
+            more = {"type": cli_help.Word(kind)}
         else:
             more = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
         command = click.option(flag, setting.name, default=None, help=setting.help, **more)(command)
@@ -187,7 +187,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in self.commands and not name.startswith("-"):
+        if name not in self.commands and not (name.startswith("-") or ctx.resilient_parsing):
             known = ", ".join(self.commands)
             hint = did_you_mean(name, self.commands)
             raise UserError(f"unknown command {name!r}; wanted one of {known}{hint}")
@@ -436,6 +436,10 @@ def _console() -> Any:
 for each in (*cli_write.COMMANDS, *cli_trace.COMMANDS, *cli_time.COMMANDS):
     commands.add_command(each)
 commands.add_command(cli_simulate.command(_settings, _load, _compile))
+for each in (cli_doctor.doctor, cli_help.completion):
+    commands.add_command(each)
+cli_help.add_examples(commands)
+cli_help.add_completion(commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -450,10 +454,7 @@ def _status(arguments: Sequence[str] | None) -> int:
     except UserError as error:
         return _complain(str(error))
     except click.NoSuchOption as error:
-        known = error.ctx.command.get_params(error.ctx) if error.ctx else []
-        flags = [flag for each in known for flag in (*each.opts, *each.secondary_opts)]
-        hint = did_you_mean(error.option_name, [flag for flag in flags if flag.startswith("--")])
-        return _complain(f"no such option {error.option_name}{hint or '; see --help'}")
+        return _complain(cli_help.no_such_option(error, commands))
     except click.ClickException as error:
         return _complain(error.format_message())
     except click.Abort as stop:

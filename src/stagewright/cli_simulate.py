@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagewright.cli_help import Word
 from stagewright.cli_progress import shown
 from stagewright.cli_trace import JSON
 from stagewright.errors import UserError
@@ -42,7 +43,7 @@ def command(
     )
     @click.option(
         "--topology",
-        type=click.Choice(("two_tier", "fullflat")),
+        type=Word(("two_tier", "fullflat")),
         default="two_tier",
         help="fullflat: the links within a node join all GPUs. [two_tier]",
     )

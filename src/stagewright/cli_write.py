@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from stagewright.cli_help import Word
 from stagewright.cli_progress import shown, told
 from stagewright.errors import UserError
 
@@ -43,7 +44,7 @@ OPTIONS = (
     ),
     click.option(
         "--engine",
-        type=click.Choice(("local", "ray")),
+        type=Word(("local", "ray")),
         default="local",
         help="Who writes: threads of this process, or a Ray cluster. [local]",
     ),

@@ -18,6 +18,7 @@ from typing import Any
 from stagewright.compiler import compile
 from stagewright.cost import task_seconds
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
 from stagewright.hardware import resolve as resolve_hardware
 from stagewright.models import ModelConfig
 from stagewright.models import resolve as resolve_model
@@ -124,17 +125,12 @@ def measurements() -> list[Measurement]:
 
 def load(path: str | Path) -> list[Measurement]:
     """Measurements of a file of one's own, in the form of those carried."""
-    try:
-        return read(Path(path).read_text(encoding="utf-8-sig"), str(path))
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text in UTF-8; wanted measurements in CSV") from None
-    except OSError as error:
-        raise UserError(f"cannot read measurements {path}: {error.strerror}") from None
+    return read(read_text(path, "measurements in CSV"), str(path))
 
 
 def read(text: str, where: str) -> list[Measurement]:
     """Measurements of a CSV file; unknown columns are refused by name."""
-    rows = csv.DictReader(text.splitlines())
+    rows = csv.DictReader(text.splitlines(), restval="")
     settings, sizes = set(Run.model_fields), {f.name for f in fields(ModelConfig)} - {"name"}
     for column in rows.fieldnames or ():
         if column not in {*_TEXT, *settings, *sizes}:
@@ -147,6 +143,8 @@ def read(text: str, where: str) -> list[Measurement]:
 
 
 def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Measurement:
+    if None in row:
+        raise UserError(f"{where}: has more cells than there are columns; quote what has commas")
     if row["quantity"] not in QUANTITIES:
         raise UserError(
             f"{where}: quantity is {row['quantity']!r}"
@@ -166,7 +164,7 @@ def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Meas
 def asked(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
     """The run of a row's settings, and its model: a preset, changed by the fields that remain."""
     given = {k: _value(v) for k, v in row.items() if v}
-    model = resolve_model(str(given["model"]))
+    model = resolve_model(str(given.get("model", "")))
     changes = {k: v for k, v in given.items() if k not in settings}
     if changes:
         changes.setdefault("kv_channels", model.kv_channels)
@@ -175,6 +173,8 @@ def asked(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelC
 
 
 def _value(text: str) -> Any:
+    if max(map(len, text.split(","))) > 99:
+        raise UserError(f"cannot read {text[:40]!r}...; wanted a number or a word")
     if text in ("true", "false"):
         return text == "true"
     if not text.isdecimal():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -466,6 +467,8 @@ class Bundle:
             )
         except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError) as error:
             raise self._damaged(f"{member}: {error}") from None
+        except (SyntaxError, tokenize.TokenError):
+            raise self._damaged(f"{member}: its header is no header of numpy") from None
         if found.shape != (length,) or found.dtype.kind not in "iu":
             got = f"{found.dtype}{list(found.shape)}"
             raise self._damaged(f"{member} is {got}, wanted {length} integers")
