@@ -199,10 +199,20 @@ class Spmd:
     ) -> list[Any]:
         """The operands with whole sequences: what a rank has seen once all blocks went round."""
         result: list[Any] = []
+        ring = OPS[n.op].ring
+        assert ring is not None
+        # What every rank has a part of the sum of, it has of its own queries.
+        own = not any(d[0] in ring for d in spec.out)
         for dims, s, x in zip(spec.ins, n.srcs, have, strict=True):
+            if not any(d[0] in ring for d in dims):
+                result.append(x[rank])
+                continue
             i = dims.index(("q",)) if ("q",) in dims else dims.index(("k",))
             assert axes == set(s.layout.dims[i])
             parts = [x[r] for r in self.group(rank, s.layout.dims[i])]
+            if own and not result:  # the gradient comes first
+                here = positions(self.mesh, s.layout.dims[i], self.at[rank])
+                parts = [p * (at == here) for at, p in enumerate(parts)]
             result.append(np.concatenate(parts, axis=i))
         return result
 
@@ -440,6 +450,14 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "kimi-linear": _LATENT
     | {"mixers": ("kimi_delta", "global"), "position": "none"}
     | {"state_space": StateSpace(**_STATE | {"heads": 12, "gate_rank": 6})},
+    "gpt-oss": _MIXTURE
+    | dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias", "router_bias"), True)
+    | {"mixers": ("local", "global"), "sliding_window": 5, "attention_sinks": True}
+    | {"activation": "quick_gelu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.7},
+    "llama4": _MIXTURE
+    | {"mixers": ("chunked", "nope"), "attention_chunk_size": 5, "qk_l2_norm": True}
+    | {"router": "sigmoid", "norm_topk_prob": False, "apply_probs": "input"}
+    | {"first_dense_layers": 1, "moe_layer_freq": 2, "shared_ffn_hidden_size": 12},
     "plain": {"position": "none", "num_query_groups": 1, "activation": "relu2", "mlp_bias": True},
 }
 TINY: dict[str, ModelConfig] = {

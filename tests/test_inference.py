@@ -20,7 +20,7 @@ from stagewright.batch import Cache, Group
 from stagewright.capacity import Capacity
 from stagewright.compiler import Compiled, compile
 from stagewright.errors import UserError
-from stagewright.models import PRESETS
+from stagewright.models import PRESETS, Reach
 from stagewright.program import COLLECTIVES, Kind
 from stagewright.program_check import check_program
 from stagewright.report import summary
@@ -109,22 +109,27 @@ def test_a_chunk_of_a_prompt_beside_decode() -> None:
         st.builds(Group, st.integers(1, 5), st.integers(0, 20), st.integers(1, 6)), min_size=1
     ),
     st.integers(1, 5),
-    st.sampled_from([0, 1, 4, 9]),
+    st.sampled_from([(0, 0), (1, 0), (4, 0), (9, 0), (0, 1), (0, 5), (0, 8)]),
     st.sampled_from([1, 4, 16]),
     st.integers(0, 3),
 )
 @settings(max_examples=60, deadline=None)
 def test_sums_over_requests(
-    groups: list[Group], places: int, window: int, block: int, logits: int
+    groups: list[Group], places: int, reach: tuple[int, int], block: int, logits: int
 ) -> None:
     """Counted one by one: pairs, keys, blocks, of requests dealt in turn."""
+    window, chunk = reach
     want = np.zeros((places, len(batch.COLUMNS)), np.int64)
     turn = 0
     for g in groups:
         for _ in range(g.count):
             context, new = g.context_length or 0, g.new_tokens or 0
             seen = [
-                [k for k in range(p + 1) if not window or k > p - window]
+                [
+                    k
+                    for k in range(p // chunk * chunk if chunk else 0, p + 1)
+                    if not window or k > p - window
+                ]
                 for p in range(context, context + new)
             ]
             keys = {k for some in seen for k in some}
@@ -134,7 +139,7 @@ def test_sums_over_requests(
                 new if new <= logits else 1,
             ]  # fmt: skip
             turn += 1
-    found = batch.dealt(groups, batch.each(groups, Cache(block), window, logits), places)
+    found = batch.dealt(groups, batch.each(groups, Cache(block), Reach(*reach), logits), places)
     assert found.tolist() == want.tolist()
 
 

@@ -162,13 +162,15 @@ def played(model: str, recipe: Recipe) -> Iterator[Step]:
             where["key_slots"].append(rng.permutation(table.shape[1] * BLOCK))
         where = {k: np.array(v) for k, v in where.items()} | {"block_table": table}
         local = {
-            f"{name}_local": where[name] for name in ("token_slots", "block_table", "key_slots")
+            f"{name}{kind}": where[name]
+            for name in ("token_slots", "block_table", "key_slots")
+            for kind in ("_local", "_chunked")
         }
         new, held, blocks = len(tokens[0]), table.shape[1] * BLOCK, table.shape[1]
         sizes = sizes_of(Run(model=model), ALL[model]) | {
-            "B": len(ENDS), "S": new, "O": new, "L": held, "I": blocks, "L_local": held,
-            "I_local": blocks, "keys": held, "keys_local": held,
-            "R": len(ENDS) * new,
+            "B": len(ENDS), "S": new, "O": new, "R": len(ENDS) * new,
+            **{f"{name}{kind}": many for kind in ("", "_local", "_chunked")
+               for name, many in (("L", held), ("I", blocks), ("keys", held))},
         }  # fmt: skip
         x: Any = None
         for part, layer in parts():
@@ -243,7 +245,10 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ("model", "recipe"),
     [
         (m, SERVED)
-        for m in ("llama", "gpt2", "gemma2", "plain", "qwen3", "falcon-mqa", "deepseek-lite")
+        for m in (
+            *("llama", "gpt2", "gemma2", "plain", "qwen3", "falcon-mqa", "deepseek-lite"),
+            *("gpt-oss", "llama4"),
+        )
     ]
     + [("deepseek-lite", ABSORBED)],
     ids=lambda x: getattr(x, "absorb", x),
@@ -264,8 +269,9 @@ def test_sharded(model: str, recipe: Recipe, name: str) -> None:
         if step.part == "layer" and ALL[model].kv_lora_rank:
             assert found["latent_cache"].layout == Layout((here.data, (), ()))  # copies over tp
         elif step.part == "layer":
-            local = "_local" if "k_cache_local" in found else ""
-            assert found[f"k_cache{local}"].layout == Layout((here.data, (), here.key_value, ()))
+            kinds = ("", "_local", "_chunked")
+            kept = next(name for k in kinds if (name := f"k_cache{k}") in found)
+            assert found[kept].layout == Layout((here.data, (), here.key_value, ()))
         if step.part == "head":
             assert found["logits_gathered" if here.tensor else "logits"].layout.dims[2] == ()
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from stagewright import hf, hf_keys
 from stagewright.compiler import parameters
 from stagewright.errors import UserError
-from stagewright.models import LIMITS, PRESETS, RECURRENCES, ModelConfig, resolve
+from stagewright.models import ATTENTIONS, LIMITS, PRESETS, RECURRENCES, ModelConfig, resolve
 from stagewright.state_space import StateSpace
 
 DATA = Path(__file__).parent / "data"
@@ -52,6 +52,13 @@ SAME = {
     "glm-4.5": ("glm-4.5", {}),
     "glm-4.5-air": ("glm-4.5-air", {}),
     "gpt2": ("gpt2", {}),
+    "gpt-oss-20b": ("gpt-oss-20b", {}),
+    "gpt-oss-120b": ("gpt-oss-120b", {}),
+    "llama-4-scout-17b-16e": ("llama4-scout", {}),
+    "llama-4-scout-text": ("llama4-scout", {"mlps": ("experts",)}),
+    "llama-4-maverick-17b-128e": ("llama4-maverick", {}),
+    "qwen1.5-moe-a2.7b": ("qwen1.5-moe-a2.7b", {}),
+    "qwen2-57b-a14b": ("qwen2-57b-a14b", {}),
     "granite-4.0-h-micro": ("granite-4.0-h-micro", {}),
     "granite-4.0-h-small": ("granite-4.0-h-small", {}),
     "jamba-v0.1": ("jamba-v0.1", {}),
@@ -99,6 +106,13 @@ ACTIVE = {
     "qwen3-235b-a22b": (22, 0, 0.5, "its model card"),
     "deepseek-moe-16b": (2.8, 0, 0.05, "arXiv:2401.06066"),
     "deepseek-v2": (21, 0, 0.5, "arXiv:2405.04434, abstract"),
+    "deepseek-v2-lite": (2.4, 1, 0.06, "arXiv:2405.04434, appendix B; cut, not rounded"),
+    "gpt-oss-20b": (3.61, 1, 0.005, "arXiv:2508.10925, Table 1, which leaves out the embedding"),
+    "gpt-oss-120b": (5.13, 1, 0.005, "arXiv:2508.10925, Table 1"),
+    "llama4-scout": (17, 0, 0.5, "its model card"),
+    "llama4-maverick": (17, 0, 0.5, "its model card"),
+    "qwen1.5-moe-a2.7b": (2.7, 0, 0.05, "its model card"),
+    "qwen2-57b-a14b": (14, 0, 0.5, "arXiv:2407.10671, Table 1"),
     "deepseek-v3": (37, 1, 0.5, "arXiv:2412.19437, abstract"),
     "deepseek-r1": (37, 1, 0.5, "its model card"),
     "kimi-k2": (32, 1, 0.5, "arXiv:2507.20534, abstract"),
@@ -134,6 +148,8 @@ def _count(c: ModelConfig, experts: int) -> int:
     dense = (ups + 1) * hidden * c.ffn_hidden_size + c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
     widths = experts * c.moe_ffn_hidden_size + c.shared_ffn_hidden_size
     mixture = (ups + 1) * hidden * widths + hidden * (c.num_experts + c.shared_expert_gate)
+    mixture += c.mlp_bias * experts * (ups * c.moe_ffn_hidden_size + hidden)
+    mixture += c.router_bias * c.num_experts
     sequential = 4 if c.norm_placement == "sandwich" else 2
     norms = c.parallel_norms if c.parallel_block else sequential
     rows = c.max_position_embeddings + c.position_offset if c.position == "learned" else 0
@@ -144,7 +160,7 @@ def _count(c: ModelConfig, experts: int) -> int:
     head += c.pooler * (hidden * hidden + hidden) + c.mlm_transform * (
         hidden * hidden + hidden + norm
     )
-    mixers = {"global": _attention(c), "local": _attention(c), "none": 0}
+    mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
     if c.recurrence:
         mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
     mlps = {"dense": dense, "experts": mixture, "none": 0}
@@ -224,7 +240,7 @@ def _attention(c: ModelConfig) -> int:
         return query + latent + values * hidden
     qkv = queries + 2 * keys
     attention = hidden * qkv + queries * hidden
-    attention += c.attention_gate * hidden * queries
+    attention += c.attention_gate * hidden * queries + c.attention_sinks * c.num_attention_heads
     return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * 2 * width
 
 
@@ -292,7 +308,8 @@ class TestPresets:
             **{"gpt2": 4, "gpt3": 9, "megatron": 4, "opt": 9, "bert": 2, "palm": 3, "falcon": 3},
             **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
             **{"mistral": 2, "qwen2.5": 7, "qwen3": 9, "gemma2": 3, "gemma3": 4, "phi3": 2},
-            **{"mixtral": 2, "deepseek": 4, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
+            **{"mixtral": 2, "deepseek": 5, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
+            **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1},
             **{"mamba": 6, "mamba2": 5, "falcon": 4, "jamba": 3, "bamba": 1, "granite": 3},
             **{"nemotron": 6, "nemotron3": 1, "minimax": 1},
         }
@@ -364,7 +381,7 @@ class TestModelConfig:
             ("llama3-8b", "position_offset", 2, "0 where positions are not learned"),
             ("llama3-8b", "norm_bias", True, "False: an rmsnorm has no bias"),
             ("llama3-8b", "gated", 1, "True or False"),
-            ("llama3-8b", "activation", "tanh", "one of gelu, gelu_tanh, silu, relu, relu2"),
+            ("llama3-8b", "activation", "tanh", "one of gelu, gelu_tanh, quick_gelu, silu, relu"),
             ("llama3-8b", "hidden_dropout", 1.0, "from 0 to below 1"),
             ("llama3-8b", "attention_dropout", math.inf, "from 0 to below 1"),
             ("llama3-8b", "logit_softcap", 0, "None or a number above 0"),
@@ -373,8 +390,8 @@ class TestModelConfig:
             ("llama3-8b", "sliding_window", 10, "has local layers"),
             ("llama3-8b", "mixers", ("local",), "has local layers"),
             ("llama3-8b", "mixers", (), "not empty"),
-            ("llama3-8b", "mixers", ["global"], "a tuple of 'global', 'local', 'mamba'"),
-            ("llama3-8b", "mixers", (["global"],), "a tuple of 'global', 'local', 'mamba'"),
+            ("llama3-8b", "mixers", ["global"], "a tuple of 'global', 'local', 'chunked', 'nope'"),
+            ("llama3-8b", "mixers", (["global"],), "a tuple of 'global', 'local', 'chunked'"),
             ("llama3-8b", "causal", False, "True, as encoder is False"),
             ("llama3-8b", "pooler", True, "False in a decoder"),
             ("llama3-8b", "embedding_size", 0, "None or a whole number from 1"),
@@ -389,7 +406,13 @@ class TestModelConfig:
             ("mixtral-8x7b", "shared_ffn_hidden_size", -1, "a whole number from 0"),
             ("mixtral-8x7b", "moe_layer_freq", 0, "a whole number from 1"),
             ("mixtral-8x7b", "router", "tanh", "one of softmax, sigmoid"),
-            ("mixtral-8x7b", "mlp_bias", True, "False in a model with experts"),
+            ("deepseek-v3", "mlp_bias", True, "False with shared experts"),
+            ("llama3-8b", "attention_chunk_size", 10, "if, and only if, mixers has chunked"),
+            ("llama3-8b", "router_bias", True, "False where num_experts is 0"),
+            ("llama3-8b", "glu_linear_offset", math.inf, "a number"),
+            ("gpt2", "glu_linear_offset", 1.0, "0 in an MLP without gate"),
+            ("gpt2", "activation_func_clamp_value", 7.0, "None in an MLP without gate"),
+            ("deepseek-v3", "attention_sinks", True, "False with latent attention"),
             ("mixtral-8x7b", "parallel_block", True, "False in a model with experts"),
             ("llama3-8b", "top_k", 2, "0 where num_experts is 0"),
             ("llama3-8b", "first_dense_layers", 1, "0 where num_experts is 0"),
@@ -696,9 +719,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("architecture", "missing"),
         [
-            ("GptOssForCausalLM", "attention sinks and biases of experts"),
-            ("Qwen2MoeForCausalLM", "a gate on the shared expert"),
-            ("Llama4ForCausalLM", "chunked attention and layers without positions"),
+            ("OlmoeForCausalLM", "norms of queries and keys over all heads at once"),
             ("Zamba2ForCausalLM", "layers that share their weights"),
             ("Phi3SmallForCausalLM", "block-sparse attention"),
         ],
@@ -709,9 +730,9 @@ class TestRefusals:
         assert text.endswith(f"; missing for {architecture}: {missing}")
 
     def test_says_what_is_missing_for_a_model_type(self, tmp_path: Path) -> None:
-        text = error_of(tmp_path, {"model_type": "gpt_oss"})
-        assert "model_type is 'gpt_oss', wanted one of gpt2, llama, mistral" in text
-        assert text.endswith("; missing for gpt_oss: attention sinks and biases of experts")
+        text = error_of(tmp_path, {"model_type": "phi3small"})
+        assert "model_type is 'phi3small', wanted one of gpt2, llama, mistral" in text
+        assert text.endswith("; missing for phi3small: block-sparse attention")
 
     def test_suggests_an_architecture(self, tmp_path: Path) -> None:
         text = error_of(tmp_path, {"architectures": ["LLamaForCausalLM"]})
@@ -932,7 +953,7 @@ def accepts_or_refuses(folder: Path, config: object) -> None:
         assert dataclasses.replace(c) == c
         assert count_parameters(c) > 0
         mixers = {c.layer(i).mixer for i in range(c.num_layers)}
-        assert mixers <= {"global", "local", "none", *RECURRENCES}
+        assert mixers <= {*ATTENTIONS, "none", *RECURRENCES}
 
 
 class TestFuzz:

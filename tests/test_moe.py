@@ -51,6 +51,12 @@ MODELS = {
     "shared": replace(MOE, shared_ffn_hidden_size=8, router="sigmoid"),
     "mla": replace(MOE, **LATENT, q_lora_rank=4, shared_ffn_hidden_size=8),
     "mla, whole queries": replace(MOE, **LATENT),
+    "biased": replace(
+        MOE,
+        **dict.fromkeys(("mlp_bias", "router_bias", "attention_sinks"), True),
+        num_attention_heads=8,
+        router="sigmoid",
+    ),
 }
 SP: dict[str, Any] = {"sequence_parallel": True}
 GATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
@@ -160,6 +166,7 @@ def sharded(model: str, settings: dict[str, Any], **form: bool) -> Sharded:
 
 # Experts are the same in all models: each of the others is tried with some runs.
 TRIED = [(model, name) for i, name in enumerate(RUNS) for model in ("shared", list(MODELS)[i % 4])]
+TRIED += [("biased", name) for name in RUNS]
 
 
 @pytest.mark.parametrize(("model", "name"), dict.fromkeys(TRIED))

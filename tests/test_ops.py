@@ -64,7 +64,8 @@ MHA = "bqaD,bkaD,bkaD->bqaD"
 MLA = "bqaD,bkaD,bkaV->bqaV"
 LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
 BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "tanh")
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "tanh")
+SINKS = BOTH | {"sinks": True, "softcap": 1.5}
 TOPK, GATES = {"top_k": 3}, ("softmax", "sigmoid")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
 SLOTS = ("", "", "", "token_slots", "block_table")
@@ -112,6 +113,17 @@ EXAMPLES = [
     Example("take", "bSm,bo->bom", {}, (0, 1), ("", "logit_rows")),
     Example("rope", "bsaD,bs->bsaD", {"inverse": False}, (1,), ("", "token_positions")),
     Example("attention", LATENTS, BOTH | {"causal": True, "window": 5}, out="BQAZ"),
+    Example("attention", MHA, BOTH | {"causal": True, "chunk": 5}),
+    Example("attention", GQA.replace("->", ",(gr)->"), SINKS | {"causal": True}),
+    Example("attention", MHA.replace("->", ",a->"), SINKS | {"causal": True, "window": 5}),
+    Example(
+        "cached_attention",
+        "bqaD,bKaD,bKaD,bq,bI,a->bqaD",
+        SERVED | {"sinks": True},
+        (0, 1, 2, 3, 4, 5),
+        (*SLOTS, ""),
+    ),
+    Example("softmax", "baqK,a->baqK", {"causal": True, "width": 6}),
     Example("mean", "bs->"),
     Example("identity", "bsm->bsm"),
     Example("add", "bsm,bsm->bsm"),
@@ -122,6 +134,7 @@ EXAMPLES = [
     *(Example("act", "bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
     Example("act", "bsf->bsf", {"fn": "softcap", "cap": 1.5}),
     *(Example("glu", "bsf,bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
+    Example("glu", "bsf,bsf->bsf", {"fn": "quick_gelu", "clamp": 0.7, "offset": 1.0}),
     Example("random_mask", "bsm->bsm", {"rate": 0.3}, fixed=(0,)),
     Example("dropout", "bsm,bsm->bsm", {"rate": 0.3}, fixed=(1,)),
     Example("modulate", "bsm,bGm->bsm", {"shift": 0, "scale": 2, "base": 1.0}),
@@ -438,6 +451,14 @@ def test_windows_and_masks_of_long_sequences(window: int) -> None:
     last = window or 4096
     pairs = sum(min(q + 1, last) for q in range(4096))
     assert flops(n, lambda d, axes: d.value(long)) == pytest.approx(4 * pairs, rel=2e-3)
+
+
+@pytest.mark.parametrize("chunk", [256, 1000])
+def test_chunks_of_long_sequences(chunk: int) -> None:
+    long = {"B": 1, "A": 1, "Q": 4096, "K": 4096, "D": 1}
+    n = apply("attention", MHA, *operands(MHA, [",,,"] * 3), causal=True, chunk=chunk, **BOTH)
+    pairs = sum(q % chunk + 1 for q in range(4096))
+    assert flops(n, lambda d, axes: d.value(long)) == pytest.approx(4 * pairs, rel=4e-3)
 
 
 def test_flops_of_attention_with_values_of_another_width() -> None:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from stagewright.errors import UserError, either
 from stagewright.files import read_text
+from stagewright.models import Reach
 
 LARGEST = 2**31
 """No count or length is larger."""
@@ -55,6 +56,7 @@ class Cache(NamedTuple):
 
 
 Groups = tuple[Group, ...]
+ALL = Reach()
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -192,18 +194,22 @@ Group(count=3, context_length=200, new_tokens=None))
 COLUMNS = ("requests", "tokens", "pairs", "keys", "slots", "blocks", "logits")
 
 
-def each(groups: Sequence[Group], cache: Cache, window: int = 0, logits: int = 0) -> Int:
+def each(groups: Sequence[Group], cache: Cache, reach: Reach = ALL, logits: int = 0) -> Int:
     """What attention over one request of each group adds up to: a row per group, exact.
 
     The columns: `requests`, 1; `tokens` that are new; `pairs` of a query and a key it sees; `keys`
     that any query sees; `slots` of the cache that hold its tokens after the step, and `blocks` of
     these; `logits`: tokens of which the next one is predicted, all new ones where there are at most
-    `logits`, otherwise the last. With a `window`, what lies before it is not kept (vLLM's manager
-    of sliding windows frees such blocks when the step begins).
+    `logits`, otherwise the last. What lies before the window or the chunk of `reach` is not kept
+    (vLLM's managers of such layers free these blocks when the step begins).
     """
     context = np.array([g.context_length for g in groups], np.int64)
     new = np.array([g.new_tokens for g in groups], np.int64)
     before, pairs = context, new * context + new * (new + 1) // 2
+    window, chunk = reach
+    if chunk:
+        before = context % chunk
+        pairs = _in_chunks(context + new, chunk) - _in_chunks(context, chunk)
     if window:
         before = np.minimum(context, window - 1)
         rising = np.clip(window - context, 0, new)  # tokens that still see all before them
@@ -214,9 +220,16 @@ def each(groups: Sequence[Group], cache: Cache, window: int = 0, logits: int = 0
     else:
         blocks = np.ones_like(new)
         slots = np.full_like(new, cache.reserved)
-        slots = np.minimum(slots, window - 1 + new) if window else slots
+        kept = window or chunk
+        slots = np.minimum(slots, kept - 1 + new) if kept else slots
     rows = np.where(new <= logits, new, 1)
     return np.stack([np.ones_like(new), new, pairs, before + new, slots, blocks, rows], axis=1)
+
+
+def _in_chunks(tokens: Int, chunk: int) -> Int:
+    """Pairs of a query and a key of its chunk, up to it, of so many tokens."""
+    whole, rest = np.divmod(tokens, chunk)
+    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
 def dealt(groups: Sequence[Group], values: Int, places: int) -> Int:

@@ -128,7 +128,9 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
             continue
         here = (kernels == kernel) & (dtypes == dtype)
         shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
-        size = {x: np.array([s[x] for s in shapes], dtype=float) for x in shapes[0]}
+        # An extent that a kernel need not have is 0 where it lacks it: chunks of attention.
+        names = dict.fromkeys(x for s in shapes for x in s)
+        size = {x: np.array([s.get(x, 0) for s in shapes], dtype=float) for x in names}
         if kernel == "gemm":
             seconds[here] = gemm_seconds(
                 size["batch"], size["m"], size["n"], size["k"],
@@ -176,7 +178,8 @@ def attention_shape_seconds(
     d, v = size["d"], size["v"]
     # Backward goes through the keys in tiles, each of which meets all queries.
     rows, columns = (size["k"], size["q"]) if backward else (size["q"], size["k"])
-    seen = np.where(size["window"] > 0, np.minimum(size["window"], columns), columns)
+    reach = np.maximum(size["window"], size.get("chunk", 0))
+    seen = np.where(reach > 0, np.minimum(reach, columns), columns)
     heads = size["batch"] * size["heads"]
     tiles = np.ceil(rows / QUERIES) * heads
     each = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)

@@ -23,7 +23,7 @@ from stagewright.errors import UserError
 from stagewright.inference import compiled as one_mesh
 from stagewright.ir import BYTES
 from stagewright.layout import Mesh
-from stagewright.models import ModelConfig
+from stagewright.models import ModelConfig, Reach
 from stagewright.parallel import parallelization
 from stagewright.program import Communicator, Int, Kind, Peer, Program, RankClass, Tasks
 from stagewright.run import Run, check
@@ -153,13 +153,12 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     of_head = (width if model.kv_lora_rank else 2 * model.kv_channels) * BYTES[
         str(second.kv_cache_dtype)
     ]
-    tokens = {mixer: _tokens(first.dp, second, window) for mixer, window in
-              (("global", 0), ("local", model.sliding_window or 0))}  # fmt: skip
+    tokens = {reach: _tokens(first.dp, second, reach) for reach in model.reaches}
     from_stage, to_stage = one.stage_of(model.num_layers), two.stage_of(model.num_layers)
     overlaps = [_held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
     found: list[Message] = []
     for layer in range(model.num_layers):
-        kept = tokens[model.layer(layer).mixer]
+        kept = tokens[model.reach(model.layer(layer).mixer)]
         for target, (dp, tp, pp) in enumerate(zip(two.dp, two.tp, two.pp, strict=True)):
             if pp != to_stage[layer]:
                 continue
@@ -177,15 +176,15 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     return found
 
 
-def _tokens(ranks: int, run: Run, window: int) -> dict[tuple[int, int], int]:
+def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
     """Tokens of the requests that each rank of prefill's dp and of decode's have in common.
 
-    Whole blocks of a paged cache; of layers with a window what it still reaches.
+    Whole blocks of a paged cache; of layers with a window or chunks what these still reach.
     """
     asked = [Group(g.count, g.context_length, 0) for g in groups(run)]
     turns = math.lcm(ranks, run.dp)
     column = batch.COLUMNS.index("slots" if run.kv_cache == "paged" else "keys")
-    sums = batch.dealt(asked, batch.each(asked, cache_of(run), window), turns)[:, column]
+    sums = batch.dealt(asked, batch.each(asked, cache_of(run), reach), turns)[:, column]
     found: dict[tuple[int, int], int] = {}
     for turn, held in enumerate(sums.tolist()):
         pair = turn % ranks, turn % run.dp
@@ -195,6 +194,10 @@ def _tokens(ranks: int, run: Run, window: int) -> dict[tuple[int, int], int]:
 
 def _held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
     """Which of `ranks` of tp send how many key-value heads to a place among others.
+
+    Where ranks hold copies of a head, neighbouring places ask different ones in turn, so that no
+    copy sends to more places than another by more than one: below, ranks 4 to 7 have head 1, and
+    of the places that want it, 2 asks rank 6 and 3 asks rank 7.
 
     >>> _held_by(8, 4, 0, 2), _held_by(8, 2, 3, 4), _held_by(2, 8, 3, 4)
     ([(0, 2), (1, 2)], [(1, 2)], [(7, 1)])

@@ -42,7 +42,11 @@ from stagewright.models import (
 MOST_BYTES = 10_000_000
 """No larger file is read: a config.json has a few kilobytes."""
 
-LAYER_TYPES: dict[str, Attention] = {"full_attention": "global", "sliding_attention": "local"}
+LAYER_TYPES: dict[str, Attention] = {
+    "full_attention": "global",
+    "sliding_attention": "local",
+    "chunked_attention": "chunked",
+}
 """transformers' names of the layer kinds, and ours."""
 
 
@@ -89,17 +93,20 @@ def _window(c: Keys, kinds: list[Attention]) -> Fields:
     return {"sliding_window": window, "mixers": shortest(kinds)}
 
 
-def _layer_types(c: Keys, layers: int, unlisted: list[Attention]) -> list[Attention]:
+def _layer_types(
+    c: Keys,
+    layers: int,
+    unlisted: list[Attention],
+    known: tuple[str, ...] = ("full_attention", "sliding_attention"),
+) -> list[Attention]:
     """The kind of every layer, as the file lists them or else these."""
     value = c.values.get("layer_types")
     if value is None:
         return unlisted
     listed = cast("list[object]", value) if isinstance(value, list) else []
-    kinds: list[Attention] = [
-        LAYER_TYPES[x] for x in listed if isinstance(x, str) and x in LAYER_TYPES
-    ]
+    kinds: list[Attention] = [LAYER_TYPES[x] for x in listed if isinstance(x, str) and x in known]
     if not len(kinds) == len(listed) == layers:
-        c.reject("layer_types", f"{' or '.join(LAYER_TYPES)} for each of the {layers} layers")
+        c.reject("layer_types", f"{' or '.join(known)} for each of the {layers} layers")
     return kinds
 
 
@@ -280,6 +287,83 @@ def _qwen3_moe(c: Keys) -> Fields:
     }
 
 
+def _qwen2_moe(c: Keys) -> Fields:
+    """Biases of queries, keys and values always; shared experts with a gate."""
+    return _qwen3_moe(c) | {
+        "qkv_bias": True,
+        "attention_output_bias": False,
+        "shared_ffn_hidden_size": c.size("ffn_hidden_size", "shared_expert_intermediate_size"),
+    }
+
+
+def _gpt_oss(c: Keys) -> Fields:
+    """Every second layer has a window where the file does not list them."""
+    fields = _biased_decoder(c)
+    layers = fields["num_layers"]
+    unlisted: list[Attention] = ["global" if i % 2 else "local" for i in range(layers)]
+    c.only("hidden_act", "silu")
+    c.only("swiglu_alpha", 1.702)
+    return fields | {
+        **_window(c, _layer_types(c, layers, unlisted)),
+        **expert_sizes(c, "num_local_experts", "intermediate_size", _used_experts(c)),
+        "activation": "quick_gelu",
+        "activation_func_clamp_value": c.number("swiglu_limit", 1e-3, 1e6),
+    }
+
+
+def _used_experts(c: Keys) -> str:
+    return c.used("num_experts_per_tok", "experts_per_token")
+
+
+def _llama4(c: Keys) -> Fields:
+    """Chunks where there is rope, and neither in the other layers; experts where listed."""
+    fields = _biased_decoder(c)
+    layers = fields["num_layers"]
+    every = c.size("num_layers", "no_rope_layer_interval")
+    turned = c.values.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    flags = cast("list[object]", turned) if isinstance(turned, list) else []
+    if len(flags) != layers or not all(type(x) is int and x in (0, 1) for x in flags):
+        c.reject("no_rope_layers", f"0 (without rope) or 1 for each of the {layers} layers")
+    chunk = c.optional("max_position_embeddings", "attention_chunk_size")
+    unlisted: list[Attention] = ["chunked" if x and chunk else "global" for x in flags]
+    kinds = _layer_types(c, layers, unlisted, ("full_attention", "chunked_attention"))
+    for i, (kind, rope) in enumerate(zip(kinds, flags, strict=True)):
+        if kind == "chunked" and not (rope and chunk):
+            lacks = "rope" if chunk else "attention_chunk_size"
+            c.reject("layer_types", f"full_attention in layer {i}, which has no {lacks}")
+    mixers = [k if x else "nope" for k, x in zip(kinds, flags, strict=True)]
+    return fields | {
+        **expert_sizes(c, "num_local_experts", "intermediate_size"),
+        **_interleaved(c, layers),
+        "ffn_hidden_size": c.size("ffn_hidden_size", "intermediate_size_mlp"),
+        "shared_ffn_hidden_size": c.size("ffn_hidden_size", "intermediate_size"),
+        "router": "sigmoid",
+        "norm_topk_prob": False,
+        "mixers": shortest(mixers),
+        "attention_chunk_size": chunk if "chunked" in mixers else None,
+        "qk_l2_norm": c.flag("use_qk_norm"),
+    }
+
+
+def _interleaved(c: Keys, layers: int) -> Fields:
+    """Experts in every so many layers, or in those that the file lists."""
+    step = c.size("num_layers", "interleave_moe_layer_step")
+    value = c.values.get("moe_layers")
+    if value is None:
+        return {"first_dense_layers": step - 1, "moe_layer_freq": step}
+    listed = cast("list[object]", value) if isinstance(value, list) else []
+    if not listed or not all(type(i) is int and 0 <= i < layers for i in listed):
+        c.reject("moe_layers", f"a list of layers below {layers}, not empty")
+    return {"mlps": shortest(["experts" if i in listed else "dense" for i in range(layers)])}
+
+
+def _llama4_multimodal(c: Keys) -> Fields:
+    """The text part; nothing is said of the vision tower."""
+    text = c.inside("text_config", _LLAMA4)
+    text.only("model_type", "llama4_text")
+    return _llama4(text)
+
+
 def _deepseek(c: Keys) -> Fields:
     return _biased_decoder(c) | deepseek_experts(c)
 
@@ -376,6 +460,33 @@ _QWEN3_MOE: Json = _QWEN | {
     "mlp_only_layers": None,
     "norm_topk_prob": False,
 }
+# Defaults of the class in transformers 5.23, those of Qwen1.5-MoE-A2.7B
+_QWEN2_MOE: Json = _QWEN3_MOE | {
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
+_GPT_OSS: Json = _LLAMA | {
+    "head_dim": 64,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+}
+_LLAMA4: Json = _LLAMA | {
+    "head_dim": 128,
+    "attention_bias": False,
+    "intermediate_size_mlp": 16384,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "use_qk_norm": True,
+    "max_position_embeddings": 131072,
+}
 _DEEPSEEK: Json = _LLAMA | {
     "num_key_value_heads": None,
     "attention_bias": False,
@@ -421,6 +532,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "MixtralForCausalLM": Architecture(("mixtral",), "mixtral-8x7b", _mixtral, _MIXTRAL),
     "Qwen3MoeForCausalLM": Architecture(("qwen3_moe",), "qwen3-30b-a3b", _qwen3_moe, _QWEN3_MOE),
+    "Qwen2MoeForCausalLM": Architecture(("qwen2_moe",), "qwen2-57b-a14b", _qwen2_moe, _QWEN2_MOE),
+    "GptOssForCausalLM": Architecture(("gpt_oss",), "gpt-oss-120b", _gpt_oss, _GPT_OSS),
+    "Llama4ForCausalLM": Architecture(("llama4_text",), "llama4-scout", _llama4, _LLAMA4),
+    "Llama4ForConditionalGeneration": Architecture(
+        ("llama4",), "llama4-scout", _llama4_multimodal, {}
+    ),
     "DeepseekForCausalLM": Architecture(("deepseek",), "deepseek-moe-16b", _deepseek, _DEEPSEEK),
     "DeepseekV2ForCausalLM": Architecture(
         ("deepseek_v2",), "deepseek-v2", deepseek_latent, _DEEPSEEK
@@ -455,13 +572,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 """The architectures that can be read. Where a file names none, its model_type's first counts."""
 
 _MISSING = {
-    "attention sinks and biases of experts": ("GptOssForCausalLM", "gpt_oss"),
-    "a gate on the shared expert": (*("Qwen2MoeForCausalLM", "qwen2_moe"),),
     "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
     "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
-    "chunked attention and layers without positions": (
-        *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "llama4", "llama4_text"),
-    ),
     "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
     "attention and a state side by side": ("FalconH1ForCausalLM", "falcon_h1"),
     "layers that share their weights": ("Zamba2ForCausalLM", "zamba2"),

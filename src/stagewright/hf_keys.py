@@ -130,7 +130,7 @@ class Keys:
             self.reject(key, "an object")
         return Keys(self.file, defaults | cast(Json, value), f"{self.prefix}{key}.")
 
-    def only(self, key: str, value: bool | int | str) -> None:
+    def only(self, key: str, value: bool | float | str) -> None:
         """Refuse a key that asks for something no `ModelConfig` is."""
         got = self.values.get(key)
         if got is not None and (type(got) is not type(value) or got != value):

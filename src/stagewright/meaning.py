@@ -93,6 +93,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "silu": lambda x: x / (1 + np.exp(-x)),
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "relu": lambda x: np.maximum(x, 0),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
     "tanh": np.tanh,
@@ -104,9 +105,11 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def _act(ctx: Any, x: Any) -> Any:
+    """An activation; one with a limit is flat above it."""
     if ctx["fn"] == "softcap":
         return ctx["cap"] * np.tanh(x / ctx["cap"])
-    return ACTIVATIONS[ctx["fn"]](x)
+    most = ctx.get("clamp")
+    return ACTIVATIONS[ctx["fn"]](x if most is None else np.minimum(x, most))
 
 
 def modulate(ctx: Any, x: Any, by: Any) -> Any:
@@ -136,12 +139,21 @@ def act_bwd(ctx: Any, g: Any, x: Any) -> Any:
     return g * _slope(ctx, x)
 
 
+def _weighed(ctx: Any, up: Any) -> Any:
+    """What a gate weighs: within limits, and with an offset."""
+    most = ctx.get("clamp")
+    return (up if most is None else np.clip(up, -most, most)) + ctx.get("offset", 0.0)
+
+
 def glu(ctx: Any, gate: Any, up: Any) -> Any:
-    return _act(ctx, gate) * up
+    return _act(ctx, gate) * _weighed(ctx, up)
 
 
 def glu_bwd(ctx: Any, g: Any, gate: Any, up: Any) -> Any:
-    return g * up * _slope(ctx, gate) if ctx["wrt"] == 0 else g * _act(ctx, gate)
+    if ctx["wrt"] == 0:
+        return g * _weighed(ctx, up) * _slope(ctx, gate)
+    most = ctx.get("clamp")
+    return g * _act(ctx, gate) * (1.0 if most is None else np.abs(up) <= most)
 
 
 def pscan(ctx: Any, a: Any, b: Any) -> Any:
@@ -226,16 +238,29 @@ def _mask(ctx: Any, queries: int, keys: int) -> Any:
         seen &= k <= q
     if ctx.get("window"):
         seen &= k > q - ctx["window"]
+    if ctx.get("chunk"):
+        seen &= k // ctx["chunk"] == q // ctx["chunk"]
     return np.where(seen, 0.0, -np.inf)
 
 
-def _probabilities(scores: Any) -> Any:
-    e = np.exp(scores - scores.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
+def _probabilities(scores: Any, sinks: Any = None) -> Any:
+    """Softmax over the last dim; `sinks`, one score more per head, take what is missing to 1."""
+    most = scores.max(-1, keepdims=True)
+    if sinks is None:
+        e = np.exp(scores - most)
+        return e / e.sum(-1, keepdims=True)
+    most = np.maximum(most, sinks)
+    e = np.exp(scores - most)
+    return e / (e.sum(-1, keepdims=True) + np.exp(sinks - most))
 
 
-def softmax(ctx: Any, x: Any) -> Any:
-    return _probabilities(x / math.sqrt(ctx["width"]) + _mask(ctx, x.shape[-2], x.shape[-1]))
+def softmax(ctx: Any, x: Any, sinks: Any = None) -> Any:
+    scores = x / math.sqrt(ctx["width"]) + _mask(ctx, x.shape[-2], x.shape[-1])
+    return _probabilities(scores, None if sinks is None else sinks[:, None, None])
+
+
+def sinks_bwd(ctx: Any, g: Any, y: Any) -> Any:
+    return -((1 - y.sum(-1)) * (g * y).sum(-1)).sum((0, 2))
 
 
 def softmax_bwd(ctx: Any, g: Any, y: Any) -> Any:
@@ -247,8 +272,14 @@ def _width(ctx: Any, q: Any) -> float:
     return math.sqrt(ctx.get("width", q.shape[-1]))
 
 
-def attention(ctx: Any, q: Any, k: Any, *v: Any) -> Any:
-    return _attend(ctx, q, *_heads(k, *v, width=ctx.shape[-1]))[1]
+def attention(ctx: Any, q: Any, *keys: Any) -> Any:
+    keys, sinks = _apart(ctx, keys)
+    return _attend(ctx, q, *_heads(*keys, width=ctx.shape[-1]), sinks)[1]
+
+
+def _apart(ctx: Any, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Keys and values, and the scores of sinks where these are the last operand."""
+    return (operands[:-1], operands[-1]) if ctx.get("sinks") else (operands, None)
 
 
 def _heads(k: Any, *v: Any, width: int) -> tuple[Any, Any]:
@@ -261,10 +292,15 @@ def _grouped(q: Any, k: Any) -> Any:
     return q.reshape(b, s, k.shape[2], a // k.shape[2], d)
 
 
-def _attend(ctx: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def _attend(ctx: Any, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
     x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / _width(ctx, q)
-    p = _probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]))
+    p = _probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]), _per_head(sinks, k))
     return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _per_head(sinks: Any, k: Any) -> Any:
+    """Beside scores [sequences, groups, heads of a group, queries, keys]."""
+    return None if sinks is None else sinks.reshape(1, k.shape[2], -1, 1, 1)
 
 
 def _cap(ctx: Any, x: Any) -> Any:
@@ -272,13 +308,16 @@ def _cap(ctx: Any, x: Any) -> Any:
 
 
 def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
+    keys, sinks = _apart(ctx, keys)
     k, v = _heads(*keys, width=g.shape[-1])
-    p, _ = _attend(ctx, q, k, v)
+    p, _ = _attend(ctx, q, k, v, sinks)
     g5, q5 = _grouped(g, k), _grouped(q, k)
     dv = np.einsum("bgrqk,bqgrd->bkgd", p, g5)
     if ctx["wrt"] == "v":
         return dv
     dp = np.einsum("bqgrd,bkgd->bgrqk", g5, v)
+    if ctx["wrt"] == "sinks":
+        return -((1 - p.sum(-1)) * (dp * p).sum(-1)).sum((0, 3)).reshape(-1)
     dx = p * (dp - (dp * p).sum(-1, keepdims=True))
     if ctx.get("softcap"):
         x = np.einsum("bqgrd,bkgd->bgrqk", q5, k) / _width(ctx, q)
@@ -310,6 +349,7 @@ def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
 
     Rows gathered from the cache come with their slots; there are as many as slots where this runs.
     """
+    rest, sinks = _apart(ctx, rest)
     many = 1 if ctx.get("latent") else 2
     slots, table, *gathered = rest[many:]
     places = ctx.start("k") + np.arange(int(rest[0].shape[1]))[None, :]
@@ -320,8 +360,11 @@ def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
     seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
     if ctx.get("window"):
         seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
+    if ctx.get("chunk"):
+        seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
     x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
-    p = _probabilities(_cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None])
+    masked = _cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None]
+    p = _probabilities(masked, _per_head(sinks, k))
     return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
 

@@ -26,8 +26,8 @@ from stagewright.state_space import InnerNorms, StateSpace
 Position = Literal["rope", "learned", "alibi", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"]
-Attention = Literal["global", "local"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
+Attention = Literal["global", "local", "chunked", "nope"]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 FeedForward = Literal["dense", "experts", "none"]
 Router = Literal["softmax", "sigmoid"]
@@ -69,7 +69,7 @@ _OF_EXPERTS = {  # fields that mean nothing in a dense model, and what they are 
     **dict.fromkeys(("top_k", "moe_ffn_hidden_size", "shared_ffn_hidden_size"), 0),
     **{"first_dense_layers": 0, "moe_layer_freq": 1, "router": "softmax", "norm_topk_prob": True},
     **{"num_expert_groups": 1, "topk_groups": 1, "expert_bias": False, "shared_expert_gate": False},
-    "apply_probs": "experts",
+    **{"apply_probs": "experts", "router_bias": False},
 }
 ATTENTIONS = frozenset(get_args(Attention))
 RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
@@ -90,8 +90,9 @@ _CHOICES = {
 }
 _FLAGS = (
     *("norm_bias", "parallel_block", "final_norm", "embedding_norm"),
-    *("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "attention_gate", "gated"),
-    *("norm_topk_prob", "expert_bias", "shared_expert_gate"),
+    *("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "qk_l2_norm", "attention_gate"),
+    *("attention_sinks", "gated", "norm_topk_prob", "expert_bias", "router_bias"),
+    "shared_expert_gate",
     *("tied_embeddings", "lm_head_bias", "pooler", "mlm_transform", "causal", "encoder", "bare"),
 )
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")
@@ -105,6 +106,20 @@ class Layer(NamedTuple):
 
     mixer: str = "global"
     mlp: str = "dense"
+
+
+class Reach(NamedTuple):
+    """Which of the positions before it a query sees: all, those of a window, or of its chunk."""
+
+    window: int = 0
+    """So many, itself included; 0: there is none."""
+    chunk: int = 0
+    """Positions are in chunks of so many, each by itself; 0: there are none."""
+
+    @property
+    def kind(self) -> str:
+        """What tells caches and sizes of such layers from those of others."""
+        return "_local" if self.window else "_chunked" if self.chunk else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,11 +241,19 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """An RMSNorm of kv_channels weights on every query head, and another on every key head."""
+    qk_l2_norm: bool = False
+    """Such a norm without weights, after rope and where there is rope (Llama 4)."""
+    attention_sinks: bool = False
+    """A learned score per head that takes its part of the softmax and has no value (gpt-oss)."""
     attention_gate: bool = False
     """What the heads return is weighed, channel by channel, by a sigmoid of the layer's input."""
     gated: bool = True
     """Three matrices, down(activation(gate) * up), instead of down(activation(up))."""
     activation: Activation = "silu"
+    glu_linear_offset: float = 0.0
+    """Of a gated MLP, added to what the gate weighs."""
+    activation_func_clamp_value: float | None = None
+    """Of a gated MLP: neither gate nor what it weighs is above this, nor the latter below minus."""
 
     num_experts: int = 0
     """Experts of a mixture-of-experts layer; 0: every layer is dense."""
@@ -256,6 +279,8 @@ class ModelConfig:
     """Where the weights are multiplied: what experts compute, their input or their output."""
     expert_bias: bool = False
     """Added to the scores that choose experts, to balance their load without a loss."""
+    router_bias: bool = False
+    """A learned bias of the scores, unlike `expert_bias`."""
     shared_expert_gate: bool = False
     """The shared experts' sum is weighed by a sigmoid of its own (Qwen2-MoE)."""
 
@@ -284,8 +309,11 @@ class ModelConfig:
     encoder: bool = False
     sliding_window: int | None = None
     """Positions a local layer's query sees, itself included."""
+    attention_chunk_size: int | None = None
+    """Positions of a chunk, of which a chunked layer's query sees its own (Llama 4)."""
     mixers: tuple[str, ...] = ("global",)
-    """What mixes positions in each layer, repeated over them: attention, a recurrence or none."""
+    """What mixes positions in each layer, repeated over them: attention (to all, to all without
+    positions: nope, within a window or a chunk), a recurrence or none."""
     state_space: StateSpace | None = None
     """Sizes of the recurrence, in a model that has one."""
     attention_softcap: float | None = None
@@ -334,6 +362,17 @@ class ModelConfig:
         after = index - self.first_dense_layers
         routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
         return Layer(mixer, "experts" if routed else "dense")
+
+    def reach(self, mixer: str) -> Reach:
+        """How far a layer with this mixer looks back."""
+        window = self.sliding_window if mixer == "local" else None
+        chunk = self.attention_chunk_size if mixer == "chunked" else None
+        return Reach(window or 0, chunk or 0)
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """Those of all layers, that to all positions always among them and first."""
+        return tuple(dict.fromkeys((Reach(), *map(self.reach, self.mixers))))
 
     @property
     def depth(self) -> int:
@@ -397,7 +436,7 @@ class ModelConfig:
             least = 0 if field in absent else least
             if not _whole(getattr(self, field), least, most):
                 raise self._reject(field, f"a whole number from {least} to {most}")
-        for field in ("embedding_size", "sliding_window"):
+        for field in ("embedding_size", "sliding_window", "attention_chunk_size"):
             if getattr(self, field) is not None and not _whole(getattr(self, field), 1, _MOST):
                 raise self._reject(field, f"None or a whole number from 1 to {_MOST}")
         for field, choices in _CHOICES.items():
@@ -409,10 +448,12 @@ class ModelConfig:
         for field in _DROPOUTS:
             if not _number(getattr(self, field)) or not 0 <= getattr(self, field) < 1:
                 raise self._reject(field, "a number from 0 to below 1")
-        for field in ("attention_softcap", "logit_softcap"):
+        for field in ("attention_softcap", "logit_softcap", "activation_func_clamp_value"):
             cap = getattr(self, field)
             if cap is not None and not (_number(cap) and cap > 0):
                 raise self._reject(field, "None or a number above 0")
+        if not _number(self.glu_linear_offset):
+            raise self._reject("glu_linear_offset", "a number")
         if not _number(self.rotary_fraction) or not 0 < self.rotary_fraction <= 1:
             raise self._reject("rotary_fraction", "a number above 0 and at most 1")
 
@@ -451,6 +492,14 @@ class ModelConfig:
         if (self.sliding_window is not None) != ("local" in self.mixers):
             wanted = "a window if, and only if, mixers has local layers"
             raise self._reject("sliding_window", wanted)
+        if (self.attention_chunk_size is not None) != ("chunked" in self.mixers):
+            wanted = "a size if, and only if, mixers has chunked layers"
+            raise self._reject("attention_chunk_size", wanted)
+        if not self.gated and (self.glu_linear_offset or self.activation_func_clamp_value):
+            field = "glu_linear_offset" if self.glu_linear_offset else "activation_func_clamp_value"
+            raise self._reject(
+                field, f"{0 if self.glu_linear_offset else None} in an MLP without gate"
+            )
 
     def _check_attention(self) -> None:
         heads = self.num_attention_heads
@@ -480,7 +529,8 @@ class ModelConfig:
         if self.position not in ("rope", "none"):
             raise self._reject("position", "rope or none with latent attention")
         biases = ("qkv_bias", "attention_output_bias")
-        for field in (*biases, "qk_norm", "attention_gate", "parallel_block"):
+        others = ("qk_norm", "qk_l2_norm", "attention_sinks", "attention_gate", "parallel_block")
+        for field in (*biases, *others):
             if getattr(self, field):
                 raise self._reject(field, "False with latent attention")
 
@@ -528,9 +578,10 @@ class ModelConfig:
             raise self._reject("top_k", f"a whole number from 1 to num_experts {self.num_experts}")
         if not self.moe_ffn_hidden_size:
             raise self._reject("moe_ffn_hidden_size", "the width of an expert, 1 or more")
-        for field in ("mlp_bias", "parallel_block"):
-            if getattr(self, field):
-                raise self._reject(field, "False in a model with experts")
+        if self.parallel_block:
+            raise self._reject("parallel_block", "False in a model with experts")
+        if self.mlp_bias and self.shared_ffn_hidden_size:
+            raise self._reject("mlp_bias", "False with shared experts")
         groups = self.num_expert_groups
         if self.num_experts % groups:
             wanted = f"a divisor of num_experts {self.num_experts}: {divisors(self.num_experts)}"

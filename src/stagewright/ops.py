@@ -243,7 +243,7 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
 
 
 def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
-    """Pairs of query and key one rank computes: a causal or windowed kernel skips masked blocks."""
+    """Pairs of query and key one rank computes: a kernel skips blocks that a mask hides whole."""
     sizes, split_by = indices(n)
     over = tuple(dict.fromkeys(split_by.get("q", ()) + split_by.get("k", ())))
     if n.get("pairs") is not None:  # of requests, each with a length of its own
@@ -253,6 +253,10 @@ def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     window: Any = n.get("window") or 0
     if not n.get("causal"):
         return q * k
+    chunk: Any = n.get("chunk") or 0
+    if isinstance(k, int) and chunk and int(chunk) < k:
+        whole, rest = divmod(k, int(chunk))
+        return q * (whole * int(chunk) ** 2 + rest**2) // (2 * k)
     if isinstance(k, int) and window and int(window) < k:
         w = int(window)
         return q * (2 * w * k - w * w) // (2 * k)
@@ -421,8 +425,9 @@ def _attention_vjp(n: Node, g: Node) -> Grads:
     # Flash attention's backward does five products where forward does two (arXiv 2205.14135,
     # section 3.2): scores again and dP for dq, with dQ; dK; dV. One kernel: the rows are joint.
     # Latents that are keys and values get both gradients.
-    values = {"k": (1, 0), "v": (0, 1)} if len(n.srcs) == 3 else {"k": (1, 1)}
-    rows = {"q": (2, 1), **values}
+    sinks = {"sinks": (0, 0)} if n.get("sinks") else {}
+    values = {"k": (1, 0), "v": (0, 1)} if len(n.srcs) - len(sinks) == 3 else {"k": (1, 1)}
+    rows = {"q": (2, 1), **values, **sinks}
     found: list[Node | None] = []
     for (wrt, products), term, s in zip(rows.items(), ins.split(","), n.srcs, strict=True):
         attrs: dict[str, Any] = {**_attrs(n), "products": products, "wrt": wrt}
@@ -482,9 +487,12 @@ def _unit_vjp(n: Node, g: Node) -> Grads:
 
 
 def _softmax_vjp(n: Node, g: Node) -> Grads:
-    z = letters(g)
-    x = z[:-1] + z[-1].upper()
-    return (apply("softmax_bwd", f"{x},{x}->{x}", g, n, phase="backward", width=n["width"]),)
+    ins, x = str(n["spec"]).split("->")
+    back = apply("softmax_bwd", f"{x},{x}->{x}", g, n, phase="backward", width=n["width"])
+    if len(n.srcs) == 1:
+        return (back,)
+    heads = ins.split(",")[1]
+    return (back, apply("sinks_bwd", f"{x},{x}->{heads}", g, n, phase="backward"))
 
 
 def _embedding_vjp(n: Node, g: Node) -> Grads:
@@ -765,6 +773,7 @@ OPS: dict[str, Op] = {
     "norm_wgrad": Op(_m.norm_wgrad, flops=3, fuses=True),
     "softmax": Op(_m.softmax, _softmax_vjp, flops=5, fuses=True),
     "softmax_bwd": Op(_m.softmax_bwd, flops=4, fuses=True),
+    "sinks_bwd": Op(_m.sinks_bwd, flops=4, fuses=True),
     # mixture of experts
     "topk": Op(_m.topk, _topk_vjp, flops=8, fuses=True),
     "topk_bwd": Op(_m.topk_bwd, flops=8, fuses=True),

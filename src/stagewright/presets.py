@@ -129,6 +129,30 @@ _GROUPS: Style = {"num_expert_groups": 8, "topk_groups": 4}
 _BALANCED: Style = {"router": "sigmoid", "expert_bias": True}
 _DEEPSEEK_V3 = _LATENT | _BALANCED
 _GLM45: Style = {"qkv_bias": True, "rotary_fraction": 0.5} | _BALANCED
+# Biases of experts and of the router; the published config.json has no key for sinks, offset and
+# gate, which are in openai/gpt-oss, gpt_oss/torch/model.py.
+_GPT_OSS: Style = {
+    "qkv_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "router_bias": True,
+    "attention_sinks": True,
+    "sliding_window": 128,
+    "mixers": ("local", "global"),
+    "activation": "quick_gelu",
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+}
+# The text part. Its scale of queries in layers without positions grows with the position: that adds
+# nothing, and is not here.
+_LLAMA4: Style = {
+    "mixers": (*["chunked"] * 3, "nope"),
+    "attention_chunk_size": 8192,
+    "router": "sigmoid",
+    "apply_probs": "input",
+    **_PLAIN,
+}
+_QWEN2_MOE = _QWEN25 | _PLAIN | {"shared_expert_gate": True}
 # The published config.json, as printed in mlx-community's copy; norms without biases as in
 # transformers' DbrxNormAttentionNorm. It also clips queries, keys and values at 8.
 _DBRX = _experts(16, 4, 10752) | {"norm": "layernorm"}
@@ -370,6 +394,42 @@ mixtral-8x22b    56   6144  16384   48    8  128   32000   65536  mistralai/Mixt
 """,
     ),
     (
+        _GPT_OSS | _experts(32, 4, 2880),
+        """
+gpt-oss-20b      24   2880   2880   64    8   64  201088  131072  openai/gpt-oss-20b
+""",
+    ),
+    (
+        _GPT_OSS | _experts(128, 4, 2880),
+        """
+gpt-oss-120b     36   2880   2880   64    8   64  201088  131072  openai/gpt-oss-120b
+""",
+    ),
+    (
+        _LLAMA4 | _experts(16, 1, 8192, shared=8192) | {"qk_l2_norm": True},
+        """
+llama4-scout     48   5120  16384   40    8  128  202048 10485760 meta-llama/Llama-4-Scout-17B-16E
+""",
+    ),
+    (
+        _LLAMA4 | _experts(128, 1, 8192, shared=8192, dense=1) | {"moe_layer_freq": 2},
+        """
+llama4-maverick 48 5120 16384 40 8 128 202048 1048576 meta-llama/Llama-4-Maverick-17B-128E
+""",
+    ),
+    (
+        _QWEN2_MOE | _experts(60, 4, 1408, shared=5632),
+        """
+qwen1.5-moe-a2.7b 24  2048   5632   16   16  128  151936    8192  Qwen/Qwen1.5-MoE-A2.7B
+""",
+    ),
+    (
+        _QWEN2_MOE | _experts(64, 8, 2560, shared=20480),
+        """
+qwen2-57b-a14b   28   3584  18944   28    4  128  151936   131072  Qwen/Qwen2-57B-A14B
+""",
+    ),
+    (
         _QWEN3 | _experts(128, 8, 768),
         """
 qwen3-30b-a3b    48   2048   6144   32    4  128  151936   40960  Qwen/Qwen3-30B-A3B
@@ -394,6 +454,12 @@ deepseek-moe-16b 28   2048  10944   16   16  128  102400    4096  deepseek-ai/de
         | {"num_expert_groups": 8, "topk_groups": 3},
         """
 deepseek-v2      60   5120  12288  128  128  192  102400  163840  deepseek-ai/DeepSeek-V2
+""",
+    ),
+    (
+        _LATENT | _PLAIN | _experts(64, 6, 1408, shared=2 * 1408, dense=1) | {"q_lora_rank": 0},
+        """
+deepseek-v2-lite 27   2048  10944   16   16  192  102400  163840  deepseek-ai/DeepSeek-V2-Lite
 """,
     ),
     (

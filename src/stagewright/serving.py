@@ -166,20 +166,19 @@ def loads(run: Run, model: ModelConfig) -> Loads:
     """The sizes of a step of a resolved run that differ between ranks of dp and microbatches.
 
     S new tokens, O logits, L places in the cache and I blocks of these, and what attention depends
-    on besides; `_local` those of layers with a window. Requests are dealt in turn to the ranks of
-    dp, and there to the microbatches. `routed` tokens of all ranks go to their experts together.
+    on besides; `_local` those of layers with a window, `_chunked` with chunks. Requests are dealt
+    in turn to the ranks of dp, and there to the microbatches. `routed` tokens of all ranks go to
+    their experts together.
     """
     requests = groups(run)
     places = run.dp * microbatches(run)
     verified = 1 + run.num_speculative_tokens if run.mode == "decode" else 1
     tables: list[NDArray[np.int64]] = []
     names: list[str] = []
-    for kind, window in (("", 0), ("_local", model.sliding_window or 0)):
-        if kind and not window:
-            continue
-        each = batch.each(requests, cache_of(run), window, verified)
+    for reach in model.reaches:
+        each = batch.each(requests, cache_of(run), reach, verified)
         tables.append(batch.dealt(requests, each, places))
-        names += [SIZES[c] + kind for c in batch.COLUMNS]
+        names += [SIZES[c] + reach.kind for c in batch.COLUMNS]
     if model.num_experts:
         tokens = tables[0][:, batch.COLUMNS.index("tokens")].reshape(-1, run.dp)
         together = tokens.sum(axis=1, keepdims=True) + np.zeros_like(tokens)

@@ -54,6 +54,7 @@ def _attention(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
     keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
     heads = {x: size for x, size in here.items() if x not in "bqkdv"}
     window: Any = n.get("window") or 0
+    chunk: Any = n.get("chunk") or 0
     return (
         ("batch", here.get("b", 1)),
         ("heads", math.prod(heads.values())),
@@ -64,4 +65,5 @@ def _attention(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
         ("v", here.get("v", here["d"])),
         ("causal", int(bool(n.get("causal")))),
         ("window", int(window)),
+        *((("chunk", int(chunk)),) if chunk else ()),
     )

@@ -212,7 +212,7 @@ def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
             masked += float(tasks.flops[rows].sum())
         elif shape.kernel == "attention":
             of = dict(shape.extents)
-            keys = min(of["window"] or of["k"], of["k"])
+            keys = min(of["window"] or of.get("chunk") or of["k"], of["k"])
             pairs = of["batch"] * of["heads"] * of["q"] * keys
             full += 2.0 * pairs * (of["d"] + of["v"]) * int(rows.sum())
             masked += float(tasks.flops[rows].sum())

@@ -25,7 +25,7 @@ Dims = tuple[tuple[str, ...], ...]
 # The dim that each weight is split in over tp: columns of what leads into a branch, rows of what
 # leads out.
 TENSOR_PARALLEL: Mapping[str, int] = {
-    "wq": 1, "wk": 1, "wv": 1, "bq": 0, "bk": 0, "bv": 0, "wo": 0, "wg": 1,
+    "wq": 1, "wk": 1, "wv": 1, "bq": 0, "bk": 0, "bv": 0, "wo": 0, "wg": 1, "sinks": 0,
     "w_up": 1, "w_gate": 1, "b_up": 0, "b_gate": 0, "w_down": 0,
     "wte": 0, "lm_head": 0, "b_head": 0,
     "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,
@@ -51,8 +51,10 @@ STATE_HEADS: Mapping[str, tuple[int, ...]] = {
     "delta.conv_v.weight": (0, 1), "delta.conv_v.bias": (0, 1),
     "delta.dt_bias": (0, 1), "delta.f_bias": (0, 1), "delta.a_log": (0, 1), "delta.w_out": (0, 1),
 }  # fmt: skip
-# Experts are split in their first dim, and each in this one.
-EXPERTS: Mapping[str, int] = {"we_up": 2, "we_gate": 2, "we_down": 1}
+# Experts are split in their first dim, and each in this one; the bias of what it yields is whole.
+EXPERTS: Mapping[str, int | None] = {
+    "we_up": 2, "we_gate": 2, "we_down": 1, "be_up": 1, "be_gate": 1, "be_down": None,
+}  # fmt: skip
 BATCH = size("B")
 KEY_VALUE = frozenset({"wk", "wv", "bk", "bv"})
 
@@ -140,7 +142,9 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         if name == "tables":
             dims[2] = plan.columns
         if name in EXPERTS:
-            dims[0], dims[EXPERTS[name]] = plan.expert, plan.expert_tensor
+            dims[0], inside = plan.expert, EXPERTS[name]
+            if inside is not None:
+                dims[inside] = plan.expert_tensor
         if name in TENSOR_PARALLEL:
             dims[TENSOR_PARALLEL[name]] = plan.tensor
             if name in KEY_VALUE:
@@ -259,7 +263,7 @@ def _cached(plan: Plan) -> dict[str, Dims]:
     requests = (plan.data, ())
     cache = (*requests, tuple(a for a in plan.tensor if a in plan.key_value), ())
     rows: dict[str, Dims] = {"logits_gathered": (*requests, ()), "logit_rows": requests}
-    for kind in ("", "_local"):
+    for kind in ("", "_local", "_chunked"):
         rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table", "key_slots")}
         rows |= {f"{name}_cache{kind}": cache for name in ("k", "v")}
         rows[f"latent_cache{kind}"] = (*requests, ())

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from stagewright.ir import Node
+from stagewright.models import Reach
 from stagewright.nn.builder import Builder
 from stagewright.nn.inference import cached, cached_attention, cached_rows
 from stagewright.ops import apply, einsum, elementwise, identity, join, part
 from stagewright.size import size
 
 
-def global_attention(b: Builder, h: Node) -> Node:
-    """Every position sees every other, or every earlier one."""
-    return _kind(b)(b, h, 0)
+def attention(b: Builder, h: Node, mixer: str = "global") -> Node:
+    """Every position sees every other, or every earlier one, as far as the mixer reaches."""
+    form = _latent if b.config.kv_lora_rank else _attention
+    turned = b.config.position == "rope" and mixer != "nope"
+    return form(b, h, b.config.reach(mixer), turned)
 
 
-def local_attention(b: Builder, h: Node) -> Node:
-    """Every position sees the positions of its sliding window."""
-    return _kind(b)(b, h, b.config.sliding_window or 0)
-
-
-def _kind(b: Builder) -> Callable[[Builder, Node, int], Node]:
-    return _latent if b.config.kv_lora_rank else _attention
-
-
-def _attention(b: Builder, h: Node, window: int) -> Node:
+def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     """Attention in general form: multi-head, grouped-query and multi-query differ in G alone."""
     c = b.config
     g = "A" if c.num_query_groups == c.num_attention_heads else "G"
@@ -41,11 +34,15 @@ def _attention(b: Builder, h: Node, window: int) -> Node:
             heads[name] = b.bias(heads[name], f"b{name}", n, "D")
         if c.qk_norm and name != "v":
             heads[name] = b.norm(heads[name], f"{name}_norm", "D", fn="rmsnorm")
-        if c.position == "rope" and name != "v":
+        if turned and name != "v":
             heads[name] = _partly_turned(b, heads[name], x, f"{name}_rope")
+            if c.qk_l2_norm:
+                z = f"bs{x}D"
+                own: dict[str, Any] = {"fn": "rmsnorm", "name": f"{name}_norm_out", "scope": scope}
+                heads[name] = apply("norm", f"{z}->{z}", heads[name], **own)
     q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
-    o = identity(_core(b, q, (k, v), window, qd, kd), "context", scope=scope)
+    o = identity(_core(b, q, (k, v), reach, qd, kd), "context", scope=scope)
     if c.attention_gate:
         gate = b.linear("bsm,mad->bsad", h, b.weight("wg", "M", "A", "D", scope=scope), "gate")
         o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)
@@ -69,7 +66,7 @@ def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:
     return join(b.rope(first, f"{z}Z", name), plain, joined, size("D"), name=f"{name}_joined")
 
 
-def _latent(b: Builder, h: Node, window: int) -> Node:
+def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     Keys and values of all heads are made of one latent, and a rotary part of the keys is shared.
@@ -91,7 +88,7 @@ def _latent(b: Builder, h: Node, window: int) -> Node:
     latent = b.norm(latent, "latent_norm", "C")
     w = b.weight("w_kr", "M", "Z", scope=scope)
     shared = b.linear("bsm,mz->bsz", h, w, "k_shared", trained=False)
-    if c.position == "rope":
+    if rotary:
         turned = b.rope(turned, "bsaZ", "q_rope")
         shared = b.rope(shared, "bsZ", "k_shared_rope")
     # Absorbed, they are multiplied as they are computed with (vLLM keeps them so, too).
@@ -99,14 +96,14 @@ def _latent(b: Builder, h: Node, window: int) -> Node:
     w_uk = up("w_uk", "C", "A", "N", scope=scope)
     w_uv = up("w_uv", "C", "A", "U", scope=scope)
     form = _absorbed if b.recipe.absorb else _naive
-    o = form(b, plain, turned, latent, shared, w_uk, w_uv, window)
+    o = form(b, plain, turned, latent, shared, w_uk, w_uv, reach)
     w = b.weight("wo", "A", "U", "M", scope=scope)
     return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
 
 
 def _naive(
     b: Builder, plain: Node, turned: Node, latent: Node, shared: Node,
-    w_uk: Node, w_uv: Node, window: int,
+    w_uk: Node, w_uv: Node, reach: Reach,
 ) -> Node:  # fmt: skip
     """Keys and values of every head: the form for training, [B, S, A, U].
 
@@ -114,27 +111,27 @@ def _naive(
     """
     q = join(plain, turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
     if b.recipe.inference:
-        (kept,) = cached(b, {"latent": _joined(latent, shared)}, window)
-        seen = cached_rows(b, kept, window)
+        (kept,) = cached(b, {"latent": _joined(latent, shared)}, reach)
+        seen = cached_rows(b, kept, reach)
         latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
         shared = part(seen, "bsD->bsZ", size("Z"), first=False, name="shared_seen")
     k = b.linear("bsc,can->bsan", latent, w_uk, "k", scope="attention")
     v = b.linear("bsc,cau->bsau", latent, w_uv, "v", scope="attention")
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
     if b.recipe.inference:
-        o = cached_attention(b, q, (k, v), window, "bqa", "bka", "v", gathered=True)
+        o = cached_attention(b, q, (k, v), reach, "bqa", "bka", "v", gathered=True)
         return identity(o, "context", scope="attention")
     q, k, v = (
         identity(x, f"{n}_core", role="" if n == "q" else "keys")
         for n, x in (("q", q), ("k", k), ("v", v))
     )
-    o = _core(b, q, (k, v), window, "bqa", "bka", value="v")
+    o = _core(b, q, (k, v), reach, "bqa", "bka", value="v")
     return identity(o, "context", scope="attention")
 
 
 def _absorbed(
     b: Builder, plain: Node, turned: Node, latent: Node, shared: Node,
-    w_uk: Node, w_uv: Node, window: int,
+    w_uk: Node, w_uv: Node, reach: Reach,
 ) -> Node:  # fmt: skip
     """Queries and results in the space of the latents, which all heads read as keys and values.
 
@@ -145,7 +142,7 @@ def _absorbed(
     q = b.linear("bsan,can->bsac", plain, w_uk, "q_absorbed", scope="attention")
     q = identity(join(q, turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
     keys = identity(_joined(latent, shared), "latent_core", role="keys")
-    o = identity(_core(b, q, (keys,), window, "bqa", "bk", value="v"), "context", scope="attention")
+    o = identity(_core(b, q, (keys,), reach, "bqa", "bk", value="v"), "context", scope="attention")
     return b.linear("bsac,cau->bsau", o, w_uv, "absorbed", scope="attention")
 
 
@@ -155,36 +152,43 @@ def _joined(latent: Node, shared: Node) -> Node:
 
 
 def _core(
-    b: Builder, q: Node, keys: tuple[Node, ...], window: int, qd: str, kd: str, value: str = "d"
+    b: Builder, q: Node, keys: tuple[Node, ...], reach: Reach, qd: str, kd: str, value: str = "d"
 ) -> Node:
     """softmax(q k / sqrt(d)) v, as one flash attention kernel (arXiv 2205.14135) or in parts.
 
     `keys` are keys and values, or latents that are keys and, their first channels, values. `qd` and
     `kd` are the indices of queries and keys but for the width, `value` that of values.
     """
-    c = b.config
+    c, heads = b.config, qd[2:]
     scope = "attention.core"
+    sinks = [b.param("sinks", "A", scope="attention")] if c.attention_sinks else []
     if b.recipe.inference:
         kept = cached(
-            b, dict(zip(("k", "v") if len(keys) == 2 else ("latent",), keys, strict=True)), window
+            b, dict(zip(("k", "v") if len(keys) == 2 else ("latent",), keys, strict=True)), reach
         )
-        return cached_attention(b, q, kept, window, qd, kd, value)
-    mask: dict[str, Any] = {"causal": c.causal, "window": window, "width": c.kv_channels}
+        return cached_attention(b, q, kept, reach, qd, kd, value, sinks=sinks)
+    mask: dict[str, Any] = {"causal": c.causal, "window": reach.window, "width": c.kv_channels}
+    mask |= {"chunk": reach.chunk} if reach.chunk else {}
     out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
     if b.recipe.flash_attention:
         softcap = c.attention_softcap or 0
         attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1), "role": "core"}
         wide = value.upper()
-        of = ",".join(kd + x for x in ("D", wide)[: len(keys)])
-        spec = f"{qd}D,{of}->{qd}{wide}"
-        return apply("attention", spec, q, *keys, out=out, name="core", scope=scope, **attrs)
-    heads = qd[2:]
+        terms = [f"{qd}D", *(kd + x for x in ("D", wide)[: len(keys)])]
+        if sinks:
+            attrs["sinks"] = True
+            terms.append(heads)
+        spec = f"{','.join(terms)}->{qd}{wide}"
+        return apply(
+            "attention", spec, q, *keys, *sinks, out=out, name="core", scope=scope, **attrs
+        )
     k = keys[0]
     v = keys[1] if len(keys) == 2 else part(k, f"{kd}D->{kd}C", size("C"), first=True, name="v")
     scores = einsum(f"{qd}d,{kd}d->b{heads}qk", q, k, name="scores", scope=scope)
     if c.attention_softcap:
         scores = b.act(scores, "softcap", cap=c.attention_softcap)
-    p = apply("softmax", "baqK->baqK", scores, name="probs", scope=scope, **mask)
+    spec = "baqK,a->baqK" if sinks else "baqK->baqK"
+    p = apply("softmax", spec, scores, *sinks, name="probs", scope=scope, **mask)
     p = b.dropout(p, c.attention_dropout)
     return einsum(
         f"b{heads}qk,{kd}{value}->{qd}{value}", p, v, name="core", scope=scope, role="core"

@@ -9,7 +9,7 @@ from typing import Any
 from stagewright.ir import Graph, Node
 from stagewright.models import ModelConfig
 from stagewright.ops import apply, cast, einsum, elementwise, identity, leaf, letters
-from stagewright.size import Size
+from stagewright.size import Size, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +150,11 @@ class Builder:
         return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
 
     def bias(self, x: Node, name: str, *dims: str) -> Node:
-        """Add a bias over the trailing dims."""
+        """Add a bias over some of the dims."""
         z = letters(x)
         b = self.param(name, *dims, scope=x.scope)
-        return apply("bias", f"{z},{z[-len(dims) :]}->{z}", x, b, name=f"{x.name}_biased")
+        of = "".join(z[x.shape.index(size(d))] for d in dims)
+        return apply("bias", f"{z},{of}->{z}", x, b, name=f"{x.name}_biased")
 
     def norm(self, x: Node, name: str, dim: str = "M", fn: str = "", **fields: Any) -> Node:
         """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from stagewright.ir import Node
 from stagewright.models import Layer, ModelConfig
-from stagewright.nn.attention import global_attention
+from stagewright.nn.attention import attention
 from stagewright.nn.builder import Block, Builder, Recipe
 from stagewright.nn.finish import finish
 from stagewright.nn.mlp import mlp
@@ -43,7 +43,7 @@ def conditioned_layer(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     w = b.param("w_modulation", "M", "6", "M", scope="modulation")
     by = einsum("bn,nkm->bkm", b.act(c, "silu"), w, name="modulation", scope="modulation")
     by = b.bias(by, "b_modulation", "6", "M")
-    for first, scope, function in ((0, "attention", global_attention), (3, "mlp", mlp)):
+    for first, scope, function in ((0, "attention", attention), (3, "mlp", mlp)):
         h = _modulated(_norm(y, scope), by, shift=first, scale=first + 1)
         out = identity(function(b, h), "branch", scope=scope)
         out = _modulated(out, by, shift=-1, scale=first + 2, base=0.0)

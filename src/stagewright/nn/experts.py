@@ -63,6 +63,8 @@ def _router(b: Builder, h: Node) -> Node:
     if r.router_fp32:
         h, w = cast(h, "fp32", name="router_in", **OWN), cast(w, "fp32", name="w_router", **OWN)
     logits = einsum("bsm,me->bse", h, w, name="router", **OWN)
+    if c.router_bias:
+        logits = b.bias(logits, "b_router", "E")
     if r.z_loss:
         logits = elementwise_whole("z_loss", logits, coeff=r.z_loss, name="z_loss")
     bias = [b.buffer("router_bias", "E", **OWN)] if r.expert_bias else []
@@ -105,16 +107,22 @@ def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
     they go the same way.
     """
     served = b.recipe.inference
-    where = "output" if served else b.recipe.experts.apply_probs  # as vLLM and DeepEP
+    where = b.recipe.experts.apply_probs
+    if served and where == "experts":
+        where = "output"  # as vLLM and DeepEP
     own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
     sent = b.lowered(h, served.weights) if served else h
     rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **own)
     rows = identity(identity(rows, "dispatched"), "expert_in")
-    probs = None
+    probs = going = None
     if where == "experts":
         probs = identity(row_gates(gates, size("R"), name="probs", **own), "probs")
-        probs = identity(identity(probs, "probs_dispatched"), "probs_in")
-    out = identity(identity(_experts(b, rows, probs), "expert_out"), "returned")
+        going = identity(probs, "probs_dispatched")
+        probs = identity(going, "probs_in")
+    out = identity(_experts(b, rows, probs), "expert_out")
+    if b.config.mlp_bias:
+        out = _biased(b, out, going)
+    out = identity(out, "returned")
     return combine(out, gates, weighted=where == "output", name="moe_out", **own)
 
 
@@ -128,6 +136,8 @@ def _gathered(b: Builder, h: Node, gates: Node) -> Node:
     rows = identity(rows, "expert_in")
     probs = identity(row_gates(known, size("R"), name="probs", **own), "probs_in")
     out = identity(_experts(b, rows, probs), "expert_out")
+    if b.config.mlp_bias:
+        out = _biased(b, out, probs)
     return identity(combine(out, routes, name="moe_out", **own), "moe_reduced")
 
 
@@ -140,4 +150,14 @@ def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
     names = {"up": "we_up", "gate": "we_gate", "down": "we_down"}
     more = {"touched": size("touched")} if b.recipe.inference else None
     dims = (_held(b), "M", "X")
-    return feed_forward(b, rows, "erm", "erx", dims, names, weigh=weighed, more=more)
+    biased = b.config.mlp_bias
+    return feed_forward(b, rows, "erm", "erx", dims, names, biased=biased, weigh=weighed, more=more)
+
+
+def _biased(b: Builder, out: Node, probs: Node | None) -> Node:
+    """Rows of experts with their bias, weighed as what it is added to (Megatron-LM's
+    `TEGroupedMLP._apply_bias`)."""
+    if probs is None:
+        return b.bias(out, "be_down", _held(b), "M")
+    bias = b.param("be_down", _held(b), "M", **OWN)
+    return add(out, einsum("er,em->erm", probs, bias, name="bias", **OWN), name="biased", **OWN)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagewright.ir import Graph, Node, toposort
+from stagewright.models import Reach
 from stagewright.nn.builder import Block, Builder
 from stagewright.ops import apply, identity, leaf
 from stagewright.size import size
@@ -26,10 +27,10 @@ def finish(name: str, b: Builder, y: Node) -> Block:
     return Block(name, Graph.of(toposort(outputs.values()), outputs), {})
 
 
-def cached(b: Builder, new: Mapping[str, Node], window: int) -> list[Node]:
+def cached(b: Builder, new: Mapping[str, Node], reach: Reach) -> list[Node]:
     """Caches with the rows of new tokens, [B, S, ...], written into their slots, [B, L, ...]."""
     assert b.recipe.inference
-    kind = _kind(window)
+    kind = reach.kind
     kept: list[Node] = []
     for name, x in new.items():
         dims = ("B", f"L{kind}", *x.shape[2:])
@@ -41,50 +42,51 @@ def cached(b: Builder, new: Mapping[str, Node], window: int) -> list[Node]:
     return kept
 
 
-def cached_rows(b: Builder, kept: Node, window: int) -> Node:
+def cached_rows(b: Builder, kept: Node, reach: Reach) -> Node:
     """The rows of a cache that some new token sees, in the precision of the computation."""
-    return apply("take", "bLw,bk->bkw", kept, _keys(_kind(window)), dtype=b.dtype, name="seen")
+    return apply("take", "bLw,bk->bkw", kept, _keys(reach.kind), dtype=b.dtype, name="seen")
 
 
 def cached_attention(
-    b: Builder, q: Node, keys: Sequence[Node], window: int, qd: str, kd: str, value: str, *,
-    gathered: bool = False,
+    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str, *,
+    gathered: bool = False, sinks: Sequence[Node] = (),
 ) -> Node:  # fmt: skip
     """Attention of new tokens to what a cache holds, or to rows that are `gathered` from it.
 
     `qd` and `kd` are the indices of queries and keys but for the width, `value` that of values.
     Latents are keys and, their first channels, values.
     """
-    kind, c = _kind(window), b.config
+    kind, c = reach.kind, b.config
     table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}", role="input")
     whole = kd.replace("k", "K")  # softmax is over all keys of a request
     wide = value.upper()
     of = ",".join(whole + x for x in ("D", wide)[: len(keys)])
     at, places = (",bK", (_keys(kind),)) if gathered else ("", ())
+    heads = f",{qd[2:]}" if sinks else ""
+    own: dict[str, Any] = {"chunk": reach.chunk} if reach.chunk else {}
+    own |= {"sinks": True} if sinks else {}
     sums: dict[str, Any] = {n: size(f"{n}{kind}") for n in ("pairs", "keys", "requests")}
     return apply(
         "cached_attention",
-        f"{qd}D,{of},bq,bI{at}->{qd}{wide}",
+        f"{qd}D,{of},bq,bI{at}{heads}->{qd}{wide}",
         q,
         *keys,
         _slots(kind),
         table,
         *places,
+        *sinks,
         out=None if len(keys) == 2 else (*q.shape[:-1], size("C")),
         dtype=b.dtype,
         name="core",
         scope="attention.core",
-        window=window,
+        window=reach.window,
         width=c.kv_channels,
         latent=len(keys) == 1,
         softcap=c.attention_softcap or 0,
         products=(1, 1),
         **sums,
+        **own,
     )
-
-
-def _kind(window: int) -> str:
-    return "_local" if window else ""
 
 
 def _slots(kind: str) -> Node:

@@ -7,8 +7,8 @@ from functools import partial
 
 from stagewright.errors import UserError
 from stagewright.ir import Node, toposort
-from stagewright.models import Layer, ModelConfig, Module
-from stagewright.nn.attention import global_attention, local_attention
+from stagewright.models import ATTENTIONS, Layer, ModelConfig, Module
+from stagewright.nn.attention import attention
 from stagewright.nn.builder import Block, Builder, Recipe
 from stagewright.nn.experts import experts
 from stagewright.nn.finish import finish
@@ -20,8 +20,7 @@ from stagewright.size import size
 Part = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
 
 MIXERS: dict[str, Part] = {
-    "global": global_attention,
-    "local": local_attention,
+    **{name: partial(attention, mixer=name) for name in sorted(ATTENTIONS)},
     "mamba": mamba,
     "mamba2": mamba2,
     "lightning": lightning,

@@ -45,9 +45,15 @@ def feed_forward(
         w = b.weight(names[part_], *dims, scope=scope)
         wide[part_] = b.linear(into, h, w, part_, scope=scope, **(more or {}))
         if biased:
-            wide[part_] = b.bias(wide[part_], f"b_{part_}", dims[-1])
+            name = "b" + names[part_].removeprefix("w")
+            wide[part_] = b.bias(wide[part_], name, *dims[:-2], dims[-1])
     if c.gated:
-        a = elementwise("glu", wide["gate"], wide["up"], fn=c.activation, name="act", scope=scope)
+        own: dict[str, Any] = {"fn": c.activation, "name": "act", "scope": scope}
+        if c.glu_linear_offset:
+            own["offset"] = c.glu_linear_offset
+        if c.activation_func_clamp_value is not None:
+            own["clamp"] = c.activation_func_clamp_value
+        a = elementwise("glu", wide["gate"], wide["up"], **own)
     else:
         a = elementwise("act", wide["up"], fn=c.activation, name="act", scope=scope)
     w = b.weight(names["down"], *dims[:-2], dims[-1], dims[-2], scope=scope)
