@@ -175,9 +175,7 @@ gradients and optimizer states with what is allocated after a step.
 - torchtitan: `reserved` memory of float8 runs under `torch.compile`. We have no profile of
   torchtitan yet: its states take 16 bytes per parameter, its loss keeps logits that Megatron-LM's
   overwrites, its selective recompute is another.
-- STAGE, Table V: less 1 GB of context, as the paper has it. What sequences, precision and
-  sharding the runs had is not printed; the rows that name a model that we know are computed as
-  Table VI has them.
+- STAGE, Table V: in [stage-paper.md](stage-paper.md).
 """
 
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import click
 
 import stagewright
-from stagewright import cli_doctor, cli_help, cli_simulate, cli_time, cli_trace, cli_write
+from stagewright import (
+    cli_doctor,
+    cli_help,
+    cli_reproduce,
+    cli_simulate,
+    cli_time,
+    cli_trace,
+    cli_write,
+)
 from stagewright.cli_progress import shown, told
 from stagewright.errors import Stopped, UserError, did_you_mean
 
@@ -433,7 +441,9 @@ def _console() -> Any:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-for each in (*cli_write.COMMANDS, *cli_trace.COMMANDS, *cli_time.COMMANDS):
+for each in (
+    *(*cli_write.COMMANDS, *cli_trace.COMMANDS, *cli_time.COMMANDS, *cli_reproduce.COMMANDS),
+):
     commands.add_command(each)
 commands.add_command(cli_simulate.command(_settings, _load, _compile))
 for each in (cli_doctor.doctor, cli_help.completion):

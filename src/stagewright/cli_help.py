@@ -55,6 +55,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",
     ),
+    "reproduce": (
+        "stagewright reproduce stage-paper",
+        "stagewright reproduce stage-paper -o stage-paper.md",
+    ),
     "doctor": ("stagewright doctor", "stagewright doctor --no-speed --json"),
     "completion": (
         "stagewright completion bash >> ~/.bashrc",

@@ -51,7 +51,7 @@ def hardware(name: str | None, as_json: bool) -> None:
         numbers = (h.peak_bf16_tflops, h.memory_gb, h.memory_bandwidth_gb_s)
         links = (h.scale_up.bandwidth_gb_s, h.scale_out.bandwidth_gb_s, h.tdp_w)
         table.add_row(h.name, *(f"{x:g}" for x in numbers), up, *(f"{x:g}" for x in links))
-    _console().print(table)
+    console().print(table)
 
 
 def _print_figures(found: dict[str, object], prefix: str = "") -> None:
@@ -108,7 +108,7 @@ def _print_outcomes(outcomes: Iterable[Outcome]) -> None:
 
     from stagewright.validate import NEEDS_REASON
 
-    out = _console()
+    out = console()
     by_source: dict[str, list[Outcome]] = {}
     for o in outcomes:
         by_source.setdefault(o.source, []).append(o)
@@ -138,7 +138,7 @@ def _print_totals(outcomes: Iterable[Outcome]) -> None:
     for s in summary(outcomes):
         errors = (f"{s.mape:.1%}", f"{s.median:.1%}", f"{s.bias:+.1%}")
         table.add_row(s.source, str(s.rows), *errors, f"{s.worst[1]:+.0%} {s.worst[0]}")
-    _console().print(table)
+    console().print(table)
 
 
 @contextmanager
@@ -159,7 +159,8 @@ def _progress() -> Generator[Callable[[int, int], None] | None]:
         yield update
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Where tables go."""
     from rich.console import Console
 
     # A pipe or a file has no width of its own: rich would take 80 and cut the tables.

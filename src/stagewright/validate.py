@@ -163,7 +163,11 @@ def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Meas
 
 def asked(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
     """The run of a row's settings, and its model: a preset, changed by the fields that remain."""
-    given = {k: _value(v) for k, v in row.items() if v}
+    return variant({k: _value(v) for k, v in row.items() if v}, settings)
+
+
+def variant(given: Mapping[str, Any], settings: Container[str]) -> tuple[Run, ModelConfig]:
+    """Likewise, of values."""
     model = resolve_model(str(given.get("model", "")))
     changes = {k: v for k, v in given.items() if k not in settings}
     if changes:
