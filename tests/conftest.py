@@ -1,5 +1,6 @@
 """What all tests share: `--bless`, and modules beside the tests."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,10 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `spmd`
+
+# A shell's background jobs are started deaf to Ctrl-C, and so would be what tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

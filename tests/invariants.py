@@ -226,7 +226,7 @@ def check_groups(program: Program) -> None:
         for group in np.unique(ids[inside]):
             if int(group) not in groups:
                 members = np.flatnonzero(ids == group)
-                if any(sequences[home[r].pipeline_rank, slot] for r in members.tolist()):
+                if any(sequences[home[r], slot] for r in members.tolist()):
                     raise Broken(f"group {group} ({who}) is used and not listed")
                 continue
             members = groups[int(group)]
