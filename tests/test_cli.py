@@ -459,17 +459,18 @@ def test_importing_the_package_is_light():
     assert shell("-c", code).stdout == "False Run\n"
 
 
-# ---- the README ----------------------------------------------------------------------------------
+# ---- docs/usage.md -------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[1]
+USAGE = ROOT / "docs/usage.md"
 
 
 def blocks(language: str) -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = USAGE.read_text(encoding="utf-8")
     return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
 
 
-def test_readme_commands_work(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_usage_commands_work(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (config := tmp_path / "path/to/config.json").parent.mkdir(parents=True)
     config.write_bytes((ROOT / "src/stagewright/data/configs/llama-3.1-70b.json").read_bytes())
@@ -485,14 +486,14 @@ def test_readme_commands_work(call: Call, tmp_path: Path, monkeypatch: pytest.Mo
     assert files(tmp_path / "out") == files(tmp_path / "again")
 
 
-def test_readme_shows_what_is_printed(call: Call):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_usage_shows_what_is_printed(call: Call):
+    text = USAGE.read_text(encoding="utf-8")
 
     assert call("show", "llama3.1-70b", "--tp", "6").err in text
     assert call("show", *SMALL, "--pp", "2", "--schedule-picture").out in text
 
 
-def test_readme_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_usage_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("python")
     exec(code, {})

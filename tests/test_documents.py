@@ -1,0 +1,158 @@
+"""The README and the pages of docs/ are true: commands run, print what they show, and exist.
+
+`pytest tests/test_documents.py --bless` writes what commands print now into the pages.
+"""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same
+from stagewright import cli
+from stagewright.run import Run
+
+WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
+
+
+def name(value: object) -> str:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
+
+
+@pytest.mark.parametrize("page", WITH_OUTPUT, ids=name)
+def test_commands_print_what_pages_show(page: Path, tmp_path: Path, request: pytest.FixtureRequest):
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for shared in ("examples", "src"):
+        (folder / shared).symlink_to(ROOT / shared)
+    got: dict[str, str] = {}
+    wanted: dict[str, str] = {}
+    for block in blocks(page, "console"):
+        for each in exchanges(block.text):
+            wanted[each.command] = each.output
+            got[each.command] = printed(each.command, folder, tmp_path / "tools")
+    if request.config.getoption("--bless"):
+        page.write_text(blessed(page, got), encoding="utf-8")
+        return
+    for command, output in wanted.items():
+        assert same(got[command], output), (
+            f"$ {command}\n{got[command]}\n-- where the page has --\n{output}"
+        )
+
+
+def test_every_block_of_the_readme_is_run():
+    """By the test above, or by `.ci/run`, which reads those with a mark."""
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    for block in blocks(ROOT / "README.md"):
+        if block.language == "console":
+            continue
+        assert block.language == "bash", block
+        assert f"run {block.mark.removeprefix('ci: ')}" in script, block
+
+
+def test_the_readme_is_short():
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert len(words) < 1500  # five minutes at 300 a minute
+
+
+# ---- what is named exists ------------------------------------------------------------------------
+
+
+def commands(block: Block) -> list[str]:
+    """Command lines of ours in a block: continued ones put together, without what is piped."""
+    text = block.text.replace("\\\n", " ")
+    lines = [line.strip().removeprefix("$ ").strip() for line in text.splitlines()]
+    found = [re.split(r"[|>;]| && |  #", line)[0] for line in lines]
+    return [line.strip() for line in found if re.match(r"(\S*/)?stagewright ", line)]
+
+
+def understood(line: str) -> None:
+    """Raise if the command line does not know a word of this."""
+    words = [word for word in shlex.split(line)[1:] if word != "..."]
+    if words[0].startswith("-"):
+        cli.commands.make_context("stagewright", words, resilient_parsing=True)
+        return
+    cli.commands.commands[words[0]].make_context(words[0], words[1:])
+
+
+BLOCKS = [b for page in PAGES for b in blocks(page, "bash", "console", "") if commands(b)]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_commands_of_pages_are_understood(block: Block):
+    for line in commands(block):
+        if "$" in line:
+            continue  # variables of a loop that is run, above
+        understood(line)
+
+
+ELSEWHERE = {
+    "--rendezvous-protocol",  # ASTRA-sim's
+    *("--overlap-grad-reduce", "--use-flash-attn"),  # Megatron-LM's
+    *("--data-parallel-size", "--enable-expert-parallel"),  # vLLM's
+    *("--bless", "--strict", "--help", "--version"),
+    *("--peer", "--seconds", "--most", "--follow-tags"),  # of scripts
+}
+
+
+def flags() -> set[str]:
+    of: set[str] = set()
+    for command in cli.commands.commands.values():
+        for parameter in command.params:
+            of |= {*parameter.opts, *parameter.secondary_opts}
+    return of
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_options_of_pages_exist(page: Path):
+    text = page.read_text(encoding="utf-8")
+    inline = re.findall(r"`([^`\n]+)`", text)
+    named = {flag for part in inline for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", part)}
+    assert named <= flags() | ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "block", [b for page in PAGES for b in blocks(page, "yaml") if "model:" in b.text], ids=str
+)
+def test_run_files_of_pages_are_run_files(block: Block):
+    Run(**yaml.safe_load(block.text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"https?:|mailto:", target):
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor in slugs, target
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def test_pictures_are_current():
+    path = ROOT / "docs/pictures/draw.py"
+    spec = importlib.util.spec_from_file_location("draw", path)
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    for picture, of in draw.PICTURES.items():
+        file = path.with_name(picture)
+        assert of() == file.read_text(encoding="utf-8"), f"python {path.relative_to(ROOT)}"
+
+
+def test_every_page_has_one_title():
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1, page
