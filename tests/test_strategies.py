@@ -261,6 +261,15 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "dropout": (True, False),
     "precision": ("bf16", "fp8", "fp32"),
     "optimizer": ("adamw", "sgd"),
+    "params_dtype": (None, "fp32"),
+    "optimizer_step_tensors": (False, True),
+    "recompute_early_stop": (False, True),
+    "fsdp_reduce": ("microbatch", "last"),
+    "fsdp_shard_dim": ("best", "first"),
+    "loss_parallel": (True, False),
+    "input_grad_reduce": ("shared", "linear"),
+    "whole_embedding_grad": (False, True),
+    "sequence_parallel_grads": ("step", "dtensor"),
 }
 
 
@@ -272,7 +281,12 @@ def random_run(rng: random.Random, model: str) -> Run | None:
     if not chosen["zero"]:
         chosen["dp_shard"] = None
     if chosen["zero"] != 3:
-        chosen["reshard_after_forward"] = True
+        chosen |= {"reshard_after_forward": True, "fsdp_reduce": "microbatch"}
+        chosen |= {"fsdp_shard_dim": "best"}
+    if chosen["sequence_parallel"]:
+        chosen["input_grad_reduce"] = "shared"
+    else:
+        chosen["sequence_parallel_grads"] = "step"
     if chosen["recompute"] != "selective":
         chosen["recompute_modules"] = ("core_attn",)
     chosen |= {"micro_batch_size": 6 // chosen["dp"], "seq_length": 12}

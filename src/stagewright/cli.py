@@ -103,6 +103,31 @@ SETTINGS = (
     Setting("num_redundant_experts", int, "Inference: experts that are there once more. [0]"),
     Setting("mla", ("naive", "absorb"), "Latent attention. [prefill: naive, decode: absorb]"),
     Setting("device_memory", str, "Inference: bytes of a rank, such as 80e9 or 80GiB."),
+    Setting("framework", ("megatron", "torchtitan"), "Whose habits settings have. [megatron]"),
+    Setting(
+        "params_dtype", ("bf16", "fp32"), "Parameters, gradients, states. [mixed, with a master]"
+    ),
+    Setting("grad_reduce_dtype", ("bf16", "fp32"), "Of gradients on their way. [as held]"),
+    Setting("optimizer_step_tensors", bool, "AdamW counts steps for each parameter. [off]"),
+    Setting("recompute_early_stop", bool, "Recompute no more than backward needs. [off]"),
+    Setting("fsdp_root_unit", bool, "With --zero 3: one unit of all that is in no layer. [off]"),
+    Setting(
+        "fsdp_reduce", ("microbatch", "last"), "With --zero 3: gradients are reduced. [microbatch]"
+    ),
+    Setting("fsdp_shard_dim", ("best", "first"), "With --zero 3: dim that is split. [best]"),
+    Setting("ddp_bucket_cap_mb", int, "With --zero 0: MiB of a bucket of gradients. [a layer's]"),
+    Setting("loss_parallel", bool, "With --tp: loss of logits split over the vocabulary. [on]"),
+    Setting("input_grad_reduce", ("shared", "linear"), "With --tp: gradients of inputs. [shared]"),
+    Setting("whole_embedding_grad", bool, "With --tp: each rank makes all of it. [off]"),
+    Setting(
+        "sequence_parallel_grads", ("step", "dtensor"), "When norms' gradients are summed. [step]"
+    ),
+    Setting("clip_grad_norm", ("total", "vector"), "What ranks exchange to clip. [total]"),
+    Setting(
+        "cp_grad_comm_type",
+        ("reduce_scatter", "ring"),
+        "How gradients of gathered keys come home. [reduce_scatter]",
+    ),
     Setting("recompute", ("none", "selective", "full"), "What backward computes again. [none]"),
     Setting("recompute_modules", tuple, "For selective: core_attn,norm,activation. [core_attn]"),
     Setting("recompute_num_layers", int, "For full: the first layers of each virtual stage. [all]"),

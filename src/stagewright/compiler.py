@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stagewright import nn, notation, offload, serving
 from stagewright.capacity import Capacity
@@ -94,10 +94,13 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
     graphs = {kind: sharded(kind, run, model, plan, sizes, recipe) for kind in kinds}
     pipeline = {"pp"} if run.pp > 1 else set[str]()
     norm_axes = tuple(sorted({*plan.model_axes, *pipeline} - {MIRROR}))  # its ranks are pp's
+    vector = run.clip_grad_norm == "vector"
+    norm_dims = (plan.shard if plan.zero else (), plan.tensor) if vector else ()
 
     def program(rows: Rows | None) -> Program:
         """What ranks do if experts have so many rows."""
-        extent = extent_of(sizes, mesh, {ROWS: rows} if rows else None)
+        shards = frozenset(plan.shard if plan.shard_rows else ())
+        extent = extent_of(sizes, mesh, {ROWS: rows} if rows else None, shards)
         blocks = {kind: lowered(graph, run, mesh, extent, kind) for kind, graph in graphs.items()}
         placed = [
             [Placed(blocks[k], i, f"layer{i}" if i >= 0 else k.block) for k, i in stage]
@@ -108,8 +111,10 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
             order,
             mesh,
             norm_axes=norm_axes,
+            norm_dims=norm_dims,
             clip_grad=run.clip_grad,
             streams=run.streams,
+            bucket_cap=_bucket_cap(run),
         )
 
     routing = Routing.of(run, model, plan, sizes["B"] * sizes["S"]) if model.num_experts else None
@@ -218,6 +223,7 @@ class Kind(NamedTuple):
     recomputed: bool = False
     states_on_host: bool = False
     activations_on_host: bool = False
+    root: bool = False  # part of FSDP's root unit
 
     def label(self, kinds: Iterable[Kind]) -> str:
         """A name that tells it from the other kinds of the model."""
@@ -249,7 +255,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
     stage = 0
     for name, index, layer in nn.chain(model):
         if index < 0:
-            between.append((Kind(name), -1))
+            between.append((Kind(name, root=run.fsdp_root_unit and run.zero == 3), -1))
             continue
         while index >= ends[stage]:
             stage += 1
@@ -281,6 +287,7 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
     `shared`: the first and the last stage are on the same ranks, by default where there is one.
     """
     shared = run.pp == 1 if shared is None else shared
+    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel
     inference = nn.Inference(
         run.kv_cache_dtype or "bf16",
         serving.STORED[run.weight_precision or "bf16"],
@@ -288,7 +295,7 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
     )
     return nn.Recipe(
         experts=_experts(run, model),
-        precision=nn.PRECISIONS[run.precision],
+        precision=_precision(run),
         optimizer=run.optimizer,
         flash_attention=run.flash_attention,
         dropout=run.dropout and run.mode == "train",
@@ -299,7 +306,26 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
         shared_embedding=model.tied_embeddings and shared,
         absorb=run.mla == "absorb",
         inference=None if run.mode == "train" else inference,
+        step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
+        loss_parallel=run.loss_parallel or run.tp == 1,
+        own_input_grads=run.input_grad_reduce == "linear" and run.tp > 1,
+        whole_embedding_grad=run.whole_embedding_grad and run.tp > 1,
+        sum_as_made=dtensor and run.zero == 3,
+        sum_as_read=READS[run.optimizer] if dtensor and run.zero < 3 else 0,
     )
+
+
+READS = {"adamw": 3, "sgd": 1}
+"""How often PyTorch's optimizers read a gradient: `lerp_` once and `addcmul_` twice; `add_`."""
+
+
+def _precision(run: Run) -> nn.Precision:
+    """Number formats of a run."""
+    usual = replace(nn.PRECISIONS[run.precision], reduce=run.grad_reduce_dtype or "")
+    held = run.params_dtype
+    if held is None:
+        return usual
+    return replace(usual, param=held, gradient=held, moment=held, master="")
 
 
 @lru_cache(maxsize=64)
@@ -334,9 +360,11 @@ def sharded(
     """One kind of block: forward, gradient, recompute, layouts."""
     recipe = recipe or recipe_of(run, model)
     block = block_of(kind.block, model, recipe, kind.layer)
-    again = partial(_again, run=run, whole=kind.recomputed)
+    again = partial(_again, run=run, whole=kind.recomputed, root=kind.root)
     y = block.graph.outputs.get("y")
     results = {y} if kind.recomputed else {n for n in block.graph if n.get("role") == "core"}
+    if run.recompute_early_stop:
+        results = set[Node]()
     graph, primal = remat(block.graph, again, block.primal, rerun=results.__contains__)
     want = strategy(plan, sizes)
     keep = run.activation_gather == "keep"
@@ -347,17 +375,18 @@ def sharded(
     return graph
 
 
-def _again(n: Node, *, run: Run, whole: bool) -> str | None:
+def _again(n: Node, *, run: Run, whole: bool, root: bool) -> str | None:
     """The phase in which backward makes a forward value again, or None where it keeps it."""
     role = n.get("role")
-    if role in ("used", "low"):  # a weight as the computation sees it
-        return "backward" if run.zero == 3 and run.reshard_after_forward else None
+    if role in ("sent", "used", "low"):  # a weight as the computation sees it
+        return "backward" if run.zero == 3 and run.reshard_after_forward and not root else None
     if whole:
         return None if n.once else "recompute"
     here = n.srcs[0] if n.op == "identity" and run.cp == 1 else n  # a place, and nothing moves
     if here.get("role") == "remade":  # by the kernels that are trained with
         return "backward"
-    if role == "keys" and run.cp_comm_type == "all_gather" and run.activation_gather == "again":
+    gathers = run.activation_gather == "again" or run.cp_grad_comm_type == "ring"
+    if role == "keys" and run.cp_comm_type == "all_gather" and gathers:
         return "backward"
     if run.recompute != "selective":
         return None
@@ -374,7 +403,9 @@ def lowered(
     graph: Graph, run: Run, mesh: Mesh, extent: Extent, kind: Kind | None = None
 ) -> LoweredBlock:
     """One block as tasks with numbers; `kind` says what of it is on the host."""
-    tasks, at = kernels(graph, extent, mesh, fuse=run.fuse, bucket=run.bucket)
+    bucket = "step" if _bucket_cap(run) else run.bucket
+    how: dict[str, Any] = {"fuse": run.fuse, "bucket": bucket, "key_grads": run.cp_grad_comm_type}
+    tasks, at = kernels(graph, extent, mesh, **how)
     for t in tasks:
         if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
             raise UserError(
@@ -398,8 +429,13 @@ def lowered(
     return LoweredBlock(
         graph, tasks, maker("y"), dx, maker("tied_grad"), boundary, weight_half(tasks, dx), size,
         uses(tasks, size), static(graph, size, states_on_host=bool(kind and kind.states_on_host)),
-        offloaded,
+        offloaded, bool(kind and kind.root),
     )  # fmt: skip
+
+
+def _bucket_cap(run: Run) -> int:
+    """Bytes of a bucket of DDP, which reduces whole gradients once per step."""
+    return 0 if run.zero or reduces_each_microbatch(run) else (run.ddp_bucket_cap_mb or 0) * 2**20
 
 
 @lru_cache(maxsize=16)

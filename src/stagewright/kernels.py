@@ -20,10 +20,9 @@ from stagewright.layout import Mesh
 from stagewright.ops import COLLECTIVE_OPS, LEAVES, OPS, indices, local, traffic
 from stagewright.program import Kind, Shape
 from stagewright.shapes import shape_of
-from stagewright.size import Size
+from stagewright.size import Size, size
 from stagewright.spec import parse
 
-Extent = Callable[[Size, tuple[str, ...]], "int | Fraction"]
 Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
 
 
@@ -66,39 +65,82 @@ PARTS = (
 )
 
 
-def extent_of(
-    sizes: Mapping[str, int], mesh: Mesh, means: Mapping[Size, Mean] | None = None
-) -> Extent:
+HEADS = frozenset(size(name) for name in ("A", "G", "Group", "Head"))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
     """How large a dim is on one rank; a split that does not divide pads to the ceiling.
 
     `means` are dims of which only the mean is known, which need not be whole: the rows of experts.
+    `rows` are axes that split heads and their channels as one dim, where they split channels: rows
+    of a linear's weight as PyTorch's FSDP shards them.
     """
-    known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = {}
 
-    def extent(dim: Size, axes: tuple[str, ...]) -> int | Fraction:
+    sizes: Mapping[str, int]
+    mesh: Mesh
+    means: Mapping[Size, Mean] = field(default_factory=dict[Size, Mean])
+    rows: frozenset[str] = frozenset()
+    known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = field(
+        default_factory=dict[tuple[Size, tuple[str, ...]], "int | Fraction"]
+    )
+
+    def __call__(self, dim: Size, axes: tuple[str, ...]) -> int | Fraction:
+        """Points of a dim that `axes` split."""
         key = (dim, axes)
-        if key not in known:
-            if means and dim in means:
-                mean = means[dim]
-                whole = isinstance(mean, Fraction)
-                known[key] = mean / mesh.size(*axes) if whole else mean(axes)
+        if key not in self.known:
+            ranks = self.mesh.size(*axes)
+            if dim in self.means:
+                mean = self.means[dim]
+                self.known[key] = mean / ranks if isinstance(mean, Fraction) else mean(axes)
             else:
-                known[key] = -(-dim.value(sizes) // mesh.size(*axes))
-        return known[key]
+                self.known[key] = -(-dim.value(self.sizes) // ranks)
+        return self.known[key]
 
-    return extent
+    def elements(self, n: Node) -> int:
+        """Elements of a value that one rank holds."""
+        dims = [*zip(n.shape, n.layout.dims, strict=True)]
+        last = len(dims) - 1
+        over = tuple(a for a in dims[-1][1] if a in self.rows) if dims else ()
+        if not over or n.shape[-1] in (size("M"), size("B")):
+            return math.ceil(local(n, self))
+        first = last
+        while first and n.shape[first - 1] in HEADS:
+            first -= 1
+        count = [self(d, tuple(a for a in axes if a not in over)) for d, axes in dims]
+        rows = math.ceil(math.prod(count[first:]))
+        return math.ceil(math.prod(count[:first])) * -(-rows // self.mesh.size(*over))
+
+
+def extent_of(
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    means: Mapping[Size, Mean] | None = None,
+    rows: frozenset[str] = frozenset(),
+) -> Extent:
+    """How large dims are on a rank of a mesh; see `Extent`."""
+    return Extent(sizes, mesh, means or {}, rows)
 
 
 def bytes_of(n: Node, extent: Extent) -> int:
     """Bytes of the part of a value that one rank holds."""
-    return math.ceil(math.ceil(local(n, extent)) * BYTES[n.dtype])
+    return math.ceil(extent.elements(n) * BYTES[n.dtype])
 
 
 def kernels(
-    graph: Graph, extent: Extent, mesh: Mesh, *, fuse: bool = True, bucket: str = "layer"
+    graph: Graph,
+    extent: Extent,
+    mesh: Mesh,
+    *,
+    fuse: bool = True,
+    bucket: str = "layer",
+    key_grads: str = "reduce_scatter",
 ) -> tuple[list[Task], dict[Node, Task | str | None]]:
-    """The tasks of a block in execution order within each part, and which task makes each value."""
-    lowering = _Lowering(graph, extent, mesh, fuse, bucket)
+    """The tasks of a block in execution order within each part, and which task makes each value.
+
+    `bucket` "step" is "layer", but for gradients that are reduced once per step.
+    """
+    lowering = _Lowering(graph, extent, mesh, fuse, bucket, key_grads)
     return lowering.run(), lowering.at
 
 
@@ -108,7 +150,11 @@ Cluster = list[Node]
 class _Lowering:
     """One block on its way; `at`: the task that makes a value, or an interface outside."""
 
-    def __init__(self, graph: Graph, extent: Extent, mesh: Mesh, fuse: bool, bucket: str) -> None:
+    def __init__(
+        self, graph: Graph, extent: Extent, mesh: Mesh, fuse: bool, bucket: str, key_grads: str
+    ) -> None:
+        self.key_grads = key_grads
+        self.rings: dict[tuple[Node, ...], list[Task]] = {}
         self.graph = graph
         self.extent = extent
         self.mesh = mesh
@@ -231,9 +277,9 @@ class _Lowering:
             flops += work.flops
             if m in seen:
                 written += work.written
-            for s, size in zip(m.srcs, work.reads, strict=True):
+            for s, read in zip(m.srcs, work.reads, strict=True):
                 if s not in inside:
-                    reads[s] = max(size, reads.get(s, 0))
+                    reads[s] = max(read, reads.get(s, 0))
         labels = list(dict.fromkeys(m.name or m.op for m in (first, last)))
         return Task(
             name="+".join(labels),
@@ -257,6 +303,8 @@ class _Lowering:
         axes = cast("tuple[str, ...]", n["axes"])
         before = self.at[n.srcs[0]]
         role, src = str(n["role"]), n.srcs[0]
+        if self.key_grads == "ring" and n.op == "reduce_scatter" and src.op == "attention_bwd":
+            return self.home(n, axes)
         alone = n.op == src.op and self.users[src] == [n] and not role and not src["role"]
         if alone and isinstance(before, Task) and before.part == self.part(n):
             # Moves along one axis after the other are one along both.
@@ -265,7 +313,8 @@ class _Lowering:
             self.at[n] = before
             return []
         task = self.message(n, n.op, axes)
-        if self.bucket != "layer" or not role:
+        own = self.bucket == "parameter" or (self.bucket == "step" and task.part == "reduce_once")
+        if own or role in ("", "made", "read"):
             return [task]
         key = (task.part, role, n.op, axes, n.dtype)
         together = self.buckets.setdefault(key, task)
@@ -278,6 +327,35 @@ class _Lowering:
         together.reads += task.reads
         together.name = f"{role}.{n.op}"
         return []
+
+    def home(self, n: Node, axes: tuple[str, ...]) -> list[Task]:
+        """Gradients of keys and values go round the ring in fp32, each rank adding its part."""
+        src = n.srcs[0]
+        made = src.srcs  # gradients of one kernel travel together
+        ranks = self.mesh.size(*axes)
+        size = self.extent.elements(src) * BYTES["fp32"] // ranks
+        if made in self.rings:
+            together = self.rings[made]
+            for t in together:
+                t.comm_bytes += size
+            together[-1].made.append(n)
+            together[-1].reads.append(src)
+            self.at[n] = together[-1]
+            return []
+        common: dict[str, Any] = {"phase": n.phase, "part": self.part(n), "dtype": "fp32"}
+        common |= {"axes": axes, "comm_bytes": size}
+        tasks: list[Task] = []
+        deps: list[Task | str] = self.deps([src])
+        for step in range(ranks):
+            name = f"d_keys{step + 1}"
+            send = Task(f"{name}.send", "send", Kind.SEND, shift=1, deps=deps, **common)
+            recv = Task(f"{name}.recv", "recv", Kind.RECV, shift=-1, twin=send, **common)
+            tasks += [send, recv]
+            deps = [recv]
+        tasks[-1].made, tasks[-1].reads = [n], [src]
+        self.rings[made] = tasks
+        self.at[n] = tasks[-1]
+        return tasks
 
     def message(self, n: Node, op: str, axes: tuple[str, ...]) -> Task:
         """A collective; bytes are those of the local input, padded if a split does not divide."""
@@ -353,6 +431,8 @@ class _Lowering:
             tasks.append(compute)
             if backward:
                 sent = pair(f"d_keys{step + 1}", [compute, *sums])
+                for t in sent if self.key_grads == "ring" else ():
+                    t.dtype, t.comm_bytes = "fp32", t.comm_bytes * 4 // int(BYTES[t.dtype])
                 tasks += sent
                 sums = [sent[1]]
         last = next(t for t in reversed(tasks) if t.kind == Kind.COMPUTE)
@@ -376,10 +456,11 @@ def _ring_axes(n: Node) -> tuple[str, ...]:
 
 
 def _weights_only(graph: Graph) -> set[Node]:
-    """Moves of parameters that nothing was computed from: they may run ahead of the block."""
+    """Moves of parameters that nothing was computed from but copies in the precision that is sent:
+    they may run ahead of the block."""
     light: set[Node] = set()
     for n in graph:
-        moves = n.op in COLLECTIVE_OPS or n.op == "slice"
+        moves = n.op in COLLECTIVE_OPS or n.op == "slice" or n.get("role") == "sent"
         if moves and n.phase != "optimizer" and (n.srcs[0].op == "param" or n.srcs[0] in light):
             light.add(n)
     return light

@@ -291,7 +291,12 @@ def _streams(
     return pointer, pairs[there].astype(np.int32)
 
 
-def _optimizer(stages: Sequence[Stage], norm_axes: tuple[str, ...], clip: bool) -> Rows:
+def _optimizer(
+    stages: Sequence[Stage],
+    norm_dims: Sequence[tuple[str, ...]],
+    total: tuple[str, ...],
+    clip: bool,
+) -> Rows:
     """Rows after all actions: tied embeddings, the global norm, then the updates."""
     some = stages[0]
     b = Builder(some.tables)
@@ -300,7 +305,9 @@ def _optimizer(stages: Sequence[Stage], norm_axes: tuple[str, ...], clip: bool) 
     clip_row = -1
     for part in ("tie", "norm", "update"):
         if part == "update" and clip and norms:
-            clip_row = _clip(b, norms, norm_axes)
+            each = 4 * sum(n.op == "norm2" for s in stages for p in s.blocks for n in p.block.graph)
+            exchanged = [(axes, each) for axes in norm_dims] + ([(total, 4)] if total else [])
+            clip_row = _clip(b, norms, exchanged)
         for c, s in enumerate(stages):
             for i, placed in enumerate(s.blocks):
                 tasks = s.parts[i].get(part, ())
@@ -320,16 +327,16 @@ def _optimizer(stages: Sequence[Stage], norm_axes: tuple[str, ...], clip: bool) 
     return b.finish((STEP, -1))
 
 
-def _clip(b: Builder, norms: list[int], axes: tuple[str, ...]) -> int:
-    """Gradient clipping by the global norm: add up, all-reduce one number, scale."""
+def _clip(b: Builder, norms: list[int], exchanged: Sequence[tuple[tuple[str, ...], int]]) -> int:
+    """Gradient clipping by the global norm: add up, all-reduce one number or many, scale."""
     size = len(norms)
     add = Task("grad_norm", "add", Kind.COMPUTE, "optimizer", "norm",
                flops=size, traffic=4 * (size + 1), dtype="fp32")  # fmt: skip
     row = b.add(add, "", -1, -1)
     b.deps += [(row, STEP, -1, n) for n in norms]
-    if axes:
+    for axes, width in exchanged:
         t = Task("grad_norm.all_reduce", "all_reduce", Kind.COLLECTIVE, "optimizer", "norm",
-                 axes=axes, comm_bytes=4, dtype="fp32")  # fmt: skip
+                 axes=axes, comm_bytes=width, dtype="fp32")  # fmt: skip
         reduced = b.add(t, "", -1, -1)
         b.deps.append((reduced, STEP, -1, row))
         row = reduced
@@ -346,17 +353,21 @@ def lower(
     mesh: Mesh,
     *,
     norm_axes: tuple[str, ...] = (),
+    norm_dims: Sequence[tuple[str, ...]] = (),
     clip_grad: bool = True,
     streams: str = "one",
+    bucket_cap: int = 0,
 ) -> Program:
     """The program of every rank class: one class per pipeline rank.
 
-    `norm_axes` are the axes over which the gradients' norm is a sum.
+    `norm_axes` are the axes over which the gradients' norm is a sum; over those of `norm_dims`, one
+    after the other, ranks exchange the norm of each gradient. `bucket_cap`: bytes of a
+    bucket of gradients; 0: what blocks reduce are messages of their own.
     """
     where = places(order)
     pp, last = len(order), len(stages) - 1
     ends = [next(p.rank for p in where if p.stage == s) for s in (0, last)]
-    tables = Tables(pp, (ends[0], ends[1]))
+    tables = Tables(pp, (ends[0], ends[1]), bucket_cap)
     held: list[dict[int, Stage]] = [{} for _ in range(pp)]
     trains = any(a.kind != "F" for steps in order for a in flat(steps))
     for p in where:
@@ -366,7 +377,9 @@ def lower(
             here[s].build(here, forward=True)
         for s in sorted(here, reverse=True) if trains else ():
             here[s].build(here, forward=False)
-    rest = [_optimizer([*here.values()], norm_axes, clip_grad) for here in held]
+    norms = [tuple(sorted(axes)) for axes in norm_dims if axes]
+    total = tuple(a for a in norm_axes if not any(a in axes for axes in norms))
+    rest = [_optimizer([*here.values()], norms, total, clip_grad) for here in held]
     ranks = np.arange(mesh.world_size, dtype=np.int64)
     at = ranks // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(ranks)
     classes: list[RankClass] = []

@@ -71,13 +71,16 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         sequence_parallel=run.sequence_parallel,
         cp_comm_type=run.cp_comm_type,
         reduce_each_microbatch=reduces_each_microbatch(run),
+        sum_as_read=run.sequence_parallel_grads == "dtensor" and run.zero < 3,
+        shard_rows=run.fsdp_shard_dim == "first" and run.zero == 3,
         embedding_all_reduce=model.position == "learned",
     )
 
 
 def reduces_each_microbatch(run: Run) -> bool:
     """Whether gradients are reduced in every microbatch: sharded ones have no other place to be."""
-    return run.zero >= 2 or run.grad_reduce == "microbatch"
+    late = run.zero == 3 and run.fsdp_reduce == "last" and run.microbatches > 1
+    return (run.zero >= 2 and not late) or run.grad_reduce == "microbatch"
 
 
 def _pieces(run: Run, model: ModelConfig) -> list[Piece]:

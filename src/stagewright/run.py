@@ -26,10 +26,11 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import ErrorDetails
 
-from stagewright import batch, pipeline, record, serving
+from stagewright import batch, frameworks, pipeline, record, serving
 from stagewright.errors import UserError, did_you_mean, divisors, either
 from stagewright.files import from_yaml, manifest_head, read_text
 from stagewright.formats.bundle import Bundle, is_bundle
@@ -189,6 +190,53 @@ class Run(BaseModel):
     device_memory: StrictStr | Count | None = None
     """Bytes that a rank may use, such as 80e9 or 80GiB: how many requests fit is then told."""
 
+    framework: Literal["megatron", "torchtitan"] = "megatron"
+    """Whose habits the following settings, `fuse`, `activation_gather` and `cp_comm_type` have
+    where they are not given: `frameworks.PROFILES`."""
+    params_dtype: Literal["bf16", "fp32"] | None = None
+    """What parameters, gradients and optimizer states are held in, with no master copy besides
+    (torchtitan's `training.dtype`). None: parameters as computed with, all else in fp32 with a
+    master copy (Megatron-LM's mixed precision)."""
+    grad_reduce_dtype: Literal["bf16", "fp32"] | None = None
+    """What gradients that are reduced in each microbatch are reduced in (`reduce_dtype` of FSDP2's
+    MixedPrecisionPolicy). None: as they are held."""
+    optimizer_step_tensors: StrictBool = False
+    """AdamW counts steps in an fp32 number for each parameter (`torch.optim.AdamW`, `step`)."""
+    recompute_early_stop: StrictBool = False
+    """Recompute ends with the last value that backward needs: not with the block's last product
+    and its reduction (`torch.utils.checkpoint.set_checkpoint_early_stop`)."""
+    fsdp_root_unit: StrictBool = False
+    """With zero=3: what is in no layer (embedding, last norm, output) is gathered together, stays
+    until backward is done, and is reduced together: FSDP2's `fully_shard(model)`."""
+    fsdp_reduce: Literal["microbatch", "last"] = "microbatch"
+    """With zero=3: gradients are reduced in every microbatch, or added up whole and reduced in the
+    last one (FSDP2's `set_requires_gradient_sync`, as PyTorch's pipeline schedules call it)."""
+    fsdp_shard_dim: Literal["best", "first"] = "best"
+    """With zero=3: weights are split in a dim that divides, or in the rows of PyTorch's tensors,
+    padded to a multiple of the ranks (FSDP2)."""
+    ddp_bucket_cap_mb: Count | None = None
+    """With zero=0: gradients are reduced in buckets of so many MiB or more, across layers, the
+    first of 1 MiB (`DistributedDataParallel`, `bucket_cap_mb`). None: as `bucket`."""
+    loss_parallel: StrictBool = True
+    """With tp: the loss is of logits split over the vocabulary. Off: of gathered logits
+    (torchtitan's `disable_loss_parallel`, Megatron-LM's `parallel_output=False`)."""
+    input_grad_reduce: Literal["shared", "linear"] = "shared"
+    """With tp, without sequence_parallel: linears with one input add up its gradient before it is
+    reduced (`PrepareModuleInput`), or each reduces its own (`ColwiseParallel` alone)."""
+    whole_embedding_grad: StrictBool = False
+    """With tp: every rank makes the gradient of the whole embedding, as DTensor does, and keeps it
+    where no FSDP shards it."""
+    sequence_parallel_grads: Literal["step", "dtensor"] = "step"
+    """With sequence_parallel: gradients of norms are summed over tp once per step (Megatron-LM's
+    `finalize_model_grads`); or as DTensor does where a value is needed: in each microbatch before
+    FSDP reduces them, else in the optimizer, each time that it reads one."""
+    clip_grad_norm: Literal["total", "vector"] = "total"
+    """Ranks exchange the norm of all their gradients, or the norm of each of them."""
+    cp_grad_comm_type: Literal["reduce_scatter", "ring"] = "reduce_scatter"
+    """With cp_comm_type=all_gather: how gradients of keys and values come home. PyTorch sends them
+    round the ring in fp32, and gathers keys and values again in backward; its ring (p2p) has
+    gradients in fp32, too."""
+
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = ("core_attn",)
     """With recompute=selective: what is computed again in backward."""
@@ -261,6 +309,13 @@ class Run(BaseModel):
     """All communication of a rank in one chain, as ASTRA-sim needs it, or a chain per communicator,
     for simulators that have a stream for each."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _habits(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return frameworks.with_defaults(cast("Mapping[str, Any]", values))
+
     @classmethod
     def load(cls, path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Self:
         """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
@@ -272,6 +327,8 @@ class Run(BaseModel):
         try:
             if _is_manifest(values):
                 values = cls.model_validate(values["run"]).asked().model_dump()
+                if overrides.get("framework", values["framework"]) != values["framework"]:
+                    values = frameworks.without_defaults(values)
             return cls.model_validate(values | overrides)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -359,7 +416,8 @@ class Run(BaseModel):
         fields = [*AXES, *sorted(set(type(self).model_fields) - {"model", *AXES})]
         for name in fields:
             value = getattr(asked, name)
-            if value == type(self).model_fields[name].default:
+            own = type(self).model_fields[name].default
+            if value == frameworks.default(self.framework, name, own):
                 continue
             if isinstance(value, bool):
                 words.append(name if value else f"no {name}")
@@ -496,6 +554,7 @@ def check(run: Run, model: ModelConfig) -> None:
     _check_stages(run, model)
     _check_layers(run, model)
     _check_state(run)
+    _check_habits(run)
     _check_recompute(run, model)
     _check_offload(run)
     _check_size(run, model)
@@ -807,6 +866,32 @@ def _check_state(run: Run) -> None:
         raise UserError(
             f"reshard_after_forward=False is about the parameters that zero=3 gathers, got "
             f"zero={run.zero}; set zero=3, or drop it"
+        )
+
+
+_NEEDS = {
+    **dict.fromkeys(("fsdp_root_unit", "fsdp_reduce", "fsdp_shard_dim"), ("zero=3", "zero", (3,))),
+    "ddp_bucket_cap_mb": ("zero=0", "zero", (0,)),
+    "grad_reduce_dtype": ("zero=2 or 3", "zero", (2, 3)),
+    "input_grad_reduce": ("no sequence_parallel", "sequence_parallel", (False,)),
+    "sequence_parallel_grads": ("sequence_parallel", "sequence_parallel", (True,)),
+    "cp_grad_comm_type": ("cp_comm_type=p2p or all_gather", "cp_comm_type", ("p2p", "all_gather")),
+}
+"""Settings that mean something only where another one has some value, in words and by name."""
+
+
+def _check_habits(run: Run) -> None:
+    """A framework's habits may mean nothing in a run; what a run asks for itself may not."""
+    for name, (wanted, other, values) in _NEEDS.items():
+        value, own = getattr(run, name), Run.model_fields[name].default
+        asked = value not in (own, frameworks.default(run.framework, name, own))
+        if asked and getattr(run, other) not in values:
+            got = f"{other}={getattr(run, other)}"
+            raise UserError(f"{name}={value} needs {wanted}, got {got}; set it, or drop {name}")
+    if run.precision == "fp32" and run.params_dtype == "bf16":
+        raise UserError(
+            "params_dtype=bf16 is less than precision=fp32, which parameters are computed with; "
+            "use precision=bf16, or params_dtype=fp32"
         )
 
 

@@ -26,6 +26,21 @@ MOST_FLOPS = 2**56
 """Of one kernel, as in training: sums over a step then stay within 64 bits."""
 
 TRAINING = {
+    "framework": "its habits are those of training",
+    "params_dtype": "use weight_precision",
+    "grad_reduce_dtype": "there are no gradients",
+    "optimizer_step_tensors": "there is no optimizer",
+    "recompute_early_stop": "there is no backward pass",
+    "fsdp_root_unit": "weights are not sharded over dp",
+    "fsdp_reduce": "there are no gradients",
+    "fsdp_shard_dim": "weights are not sharded over dp",
+    "ddp_bucket_cap_mb": "there are no gradients",
+    "loss_parallel": "there is no loss",
+    "input_grad_reduce": "there are no gradients",
+    "whole_embedding_grad": "there are no gradients",
+    "sequence_parallel_grads": "there are no gradients",
+    "clip_grad_norm": "there are no gradients",
+    "cp_grad_comm_type": "there are no gradients",
     "zero": "weights are not sharded over dp",
     "dp_shard": "weights are not sharded over dp",
     "reshard_after_forward": "weights are not sharded over dp",

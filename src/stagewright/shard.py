@@ -276,7 +276,8 @@ class _Sharding:
             if (
                 earlier
                 and earlier in self.made
-                and (step.kind != "all_gather" or self.keep_gathered)
+                # Of keys, `remat` has said whether they are gathered again.
+                and (step.kind != "all_gather" or (self.keep_gathered and role != "keys"))
             ):
                 n = earlier
             else:

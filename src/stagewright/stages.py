@@ -17,6 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright import units
 from stagewright.actions import Place
 from stagewright.ir import BYTES, Graph, Node
 from stagewright.kernels import EMBEDDING_AXIS, INTERFACE, Task
@@ -56,6 +57,7 @@ class LoweredBlock:
     uses: Mapping[Task, Use]
     stays: Mapping[str, int]  # bytes that are there all the time, by category
     offloaded: frozenset[Node] = frozenset()  # on the host between forward and backward
+    root: bool = False  # weights are gathered and reduced with those of other such blocks
 
 
 def weight_half(tasks: Sequence[Task], dx: Task | str | None) -> frozenset[Task]:
@@ -106,6 +108,7 @@ class Tables:
 
     pipeline_ranks: int
     ends: tuple[int, int]  # the pipeline ranks of the first and the last stage
+    bucket_cap: int = 0  # bytes of a bucket of gradients, across layers
     messages: int = 1  # most messages that one action exchanges along one axis
     names: Numbers[str] = field(default_factory=Numbers[str])
     ops: Numbers[str] = field(default_factory=Numbers[str])
@@ -195,6 +198,8 @@ class Stage:
         """No rows yet; `stages` is how many the model has."""
         self.blocks, self.place, self.stages, self.tables = blocks, place, stages, tables
         self.stage = place.stage
+        unit = frozenset(i for i, p in enumerate(blocks) if p.block.root)
+        self.unit = unit if len(unit) > 1 else frozenset[int]()  # blocks that gather together
         # per block: task -> (whose, place)
         self.where: list[dict[Task, tuple[int, int]]] = [{} for _ in blocks]
         self.parts = [_by_part(p.block.tasks) for p in blocks]
@@ -223,6 +228,7 @@ class Stage:
         weight: list[int] = []
         message = 0
         numbers: dict[Task, int] = {}
+        last_row: dict[int, int] = {}  # of each block
         source, target = (self.place.before, self.place.after)[:: 1 if forward else -1]
         if source is not None and source != self.place.rank:
             t = self._message(Kind.RECV, source, forward)
@@ -233,37 +239,30 @@ class Stage:
             arrived.touch((whose, self.stage, 0), t.phase)
             self.values.append(arrived)
 
-        def emit(i: int, part: str) -> None:
-            nonlocal message
-            placed = self.blocks[i]
-            for t in self.parts[i].get(part, ()):
-                if t.kind == Kind.SEND:
-                    message += 1
-                    numbers[t] = message
-                row = b.add(t, placed.label, placed.layer, self.stage, numbers.get(t.twin or t, -1))
+        for group in self._groups(ahead, main, forward):
+            t, (i, _) = units.joined(group), group[0]
+            if t.kind == Kind.SEND:
+                message += 1
+                numbers[t] = message
+            together = len(group) > 1
+            label, layer = ("", -1) if together else (self.blocks[i].label, self.blocks[i].layer)
+            row = b.add(t, label, layer, self.stage, numbers.get(t.twin or t, -1))
+            if t.part in ("gather_once", "reduce_once"):
+                once.append(row)
+            for i, t in group:
                 self.where[i][t] = whose, row
                 self.touch(i, t, (whose, self.stage, row))
-                if part in ("gather_once", "reduce_once"):
-                    once.append(row)
-                if t in placed.block.weight:
+                if t in self.blocks[i].block.weight:
                     weight.append(row)
                 for d in t.deps:
                     found = self._resolve(row, i, d, here)
                     # What happens once per step needs the last of all microbatches.
-                    last = part == "reduce_once" and found is not None and found[1] == BACKWARD
+                    last = t.part == "reduce_once" and found is not None and found[1] == BACKWARD
                     if found is not None:
                         b.deps.append((row, LAST, *found[2:]) if last else found)
-
-        order = list(range(len(self.blocks)))[:: 1 if forward else -1]
-        for n, i in enumerate(order):
-            # Weights are gathered one block ahead.
-            for j in order[:2] if n == 0 else order[n + 1 : n + 2]:
-                for part in ahead:
-                    emit(j, part)
-            for part in main:
-                emit(i, part)
-            if not forward:
-                self._drop(i, (whose, self.stage, len(b.rows) - 1))
+                last_row[i] = row
+        if not forward:
+            self._drop(last_row)
         if target is not None and target != self.place.rank:
             row = b.add(self._message(Kind.SEND, target, forward), "", -1, self.stage, tag=0)
             found = self.output(row, here) if forward else self.input_gradient(row, here)
@@ -311,11 +310,36 @@ class Stage:
                 elif t.kind == Kind.STORE and v.category == "workspace":
                     v.category = "activations"
 
-    def _drop(self, i: int, at: Touch) -> None:
-        """Weights that were gathered or cast for the whole step go when their block is done."""
-        for t in self.parts[i].get("gather_once", ()):
-            for nodes, *_ in self.blocks[i].block.uses[t].new:
-                self.held[i][nodes[0]].touches.append(at)
+    def _groups(
+        self, ahead: Sequence[str], main: Sequence[str], forward: bool
+    ) -> Sequence[units.Group]:
+        """What the blocks do in one direction, in order: parts `ahead` one block ahead."""
+        items: list[units.Item] = []
+        order = list(range(len(self.blocks)))[:: 1 if forward else -1]
+        for n, i in enumerate(order):
+            for j in order[:2] if n == 0 else order[n + 1 : n + 2]:
+                items += [(j, t) for part in ahead for t in self.parts[j].get(part, ())]
+            items += [(i, t) for part in main for t in self.parts[i].get(part, ())]
+        if self.unit:
+            return units.rooted(items, self.unit)
+        if self.tables.bucket_cap and not forward:
+            return units.bucketed(items, self.tables.bucket_cap)
+        return units.alone(items)
+
+    def _drop(self, last_row: Mapping[int, int]) -> None:
+        """Weights that were gathered or cast for the whole step go when their block is done.
+
+        So do those of a root unit, when all of it is.
+        """
+        for i, row in last_row.items():
+            root = self.blocks[i].block.root
+            parts = ("gather_once", "gather") if root else ("gather_once",)
+            done = max(last_row.get(j, row) for j in self.unit) if i in self.unit else row
+            for t in (t for part in parts for t in self.parts[i].get(part, ())):
+                for nodes, *_ in self.blocks[i].block.uses[t].new:
+                    held = self.held[i][nodes[0]]
+                    if t.kind == Kind.COLLECTIVE or not root:
+                        held.touches.append((BACKWARD, self.stage, done))
 
     def value(self, i: int, n: Node) -> Value | None:
         """What holds a value of block `i`: None if it stays, or comes from nowhere."""

@@ -55,6 +55,9 @@ STATE_HEADS: Mapping[str, tuple[int, ...]] = {
 EXPERTS: Mapping[str, int | None] = {
     "we_up": 2, "we_gate": 2, "we_down": 1, "be_up": 1, "be_gate": 1, "be_down": None,
 }  # fmt: skip
+_INPUT_GRADS = tuple(f"d_{name}_in" for name in ("q", "k", "v", "up", "gate", "logits"))
+TABLES = ("wte", "wpe", "wtt", "lm_head", "tables")
+"""Weights whose first dim are rows; of others the last is, which they lead to."""
 BATCH = size("B")
 KEY_VALUE = frozenset({"wk", "wv", "bk", "bv"})
 
@@ -83,6 +86,8 @@ class Plan:
     sequence_parallel: bool = False
     cp_comm_type: str = "p2p"
     reduce_each_microbatch: bool = False
+    sum_as_read: bool = False  # gradients stay sums over ranks of the model until they are read
+    shard_rows: bool = False  # ZeRO splits rows of the matrices of linears
     # sum words before adding positions, then scatter (Megatron-LM)
     embedding_all_reduce: bool = False
     table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # goes before all rows
@@ -126,6 +131,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         **dict.fromkeys(
             ("x", "y", "dy", "dx", "attn_reduced", "mlp_reduced", "branch", "embedded"), residual
         ),
+        "logits_whole": whole,
+        **dict.fromkeys(_INPUT_GRADS, whole),
     }
     if plan.embedding_all_reduce and plan.sequence_parallel:
         rows |= {"word": whole, "d_scatter": whole}
@@ -157,6 +164,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         return _spread(n, dims, plan, sizes)
 
     def parameter(n: Node, role: str, have: Layout | None) -> Layout | None:
+        if not n.shape:  # a count of steps
+            return Layout(())
         if n.get("buffer"):
             return None if role == "count" else Layout(((),) * len(n.shape))
         used = weight(str(n["param"]), len(n.shape))
@@ -166,6 +175,15 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
                 return Layout(shared if plan.zero == 3 or (role == "self" and plan.zero) else used)
             case "used":
                 return Layout(used)
+            case "whole":
+                over = frozenset((*plan.data, *plan.context))
+                return Layout(((),) * len(n.shape), have.partial & over if have else frozenset())
+            case "own":
+                return Layout(used, have.partial) if have and plan.reduce_each_microbatch else None
+            case "made":
+                if have is None or n.once == plan.reduce_each_microbatch:
+                    return None
+                return Layout(have.dims, have.partial & {*plan.data, *plan.context})
             case "tied_grad":
                 return Layout(used, frozenset((*plan.data, *plan.context)))
             case "state":
@@ -176,6 +194,10 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
                 return _reduced(have, plan, shared if plan.zero >= 2 else used)
             case "synced":
                 return _reduced(have, plan, shared if plan.zero else used)
+            case "reduced" if plan.sum_as_read and plan.sequence_parallel:
+                return None
+            case "read":
+                return Layout(have.dims) if have else None
             case "reduced":
                 return Layout(have.dims) if have else None
             case _:
@@ -361,10 +383,16 @@ def _reduced(have: Layout | None, plan: Plan, dims: Dims) -> Layout | None:
 
 
 def _spread(n: Node, dims: Dims, plan: Plan, sizes: Mapping[str, int]) -> Dims:
-    """Split one more dim over the sharding axes, at best one that divides, is whole and large."""
+    """Split one more dim over the sharding axes, at best one that divides, is whole and large.
+
+    PyTorch splits rows: what a linear's weight leads to, our last dim, or the rows of a table.
+    """
     shard = tuple(a for a in plan.shard if not any(a in axes for axes in dims))
     if not shard:
         return dims
+    if plan.shard_rows:
+        at = 0 if n["param"] in (*EXPERTS, *TABLES) else len(dims) - 1
+        return (*dims[:at], dims[at] + shard, *dims[at + 1 :])
     ranks = plan.mesh.size(*shard)
 
     def merit(i: int) -> tuple[bool, bool, int]:

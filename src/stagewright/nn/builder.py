@@ -26,6 +26,8 @@ class Precision:
     gradient: str = "fp32"
     master: str = "fp32"
     moment: str = "fp32"
+    param: str = ""  # what parameters are stored in, where not `compute`
+    reduce: str = ""  # gradients of a microbatch on their way, where not `gradient`
 
 
 PRECISIONS = {
@@ -75,6 +77,14 @@ class Recipe:
     sum_tied: bool = False  # the gradients of a shared table are added before they are reduced
     shared_embedding: bool = False
     inference: Inference | None = None  # None: training
+    # What PyTorch does that Megatron-LM does not; see the options of `Run`.
+    step_tensors: bool = False
+    loss_parallel: bool = True
+    own_input_grads: bool = False
+    whole_embedding_grad: bool = False
+    # Gradients that are sums over ranks of a model are added up before they are reduced,
+    sum_as_made: bool = False
+    sum_as_read: int = 0  # or each of so many times that the optimizer reads one.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,9 +124,11 @@ class Builder:
         """A parameter as the computation sees it."""
         if name not in self.params:
             own = {"role": "param", "param": name, "tied": tied, "scope": scope}
-            self.params[name] = p = leaf("param", dims, dtype or self.dtype, name, **own)
-            once = self.recipe.gather_once
-            self.used[name] = identity(p, name, role="used", param=name, once=once, scope=scope)
+            stored = dtype or self.recipe.precision.param or self.dtype
+            self.params[name] = p = leaf("param", dims, stored, name, **own)
+            used: dict[str, Any] = {"param": name, "once": self.recipe.gather_once, "scope": scope}
+            x = p if dtype else cast(p, self.dtype, name=name, role="sent", **used)
+            self.used[name] = identity(x, name, role="used", **used)
         return self.used[name]
 
     def buffer(self, name: str, *dims: str, scope: str = "") -> Node:
@@ -143,6 +155,8 @@ class Builder:
         """
         low = self.recipe.precision.gemm
         x = self.lowered(x, w.dtype)
+        if self.recipe.own_input_grads and len(x.shape) == 3:
+            x = identity(x, f"{name}_in")
         if low and trained:
             once = self.recipe.cast_once
             x = cast(x, low, scope=x.scope, name=x.name)

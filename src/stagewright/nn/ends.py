@@ -50,7 +50,8 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
     if recipe.inference:
         return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
     pooled = _pooler(b, h) if config.pooler else None
-    loss = cross_entropy(_logits(b, h))
+    logits = _logits(b, h)
+    loss = cross_entropy(logits if recipe.loss_parallel else identity(logits, "logits_whole"))
     if pooled is not None:
         loss = add(loss, cast(pooled, "fp32"), name="loss")
     return finish("head", b, x, loss, is_loss=True)
@@ -76,6 +77,8 @@ def _logits(b: Builder, h: Node) -> Node:
         )
     table = "wte" if config.tied_embeddings else "lm_head"
     w = b.param(table, "V", width, scope=scope, tied=config.tied_embeddings)
+    if b.recipe.own_input_grads:
+        h = identity(h, "logits_in")
     logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope)
     if config.lm_head_bias:
         logits = b.bias(logits, "b_head", "V")

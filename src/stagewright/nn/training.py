@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stagewright.grad import backward
-from stagewright.ir import Graph, Node, toposort
+from stagewright.ir import Graph, Node, replace, toposort
 from stagewright.nn.builder import Block, Builder, Precision, Recipe
 from stagewright.ops import add, apply, cast, elementwise, identity, leaf, letters
 
@@ -86,15 +86,24 @@ def finish(
 def _accumulated(p: Node, g: Node, precision: Precision) -> Node:
     """Add one microbatch's gradient to the step's."""
     own = {"phase": "backward", "scope": p.scope, "param": p.name}
-    g = cast(g, precision.gradient, phase="backward", scope=p.scope, name=f"{p.name}.grad")
+    named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
+    g = cast(g, precision.reduce or precision.gradient, **named)
     g = identity(g, f"{p.name}.grad", role="micro", **own)
+    g = cast(g, precision.gradient, **named)
     return elementwise("accumulate", g, name=f"{p.name}.grad", role="grad", **own)
 
 
 def _reduced(p: Node, g: Node, recipe: Recipe) -> Node:
     """From one microbatch's gradient to the step's: the places where a strategy may reduce it."""
     own = {"phase": "backward", "scope": p.scope, "param": p.name, "once": True}
+    if recipe.whole_embedding_grad and g.op == "embedding_bwd":
+        g = replace(g, attrs=tuple(sorted({*g.attrs, ("param", p.name), ("role", "whole")})))
+        g = identity(g, f"{p.name}.grad", role="own", **(own | {"once": False}))
+    if recipe.sum_as_made:
+        g = identity(g, f"{p.name}.grad", role="made", **(own | {"once": False}))
     g = _accumulated(p, g, recipe.precision)
+    if recipe.sum_as_made:
+        g = identity(g, f"{p.name}.grad", role="made", **own)
     g = identity(g, f"{p.name}.grad", role="synced", **own)
     g = identity(g, f"{p.name}.grad", role="reduced", **own)
     if p["tied"] and not recipe.shared_embedding:
@@ -126,11 +135,15 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
     states = [
         leaf("state", p.shape, d, f"{p.name}.{s}", role="state", **own) for s, d in dtypes.items()
     ]
+    if recipe.step_tensors:
+        states.append(leaf("state", (), "fp32", f"{p.name}.step", role="state", **own))
     if not precision.master:  # the parameter is its own master copy
         states.insert(0, leaf("state", p.shape, p.dtype, p.name, role="self", **own))
     z = letters(p)
-    operands = [g, *([scale] if scale else []), *states]
-    terms = [z, *([""] if scale else []), *[z] * len(states)]
+    read = {**own, "role": "read"}
+    reads = [identity(g, f"{g.name}{i}", **read) for i in range(recipe.sum_as_read)] or [g]
+    operands = [*reads, *([scale] if scale else []), *states]
+    terms = [*[z] * len(reads), *([""] if scale else []), *(z if s.shape else "" for s in states)]
     spec = ",".join(terms) + "->" + z
     new = apply(
         recipe.optimizer,

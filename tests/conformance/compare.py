@@ -1,0 +1,270 @@
+"""What PyTorch did and what Stagewright says, as figures by name.
+
+`cases/` holds what programs of PyTorch 2.13 did on one rank under a fake process group and fake
+tensors: collectives (phase, kind, mesh dim, its size, dtype: count, bytes in, bytes out), FLOPs by
+phase and op, bytes held. The mesh is outermost first; bytes in and out are those of a rank's own
+tensors; two steps came before. `record.py` makes more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.compiler import Compiled, compile
+from stagewright.models import ModelConfig
+from stagewright.pipeline import flat
+from stagewright.program import CATEGORIES, COLLECTIVES, PHASES, Kind, RankClass
+from stagewright.run import Run
+
+CASES = Path(__file__).parent / "cases"
+NAMES = sorted(path.stem for path in CASES.glob("*.json"))
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "int64": "int64"}
+SCHEDULES = {
+    "GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved", "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "zb-h1", "ZBVZeroBubble": "zbv", "DualPipeV": "dualpipev",
+}  # fmt: skip
+AXES = {
+    "dp_shard": "dp",
+    "dp_replicate": "dp_rep",
+    "dp/ep": "ep",
+    "cp+dp": "dp_cp",
+}  # ours -> the mesh dim of a case
+
+Case = Mapping[str, Any]
+
+
+class Traffic(NamedTuple):
+    """Collectives of one phase, kind, group and dtype on one rank."""
+
+    count: int
+    in_bytes: int
+    out_bytes: int
+
+
+def read(name: str) -> Case:
+    """A recorded case."""
+    return json.loads((CASES / f"{name}.json").read_text())
+
+
+def model_of(case: Case) -> ModelConfig:
+    m = case["model"]
+    experts = {"num_experts": m["experts"], "top_k": m["topk"], "moe_ffn_hidden_size": m["ffn"],
+               "apply_probs": "output"} if "experts" in m else {}  # fmt: skip
+    return ModelConfig(
+        name=case["name"], num_layers=m["layers"], hidden_size=m["hidden"],
+        ffn_hidden_size=m["ffn"], num_attention_heads=m["heads"], num_query_groups=m["kv_heads"],
+        kv_channels=m["head_dim"], vocab_size=m["vocab"],
+        max_position_embeddings=case["options"]["seq"], **experts,
+    )  # fmt: skip
+
+
+def run_of(case: Case, **more: Any) -> Run:
+    """The same run in our words: `framework=torchtitan`, and what the case says it does."""
+    o, mesh = case["options"], dict(case["mesh"])
+    params, mixed = o.get("params", "fp32"), o.get("mp")
+    dp = math.prod(mesh.get(axis, 1) for axis in ("dp", "dp_rep", "ep", "efsdp"))
+    sharded = not o.get("ddp") and not mesh.keys().isdisjoint(("dp", "dp_rep", "efsdp"))
+    settings: dict[str, Any] = {
+        "model": case["name"], "framework": "torchtitan", "dp": dp, "params_dtype": params,
+        **{a: mesh.get(a, 1) for a in ("tp", "cp", "pp", "ep")},
+        "precision": "bf16" if mixed or params == "bf16" else "fp32",
+        "grad_reduce_dtype": mixed[1] if mixed else None,
+        "seq_length": o["seq"], "micro_batch_size": o["batch"],
+        "global_batch_size": o["batch"] * dp * o.get("n_mb", 1) * o.get("accum", 1),
+        "clip_grad": o.get("clip", False), "sequence_parallel": o.get("sp", False),
+        "loss_parallel": o.get("loss_parallel", False),
+        "input_grad_reduce": "shared" if o.get("shared_input", True) else "linear",
+        "recompute": "full" if o.get("ac") else "none", "flash_attention": o.get("attn") != "math",
+        "vpp": o.get("vpp", 1), "dropout": False,
+    }  # fmt: skip
+    if sharded:
+        settings |= {"zero": 3, "reshard_after_forward": o.get("reshard", True)}
+        settings["dp_shard"] = mesh["dp"] if "dp_rep" in mesh else None
+    if o.get("schedule"):
+        settings["schedule"] = SCHEDULES[o["schedule"]]
+    if o.get("cp_rotate"):
+        settings["cp_comm_type"] = {"allgather": "all_gather", "alltoall": "p2p"}[o["cp_rotate"]]
+    return Run(**(settings | more))
+
+
+def compiled_of(case: Case, **more: Any) -> Compiled:
+    return compile(run_of(case, **more), model_of(case))
+
+
+def rank_of(case: Case, compiled: Compiled) -> RankClass:
+    """The program of the rank that was recorded: the position in the pipeline is what matters."""
+    mesh = dict(case["mesh"])
+    inner = 1
+    for axis, size in reversed(case["mesh"]):
+        if axis == "pp":
+            break
+        inner *= size
+    at = case["rank"] // inner % mesh["pp"] if "pp" in mesh else 0
+    return next(of for of in compiled.program.classes if of.pipeline_rank == at)
+
+
+# ---- what is compared ----------------------------------------------------------------------------
+
+
+def recorded_collectives(case: Case) -> dict[tuple[Any, ...], Traffic]:
+    return {tuple(row[:5]): Traffic(*row[5:]) for row in case["collectives"]}
+
+
+def collectives(case: Case, compiled: Compiled) -> dict[tuple[Any, ...], Traffic]:
+    """By phase, kind, mesh dim, group size and dtype, as a case has them."""
+    t, program = rank_of(case, compiled).tasks, compiled.program
+    mesh = dict(case["mesh"])
+    named = AXES | ({"edp": "efsdp", "dp": "efsdp_ep"} if "efsdp" in mesh else {})
+    found: Counter[tuple[Any, ...]] = Counter()
+    size: Counter[tuple[Any, ...]] = Counter()
+    for i in np.flatnonzero(t.kind != Kind.COMPUTE):
+        phase = PHASES[t.phase[i]].replace("recompute", "backward")
+        if t.kind[i] == Kind.COLLECTIVE:
+            axes = program.communicators[t.slot[i]].axes
+            kind = COLLECTIVES[t.collective[i]]
+        else:
+            axes, kind = (program.peers[t.slot[i]].axis,), t.ops[t.op[i]]
+            phase = "step" if axes == ("pp",) else phase
+            if axes == ("cp",):  # torch's ring steps are an all_to_all with one peer
+                if kind == "recv":
+                    continue
+                kind = "all_to_all"
+        label = program.mesh.label(axes)
+        if t.microbatch[i] < 0 and axes != ("pp",) and "pp" in mesh:
+            # Schedules reduce after the last backward, and those of several stages gather before.
+            unshards = compiled.run.vpp > 1 and phase == "forward"
+            phase = "step" if unshards or phase == "backward" else phase
+        phase = "clip" if t.names[t.name[i]] == "grad_norm.all_reduce" else phase
+        key = (
+            phase,
+            kind,
+            named.get(label, label),
+            program.mesh.size(*axes),
+            DTYPES[t.dtypes[t.dtype[i]]],
+        )
+        found[key] += 1
+        size[key] += int(t.comm_bytes[i])
+    return {key: Traffic(n, *_in_out(key, size[key])) for key, n in found.items()}
+
+
+def _in_out(key: tuple[Any, ...], size: int) -> tuple[int, int]:
+    kind, ranks = key[1], key[3]
+    if kind in ("send", "recv"):
+        return (size, 0) if kind == "send" else (0, size)
+    return size, {"all_gather": size * ranks, "reduce_scatter": size // ranks}.get(kind, size)
+
+
+def recorded_flops(case: Case) -> dict[tuple[str, str], int]:
+    """By phase and what: matrix products, attention kernels."""
+    found: Counter[tuple[str, str]] = Counter()
+    for phase, ops in case["flops"].items():
+        for op, flops in ops.items():
+            what = "attention" if "attention" in op else "matmul"
+            found[phase.removesuffix("_input").removesuffix("_weight"), what] += flops
+    return dict(found)
+
+
+def flops(case: Case, compiled: Compiled) -> dict[tuple[str, str], int]:
+    """The same of ours, attention as torch's formulas count it: masked pairs too.
+
+    A rank's causal attention is one block of its own queries and keys, of which half is masked,
+    and with cp others that are whole (`cp_balance`).
+    """
+    t = rank_of(case, compiled).tasks
+    kernel = np.array([s.kernel for s in t.shapes] or [""])[t.shape]
+    cp = compiled.run.cp
+    all_pairs = (cp + 1) / cp if compiled.run.flash_attention else 1
+    found: Counter[tuple[str, str]] = Counter()
+    for phase in range(len(PHASES)):
+        name = PHASES[phase].replace("recompute", "backward")
+        mine = (t.phase == phase) & (t.kind == Kind.COMPUTE)
+        found[name, "matmul"] += int(t.flops[mine & (kernel == "gemm")].sum())
+        attends = np.isin(kernel, ("attention", "attention_bwd")) & mine
+        found[name, "attention"] += int(t.flops[attends].sum() * all_pairs)
+    return {key: n for key, n in found.items() if n}
+
+
+def state(case: Case, compiled: Compiled) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states of a rank, by the names of a case."""
+    held = {"rank_param_bytes": "parameters", "rank_grad_bytes": "gradients",
+            "rank_opt_state_bytes": "optimizer"}  # fmt: skip
+    v = rank_of(case, compiled).values
+    category, size = v.category[v.value], v.size[v.value]
+    return {
+        name: int(size[category == CATEGORIES.index(what)].sum()) for name, what in held.items()
+    }
+
+
+def order(case: Case, compiled: Compiled) -> str:
+    """What a pipeline rank does, action by action."""
+    return " ".join(map(str, flat(compiled.order[rank_of(case, compiled).pipeline_rank])))
+
+
+def differences(theirs: Mapping[Any, Any], ours: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    """What differs, by name: (PyTorch, Stagewright)."""
+    keys = [*theirs, *(k for k in ours if k not in theirs)]
+    return {k: (theirs.get(k), ours.get(k)) for k in keys if theirs.get(k) != ours.get(k)}
+
+
+# ---- what is known to differ, with its figures ---------------------------------------------------
+
+EMPTY = (
+    "FSDP2 keeps no padding: the last ranks hold fewer rows than the first, or none. We give the "
+    "padded bytes of the first rank"
+)
+NOT_SUMMED = (
+    "the recorded program lets ranks of cp, or of ep, keep gradients of their own: it wraps the "
+    "model in no data parallelism"
+)
+COUNTS = (
+    "routing was taken as balanced: the recorded program does not tell the other ranks how many "
+    "copies it sends"
+)
+WHOLE = (
+    "gradients that are added up whole are buffers that we hold all the time; PyTorch holds the "
+    "shards that the last reduction makes of them"
+)
+Difference = tuple[str, dict[Any, tuple[Any, Any]]]
+
+DIFFERENT: dict[tuple[str, str], Difference] = {
+    **{
+        (name, "state"): (WHOLE, {"rank_grad_bytes": figures})
+        for name, figures in {
+            "09_8b_fsdp8_accum4_clip": (961562624, 7692500992),
+            "22_70b_pp4_fsdp2_tp8_1f1b": (427884544, 855769088),
+            "23_70b_pp4_fsdp8_cp4_tp8_1024": (26742784, 855769088),
+            "36_tiny_fsdp4_accum3": (2000128, 8000512),
+            "38_tiny_pp2_fsdp2_1f1b": (3475456, 6950912),
+        }.items()
+    },
+    ("07_8b_fsdp1024_uneven", "state"): (EMPTY, {
+        "rank_param_bytes": (3408016, 7536784),
+        "rank_grad_bytes": (3408016, 7536784),
+        "rank_opt_state_bytes": (6816188, 15073724),
+    }),
+    ("15_8b_cp8_allgather", "collectives"): (NOT_SUMMED, {
+        ("backward", "all_reduce", "cp", 8, "bfloat16"):
+            (None, Traffic(22, 3846250496, 3846250496)),
+    }),
+    ("24_mixtral_ep8", "collectives"): (f"{NOT_SUMMED}; and {COUNTS}", {
+        ("forward", "all_gather", "ep", 8, "int64"): (None, Traffic(4, 256, 2048)),
+        ("backward", "all_reduce", "ep", 8, "bfloat16"): (None, Traffic(10, 860168192, 860168192)),
+    }),
+    ("25_mixtral_ep8_efsdp8", "collectives"): (COUNTS, {
+        ("forward", "all_gather", "ep", 8, "int64"): (None, Traffic(4, 256, 2048)),
+    }),
+    ("25_mixtral_ep8_efsdp8", "state"): (EMPTY, {
+        "rank_param_bytes": (26872064, 2845509888),
+        "rank_grad_bytes": (26872064, 2845509888),
+        "rank_opt_state_bytes": (53744300, 5691019948),
+    }),
+}  # fmt: skip
+"""(case, what) -> why it differs, and (PyTorch, Stagewright) by name."""
