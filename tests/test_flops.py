@@ -223,3 +223,81 @@ def test_selective_recompute(modules: tuple[str, ...], ops: set[str]) -> None:
         # Of the norms, those of the layers: two each of 4, and not the final one.
         share = Fraction(8, 9) if op == "norm" else 1
         assert found["recompute", op] == found["forward", op] * share
+
+
+# ---- kernels, by what they must do ---------------------------------------------------------------
+
+
+def rows_of(op: str, **settings: Any) -> list[tuple[int, int]]:
+    """FLOPs and bytes of the kernels that begin with an operation, in order."""
+    t = compile(Run(**settings)).program.classes[0].tasks
+    found = [i for i in range(len(t)) if t.ops[t.op[i]].split("+")[0] == op]
+    assert found
+    return [(int(t.flops[i]), int(t.traffic[i])) for i in found]
+
+
+@pytest.mark.parametrize(
+    ("model", "pairs"),
+    [
+        ("llama3.1-8b", 512 * 512 // 2),  # causal
+        ("mistral-7b-v0.1", 512 * 512 // 2),  # its window is wider
+        ("bert-base", 512 * 512),
+    ],
+)
+def test_flash_attention(model: str, pairs: int) -> None:
+    """Two products forward and five backward of each pair; all else is read and written once.
+
+    Forward reads q, k and v and writes the output and a logarithm for each row of scores; backward
+    reads these and the output's gradient, and writes three (arXiv 2307.08691, algorithms 1 and 2).
+    """
+    settings = {"model": model, "layers": 1, "seq_length": 512, "micro_batch_size": 3}
+    m = compile(Run(**settings)).model
+    width, heads = m.kv_channels, m.num_attention_heads
+    q, kv, row = (3 * 512 * x for x in (heads * width, m.num_query_groups * width, heads))
+    forward = 2 * 2 * 3 * heads * pairs * width, 2 * (2 * q + 2 * kv) + 4 * row
+    backward = 5 * 2 * 3 * heads * pairs * width, 2 * (4 * q + 4 * kv) + 4 * row
+    assert rows_of("attention", **settings) == [forward]
+    assert rows_of("attention_bwd", **settings) == [backward]
+
+
+def test_grouped_products() -> None:
+    """Rows of tokens times each expert's matrix: all matrices are read, each row once."""
+    settings = {"model": "mixtral-8x7b", "layers": 1, "seq_length": 512, "fuse": False}
+    compiled = compile(Run(**settings, ep=4, dp=4))
+    t = compiled.program.classes[0].tasks
+    h, f, experts, rows = 4096, 14336, 2, 4 * 512 * 2 // 4
+    grouped = [i for i in range(len(t)) if t.ops[t.op[i]] == "einsum"
+               and t.shapes[t.shape[i]].extents[0] == ("batch", experts)]  # fmt: skip
+    product = 2 * rows * h * f, 2 * (rows * h + experts * h * f + rows * f)
+    # Gate, up and down, forward and twice backward.
+    assert [(int(t.flops[i]), int(t.traffic[i])) for i in grouped] == [product] * 9
+
+
+def test_cross_entropy() -> None:
+    """Per logit: largest, then less that, exponential and sum; backward the same, less a one.
+
+    Logits are read once in 16 bit and kept in fp32, which backward reads to write 16 bit; besides,
+    a label of 8 bytes, and the numbers that both share, for each token.
+    """
+    tokens, vocab = 2 * 256, 1024
+    settings = {"model": "llama3-8b", "layers": 1, "seq_length": 256, "micro_batch_size": 2,
+                "vocab": vocab}  # fmt: skip
+    ((flops, moved),) = rows_of("cast", **settings)
+    assert flops == tokens * (5 * vocab + 4)  # a conversion counts as one
+    assert 6 * tokens * vocab < moved <= 6 * tokens * vocab + 24 * tokens
+    ((flops, moved),) = rows_of("spread", **settings)
+    assert 4 * tokens * vocab < flops <= tokens * (5 * vocab + 4)
+    assert 6 * tokens * vocab < moved <= 6 * tokens * vocab + 24 * tokens
+
+
+@pytest.mark.parametrize(("precision", "moved"), [("bf16", 4 * 4 + 3 * 4 + 2), ("fp32", 28)])
+def test_adam(precision: str, moved: int) -> None:
+    """Bytes: reads gradient, weight and both moments, writes the last three, and a copy in 16 bit.
+
+    FLOPs (arXiv 1711.05101, algorithm 2): 3 and 4 for the moments; root, epsilon, quotient; two for
+    the step, two for the decay; corrections of the moments are part of the step size.
+    """
+    for flops, size in rows_of("adamw", model="gpt2", layers=2, seq_length=64, precision=precision):
+        parameters, rest = divmod(flops, 14)
+        assert rest == 0
+        assert size == moved * parameters + 4  # and the scale of clipping

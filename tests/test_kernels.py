@@ -111,8 +111,9 @@ def test_gradients_of_attention_are_one_kernel() -> None:
     assert len(rows) == 2
     s, q, kv, pairs = 96, 32 * 128, 8 * 128, 96 * 96 // 2
     assert t.flops[rows].tolist() == [10 * pairs * q] * 2  # five products
-    # Reads dO, Q, K, V once, writes dQ, dK, dV.
-    assert t.traffic[rows].tolist() == [2 * s * (q + q + 2 * kv) + 2 * s * (q + 2 * kv)] * 2
+    # Reads dO, Q, K, V, O once and a sum for each row of scores, writes dQ, dK, dV.
+    read = 2 * s * (3 * q + 2 * kv) + 4 * 32 * s
+    assert t.traffic[rows].tolist() == [read + 2 * s * (q + 2 * kv)] * 2
 
 
 def test_gradients_of_a_gate_are_one_kernel() -> None:

@@ -38,7 +38,7 @@ class Op(NamedTuple):
     gathers: int | None = None  # this operand is a table; of it, it reads the rows it returns
     scatters: int | None = None  # its result is a table; of it, it writes the rows of this operand
     reduction: str = "sum"  # how the parts over a split contracted index combine
-    scratch: scan.Cost | None = None  # bytes of intermediates that go through device memory
+    scratch: scan.Cost | None = None  # bytes that go through device memory besides operands, result
     # An index whose points are those of others, in any order: rows of tokens, grouped by expert.
     rows: tuple[str, tuple[str, ...]] | None = None
 
@@ -231,8 +231,7 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         # Products over the width of queries and keys, and over that of values.
         over: Any = n["products"]
         width = over[0] * here["d"] + over[1] * here.get("v", here["d"])
-        heads = math.prod([v for x, v in here.items() if x not in "qkdvi"], start=1)
-        return 2 * width * heads * _attended(n, extent)
+        return 2 * width * _heads(here) * _attended(n, extent)
     if callable(row.flops):
         return row.flops(n, here)
     same = row.rows[1] if row.rows else ()
@@ -240,6 +239,26 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     if n.op == "einsum" and not parse(str(n["spec"])).contracted:
         each = len(n.srcs) - 1  # products and no sums
     return math.prod([v for x, v in here.items() if x not in same], start=1) * each
+
+
+def _heads(here: Mapping[str, Any]) -> Any:
+    """Batch and heads, of the letters of an attention: what is neither a position nor a width."""
+    return math.prod([v for x, v in here.items() if x not in "qkdvi"], start=1)
+
+
+def _row_sums(n: Node, here: Mapping[str, Any]) -> Any:
+    """Bytes of the logarithm of each row's sum of exponentials, which flash attention leaves for
+    its backward (arXiv 2307.08691, algorithm 1)."""
+    return 4 * _heads(here) * here["q"]
+
+
+def _forward_again(n: Node, here: Mapping[str, Any]) -> Any:
+    """Bytes of forward that its backward reads besides its operands (algorithm 2): the output, and
+    the sums of rows. Once, in the one kernel that makes all gradients."""
+    if n["wrt"] != "q":
+        return 0
+    width = here.get("v", here["d"])
+    return _row_sums(n, here) + _heads(here) * here["q"] * width * BYTES[n.srcs[0].dtype]
 
 
 def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
@@ -314,7 +333,7 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
         written = written + row.scratch(n, extents(n, extent))
     work = flops(n, extent)
     updated: Any = n.get("updates")
-    if updated:  # optimizer: reads and writes its states in place
+    if updated:  # optimizer: so many of its last operands are rewritten besides the result
         written = written + sum(reads[-int(updated) :])
     return Work(_whole(work), tuple(reads), _whole(written))
 
@@ -726,8 +745,8 @@ _CHUNKED: dict[str, Any] = {"flops": scan.chunked_flops, "scratch": scan.chunked
 OPS: dict[str, Op] = {
     # contractions
     "einsum": Op(_m.einsum, _einsum_vjp, flops=2, multilinear=True),
-    "attention": Op(_m.attention, _attention_vjp, ring=("q", "k")),
-    "attention_bwd": Op(_m.attention_bwd, ring=("q", "k"), joint=True),
+    "attention": Op(_m.attention, _attention_vjp, ring=("q", "k"), scratch=_row_sums),
+    "attention_bwd": Op(_m.attention_bwd, ring=("q", "k"), joint=True, scratch=_forward_again),
     "cached_attention": Op(_m.cached_attention),
     "sum": Op(_m.total, linear=True, fuses=True),
     "mean": Op(_m.mean, _mean_vjp, linear=True, fuses=True),

@@ -119,7 +119,7 @@ def _counted(p: Node, counts: Node) -> Node:
     total = identity(total, f"{p.name}.count", role="counted", once=True, **backward)
     own |= {"phase": "optimizer", "once": True}
     state = leaf("state", p.shape, p.dtype, p.name, role="self", **own)
-    new = elementwise("bias_update", total, state, dtype=p.dtype, updates=1, **own)
+    new = elementwise("bias_update", total, state, dtype=p.dtype, **own)
     return identity(new, f"{p.name}.new", role="updated", **own)
 
 
@@ -150,7 +150,7 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
         spec,
         *operands,
         dtype=p.dtype,
-        updates=len(states),
+        updates=len(MOMENTS[recipe.optimizer]) + bool(precision.master),
         name=f"{p.name}.new",
         **own,
     )
