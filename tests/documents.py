@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+MADE = ROOT / "docs/reference"  # by Sphinx, out of the code
+WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if page.parent != MADE]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])
 
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _WALL = re.compile(r"\b\d+\.\d s\b")  # of the machine; simulated seconds have two decimals

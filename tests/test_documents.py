@@ -7,13 +7,18 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same
-from stagewright import cli
+from stagewright import cli, hardware
+from stagewright.models import PRESETS
+from stagewright.ops import OPS
+from stagewright.pipeline import SCHEDULES
 from stagewright.run import Run
+from stagewright.strategies import TENSOR_PARALLEL
 
 WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
 
@@ -140,16 +145,49 @@ def test_links_lead_somewhere(page: Path):
 # ---- pictures ------------------------------------------------------------------------------------
 
 
-def test_pictures_are_current():
-    path = ROOT / "docs/pictures/draw.py"
-    spec = importlib.util.spec_from_file_location("draw", path)
+def module(path: str) -> ModuleType:
+    """A script of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_pictures_are_current():
+    draw = module("docs/pictures/draw.py")
     for picture, of in draw.PICTURES.items():
-        file = path.with_name(picture)
-        assert of() == file.read_text(encoding="utf-8"), f"python {path.relative_to(ROOT)}"
+        file = ROOT / "docs/pictures" / picture
+        assert of() == file.read_text(encoding="utf-8"), "run python docs/pictures/draw.py"
+
+
+# ---- the reference, which Sphinx has made out of the code ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("cli", list(cli.commands.commands)),
+        ("settings", [f"`{setting.name}`" for setting in cli.SETTINGS]),
+        ("models", [f"`{preset}`" for preset in PRESETS]),
+        ("hardware", [f"`{each}`" for each in hardware.names()]),
+        ("schedules", [f"## {schedule}" for schedule in SCHEDULES]),
+        ("strategies", [f"`{weight}`" for weight in TENSOR_PARALLEL]),
+        ("ops", [f"| `{op}` |" for op in OPS]),
+        ("json", ["`step_seconds`", "`rank_classes[].memory.peak`", "`capacity.fits`"]),
+    ],
+)
+def test_the_reference_has_everything(page: str, names: list[str]):
+    text = module("docs/reference.py").PAGES[page]()
+    assert [each for each in names if each not in text] == []
+
+
+def test_every_page_is_in_the_contents():
+    """Those for who works on this stand in CONTRIBUTING.md."""
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8").splitlines()
+    pages = {page.stem for page in PAGES if page.parent == ROOT / "docs"} - {"index", "release"}
+    assert pages == {line for line in index if re.fullmatch(r"[a-z][a-z-]*", line)}
 
 
 def test_every_page_has_one_title():

@@ -1,0 +1,357 @@
+"""Writes the pages of docs/reference/ out of the code: `python docs/reference.py`.
+
+Sphinx runs it before it reads the pages, so that they are never older than the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from stagewright.ir import Node
+
+HERE = Path(__file__).parent / "reference"
+
+
+def write() -> None:
+    """All pages, and no others."""
+    HERE.mkdir(exist_ok=True)
+    for old in HERE.glob("*.md"):
+        if old.stem not in PAGES:
+            old.unlink()
+    for name, page in PAGES.items():
+        (HERE / f"{name}.md").write_text(page(), encoding="utf-8")
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [list(heads), ["---"] * len(heads), *([_cell(x) for x in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def first(of: object) -> str:
+    """The first paragraph of a docstring."""
+    text = " ".join((inspect.getdoc(of) or "").partition("\n\n")[0].split())
+    return text.removesuffix(":").removesuffix(".") + "."
+
+
+def prose(doc: str | None) -> str:
+    """A docstring as Markdown: without its doctests."""
+    text = inspect.cleandoc(doc or "")
+    return re.sub(r"^>>>.*?(?:\n\n|\Z)", "", text, flags=re.MULTILINE | re.DOTALL).strip()
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def cli() -> str:
+    """Every command, its arguments, options and examples."""
+    from stagewright import cli
+    from stagewright.cli_help import EXAMPLES
+
+    shared = {setting.name for setting in cli.SETTINGS}
+    parts = [
+        "# Command line\n\nEvery command takes `--help`. Commands on a run (`show`, `generate`, "
+        "`simulate` and others) take every [setting](settings.md) besides their own options.\n"
+    ]
+    for name, command in cli.commands.commands.items():
+        context = click.Context(command, info_name=f"stagewright {name}")
+        help_, _, more = inspect.cleandoc(command.help or "").partition("\n\n")
+        rows = [
+            (_flags(p), (p.help or "").replace("<", "&lt;"))
+            for p in command.params
+            if isinstance(p, click.Option) and p.name not in shared
+        ]
+        asks = any(p.name in shared for p in command.params)
+        words = " ".join(p.make_metavar(context) for p in command.params if _argument(p))
+        parts.append(f"## {name}\n\n{help_}\n\n{more}".rstrip() + "\n")
+        parts.append(f"`stagewright {name} {words} [OPTIONS]`\n".replace("  ", " "))
+        if asks:
+            parts.append("Takes every [setting](settings.md), and:\n")
+        parts.append(table(("option", "what it does"), rows))
+        parts.append("```bash\n" + "\n".join(EXAMPLES[name]) + "\n```\n")
+    return "\n".join(parts)
+
+
+def _argument(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Argument)
+
+
+def _flags(option: click.Option) -> str:
+    names = [f"`{name}`" for name in (*option.opts, *option.secondary_opts)]
+    takes = "" if option.is_flag else f" {option.metavar or option.type.name.upper()}"
+    if isinstance(option.type, click.Choice):
+        takes = " " + ", ".join(f"`{word}`" for word in option.type.choices)
+    return ", ".join(names) + takes
+
+
+def settings() -> str:
+    """Fields of a run: options, and keys of run files."""
+    from stagewright import cli
+    from stagewright.run import Run
+
+    rows: list[tuple[str, str, str, str]] = []
+    for setting in cli.SETTINGS:
+        kind = setting.kind
+        values = ", ".join(f"`{w}`" for w in kind) if isinstance(kind, tuple) else kind.__name__
+        text, _, default = setting.help.partition("[")
+        rows.append((f"`{setting.name}`", values, text, default.rstrip("]")))
+    assert {row[0].strip("`") for row in rows} | {"model"} == set(Run.model_fields)
+    return (
+        "# Settings of a run\n\nFields of `stagewright.Run`; keys of run files (YAML); options of "
+        "the command line, with dashes for underscores, and `--no-` to turn off what is on. Options win "
+        "over the file. More: [usage](../usage.md).\n\n"
+        + table(("setting", "values", "meaning", "default"), rows)
+    )
+
+
+# ---- what is known by name -----------------------------------------------------------------------
+
+
+def models() -> str:
+    """Presets and their sizes."""
+    from stagewright.models import PRESETS
+
+    columns = {
+        "layers": "num_layers",
+        "hidden": "hidden_size",
+        "MLP": "ffn_hidden_size",
+        "heads": "num_attention_heads",
+        "KV heads": "num_query_groups",
+        "experts": "num_experts",
+        "vocabulary": "vocab_size",
+        "longest": "max_position_embeddings",
+    }
+    rows = [
+        (f"`{name}`", *(_count(getattr(model, field)) for field in columns.values()))
+        for name, model in PRESETS.items()
+    ]
+    return (
+        f"# Models\n\n{len(rows)} presets; also any `config.json` of their kinds, and "
+        "[text files](../own-models.md). `stagewright models --json` has every field.\n\n"
+        + table(("name", *columns), rows)
+    )
+
+
+def _count(value: int) -> str:
+    return f"{value:,}" if value else ""
+
+
+def hardware() -> str:
+    """Accelerators and their figures."""
+    from stagewright import hardware
+
+    all_ = [hardware.resolve(name) for name in hardware.names()]
+    rows = [
+        (
+            f"`{h.name}`",
+            *(f"{x:g}" for x in (h.peak_bf16_tflops, h.memory_gb, h.memory_bandwidth_gb_s)),
+            f"{h.scale_up.topology} of {h.scale_up.gpus}",
+            *(f"{x:g}" for x in (h.scale_up.bandwidth_gb_s, h.scale_out.bandwidth_gb_s, h.tdp_w)),
+        )
+        for h in all_
+    ]
+    heads = ("name", "bf16 TFLOP/s", "memory GB", "GB/s", "inner links", "GB/s", "outer GB/s", "W")
+    return (
+        "# Hardware\n\nDense peaks. `stagewright hardware NAME` prints every figure with its source; "
+        "a file of your own may build upon one ([how](../time.md#hardware-is-data)).\n\n"
+        + table(heads, rows)
+    )
+
+
+def schedules() -> str:
+    """Pipeline schedules and their pictures."""
+    from stagewright.pipeline import SCHEDULES, make, text
+
+    parts = [
+        "# Schedules\n\nWhat they are for, and how long they idle: [schedules](../schedules.md).\n"
+    ]
+    for name, schedule in SCHEDULES.items():
+        vpp = schedule.chunks or (2 if schedule.chunks is None else 1)
+        needs = f" Microbatches must {schedule.rule}." if schedule.rule else ""
+        microbatches = next(m for m in (4, 8) if schedule.takes(4, m))
+        picture = text(make(name, 4, microbatches, vpp))
+        parts.append(f"## {name}\n\n{first(schedule.order)}{needs}\n\n```text\n{picture}\n```\n")
+    return "\n".join(parts)
+
+
+def ops() -> str:
+    """The op table."""
+    from stagewright import ops
+
+    nodes = _nodes()
+    source = inspect.getsource(ops)
+    rows: list[Sequence[object]] = []
+    parts = [
+        "# Ops\n\n" + prose(ops.__doc__).partition("\n\n")[2] + "\n\n"
+        "*FLOPs* are per point of the index space; *sum* says whether a value that is still a sum "
+        "over an axis may pass (*all*: if all operands are; *one*: if one is); *fused*: joins its "
+        "neighbours in one kernel. The example is of a model here.\n"
+    ]
+    heads = ("op", "index expression, for example", "FLOPs", "sum", "fused", "gradient")
+    for line in source[source.index("OPS: dict[str, Op] = {") :].splitlines()[1:]:
+        if line.startswith("    # "):
+            if rows:
+                parts.append(table(heads, rows))
+            parts.append(f"## {line.strip('# ').capitalize()}\n")
+            rows = []
+        for name in re.findall(r'^    "(\w+)": Op\(', line):
+            op = ops.OPS[name]
+            node = nodes.get(name)
+            cost = f"{op.flops:g}" if isinstance(op.flops, int | float) else "of its chunks"
+            if node is not None and node.get("products") is not None:
+                cost = "of pairs attended"
+            sums = "all" if op.linear else "one" if op.multilinear else ""
+            spec = "" if node is None else f"`{node['spec']}`"
+            fused, gradient = ("yes" if of else "" for of in (op.fuses, op.vjp))
+            rows.append((f"`{name}`", spec, cost, sums, fused, gradient))
+    parts.append(table(heads, rows))
+    return "\n".join(parts)
+
+
+def _nodes() -> dict[str, Node]:
+    """For every op that some models use, a node whose index expression says most."""
+    import stagewright as sw
+    from stagewright.ir import toposort
+
+    runs = [sw.Run(model=name, seq_length=512, tp=2, dp=2) for name in EXAMPLES]
+    runs.append(sw.Run(model="llama3.1-8b", mode="decode", context_length=1024, tp=2))
+    found: dict[str, Node] = {}
+    for run in runs:
+        for block in sw.compile(run).blocks.values():
+            for node in toposort(block.outputs.values()):
+                if node.get("spec") is None:
+                    continue
+                most = found.get(node.op)
+                if most is None or len(str(node["spec"])) > len(str(most["spec"])):
+                    found[node.op] = node
+    return found
+
+
+EXAMPLES = (
+    *("gpt2", "llama3.1-8b", "bert-base", "mixtral-8x7b", "deepseek-v3", "jamba-v0.1"),
+    *("mamba2-2.7b", "minimax-text-01", "qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "gpt-oss-20b"),
+)
+
+
+def strategies() -> str:
+    """Which dims the degrees split."""
+    from stagewright import strategies
+
+    columns = [(f"`{n}`", d) for n, d in strategies.TENSOR_PARALLEL.items()]
+    states = [(f"`{n}`", ", ".join(map(str, d))) for n, d in strategies.STATE_HEADS.items()]
+    experts = [(f"`{n}`", "" if d is None else d) for n, d in strategies.EXPERTS.items()]
+    return (
+        "# Strategies\n\n"
+        + prose(strategies.__doc__)
+        + "\n\nA table of your own comes before these: "
+        "[own models](../own-models.md#a-strategy-as-a-table). `stagewright show MODEL --graph` has "
+        "the names, and the layouts that follow.\n\n"
+        "## Tensor parallelism\n\nThe dim (from 0) of each weight that tp splits; a weight that is not "
+        "named is whole on every rank.\n\n"
+        + table(("weight", "dim"), columns)
+        + "\n## Heads of layers with a state\n\n"
+        + table(("weight", "dims"), states)
+        + "\n## Experts\n\nDim 0 over ep, and this one over etp.\n\n"
+        + table(("weight", "dim"), experts)
+        + "\n## The rows of a run\n\n"
+        + prose(strategies.strategy.__doc__)
+        + "\n"
+    )
+
+
+# ---- keys of JSON --------------------------------------------------------------------------------
+
+
+def keys() -> str:
+    """Paths of what the commands print with --json, with examples."""
+    import stagewright as sw
+    from stagewright import doctor, report
+    from stagewright.hardware import resolve
+    from stagewright.network import Machine
+    from stagewright.simulate import simulate
+
+    run = sw.Run(model="llama3.1-8b", tp=2, pp=2, dp=2, sequence_parallel=True, seq_length=4096)
+    compiled = sw.compile(run)
+    found = simulate(compiled, Machine.of(resolve("h100-sxm"), gpus=8))
+    decode = sw.Run(
+        model="llama3.1-8b", mode="decode", tp=2, context_length=4096, device_memory="80GB"
+    )
+    examined = doctor.examine(speed=False).to_json()
+    parts = [
+        "# JSON\n\nKeys of what is printed with `--json` and of `manifest.json`; `[]` is an element "
+        f"of a list. The examples are of `{run.describe()}`.\n",
+        "## show --json\n\n" + prose(report.__doc__).partition("\n\n")[2],
+        _paths(report.summary(compiled)),
+        "In inference also:\n",
+        _paths(
+            {
+                k: v
+                for k, v in report.summary(sw.compile(decode)).items()
+                if k in ("mode", "batch", "capacity")
+            }
+        ),
+        "## simulate --json\n\n" + prose(type(found).summary.__doc__),
+        _paths(found.summary()),
+        "## manifest.json\n\n"
+        + prose(report.manifest.__doc__)
+        + " Beside these: `files`, with bytes "
+        "and a checksum of each, and `checks`, what was checked of the program.\n",
+        _paths({k: v for k, v in report.manifest(compiled).items() if k not in ("run", "model")}),
+        "`run` has the [settings](settings.md), `model` the fields of `stagewright models --json`.\n",
+        "## doctor --json\n",
+        _paths(
+            {k: v for k, v in examined.items() if k not in ("location", "python", "system")},
+            values=False,
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+def _paths(value: Mapping[str, Any], *, values: bool = True) -> str:
+    """A row for every leaf, lists by their first element."""
+    rows: list[tuple[str, str, str]] = []
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, inside in value.items():
+                walk(inside, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping | list):
+            walk(value[0], f"{path}[]")
+        else:
+            text = json.dumps(value)
+            shown = text if len(text) <= 40 else text[:37] + "..."
+            kind = "null" if value is None else type(value).__name__
+            rows.append((f"`{path}`", kind, f"`{shown}`" if values else ""))
+
+    walk(value, "")
+    return table(("key", "type", "for example" if values else ""), rows)
+
+
+PAGES = {
+    "cli": cli,
+    "settings": settings,
+    "models": models,
+    "hardware": hardware,
+    "schedules": schedules,
+    "strategies": strategies,
+    "ops": ops,
+    "json": keys,
+}
+
+if __name__ == "__main__":
+    write()
