@@ -75,7 +75,7 @@ def offered(*words: str) -> list[str]:
     [
         (("gen",), ["generate"]),
         (("show", "llama3.1-7"), ["llama3.1-70b"]),
-        (("show", "gpt2", "--sequence-p"), ["--sequence-parallel"]),
+        (("show", "gpt2", "--recompute-n"), ["--recompute-num-layers"]),
         (("show", "gpt2", "--recompute", "s"), ["selective"]),
         (("show", "gpt2", "--schedule", "dualpipe"), ["dualpipe", "dualpipev"]),
         (("simulate", "gpt2", "--hardware", "h100-s"), ["h100-sxm"]),

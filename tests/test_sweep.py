@@ -77,6 +77,7 @@ def draw(dice: Dice) -> dict[str, Any]:
         },
         **_recompute(dice),
         **_offload(dice),
+        **(_habits(dice) if dice.random() < 0.4 else {}),
         **(_experts(dice, model) if model.num_experts else {}),
     }
     found["global_batch_size"] = size * dp * found.pop("microbatches")
@@ -189,6 +190,29 @@ def _offload(dice: Dice) -> dict[str, Any]:
     }
 
 
+def _habits(dice: Dice) -> dict[str, Any]:
+    """A framework, or some of its habits."""
+    found: dict[str, Any] = {"framework": dice.choice(("megatron", "torchtitan"))}
+    choices: dict[str, tuple[Any, ...]] = {
+        "params_dtype": ("bf16", "fp32"),
+        "grad_reduce_dtype": ("bf16", "fp32"),
+        "optimizer_step_tensors": (False, True),
+        "recompute_early_stop": (False, True),
+        "fsdp_root_unit": (False, True),
+        "fsdp_reduce": ("microbatch", "last"),
+        "fsdp_shard_dim": ("best", "first"),
+        "ddp_bucket_cap_mb": (None, 1, 25),
+        "loss_parallel": (False, True),
+        "input_grad_reduce": ("shared", "linear"),
+        "whole_embedding_grad": (False, True),
+        "sequence_parallel_grads": ("step", "dtensor"),
+        "clip_grad_norm": ("total", "vector"),
+        "cp_grad_comm_type": ("reduce_scatter", "ring"),
+    }
+    some = dice.sample(sorted(choices), dice.randint(0, 3))
+    return found | {name: dice.choice(choices[name]) for name in some}
+
+
 def _experts(dice: Dice, model: ModelConfig) -> dict[str, Any]:
     """Settings of mixtures of experts."""
     capacity = dice.choice((None, None, 1.0, 1.5))
@@ -278,7 +302,9 @@ def conserves(compiled: Compiled) -> None:
     )
     if some and model.state_space:  # time steps, made again in any case, count as recompute
         return
-    found = [forward, backward] if some else [forward, backward, again]
+    found = [forward, backward, again]
+    if some or run.recompute_early_stop:
+        found.pop()
     wanted = [run.global_batch_size * whole[nth] for nth in (0, 2, 1)[: len(found)]]
     heads = run.tp * (run.cp if run.cp_comm_type == "a2a" else 1)  # ranks that split them
     copied = model.kv_lora_rank or model.mlm_transform or model.pooler or model.embedding_size

@@ -287,6 +287,7 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
     `shared`: the first and the last stage are on the same ranks, by default where there is one.
     """
     shared = run.pp == 1 if shared is None else shared
+    kept = run.zero == 3 and not run.reshard_after_forward
     dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel
     inference = nn.Inference(
         run.kv_cache_dtype or "bf16",
@@ -301,8 +302,9 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
         dropout=run.dropout and run.mode == "train",
         clip_grad=run.clip_grad,
         sum_tied=model.tied_embeddings and run.pp == 1 and reduces_each_microbatch(run),
-        cast_once=run.zero < 3 or not run.reshard_after_forward,
-        gather_once=run.zero == 3 and not run.reshard_after_forward,
+        # What is held wider is cast in each microbatch, and so are copies of that.
+        cast_once=kept or (run.zero < 3 and run.params_dtype != "fp32"),
+        gather_once=kept,
         shared_embedding=model.tied_embeddings and shared,
         absorb=run.mla == "absorb",
         inference=None if run.mode == "train" else inference,

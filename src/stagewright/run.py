@@ -901,6 +901,13 @@ def _check_offload(run: Run) -> None:
             f"optimizer_offload_fraction={run.optimizer_offload_fraction} needs "
             "optimizer_cpu_offload; set it, or drop optimizer_offload_fraction"
         )
+    summed_there = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel
+    if run.optimizer_cpu_offload and summed_there and run.zero < 3:
+        raise UserError(
+            "optimizer_cpu_offload makes the update on the host, where sequence_parallel_grads="
+            "dtensor would have gradients summed over tp; use zero=3, or "
+            "sequence_parallel_grads=step"
+        )
 
 
 def _check_recompute(run: Run, model: ModelConfig) -> None:
