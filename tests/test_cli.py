@@ -277,7 +277,7 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["verify", "x", "--zero", "1"],
-        "no such option --zero; it is an option of generate, show, simulate",
+        "no such option --zero; it is an option of generate, show, simulate, report",
     ),
     (
         ["show", "gpt2", "--schedule", "1fb1"],

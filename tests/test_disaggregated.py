@@ -16,8 +16,8 @@ from stagewright.errors import UserError
 from stagewright.models import PRESETS
 from stagewright.program import COLLECTIVES, Kind
 from stagewright.program_check import check_program
-from stagewright.report import summary
 from stagewright.run import Run
+from stagewright.summary import summary
 from stagewright.verify import verify
 
 CASES: dict[str, dict[str, Any]] = {

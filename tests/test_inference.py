@@ -23,8 +23,8 @@ from stagewright.errors import UserError
 from stagewright.models import PRESETS, Reach
 from stagewright.program import COLLECTIVES, Kind
 from stagewright.program_check import check_program
-from stagewright.report import summary
 from stagewright.run import Run
+from stagewright.summary import summary
 
 LLAMA70 = PRESETS["llama3.1-70b"]
 DECODE: dict[str, Any] = {"mode": "decode", "context_length": 4096}

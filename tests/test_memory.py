@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from stagewright import memory as over_time
-from stagewright import memory_plot, pipeline
+from stagewright import pipeline
 from stagewright.compiler import compile, extent_of, lowered, parallelization, sizes_of
 from stagewright.errors import UserError
 from stagewright.ir import Node
 from stagewright.kernels import bytes_of
 from stagewright.models import resolve
+from stagewright.pages import memory as memory_page
 from stagewright.program import CATEGORIES, RankClass
 from stagewright.run import Run
 
@@ -337,21 +338,23 @@ def test_an_allowance_is_beside_the_peak() -> None:
 def test_page_stands_alone() -> None:
     """No network, valid SVG, every class, keys and alternative text."""
     compiled = compile(Run(**RUNS[1]))
-    text = memory_plot.page(compiled)
+    text = memory_page.page(compiled)
     assert "http" not in text
     assert "src=" not in text
-    pictures = re.findall(r"<svg viewBox.*?</svg>", text, re.DOTALL)
+    pictures = re.findall(r"<svg (?:(?!<svg).)*data-held=.*?</svg>", text, re.DOTALL)
     assert len(pictures) == len(compiled.program.classes)
     for picture in pictures:
         root = ElementTree.fromstring(picture)
         assert root.get("tabindex") == "0"
         assert root.get("aria-label")
-        for polygon in root.iter("polygon"):
-            corners = [tuple(map(float, c.split(","))) for c in polygon.attrib["points"].split()]
-            assert all(0 <= x <= memory_plot.WIDTH for x, _ in corners)
-            assert all(0 <= y <= memory_plot.HEIGHT for _, y in corners)
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        areas = [path.attrib["d"] for path in root.iter("path") if path.get("class") == "area"]
+        assert areas
+        for area in areas:
+            assert all(0 <= float(x) <= width for x in re.findall(r"[MH]([0-9.]+)", area))
+            assert all(0 <= float(y) <= height for y in re.findall(r"V([0-9.]+)", area))
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
-    for of, one in zip(compiled.program.classes, data, strict=True):
+    for of, one in zip(compiled.program.classes, data.values(), strict=True):
         total = sum(by[one["peak"]] for by in one["held"].values())
         assert total == of.memory["peak"]
-    assert text == memory_plot.page(compile(Run(**RUNS[1])))
+    assert text == memory_page.page(compile(Run(**RUNS[1])))

@@ -1,197 +1,188 @@
-import io
-import json
+"""The page of `stagewright report`, and what it remarks on."""
+
+from __future__ import annotations
+
 import re
-from dataclasses import replace
-from types import SimpleNamespace
+import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.console import Console
 
-from stagewright.layout import Mesh
-from stagewright.models import PRESETS
-from stagewright.pipeline import gpipe
-from stagewright.program import Communicator, Kind, Peer, Program, RankClass, Tasks
-from stagewright.report import manifest, quantity, spans, summary, tables, total
-from stagewright.run import Run
+import stagewright as sw
+from stagewright.cli import main
+from stagewright.hardware import resolve
+from stagewright.pages.report import command
+from stagewright.remarks import Remark, remarks
 
-
-def column(rows: list[dict[str, int]], name: str, default: int, dtype: type) -> Any:
-    return np.array([row.get(name, default) for row in rows], dtype=dtype)
+from .pages import check
+from .test_pictures import RUNS, SMALL
 
 
-def tasks(rows: list[dict[str, int]]) -> Tasks:
-    """A table from the columns that a test cares about."""
-    absent = {
-        "kind": (0, np.uint8), "name": (0, np.int32), "op": (0, np.int32), "phase": (0, np.uint8),
-        "stage": (0, np.int32), "layer": (-1, np.int32), "microbatch": (-1, np.int32),
-        "flops": (0, np.int64), "traffic": (0, np.int64), "collective": (-1, np.int8),
-        "dtype": (0, np.int8), "comm_bytes": (0, np.int64), "slot": (-1, np.int16),
-        "tag": (-1, np.int32), "shape": (-1, np.int32),
-    }  # fmt: skip
-    columns = {name: column(rows, name, *default) for name, default in absent.items()}
-    none = np.zeros(len(rows) + 1, dtype=np.int64)
-    return Tasks(
-        **columns,
-        data_ptr=none,
-        data=np.zeros(0, np.int32),
-        order_ptr=none,
-        order=np.zeros(0, np.int32),
-        names=("x",),
-        ops=("einsum",),
-        dtypes=("bf16", "fp32"),
-        shapes=(),
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("hardware", [None, "h100-sxm"])
+def test_a_page_stands_alone(name: str, hardware: str | None):
+    run = sw.Run(**RUNS[name])
+    text = sw.report(sw.simulate(run, hardware)) if hardware else sw.report(run)
+    page = check(text)
+    sections = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
+    timed = ["time"] if hardware else []
+    rest = ["memory", "compute", "communication", "schedule", "layer", "run", "about"]
+    assert sections == ["remarks", *timed, *rest]
+    again = sw.simulate(run, hardware) if hardware else sw.compile(run)
+    assert text == sw.report(again)
+
+
+def test_one_rank_and_inference_have_pages_too():
+    check(sw.report("gpt2", layers=2, seq_length=64))
+    check(sw.report("llama3-8b", mode="prefill", tp=2, hardware="h100-sxm"))
+    check(sw.report("mixtral-8x7b", mode="decode", ep=8, dp=8, hardware="h100-sxm"))
+
+
+def test_sixteen_thousand_gpus_are_one_small_page():
+    began = time.perf_counter()
+    settings: dict[str, Any] = {"tp": 8, "pp": 16, "dp": 128, "sequence_parallel": True}
+    text = sw.report("llama3.1-405b", hardware="h100-sxm", global_batch_size=4096, **settings)
+    assert len(text.encode()) < 2_000_000
+    assert time.perf_counter() - began < 60  # takes 3 s; the machine may be busy
+    check(text)
+
+
+# ---- remarks -------------------------------------------------------------------------------------
+
+
+def said(what: Any, about: str, hardware: str | None = None, **settings: Any) -> list[Remark]:
+    if hardware is None:
+        found = remarks(sw.compile(what, **settings))
+    else:
+        simulation = sw.simulate(what, hardware, **settings)
+        found = remarks(simulation.compiled, simulation)
+    return [remark for remark in found if remark.about == about]
+
+
+def test_groups_that_leave_the_fast_links_are_named():
+    few: dict[str, Any] = {"layers": 2, "seq_length": 256}
+    (remark,) = said("llama3.1-70b", "Network", "h100-sxm", tp=16, **few)
+    assert remark.level == "warning"
+    assert remark.text.startswith("tp=16 crosses the NVLink domain of 8 GPUs: its groups lie in 2 ")
+    assert not said("llama3.1-70b", "Network", "h100-sxm", tp=8, dp=2, **few)
+    assert not said("llama3.1-70b", "Network", "gb200-nvl72", tp=16, **few)
+    (remark,) = said("llama3.1-70b", "Network", "mi300x", tp=16, **few)
+    assert "scale-up domain" in remark.text
+    (remark,) = said("mixtral-8x7b", "Network", "h100-sxm", ep=8, dp=8, tp=2, **few)
+    assert remark.text.startswith("ep=8 crosses the NVLink domain of 8 GPUs: its groups lie in 2 ")
+
+
+def test_what_does_not_fit_is_a_problem():
+    (remark,) = said("llama3.1-70b", "Memory", "h100-sxm", tp=8)
+    assert remark.level == "problem"
+    assert "a h100-sxm has 80 GB: it does not fit" in remark.text
+    assert "optimizer" in remark.text
+    assert not said("llama3-8b", "Memory", "h100-sxm", tp=8)
+    (remark,) = said("llama3-8b", "Memory", mode="decode", batch_size=400, device_memory="30GB")
+    assert (remark.level, "does not fit" in remark.text) == ("problem", True)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(4, 8), (2, 16), (8, 80), (8, 16)])
+def test_the_bubble_is_that_of_the_formula(pp: int, microbatches: int):
+    """(p - 1) / (m + p - 1), arXiv 2104.04473, section 2.2, as a part of the whole step."""
+    found = said("llama3-8b", "The pipeline", pp=pp, global_batch_size=microbatches)
+    idle = (pp - 1) / (microbatches + pp - 1)
+    assert bool(found) == (idle > 0.1)
+    for remark in found:
+        assert f"idle {idle:.1%} of the step by the schedule alone" in remark.text
+
+
+def test_uneven_experts_are_told(tmp_path: Path):
+    load = tmp_path / "load.csv"
+    load.write_text("2,2,2,2,2,2,2,6\n")
+    settings: dict[str, Any] = {"ep": 8, "dp": 8, "layers": 2, "seq_length": 512}
+    (note,) = said("mixtral-8x7b", "Experts", **settings)
+    assert note.level == "note"
+    (remark,) = said("mixtral-8x7b", "Experts", expert_load=str(load), **settings)
+    assert remark.level == "warning"
+    compiled = sw.compile("mixtral-8x7b", expert_load=str(load), **settings)
+    work = [(int(of.tasks.flops.sum()), len(of.ranks)) for of in compiled.program.classes]
+    mean = sum(w * n for w, n in work) / sum(n for _, n in work)
+    assert f"computes {max(w for w, _ in work) / mean - 1:.0%} more" in remark.text
+
+
+def test_exposed_communication_and_low_mfu_are_told():
+    found = said("llama3-8b", "Communication", "h100-sxm", tp=8, layers=4)
+    assert [remark.text.split(",")[0] for remark in found] == ["along tp"]
+    (remark,) = said("gpt2", "Speed", "h100-sxm", dp=8)
+    simulation = sw.simulate("gpt2", "h100-sxm", dp=8)
+    assert f"MFU is {simulation.mfu:.1%}" in remark.text
+
+
+def test_thresholds_cite_what_was_reached():
+    """LOW_MFU is below what Llama 3 reached: 380 to 430 TFLOP/s of 989.4 (table 4)."""
+    from stagewright.remarks import LOW_MFU
+
+    assert resolve("h100-sxm").peak_bf16_tflops * LOW_MFU < 380
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return int(stop.value.code or 0)
+
+
+def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "run.html"
+    settings = ("--layers", "2", "--seq-length", "64", "--tp", "2")
+    assert run("report", "llama3-8b", *settings, "-o", str(out)) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: ")
+    told = sw.report("llama3-8b", layers=2, seq_length=64, tp=2)
+    assert out.read_text(encoding="utf-8") == told
+    assert run("report", "llama3-8b", *settings, "-o", str(out), "--hardware", "h100-sxm") == 0
+    timed = sw.report("llama3-8b", layers=2, seq_length=64, tp=2, hardware="h100-sxm")
+    assert out.read_text(encoding="utf-8") == timed
+
+
+def test_command_reads_bundles(tmp_path: Path):
+    settings = ("--layers", "2", "--seq-length", "64", "--tp", "2")
+    bundle, out = str(tmp_path / "run.bundle"), tmp_path / "run.html"
+    assert run("generate", "llama3-8b", *settings, "--format", "bundle", "-o", bundle) == 0
+    assert run("report", bundle, "-o", str(out)) == 0
+    assert out.read_text(encoding="utf-8") == sw.report(
+        "llama3-8b", layers=2, seq_length=64, tp=2, global_batch_size=1
     )
-
-
-def compiled() -> Any:
-    """Four ranks, tp=2 and pp=2: what `compile` returns, made by hand."""
-    first = tasks(
-        [
-            {"flops": 10, "layer": 0},
-            {"kind": Kind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 100},
-            {"kind": Kind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 100, "dtype": 1},
-            {"flops": 5, "layer": 1, "phase": 1},
-            {"kind": Kind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 50},
-            {"kind": Kind.SEND, "slot": 0, "comm_bytes": 7},
-            {"kind": Kind.RECV, "slot": 1, "comm_bytes": 8, "phase": 2},
-            {"kind": Kind.COLLECTIVE, "collective": 2, "slot": 1, "comm_bytes": 3, "phase": 3},
-        ]
-    )
-    last = tasks([{"kind": Kind.RECV, "slot": 1, "comm_bytes": 7}, {"flops": 20, "phase": 2}])
-    program = Program(
-        mesh=Mesh((("tp", 2), ("pp", 2))),
-        classes=(
-            RankClass(np.array([0, 1]), 0, first, {"parameters": 64, "peak": 128}),
-            RankClass(np.array([2, 3]), 1, last, {"parameters": 32, "peak": 96}),
-        ),
-        communicators=(Communicator(("tp",)), Communicator(("pp",), only=(0, 1))),
-        peers=(Peer("pp", 1), Peer("pp", -1)),
-    )
-    return SimpleNamespace(
-        run=Run(model="toy", tp=2, pp=2),
-        model=replace(PRESETS["gpt2"], name="toy"),
-        program=program,
-        parameters=1000,
-        active_parameters=800,
-        load=None,
-    )
-
-
-def test_summary_adds_up_what_a_rank_does():
-    result = summary(compiled())
-
-    assert result["model"] == "toy"
-    assert (result["world_size"], result["microbatches"]) == (4, 2)
-    assert result["parameters"] == {"total": 1000, "active": 800}
-    first, last = result["rank_classes"]
-    assert first["ranks"] == [0, 1]
-    assert (first["stage"], first["layers"], first["tasks"]) == (0, 2, 8)
-    assert first["flops"] == {"forward": 10, "recompute": 5, "backward": 0, "optimizer": 0}
-    all_reduce = {"phase": "forward", "kind": "all_reduce", "axis": "tp", "group_size": 2}
-    assert first["collectives"] == [
-        all_reduce | {"dtype": "bf16", "count": 2, "bytes": 150},
-        all_reduce | {"dtype": "fp32", "count": 1, "bytes": 100},
-        {
-            "phase": "optimizer",
-            "kind": "reduce_scatter",
-            "axis": "pp[0, 1]",
-            "group_size": 2,
-            "dtype": "bf16",
-            "count": 1,
-            "bytes": 3,
-        },
-    ]
-    assert first["sends"] == [{"phase": "forward", "axis": "pp", "count": 1, "bytes": 7}]
-    assert first["receives"] == [{"phase": "backward", "axis": "pp", "count": 1, "bytes": 8}]
-    assert first["memory"] == {"parameters": 64, "peak": 128}
-    assert last["collectives"] == last["sends"] == []
-    assert last["flops"]["backward"] == 20
-
-
-def test_summary_and_manifest_are_json():
-    assert json.loads(json.dumps(summary(compiled()))) == summary(compiled())
-    json.dumps(manifest(compiled()))
-
-
-def test_manifest_holds_what_repeats_the_run():
-    result = manifest(compiled())
-
-    assert Run(**result["run"]) == Run(model="toy", tp=2, pp=2)
-    assert result["model"]["name"] == "toy"
-    assert result["mesh"] == {"tp": 2, "pp": 2}
-    assert "schedule" not in result
-
-
-def test_manifest_holds_a_schedule_that_came_from_a_file():
-    of = compiled()
-    of.run = Run(model="toy", schedule="mine.csv")
-    of.order = gpipe(1, 2)
-
-    assert manifest(of)["schedule"] == "0F0,0F1,0B0,0B1\n"
-
-
-def test_tables_show_every_class_and_human_units():
-    stream = io.StringIO()
-    tables(summary(compiled()), Console(file=stream, width=120))
-    text = stream.getvalue()
-
-    assert "1,000 parameters (800 active per token), 4 ranks, 2 microbatches per step" in text
-    assert "2: 0-1" in text
-    assert "2: 2-3" in text
-    assert "all_reduce bf16" in text
-    assert "150 B" in text
-    assert "128 B" in text
-
-
-def test_tables_print_brackets_as_they_are():
-    stream = io.StringIO()
-    tables(summary(compiled()), Console(file=stream, width=120))
-
-    assert "pp[0, 1]" in stream.getvalue()
-
-
-def test_tables_join_classes_that_communicate_alike():
-    same = compiled()
-    first = same.program.classes[0]
-    again = RankClass(np.array([2, 3]), 1, first.tasks, first.memory)
-    program = same.program
-    same.program = Program(program.mesh, (first, again), program.communicators, program.peers)
-    stream = io.StringIO()
-    tables(summary(same), Console(file=stream, width=120))
-
-    assert stream.getvalue().count("all_reduce bf16") == 1
-    assert re.search(r"^ +0-1 +forward ", stream.getvalue(), re.MULTILINE)
-
-
-@given(st.lists(st.integers(0, 2**63 - 1)))
-def test_total_is_exact(values: list[int]):
-    assert total(np.array(values, dtype=np.int64)) == sum(values)
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"),
+    ("arguments", "message"),
     [
-        (0, "0"),
-        (1, "1 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (999_499, "999 kB"),
-        (999_500, "1 MB"),
-        (2**63, "9.22 EB"),
-        (10**24, "1e+03 ZB"),
+        (("--nodes", "2"), "--nodes is for --hardware; add that, or leave --nodes out"),
+        (("--straggler", "0=2"), "--straggler is for --hardware"),
+        (("--hardware", "h100"), "unknown hardware 'h100'; did you mean"),
+        (("--tp", "7"), "tp=7 does not divide"),
     ],
 )
-def test_quantity(number: int, expected: str):
-    assert quantity(number, "B") == expected
+def test_wrong_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+):
+    out = tmp_path / "run.html"
+    assert run("report", "llama3-8b", *arguments, "-o", str(out)) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert not out.exists()
 
 
-@given(st.sets(st.integers(0, 60)))
-def test_spans_name_every_rank_once(ranks: set[int]):
-    words = spans(sorted(ranks), most=100).split(", ") if ranks else []
-    found = [w.split("-") for w in words]
+@pytest.mark.parametrize("name", RUNS)
+def test_the_command_on_the_page_is_the_run(name: str, capsys: pytest.CaptureFixture[str]):
+    asked = sw.Run(**RUNS[name])
+    line = command(asked)
+    words = re.split(r"\s+", line)
+    assert run(*words[1:], "--json") == 0
+    assert asked.describe() in capsys.readouterr().out or asked.pp > 1
 
-    assert [r for w in found for r in range(int(w[0]), int(w[-1]) + 1)] == sorted(ranks)
+
+def test_settings_of_a_compiled_run_cannot_change():
+    compiled = sw.compile("llama3-8b", **{k: v for k, v in SMALL.items() if k != "model"})
+    with pytest.raises(sw.UserError, match="tp cannot change what is compiled"):
+        sw.simulate(compiled, "h100-sxm", tp=2)

@@ -12,8 +12,8 @@ from stagewright.cli import main
 from stagewright.hardware import resolve
 from stagewright.models import resolve as model_of
 from stagewright.network import Machine
-from stagewright.simulate import model_flops, simulate
 from stagewright.simulation.issue import Execution
+from stagewright.simulation.step import model_flops, simulate
 
 from .test_perfetto import check
 

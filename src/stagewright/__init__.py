@@ -11,7 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stagewright.compiler import Compiled, compile
+    from stagewright.api import compile, filled, report, simulate
+    from stagewright.compiler import Compiled
     from stagewright.errors import UserError
     from stagewright.formats.bundle import Bundle
     from stagewright.models import ModelConfig, resolve
@@ -26,8 +27,11 @@ __all__ = [
     "UserError",
     "__version__",
     "compile",
+    "filled",
     "generate",
+    "report",
     "resolve",
+    "simulate",
 ]
 
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
@@ -37,8 +41,11 @@ _HOME = {
     "ModelConfig": "models",
     "Run": "run",
     "UserError": "errors",
-    "compile": "compiler",
+    "compile": "api",
+    "filled": "api",
+    "report": "api",
     "resolve": "models",
+    "simulate": "api",
 }
 
 
@@ -71,7 +78,7 @@ def generate(
     that repeats the run, and what was checked of the program before it was written.
     """
     from stagewright.program_check import check_program
-    from stagewright.report import manifest
+    from stagewright.summary import manifest
     from stagewright.write import write
 
     program = compiled.program

@@ -15,6 +15,7 @@ import stagewright
 from stagewright import (
     cli_doctor,
     cli_help,
+    cli_report,
     cli_reproduce,
     cli_simulate,
     cli_time,
@@ -26,8 +27,8 @@ from stagewright.errors import Stopped, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled
-    from stagewright.report import Recorded
     from stagewright.run import Run
+    from stagewright.summary import Recorded
 
 USER_ERROR = 2
 BUG = 1
@@ -324,7 +325,7 @@ def show(
     bundle, which is shown as it is: without settings.
     """
     from stagewright.formats.bundle import is_bundle
-    from stagewright.report import recorded
+    from stagewright.summary import recorded
 
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
     if sum(chosen) > 1:
@@ -343,7 +344,7 @@ def show(
         model, config = None, model
     compiled = _compile(_load(model, config, settings), model, config)
     if memory_plot is not None:
-        from stagewright import memory_plot as plot
+        from stagewright.pages import memory as plot
 
         Path(memory_plot).write_text(plot.page(compiled), encoding="utf-8")
         click.echo(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
@@ -363,7 +364,7 @@ def show(
 
 
 def _show_summary(of: Compiled | Recorded, as_json: bool) -> None:
-    from stagewright.report import summary, tables
+    from stagewright.summary import summary, tables
 
     result = summary(of)
     if as_json:
@@ -470,7 +471,8 @@ for each in (
     *(*cli_write.COMMANDS, *cli_trace.COMMANDS, *cli_time.COMMANDS, *cli_reproduce.COMMANDS),
 ):
     commands.add_command(each)
-commands.add_command(cli_simulate.command(_settings, _load, _compile))
+for made in (cli_simulate.command, cli_report.command):
+    commands.add_command(made(_settings, _load, _compile))
 for each in (cli_doctor.doctor, cli_help.completion):
     commands.add_command(each)
 cli_help.add_examples(commands)

@@ -32,11 +32,11 @@ def doctor(directory: str, as_json: bool, speed: bool) -> int:
 
 
 def _print(found: Examination) -> None:
-    from stagewright import report
+    from stagewright import words
     from stagewright.doctor import USES
 
     def quantity(number: float, unit: str) -> str:
-        return report.quantity(round(number), unit)
+        return words.quantity(round(number), unit)
 
     click.echo(f"stagewright {found.stagewright}  {found.location}")
     click.echo(f"python      {found.python}")

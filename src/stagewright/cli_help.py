@@ -51,6 +51,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "stagewright simulate llama3.1-70b --tp 8 --pp 4 --dp 2 --hardware h100-sxm",
         "stagewright simulate llama3.1-8b --dp 8 --zero 3 --hardware a100-sxm-80gb --json",
     ),
+    "report": (
+        "stagewright report llama3.1-70b --tp 8 --pp 4 --dp 2 -o run.html",
+        "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o run.html",
+    ),
     "validate": (
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",

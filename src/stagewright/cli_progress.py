@@ -42,7 +42,7 @@ def _rate(done: int, total: int, size: int, seconds: float, what: str) -> str:
     >>> _rate(50, 200, 3_000_000, 2.0, "ranks")
     '50 of 200 ranks, 25/s, 3 MB, 1.5 MB/s'
     """
-    from stagewright.report import quantity
+    from stagewright.words import quantity
 
     told = f"{done:,} of {total:,} {what}"
     speed = f"{quantity(int(size / seconds), 'B')}/s" if seconds and size else ""
@@ -82,7 +82,7 @@ def _left() -> type:
 def told(written: Mapping[str, Any], out: str, seconds: float) -> str:
     """What has been written, in one line."""
     from stagewright.program import Kind
-    from stagewright.report import quantity
+    from stagewright.words import quantity
 
     nodes = sum(of["files"] * of[kind.name.lower()] for of in written["nodes"] for kind in Kind)
     ranks = sum(of["files"] for of in written["nodes"])

@@ -1,32 +1,108 @@
-"""The command that runs a step on a machine."""
+"""The command that runs a step on a machine, and the options of machines."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+import stagewright
 from stagewright.cli_help import Word
 from stagewright.cli_progress import shown
 from stagewright.cli_trace import JSON
 from stagewright.errors import UserError
+from stagewright.words import duration, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from stagewright.compiler import Compiled
-    from stagewright.network import Machine
     from stagewright.run import Run
-    from stagewright.simulate import Simulation
-    from stagewright.simulation.account import Parts
-    from stagewright.simulation.timeline import Lane
+    from stagewright.simulation.step import Simulation
 
-_MOST_ROWS = 32  # of a table
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_MACHINE = (
+    click.option(
+        "--nodes", type=click.IntRange(1), metavar="N", help="Without --dp: dp fills them."
+    ),
+    click.option(
+        "--topology",
+        type=Word(("two_tier", "fullflat")),
+        default="two_tier",
+        help="fullflat: the links within a node join all GPUs. [two_tier]",
+    ),
+    click.option("--algorithm", default="best", metavar="NAME", help="Of collectives. [best]"),
+    click.option(
+        "--no-overlap", metavar="LIST", help="Axes that kernels wait for: tp,cp,ep,dp,pp."
+    ),
+    click.option(
+        "--prefetch", type=int, metavar="N", help="Blocks ahead weights are gathered. [1]"
+    ),
+    click.option(
+        "--overlap-param-gather",
+        is_flag=True,
+        help="Sharded optimizer: gather parameters in the next forward pass.",
+    ),
+    click.option(
+        "--overlap-slowdown",
+        type=float,
+        metavar="F",
+        help="Kernels beside collectives take 1 + F times as long. [0]",
+    ),
+    click.option(
+        "--straggler",
+        "stragglers",
+        multiple=True,
+        metavar="RANK=F",
+        help="Kernels of a rank take F times as long; may be repeated.",
+    ),
+)
+
+MACHINE = (
+    *("nodes", "topology", "algorithm", "no_overlap", "prefetch", "overlap_param_gather"),
+    *("overlap_slowdown", "stragglers"),
+)
+"""Names of options that mean something on hardware only."""
+
+
+def on_machine(*, required: bool) -> Callable[[_Command], _Command]:
+    """Give a command `--hardware` and the options that say how a step runs on it."""
+
+    def give(command: _Command) -> _Command:
+        for option in reversed(_MACHINE):
+            command = option(command)
+        text = "GPU, or a .yaml file of one."
+        return click.option("--hardware", required=required, metavar="NAME", help=text)(command)
+
+    return give
+
+
+def taken(given: dict[str, Any]) -> dict[str, Any]:
+    """These options out of all that are given, as `stagewright.simulate` has them."""
+    names = ("nodes", "topology", "algorithm", "overlap_param_gather")
+    how = {name: given.pop(name) for name in names}
+    words = (given.pop("no_overlap") or "").split(",")
+    how["no_overlap"] = [word.strip() for word in words if word.strip()]
+    how["stragglers"] = dict(straggler(text) for text in given.pop("stragglers"))
+    for name in ("prefetch", "overlap_slowdown"):
+        value = given.pop(name)
+        if value is not None:
+            how[name] = value
+    return how
+
+
+def simulated(
+    run: Run, compile: Callable[[Run], Compiled], hardware: str, how: dict[str, Any]
+) -> Simulation:
+    """A run on hardware, with its progress shown."""
+    nodes = how.pop("nodes")
+    compiled = compile(stagewright.filled(run, hardware, nodes))
+    with shown("tasks") as told:
+        return stagewright.simulate(compiled, hardware, progress=told, **how)
 
 
 def command(
@@ -37,41 +113,7 @@ def command(
     """`stagewright simulate`, given what all commands on a run share."""
 
     @settings
-    @click.option("--hardware", required=True, metavar="NAME", help="GPU, or a .yaml file of one.")
-    @click.option(
-        "--nodes", type=click.IntRange(1), metavar="N", help="Without --dp: dp fills them."
-    )
-    @click.option(
-        "--topology",
-        type=Word(("two_tier", "fullflat")),
-        default="two_tier",
-        help="fullflat: the links within a node join all GPUs. [two_tier]",
-    )
-    @click.option("--algorithm", default="best", metavar="NAME", help="Of collectives. [best]")
-    @click.option(
-        "--no-overlap", metavar="LIST", help="Axes that kernels wait for: tp,cp,ep,dp,pp."
-    )
-    @click.option(
-        "--prefetch", type=int, metavar="N", help="Blocks ahead weights are gathered. [1]"
-    )
-    @click.option(
-        "--overlap-param-gather",
-        is_flag=True,
-        help="Sharded optimizer: gather parameters in the next forward pass.",
-    )
-    @click.option(
-        "--overlap-slowdown",
-        type=float,
-        metavar="F",
-        help="Kernels beside collectives take 1 + F times as long. [0]",
-    )
-    @click.option(
-        "--straggler",
-        "stragglers",
-        multiple=True,
-        metavar="RANK=F",
-        help="Kernels of a rank take F times as long; may be repeated.",
-    )
+    @on_machine(required=True)
     @click.option("--price", type=float, metavar="USD", help="Per GPU-hour. [the hardware's]")
     @click.option("--perfetto", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
     @JSON
@@ -79,14 +121,6 @@ def command(
         model: str | None,
         config: str | None,
         hardware: str,
-        nodes: int | None,
-        topology: str,
-        algorithm: str,
-        no_overlap: str | None,
-        prefetch: int | None,
-        overlap_param_gather: bool,
-        overlap_slowdown: float | None,
-        stragglers: Sequence[str],
         price: float | None,
         perfetto: str | None,
         as_json: bool,
@@ -96,26 +130,13 @@ def command(
 
         MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json.
         """
-        from stagewright.simulate import simulate
-        from stagewright.simulation.issue import Execution
-
-        machine_of, run = _machine(hardware, topology, algorithm), load(model, config, given)
-        run = filled(run, machine_of, nodes)
-        axes = frozenset(word.strip() for word in (no_overlap or "").split(",") if word.strip())
-        how = Execution(
-            no_overlap=axes,
-            prefetch=1 if prefetch is None else prefetch,
-            overlap_param_gather=overlap_param_gather,
-            slowdown=overlap_slowdown or 0.0,
-        )
-        factors = dict(straggler(text) for text in stragglers)
-        compiled = compile(run, model, config)
-        with shown("tasks") as told:
-            found = simulate(compiled, machine_of(run.world_size), how, factors, progress=told)
+        how = taken(given)
+        run = load(model, config, given)
+        found = simulated(run, lambda run: compile(run, model, config), hardware, how)
         if perfetto is not None:
             from stagewright.formats.perfetto import write
 
-            write(found.line, perfetto, f"{run.describe()} on {found.machine}")
+            write(found.line, perfetto, f"{found.compiled.run.describe()} on {found.machine}")
         if as_json:
             told = found.summary() | {"power": found.expense(price)._asdict()}
             click.echo(json.dumps(told, indent=2))
@@ -123,31 +144,6 @@ def command(
             report(found, _console(), price)
 
     return click.command()(simulate)
-
-
-def _machine(name: str, topology: Any, algorithm: Any) -> Callable[[int], Machine]:
-    """A machine of so many GPUs."""
-    from stagewright.hardware import resolve
-    from stagewright.network import Machine
-
-    hardware = resolve(name)
-    return lambda gpus: Machine.of(hardware, gpus=gpus, topology=topology, algorithm=algorithm)
-
-
-def filled(run: Run, machine_of: Callable[[int], Machine], nodes: int | None) -> Run:
-    """The run on so many nodes: dp as large as they hold, unless it is given."""
-    if nodes is None:
-        return run
-    gpus = nodes * machine_of(1).hardware.gpus_per_node
-    others = run.world_size // run.dp
-    if "dp" not in run.model_fields_set and gpus % others == 0:
-        run = run.model_copy(update={"dp": gpus // others})
-    if run.world_size != gpus:
-        raise UserError(
-            f"--nodes {nodes} means {gpus} GPUs, but tp={run.tp} x cp={run.cp} x dp={run.dp} x "
-            f"pp={run.pp} makes {run.world_size} ranks; make them equal, or leave out --nodes"
-        )
-    return run
 
 
 def straggler(text: str) -> tuple[int, float]:
@@ -168,7 +164,7 @@ def straggler(text: str) -> tuple[int, float]:
 
 def report(found: Simulation, out: Console, price: float | None = None) -> None:
     """Print a simulation."""
-    from stagewright.report import quantity
+    from stagewright.tables import parts, rich, transfers
 
     out.print(f"{found.compiled.run.describe()} on {found.machine}")
     uses = f"HFU {found.hfu:.1%}"
@@ -179,8 +175,8 @@ def report(found: Simulation, out: Console, price: float | None = None) -> None:
         f"step {duration(found.seconds)}: {quantity(round(rate), 'tokens')}/s, "
         f"{rate / found.machine.gpus:,.1f} per GPU; {uses}"
     )
-    out.print(_where(found))
-    out.print(_communication(found.mean))
+    out.print(rich(parts(found)))
+    out.print(rich(transfers(found)))
     if any(of.peak for of in found.memory):
         out.print(_memory(found))
     total = found.seconds
@@ -196,7 +192,6 @@ def report(found: Simulation, out: Console, price: float | None = None) -> None:
 
 def _memory(found: Simulation) -> str:
     """The most that any GPU holds, and whether that fits."""
-    from stagewright.report import quantity
 
     most = max(range(len(found.memory)), key=lambda nth: found.memory[nth].peak)
     lane, peak = found.line.lanes[most], found.memory[most].at_peak()
@@ -206,69 +201,6 @@ def _memory(found: Simulation) -> str:
         f"memory: at most {quantity(int(peak['peak']), 'B')} of {quantity(room, 'B')}{fits} "
         f"(pipeline rank {lane.of.pipeline_rank}, after {duration(peak['seconds'])})"
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> duration(12.3456), duration(0.0123456), duration(2.5e-5)
-    ('12.35 s', '12.35 ms', '25.00 us')
-    """
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.2f} {unit}"
-    return f"{seconds / 1e-6:.2f} us"
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for nth, column in enumerate(columns):
-        table.add_column(column, justify="right" if nth else "left")
-    return table
-
-
-def _where(found: Simulation) -> Table:
-    """The parts of the mean GPU and of every lane, as shares of the step."""
-    mean, total = found.mean, found.seconds
-    phases, axes = list(mean.kernels), list(mean.exposed)
-    columns = [*phases, *(f"{axis} exposed" for axis in axes), "bubble"]
-    table = _table("where the time of a GPU goes", ["GPUs", *columns])
-
-    def cells(of: Parts) -> tuple[str, ...]:
-        shares = [of.kernels.get(phase, 0.0) for phase in phases]
-        shares += [of.exposed.get(axis, 0.0) for axis in axes]
-        return tuple(f"{s / total:.1%}" for s in [*shares, of.bubble])
-
-    table.add_row(f"mean of {found.machine.gpus}", *cells(mean))
-    rows = [(lane, cells(of)) for lane, of in zip(found.line.lanes, found.parts, strict=True)]
-    alike = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row[1])]
-    if len(rows) > 1:
-        for group in alike[:_MOST_ROWS]:
-            table.add_row(_told([lane for lane, _ in group]), *group[0][1])
-    if len(alike) > _MOST_ROWS:
-        table.add_row(f"... {len(alike) - _MOST_ROWS} more", *[""] * len(columns))
-    return table
-
-
-def _told(lanes: Sequence[Lane]) -> str:
-    """Lanes, one after the other, as people call them."""
-    count = sum(len(lane.ranks) for lane in lanes)
-    first, last = lanes[0].of.pipeline_rank, lanes[-1].of.pipeline_rank
-    if count == 1:
-        return f"rank {lanes[0].ranks[0]}"
-    return f"{count} of pipeline rank {first}" + (f" to {last}" if last > first else "")
-
-
-def _communication(mean: Parts) -> Table:
-    table = _table("communication of the mean GPU", ["axis", "busy", "exposed", "hidden"])
-    for axis, busy in mean.communication.items():
-        exposed = mean.exposed.get(axis, 0.0)
-        hidden = max(0.0, 1 - exposed / busy)
-        table.add_row(axis, duration(busy), duration(exposed), f"{hidden:.0%}")
-    return table
 
 
 def _console() -> Console:

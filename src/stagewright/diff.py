@@ -19,7 +19,7 @@ from stagewright.expand import traces
 from stagewright.formats.bundle import Bundle, is_bundle
 from stagewright.inspect_trace import group_sizes, readable
 from stagewright.program import Int, Kind
-from stagewright.report import total
+from stagewright.summary import total
 from stagewright.traces.findings import Findings
 from stagewright.traces.groups import default_groups, read_groups
 from stagewright.traces.kin import Kin

@@ -25,8 +25,8 @@ from stagewright.models import resolve as resolve_model
 from stagewright.network import Machine
 from stagewright.outcome import Outcome
 from stagewright.run import Run
-from stagewright.simulate import model_flops
 from stagewright.simulation.issue import Execution
+from stagewright.simulation.step import model_flops
 from stagewright.simulation.timeline import timeline
 
 QUANTITIES = {

@@ -35,14 +35,15 @@ class Parts:
         return sum(self.kernels.values()) + sum(self.exposed.values()) + self.bubble
 
 
-class _Axes(NamedTuple):
+class Axes(NamedTuple):
     """Which axis each place communicates along: indices into `names`, -1 for kernels."""
 
     names: list[str]
     of: Int
 
 
-def _axes(line: Timeline, lane: Lane) -> _Axes:
+def axes_of(line: Timeline, lane: Lane) -> Axes:
+    """The axes of a lane."""
     found = axis_of(line.program, lane.of.tasks)
     names = sorted({*found.values()})
     tasks, rows = lane.of.tasks, lane.issue.rows
@@ -55,12 +56,12 @@ def _axes(line: Timeline, lane: Lane) -> _Axes:
         mine = np.flatnonzero(lane.issue.stream == stream)
         before = np.maximum.accumulate(np.where(lane.aside[mine], -1, np.arange(len(mine))))
         of[mine] = of[mine[before]]
-    return _Axes(names, of)
+    return Axes(names, of)
 
 
 def parts(line: Timeline, lane: Lane) -> Parts:
     """The parts of one lane."""
-    axes = _axes(line, lane)
+    axes = axes_of(line, lane)
     kernel = np.flatnonzero(lane.main)
     begin, end = lane.begin[kernel], lane.end[kernel]
     phase = lane.of.tasks.phase[lane.issue.rows[kernel]]
@@ -82,7 +83,7 @@ def parts(line: Timeline, lane: Lane) -> Parts:
     )
 
 
-def _communication(lane: Lane, axes: _Axes) -> dict[str, float]:
+def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
     ticks = np.where(lane.kind == Kind.RECV, 0, lane.end - lane.begin)
     sums = {name: int(ticks[axes.of == nth].sum()) * TICK for nth, name in enumerate(axes.names)}
     return {name: s for name, s in sums.items() if s}
@@ -202,7 +203,7 @@ def path_parts(line: Timeline, path: list[Link]) -> dict[str, float]:
     lanes, places = np.array(path, dtype=np.int64).reshape(-1, 2).T
     for nth in sorted({link.lane for link in path}):
         lane, at = line.lanes[nth], places[lanes == nth]
-        names, of = _axes(line, lane)
+        names, of = axes_of(line, lane)
         words = [*PHASES, *names]
         word = lane.of.tasks.phase[lane.issue.rows[at]].astype(np.int64)
         word = np.where(of[at] >= 0, len(PHASES) + of[at], word)

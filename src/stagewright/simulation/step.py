@@ -120,6 +120,21 @@ class Simulation:
             found += [held(lane, change) for lane in some]
         return found
 
+    @property
+    def peaks(self) -> list[dict[str, int]]:
+        """What each lane holds when it holds the most, by category, any allowance included.
+
+        In inference, where all is held all the time, what the program says.
+        """
+        found: list[dict[str, int]] = []
+        for lane, over in zip(self.line.lanes, self.memory, strict=True):
+            peak = lane.of.memory
+            if over.peak:
+                at = {k: int(v) for k, v in over.at_peak().items()}
+                peak = at | {k: v for k, v in peak.items() if k == "allowance"}
+            found.append({k: v for k, v in peak.items() if k not in ("peak", "seconds") and v})
+        return found
+
     @cached_property
     def critical_path(self) -> dict[str, float]:
         """Seconds of the critical path, by phase of kernels and by axis of communication."""

@@ -30,8 +30,6 @@ step `fits`, the most `requests` that do, and how many `tokens` each of the step
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +53,9 @@ from stagewright.program import (
 )
 from stagewright.run import Run, recorded_model
 from stagewright.serving import groups
+from stagewright.tables import communication, compute, peak, rich
+from stagewright.tables import memory as held
+from stagewright.words import plural, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -259,40 +260,6 @@ def total(column: Int) -> int:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
-
-
-def quantity(number: int, unit: str) -> str:
-    """A number with the decimal prefix that leaves three or four digits.
-
-    >>> quantity(141_107_412_992, "B"), quantity(999, "B"), quantity(0, "FLOP")
-    ('141 GB', '999 B', '0')
-    """
-    if not number:
-        return "0"
-    value, power = float(number), 0
-    while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
-        value, power = value / 1000, power + 1
-    return f"{value:.3g} {_PREFIXES[power]}{unit}" if power else f"{number} {unit}"
-
-
-def spans(ranks: Sequence[int], most: int = 4) -> str:
-    """Ascending ranks in few words.
-
-    >>> spans([0, 1, 2, 3, 8, 9, 12]), spans(list(range(0, 100, 2)), most=2)
-    ('0-3, 8-9, 12', '0, 2, ...')
-    """
-    edges = [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] + 1]
-    found: list[str] = []
-    for first, last in zip([0, *edges], [*edges, len(ranks)], strict=True):
-        if len(found) == most:
-            found.append("...")
-            break
-        low, high = ranks[first], ranks[last - 1]
-        found.append(str(low) if low == high else f"{low}-{high}")
-    return ", ".join(found)
-
-
 def tables(of: Summary, console: Console) -> None:
     """Print a summary for people: numbers of one rank and one step."""
     from rich.text import Text
@@ -303,28 +270,22 @@ def tables(of: Summary, console: Console) -> None:
     console.print(Text(of["run"], style="bold"))
     console.print(
         f"{parameters['total']:,} parameters{active if sparse else ''}, "
-        f"{_plural(of['world_size'], 'rank', 'ranks')}, "
-        f"{_plural(of['microbatches'], 'microbatch', 'microbatches')} per step; "
+        f"{plural(of['world_size'], 'rank', 'ranks')}, "
+        f"{plural(of['microbatches'], 'microbatch', 'microbatches')} per step; "
         "every number below is of one rank and one step",
         highlight=False,
     )
     if "batch" in of:
         console.print(_batch_line(of), highlight=False)
-    console.print(_classes_table(of))
-    console.print(_memory_table(of))
-    if any("memory_peak" in each for each in of["rank_classes"]):
-        console.print(_peak_table(of))
-    console.print(_communication_table(of))
-
-
-def _plural(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+    for found in (each(of) for each in (compute, held, peak, communication)):
+        if len(found):
+            console.print(rich(found, title_style="bold"))
 
 
 def _batch_line(of: Summary) -> str:
     step, fitting = of["batch"], of.get("capacity")
     line = (
-        f"{of['mode']}: {_plural(step['requests'], 'request', 'requests')}, "
+        f"{of['mode']}: {plural(step['requests'], 'request', 'requests')}, "
         f"{step['tokens']:,} new tokens, {step['cached_tokens']:,} in the cache before"
     )
     if fitting is None:
@@ -333,154 +294,3 @@ def _batch_line(of: Summary) -> str:
     long = fitting["tokens"]
     longest = f", or these with up to {long:,} tokens each" if long else ""
     return f"{line}\n{most}{longest}{'' if fitting['fits'] else ': this step does not fit'}"
-
-
-MOST_CLASSES = 4
-"""As many classes of a stage are told of; of more, those with the least and with the most work."""
-
-
-def _told(of: Summary) -> list[tuple[str, dict[str, Any]]]:
-    """The classes that tables show, with their stages in words."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    for stage, some in itertools.groupby(of["rank_classes"], key=lambda each: each["stage"]):
-        mine = list(some)
-        if len(mine) > MOST_CLASSES:
-            by_work = sorted(mine, key=lambda each: sum(each["flops"].values()))
-            found += [(f"{stage} least", by_work[0]), (f"{stage} most", by_work[-1])]
-        else:
-            several = len(mine) > 1
-            found += [
-                (f"{stage}: {spans(each['ranks'])}" if several else str(stage), each)
-                for each in mine
-            ]
-    return found
-
-
-def _classes_table(of: Summary) -> Any:
-    phases = PHASES if "batch" not in of else ("forward",)
-    table = _table("Compute", "stage", "ranks", right=("layers", "tasks", *phases))
-    for stage, each in _told(of):
-        flops = [quantity(each["flops"][phase], "FLOP") for phase in phases]
-        table.add_row(
-            stage,
-            f"{len(each['ranks'])}: {spans(each['ranks'])}",
-            str(each["layers"]),
-            str(each["tasks"]),
-            *flops,
-        )
-    return table
-
-
-def _memory_table(of: Summary) -> Any:
-    told = _told(of)
-    held = [each["memory"] for _, each in told]
-    categories = list(dict.fromkeys(c for each in held for c, size in each.items() if size))
-    table = _table("Memory", "stage", right=[c.replace("_", " ") for c in categories])
-    for stage, each in told:
-        sizes = [quantity(each["memory"].get(category, 0), "B") for category in categories]
-        table.add_row(stage, *sizes)
-    return table
-
-
-_SHOWN = 4  # of what is alive at the peak
-
-
-def _peak_table(of: Summary) -> Any:
-    table = _table("At the peak", "stage", "while", "most of it", right=())
-    for each in of["rank_classes"]:
-        at = each["memory_peak"]
-        of_microbatch = f" of microbatch {at['microbatch']}" if at["microbatch"] >= 0 else ""
-        largest = [alive_in_words(g) for g in at["alive"][:_SHOWN]]
-        table.add_row(str(each["stage"]), f"{at['task']}{of_microbatch}", "; ".join(largest))
-    return table
-
-
-def alive_in_words(group: dict[str, Any]) -> str:
-    """Values that are there, in a line.
-
-    >>> alive_in_words({"name": "act", "instances": 4, "layers": [0, 1], "microbatches": [2, 3],
-    ...     "bytes": 4000})
-    '4 kB act of layers 0-1, microbatches 2-3'
-    """
-    parts = [
-        f"{one if len(group[key]) == 1 else key} {spans(group[key])}"
-        for key, one in (("layers", "layer"), ("microbatches", "microbatch"))
-        if group[key]
-    ]
-    return f"{quantity(group['bytes'], 'B')} {group['name']}" + (
-        f" of {', '.join(parts)}" if parts else ""
-    )
-
-
-def _communication_table(of: Summary) -> Any:
-    table = _table(
-        "Communication",
-        "stage",
-        "phase",
-        "what",
-        "axis",
-        right=("group", "count", "bytes"),
-    )
-    for stages, rows in _alike(_told(of)):
-        for row in rows:
-            table.add_row(stages, *row)
-            stages = ""
-        table.add_section()
-    return table
-
-
-def _alike(
-    classes: Sequence[tuple[str, dict[str, Any]]],
-) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The communication of each class as rows; stages that communicate alike share them."""
-    found: dict[str, tuple[dict[str, int], list[tuple[str, ...]]]] = {}
-    for stage, each in classes:
-        rows = [
-            (
-                row["phase"],
-                f"{row['kind']} {row['dtype']}",
-                row["axis"],
-                str(row["group_size"]),
-                str(row["count"]),
-                quantity(row["bytes"], "B"),
-            )
-            for row in each["collectives"]
-        ]
-        for what, key in (("send", "sends"), ("receive", "receives")):
-            rows += [
-                (
-                    row["phase"],
-                    what,
-                    row["axis"],
-                    "",
-                    str(row["count"]),
-                    quantity(row["bytes"], "B"),
-                )
-                for row in each[key]
-            ]
-        for what, key in (("store", "stores"), ("load", "loads")):
-            rows += [
-                (row["phase"], what, "host", "", str(row["count"]), quantity(row["bytes"], "B"))
-                for row in each.get(key, ())
-            ]
-        keys = ("collectives", "sends", "receives", "stores", "loads")
-        exact = json.dumps([each.get(key) for key in keys])
-        found.setdefault(exact, ({}, rows))[0].setdefault(stage, each["stage"])
-    return [(_stages(stages), rows) for stages, rows in found.values()]
-
-
-def _stages(stages: dict[str, int]) -> str:
-    plain = all(name.isdecimal() for name in stages)
-    return spans(list(stages.values())) if plain else ", ".join(stages)
-
-
-def _table(title: str, *left: str, right: Iterable[str]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right")
-    return table

@@ -1,0 +1,148 @@
+"""What one asks of a run, from Python: a function for each command.
+
+>>> import stagewright as sw
+>>> compiled = sw.compile("llama3-8b", tp=8, seq_length=4096)
+>>> found = sw.simulate(compiled, "h100-sxm")
+>>> found.seconds == sw.simulate("llama3-8b", "h100-sxm", tp=8, seq_length=4096).seconds
+True
+
+Where a run is wanted, that is the name of a model with settings (the fields of `Run`), a `Run`, or
+what `compile` gave. Errors are `UserError`s that say what to change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from stagewright import compiler
+from stagewright.compiler import Compiled
+from stagewright.errors import UserError
+from stagewright.hardware import Hardware
+from stagewright.hardware import resolve as hardware_of
+from stagewright.models import ModelConfig
+from stagewright.network import Algorithm, Machine
+from stagewright.run import Run
+from stagewright.simulation.issue import Execution
+from stagewright.simulation.step import Simulation
+from stagewright.simulation.step import simulate as run_on
+
+if TYPE_CHECKING:
+    from stagewright.simulation.timeline import Progress
+
+Asked = str | os.PathLike[str] | Run
+
+
+def compile(
+    model: Asked,
+    config: ModelConfig | None = None,
+    *,
+    table: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Compiled:
+    """All that a run implies: graphs, schedule and the program of every rank.
+
+    `model` is a preset, the path of a Hugging Face config.json, or a `Run`; settings go before
+    those of a run. `config` replaces the configuration that the model's name stands for. `table` is
+    a strategy of one's own: where values live, such as `{"wq": "[M, A/tp, D]"}`.
+    """
+    return compiler.compile(_run(model, settings), config, table=table)
+
+
+def simulate(
+    what: Asked | Compiled,
+    hardware: str | os.PathLike[str] | Hardware | Machine,
+    *,
+    nodes: int | None = None,
+    topology: Literal["two_tier", "fullflat"] = "two_tier",
+    algorithm: Algorithm = "best",
+    no_overlap: Iterable[str] = (),
+    prefetch: int = 1,
+    overlap_param_gather: bool = False,
+    overlap_slowdown: float = 0.0,
+    stragglers: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Simulation:
+    """One step on a machine: its time, where it goes, memory over time.
+
+    `hardware` is a name (`stagewright hardware` lists them), a YAML file, or a `Machine`, which has
+    a topology and an algorithm of its own. With `nodes` and without `dp`, dp fills the nodes.
+    `no_overlap` are axes that kernels wait for; `stragglers` multiply the time of ranks' kernels;
+    the rest is described at `stagewright.simulation.issue.Execution`.
+    """
+    if isinstance(what, Compiled):
+        if settings or nodes is not None:
+            name = next(iter(settings), "nodes")
+            raise UserError(f"{name} cannot change what is compiled; give it to compile")
+        compiled = what
+    else:
+        compiled = compile(filled(_run(what, settings), hardware, nodes))
+    how = Execution(
+        no_overlap=frozenset(no_overlap),
+        prefetch=prefetch,
+        overlap_param_gather=overlap_param_gather,
+        slowdown=overlap_slowdown,
+    )
+    machine = hardware
+    if not isinstance(machine, Machine):
+        gpus = compiled.program.mesh.world_size
+        machine = Machine.of(_known(machine), gpus=gpus, topology=topology, algorithm=algorithm)
+    return run_on(compiled, machine, how, stragglers, progress)
+
+
+def filled(
+    run: Run, hardware: str | os.PathLike[str] | Hardware | Machine, nodes: int | None
+) -> Run:
+    """The run on so many nodes of some hardware: dp as large as they hold, unless it is given."""
+    of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
+    if nodes is None:
+        return run
+    gpus = nodes * of.gpus_per_node
+    others = run.world_size // run.dp
+    if "dp" not in run.model_fields_set and gpus % others == 0:
+        run = run.model_copy(update={"dp": gpus // others})
+    if run.world_size != gpus:
+        raise UserError(
+            f"--nodes {nodes} means {gpus} GPUs, but tp={run.tp} x cp={run.cp} x dp={run.dp} x "
+            f"pp={run.pp} makes {run.world_size} ranks; make them equal, or leave out --nodes"
+        )
+    return run
+
+
+def report(
+    what: Asked | Compiled | Simulation,
+    out: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> str:
+    """The page of `stagewright report` as HTML, written to `out` if that is given.
+
+    With a `hardware` among the settings, or of a simulation, it tells of time, too.
+    """
+    from stagewright.pages.report import page
+
+    found = None
+    if isinstance(what, Simulation):
+        found, what = what, what.compiled
+    elif "hardware" in settings:
+        found = simulate(what, settings.pop("hardware"), **settings)
+        what = found.compiled
+    compiled = what if isinstance(what, Compiled) else compile(what, **settings)
+    text = page(compiled, found)
+    if out is not None:
+        with open(out, "w", encoding="utf-8") as file:
+            file.write(text)
+    return text
+
+
+def _run(model: Asked, settings: Mapping[str, Any]) -> Run:
+    if isinstance(model, Run):
+        if not settings:
+            return model
+        return Run.load(None, {**model.model_dump(exclude_unset=True), **settings})
+    return Run.load(None, {"model": os.fspath(model), **settings})
+
+
+def _known(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
+    return hardware if isinstance(hardware, Hardware) else hardware_of(hardware)

@@ -1,0 +1,6 @@
+"""Pictures as SVG text, for pages and notebooks: drawn by hand, the same bytes each time.
+
+A picture stands alone: its colours are fixed and its text takes the colour of what is around it, so
+that it can be read on a light page, a dark one and on paper. What colours say, patterns or words
+say too. `name` keeps the ids of one picture apart from those of others on the same page.
+"""

@@ -1,0 +1,180 @@
+"""What pictures are made of: fills, legends, axes, and the frame around them.
+
+>>> number(12.30), number(7.0), number(-0.04)
+('12.3', '7', '0')
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+WIDTH = 760
+"""Of all pictures, so that their text is equally large on a page."""
+
+
+class Fill(NamedTuple):
+    """A colour and the pattern over it, by which it is told where colours are not seen."""
+
+    colour: str
+    pattern: str = ""  # a key of _STROKES
+
+
+# Okabe and Ito's colours, which people with any colour vision tell apart (jfly.uni-koeln.de/color).
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#999999"
+
+CATEGORIES: Mapping[str, Fill] = {
+    "parameters": Fill(BLUE),
+    "gradients": Fill(SKY, "/"),
+    "optimizer": Fill(GREY, "-"),
+    "gathered_parameters": Fill(PURPLE, "x"),
+    "activations": Fill(ORANGE, "."),
+    "communication": Fill(GREEN, "\\"),
+    "workspace": Fill(VERMILLION, "|"),
+    "allowance": Fill(YELLOW, "+"),
+    "kv_cache": Fill(SKY, "/"),
+}
+"""Of memory."""
+
+PHASES: Mapping[str, Fill] = {
+    "forward": Fill(SKY),
+    "recompute": Fill(PURPLE, "x"),
+    "backward": Fill(ORANGE, "/"),
+    "optimizer": Fill(GREY, "-"),
+}
+
+BUBBLE = Fill("#e6e6e6", ".")
+"""Waiting."""
+
+_AXES = {
+    "tp": Fill(BLUE, "."),
+    "dp": Fill(VERMILLION, "|"),
+    "pp": Fill(GREEN, "\\"),
+    "ep": Fill(YELLOW, "+"),
+    "cp": Fill(PURPLE, "/"),
+}
+_OTHERS = (Fill(SKY, "x"), Fill(ORANGE, "-"), Fill(GREY, "/"), Fill("#222222", "."))
+
+
+def axes(names: Sequence[str]) -> dict[str, Fill]:
+    """Fills of communication along axes; of more than four joint ones, two look alike."""
+    joint = [name for name in names if name not in _AXES]
+    others = {name: _OTHERS[nth % len(_OTHERS)] for nth, name in enumerate(joint)}
+    return {name: _AXES.get(name) or others[name] for name in names}
+
+
+_STROKES = {
+    "/": "M-2 2L2 -2M0 8L8 0M6 10L10 6",
+    "\\": "M-2 6L2 10M0 0L8 8M6 -2L10 2",
+    "-": "M0 4H8",
+    "|": "M4 0V8",
+    "x": "M0 0L8 8M0 8L8 0",
+    "+": "M4 0V8M0 4H8",
+    ".": "M3 4a1 1 0 1 0 2 0a1 1 0 1 0 -2 0",
+}
+
+
+class Fills:
+    """The fills of one picture, by what they stand for."""
+
+    def __init__(self, name: str, fills: Mapping[str, Fill]) -> None:
+        """`name` begins the ids of the patterns."""
+        self._name = name
+        self._fills = fills
+
+    def __getitem__(self, key: str) -> str:
+        """What to write as the attribute `fill`."""
+        fill = self._fills[key]
+        if not fill.pattern:
+            return fill.colour
+        return f"url(#{self._name}-{list(self._fills).index(key)})"
+
+    def defs(self) -> str:
+        """The patterns."""
+        found = "".join(
+            f'<pattern id="{self._name}-{nth}" width="8" height="8" patternUnits="userSpaceOnUse">'
+            f'<path d="M0 0H8V8H0z" fill="{fill.colour}"/><path d="{_STROKES[fill.pattern]}" '
+            'fill="none" stroke="#fff" stroke-opacity=".75" stroke-width="1.3"/></pattern>'
+            for nth, fill in enumerate(self._fills.values())
+            if fill.pattern
+        )
+        return f"<defs>{found}</defs>" if found else ""
+
+    def legend(self, keys: Iterable[str], x: float = 0, y: float = 14) -> tuple[str, float]:
+        """A patch and a name for each key, in lines; and where the last line ends."""
+        parts: list[str] = []
+        at = x
+        for key in keys:
+            words = key.replace("_", " ")
+            wide = 24 + text_width(words) + 14
+            if at + wide > WIDTH and at > x:
+                at, y = x, y + 20
+            parts.append(
+                f'<rect x="{number(at)}" y="{number(y - 11)}" width="16" height="13" '
+                f'fill="{self[key]}"/>{text(at + 21, y, words)}'
+            )
+            at += wide
+        return "".join(parts), y + 8
+
+
+def number(x: float) -> str:
+    """A coordinate, to a tenth."""
+    short = f"{x:.1f}".removesuffix(".0")
+    return "0" if short == "-0" else short
+
+
+def text_width(words: str, size: float = 12) -> float:
+    """About how wide a text is: what draws it is not known here."""
+    return 0.57 * size * len(words)
+
+
+def text(x: float, y: float, words: str, anchor: str = "", more: str = "") -> str:
+    """A line of text; `anchor` is start, middle or end."""
+    where = f' text-anchor="{anchor}"' if anchor and anchor != "start" else ""
+    extra = f" {more}" if more else ""
+    return f'<text x="{number(x)}" y="{number(y)}"{where}{extra}>{html.escape(words)}</text>'
+
+
+def line(x0: float, y0: float, x1: float, y1: float, more: str = "") -> str:
+    """A line in the colour of the text."""
+    ends = f"M{number(x0)} {number(y0)}L{number(x1)} {number(y1)}"
+    return f'<path d="{ends}" fill="none" stroke="currentColor"{" " if more else ""}{more}/>'
+
+
+ON_FILL = 'fill="#000" stroke="#fff" stroke-width="3" paint-order="stroke"'
+"""Text on a fill: black in a white rim, on any colour and pattern."""
+
+
+def title(words: str) -> str:
+    """What a mouse that rests is told."""
+    return f"<title>{html.escape(words)}</title>"
+
+
+def figure(
+    height: float, label: str, parts: Sequence[str], more: str = "", width: float = WIDTH
+) -> str:
+    """A picture; `label` says in words what it shows."""
+    extra = f" {more}" if more else ""
+    return (
+        f'<svg viewBox="0 0 {number(width)} {number(height)}" width="{number(width)}" role="img" '
+        f'aria-label="{html.escape(label)}" font-family="system-ui,sans-serif" font-size="12" '
+        f'fill="currentColor" style="max-width:100%;height:auto"{extra}>{"".join(parts)}</svg>'
+    )
+
+
+def ticks(most: float, about: int = 5) -> list[float]:
+    """Round numbers from 0 up to the largest: three to six of them.
+
+    >>> ticks(81e9)
+    [0.0, 20000000000.0, 40000000000.0, 60000000000.0, 80000000000.0]
+    >>> ticks(0.3, 3)
+    [0.0, 0.1, 0.2, 0.3]
+    """
+    if most <= 0:
+        return [0.0]
+    unit = 10.0 ** math.floor(math.log10(most / about))
+    each = next(unit * n for n in (1, 2, 5, 10) if most / (unit * n) <= about * (1 + 1e-9))
+    return [float(f"{each * n:.12g}") for n in range(int(most / each * (1 + 1e-9)) + 1)]

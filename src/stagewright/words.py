@@ -1,0 +1,74 @@
+"""Numbers, durations and ranks as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+def quantity(number: int, unit: str) -> str:
+    """A number with the decimal prefix that leaves three or four digits.
+
+    >>> quantity(141_107_412_992, "B"), quantity(999, "B"), quantity(0, "FLOP")
+    ('141 GB', '999 B', '0')
+    """
+    if not number:
+        return "0"
+    value, power = float(number), 0
+    while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {_PREFIXES[power]}{unit}" if power else f"{number} {unit}"
+
+
+_NAMES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
+
+
+def count(number: int) -> str:
+    """A number of things; a large one in three or four digits.
+
+    >>> count(405_853_388_800), count(117_760), count(124_439_808)
+    ('406 billion', '117,760', '124 million')
+    """
+    for each, name in _NAMES:
+        if number >= each:
+            return f"{number / each:.3g} {name}"
+    return f"{number:,}"
+
+
+def spans(ranks: Sequence[int], most: int = 4) -> str:
+    """Ascending ranks in few words.
+
+    >>> spans([0, 1, 2, 3, 8, 9, 12]), spans(list(range(0, 100, 2)), most=2)
+    ('0-3, 8-9, 12', '0, 2, ...')
+    """
+    edges = [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] + 1]
+    found: list[str] = []
+    for first, last in zip([0, *edges], [*edges, len(ranks)], strict=True):
+        if len(found) == most:
+            found.append("...")
+            break
+        low, high = ranks[first], ranks[last - 1]
+        found.append(str(low) if low == high else f"{low}-{high}")
+    return ", ".join(found)
+
+
+def duration(seconds: float) -> str:
+    """A duration in the unit that suits it.
+
+    >>> duration(12.3456), duration(0.0123456), duration(2.5e-5)
+    ('12.35 s', '12.35 ms', '25.00 us')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds / 1e-6:.2f} us"
+
+
+def plural(number: int, one: str, many: str) -> str:
+    """A count.
+
+    >>> plural(1, "rank", "ranks"), plural(2048, "rank", "ranks")
+    ('1 rank', '2048 ranks')
+    """
+    return f"{number} {one if number == 1 else many}"

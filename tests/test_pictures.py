@@ -1,0 +1,213 @@
+"""Pictures show what there is: as many boxes as actions, none upon another, within the frame."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import stagewright as sw
+from stagewright import traffic
+from stagewright.actions import flat
+from stagewright.pictures import bars, layer, matrix, memory, schedule, svg, timeline
+from stagewright.pipeline import make
+from stagewright.program import COLLECTIVES, Kind, Program
+
+SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 4, "seq_length": 64}
+RUNS: dict[str, dict[str, Any]] = {
+    "dense": {**SMALL, "tp": 2, "pp": 2, "dp": 2, "cp": 2, "zero": 1, "sequence_parallel": True},
+    "fsdp": {**SMALL, "dp": 8, "zero": 3},
+    "experts": {"model": "mixtral-8x7b", "layers": 4, "seq_length": 64, "ep": 4, "dp": 4, "pp": 2},
+    "both ends": {**SMALL, "pp": 4, "schedule": "dualpipe", "global_batch_size": 8, "tp": 2},
+    "tied": {"model": "gpt2", "layers": 4, "seq_length": 64, "pp": 2, "dp": 2},
+    "across": {
+        "model": "llama3-8b", "layers": 4, "mode": "decode", "tp": 2, "context_length": 64,
+        "prefill": "tp=4", "dp": 2, "batch_size": 4,
+    },
+}  # fmt: skip
+
+
+def root(text: str) -> ElementTree.Element:
+    found = ElementTree.fromstring(text)
+    assert found.tag == "svg"
+    return found
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches", "vpp"),
+    [
+        *[("gpipe", 3, 5, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 3), ("zb-h1", 3, 6, 1)],
+        *[("zbv", 2, 6, 2), ("dualpipev", 2, 6, 2), ("dualpipe", 4, 8, 1), ("looped-bfs", 2, 4, 2)],
+    ],
+)
+def test_a_schedule_has_a_box_for_each_action(name: str, pp: int, microbatches: int, vpp: int):
+    order = make(name, pp, microbatches, vpp)
+    picture = root(schedule.picture(order))
+    boxes = [p.attrib["d"] for p in picture if p.tag == "path" and p.get("fill") != "none"]
+    assert sum(d.count("M") for d in boxes) == sum(len(flat(steps)) for steps in order)
+    for d in boxes:
+        assert all(0 <= float(x) <= svg.WIDTH for x in re.findall(r"M([0-9.]+)", d))
+
+
+def test_a_long_schedule_says_what_it_does_not_show():
+    text = schedule.picture(make("1f1b", 40, 500, 1))
+    assert "Not shown: 8 ranks in the middle; slots" in text
+    assert len(text) < 400_000
+    root(text)
+
+
+# ---- who sends to whom ---------------------------------------------------------------------------
+
+
+def exact(program: Program, axis: str | None = None) -> np.ndarray:
+    """Bytes from rank to rank, task by task."""
+    world = program.mesh.world_size
+    found = np.zeros((world, world))
+    groups = program.groups()
+    for of in program.classes:
+        tasks = of.tasks
+        for row in range(len(tasks)):
+            slot, kind = int(tasks.slot[row]), Kind(tasks.kind[row])
+            for rank in of.ranks.tolist():
+                one = np.array([rank])
+                if kind == Kind.SEND and axis in (None, program.peers[slot].axis):
+                    found[rank, program.peer_of(slot, one)[0]] += tasks.comm_bytes[row]
+                if kind == Kind.COLLECTIVE and axis in (None, program.label_of(slot)):
+                    members = groups[int(program.group_of(slot, one)[0])]
+                    size, what = tasks.local_bytes[row], COLLECTIVES[tasks.collective[row]]
+                    each = {"all_gather": size, "all_reduce": 2 * size / len(members)}.get(
+                        what, size / len(members)
+                    )
+                    for other in members:
+                        found[rank, other] += each * (other != rank)
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_traffic_is_what_tasks_send(name: str):
+    program = sw.compile(sw.Run(**RUNS[name])).program
+    whole = exact(program)
+    assert whole.any()
+    np.testing.assert_allclose(traffic.matrix(program).bytes, whole)
+    parts = [traffic.matrix(program, axis).bytes for axis in traffic.axes(program)]
+    np.testing.assert_allclose(sum(parts), whole)
+    for axis, part in zip(traffic.axes(program), parts, strict=True):
+        np.testing.assert_allclose(part, exact(program, axis))
+    edges = traffic.blocks(program, 4)
+    assert len(edges) <= 5
+    assert edges[0] == 0
+    assert edges[-1] == len(whole)
+    summed = np.add.reduceat(np.add.reduceat(whole, edges[:-1], 0), edges[:-1], 1)
+    np.testing.assert_allclose(traffic.matrix(program, edges=edges).bytes, summed)
+
+
+def test_many_groups_are_met_some_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    program = sw.compile(sw.Run(**RUNS["dense"])).program
+    whole = traffic.matrix(program).bytes
+    monkeypatch.setattr(traffic, "_CHUNK", 3)
+    np.testing.assert_allclose(traffic.matrix(program).bytes, whole)
+
+
+def test_blocks_keep_the_mesh_whole():
+    program = sw.compile(sw.Run(**SMALL | {"tp": 8, "dp": 96, "pp": 4})).program
+    edges = traffic.blocks(program)
+    size = int(edges[1])
+    assert size % 8 == 0
+    assert 96 % (size // 8) == 0
+    assert len(edges) - 1 <= traffic.MOST
+
+
+def test_a_matrix_has_a_square_for_each_pair_that_meets():
+    program = sw.compile(sw.Run(**RUNS["dense"])).program
+    found = traffic.matrix(program)
+    picture = root(matrix.picture(found, "m", "x"))
+    squares = [p.attrib["d"] for p in picture.findall("path") if p.get("fill") in matrix.LEVELS]
+    assert sum(d.count("M") for d in squares) == np.count_nonzero(found.bytes)
+    data = matrix.data(found)
+    np.testing.assert_allclose(data["bytes"], found.bytes, rtol=5e-3)
+
+
+# ---- bars, areas, strips -------------------------------------------------------------------------
+
+
+def test_bars_are_as_long_as_what_they_show():
+    some = [bars.Bar("one", {"parameters": 30, "activations": 10}), bars.Bar("two", {"other": 20})]
+    picture = root(bars.picture(some, svg.CATEGORIES, "b", "x", lambda v: f"{v:g}"))
+    wide = [float(r.attrib["width"]) for r in picture.iter("rect") if r.find("title") is not None]
+    assert wide[0] == pytest.approx(3 * wide[1], rel=1e-2)
+    assert wide[2] == pytest.approx(2 * wide[1], rel=1e-2)
+
+
+def test_areas_reach_as_high_as_what_is_held():
+    levels = memory.Levels([0, 1, 3], {"parameters": [50, 100], "activations": [0, 100]}, "ab", "x")
+    assert (levels.total, levels.peak) == ([50, 200], 1)
+    picture = root(memory.picture(levels, "m", "x"))
+    tops = {
+        p.findtext("title"): [memory.HEIGHT - memory.BOTTOM - float(y) for y in
+                              re.findall(r"V([0-9.]+)", p.attrib["d"])]
+        for p in picture.iter("path") if p.get("class") == "area"
+    }  # fmt: skip
+    high = memory.HEIGHT - memory.BOTTOM - memory.TOP
+    assert tops["parameters"] == pytest.approx([high / 4, high / 2, 0], abs=0.1)
+    assert tops["activations"] == pytest.approx([high / 4, high, 0], abs=0.1)
+
+
+def test_a_strip_is_filled_as_much_as_time_is():
+    found = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=512, tp=2, pp=2)
+    lane = found.line.lanes[0]
+    edges = np.linspace(0, found.line.ticks, 18)
+    mine = lane.main
+    shares = timeline._busy(lane, mine, edges)
+    pairs = list(zip(lane.begin[mine].tolist(), lane.end[mine].tolist(), strict=True))
+    for low, high, share in zip(edges, edges[1:], shares, strict=False):
+        inside = sum(max(0.0, min(end, high) - max(begin, low)) for begin, end in pairs)
+        assert share == pytest.approx(inside / (high - low), abs=1e-6)
+    root(timeline.picture(found.line))
+
+
+@pytest.mark.parametrize(("most", "about"), [(1, 5), (81e9, 5), (3e-5, 6), (7.0, 8), (1e-12, 5)])
+def test_ticks_are_round_and_few(most: float, about: int):
+    found = svg.ticks(most, about)
+    assert found[0] == 0
+    assert 2 <= len(found) <= about + 1
+    assert found[-1] <= most * (1 + 1e-9)
+    assert len({float(f"{b - a:.9g}") for a, b in itertools.pairwise(found)}) == 1
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "tied"])
+@pytest.mark.parametrize("phases", [("forward",), ("recompute", "backward")])
+def test_boxes_of_a_layer_do_not_meet(name: str, phases: tuple[str, ...]):
+    compiled = sw.compile(sw.Run(**RUNS[name]))
+    for label, graph in compiled.blocks.items():
+        wanted = [n for n in graph if n.phase in phases and n.op not in ("param", "state")]
+        if not wanted:
+            continue
+        picture = root(layer.picture(graph, compiled.program.mesh, "g", phases))
+        boxes = [r for r in picture.findall("rect") if r.find("title") is not None]
+        assert len(boxes) == len(wanted), label
+        spans = [[float(r.attrib[k]) for k in ("x", "y", "width", "height")] for r in boxes]
+        _, _, width, height = map(float, picture.attrib["viewBox"].split())
+        for nth, (x, y, w, h) in enumerate(spans):
+            assert 0 <= x <= x + w <= width
+            assert 0 <= y <= y + h <= height
+            for x2, y2, w2, h2 in spans[nth + 1 :]:
+                apart = x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
+                assert apart, label
+
+
+def test_layouts_stand_at_the_edges():
+    compiled = sw.compile(sw.Run(**RUNS["dense"]))
+    text = layer.picture(compiled.blocks["layer"], compiled.program.mesh)
+    told = {t.text for t in root(text).iter("text") if t.get("class") == "layout"}
+    assert {"[B/dp, S/cp/tp, M]", "[B/dp, S/cp, M @ 1/tp]", "[B/dp, S/cp, A/tp, D]"} <= told
+    assert "all_gather over tp" in text
