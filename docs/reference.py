@@ -280,14 +280,11 @@ def strategies() -> str:
 def keys() -> str:
     """Paths of what the commands print with --json, with examples."""
     import stagewright as sw
-    from stagewright import doctor, report
-    from stagewright.hardware import resolve
-    from stagewright.network import Machine
-    from stagewright.simulate import simulate
+    from stagewright import doctor, summary
 
     run = sw.Run(model="llama3.1-8b", tp=2, pp=2, dp=2, sequence_parallel=True, seq_length=4096)
     compiled = sw.compile(run)
-    found = simulate(compiled, Machine.of(resolve("h100-sxm"), gpus=8))
+    found = sw.simulate(compiled, "h100-sxm")
     decode = sw.Run(
         model="llama3.1-8b", mode="decode", tp=2, context_length=4096, device_memory="80GB"
     )
@@ -295,23 +292,23 @@ def keys() -> str:
     parts = [
         "# JSON\n\nKeys of what is printed with `--json` and of `manifest.json`; `[]` is an element "
         f"of a list. The examples are of `{run.describe()}`.\n",
-        "## show --json\n\n" + prose(report.__doc__).partition("\n\n")[2],
-        _paths(report.summary(compiled)),
+        "## show --json\n\n" + prose(summary.__doc__).partition("\n\n")[2],
+        _paths(summary.summary(compiled)),
         "In inference also:\n",
         _paths(
             {
                 k: v
-                for k, v in report.summary(sw.compile(decode)).items()
+                for k, v in summary.summary(sw.compile(decode)).items()
                 if k in ("mode", "batch", "capacity")
             }
         ),
         "## simulate --json\n\n" + prose(type(found).summary.__doc__),
         _paths(found.summary()),
         "## manifest.json\n\n"
-        + prose(report.manifest.__doc__)
+        + prose(summary.manifest.__doc__)
         + " Beside these: `files`, with bytes "
         "and a checksum of each, and `checks`, what was checked of the program.\n",
-        _paths({k: v for k, v in report.manifest(compiled).items() if k not in ("run", "model")}),
+        _paths({k: v for k, v in summary.manifest(compiled).items() if k not in ("run", "model")}),
         "`run` has the [settings](settings.md), `model` the fields of `stagewright models --json`.\n",
         "## doctor --json\n",
         _paths(

@@ -25,6 +25,7 @@ USES = {
     "ray": "generate --engine ray: write with the machines of a cluster",
     "remote": "generate -o s3://..., gs://...: write to object stores",
     "sympy": "sizes as sympy expressions: Size.to_sympy, Size.latex",
+    "browser": "tests of pages in a Chromium that is installed",
     "docs": "the pages of docs/, by Sphinx",
     "dev": "tests, lint and types, to work on Stagewright",
 }
