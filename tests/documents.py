@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MADE = ROOT / "docs/reference"  # by Sphinx, out of the code
@@ -110,3 +112,26 @@ def blessed(page: Path, answers: dict[str, str]) -> str:
         return "\n".join(["```console", *lines, "```"])
 
     return _FENCE.sub(block, page.read_text(encoding="utf-8"))
+
+
+def spoken(page: Path) -> list[tuple[Block, str, str | None]]:
+    """Every Python block of a page, run in order in one place: what it prints, and what it should.
+
+    What it should stands in the block of text that follows at once; where none does, `None`.
+    """
+    found: list[tuple[Block, str, str | None]] = []
+    names: dict[str, Any] = {"__name__": "page"}
+    all_ = blocks(page)
+    for nth, block in enumerate(all_):
+        if block.language != "python":
+            continue
+        out = io.StringIO()
+        lines = "\n" * block.line + block.text  # so that errors name lines of the page
+        with redirect_stdout(out):
+            exec(compile(lines, str(page), "exec", dont_inherit=True), names)
+        after = all_[nth + 1] if nth + 1 < len(all_) else None
+        end = block.line + block.text.count("\n") + 3
+        told = after.text if after and after.language == "text" and after.line == end else None
+        got = "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+        found.append((block, got, told))
+    return found

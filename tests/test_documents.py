@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same
+from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same, spoken
 from stagewright import cli, hardware
 from stagewright.models import PRESETS
 from stagewright.ops import OPS
@@ -46,6 +46,22 @@ def test_commands_print_what_pages_show(page: Path, tmp_path: Path, request: pyt
         assert same(got[command], output), (
             f"$ {command}\n{got[command]}\n-- where the page has --\n{output}"
         )
+
+
+def test_the_tour_runs(request: pytest.FixtureRequest):
+    page = ROOT / "docs/tour.md"
+    said = spoken(page)
+    if request.config.getoption("--bless"):
+        text = page.read_text(encoding="utf-8")
+        for block, got, told in said:
+            before = f"{block.text}```\n\n```text\n"
+            text = text.replace(f"{before}{told}```", f"{before}{got}```")
+        page.write_text(text, encoding="utf-8")
+        return
+    for block, got, told in said:
+        assert got == (told or ""), block
+    lines = sum(bool(line.strip()) for block, *_ in said for line in block.text.splitlines())
+    assert 250 < lines < 350  # as it promises
 
 
 def test_every_block_of_the_readme_is_run():
