@@ -72,7 +72,10 @@ def _whole(command: str) -> bool:
     if command.endswith("\\"):
         return False
     loops = len(re.findall(r"^\s*for\b", command, re.MULTILINE))
-    return loops == len(re.findall(r"^\s*done\b", command, re.MULTILINE))
+    texts = len(re.findall(r"<<'END'$", command, re.MULTILINE))
+    return loops == len(re.findall(r"^\s*done\b", command, re.MULTILINE)) and texts == len(
+        re.findall(r"^END$", command, re.MULTILINE)
+    )
 
 
 def printed(command: str, folder: Path, tools: Path) -> str:
