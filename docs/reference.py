@@ -8,7 +8,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,67 +280,76 @@ def strategies() -> str:
 # ---- keys of JSON --------------------------------------------------------------------------------
 
 
+RUN = "llama3.1-8b --tp 2 --pp 2 --dp 2 --sequence-parallel --seq-length 4096"
+DECODE = "llama3.1-8b --mode decode --tp 2 --context-length 4096 --device-memory 80GB"
+PRINTED = {
+    "show": f"show {RUN} --json",
+    "show, in inference": f"show {DECODE} --json",
+    "simulate": f"simulate {RUN} --hardware h100-sxm --json",
+    "models": "models --json",
+    "hardware": "hardware h100-sxm --json",
+    "verify": "verify traces --json",
+    "inspect": "inspect traces/workload.0.et --json",
+    "diff": "diff traces again --json",
+    "validate": "validate --source nccl-tests --json",
+}
+"""What prints JSON that is alike on every machine."""
+
+
 def keys() -> str:
     """Paths of what the commands print with --json, with examples."""
-    import stagewright as sw
-    from stagewright import doctor, summary
+    from click.testing import CliRunner
 
-    run = sw.Run(model="llama3.1-8b", tp=2, pp=2, dp=2, sequence_parallel=True, seq_length=4096)
-    compiled = sw.compile(run)
-    found = sw.simulate(compiled, "h100-sxm")
-    decode = sw.Run(
-        model="llama3.1-8b", mode="decode", tp=2, context_length=4096, device_memory="80GB"
-    )
-    examined = doctor.examine(speed=False).to_json()
+    from stagewright import cli, summary
+
+    def printed(line: str) -> str:
+        done = CliRunner().invoke(cli.commands, shlex.split(line), standalone_mode=False)
+        if done.exception:
+            raise done.exception
+        return done.stdout
+
     parts = [
-        "# JSON\n\nKeys of what is printed with `--json` and of `manifest.json`; `[]` is an element "
-        f"of a list. The examples are of `{run.describe()}`.\n",
-        "## show --json\n\n" + prose(summary.__doc__).partition("\n\n")[2],
-        _paths(summary.summary(compiled)),
-        "In inference also:\n",
-        _paths(
-            {
-                k: v
-                for k, v in summary.summary(sw.compile(decode)).items()
-                if k in ("mode", "batch", "capacity")
-            }
-        ),
-        "## simulate --json\n\n" + prose(type(found).summary.__doc__),
-        _paths(found.summary()),
-        "## manifest.json\n\n"
-        + prose(summary.manifest.__doc__)
-        + " Beside these: `files`, with bytes "
-        "and a checksum of each, and `checks`, what was checked of the program.\n",
-        _paths({k: v for k, v in summary.manifest(compiled).items() if k not in ("run", "model")}),
-        "`run` has the [settings](settings.md), `model` the fields of `stagewright models --json`.\n",
-        "## doctor --json\n",
-        _paths(
-            {k: v for k, v in examined.items() if k not in ("location", "python", "system")},
-            values=False,
-        ),
+        "# JSON\n\nKeys of what is printed with `--json`, and of `manifest.json`. `[]` is an element of "
+        "a list, `*` any name.\n\n## Words\n\n" + prose(summary.__doc__).partition("\n\n")[2]
     ]
-    return "\n\n".join(parts)
+    with tempfile.TemporaryDirectory() as place, chdir(place):
+        toy = "generate gpt2 --layers 2 --seq-length 64 --tp 2"
+        printed(f"{toy} -o traces")
+        printed(f"{toy} --no-fuse -o again")
+        for title, line in PRINTED.items():
+            found = json.loads(printed(line))
+            if title == "models":
+                found = {"*": found["llama3.1-8b"]}
+            parts += [f"## {title}\n\n`stagewright {line}`", _paths(found)]
+        manifest = json.loads(Path("traces/manifest.json").read_text(encoding="utf-8"))
+    manifest["files"] = {"*": next(iter(manifest["files"].values()))}
+    parts += ["## manifest.json\n\n" + prose(summary.manifest.__doc__), _paths(manifest)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _paths(value: Mapping[str, Any], *, values: bool = True) -> str:
-    """A row for every leaf, lists by their first element."""
-    rows: list[tuple[str, str, str]] = []
+def _paths(value: Mapping[str, Any]) -> str:
+    """A row for every leaf, lists by all their elements."""
+    rows: dict[str, tuple[str, str, str]] = {}
 
     def walk(value: Any, path: str) -> None:
         if isinstance(value, Mapping) and value:
             for key, inside in value.items():
                 walk(inside, f"{path}.{key}" if path else str(key))
         elif isinstance(value, list) and value and isinstance(value[0], Mapping | list):
-            walk(value[0], f"{path}[]")
+            for inside in value[:MOST]:
+                walk(inside, f"{path}[]")
         else:
             text = json.dumps(value)
             shown = text if len(text) <= 40 else text[:37] + "..."
             kind = "null" if value is None else type(value).__name__
-            rows.append((f"`{path}`", kind, f"`{shown}`" if values else ""))
+            rows.setdefault(path, (f"`{path}`", kind, f"`{shown}`"))
 
     walk(value, "")
-    return table(("key", "type", "for example" if values else ""), rows)
+    return table(("key", "type", "for example"), rows.values())
 
+
+MOST = 100
+"""Elements of a list that are looked at."""
 
 PAGES = {
     "cli": cli,

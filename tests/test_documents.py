@@ -147,6 +147,19 @@ def test_options_of_pages_exist(page: Path):
     assert named <= flags() | ELSEWHERE
 
 
+THEIRS = {"token_dispatcher.py", "vllm/v1/attention/backends/mla/common.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_modules_of_pages_exist(page: Path):
+    """They are named as in the package, or by their path in the repository."""
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"`([\w./-]+\.py)(?:[:;][^`]*)?`", text):
+        if path in THEIRS:
+            continue
+        assert (ROOT / path).exists() or (ROOT / "src/stagewright" / path).exists(), path
+
+
 @pytest.mark.parametrize(
     "block", [b for page in PAGES for b in blocks(page, "yaml") if "model:" in b.text], ids=str
 )
