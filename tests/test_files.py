@@ -16,6 +16,8 @@ from stagewright.files import (
     manifest_head,
     read_bytes,
     read_text,
+    whole,
+    write_text,
 )
 
 
@@ -104,3 +106,22 @@ def test_head_of_a_manifest(tmp_path: Path):
     path.write_text('{"x": 1' + " " * MOST_HEAD + "}")
     with pytest.raises(UserError, match="over 1048576 bytes; wanted a manifest"):
         manifest_head(path, "a manifest")
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path):
+    page = tmp_path / "page.html"
+    write_text(page, "one")
+
+    def half() -> None:
+        with whole(page) as place:
+            place.write_text("half", encoding="utf-8")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half()
+    assert page.read_text(encoding="utf-8") == "one"
+    assert [*tmp_path.iterdir()] == [page]
+    with pytest.raises(UserError, match=r"page.html/x: cannot be written: Not a directory"):
+        write_text(page / "x", "two")
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        write_text(tmp_path, "two")

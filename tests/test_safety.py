@@ -39,8 +39,8 @@ NO_METHODS = {
     "numpy": {"load"},
     "builtins": NO_BUILTINS,
 }  # fmt: skip
-# The only modules that write, rename or remove files; those of commands a page where they are told.
-WRITERS = {"write.py", "storage.py", "unfinished.py", "doctor.py", "cli.py", "cli_reproduce.py"}
+# The only modules that write, rename or remove files.
+WRITERS = {"write.py", "storage.py", "unfinished.py", "doctor.py", "files.py", "perfetto.py"}
 ALLOWED = {
     "expand.py: tempfile",  # ranks of a bundle for those who read files
     "ray_engine.py: socket",  # whether there is a cluster under an address that the user gives

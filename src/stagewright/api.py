@@ -120,6 +120,7 @@ def report(
 
     With a `hardware` among the settings, or of a simulation, it tells of time, too.
     """
+    from stagewright.files import write_text
     from stagewright.pages.report import page
 
     found = None
@@ -131,8 +132,7 @@ def report(
     compiled = what if isinstance(what, Compiled) else compile(what, **settings)
     text = page(compiled, found)
     if out is not None:
-        with open(out, "w", encoding="utf-8") as file:
-            file.write(text)
+        write_text(os.fspath(out), text)
     return text
 
 

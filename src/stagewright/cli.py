@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import click
@@ -344,9 +343,10 @@ def show(
         model, config = None, model
     compiled = _compile(_load(model, config, settings), model, config)
     if memory_plot is not None:
+        from stagewright.files import write_text
         from stagewright.pages import memory as plot
 
-        Path(memory_plot).write_text(plot.page(compiled), encoding="utf-8")
+        write_text(memory_plot, plot.page(compiled))
         click.echo(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
     elif graph:
         click.echo(compiled.graph_text())

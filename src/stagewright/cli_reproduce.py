@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +10,6 @@ import click
 from stagewright.cli_help import Word
 from stagewright.cli_time import console
 from stagewright.cli_trace import JSON
-from stagewright.errors import UserError
 
 if TYPE_CHECKING:
     from stagewright.reproduce import Case, Row
@@ -31,10 +29,9 @@ def reproduce(tables: str, out: str | None, as_json: bool) -> None:
 
     cases = list(reproduce.stage_paper())
     if out is not None:
-        try:
-            Path(out).write_text(reproduce.markdown(cases), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror}") from None
+        from stagewright.files import write_text
+
+        write_text(out, reproduce.markdown(cases))
     elif as_json:
         told = {name: text for name, text in reproduce.paper().items() if name != "cases"}
         told["cases"] = [case._asdict() for case, _ in cases]

@@ -1,4 +1,5 @@
-"""Reads small text files that somebody else wrote: run files, models, schedules, hardware.
+"""Reads small text files that somebody else wrote: run files, models, schedules, hardware; writes
+single files whole.
 
 Whatever lies there costs little time and memory, and is read or refused: no size is believed, no
 key may come twice, and YAML's aliases, nine levels of which make a billion values, are refused.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -131,3 +134,27 @@ class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the proces
                 problem_mark=node.value[nth][0].start_mark,
             )
         return found
+
+
+@contextmanager
+def whole(path: Path | str) -> Generator[Path]:
+    """Where to write what takes the name `path` once it is all there, and is nowhere before."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.exists() and not path.is_file():  # a pipe, a terminal; or a folder, which refuses
+            yield path
+        else:
+            yield beside
+            beside.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a page, whole."""
+    with whole(path) as place:
+        place.write_text(text, encoding="utf-8")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,11 +116,15 @@ class Table:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame, with numbers as they are; needs the extra `pandas`."""
-        return _library("pandas").DataFrame({k: list(v) for k, v in self.columns.items()})
+        with _extra("pandas"):
+            library = importlib.import_module("pandas")
+        return library.DataFrame({k: list(v) for k, v in self.columns.items()})
 
     def to_polars(self) -> Any:
         """A polars.DataFrame, with numbers as they are; needs the extra `polars`."""
-        return _library("polars").DataFrame({k: list(v) for k, v in self.columns.items()})
+        with _extra("polars"):
+            library = importlib.import_module("polars")
+        return library.DataFrame({k: list(v) for k, v in self.columns.items()})
 
 
 def _cell(value: Any, unit: str) -> str:
@@ -130,9 +135,11 @@ def _cell(value: Any, unit: str) -> str:
     return quantity(value, unit) if unit else str(value)
 
 
-def _library(name: str) -> Any:
+@contextmanager
+def _extra(name: str) -> Generator[None]:
+    """Imports of an extra; without it, says how to get it."""
     try:
-        return importlib.import_module(name)
+        yield
     except ImportError:
         raise UserError(
             f"this needs {name}, which is not installed; pip install 'stagewright[{name}]'"

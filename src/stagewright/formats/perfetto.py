@@ -8,13 +8,16 @@ received. Times are microseconds, in whole nanoseconds; slices of a thread never
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.files import whole
 from stagewright.program import CATEGORIES, PHASES, Int, Kind
 from stagewright.simulation.held import held
 from stagewright.simulation.issue import axis_of, streams_of
@@ -27,8 +30,11 @@ _ACTIONS, _KERNELS = 0, 1  # numbers of threads; streams of communication come a
 
 def write(line: Timeline, path: Path | str, title: str = "") -> None:
     """Write a timeline to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
-    opened = gzip.open if str(path).endswith(".gz") else open
-    with opened(path, "wt", encoding="utf-8") as file:
+    with ExitStack() as closed:
+        raw = closed.enter_context(open(closed.enter_context(whole(path)), "wb"))
+        packed = str(path).endswith(".gz")  # noting no time: the same bytes each time
+        data = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if packed else raw
+        file = closed.enter_context(io.TextIOWrapper(closed.enter_context(data), "utf-8"))
         file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps({"title": title}))
         file.write(',"traceEvents":[\n')
         comma = ""
