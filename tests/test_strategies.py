@@ -17,7 +17,7 @@ from stagewright.compiler import sharded as compiled
 from stagewright.errors import UserError
 from stagewright.ir import BYTES, Graph, Node, text, verify
 from stagewright.layout import Mesh
-from stagewright.nn import PRECISIONS, Recipe
+from stagewright.nn import PRECISIONS, Recipe, Tie
 from stagewright.ops import COLLECTIVE_OPS
 from stagewright.parallel import parallelization
 from stagewright.remat import remat
@@ -227,7 +227,7 @@ RECIPES = {
     "sgd": Recipe(optimizer="sgd"),
     "no clipping": Recipe(clip_grad=False),
     "gathered once": Recipe(gather_once=True),
-    "one table": Recipe(shared_embedding=True),
+    "one table": Recipe(ties=(Tie("wte", first=False, owner=False, away=False),)),
     "fp8": Recipe(precision=PRECISIONS["fp8"]),
     "fp32, no master copy": Recipe(precision=PRECISIONS["fp32"]),
 }

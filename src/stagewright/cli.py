@@ -170,6 +170,8 @@ SETTINGS = (
     Setting("grad_reduce", ("step", "microbatch"), "How often gradients are reduced. [step]"),
     Setting("activation_gather", ("again", "keep"), "Sequence parallelism, in backward. [again]"),
     Setting("bucket", ("layer", "parameter"), "What one collective over dp carries. [layer]"),
+    Setting("mtp_num_layers", int, "Layers for multi-token prediction. [as the model]"),
+    Setting("mtp_loss_scaling_factor", float, "The weight of their loss. [0.1]"),
     Setting("layers", int, "Replaces the model's number of layers."),
     Setting("vocab", int, "Replaces the model's vocabulary size."),
     Setting("make_vocab_size_divisible_by", int, "Pad the vocabulary to this times tp. [1]"),

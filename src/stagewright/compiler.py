@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -14,7 +14,14 @@ from stagewright import nn, notation, offload, serving
 from stagewright.capacity import Capacity
 from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
-from stagewright.kernels import Extent, Task, bytes_of, extent_of, kernels
+from stagewright.kernels import (
+    Extent,
+    bytes_of,
+    extent_of,
+    handed_on,
+    interface,
+    kernels,
+)
 from stagewright.layout import MIRROR, Mesh
 from stagewright.lifetimes import static, uses
 from stagewright.lower import lower
@@ -62,7 +69,7 @@ def compile(
     rows of `run.strategy` and those that the degrees imply.
     """
     model = (model or resolve(run.model)).with_overrides(
-        num_layers=run.layers, vocab_size=run.vocab
+        num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
     )
     run = run.resolved(model)
     check(run, model)
@@ -78,18 +85,13 @@ def compile(
 def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled:
     """A training step of a resolved run that has been checked."""
     order = make_order(str(run.schedule), run.pp, run.microbatches, run.vpp)
-    where = places(order)
     twice = mirrored(order)
     mesh, plan = parallelization(run, model, mirrored=twice)
     plan = replace(plan, table=table_of(run, model, table))
     sizes = sizes_of(run, model, replicas=1 + twice)
-    first, last = ([p.rank for p in where if p.stage == s] for s in (0, run.virtual_stages - 1))
-    recipe = recipe_of(run, model, shared=first == last)
-    if recipe.shared_embedding:
-        _check_table(order, first, run.virtual_stages - 1)
-
+    recipe = recipe_of(run, model)
     check_rows(plan, run, model, sizes)
-    stages = place_blocks(run, model)
+    stages = with_ties(place_blocks(run, model), order, model)
     kinds = dict.fromkeys(kind for stage in stages for kind, _ in stage)
     graphs = {kind: sharded(kind, run, model, plan, sizes, recipe) for kind in kinds}
     pipeline = {"pp"} if run.pp > 1 else set[str]()
@@ -102,10 +104,7 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
         shards = frozenset(plan.shard if plan.shard_rows else ())
         extent = extent_of(sizes, mesh, {ROWS: rows} if rows else None, shards)
         blocks = {kind: lowered(graph, run, mesh, extent, kind) for kind, graph in graphs.items()}
-        placed = [
-            [Placed(blocks[k], i, f"layer{i}" if i >= 0 else k.block) for k, i in stage]
-            for stage in stages
-        ]
+        placed = [[Placed(blocks[k], i, k.place(i)) for k, i in stage] for stage in stages]
         return lower(
             placed,
             order,
@@ -128,15 +127,45 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
     return Compiled(run, model, *parameters(model), texts, order, whole, load=load)
 
 
-def _check_table(order: Order, ranks: Iterable[int], last: int) -> None:
-    """A table that both ends of the model share is complete when the embedding's gradient is."""
-    for rank in ranks:
-        ends = [a for a in flat(order[rank]) if a.kind in "BW" and a.stage in (0, last)]
-        if ends[-1].stage:
+def with_ties(
+    stages: Sequence[Sequence[tuple[Kind, int]]], order: Order, model: ModelConfig
+) -> list[list[tuple[Kind, int]]]:
+    """The blocks of the stages, each with what it has to know of tables with copies elsewhere."""
+    ranks: dict[int, frozenset[int]] = {}
+    for p in places(order):
+        ranks[p.stage] = ranks.get(p.stage, frozenset()) | {p.rank}
+    held: dict[str, list[tuple[int, int]]] = {}  # stage, block
+    for s, stage in enumerate(stages):
+        for i, (kind, _) in enumerate(stage):
+            for name in nn.tables(model, kind.block, kind.layer, kind.begins):
+                held.setdefault(name, []).append((s, i))
+    ties: dict[tuple[int, int], list[nn.Tie]] = {}
+    for name, copies in held.items():
+        everywhere = {ranks[s] for s, _ in copies}
+        for n, (s, i) in enumerate(copies):
+            same = [at for at, (other, _) in enumerate(copies) if ranks[other] == ranks[s]]
+            later = any(other == s for other, _ in copies[n + 1 :])
+            tie = nn.Tie(name, n == 0, n == same[0], len(everywhere) > 1, later)
+            ties.setdefault((s, i), []).append(tie)
+        for of in everywhere:
+            _check_table(order, of, name, sorted({s for s, _ in copies if ranks[s] == of}))
+    return [
+        [
+            (kind._replace(ties=tuple(ties.get((s, i), ()))), layer)
+            for i, (kind, layer) in enumerate(stage)
+        ]
+        for s, stage in enumerate(stages)
+    ]
+
+
+def _check_table(order: Order, ranks: Iterable[int], name: str, stages: Sequence[int]) -> None:
+    """A table of several stages of a rank is complete when the gradient of the first one's is."""
+    for rank in ranks if len(stages) > 1 else ():
+        ends = [a for a in flat(order[rank]) if a.kind in "BW" and a.stage in stages]
+        if ends[-1].stage != stages[0]:
             raise UserError(
-                f"pipeline order: on rank {rank}, {ends[-1]} comes after all backwards of stage 0, "
-                f"whose embedding is tied to the output of stage {last}; move one of stage 0 "
-                "behind it"
+                f"pipeline order: on rank {rank}, {ends[-1]} comes after all backwards of stage "
+                f"{stages[0]}, which shares {name} with it; move one of stage {stages[0]} behind it"
             )
 
 
@@ -204,7 +233,7 @@ def check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int
     known: set[str] = set()
     found: set[str] = set()
     for kind in {kind for stage in place_blocks(run, model) for kind, _ in stage}:
-        graph = block_of(kind.block, model, recipe_of(run, model), kind.layer).graph
+        graph = block_of(kind.block, model, recipe_of(run, model, kind), kind.layer).graph
         known |= {str(n.get("param") or n.name) for n in graph if n.phase != "optimizer"}
         found |= rows_of(graph, plan, sizes, model.name)
     own = {name for module in model.modules for name in module.table}
@@ -224,6 +253,15 @@ class Kind(NamedTuple):
     states_on_host: bool = False
     activations_on_host: bool = False
     root: bool = False  # part of FSDP's root unit
+    ties: tuple[nn.Tie, ...] = ()
+    begins: frozenset[str] = frozenset()  # as in `nn.Recipe`
+    ends: frozenset[str] = frozenset()
+
+    def place(self, layer: int) -> str:
+        """What a block of this kind is called in its place."""
+        if layer >= 0:
+            return f"layer{layer}"
+        return f"{self.block}{self.layer.ahead or ''}"
 
     def label(self, kinds: Iterable[Kind]) -> str:
         """A name that tells it from the other kinds of the model."""
@@ -233,6 +271,13 @@ class Kind(NamedTuple):
             words.append(self.layer.mixer)
         if len({k.layer.mlp for k in alike}) > 1:
             words.append(self.layer.mlp)
+        if len({k.layer.ahead for k in alike}) > 1:
+            words.append(str(self.layer.ahead))
+        if len({(k.begins, k.ends) for k in alike}) > 1:
+            words += [f"first with {x}" for x in sorted(self.begins)]
+            words += [f"last with {x}" for x in sorted(self.ends)]
+        if len({k.ties for k in alike}) > 1:
+            words += [f"{'own' if t.owner else 'shared'} {t.name}" for t in self.ties[:1]]
         if len({k.recomputed for k in alike}) > 1:
             words.append("recomputed" if self.recomputed else "kept")
         if len({k.activations_on_host for k in alike}) > 1:
@@ -253,9 +298,11 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
     stages: list[list[tuple[Kind, int]]] = [[] for _ in counts]
     between: list[tuple[Kind, int]] = []
     stage = 0
-    for name, index, layer in nn.chain(model):
+    for name, index, layer, behind in nn.chain(model):
         if index < 0:
-            between.append((Kind(name, root=run.fsdp_root_unit and run.zero == 3), -1))
+            again = run.recompute == "full" and layer.ahead > 0
+            kind = Kind(name, layer, again, root=run.fsdp_root_unit and run.zero == 3)
+            (stages[stage] if behind else between).append((kind, -1))
             continue
         while index >= ends[stage]:
             stage += 1
@@ -266,7 +313,31 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
         away = at < (run.cpu_offloading_num_layers or 0)
         stages[stage].append((Kind(name, layer, recomputed, activations_on_host=away), index))
     stages[-1] += between
-    return [_states_on_host(run, stage) for stage in stages]
+    return [_states_on_host(run, stage) for stage in _with_ends(stages, model)]
+
+
+def _with_ends(
+    stages: list[list[tuple[Kind, int]]], model: ModelConfig
+) -> list[list[tuple[Kind, int]]]:
+    """The blocks, with what each is the first or the last to use of what is handed on.
+
+    What is made anew on every stage is so by the first that uses it there.
+    """
+    users: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for s, stage in enumerate(stages):
+        for i, (kind, _) in enumerate(stage):
+            for name in nn.uses(model, kind.block, kind.layer):
+                at = s if name in nn.MADE_ON_EACH_STAGE else -1
+                users.setdefault((name, at), []).append((s, i))
+    result = [[*stage] for stage in stages]
+    for (name, at), some in users.items():
+        for which, (s, i) in (("begins", some[0]), ("ends", some[-1])):
+            if which == "begins" and at < 0:
+                continue
+            kind, layer = result[s][i]
+            kind = kind._replace(**{which: getattr(kind, which) | {name}})
+            result[s][i] = kind, layer
+    return result
 
 
 def _states_on_host(run: Run, stage: list[tuple[Kind, int]]) -> list[tuple[Kind, int]]:
@@ -281,12 +352,8 @@ def _states_on_host(run: Run, stage: list[tuple[Kind, int]]) -> list[tuple[Kind,
     ]
 
 
-def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn.Recipe:
-    """How the run trains or serves, as far as one device can tell.
-
-    `shared`: the first and the last stage are on the same ranks, by default where there is one.
-    """
-    shared = run.pp == 1 if shared is None else shared
+def recipe_of(run: Run, model: ModelConfig, kind: Kind | None = None) -> nn.Recipe:
+    """How the run trains or serves, as far as one device can tell; of a block in its place."""
     kept = run.zero == 3 and not run.reshard_after_forward
     dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel
     inference = nn.Inference(
@@ -301,11 +368,14 @@ def recipe_of(run: Run, model: ModelConfig, *, shared: bool | None = None) -> nn
         flash_attention=run.flash_attention,
         dropout=run.dropout and run.mode == "train",
         clip_grad=run.clip_grad,
-        sum_tied=model.tied_embeddings and run.pp == 1 and reduces_each_microbatch(run),
+        sum_tied=reduces_each_microbatch(run),
         # What is held wider is cast in each microbatch, and so are copies of that.
         cast_once=kept or (run.zero < 3 and run.params_dtype != "fp32"),
         gather_once=kept,
-        shared_embedding=model.tied_embeddings and shared,
+        ties=kind.ties if kind else (),
+        begins=kind.begins if kind else frozenset(),
+        ends=kind.ends if kind else frozenset(),
+        mtp_loss=run.mtp_loss_scaling_factor,
         absorb=run.mla == "absorb",
         inference=None if run.mode == "train" else inference,
         step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
@@ -361,10 +431,11 @@ def sharded(
 ) -> Graph:
     """One kind of block: forward, gradient, recompute, layouts."""
     recipe = recipe or recipe_of(run, model)
+    recipe = replace(recipe, ties=kind.ties, begins=kind.begins, ends=kind.ends)
     block = block_of(kind.block, model, recipe, kind.layer)
     again = partial(_again, run=run, whole=kind.recomputed, root=kind.root)
-    y = block.graph.outputs.get("y")
-    results = {y} if kind.recomputed else {n for n in block.graph if n.get("role") == "core"}
+    results = {n for c, n in handed_on(block.graph).items() if not c.gradient}
+    results = results if kind.recomputed else {n for n in block.graph if n.get("role") == "core"}
     if run.recompute_early_stop:
         results = set[Node]()
     graph, primal = remat(block.graph, again, block.primal, rerun=results.__contains__)
@@ -414,24 +485,25 @@ def lowered(
                 f"{run.model}: {t.name} makes a kernel or message of more than {MOST_FLOPS} FLOPs "
                 "or bytes on one rank; lower a size, or split it over more ranks"
             )
-    inputs = (n for n in graph if n.name == "x" and n.op == "input")
-    stream = next(inputs, None) or graph.outputs.get("y") or graph.outputs["loss"]
-
-    def maker(output: str) -> Task | str | None:
-        return at[graph.outputs[output]] if output in graph.outputs else None
-
-    boundary = bytes_of(stream, extent), stream.dtype
-    dx = maker("dx")
+    made = handed_on(graph)
+    makes = {c: at[n] for c, n in made.items()}
+    wants = {
+        c.name: (bytes_of(n, extent), n.dtype)
+        for n in graph
+        if (c := interface(n)) and not c.gradient
+    }
     size = {n: bytes_of(n, extent) for n in graph}
     offloaded = frozenset[Node]()
     if kind and kind.activations_on_host:
         tasks, offloaded = offload.activations(graph, tasks, size)
     if kind and kind.states_on_host:
         tasks = offload.states(tasks, size)
+    tied = {n.name for n in graph if n.op == "param" and n.get("tied")}
+    first = [t for c, t in makes.items() if c.gradient and c.name not in tied]
     return LoweredBlock(
-        graph, tasks, maker("y"), dx, maker("tied_grad"), boundary, weight_half(tasks, dx), size,
-        uses(tasks, size), static(graph, size, states_on_host=bool(kind and kind.states_on_host)),
-        offloaded, bool(kind and kind.root),
+        graph, tasks, makes, made, wants, weight_half(tasks, first), size, uses(tasks, size),
+        static(graph, size, states_on_host=bool(kind and kind.states_on_host)), offloaded,
+        bool(kind and kind.root),
     )  # fmt: skip
 
 
@@ -450,11 +522,12 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
         Run(model=model.name, seq_length=model.max_position_embeddings if model.vision else 1),
         model,
     )
-    recipe = nn.Recipe(shared_embedding=True)
-    kinds = Counter((part.block, part.layer) for part in nn.chain(model))
+    run = Run(model=model.name)
+    one = run.model_copy(update={"layers_per_stage": (model.depth,)})
+    stages = with_ties(place_blocks(one, model), make_order("1f1b", 1, 1, 1), model)
     total = active = 0
-    for (name, layer), count in kinds.items():
-        block = block_of(name, model, recipe, layer)
+    for kind, count in Counter(kind for kind, _ in stages[0]).items():
+        block = block_of(kind.block, model, recipe_of(run, model, kind), kind.layer)
         updated = {n["param"] for n in block.graph if n.phase == "optimizer" and n.get("param")}
         for n in block.graph:
             if n.op == "param" and n.name in updated and not n.get("buffer"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from stagewright.ir import Node, replace, toposort
 from stagewright.ops import OPS, add
+
+NOTHING: Mapping[Node, Node] = {}
 
 
 class Backward(NamedTuple):
@@ -17,20 +19,24 @@ class Backward(NamedTuple):
     primal: dict[Node, Node]  # gradient -> the value it is the gradient of
 
 
-def backward(out: Node, seed: Node, wrt: Iterable[Node]) -> Backward:
+def backward(
+    out: Node, seed: Node, wrt: Iterable[Node], others: Mapping[Node, Node] = NOTHING
+) -> Backward:
     """Gradients of `out` for each of `wrt`, given the gradient `seed` of `out` itself.
+
+    `others` are more results, each with what is known of its gradient.
 
     All contributions to one value are added at once, so that those that live alike are reduced
     once. Weight gradients run after the gradients that others wait for, which leaves communication
     something to hide behind.
     """
     wrt = tuple(wrt)
-    forward = toposort([out])
+    forward = toposort([*others, out])
     active: set[Node] = set(wrt)
     for n in forward:
         if any(s in active for s in n.srcs):
             active.add(n)
-    parts: dict[Node, list[Node]] = {out: [seed]}
+    parts: dict[Node, list[Node]] = {out: [seed], **{n: [g] for n, g in others.items()}}
     total: dict[Node, Node] = {}
     primal: dict[Node, Node] = {}
     order: list[Node] = []

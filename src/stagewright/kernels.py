@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from stagewright.ir import BYTES, Graph, Node
 from stagewright.layout import Mesh
@@ -24,6 +24,16 @@ from stagewright.size import Size, size
 from stagewright.spec import parse
 
 Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
+
+
+class Carried(NamedTuple):
+    """A value that blocks hand on to those after them, or its gradient, which goes the other way.
+
+    The residual stream is "x". A block that does not make a value lets it pass.
+    """
+
+    name: str
+    gradient: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +53,13 @@ class Task:
     comm_bytes: int = 0
     dtype: str = ""
     shape: Shape | None = None  # COMPUTE
-    # what it waits for: tasks, or "x", "dy", "clip", "tied"
-    deps: list[Task | str] = field(default_factory=list["Task | str"])
+    # what it waits for: tasks, or what others hand on
+    deps: list[Dependency] = field(default_factory=list["Dependency"])
     made: list[Node] = field(default_factory=list[Node])  # values that others see
     reads: list[Node] = field(default_factory=list[Node])  # values of others
 
+
+Dependency = Task | Carried
 
 # When a task runs: weights gathered once per step or once per microbatch; forward; the same for
 # backward; gradients reduced once per step, and between the stages that share the embedding; norms
@@ -135,7 +147,7 @@ def kernels(
     fuse: bool = True,
     bucket: str = "layer",
     key_grads: str = "reduce_scatter",
-) -> tuple[list[Task], dict[Node, Task | str | None]]:
+) -> tuple[list[Task], dict[Node, Dependency | None]]:
     """The tasks of a block in execution order within each part, and which task makes each value.
 
     `bucket` "step" is "layer", but for gradients that are reduced once per step.
@@ -160,7 +172,7 @@ class _Lowering:
         self.mesh = mesh
         self.fuse = fuse
         self.bucket = bucket
-        self.at: dict[Node, Task | str | None] = {}
+        self.at: dict[Node, Dependency | None] = {}
         self.users: dict[Node, list[Node]] = {}
         for n in graph:
             for s in n.srcs:
@@ -174,7 +186,7 @@ class _Lowering:
         tasks: list[Task] = []
         for n in self.graph:
             if n.op in LEAVES:
-                self.at[n] = INTERFACE.get(n.name) if n.op == "input" else None
+                self.at[n] = interface(n)
         for cluster in _in_order(self.clusters()):
             tasks += self.lower(cluster)
         return _sorted(tasks)
@@ -251,7 +263,7 @@ class _Lowering:
         if n.op in _VIEWS:
             self.at[n] = self.at[n.srcs[0]]
             if n.op == "tie":
-                return [self.message(n, "all_reduce", (EMBEDDING_AXIS,))]
+                return [self.message(n, "all_reduce", (TIED, str(n["param"])))]
             return []
         if n.op in COLLECTIVE_OPS:
             return self.collective(n)
@@ -296,7 +308,7 @@ class _Lowering:
             reads=list(reads),
         )
 
-    def deps(self, nodes: Iterable[Node]) -> list[Task | str]:
+    def deps(self, nodes: Iterable[Node]) -> list[Dependency]:
         return list(dict.fromkeys(t for s in nodes if (t := self.at[s]) is not None))
 
     def collective(self, n: Node) -> list[Task]:
@@ -345,7 +357,7 @@ class _Lowering:
         common: dict[str, Any] = {"phase": n.phase, "part": self.part(n), "dtype": "fp32"}
         common |= {"axes": axes, "comm_bytes": size}
         tasks: list[Task] = []
-        deps: list[Task | str] = self.deps([src])
+        deps: list[Dependency] = self.deps([src])
         for step in range(ranks):
             name = f"d_keys{step + 1}"
             send = Task(f"{name}.send", "send", Kind.SEND, shift=1, deps=deps, **common)
@@ -399,7 +411,7 @@ class _Lowering:
             "comm_bytes": size,
         }
 
-        def pair(label: str, deps: list[Task | str]) -> list[Task]:
+        def pair(label: str, deps: list[Dependency]) -> list[Task]:
             send = Task(
                 f"{whole.name}.{label}.send", "send", Kind.SEND, shift=1, deps=deps, **common
             )
@@ -442,8 +454,43 @@ class _Lowering:
         return tasks
 
 
-EMBEDDING_AXIS = "embedding"  # first and last pipeline stage, where both hold the tied embedding
-INTERFACE = {"x": "x", "dy": "dy", "clip_scale": "clip", "tied_grad": "tied"}
+TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows
+STREAM, TABLE = "x", "wte"
+CLIP = Carried("clip_scale")  # the factor that clips gradients
+OUTPUTS = {
+    "y": Carried(STREAM),
+    "dx": Carried(STREAM, gradient=True),
+    "tied_grad": Carried(TABLE, gradient=True),
+}
+_INPUTS = {
+    "x": Carried(STREAM),
+    "dy": Carried(STREAM, gradient=True),
+    "tied_grad": Carried(TABLE, gradient=True),
+    "clip_scale": CLIP,
+}
+
+
+def interface(n: Node) -> Carried | None:
+    """What a leaf stands for that others make: the stream, or as its attribute `carried` says."""
+    if n.op != "input":
+        return None
+    name: Any = n.get("carried")
+    return Carried(name, n.phase == "backward") if name else _INPUTS.get(n.name)
+
+
+def handed_on(graph: Graph) -> dict[Carried, Node]:
+    """What a block makes for others: its outputs of these names.
+
+    Another value than the stream has that of its leaf, and its gradient `d_` and that.
+    """
+    names = {c.name for n in graph if (c := interface(n))}
+    names |= {n.name for n in graph if n.op == "param" and n.get("tied")}
+    names -= {STREAM, TABLE, CLIP.name}
+    keys = OUTPUTS | {x: Carried(x) for x in names}
+    keys |= {f"d_{x}": Carried(x, gradient=True) for x in names}
+    return {keys[key]: n for key, n in graph.outputs.items() if key in keys}
+
+
 _VIEWS = frozenset({"slice", "tie"})
 
 

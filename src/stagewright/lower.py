@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.actions import Order, Step, flat, parts, places
-from stagewright.kernels import Task
+from stagewright.actions import Order, Place, Step, flat, parts, places
+from stagewright.kernels import CLIP, Dependency, Task
 from stagewright.layout import Mesh
 from stagewright.lifetimes import Touch, Where, collect
 from stagewright.memory import at_peak
@@ -40,6 +40,7 @@ from stagewright.stages import (
     Rows,
     Stage,
     Tables,
+    crossings,
 )
 
 MAX_TAG = 500_000_000  # ASTRA-sim takes message tags modulo this
@@ -298,9 +299,8 @@ def _optimizer(
     clip: bool,
 ) -> Rows:
     """Rows after all actions: tied embeddings, the global norm, then the updates."""
-    some = stages[0]
-    b = Builder(some.tables)
-    place: dict[tuple[int, int, Task | str], int] = {}
+    b = Builder(stages[0].tables)
+    place: dict[tuple[int, int, Dependency], int] = {}
     norms: list[int] = []
     clip_row = -1
     for part in ("tie", "norm", "update"):
@@ -308,22 +308,29 @@ def _optimizer(
             each = 4 * sum(n.op == "norm2" for s in stages for p in s.blocks for n in p.block.graph)
             exchanged = [(axes, each) for axes in norm_dims] + ([(total, 4)] if total else [])
             clip_row = _clip(b, norms, exchanged)
-        for c, s in enumerate(stages):
-            for i, placed in enumerate(s.blocks):
-                tasks = s.parts[i].get(part, ())
-                for t in tasks:
-                    row = b.add(t, placed.label, placed.layer, s.stage)
-                    place[c, i, t] = row
-                    s.touch(i, t, (STEP, -1, row))
-                    for d in t.deps:
-                        if d == "clip":
-                            b.deps += [(row, STEP, -1, clip_row)] if clip_row >= 0 else []
-                        elif (c, i, d) in place:
-                            b.deps.append((row, STEP, -1, place[c, i, d]))
-                        elif isinstance(d, Task):
-                            b.deps.append(s.from_step(row, i, d))
-                if part == "norm" and tasks:
-                    norms.append(len(b.rows) - 1)
+        some = [
+            (c, s, i, s.parts[i].get(part, ()))
+            for c, s in enumerate(stages)
+            for i in range(len(s.blocks))
+        ]
+        if part == "tie":  # ranks that hold several tables meet in one order
+            each = [(c, s, i, (t,)) for c, s, i, tasks in some for t in tasks]
+            some = sorted(each, key=lambda one: one[3][0].axes)
+        for c, s, i, tasks in some:
+            placed = s.blocks[i]
+            for t in tasks:
+                row = b.add(t, placed.label, placed.layer, s.stage)
+                place[c, i, t] = row
+                s.touch(i, t, (STEP, -1, row))
+                for d in t.deps:
+                    if d == CLIP:
+                        b.deps += [(row, STEP, -1, clip_row)] if clip_row >= 0 else []
+                    elif (c, i, d) in place:
+                        b.deps.append((row, STEP, -1, place[c, i, d]))
+                    elif isinstance(d, Task):
+                        b.deps.append(s.from_step(row, i, d))
+            if part == "norm" and tasks:
+                norms.append(len(b.rows) - 1)
     return b.finish((STEP, -1))
 
 
@@ -347,6 +354,17 @@ def _clip(b: Builder, norms: list[int], exchanged: Sequence[tuple[tuple[str, ...
     return last
 
 
+def _holders(
+    stages: Sequence[Sequence[Placed]], where: Sequence[Place]
+) -> dict[str, tuple[int, ...]]:
+    """Of each table with copies, the pipeline ranks that hold one."""
+    held: dict[str, set[int]] = {}
+    for p in where:
+        for name in {name for placed in stages[p.stage] for name in placed.block.tied}:
+            held.setdefault(name, set()).add(p.rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in held.items()}
+
+
 def lower(
     stages: Sequence[Sequence[Placed]],
     order: Order,
@@ -365,13 +383,13 @@ def lower(
     bucket of gradients; 0: what blocks reduce are messages of their own.
     """
     where = places(order)
-    pp, last = len(order), len(stages) - 1
-    ends = [next(p.rank for p in where if p.stage == s) for s in (0, last)]
-    tables = Tables(pp, (ends[0], ends[1]), bucket_cap)
+    pp = len(order)
+    tables = Tables(pp, _holders(stages, where), bucket_cap)
+    between = crossings(stages)
     held: list[dict[int, Stage]] = [{} for _ in range(pp)]
     trains = any(a.kind != "F" for steps in order for a in flat(steps))
     for p in where:
-        held[p.rank][p.stage] = Stage(stages[p.stage], p, len(stages), tables)
+        held[p.rank][p.stage] = Stage(stages[p.stage], p, between, tables)
     for here in held:
         for s in sorted(here):
             here[s].build(here, forward=True)

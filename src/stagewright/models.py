@@ -52,6 +52,7 @@ _COUNTS = (
     ("position_offset", 0, _MOST),
     ("token_types", 0, _MOST),
     ("parallel_norms", 1, 2),
+    ("mtp_num_layers", 0, 16),
     ("num_experts", 0, MOST_EXPERTS),
     ("top_k", 0, MOST_EXPERTS),
     ("moe_ffn_hidden_size", 0, LIMITS["ffn_hidden_size"]),
@@ -106,6 +107,8 @@ class Layer(NamedTuple):
 
     mixer: str = "global"
     mlp: str = "dense"
+    ahead: int = 0
+    """Of multi-token prediction: how many tokens after the next one."""
 
 
 class Reach(NamedTuple):
@@ -293,6 +296,8 @@ class ModelConfig:
     v_head_dim: int = 0
     """Width of a value head where it is not kv_channels."""
 
+    mtp_num_layers: int = 0
+    """Layers that predict one more token each (multi-token prediction, arXiv 2412.19437)."""
     tied_embeddings: bool = False
     """The output projection uses the embedding's matrix."""
     lm_head_bias: bool = False
@@ -382,7 +387,7 @@ class ModelConfig:
     @property
     def parts(self) -> frozenset[str]:
         """Everything that some layer is made of."""
-        return frozenset(x for i in range(self.num_layers) for x in self.layer(i))
+        return frozenset(x for i in range(self.num_layers) for x in self.layer(i)[:2])
 
     def with_module(
         self, function: Callable[[Any, Any], Any], *, mixers: bool = False, mlps: bool = False
@@ -412,14 +417,15 @@ class ModelConfig:
         return next((kind for kind in RECURRENCES if kind in self.mixers), None)
 
     def with_overrides(
-        self, num_layers: int | None = None, vocab_size: int | None = None
+        self,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+        mtp_num_layers: int | None = None,
     ) -> ModelConfig:
-        """The same model with fewer or more layers, or another vocabulary."""
-        return replace(
-            self,
-            num_layers=self.num_layers if num_layers is None else num_layers,
-            vocab_size=self.vocab_size if vocab_size is None else vocab_size,
-        )
+        """The same model with fewer or more layers, another vocabulary, more tokens predicted."""
+        given = {"num_layers": num_layers, "vocab_size": vocab_size}
+        given["mtp_num_layers"] = mtp_num_layers
+        return replace(self, **{name: n for name, n in given.items() if n is not None})
 
     def _reject(self, field: str, wanted: str) -> UserError:
         name = self.name if type(self.name) is str else shown(self.name)
@@ -484,6 +490,9 @@ class ModelConfig:
             raise self._reject("norm_placement", "pre in a parallel block")
         if self.parallel_norms == 2 and not self.parallel_block:
             raise self._reject("parallel_norms", "1 where the block is not parallel")
+        alone = self.vision or self.diffusion or self.recommendation
+        if self.mtp_num_layers and (self.encoder or self.bare or alone or self.embedding_size):
+            raise self._reject("mtp_num_layers", "0 but in a language model that predicts tokens")
         if self.causal == self.encoder:
             raise self._reject("causal", f"{not self.encoder}, as encoder is {self.encoder}")
         for field in ("pooler", "mlm_transform"):

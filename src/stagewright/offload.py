@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stagewright.ir import Graph, Node
-from stagewright.kernels import Task
+from stagewright.kernels import STREAM, Carried, Dependency, Task
 from stagewright.lifetimes import OPTIMIZERS, root, stays
 from stagewright.program import Kind
 
@@ -35,7 +35,8 @@ def activations(
         return [*tasks], frozenset()
     dtype = next(iter(kept)).dtype
     makers = [t for t in tasks if t.part == "forward" and any(root(n) in kept for n in t.made)]
-    deps: list[Task | str] = [*makers, *(["x"] if any(n.op == "input" for n in kept) else [])]
+    stream = [Carried(STREAM)] if any(n.op == "input" for n in kept) else []
+    deps: list[Dependency] = [*makers, *stream]
     store = Task("offload", "store", Kind.STORE, "forward", "forward",
                  comm_bytes=total, dtype=dtype, deps=deps, reads=list(kept))  # fmt: skip
     load = Task("reload", "load", Kind.LOAD, "backward", "gather_again",

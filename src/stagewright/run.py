@@ -293,6 +293,10 @@ class Run(BaseModel):
     bucket: Literal["layer", "parameter"] = "layer"
     """How much one collective of data parallelism carries."""
 
+    mtp_num_layers: Annotated[StrictInt, Field(ge=0, le=16)] | None = None
+    """Layers that predict one more token each (multi-token prediction). None: as the model."""
+    mtp_loss_scaling_factor: Factor = 0.1
+    """The weight of their mean loss."""
     layers: Count | None = None
     """Replaces the model's number of layers."""
     vocab: Count | None = None
@@ -529,7 +533,7 @@ MOST_FLOPS = 2**56
 
 def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError that says what to change if the run contradicts itself or the model."""
-    model = model.with_overrides(run.layers, run.vocab)
+    model = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
     _check_split(run, model)  # of which `asked` keeps nothing where it is even
     run = run.asked()
     serving.check_mode(run)
@@ -709,6 +713,11 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
             f"{model.name}; use {divisors(model.moe_ffn_hidden_size)}"
         )
     _check_routing(run, model)
+    if run.expert_load is not None and model.mtp_num_layers:
+        raise UserError(
+            f"expert_load has no lines for the mtp_num_layers={model.mtp_num_layers} layers behind "
+            "the model's; drop either"
+        )
 
 
 def _check_dense(run: Run, model: ModelConfig) -> None:

@@ -57,6 +57,8 @@ TRAINING = {
     "moe_z_loss_coeff": "there is no loss",
     "moe_router_enable_expert_bias": "it is part of the model",
     "expert_load": "all experts get as many tokens",
+    "mtp_num_layers": "drafts are num_speculative_tokens",
+    "mtp_loss_scaling_factor": "there is no loss",
     "recompute_modules": "there is no backward pass",
     "recompute_num_layers": "there is no backward pass",
     "optimizer": "there is no optimizer",

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from stagewright import units
 from stagewright.actions import Place
 from stagewright.ir import BYTES, Graph, Node
-from stagewright.kernels import EMBEDDING_AXIS, INTERFACE, Task
+from stagewright.kernels import STREAM, TIED, Carried, Task, interface
+from stagewright.kernels import Dependency as Need
 from stagewright.layout import MIRROR
 from stagewright.lifetimes import Touch, Use, Value, moves_gradients, root, stays
 from stagewright.program import COLLECTIVES, PHASES, Communicator, Int, Kind, Peer, Shape
@@ -48,10 +49,9 @@ class LoweredBlock:
 
     graph: Graph
     tasks: Sequence[Task]
-    y: Task | str | None  # who makes the block's output, and the gradient of its input
-    dx: Task | str | None
-    tied: Task | str | None  # who makes the gradient of a table shared with the embedding
-    boundary: tuple[int, str]  # bytes and dtype of the residual stream on one rank
+    makes: Mapping[Carried, Need | None]  # who makes what the block hands on
+    made: Mapping[Carried, Node]  # and which values these are
+    wants: Mapping[str, tuple[int, str]]  # of values handed to it, bytes and dtype on one rank
     weight: frozenset[Task]  # the second half of a backward that is split
     size: Mapping[Node, int]  # bytes of one rank
     uses: Mapping[Task, Use]
@@ -59,16 +59,23 @@ class LoweredBlock:
     offloaded: frozenset[Node] = frozenset()  # on the host between forward and backward
     root: bool = False  # weights are gathered and reduced with those of other such blocks
 
+    @property
+    def tied(self) -> frozenset[str]:
+        """The tables that other blocks have a copy of, too."""
+        return frozenset(n.name for n in self.graph if n.op == "param" and n.get("tied"))
 
-def weight_half(tasks: Sequence[Task], dx: Task | str | None) -> frozenset[Task]:
-    """The tasks of a block's backward that only gradients of weights need; `dx` makes the input's.
+
+def weight_half(tasks: Sequence[Task], handed: Sequence[Need | None]) -> frozenset[Task]:
+    """The tasks of a block's backward that only gradients of weights need.
+
+    `handed` make the gradients that the block hands on.
 
     What is computed again for its own sake (a module's forward that is called once more) runs when
     backward first comes by.
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]
-    stack += [dx] if isinstance(dx, Task) else []
+    stack += [t for t in handed if isinstance(t, Task)]
     first: set[Task] = set()
     while stack:
         t = stack.pop()
@@ -77,6 +84,36 @@ def weight_half(tasks: Sequence[Task], dx: Task | str | None) -> frozenset[Task]
             stack += (d for d in t.deps if isinstance(d, Task))
             stack += [t.twin] if t.twin else []  # what another rank waits for in this half
     return frozenset(t for t in tasks if t.part in _BACKWARD_PARTS and t not in first)
+
+
+class Crossing(NamedTuple):
+    """A value that one stage hands to the next, and its bytes and dtype on one rank."""
+
+    name: str
+    size: int
+    dtype: str
+
+
+def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:
+    """What goes from each stage to the one after: what was made and is read behind that point.
+
+    A message each, as Megatron-LM sends the decoder's and the encoder's hidden states
+    (`get_tensor_shapes` of its pipeline schedules).
+    """
+    live: dict[str, tuple[int, str]] = {}
+    behind: list[dict[str, tuple[int, str]]] = []
+    for stage in reversed(stages):
+        for block, _, _ in reversed(stage):
+            gone = {c.name for c in block.makes if not c.gradient}
+            live = {**block.wants, **{n: x for n, x in live.items() if n not in gone}}
+        behind.append(live)
+    found: list[tuple[Crossing, ...]] = []
+    made: set[str] = set()
+    for stage, later in zip(stages, behind[-2::-1], strict=False):
+        made |= {c.name for block, _, _ in stage for c in block.makes if not c.gradient}
+        names = sorted(made & later.keys(), key=lambda n: (n != STREAM, n))
+        found.append(tuple(Crossing(n, *later[n]) for n in names))
+    return found
 
 
 class Placed(NamedTuple):
@@ -107,7 +144,7 @@ class Tables:
     """What columns point into, numbered as it is met."""
 
     pipeline_ranks: int
-    ends: tuple[int, int]  # the pipeline ranks of the first and the last stage
+    holders: Mapping[str, tuple[int, ...]]  # of tables with copies, the pipeline ranks
     bucket_cap: int = 0  # bytes of a bucket of gradients, across layers
     messages: int = 1  # most messages that one action exchanges along one axis
     names: Numbers[str] = field(default_factory=Numbers[str])
@@ -122,9 +159,9 @@ class Tables:
             # Of two pipeline ranks, the replicas are all.
             pairs = "pp" if self.pipeline_ranks == 2 else MIRROR
             who = Communicator(tuple(sorted(pairs if a == MIRROR else a for a in t.axes)))
-            if t.axes == (EMBEDDING_AXIS,):
-                # First and last may be all.
-                only = tuple(sorted(self.ends)) if self.pipeline_ranks > 2 else None
+            if t.axes[0] == TIED:
+                only = self.holders[t.axes[1]]  # which may be all
+                only = only if len(only) < self.pipeline_ranks else None
                 who = Communicator(("pp",), only)
             return self.communicators(who)
         if t.kind in (Kind.SEND, Kind.RECV):
@@ -194,23 +231,31 @@ class Stage:
     rows out (`Rows.once`). A half of a backward has the rows of that half.
     """
 
-    def __init__(self, blocks: Sequence[Placed], place: Place, stages: int, tables: Tables) -> None:
-        """No rows yet; `stages` is how many the model has."""
-        self.blocks, self.place, self.stages, self.tables = blocks, place, stages, tables
-        self.stage = place.stage
+    def __init__(
+        self,
+        blocks: Sequence[Placed],
+        place: Place,
+        between: Sequence[tuple[Crossing, ...]],
+        tables: Tables,
+    ) -> None:
+        """No rows yet; `between` is what goes from each stage of the model to the one after."""
+        self.blocks, self.place, self.tables = blocks, place, tables
+        self.stage, self.stages = place.stage, len(between) + 1
+        self.arriving = between[self.stage - 1] if self.stage else ()
+        self.leaving = between[self.stage] if self.stage < len(between) else ()
         unit = frozenset(i for i, p in enumerate(blocks) if p.block.root)
         self.unit = unit if len(unit) > 1 else frozenset[int]()  # blocks that gather together
         # per block: task -> (whose, place)
         self.where: list[dict[Task, tuple[int, int]]] = [{} for _ in blocks]
         self.parts = [_by_part(p.block.tasks) for p in blocks]
-        self.here: Mapping[int, Stage] = {stages: self}
+        self.here: Mapping[int, Stage] = {self.stage: self}
         self.values = [
             Value(_name(p, what), p.layer, "", what, size)
             for p in blocks
             for what, size in p.block.stays.items()
         ]
         self.held: list[dict[Node, Value]] = [{} for _ in blocks]  # per block, by their root
-        self.messages: dict[int, Value] = {}  # what arrives forward, and backward
+        self.messages: dict[Carried, Value] = {}  # what arrives from other ranks
         self.reloads: dict[int, Value] = {}  # per block, what comes back from the host
         self.forward = self.backward = Builder(tables).finish((FORWARD, self.stage))
 
@@ -226,18 +271,21 @@ class Stage:
         ahead, main = ((first, second), (third,)) if forward else ((first,), (second, third))
         once: list[int] = []
         weight: list[int] = []
-        message = 0
+        # The messages of an action have numbers: first what stages hand on.
+        message = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
         numbers: dict[Task, int] = {}
         last_row: dict[int, int] = {}  # of each block
         source, target = (self.place.before, self.place.after)[:: 1 if forward else -1]
+        incoming, outgoing = (self.arriving, self.leaving)[:: 1 if forward else -1]
         if source is not None and source != self.place.rank:
-            t = self._message(Kind.RECV, source, forward)
-            b.add(t, "", -1, self.stage, tag=0)
-            self.messages[whose] = arrived = Value(
-                f"{t.phase}.received", -1, t.phase, "communication", t.comm_bytes
-            )
-            arrived.touch((whose, self.stage, 0), t.phase)
-            self.values.append(arrived)
+            for nth, value in enumerate(incoming):
+                t = self._message(Kind.RECV, source, forward, value)
+                row = b.add(t, "", -1, self.stage, tag=nth)
+                name = t.name.removesuffix("recv") + "received"
+                arrived = Value(name, -1, t.phase, "communication", t.comm_bytes)
+                arrived.touch((whose, self.stage, row), t.phase)
+                self.messages[Carried(value.name, not forward)] = arrived
+                self.values.append(arrived)
 
         for group in self._groups(ahead, main, forward):
             t, (i, _) = units.joined(group), group[0]
@@ -264,12 +312,15 @@ class Stage:
         if not forward:
             self._drop(last_row)
         if target is not None and target != self.place.rank:
-            row = b.add(self._message(Kind.SEND, target, forward), "", -1, self.stage, tag=0)
-            found = self.output(row, here) if forward else self.input_gradient(row, here)
-            b.deps += [found] if found is not None else []
-            sent = self._passed_on(whose)
-            if sent is not None:
-                sent.touch((whose, self.stage, row), PHASES[0 if forward else 2])
+            for nth, value in enumerate(outgoing):
+                handed = Carried(value.name, not forward)
+                t = self._message(Kind.SEND, target, forward, value)
+                row = b.add(t, "", -1, self.stage, tag=nth)
+                found = self.handed(row, handed, here)
+                b.deps += [found] if found is not None else []
+                sent = self._handed_value(handed)
+                if sent is not None:
+                    sent.touch((whose, self.stage, row), PHASES[0 if forward else 2])
         self.tables.messages = max(self.tables.messages, message + 1)
         rows = b.finish((whose, self.stage), once, weight)
         if forward:
@@ -277,13 +328,9 @@ class Stage:
         else:
             self.backward = rows
 
-    def output(self, row: int, here: Mapping[int, Stage]) -> Dependency | None:
-        """A dependency of a row on what the stage passes on."""
-        return self._value(row, len(self.blocks) - 1, self.blocks[-1].block.y, here)
-
-    def input_gradient(self, row: int, here: Mapping[int, Stage]) -> Dependency | None:
-        """A dependency of a row on the gradient that the stage passes back."""
-        return self._value(row, 0, self.blocks[0].block.dx, here)
+    def handed(self, row: int, c: Carried, here: Mapping[int, Stage]) -> Dependency | None:
+        """A dependency of a row on what the stage hands on: forward, or a gradient back."""
+        return self._arriving(row, -1 if c.gradient else len(self.blocks), c, here)
 
     def touch(self, i: int, t: Task, at: Touch) -> None:
         """Note what a task of block `i` makes and reads, `at` its row."""
@@ -346,15 +393,11 @@ class Stage:
         n = root(n)
         if n in self.held[i] or stays(n):
             return self.held[i].get(n)
-        name = INTERFACE.get(n.name) if n.op == "input" else None
-        if name == "x" and (i > 0 or self.place.before is not None):
-            return self._neighbour(i - 1, FORWARD, "y")
-        if name == "dy":
-            return self._neighbour(i + 1, BACKWARD, "dx")
-        if name == "tied":
-            head = self.here[self.stages - 1]
-            last = len(head.blocks) - 1
-            return head.value(last, head.blocks[last].block.graph.outputs["tied_grad"])
+        c = interface(n)
+        if c is not None:
+            found = self._carried(i, c)
+            if found is not None or c.gradient:
+                return found
         placed = self.blocks[i]
         name, size = _name(placed, n.name), placed.block.size[n]
         v = Value(name, placed.layer, n.phase, "workspace", size)
@@ -362,70 +405,73 @@ class Stage:
         self.values.append(v)
         return v
 
-    def _neighbour(self, i: int, whose: int, output: str) -> Value | None:
-        if 0 <= i < len(self.blocks):
-            return self.value(i, self.blocks[i].block.graph.outputs[output])
-        if whose in self.messages:
-            return self.messages[whose]
-        other = self.here.get(self.stage - 1 if whose == FORWARD else self.stage + 1)
-        return other._passed_on(whose) if other else None
+    def _maker(self, i: int, c: Carried) -> int | None:
+        """The block of this stage that makes what block `i` is handed: the nearest that does."""
+        ahead = range(i + 1, len(self.blocks)) if c.gradient else range(i - 1, -1, -1)
+        return next((j for j in ahead if c in self.blocks[j].block.makes), None)
 
-    def _passed_on(self, whose: int) -> Value | None:
-        """What the stage passes on, or back."""
-        i, output = (len(self.blocks) - 1, "y") if whose == FORWARD else (0, "dx")
-        return self.value(i, self.blocks[i].block.graph.outputs[output])
+    def _carried(self, i: int, c: Carried) -> Value | None:
+        """What holds a value that block `i` is handed."""
+        maker = self._maker(i, c)
+        if maker is not None:
+            return self.value(maker, self.blocks[maker].block.made[c])
+        if c in self.messages:
+            return self.messages[c]
+        other = self._beside(c)
+        return other._handed_value(c) if other else None
+
+    def _handed_value(self, c: Carried) -> Value | None:
+        """What holds a value that the stage hands on."""
+        return self._carried(-1 if c.gradient else len(self.blocks), c)
+
+    def _beside(self, c: Carried) -> Stage | None:
+        """The stage on this rank that a value comes from."""
+        return self.here.get(self.stage + (1 if c.gradient else -1))
 
     def from_step(self, row: int, i: int, d: Task) -> Dependency:
         """A dependency of row `row` after all actions on a task of block `i`."""
         whose, place = self.where[i][d]
         return row, FIRST if whose == FORWARD else LAST, self.stage, place
 
-    def _message(self, kind: Kind, other: int, forward: bool) -> Task:
-        """One end of a message between stages; it carries the residual stream or its gradient."""
-        away = (kind == Kind.SEND) == forward  # to or from the stage after this one
-        size, dtype = self.blocks[-1 if away else 0].block.boundary
+    def _message(self, kind: Kind, other: int, forward: bool, value: Crossing) -> Task:
+        """One end of a message between stages: a value, or its gradient."""
         phase = "forward" if forward else "backward"
         op = "send" if kind == Kind.SEND else "recv"
         ranks = self.tables.pipeline_ranks
         shift = (other - self.place.rank) % ranks
         shift -= ranks if shift > ranks // 2 else 0
+        which = "" if value.name == STREAM else f"{value.name}."
         return Task(
-            f"{phase}.{op}", op, kind, phase, phase,
-            axes=("pp",), shift=shift, comm_bytes=size, dtype=dtype,
+            f"{phase}.{which}{op}", op, kind, phase, phase,
+            axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
-    def _resolve(
-        self, row: int, i: int, d: Task | str, here: Mapping[int, Stage]
-    ) -> Dependency | None:
+    def _resolve(self, row: int, i: int, d: Need, here: Mapping[int, Stage]) -> Dependency | None:
         """A dependency of a row of block `i`."""
-        if d == "x":
-            return self._arriving(row, i - 1, self.place.before, FORWARD, here)
-        if d == "dy":
-            return self._arriving(row, i + 1, self.place.after, BACKWARD, here)
-        if d == "tied":  # of the head, on this rank
-            head = here[self.stages - 1]
-            return head._value(row, len(head.blocks) - 1, head.blocks[-1].block.tied, here)
+        if isinstance(d, Carried):
+            return self._arriving(row, i, d, here)
         return self._value(row, i, d, here)
 
     def _arriving(
-        self, row: int, i: int, source: int | None, whose: int, here: Mapping[int, Stage]
+        self, row: int, i: int, c: Carried, here: Mapping[int, Stage]
     ) -> Dependency | None:
-        """What comes from block `i`, which is of another stage where there is no such block."""
-        if 0 <= i < len(self.blocks):
-            block = self.blocks[i].block
-            return self._value(row, i, block.y if whose == FORWARD else block.dx, here)
-        if source is None:
+        """What block `i` is handed: of this stage, from another rank or a stage beside it."""
+        maker = self._maker(i, c)
+        if maker is not None:
+            return self._value(row, maker, self.blocks[maker].block.makes[c], here)
+        crossing = self.leaving if c.gradient else self.arriving
+        nth = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
+        if nth is None:
             return None
+        source = self.place.after if c.gradient else self.place.before
         if source != self.place.rank:
-            return row, whose, self.stage, 0  # the message
-        if whose == FORWARD:
-            return here[self.stage - 1].output(row, here)
-        return here[self.stage + 1].input_gradient(row, here)
+            return row, BACKWARD if c.gradient else FORWARD, self.stage, nth  # the message
+        return here[self.stage + (1 if c.gradient else -1)].handed(row, c, here)
 
     def _value(
-        self, row: int, i: int, d: Task | str | None, here: Mapping[int, Stage]
+        self, row: int, i: int, d: Need | None, here: Mapping[int, Stage]
     ) -> Dependency | None:
-        if isinstance(d, str):  # the value passes through the block
+        if isinstance(d, Carried):  # the value passes through the block
             return self._resolve(row, i, d, here)
         if d is None:
             return None

@@ -27,7 +27,7 @@ Dims = tuple[tuple[str, ...], ...]
 TENSOR_PARALLEL: Mapping[str, int] = {
     "wq": 1, "wk": 1, "wv": 1, "bq": 0, "bk": 0, "bv": 0, "wo": 0, "wg": 1, "sinks": 0,
     "w_up": 1, "w_gate": 1, "b_up": 0, "b_gate": 0, "w_down": 0,
-    "wte": 0, "lm_head": 0, "b_head": 0,
+    "wte": 0, "lm_head": 0, "b_head": 0, "w_eh": 1,
     "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,
     "mamba.w_x": 1, "mamba.w_z": 1, "mamba.conv.weight": 0, "mamba.conv.bias": 0,
     "mamba.w_select": 0, "mamba.w_dt": 1, "mamba.dt_bias": 0, "mamba.a_log": 0, "mamba.d": 0,
@@ -119,6 +119,7 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
         "tokens": whole[:2],
         "token_types": whole[:2],
         "labels": whole[:2],
+        "eh_gathered": whole,
         "positions": (plan.context,),
         # Tables of a recommendation model: all of the batch is looked up, by columns of the rows.
         "indices": ((), ()),
@@ -213,7 +214,9 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             return _stated(n, have, own.get(n.name), plan)
         if n.name in own and len(own[n.name].dims) == len(n.shape):
             return own[n.name]
-        dims = rows.get(n.name)
+        dims = rows.get(str(n.get("like") or n.name))
+        if dims is None and n.get("carried"):
+            dims = residual
         if n.op == "input" and have is None and dims is None and n.shape[:1] == (BATCH,):
             dims = (plan.data, *[()] * (len(n.shape) - 1))  # whatever comes from outside
         return None if dims is None or len(dims) != len(n.shape) else Layout(dims)

@@ -11,16 +11,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagewright.models import Diffusion, Layer, ModelConfig, Recommendation, Vision
-from stagewright.nn.builder import PRECISIONS, Block, Experts, Inference, Precision, Recipe
+from stagewright.nn.builder import PRECISIONS, Block, Experts, Inference, Precision, Recipe, Tie
 from stagewright.nn.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.nn.ends import embedding, head
 from stagewright.nn.layers import layer
+from stagewright.nn.mtp import final_norm, mtp, mtp_name
 from stagewright.nn.recommendation import ranking
 from stagewright.nn.vision import classifier, patches, projector, tower
 
 __all__ = [
-    "BLOCKS", "PRECISIONS", "Block", "Experts", "Inference", "Precision", "Recipe", "chain",
-    "sizes",
+    "BLOCKS", "MADE_ON_EACH_STAGE", "PRECISIONS", "Block", "Experts", "Inference", "Precision",
+    "Recipe", "Tie", "chain", "sizes", "tables", "uses",
 ]  # fmt: skip
 
 Make = Callable[[ModelConfig, Recipe, Layer], Block]
@@ -37,6 +38,8 @@ def _in_tower(make: Make) -> Make:
 BLOCKS: dict[str, Make] = {
     "embedding": lambda config, recipe, _: embedding(config, recipe),
     "layer": layer,
+    "final_norm": final_norm,
+    "mtp": mtp,
     "head": lambda config, recipe, _: head(config, recipe),
     "patches": patches,
     "classifier": classifier,
@@ -57,6 +60,8 @@ class Part(NamedTuple):
     block: str
     number: int = -1
     layer: Layer = Layer()
+    behind: bool = False
+    """What is no layer goes with the layer before it, and not with the one after."""
 
 
 def chain(config: ModelConfig) -> list[Part]:
@@ -73,11 +78,40 @@ def chain(config: ModelConfig) -> list[Part]:
         return [Part("noisy_patches"), *layers, Part("denoiser")]
     if config.vision:
         return [Part("patches"), *layers, *([Part("classifier")] if config.vision.classes else [])]
-    begin = [Part("embedding")]
+    begin, end = [Part("embedding")], [Part("head")]
+    if config.mtp_num_layers:
+        kind = config.layer(config.num_layers - 1)
+        ahead = [kind._replace(ahead=k + 1) for k in range(config.mtp_num_layers)]
+        end = [Part("final_norm", behind=True), *(Part("mtp", layer=each) for each in ahead), *end]
     if tower:
         towers = [part._replace(block=f"tower.{part.block}") for part in chain(tower)]
         begin = [*towers, Part("projector")]
-    return [*begin, *layers, Part("head")]
+    return [*begin, *layers, *end]
+
+
+MADE_ON_EACH_STAGE: frozenset[str] = frozenset()
+"""What is handed on, but not from stage to stage."""
+
+
+def uses(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
+    """What a block is handed besides the stream."""
+    if block == "mtp":
+        return (mtp_name(layer.ahead - 1),) if layer.ahead > 1 else ()
+    if block == "head":
+        return tuple(mtp_name(k + 1) for k in range(config.mtp_num_layers))
+    return ()
+
+
+def tables(config: ModelConfig, block: str, layer: Layer, begins: frozenset[str]) -> list[str]:
+    """Parameters of a block that are one with those of other blocks."""
+    ends = config.tied_embeddings or config.mtp_num_layers > 0
+    held = {
+        "embedding": ends,
+        "projector": ends,
+        "mtp": True,
+        "head": config.tied_embeddings,
+    }
+    return ["wte"] if held.get(block) else []
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:

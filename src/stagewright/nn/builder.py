@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.ir import Graph, Node
 from stagewright.models import ModelConfig
@@ -60,6 +60,16 @@ class Inference:
     redundant_experts: int = 0  # that are there once more
 
 
+class Tie(NamedTuple):
+    """What a block has to know of a table that other blocks have a copy of."""
+
+    name: str
+    first: bool = True  # of all copies: the one whose norm counts
+    owner: bool = True  # of the copies on its rank, which are one tensor
+    away: bool = True  # other pipeline ranks have copies, too
+    later: bool = False  # a block behind it on its stage uses this rank's tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How a model is trained, or served, as far as one device can tell."""
@@ -73,9 +83,13 @@ class Recipe:
     gather_once: bool = False  # parameters that are gathered stay so for the whole step
     experts: Experts = Experts()
     absorb: bool = False  # latent attention in the space of the latents, as for decoding
-    # a tied embedding and output projection are one tensor on one device
-    sum_tied: bool = False  # the gradients of a shared table are added before they are reduced
-    shared_embedding: bool = False
+    sum_tied: bool = False  # gradients of a rank's one tensor are added before they are reduced
+    ties: tuple[Tie, ...] = ()
+    begins: frozenset[str] = (
+        frozenset()
+    )  # values that the block makes though it might be handed them
+    ends: frozenset[str] = frozenset()  # values that no block behind it uses
+    mtp_loss: float = 0.1  # the weight of multi-token prediction in the loss
     inference: Inference | None = None  # None: training
     # What PyTorch does that Megatron-LM does not; see the options of `Run`.
     step_tensors: bool = False
@@ -85,6 +99,10 @@ class Recipe:
     # Gradients that are sums over ranks of a model are added up before they are reduced,
     sum_as_made: bool = False
     sum_as_read: int = 0  # or each of so many times that the optimizer reads one.
+
+    def tie(self, name: str, *, first: bool) -> Tie:
+        """What is known of a table; by itself, that of the embedding is the first copy."""
+        return next((t for t in self.ties if t.name == name), Tie(name, first=first))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +130,10 @@ class Builder:
     """What a buffer is updated by: a sum over the tokens of a step."""
     extra: dict[str, Node] = field(default_factory=dict[str, Node])
     """Values that nothing needs, but that are made."""
+    taken: dict[str, Node] = field(default_factory=dict[str, Node])
+    """What the block is handed besides the stream."""
+    made: dict[str, Node] = field(default_factory=dict[str, Node])
+    """What it hands on besides the stream."""
 
     @property
     def dtype(self) -> str:
@@ -130,6 +152,18 @@ class Builder:
             x = p if dtype else cast(p, self.dtype, name=name, role="sent", **used)
             self.used[name] = identity(x, name, role="used", **used)
         return self.used[name]
+
+    def take(self, name: str, *dims: str) -> Node:
+        """What a block before has made; it passes on to those behind."""
+        if name not in self.taken:
+            own = {"role": "input", "carried": name}
+            self.taken[name] = leaf("input", dims, self.dtype, name, **own)
+        return self.taken[name]
+
+    def make(self, name: str, value: Node) -> Node:
+        """A value for this block and those behind it."""
+        self.made[name] = identity(value, name)
+        return self.made[name]
 
     def buffer(self, name: str, *dims: str, scope: str = "") -> Node:
         """An fp32 parameter that no gradient reaches; every rank has all of it."""

@@ -15,7 +15,7 @@ def embedding(config: ModelConfig, recipe: Recipe) -> Block:
     b = Builder(config, recipe)
     width = "W" if config.embedding_size else "M"
     tokens = leaf("input", ("B", "S"), "int64", "tokens", role="input", scope="embedding")
-    table = b.param("wte", "V", width, scope="embedding", tied=config.tied_embeddings)
+    table = b.param("wte", "V", width, scope="embedding", tied=tied(config))
     x = apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype, name="word")
     if config.embedding_size:
         x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
@@ -46,15 +46,38 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
     b = Builder(config, recipe)
     scope = "head"
     x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope=scope)
-    h = b.norm(x, "final_norm", scope=scope) if config.final_norm else x
+    predicted = [b.take(mtp_name(k + 1), "B", "S", "M") for k in range(config.mtp_num_layers)]
+    # With more tokens to predict, the norm is a block of its own before that.
+    h = b.norm(x, "final_norm", scope=scope) if config.final_norm and not predicted else x
     if recipe.inference:
         return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
     pooled = _pooler(b, h) if config.pooler else None
-    logits = _logits(b, h)
-    loss = cross_entropy(logits if recipe.loss_parallel else identity(logits, "logits_whole"))
+    loss = _nll(b, h)
+    if predicted:
+        each = [_nll(b, p, f"labels{k + 1}") for k, p in enumerate(predicted)]
+        weight = recipe.mtp_loss / len(each)
+        further = elementwise("scale", add(*each, name="mtp_losses"), by=weight, name="mtp_loss")
+        loss = add(loss, further, name="loss")
     if pooled is not None:
         loss = add(loss, cast(pooled, "fp32"), name="loss")
     return finish("head", b, x, loss, is_loss=True)
+
+
+def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
+    """The loss of what the output projection makes of hidden states."""
+    logits = _logits(b, h)
+    logits = logits if b.recipe.loss_parallel else identity(logits, "logits_whole")
+    return cross_entropy(logits, labels)
+
+
+def tied(config: ModelConfig) -> bool:
+    """Whether the embedding's table has copies in other blocks."""
+    return config.tied_embeddings or config.mtp_num_layers > 0
+
+
+def mtp_name(ahead: int) -> str:
+    """What predicts so many tokens after the next one, from block to block."""
+    return f"mtp{ahead}"
 
 
 def _logits(b: Builder, h: Node) -> Node:
@@ -95,9 +118,10 @@ def _pooler(b: Builder, h: Node) -> Node:
     return apply("mean", "bn->", pooled, name="pooled_mean")
 
 
-def cross_entropy(logits: Node) -> Node:
+def cross_entropy(logits: Node, name: str = "labels") -> Node:
     """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always."""
-    labels = leaf("input", logits.shape[:-1], "int64", "labels", role="input", scope="head")
+    own = {"role": "input", "scope": "head", "like": "labels"}
+    labels = leaf("input", logits.shape[:-1], "int64", name, **own)
     t = "bs"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
     top = identity(apply("max", f"{t}v->{t}", x, name="max"), "max")

@@ -13,12 +13,14 @@ def finish(
     name: str,
     b: Builder,
     x: Node | None,
-    y: Node,
+    y: Node | None,
     *,
     is_loss: bool = False,
+    passes: bool = False,
     others: Sequence[Node] = (),
 ) -> Block:
     """Gradients and optimizer step as in `training.finish`, or nothing more in inference."""
     if b.recipe.inference:
+        assert y is not None
         return inference.finish(name, b, y)
-    return training.finish(name, b, x, y, is_loss=is_loss, others=others)
+    return training.finish(name, b, x, y, is_loss=is_loss, passes=passes, others=others)

@@ -36,11 +36,17 @@ FEED_FORWARDS: dict[str, Part] = {"dense": mlp, "experts": experts}
 def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     """One layer with its residual sums; a part called "none" is left out, norms and all."""
     b = Builder(config, recipe)
-    own = {m.name: partial(_own, m) for m in config.modules}
-    mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
     if config.bare:
         return _bare(b, next(m for m in config.modules if m.name == what.mixer))
     x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
+    return finish("layer", b, x, body(b, x, what))
+
+
+def body(b: Builder, x: Node, what: Layer) -> Node:
+    """What a layer makes of the stream."""
+    config = b.config
+    own = {m.name: partial(_own, m) for m in config.modules}
+    mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
     place = config.norm_placement
     if config.parallel_block:
         h = b.norm(x, "attn_norm", scope="attention")
@@ -48,7 +54,7 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
         parts = [part(b, x) for part, x in ((mixer, h), (mlp_, h2)) if part is not None]
         mixed = add(*parts, scope="mlp", name="mixed")
         y = add(x, b.dropout(identity(mixed, "branch"), config.hidden_dropout), name="y")
-        return finish("layer", b, x, identity(y, "y"))
+        return identity(y, "y")
     y = x
     branches = (
         ("attn", "attention", mixer),
@@ -64,7 +70,7 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
         y = add(y, b.dropout(out, config.hidden_dropout), name=f"{norm}_residual", scope=scope)
         if place == "post":
             y = b.norm(y, f"{norm}_norm", scope=scope)
-    return finish("layer", b, x, identity(y, "y"))
+    return identity(y, "y")
 
 
 def _own(module: Module, b: Builder, h: Node) -> Node:

@@ -17,22 +17,32 @@ def finish(
     name: str,
     b: Builder,
     x: Node | None,
-    y: Node,
+    y: Node | None,
     *,
     is_loss: bool = False,
+    passes: bool = False,
     others: Sequence[Node] = (),
 ) -> Block:
     """Append backward, gradient accumulation and the optimizer step.
 
-    `others` are inputs besides `x` whose gradients are asked for as well.
+    `others` are inputs besides `x` whose gradients are asked for as well. Without a `y` the stream
+    passes, or ends here.
     """
-    if is_loss:
-        seed = leaf("input", (), "fp32", "d_loss", role="seed", phase="backward", scope=y.scope)
-    else:
-        seed = leaf("input", y.shape, y.dtype, "dy", role="input", phase="backward")
+    seeds: dict[Node, Node] = {}
+    if y is not None:
+        seeds[y] = _loss_seed(y) if is_loss else _seed(y, "dy")
+    elif passes and x is not None:
+        seeds[x] = _seed(x, "dy")
+    for carried, n in (b.taken | b.made).items():
+        if carried not in b.recipe.ends:
+            seeds[n] = _seed(n, f"d_{carried}", carried=carried)
+    others = [*others, *b.taken.values()]
     wrt = list(b.used.values())
-    found = backward(y, seed, [*others, *([x] if x else []), *wrt])
-    outputs = {"loss" if is_loss else "y": y, **b.extra}
+    (last, seed), *more = seeds.items()
+    found = backward(last, seed, [*others, *([x] if x else []), *wrt], dict(more))
+    results = [n for n in (*b.extra.values(), *b.counted.values(), y, *b.made.values()) if n]
+    outputs = {"loss" if is_loss else "y": y} if y is not None else {}
+    outputs |= b.extra | b.made
     gradients = found.gradients[len(others) :]
     for other, g in zip(others, found.gradients, strict=False):
         named = f"d_{other.name}"
@@ -47,20 +57,18 @@ def finish(
         outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
     trained = [p for p in b.params.values() if not p.get("buffer")]
     for p, g in zip(trained, gradients, strict=True):
-        tied_copy = is_loss and bool(p["tied"])  # the embedding block looks after it
-        if tied_copy and b.recipe.shared_embedding:
+        tie = b.recipe.tie(p.name, first=not is_loss) if p["tied"] else None
+        if tie and tie.later and b.recipe.sum_tied:
+            g = _with_later(p, g)
+        if tie and not tie.owner:  # the tensor is that of a block before
             if b.recipe.sum_tied:
-                outputs["tied_grad"] = g
+                outputs["tied_grad" if p.name == "wte" else f"d_{p.name}"] = g
             else:
                 synced[g] = _accumulated(p, g, b.recipe.precision)
                 outputs[f"grad.{p.name}"] = synced[g]
             continue
-        if p["tied"] and b.recipe.sum_tied:
-            own = {"role": "tied_grad", "param": p.name}
-            other = leaf("input", p.shape, g.dtype, "tied_grad", phase="backward", **own)
-            g = add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
-        synced[g] = reduced = _reduced(p, g, b.recipe)
-        if b.recipe.clip_grad and not tied_copy:
+        synced[g] = reduced = _reduced(p, g, b.recipe, away=tie is not None and tie.away)
+        if b.recipe.clip_grad and not (tie and not tie.first):
             z = letters(reduced)
             spec = f"{z}->"
             own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope}
@@ -78,9 +86,28 @@ def finish(
     for update in updates:
         new = update(scale)
         outputs[f"new.{new['param']}"] = new
-    forward = toposort([*b.extra.values(), *b.counted.values(), y])
+    forward = toposort(results)
     order = [*forward, *(x for g in found.order for x in (g, synced.get(g, g)))]
     return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
+
+
+def _loss_seed(y: Node) -> Node:
+    return leaf("input", (), "fp32", "d_loss", role="seed", phase="backward", scope=y.scope)
+
+
+def _seed(n: Node, name: str, **own: Any) -> Node:
+    """The gradient of a value as the blocks behind found it."""
+    return leaf("input", n.shape, n.dtype, name, role="input", phase="backward", **own)
+
+
+def _with_later(p: Node, g: Node) -> Node:
+    """A gradient and those that the blocks behind found for the same tensor."""
+    own: dict[str, Any] = {"role": "tied_grad", "param": p.name}
+    name = "tied_grad"
+    if p.name != "wte":
+        name, own["carried"] = f"d_{p.name}", p.name
+    other = leaf("input", p.shape, g.dtype, name, phase="backward", **own)
+    return add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
 
 
 def _accumulated(p: Node, g: Node, precision: Precision) -> Node:
@@ -93,7 +120,7 @@ def _accumulated(p: Node, g: Node, precision: Precision) -> Node:
     return elementwise("accumulate", g, name=f"{p.name}.grad", role="grad", **own)
 
 
-def _reduced(p: Node, g: Node, recipe: Recipe) -> Node:
+def _reduced(p: Node, g: Node, recipe: Recipe, *, away: bool) -> Node:
     """From one microbatch's gradient to the step's: the places where a strategy may reduce it."""
     own = {"phase": "backward", "scope": p.scope, "param": p.name, "once": True}
     if recipe.whole_embedding_grad and g.op == "embedding_bwd":
@@ -106,7 +133,7 @@ def _reduced(p: Node, g: Node, recipe: Recipe) -> Node:
         g = identity(g, f"{p.name}.grad", role="made", **own)
     g = identity(g, f"{p.name}.grad", role="synced", **own)
     g = identity(g, f"{p.name}.grad", role="reduced", **own)
-    if p["tied"] and not recipe.shared_embedding:
+    if away:
         g = elementwise("tie", g, name=f"{p.name}.grad", role="tied", **own)
     return g
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stagewright.ir import Node, replace
 from stagewright.models import Layer, ModelConfig
 from stagewright.nn.builder import Block, Builder, Recipe
-from stagewright.nn.ends import cross_entropy
+from stagewright.nn.ends import cross_entropy, tied
 from stagewright.nn.finish import finish
 from stagewright.ops import apply, einsum, identity, join, leaf, part
 from stagewright.size import Size, size
@@ -55,7 +55,7 @@ def projector(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     h = einsum("bpm,mn->bpn", h, b.param("w_out", "M", "M", scope="embedding"), name="out")
     h = b.bias(h, "b_out", "M")
     tokens = leaf("input", ("B", "Text"), "int64", "tokens", **own)
-    table = b.param("wte", "V", "M", scope="embedding", tied=config.tied_embeddings)
+    table = b.param("wte", "V", "M", scope="embedding", tied=tied(config))
     words = identity(apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype), "words")
     y = join(h, words, "bPm,bTm->bSm", size("S"), dim=1, name="joined")
     return finish("projector", b, x, identity(y, "y"))

@@ -1,0 +1,279 @@
+"""What blocks hand on besides the stream: whole models on one device against finite differences,
+each block sharded as on one device, programs of all stages sound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stagewright as sw
+from invariants import check as check_program
+from spmd import BELOW, TINY, random_values, single
+from spmd import check as same_as_one_device
+from stagewright import nn
+from stagewright.compiler import (
+    Kind,
+    block_of,
+    parameters,
+    place_blocks,
+    recipe_of,
+    sharded,
+    sizes_of,
+    with_ties,
+)
+from stagewright.errors import UserError
+from stagewright.ir import Graph
+from stagewright.kernels import Carried, handed_on, interface
+from stagewright.models import PRESETS, ModelConfig
+from stagewright.ops import LEAVES
+from stagewright.parallel import parallelization
+from stagewright.pipeline import make as make_order
+from stagewright.program import Kind as Row
+from stagewright.run import Run
+from stagewright.run import check as check_run
+
+BELOW |= {"tokens1": "V", "tokens2": "V", "labels1": "V", "labels2": "V"}
+MODELS: dict[str, ModelConfig] = {
+    "mtp": replace(TINY["llama"], mtp_num_layers=1),
+    "mtp, two": replace(TINY["gpt2"], name="mtp, two", mtp_num_layers=2, num_layers=1),
+    "mtp, latent": replace(TINY["deepseek-lite"], mtp_num_layers=1, num_layers=1),
+    "mtp, experts": replace(TINY["mixtral"], mtp_num_layers=1, num_layers=1),
+}
+
+
+def blocks(model: str, **settings: Any) -> tuple[Run, list[tuple[Kind, int]]]:
+    """The blocks of a model that is all on one rank, in order."""
+    config = MODELS[model]
+    run = Run(model=model, dropout=False, **settings).resolved(config)
+    stages = with_ties(place_blocks(run, config), make_order("1f1b", 1, 1, 1), config)
+    return run, stages[0]
+
+
+class Whole:
+    """A whole model on one device: its loss, and the gradient of every parameter."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = MODELS[model]
+        run, kinds = blocks(model, seq_length=6, micro_batch_size=2, **settings)
+        self.sizes = sizes_of(run, self.config)
+        self.graphs = [
+            block_of(k.block, self.config, recipe_of(run, self.config, k), k.layer).graph
+            for k, _ in kinds
+        ]
+        self.ahead = [only_forward(graph) for graph in self.graphs]
+        self.made = [
+            {c: key(graph, n) for c, n in handed_on(graph).items()} for graph in self.graphs
+        ]
+        self.own: list[dict[str, Any]] = []
+        shared: dict[str, Any] = {}
+        for seed, graph in enumerate(self.graphs):
+            values = random_values(graph, self.sizes, seed)
+            tied = {n.name for n in graph if n.op == "param" and n.get("tied")}
+            for name in values:
+                if name in tied or name in BELOW:
+                    values[name] = shared.setdefault(name, values[name])
+            self.own.append(values)
+
+    def forward(self, own: list[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
+        """The loss, and what every block is given."""
+        handed: dict[Carried, Any] = {}
+        inputs: list[dict[str, Any]] = []
+        loss = 0.0
+        for graph, made, values in zip(self.ahead, self.made, own, strict=True):
+            inputs.append(values | self.given(graph, handed))
+            out = single(graph, self.sizes, inputs[-1])
+            handed |= {c: out[name] for c, name in made.items() if not c.gradient}
+            loss = out.get("loss", loss)
+        return float(loss), inputs
+
+    def backward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Every block's outputs with the gradients that the others hand it."""
+        found: list[dict[str, Any]] = []
+        handed: dict[Carried, Any] = {}
+        every = list(zip(self.graphs, self.made, inputs, strict=True))
+        for graph, made, values in reversed(every):
+            out = single(graph, self.sizes, values | self.given(graph, handed) | {"d_loss": 1.0})
+            handed |= {c: out[name] for c, name in made.items() if c.gradient}
+            found.insert(0, out)
+        return found
+
+    def given(self, graph: Graph, handed: dict[Carried, Any]) -> dict[str, Any]:
+        leaves = {n.name: interface(n) for n in graph if n.op in LEAVES}
+        return {name: handed[c] for name, c in leaves.items() if c in handed}
+
+
+def only_forward(graph: Graph) -> Graph:
+    made = {n for c, n in handed_on(graph).items() if not c.gradient}
+    kept = {name: n for name, n in graph.outputs.items() if n in made or name == "loss"}
+    return Graph.of([n for n in graph if n.phase == "forward"], kept)
+
+
+def key(graph: Graph, n: Any) -> str:
+    return next(name for name, other in graph.outputs.items() if other is n)
+
+
+SUMMED: dict[str, Any] = {"grad_reduce": "microbatch"}
+
+
+@pytest.mark.parametrize("settings", [{}, SUMMED], ids=["accumulated", "summed"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_whole_model_against_finite_differences(model: str, settings: dict[str, Any]) -> None:
+    """Along a random direction of every parameter; copies of a table go the same way."""
+    whole = Whole(model, **settings)
+    found = whole.backward(whole.forward(whole.own)[1])
+    rng = np.random.default_rng(3)
+    params = [(i, n) for i, graph in enumerate(whole.graphs) for n in graph if n.op == "param"]
+    done: set[str] = set()
+    for i, n in params:
+        tied = bool(n["tied"])
+        if (tied and n.name in done) or n.get("buffer"):
+            continue
+        done |= {n.name} if tied else set()
+        where = [j for j, other in params if other.name == n.name] if tied else [i]
+        way = rng.normal(size=whole.own[i][n.name].shape)
+        slope = 0.0
+        for sign in (1, -1):
+            moved = [dict(values) for values in whole.own]
+            for j in where:
+                moved[j][n.name] = moved[j][n.name] + sign * 1e-5 * way
+            slope += sign * whole.forward(moved)[0] / 2e-5
+        got = sum(float((found[j][f"grad.{n.name}"] * way).sum())
+                  for j in where if f"grad.{n.name}" in found[j])  # fmt: skip
+        assert got == pytest.approx(slope, rel=1e-4, abs=1e-6), (i, n.name)
+
+
+# ---- sharded as on one device --------------------------------------------------------------------
+
+SP: dict[str, Any] = {"sequence_parallel": True}
+SETTINGS: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"tp": 2, "dp": 2, "zero": 1} | SP,
+    {"dp": 2, "zero": 3},
+    {"cp": 2, "tp": 2},
+    {"tp": 3} | SP,
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any]) -> None:
+    config = MODELS[model]
+    batch = 6 // settings.get("dp", 1)
+    run, kinds = blocks(model, seq_length=12, micro_batch_size=batch, **settings)
+    check_run(run, config)
+    mesh, plan = parallelization(run, config)
+    axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
+    sizes = sizes_of(run, config)
+    for kind in dict.fromkeys(kind for kind, _ in kinds):
+        recipe = recipe_of(run, config, kind)
+        graph = sharded(kind, run, config, plan, sizes, recipe)
+        block, values, truth = one_device(model, kind, recipe, tuple(sizes.items()))
+        same_as_one_device(block.graph, graph, axes, sizes, values, truth)
+
+
+@cache
+def one_device(model: str, kind: Kind, recipe: nn.Recipe, sizes: Any) -> Any:
+    block = block_of(kind.block, MODELS[model], recipe, kind.layer)
+    values = random_values(block.graph, dict(sizes))
+    return block, values, single(block.graph, dict(sizes), values)
+
+
+# ---- whole programs ------------------------------------------------------------------------------
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("mtp", {"pp": 2, "tp": 2, "dp": 2, "global_batch_size": 8}),
+    ("mtp, two", {"dp": 2, "zero": 2}),
+    ("mtp", {"pp": 2, "schedule": "zb-h1", "global_batch_size": 8}),
+    ("mtp, experts", {"dp": 2, "ep": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("model", "settings"), WHOLE, ids=str)
+def test_programs_are_sound(model: str, settings: dict[str, Any]) -> None:
+    compiled = sw.compile(Run(model=model, seq_length=12, **settings), MODELS[model])
+    check_program(compiled.program)
+
+
+# ---- multi-token prediction ----------------------------------------------------------------------
+
+# Parameters of the checkpoint's layer: of the hub's counts, those with it less those without. It
+# holds a copy of both tables, and the bias that balances its experts, besides.
+LAYER = {
+    "glm-4.5": 358_337_791_296 - 352_797_829_024,
+    "glm-4.5-air": 110_468_824_832 - 106_852_251_264,
+}
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_parameters_of_the_layer_are_those_of_the_checkpoint(name: str) -> None:
+    c = PRESETS[name]
+    copies = 2 * c.vocab_size * c.hidden_size + c.num_experts
+    more = parameters(c.with_overrides(mtp_num_layers=1))[0] - parameters(c)[0]
+    assert more == LAYER[name] - copies
+
+
+def test_deepseek_v3_says_its_module_has_11_billion_parameters() -> None:
+    """README_WEIGHTS.md of DeepSeek-V3: 11.5B, the tables left out. Two norms, a product and a
+    norm around one of its layers make 11.61B."""
+    c = PRESETS["deepseek-v3"]
+    (one, _), (two, _) = (parameters(c.with_overrides(num_layers=n)) for n in (4, 5))
+    more = parameters(c.with_overrides(mtp_num_layers=1))[0] - parameters(c)[0]
+    assert more == two - one + 2 * c.hidden_size**2 + 3 * c.hidden_size
+    assert more == pytest.approx(11.5e9, rel=0.01)
+
+
+def test_flops_are_those_of_a_layer_a_projection_and_the_output() -> None:
+    c = PRESETS["llama3.2-1b"]
+    run = {"model": c.name, "seq_length": 1024, "layers": 2}
+
+    def forward(**more: Any) -> tuple[int, int]:
+        t = sw.compile(Run(**run, **more)).program.classes[0].tasks
+        products = (t.phase == 0) & np.array([t.ops[i] == "einsum" for i in t.op])
+        return int(t.flops[products].sum()), int(t.flops[products & (t.layer == 0)].sum())
+
+    (plain, layer), (more, _) = forward(), forward(mtp_num_layers=1)
+    tokens, hidden = 1024, c.hidden_size
+    assert more - plain == layer + 2 * tokens * (2 * hidden * hidden + hidden * c.vocab_size)
+
+
+def test_the_last_stage_has_it_and_its_copy_of_the_embedding_is_kept_alike() -> None:
+    compiled = sw.compile(Run(model="llama3-8b", layers=4, pp=4, mtp_num_layers=1, tp=2))
+    held = {
+        c.pipeline_rank: Counter(c.tasks.names[i] for i in c.tasks.name)
+        for c in compiled.program.classes
+    }
+    assert [stage for stage, names in held.items() if any("mtp1" in n for n in names)] == [3]
+    assert held[0]["embedding.wte.grad.all_reduce"] == held[3]["mtp1.wte.grad.all_reduce"] == 1
+    assert [who.only for who in compiled.program.communicators if who.only] == [(0, 3)]
+    assert not any("lm_head.grad.all_reduce" in name for names in held.values() for name in names)
+
+
+def test_one_message_between_stages() -> None:
+    """What is predicted stays on the last stage."""
+    plain, more = (
+        sw.compile(Run(model="llama3-8b", layers=4, pp=2, mtp_num_layers=n)) for n in (0, 2)
+    )
+    counts = [
+        [int((c.tasks.kind == Row.SEND).sum()) for c in x.program.classes] for x in (plain, more)
+    ]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"model": "bert-base"}, "wanted 0 but in a language model"),
+        ({"model": "dit-xl-2"}, "wanted 0 but in a language model"),
+        ({"model": "llama3-8b", "mode": "decode"}, "drafts are num_speculative_tokens"),
+        ({"model": "mixtral-8x7b", "expert_load": ((1,) * 8,)}, "has no lines for the mtp_num"),
+    ],
+    ids=str,
+)
+def test_multi_token_prediction_is_refused(settings: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
+        sw.compile(Run(**settings, mtp_num_layers=1))
