@@ -199,10 +199,11 @@ def module(path: str) -> ModuleType:
     return found
 
 
-def test_pictures_are_current():
-    draw = module("docs/pictures/draw.py")
-    for picture, of in draw.PICTURES.items():
+def test_pictures_are_current(request: pytest.FixtureRequest):
+    for picture, of in module("docs/pictures/draw.py").PICTURES.items():
         file = ROOT / "docs/pictures" / picture
+        if request.config.getoption("--bless"):
+            file.write_text(of(), encoding="utf-8")
         assert of() == file.read_text(encoding="utf-8"), "run python docs/pictures/draw.py"
 
 

@@ -17,33 +17,31 @@ WIDTH = 760
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1] / "src"))
 
-MEMORY: dict[str, Any] = {
+HARDWARE = "h100-sxm"
+STEP: dict[str, Any] = {
     **{"model": "llama3.1-70b", "tp": 8, "pp": 4, "dp": 4, "sequence_parallel": True},
-    **{"zero": 1, "global_batch_size": 32},
+    **{"zero": 1, "global_batch_size": 64},
 }
-STAGES = (0, 3)
 POINTS = 500
 TITLE = 26
 
 
-def memory() -> str:
-    """What GPUs of the first and of the last stage hold over a step."""
-    from stagewright import compile
-    from stagewright.pages.memory import label, peak_in_words
-    from stagewright.pictures import memory as pictures
+def step() -> str:
+    """When GPUs of each stage compute and communicate, and what those of the first hold."""
+    from stagewright import compile, simulate
+    from stagewright.pictures import memory, timeline
     from stagewright.run import Run
 
-    run = Run(**MEMORY)
-    classes = [compile(run).program.classes[stage] for stage in STAGES]
-    levels = [pictures.over_rows(of, POINTS) for of in classes]
-    most = max(max(each.total) for each in levels)
-    drawn = [("", pictures.legend(levels, "keys"))]
-    for of, each in zip(classes, levels, strict=True):
-        peak = peak_in_words(of).split(" (")[0]
-        title = f"Stage {of.pipeline_rank}: ranks {of.ranks[0]}-{of.ranks[-1]}. {peak}"
-        name = f"stage{of.pipeline_rank}"
-        drawn.append((title, pictures.picture(each, name, label(of, each), most)))
-    return _file(f"Memory of a GPU over a step: {run.describe()}", drawn)
+    run = Run(**STEP)
+    found = simulate(compile(run), HARDWARE)
+    levels = memory.over_seconds(found.memory[0], found.seconds, POINTS)
+    capacity = round(found.machine.hardware.memory_gb * 1e9)
+    drawn = [
+        ("Kernels and communication of a GPU of each stage", timeline.picture(found.line)),
+        ("Memory of a GPU of the first", memory.legend([levels], "keys")),
+        ("", memory.picture(levels, "held", "Memory over the step", None, capacity)),
+    ]
+    return _file(f"One step of {run.describe()} on {found.machine}", drawn)
 
 
 def _file(title: str, drawn: Sequence[tuple[str, str]]) -> str:
@@ -66,7 +64,7 @@ def _file(title: str, drawn: Sequence[tuple[str, str]]) -> str:
     )
 
 
-PICTURES = {"memory.svg": memory}
+PICTURES = {"step.svg": step}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
