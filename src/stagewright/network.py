@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.errors import UserError, either
+from stagewright.errors import UserError, did_you_mean, either
 from stagewright.hardware import Hardware, ScaleOut, ScaleUp
 
 Int = NDArray[np.int64]
@@ -107,7 +107,9 @@ class Machine:
         if gpus < 1:
             raise UserError(f"a machine of {gpus} GPUs; wanted 1 or more")
         if algorithm not in get_args(Algorithm):
-            raise UserError(f"algorithm is {algorithm!r}, wanted {either(get_args(Algorithm))}")
+            known = get_args(Algorithm)
+            hint = did_you_mean(algorithm, known)
+            raise UserError(f"algorithm is {algorithm!r}, wanted {either(known)}{hint}")
         if attention_kernel is not None:
             hardware = hardware.with_attention(attention_kernel)
         up, out = hardware.scale_up, hardware.scale_out
