@@ -63,6 +63,8 @@ def draw(dice: Dice) -> dict[str, Any]:
         "sequence_parallel": tp > 1 and dice.random() < 0.5,
         "cp_comm_type": dice.choice(("p2p", "all_gather", "a2a")),
         "precision": dice.choice(("bf16", "bf16", "fp32", "fp8")),
+        "mtp_num_layers": dice.choice((None, None, None, 0, 1, 2)),
+        "mtp_loss_scaling_factor": dice.choice((0.1, 0.3)),
         "optimizer": dice.choice(("adamw", "adamw", "sgd")),
         "grad_reduce": dice.choice(("step", "step", "microbatch")),
         "activation_gather": dice.choice(("again", "keep")),
@@ -264,22 +266,15 @@ def products(compiled: Compiled) -> list[int]:
     return found
 
 
+ALONE = ("model", "layers", "seq_length", "flash_attention", "recompute_modules", "mtp_num_layers")
+"""Settings that one rank's work depends on, besides how it recomputes."""
+
+
 @cache
-def alone(
-    model: str, layers: int, seq_length: int, flash: bool, recompute: str, modules: tuple[Any, ...]
-) -> list[int]:
+def alone(recompute: str, *values: Any) -> list[int]:
     """The same of one sequence on one rank."""
-    run = Run(
-        model=model,
-        layers=layers,
-        vocab=VOCAB,
-        seq_length=seq_length,
-        flash_attention=flash,
-        fuse=False,
-        recompute=recompute,
-        recompute_modules=modules,
-    )
-    return products(compile(run))
+    settings = dict(zip(ALONE, values, strict=True))
+    return products(compile(Run(**settings, vocab=VOCAB, fuse=False, recompute=recompute)))
 
 
 def conserves(compiled: Compiled) -> None:
@@ -297,9 +292,7 @@ def conserves(compiled: Compiled) -> None:
     assert run.global_batch_size
     some = run.recompute_num_layers is not None  # of each stage, so of no use alone
     kind = "none" if some else run.recompute
-    whole = alone(
-        run.model, run.layers, run.seq_length, run.flash_attention, kind, run.recompute_modules
-    )
+    whole = alone(kind, *(getattr(run, name) for name in ALONE))
     if some and model.state_space:  # time steps, made again in any case, count as recompute
         return
     found = [forward, backward, again]
