@@ -37,11 +37,19 @@ from stagewright.program import Kind as Row
 from stagewright.run import Run
 from stagewright.run import check as check_run
 
-BELOW |= {"tokens1": "V", "tokens2": "V", "labels1": "V", "labels2": "V"}
+BELOW |= {"source_tokens": "V", "tokens1": "V", "tokens2": "V", "labels1": "V", "labels2": "V"}
+T5: dict[str, Any] = {
+    **{"num_layers": 2, "encoder_num_layers": 2, "hidden_size": 12, "ffn_hidden_size": 24},
+    **{"num_attention_heads": 6, "num_query_groups": 6, "kv_channels": 4, "vocab_size": 24},
+    **{"max_position_embeddings": 12, "position": "relative", "relative_buckets": 6},
+    **{"tied_embeddings": True, "activation": "gelu_tanh"},
+}
 MODELS: dict[str, ModelConfig] = {
     "mtp": replace(TINY["llama"], mtp_num_layers=1),
     "mtp, two": replace(TINY["gpt2"], name="mtp, two", mtp_num_layers=2, num_layers=1),
     "mtp, latent": replace(TINY["deepseek-lite"], mtp_num_layers=1, num_layers=1),
+    "t5": ModelConfig(**T5 | {"name": "t5", "gated": False, "activation": "relu"}),
+    "t5, 1.1": ModelConfig(**T5 | {"name": "t5, 1.1", "tied_embeddings": False}),
     "mtp, experts": replace(TINY["mixtral"], mtp_num_layers=1, num_layers=1),
 }
 
@@ -59,6 +67,8 @@ class Whole:
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = MODELS[model]
+        if self.config.encoder_num_layers:
+            settings["decoder_seq_length"] = 4
         run, kinds = blocks(model, seq_length=6, micro_batch_size=2, **settings)
         self.sizes = sizes_of(run, self.config)
         self.graphs = [
@@ -123,28 +133,34 @@ SUMMED: dict[str, Any] = {"grad_reduce": "microbatch"}
 @pytest.mark.parametrize("settings", [{}, SUMMED], ids=["accumulated", "summed"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_whole_model_against_finite_differences(model: str, settings: dict[str, Any]) -> None:
-    """Along a random direction of every parameter; copies of a table go the same way."""
+    """Along a random direction: of each table with copies, which move alike, and of all others."""
     whole = Whole(model, **settings)
     found = whole.backward(whole.forward(whole.own)[1])
     rng = np.random.default_rng(3)
-    params = [(i, n) for i, graph in enumerate(whole.graphs) for n in graph if n.op == "param"]
-    done: set[str] = set()
-    for i, n in params:
-        tied = bool(n["tied"])
-        if (tied and n.name in done) or n.get("buffer"):
-            continue
-        done |= {n.name} if tied else set()
-        where = [j for j, other in params if other.name == n.name] if tied else [i]
-        way = rng.normal(size=whole.own[i][n.name].shape)
+    together: dict[str, list[tuple[int, str]]] = {}
+    for i, graph in enumerate(whole.graphs):
+        for n in graph:
+            if n.op == "param" and not n.get("buffer"):
+                together.setdefault(n.name if n["tied"] else "", []).append((i, n.name))
+    assert len(together) == (4 if model.startswith("t5") else 2)
+    for table, places in together.items():
+        one = rng.normal(size=whole.own[places[0][0]][places[0][1]].shape)
+        ways = {
+            (i, name): one if table else rng.normal(size=whole.own[i][name].shape)
+            for i, name in places
+        }
         slope = 0.0
         for sign in (1, -1):
             moved = [dict(values) for values in whole.own]
-            for j in where:
-                moved[j][n.name] = moved[j][n.name] + sign * 1e-5 * way
+            for (i, name), way in ways.items():
+                moved[i][name] = moved[i][name] + sign * 1e-5 * way
             slope += sign * whole.forward(moved)[0] / 2e-5
-        got = sum(float((found[j][f"grad.{n.name}"] * way).sum())
-                  for j in where if f"grad.{n.name}" in found[j])  # fmt: skip
-        assert got == pytest.approx(slope, rel=1e-4, abs=1e-6), (i, n.name)
+        gradients = [
+            float((found[i][f"grad.{name}"] * way).sum())
+            for (i, name), way in ways.items()
+            if f"grad.{name}" in found[i]
+        ]
+        assert sum(gradients) == pytest.approx(slope, rel=1e-4, abs=1e-6), table
 
 
 # ---- sharded as on one device --------------------------------------------------------------------
@@ -163,6 +179,10 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("model", MODELS)
 def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any]) -> None:
     config = MODELS[model]
+    if config.encoder_num_layers:
+        if "cp" in settings:
+            pytest.skip("sequences of an encoder and a decoder are not split")
+        settings = settings | {"decoder_seq_length": 6}
     batch = 6 // settings.get("dp", 1)
     run, kinds = blocks(model, seq_length=12, micro_batch_size=batch, **settings)
     check_run(run, config)
@@ -190,6 +210,15 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("mtp, two", {"dp": 2, "zero": 2}),
     ("mtp", {"pp": 2, "schedule": "zb-h1", "global_batch_size": 8}),
     ("mtp, experts", {"dp": 2, "ep": 2, "recompute": "full"}),
+    ("t5", {"tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
+    ("t5", {"pp": 2, "tp": 2, "global_batch_size": 8} | {"sequence_parallel": True}),
+    ("t5", {"pp": 2, "dp": 2, "zero": 2, "global_batch_size": 8}),
+    ("t5", {"pp": 2, "vpp": 2, "global_batch_size": 8, "recompute": "selective"}),
+    ("t5", {"pp": 2, "layers_per_stage": (1, 3), "global_batch_size": 8}),
+    ("t5", {"pp": 2, "layers_per_stage": (3, 1), "global_batch_size": 8}),
+    ("t5", {"pp": 4, "schedule": "zb-h1", "global_batch_size": 8}),
+    ("t5", {"pp": 2, "vpp": 2, "schedule": "dualpipev", "global_batch_size": 8}),
+    ("t5, 1.1", {"pp": 4, "dp": 2, "global_batch_size": 16, "cpu_offloading_num_layers": 1}),
 ]
 
 
@@ -277,3 +306,73 @@ def test_one_message_between_stages() -> None:
 def test_multi_token_prediction_is_refused(settings: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
         sw.compile(Run(**settings, mtp_num_layers=1))
+
+
+# ---- an encoder and a decoder --------------------------------------------------------------------
+
+
+def t5(**settings: Any) -> sw.Compiled:
+    return sw.compile(Run(model="t5-11b", seq_length=512, decoder_seq_length=128, **settings))
+
+
+def moved(compiled: sw.Compiled, rank: int) -> set[tuple[str, int]]:
+    t = compiled.program.classes[rank].tasks
+    some = np.isin(t.kind, (Row.SEND, Row.RECV))
+    return {(t.names[i], int(n)) for i, n in zip(t.name[some], t.comm_bytes[some], strict=True)}
+
+
+def test_stages_send_what_megatron_sends() -> None:
+    """Stages of the encoder its hidden states, stages of the decoder its own and the encoder's: the
+    two shapes of `get_tensor_shapes` in Megatron-LM's schedules (core 0.4)."""
+    compiled = t5(pp=4)
+    source, target = 512 * 1024 * 2, 128 * 1024 * 2
+    ways = {("backward", "recv"), ("forward", "send")}
+    assert moved(compiled, 0) == {(f"{phase}.{op}", source) for phase, op in ways}
+    # The first stage of the decoder begins with its own tokens.
+    back = {(f"{phase}.memory.{op}", source) for phase, op in ways}
+    ahead = {("forward.memory.recv", source), ("backward.memory.send", source)}
+    own = {(f"{phase}.{op}", target) for phase, op in ways}
+    assert moved(compiled, 2) == back | ahead | own
+    own = {("forward.recv", target), ("backward.send", target)}
+    assert moved(compiled, 3) == ahead | own
+
+
+def test_copies_of_tables() -> None:
+    """The embedding is on the first stage, the decoder's first and the last; each stage has the
+    table of its stack (Megatron-LM: `embedding_ranks`, `position_embedding_ranks`)."""
+    compiled = t5(pp=4)
+    groups = {who.only for who in compiled.program.communicators if who.only}
+    assert groups == {(0, 2, 3), (0, 1), (2, 3)}
+
+
+def test_flops_of_an_encoder_and_a_decoder() -> None:
+    """Products with weights: two FLOPs for each token and each parameter that it meets."""
+    t = t5().program.classes[0].tasks
+    products = (t.phase == 0) & np.array([t.ops[i] == "einsum" for i in t.op])
+    c = PRESETS["t5-11b"]
+    inner, hidden, layers = c.num_attention_heads * c.kv_channels, c.hidden_size, c.num_layers
+    mlp = 2 * hidden * c.ffn_hidden_size
+    source = layers * (4 * hidden * inner + mlp) + layers * 2 * hidden * inner  # keys and values
+    target = layers * (6 * hidden * inner + mlp) + hidden * c.vocab_size
+    assert int(t.flops[products].sum()) == 2 * (512 * source + 128 * target)
+    core = (t.phase == 0) & np.array([t.ops[i] == "attention" for i in t.op])
+    pairs = 512 * 512 + 128 * 128 // 2 + 128 * 512
+    assert int(t.flops[core].sum()) == layers * 4 * inner * pairs
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"model": "t5-base", "cp": 2}, "of which one sees the other's, are not split; use cp=1"),
+        ({"model": "t5-base", "mode": "decode"}, "has an encoder and a decoder, which are there"),
+        ({"model": "gpt2", "decoder_seq_length": 8}, "gpt2 has no encoder; use seq_length"),
+        (
+            {"model": "t5-base", "tp": 4, "sequence_parallel": True, "decoder_seq_length": 6},
+            "decoder_seq_length=6 is not divisible by tp=4",
+        ),
+    ],
+    ids=str,
+)
+def test_encoder_decoder_is_refused(settings: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
+        sw.compile(Run(**settings))

@@ -59,6 +59,9 @@ SAME = {
     "llama-4-maverick-17b-128e": ("llama4-maverick", {}),
     "qwen1.5-moe-a2.7b": ("qwen1.5-moe-a2.7b", {}),
     "qwen2-57b-a14b": ("qwen2-57b-a14b", {}),
+    "t5-base": ("t5-base", {}),
+    "t5-11b": ("t5-11b", {}),
+    "t5-v1_1-xxl": ("t5-v1.1-xxl", {}),
     "granite-4.0-h-micro": ("granite-4.0-h-micro", {}),
     "granite-4.0-h-small": ("granite-4.0-h-small", {}),
     "jamba-v0.1": ("jamba-v0.1", {}),
@@ -165,10 +168,14 @@ def _count(c: ModelConfig, experts: int) -> int:
         mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
     mlps = {"dense": dense, "experts": mixture, "none": 0}
     layers = 0
-    for mixer, mlp in map(c.layer, range(c.num_layers)):
+    for mixer, mlp, _ in map(c.layer, range(c.num_layers)):
         layers += mixers[mixer] + mlps[mlp]
         halves = (mixer != "none") + (mlp != "none")
         layers += norm * (norms if halves == 2 else norms // 2)
+    if c.encoder_num_layers:  # and attention to its output, in each layer of the decoder
+        layers += c.num_layers * (_attention(c) + norm)
+        layers += c.encoder_num_layers * (_attention(c) + dense + 2 * norm) + norm
+        layers += 2 * c.relative_buckets * c.num_attention_heads
     return layers + embedding + projections + head
 
 
@@ -309,7 +316,7 @@ class TestPresets:
             **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
             **{"mistral": 2, "qwen2.5": 7, "qwen3": 9, "gemma2": 3, "gemma3": 4, "phi3": 2},
             **{"mixtral": 2, "deepseek": 5, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
-            **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1},
+            **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
             **{"mamba": 6, "mamba2": 5, "falcon": 4, "jamba": 3, "bamba": 1, "granite": 3},
             **{"nemotron": 6, "nemotron3": 1, "minimax": 1},
         }
@@ -337,6 +344,7 @@ class TestPresets:
         assert with_dropout == {
             **dict.fromkeys(("gpt2", "gpt3", "megatron", "bert"), (0.1, 0.1, 0.1)),
             "opt": (0.1, 0.1, 0.0),
+            "t5": (0.1, 0.1, 0.1),
         }
 
     def test_local_and_global_layers_are_where_the_families_put_them(self) -> None:
@@ -377,7 +385,11 @@ class TestModelConfig:
             ("llama3-8b", "num_query_groups", 5, "a divisor of num_attention_heads 32: 1, 2, 4"),
             ("llama3-8b", "kv_channels", 3, "rope turns an even part, not 3 channels"),
             ("llama3-8b", "rotary_fraction", math.nan, "above 0 and at most 1"),
-            ("llama3-8b", "position", "absolute", "one of rope, learned, alibi, none"),
+            ("llama3-8b", "position", "absolute", "one of rope, learned, alibi, relative, none"),
+            ("llama3-8b", "position", "relative", "some if, and only if, positions are relative"),
+            ("llama3-8b", "encoder_num_layers", 2, "relative or none with an encoder"),
+            ("t5-base", "mtp_num_layers", 1, "0 but in a language model"),
+            ("t5-base", "mixers", ("local",), "0 with layers other than attention and MLPs"),
             ("llama3-8b", "position_offset", 2, "0 where positions are not learned"),
             ("llama3-8b", "norm_bias", True, "False: an rmsnorm has no bias"),
             ("llama3-8b", "gated", 1, "True or False"),

@@ -124,6 +124,8 @@ EXAMPLES = [
         (*SLOTS, ""),
     ),
     Example("softmax", "baqK,a->baqK", {"causal": True, "width": 6}),
+    Example("attention", MHA.replace("->", ",aqk->"), BOTH | {"bias": True, "causal": False}),
+    *(Example("relative_bias", "Na->aQK", {"causal": c}, out="AQK") for c in (True, False)),
     Example("mean", "bs->"),
     Example("identity", "bsm->bsm"),
     Example("add", "bsm,bsm->bsm"),

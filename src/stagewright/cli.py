@@ -73,6 +73,7 @@ SETTINGS = (
         "cp_comm_type", ("p2p", "all_gather", "a2a"), "How cp works: ring, gather, Ulysses. [p2p]"
     ),
     Setting("seq_length", int, "Tokens per sequence. [the model's longest, at most 8192]"),
+    Setting("decoder_seq_length", int, "Encoder-decoder: tokens of the decoder. [seq-length]"),
     Setting("micro_batch_size", int, "Sequences per microbatch. [1]"),
     Setting("global_batch_size", int, "Sequences per step. [micro-batch-size * dp * pp or more]"),
     Setting(

@@ -182,7 +182,8 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         return sizes | {"B": run.dp, "H": model.num_experts + run.num_redundant_experts} | own
     return sizes | {
         "B": run.micro_batch_size * run.dp * replicas,
-        "S": run.seq_length or 0,
+        "S": (run.decoder_seq_length if model.encoder_num_layers else run.seq_length) or 0,
+        "Source": run.seq_length or 0,
         "R": _rows(run, model) * replicas,
         "dp_parts": run.dp * replicas,
         "parts": run.dp * run.cp * (run.tp if run.sequence_parallel else 1) * replicas,

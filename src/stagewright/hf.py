@@ -19,6 +19,7 @@ from typing import cast
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.hf_keys import (
+    ACTIVATIONS,
     Architecture,
     Fields,
     Json,
@@ -401,7 +402,44 @@ def _dbrx(c: Keys) -> Fields:
     }
 
 
+def _t5(c: Keys) -> Fields:
+    """T5, and 1.1, whose MLPs are gated."""
+    layers = c.size("num_layers", "num_layers")
+    heads, dropout = c.size("num_attention_heads", "num_heads"), c.dropout("dropout_rate")
+    kind = c.text("feed_forward_proj")
+    gated = kind.startswith("gated-")
+    name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+    if name not in ACTIVATIONS:
+        known = (f"{way}{act}" for way in ("", "gated-") for act in ACTIVATIONS)
+        c.reject("feed_forward_proj", f"one of {', '.join(known)}")
+    return {
+        "num_layers": c.optional("num_layers", "num_decoder_layers") or layers,
+        "encoder_num_layers": layers,
+        "hidden_size": c.size("hidden_size", "d_model"),
+        "ffn_hidden_size": c.size("ffn_hidden_size", "d_ff"),
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "kv_channels": c.size("kv_channels", "d_kv"),
+        "vocab_size": c.size("vocab_size", "vocab_size"),
+        "max_position_embeddings": c.size("max_position_embeddings", "n_positions"),
+        "relative_buckets": c.whole("relative_attention_num_buckets", 2, 2**16),
+        "gated": gated,
+        "activation": ACTIVATIONS[name],
+        "tied_embeddings": c.flag("tie_word_embeddings"),
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "embedding_dropout": dropout,
+    }
+
+
 _TIED: Json = {"tie_word_embeddings": True}
+_T5: Json = _TIED | {
+    "vocab_size": 32128,
+    "relative_attention_num_buckets": 32,
+    "dropout_rate": 0.1,
+    "feed_forward_proj": "relu",
+    "n_positions": 512,
+}
 _LLAMA: Json = {
     "tie_word_embeddings": False,
     "head_dim": None,
@@ -560,6 +598,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"num_key_value_heads": None, "partial_rotary_factor": 1.0}
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ),
+    "T5ForConditionalGeneration": Architecture(("t5",), "t5-base", _t5, _T5),
     "FalconForCausalLM": Architecture(("falcon",), "falcon-7b", _falcon, _FALCON),
     "RWForCausalLM": Architecture(
         ("RefinedWeb", "RefinedWebModel"), "falcon-7b", _falcon, _REFINED_WEB
@@ -578,9 +617,7 @@ _MISSING = {
     "attention and a state side by side": ("FalconH1ForCausalLM", "falcon_h1"),
     "layers that share their weights": ("Zamba2ForCausalLM", "zamba2"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
-    "cross-attention to an encoder": (
-        *("T5ForConditionalGeneration", "BartForConditionalGeneration", "t5", "bart"),
-    ),
+    "an encoder with learned positions": (*("BartForConditionalGeneration", "bart"),),
 }
 MISSING = {name: what for what, names in _MISSING.items() for name in names}
 """What a `ModelConfig` lacks for other architectures and model types that people may try."""

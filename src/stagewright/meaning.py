@@ -273,13 +273,15 @@ def _width(ctx: Any, q: Any) -> float:
 
 
 def attention(ctx: Any, q: Any, *keys: Any) -> Any:
-    keys, sinks = _apart(ctx, keys)
-    return _attend(ctx, q, *_heads(*keys, width=ctx.shape[-1]), sinks)[1]
+    keys, more = _apart(ctx, keys)
+    return _attend(ctx, q, *_heads(*keys, width=ctx.shape[-1]), more)[1]
 
 
-def _apart(ctx: Any, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Keys and values, and the scores of sinks where these are the last operand."""
-    return (operands[:-1], operands[-1]) if ctx.get("sinks") else (operands, None)
+def _apart(ctx: Any, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keys and values, and what follows them: a bias of scores, the scores of sinks."""
+    names = [name for name in ("bias", "sinks") if ctx.get(name)]
+    first = len(operands) - len(names)
+    return operands[:first], dict(zip(names, operands[first:], strict=True))
 
 
 def _heads(k: Any, *v: Any, width: int) -> tuple[Any, Any]:
@@ -292,9 +294,12 @@ def _grouped(q: Any, k: Any) -> Any:
     return q.reshape(b, s, k.shape[2], a // k.shape[2], d)
 
 
-def _attend(ctx: Any, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+def _attend(ctx: Any, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple[Any, Any]:
     x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / _width(ctx, q)
-    p = _probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]), _per_head(sinks, k))
+    if "bias" in more:
+        x = x + more["bias"].reshape(1, k.shape[2], -1, *more["bias"].shape[1:])
+    sinks = _per_head(more.get("sinks"), k)
+    p = _probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]), sinks)
     return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
 
@@ -308,9 +313,9 @@ def _cap(ctx: Any, x: Any) -> Any:
 
 
 def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
-    keys, sinks = _apart(ctx, keys)
+    keys, more = _apart(ctx, keys)
     k, v = _heads(*keys, width=g.shape[-1])
-    p, _ = _attend(ctx, q, k, v, sinks)
+    p, _ = _attend(ctx, q, k, v, more)
     g5, q5 = _grouped(g, k), _grouped(q, k)
     dv = np.einsum("bgrqk,bqgrd->bkgd", p, g5)
     if ctx["wrt"] == "v":
@@ -322,6 +327,8 @@ def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
     if ctx.get("softcap"):
         x = np.einsum("bqgrd,bkgd->bgrqk", q5, k) / _width(ctx, q)
         dx = dx * (1 - np.tanh(x / ctx["softcap"]) ** 2)
+    if ctx["wrt"] == "bias":
+        return dx.sum(0).reshape(-1, *dx.shape[-2:])
     dx = dx / _width(ctx, q)
     if ctx["wrt"] == "q":
         return np.einsum("bgrqk,bkgd->bqgrd", dx, k).reshape(q.shape)
@@ -330,6 +337,26 @@ def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
         return dk
     dk[..., : v.shape[-1]] += dv
     return dk[:, :, 0]
+
+
+def _buckets(ctx: Any, queries: int, keys: int, many: int) -> Any:
+    """Rows of a table of biases, one-hot [queries, keys, rows]: near distances have their own.
+
+    T5 (arXiv 1910.10683, section 2.1) spaces far ones logarithmically; here all far ones are one.
+    """
+    ahead = np.arange(keys)[None, :] - np.arange(queries)[:, None]
+    half = many if ctx["causal"] else many // 2
+    row = np.minimum(np.abs(ahead), half - 1) + (0 if ctx["causal"] else half) * (ahead > 0)
+    return (row[..., None] == np.arange(many)).astype(float)
+
+
+def relative_bias(ctx: Any, table: Any) -> Any:
+    _, q, k = ctx.shape
+    return np.einsum("va,qkv->aqk", table, _buckets(ctx, q, k, len(table)))
+
+
+def relative_bias_bwd(ctx: Any, g: Any) -> Any:
+    return np.einsum("aqk,qkv->va", g, _buckets(ctx, g.shape[1], g.shape[2], ctx.shape[0]))
 
 
 # The cache of keys and values. Its slots are in blocks, a block is of one request. The table holds,
@@ -349,7 +376,7 @@ def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
 
     Rows gathered from the cache come with their slots; there are as many as slots where this runs.
     """
-    rest, sinks = _apart(ctx, rest)
+    rest, more = _apart(ctx, rest)
     many = 1 if ctx.get("latent") else 2
     slots, table, *gathered = rest[many:]
     places = ctx.start("k") + np.arange(int(rest[0].shape[1]))[None, :]
@@ -364,7 +391,7 @@ def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
         seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
     x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
     masked = _cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None]
-    p = _probabilities(masked, _per_head(sinks, k))
+    p = _probabilities(masked, _per_head(more.get("sinks"), k))
     return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
 

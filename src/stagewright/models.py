@@ -23,7 +23,7 @@ from stagewright.notation import Tensor
 from stagewright.presets import FAMILIES
 from stagewright.state_space import InnerNorms, StateSpace
 
-Position = Literal["rope", "learned", "alibi", "none"]
+Position = Literal["rope", "learned", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
@@ -53,6 +53,8 @@ _COUNTS = (
     ("token_types", 0, _MOST),
     ("parallel_norms", 1, 2),
     ("mtp_num_layers", 0, 16),
+    ("encoder_num_layers", 0, LIMITS["num_layers"]),
+    ("relative_buckets", 0, 2**16),
     ("num_experts", 0, MOST_EXPERTS),
     ("top_k", 0, MOST_EXPERTS),
     ("moe_ffn_hidden_size", 0, LIMITS["ffn_hidden_size"]),
@@ -223,6 +225,8 @@ class ModelConfig:
     """Longest sequence in tokens; the rows of the table where positions are learned."""
 
     position: Position = "rope"
+    relative_buckets: int = 0
+    """Distances that have a learned bias per head, of scores, where positions are relative (T5)."""
     position_offset: int = 0
     """Extra rows of the learned table (OPT: 2); it has max_position_embeddings + these."""
     rotary_fraction: float = 1.0
@@ -310,6 +314,8 @@ class ModelConfig:
     embedding_size: int | None = None
     """Width of the embedding where it is not hidden_size: bias-free projections in and out."""
 
+    encoder_num_layers: int = 0
+    """Layers of an encoder, whose output every layer attends to besides (T5, arXiv 1910.10683)."""
     causal: bool = True
     encoder: bool = False
     sliding_window: int | None = None
@@ -381,8 +387,9 @@ class ModelConfig:
 
     @property
     def depth(self) -> int:
-        """Layers in all, those of the tower first."""
-        return self.num_layers + (self.tower.num_layers if self.tower else 0)
+        """Layers in all, those of the tower or of the encoder first."""
+        tower = self.tower.num_layers if self.tower else 0
+        return tower + self.encoder_num_layers + self.num_layers
 
     @property
     def parts(self) -> frozenset[str]:
@@ -480,7 +487,7 @@ class ModelConfig:
             self._check_attention()
         self._check_state_space()
         self._check_experts()
-        if any(layer == ("none", "none") for layer in map(self.layer, range(self.num_layers))):
+        if any(layer[:2] == ("none", "none") for layer in map(self.layer, range(self.num_layers))):
             raise self._reject("mlps", "something in every layer whose mixer is none")
         if self.position_offset and self.position != "learned":
             raise self._reject("position_offset", "0 where positions are not learned")
@@ -490,8 +497,10 @@ class ModelConfig:
             raise self._reject("norm_placement", "pre in a parallel block")
         if self.parallel_norms == 2 and not self.parallel_block:
             raise self._reject("parallel_norms", "1 where the block is not parallel")
+        self._check_encoder()
         alone = self.vision or self.diffusion or self.recommendation
-        if self.mtp_num_layers and (self.encoder or self.bare or alone or self.embedding_size):
+        alone = alone or self.encoder_num_layers or self.embedding_size
+        if self.mtp_num_layers and (self.encoder or self.bare or alone):
             raise self._reject("mtp_num_layers", "0 but in a language model that predicts tokens")
         if self.causal == self.encoder:
             raise self._reject("causal", f"{not self.encoder}, as encoder is {self.encoder}")
@@ -509,6 +518,22 @@ class ModelConfig:
             raise self._reject(
                 field, f"{0 if self.glu_linear_offset else None} in an MLP without gate"
             )
+
+    def _check_encoder(self) -> None:
+        """What an encoder before the layers needs, and relative positions."""
+        relative = self.position == "relative"
+        if relative != (self.relative_buckets > 0):
+            raise self._reject("relative_buckets", "some if, and only if, positions are relative")
+        if relative and not self.encoder_num_layers:
+            raise self._reject("position", "another but in an encoder with a decoder")
+        if not self.encoder_num_layers:
+            return
+        if {*self.mixers} != {"global"} or self.num_experts or self.modules or self.kv_lora_rank:
+            raise self._reject("encoder_num_layers", "0 with layers other than attention and MLPs")
+        if self.parallel_block or self.embedding_size or self.tower or self.pooler:
+            raise self._reject("encoder_num_layers", "0 but in a decoder of usual layers")
+        if self.position not in ("relative", "none"):
+            raise self._reject("position", "relative or none with an encoder")
 
     def _check_attention(self) -> None:
         heads = self.num_attention_heads

@@ -444,9 +444,9 @@ def _attention_vjp(n: Node, g: Node) -> Grads:
     # Flash attention's backward does five products where forward does two (arXiv 2205.14135,
     # section 3.2): scores again and dP for dq, with dQ; dK; dV. One kernel: the rows are joint.
     # Latents that are keys and values get both gradients.
-    sinks = {"sinks": (0, 0)} if n.get("sinks") else {}
-    values = {"k": (1, 0), "v": (0, 1)} if len(n.srcs) - len(sinks) == 3 else {"k": (1, 1)}
-    rows = {"q": (2, 1), **values, **sinks}
+    more = {name: (0, 0) for name in ("bias", "sinks") if n.get(name)}
+    values = {"k": (1, 0), "v": (0, 1)} if len(n.srcs) - len(more) == 3 else {"k": (1, 1)}
+    rows = {"q": (2, 1), **values, **more}
     found: list[Node | None] = []
     for (wrt, products), term, s in zip(rows.items(), ins.split(","), n.srcs, strict=True):
         attrs: dict[str, Any] = {**_attrs(n), "products": products, "wrt": wrt}
@@ -503,6 +503,12 @@ def _mean_square_vjp(n: Node, g: Node) -> Grads:
 def _unit_vjp(n: Node, g: Node) -> Grads:
     ins, x = str(n["spec"]).split("->")
     return (apply("unit_bwd", f"{x},{ins}->{x}", g, n, n.srcs[1], phase="backward"), None)
+
+
+def _relative_bias_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    own: dict[str, Any] = {"causal": n["causal"], "phase": "backward"}
+    return (apply("relative_bias_bwd", f"{out}->{ins}", g, out=n.srcs[0].shape, **own),)
 
 
 def _softmax_vjp(n: Node, g: Node) -> Grads:
@@ -748,6 +754,8 @@ OPS: dict[str, Op] = {
     "attention": Op(_m.attention, _attention_vjp, ring=("q", "k"), scratch=_row_sums),
     "attention_bwd": Op(_m.attention_bwd, ring=("q", "k"), joint=True, scratch=_forward_again),
     "cached_attention": Op(_m.cached_attention),
+    "relative_bias": Op(_m.relative_bias, _relative_bias_vjp, flops=0, gathers=0),
+    "relative_bias_bwd": Op(_m.relative_bias_bwd, linear=True),
     "sum": Op(_m.total, linear=True, fuses=True),
     "mean": Op(_m.mean, _mean_vjp, linear=True, fuses=True),
     # element-wise

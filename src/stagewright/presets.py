@@ -168,6 +168,25 @@ _GROK1 = (
     }
 )
 
+# Scores are not scaled; a table of 32 biases per head for each of the encoder and the decoder.
+_T5: Style = {
+    "position": "relative",
+    "relative_buckets": 32,
+    "gated": False,
+    "activation": "relu",
+    "tied_embeddings": True,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "embedding_dropout": 0.1,
+}
+
+
+def _t5(layers: int) -> Style:
+    return _T5 | {"encoder_num_layers": layers}
+
+
+_T5_11: Style = {"gated": True, "activation": "gelu_tanh", "tied_embeddings": False}
+
 _VIT = _BIASED | {
     "position": "none",  # learned ones are part of the patches
     "activation": "gelu",
@@ -497,6 +516,22 @@ dbrx             40   6144  10752   48    8  128  100352   32768  databricks/dbr
         _GROK1,
         """
 grok-1           64   6144  32768   48    8  128  131072    8192
+""",
+    ),
+    *(
+        (_t5(layers), row)
+        for layers, row in (
+            (6, "t5-small 6 512 2048 8 8 64 32128 512 google-t5/t5-small"),
+            (12, "t5-base 12 768 3072 12 12 64 32128 512 google-t5/t5-base"),
+            (24, "t5-large 24 1024 4096 16 16 64 32128 512 google-t5/t5-large"),
+            (24, "t5-3b 24 1024 16384 32 32 128 32128 512 google-t5/t5-3b"),
+            (24, "t5-11b 24 1024 65536 128 128 128 32128 512 google-t5/t5-11b"),
+        )
+    ),
+    (
+        _t5(24) | _T5_11,
+        """
+t5-v1.1-xxl      24   4096  10240   64   64   64   32128     512  google/t5-v1_1-xxl
 """,
     ),
     (

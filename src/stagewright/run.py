@@ -144,6 +144,8 @@ class Run(BaseModel):
 
     seq_length: Count | None = None
     """None: the model's longest, but at most 8192."""
+    decoder_seq_length: Count | None = None
+    """Encoder-decoder: tokens of the decoder; seq_length is that of the encoder. None: as that."""
     micro_batch_size: Count = 1
     global_batch_size: Count | None = None
     """None: as many microbatches as pipeline ranks, micro_batch_size * dp * pp, or twice as many
@@ -346,6 +348,8 @@ class Run(BaseModel):
         longest = min(model.max_position_embeddings, 8192)
         if self.mode == "train":
             defaults["seq_length"] = longest
+            if model.encoder_num_layers:
+                defaults["decoder_seq_length"] = self.seq_length or longest
         else:
             defaults |= serving.defaults(self, longest, latent=model.kv_lora_rank > 0)
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
@@ -543,6 +547,7 @@ def check(run: Run, model: ModelConfig) -> None:
         _check_images(run, model)
     if model.recommendation:
         _check_tables(run, model)
+    _check_two_sequences(run, model)
     if model.diffusion and (run.sequence_parallel or run.cp > 1):
         raise UserError(
             f"{model.name}: its sequences of {model.max_position_embeddings} positions, one of "
@@ -661,6 +666,28 @@ def _check_images(run: Run, model: ModelConfig) -> None:
                 f"{name}={ranks} does not divide the {seen} positions of an image of {model.name}; "
                 f"use {divisors(seen)}, or none"
             )
+
+
+def _check_two_sequences(run: Run, model: ModelConfig) -> None:
+    """What an encoder and a decoder allow."""
+    if not model.encoder_num_layers:
+        if run.decoder_seq_length is not None:
+            raise UserError(
+                f"decoder_seq_length={run.decoder_seq_length} is of an encoder and a decoder, but "
+                f"{model.name} has no encoder; use seq_length"
+            )
+        return
+    if run.cp > 1:
+        raise UserError(
+            f"cp={run.cp}: sequences of an encoder and a decoder ({model.name}), of which one sees "
+            "the other's, are not split; use cp=1"
+        )
+    length = run.resolved(model).decoder_seq_length
+    if run.sequence_parallel and length is not None and length % run.tp:
+        raise UserError(
+            f"decoder_seq_length={length} is not divisible by tp={run.tp}, which sequence_parallel "
+            f"needs; {_nearest(length, run.tp)}"
+        )
 
 
 def _check_tables(run: Run, model: ModelConfig) -> None:

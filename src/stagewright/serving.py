@@ -45,6 +45,7 @@ TRAINING = {
     "dp_shard": "weights are not sharded over dp",
     "reshard_after_forward": "weights are not sharded over dp",
     "seq_length": "use prompt_length and context_length",
+    "decoder_seq_length": "use prompt_length and context_length",
     "micro_batch_size": "use batch_size",
     "global_batch_size": "use batch_size",
     "schedule": "a pipeline runs its microbatches in turn",
@@ -255,6 +256,11 @@ def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError if a resolved run cannot be served."""
     if model.encoder:
         raise UserError(f"{model.name} is an encoder, it generates nothing; use mode=train")
+    if model.encoder_num_layers:
+        raise UserError(
+            f"{model.name} has an encoder and a decoder, which are there in training only; use "
+            "mode=train"
+        )
     if model.modules:
         names = ", ".join(m.name for m in model.modules)
         raise UserError(f"modules ({names}) are there in training only; drop them, or mode")

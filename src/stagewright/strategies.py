@@ -28,6 +28,8 @@ TENSOR_PARALLEL: Mapping[str, int] = {
     "wq": 1, "wk": 1, "wv": 1, "bq": 0, "bk": 0, "bv": 0, "wo": 0, "wg": 1, "sinks": 0,
     "w_up": 1, "w_gate": 1, "b_up": 0, "b_gate": 0, "w_down": 0,
     "wte": 0, "lm_head": 0, "b_head": 0, "w_eh": 1,
+    "cross.wq": 1, "cross.wk": 1, "cross.wv": 1, "cross.wo": 0,
+    "encoder.relative_bias": 1, "decoder.relative_bias": 1,
     "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,
     "mamba.w_x": 1, "mamba.w_z": 1, "mamba.conv.weight": 0, "mamba.conv.bias": 0,
     "mamba.w_select": 0, "mamba.w_dt": 1, "mamba.dt_bias": 0, "mamba.a_log": 0, "mamba.d": 0,
@@ -59,7 +61,7 @@ _INPUT_GRADS = tuple(f"d_{name}_in" for name in ("q", "k", "v", "up", "gate", "l
 TABLES = ("wte", "wpe", "wtt", "lm_head", "tables")
 """Weights whose first dim are rows; of others the last is, which they lead to."""
 BATCH = size("B")
-KEY_VALUE = frozenset({"wk", "wv", "bk", "bv"})
+KEY_VALUE = frozenset({"wk", "wv", "bk", "bv", "cross.wk", "cross.wv"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,10 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             return own[n.name]
         dims = rows.get(str(n.get("like") or n.name))
         if dims is None and n.get("carried"):
-            dims = residual
+            own_dims = residual if n.shape[0] == BATCH else (plan.tensor, (), ())
+            # A value of all sequences: its gradients are sums until the one who made it has them.
+            sums = plan.data if n.phase == "backward" and n.shape[0] != BATCH else ()
+            return Layout(own_dims, frozenset(sums))
         if n.op == "input" and have is None and dims is None and n.shape[:1] == (BATCH,):
             dims = (plan.data, *[()] * (len(n.shape) - 1))  # whatever comes from outside
         return None if dims is None or len(dims) != len(n.shape) else Layout(dims)

@@ -13,7 +13,13 @@ from typing import NamedTuple
 from stagewright.models import Diffusion, Layer, ModelConfig, Recommendation, Vision
 from stagewright.nn.builder import PRECISIONS, Block, Experts, Inference, Precision, Recipe, Tie
 from stagewright.nn.diffusion import conditioned_layer, denoiser, noisy_patches
-from stagewright.nn.ends import embedding, head
+from stagewright.nn.encoder_decoder import (
+    decoder_layer,
+    encoder_end,
+    encoder_layer,
+    source_embedding,
+)
+from stagewright.nn.ends import embedding, head, tied
 from stagewright.nn.layers import layer
 from stagewright.nn.mtp import final_norm, mtp, mtp_name
 from stagewright.nn.recommendation import ranking
@@ -38,6 +44,10 @@ def _in_tower(make: Make) -> Make:
 BLOCKS: dict[str, Make] = {
     "embedding": lambda config, recipe, _: embedding(config, recipe),
     "layer": layer,
+    "source_embedding": source_embedding,
+    "encoder_layer": encoder_layer,
+    "encoder_end": encoder_end,
+    "decoder_layer": decoder_layer,
     "final_norm": final_norm,
     "mtp": mtp,
     "head": lambda config, recipe, _: head(config, recipe),
@@ -70,6 +80,8 @@ def chain(config: ModelConfig) -> list[Part]:
         return [Part("ranking", 0)]
     tower = config.tower
     first = tower.num_layers if tower else 0
+    if config.encoder_num_layers:
+        return _encoder_decoder(config)
     layers = [Part("layer", first + i, config.layer(i)) for i in range(config.num_layers)]
     if config.bare:
         return layers
@@ -89,7 +101,16 @@ def chain(config: ModelConfig) -> list[Part]:
     return [*begin, *layers, *end]
 
 
-MADE_ON_EACH_STAGE: frozenset[str] = frozenset()
+def _encoder_decoder(config: ModelConfig) -> list[Part]:
+    """The encoder, and then the decoder: pipeline stages of either, or of both."""
+    first = config.encoder_num_layers
+    encoder = [Part("encoder_layer", i, Layer()) for i in range(first)]
+    decoder = [Part("decoder_layer", first + i, config.layer(i)) for i in range(config.num_layers)]
+    begin, between = [Part("source_embedding")], [Part("encoder_end", behind=True)]
+    return [*begin, *encoder, *between, Part("embedding"), *decoder, Part("head")]
+
+
+MADE_ON_EACH_STAGE = frozenset({"encoder_bias", "decoder_bias"})
 """What is handed on, but not from stage to stage."""
 
 
@@ -97,6 +118,9 @@ def uses(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
     """What a block is handed besides the stream."""
     if block == "mtp":
         return (mtp_name(layer.ahead - 1),) if layer.ahead > 1 else ()
+    if block in ("encoder_layer", "decoder_layer"):
+        bias = (block.replace("layer", "bias"),) if config.position == "relative" else ()
+        return bias if block == "encoder_layer" else ("memory", *bias)
     if block == "head":
         return tuple(mtp_name(k + 1) for k in range(config.mtp_num_layers))
     return ()
@@ -104,14 +128,13 @@ def uses(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
 
 def tables(config: ModelConfig, block: str, layer: Layer, begins: frozenset[str]) -> list[str]:
     """Parameters of a block that are one with those of other blocks."""
-    ends = config.tied_embeddings or config.mtp_num_layers > 0
     held = {
-        "embedding": ends,
-        "projector": ends,
+        **dict.fromkeys(("embedding", "projector", "source_embedding"), tied(config)),
         "mtp": True,
         "head": config.tied_embeddings,
     }
-    return ["wte"] if held.get(block) else []
+    biases = [f"{name.removesuffix('_bias')}.relative_bias" for name in sorted(begins)]
+    return ["wte"] if held.get(block) else biases
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
@@ -137,6 +160,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "N": config.kv_channels - config.qk_rope_head_dim,  # of a head, without rotary position
         "Z": config.qk_rope_head_dim,
         "U": config.v_head_dim or config.kv_channels,
+        "Buckets": config.relative_buckets,
     } | _state_sizes(config)
     if config.vision:
         found |= _vision_sizes(config.vision, config.max_position_embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stagewright.ir import Node
@@ -42,7 +43,8 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
                 heads[name] = apply("norm", f"{z}->{z}", heads[name], **own)
     q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
-    o = identity(_core(b, q, (k, v), reach, qd, kd), "context", scope=scope)
+    bias = [relative_bias(b)] if c.position == "relative" else []
+    o = identity(_core(b, q, (k, v), reach, qd, kd, bias=bias), "context", scope=scope)
     if c.attention_gate:
         gate = b.linear("bsm,mad->bsad", h, b.weight("wg", "M", "A", "D", scope=scope), "gate")
         o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)
@@ -51,6 +53,44 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     if not c.parallel_block:
         out = identity(out, "attn_reduced")
     return b.bias(out, "bo", "M") if c.attention_output_bias else out
+
+
+def relative_bias(b: Builder) -> Node:
+    """A bias of every score by how far the key is from the query, [A, S, S].
+
+    The first layer of a stage makes it for all of its stack (Megatron-LM's T5Model, too, has the
+    table on each stage).
+    """
+    stack = "encoder" if b.config.encoder else "decoder"
+    name = f"{stack}_bias"
+    if name not in b.recipe.begins:
+        return b.take(name, "A", "S", "S")
+    own: dict[str, Any] = {"scope": "attention"}
+    table = b.param(f"{stack}.relative_bias", "Buckets", "A", tied=True, **own)
+    shape = (size("A"), size("S"), size("S"))
+    causal = b.config.causal
+    made = apply("relative_bias", "Va->aQK", table, out=shape, causal=causal, name=name, **own)
+    return b.make(name, made)
+
+
+def cross_attention(b: Builder, h: Node) -> Node:
+    """Queries of the decoder, keys and values of what the encoder made of its sequence."""
+    c, scope = b.config, "attention"
+    memory = b.take("memory", "B", "Source", "M")
+    g = "A" if c.num_query_groups == c.num_attention_heads else "G"
+    heads: dict[str, Node] = {}
+    for name, of, n, at in (("q", h, "A", "s"), ("k", memory, g, "t"), ("v", memory, g, "t")):
+        w = b.weight(f"cross.w{name}", "M", n, "D", scope=scope)
+        spec = f"b{at}m,m{n.lower()}d->b{at}{n.lower()}d"
+        heads[name] = b.linear(spec, of, w, f"cross_{name}", scope=scope)
+    q, k, v = (
+        identity(x, f"cross_{n}_core", role="" if n == "q" else "keys") for n, x in heads.items()
+    )
+    qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
+    o = _core(b, q, (k, v), Reach(), qd, kd, causal=False)
+    w = b.weight("cross.wo", "A", "D", "M", scope=scope)
+    out = b.linear("bsad,adm->bsm", identity(o, "cross_context"), w, "cross_out", scope=scope)
+    return identity(out, "attn_reduced")
 
 
 def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:
@@ -152,8 +192,9 @@ def _joined(latent: Node, shared: Node) -> Node:
 
 
 def _core(
-    b: Builder, q: Node, keys: tuple[Node, ...], reach: Reach, qd: str, kd: str, value: str = "d"
-) -> Node:
+    b: Builder, q: Node, keys: tuple[Node, ...], reach: Reach, qd: str, kd: str, value: str = "d",
+    *, causal: bool = True, bias: Sequence[Node] = (),
+) -> Node:  # fmt: skip
     """softmax(q k / sqrt(d)) v, as one flash attention kernel (arXiv 2205.14135) or in parts.
 
     `keys` are keys and values, or latents that are keys and, their first channels, values. `qd` and
@@ -167,7 +208,8 @@ def _core(
             b, dict(zip(("k", "v") if len(keys) == 2 else ("latent",), keys, strict=True)), reach
         )
         return cached_attention(b, q, kept, reach, qd, kd, value, sinks=sinks)
-    mask: dict[str, Any] = {"causal": c.causal, "window": reach.window, "width": c.kv_channels}
+    width = 1 if c.position == "relative" else c.kv_channels  # T5 does not scale scores
+    mask: dict[str, Any] = {"window": reach.window, "width": width, "causal": causal and c.causal}
     mask |= {"chunk": reach.chunk} if reach.chunk else {}
     out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
     if b.recipe.flash_attention:
@@ -175,16 +217,19 @@ def _core(
         attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1), "role": "core"}
         wide = value.upper()
         terms = [f"{qd}D", *(kd + x for x in ("D", wide)[: len(keys)])]
-        if sinks:
-            attrs["sinks"] = True
-            terms.append(heads)
+        for name, more, dims in (("bias", bias, f"{heads}qk"), ("sinks", sinks, heads)):
+            if more:
+                attrs[name] = True
+                terms.append(dims)
         spec = f"{','.join(terms)}->{qd}{wide}"
         return apply(
-            "attention", spec, q, *keys, *sinks, out=out, name="core", scope=scope, **attrs
+            "attention", spec, q, *keys, *bias, *sinks, out=out, name="core", scope=scope, **attrs
         )
     k = keys[0]
     v = keys[1] if len(keys) == 2 else part(k, f"{kd}D->{kd}C", size("C"), first=True, name="v")
     scores = einsum(f"{qd}d,{kd}d->b{heads}qk", q, k, name="scores", scope=scope)
+    for each in bias:
+        scores = apply("bias", f"b{heads}qk,{heads}qk->b{heads}qk", scores, each, name="biased")
     if c.attention_softcap:
         scores = b.act(scores, "softcap", cap=c.attention_softcap)
     spec = "baqK,a->baqK" if sinks else "baqK->baqK"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stagewright.ir import Graph, Node
+from stagewright.ir import Graph, Node, replace
 from stagewright.models import ModelConfig
 from stagewright.ops import apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.size import Size, size
@@ -116,6 +116,17 @@ class Block:
     name: str
     graph: Graph
     primal: Mapping[Node, Node]
+
+
+def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
+    """The same block with other sizes."""
+
+    def visit(old: Node, srcs: tuple[Node, ...]) -> Node:
+        return replace(old, srcs=srcs, shape=tuple(rename(d) for d in old.shape))
+
+    graph, table = block.graph.rebuild(visit)
+    primal = {table[g]: table[p] for g, p in block.primal.items() if g in table and p in table}
+    return Block(name, graph, primal)
 
 
 @dataclass(slots=True)

@@ -10,13 +10,14 @@ from stagewright.nn.inference import gathered, last_tokens
 from stagewright.ops import add, apply, cast, einsum, elementwise, identity, leaf
 
 
-def embedding(config: ModelConfig, recipe: Recipe) -> Block:
+def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") -> Block:
     """Token ids to the residual stream; positions, token types and norm as the family has them."""
     b = Builder(config, recipe)
     width = "W" if config.embedding_size else "M"
-    tokens = leaf("input", ("B", "S"), "int64", "tokens", role="input", scope="embedding")
+    own = {"role": "input", "scope": "embedding", "like": "tokens"}
+    ids = leaf("input", ("B", "S"), "int64", tokens, **own)
     table = b.param("wte", "V", width, scope="embedding", tied=tied(config))
-    x = apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype, name="word")
+    x = apply("embedding", "bs,vm->bsm", ids, table, dtype=b.dtype, name="word")
     if config.embedding_size:
         x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
     if config.position == "learned":
@@ -72,7 +73,7 @@ def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
 
 def tied(config: ModelConfig) -> bool:
     """Whether the embedding's table has copies in other blocks."""
-    return config.tied_embeddings or config.mtp_num_layers > 0
+    return config.tied_embeddings or config.mtp_num_layers > 0 or config.encoder_num_layers > 0
 
 
 def mtp_name(ahead: int) -> str:

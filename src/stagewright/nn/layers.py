@@ -42,8 +42,8 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     return finish("layer", b, x, body(b, x, what))
 
 
-def body(b: Builder, x: Node, what: Layer) -> Node:
-    """What a layer makes of the stream."""
+def body(b: Builder, x: Node, what: Layer, *, cross: Part | None = None) -> Node:
+    """What a layer makes of the stream; `cross` looks at another sequence after its own."""
     config = b.config
     own = {m.name: partial(_own, m) for m in config.modules}
     mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
@@ -58,6 +58,7 @@ def body(b: Builder, x: Node, what: Layer) -> Node:
     y = x
     branches = (
         ("attn", "attention", mixer),
+        ("cross", "attention", cross),
         ("mlp", "mlp", mlp_),
     )
     for norm, scope, part in branches:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from stagewright.ir import Node, replace
 from stagewright.models import Layer, ModelConfig
-from stagewright.nn.builder import Block, Builder, Recipe
+from stagewright.nn.builder import Block, Builder, Recipe, renamed
 from stagewright.nn.ends import cross_entropy, tied
 from stagewright.nn.finish import finish
 from stagewright.ops import apply, einsum, identity, join, leaf, part
@@ -67,9 +66,4 @@ def tower(block: Block) -> Block:
     def rename(of: Size) -> Size:
         return of.subs({s: f"tower_{s}" for s in of.symbols if s != "B"})
 
-    def visit(old: Node, srcs: tuple[Node, ...]) -> Node:
-        return replace(old, srcs=srcs, shape=tuple(rename(d) for d in old.shape))
-
-    graph, table = block.graph.rebuild(visit)
-    primal = {table[g]: table[p] for g, p in block.primal.items() if g in table and p in table}
-    return Block(f"tower.{block.name}", graph, primal)
+    return renamed(block, f"tower.{block.name}", rename)

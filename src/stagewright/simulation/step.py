@@ -217,6 +217,7 @@ def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
     from stagewright.compiler import compile
 
     alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
+    alone = alone.model_copy(update={"decoder_seq_length": run.decoder_seq_length})
     tasks = compile(alone, model).program.classes[0].tasks
     forward = tasks.phase == PHASES.index("forward")
     full = masked = 0.0

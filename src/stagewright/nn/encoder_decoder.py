@@ -1,0 +1,48 @@
+"""An encoder, and a decoder that looks at what it made of its sequence: T5 (arXiv 1910.10683).
+
+The encoder's sequence has `Source` positions, the decoder's S. What the encoder yields is handed on
+to every layer of the decoder, and through pipeline stages, as Megatron-LM sends it along with the
+decoder's hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stagewright.models import Layer, ModelConfig
+from stagewright.nn.attention import cross_attention
+from stagewright.nn.builder import Block, Builder, Recipe, renamed
+from stagewright.nn.ends import embedding
+from stagewright.nn.finish import finish
+from stagewright.nn.layers import body, layer
+from stagewright.ops import leaf
+
+
+def source_embedding(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """Tokens of the encoder, looked up in the one table of both."""
+    return _of_source(embedding(config, recipe, tokens="source_tokens"))
+
+
+def encoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+    """A layer in which every position sees all."""
+    return _of_source(layer(replace(config, causal=False, encoder=True), recipe, what))
+
+
+def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """The encoder's last norm; what it yields is not the stream, which ends."""
+    b = Builder(config, recipe)
+    x = leaf("input", ("B", "Source", "M"), b.dtype, "x", role="input", scope="encoder")
+    h = b.norm(x, "encoder_norm", scope="encoder") if config.final_norm else x
+    b.make("memory", b.dropout(h, config.hidden_dropout))
+    return finish("encoder_end", b, x, None)
+
+
+def decoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+    """Attention to what is before, attention to the encoder's output, MLP."""
+    b = Builder(config, recipe)
+    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
+    return finish("decoder_layer", b, x, body(b, x, what, cross=cross_attention))
+
+
+def _of_source(block: Block) -> Block:
+    return renamed(block, block.name, lambda of: of.subs({"S": "Source"}))
