@@ -62,6 +62,7 @@ class Example(NamedTuple):
 GQA = "bq(gr)D,bkgD,bkgD->bq(gr)D"
 MHA = "bqaD,bkaD,bkaD->bqaD"
 MLA = "bqaD,bkaD,bkaV->bqaV"
+BIASED = "bqaD,bKaD,bKaD,aqK->bqaD"  # keys are whole, as the bias is of queries and keys
 LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
 BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "tanh")
@@ -124,7 +125,7 @@ EXAMPLES = [
         (*SLOTS, ""),
     ),
     Example("softmax", "baqK,a->baqK", {"causal": True, "width": 6}),
-    Example("attention", MHA.replace("->", ",aqk->"), BOTH | {"bias": True, "causal": False}),
+    Example("attention", BIASED, BOTH | {"bias": True, "causal": False}),
     *(Example("relative_bias", "Na->aQK", {"causal": c}, out="AQK") for c in (True, False)),
     Example("mean", "bs->"),
     Example("identity", "bsm->bsm"),

@@ -755,7 +755,7 @@ OPS: dict[str, Op] = {
     "attention_bwd": Op(_m.attention_bwd, ring=("q", "k"), joint=True, scratch=_forward_again),
     "cached_attention": Op(_m.cached_attention),
     "relative_bias": Op(_m.relative_bias, _relative_bias_vjp, flops=0, gathers=0),
-    "relative_bias_bwd": Op(_m.relative_bias_bwd, linear=True),
+    "relative_bias_bwd": Op(_m.relative_bias_bwd, multilinear=True),
     "sum": Op(_m.total, linear=True, fuses=True),
     "mean": Op(_m.mean, _mean_vjp, linear=True, fuses=True),
     # element-wise

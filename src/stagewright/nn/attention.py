@@ -216,8 +216,9 @@ def _core(
         softcap = c.attention_softcap or 0
         attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1), "role": "core"}
         wide = value.upper()
-        terms = [f"{qd}D", *(kd + x for x in ("D", wide)[: len(keys)])]
-        for name, more, dims in (("bias", bias, f"{heads}qk"), ("sinks", sinks, heads)):
+        of = kd.replace("k", "K") if bias else kd  # no ring: a bias is of queries and keys
+        terms = [f"{qd}D", *(of + x for x in ("D", wide)[: len(keys)])]
+        for name, more, dims in (("bias", bias, f"{heads}qK"), ("sinks", sinks, heads)):
             if more:
                 attrs[name] = True
                 terms.append(dims)
