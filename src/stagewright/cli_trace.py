@@ -129,6 +129,7 @@ def parse_range(text: str) -> tuple[int, int]:
 
 def _print_report(report: Report) -> None:
     from stagewright.inspect_trace import readable
+    from stagewright.words import plural
 
     color = {"error": "red", "warning": "yellow"}
     for found in report.findings:
@@ -139,7 +140,8 @@ def _print_report(report: Report) -> None:
     for text in report.skipped:
         click.echo(f"not checked: {readable(text)}")
     click.echo(
-        f"{report.directory}: {report.ranks} files, {report.kinds} kinds, {report.nodes:,} nodes, "
+        f"{report.directory}: {plural(report.ranks, 'file', 'files')}, "
+        f"{plural(report.kinds, 'kind', 'kinds')}, {report.nodes:,} nodes, "
         f"{report.bytes:,} bytes, {report.seconds:.1f} s; checked: {', '.join(report.checks)}"
     )
     numbers = [(len(report.of(level)), level) for level in ("error", "warning")]
