@@ -32,6 +32,7 @@ from stagewright.words import duration, plural, quantity, spans
 
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled
+    from stagewright.run import Run
     from stagewright.simulation.step import Simulation
 
 LEVELS = ("problem", "warning", "note")
@@ -86,12 +87,18 @@ def _capacity(compiled: Compiled) -> Iterator[Remark]:
         )
 
 
-_REMEDIES = {
-    "activations": "recompute, sequence_parallel, a smaller micro_batch_size or more of tp, cp",
-    "optimizer": "zero=1, which shards it over dp, or more of tp and pp",
-    "gradients": "zero=2 or more of tp and pp",
-    "parameters": "zero=3 or more of tp and pp",
-}
+def _less(category: str, run: Run) -> str:
+    """What makes less of a category of memory."""
+    sharded = {"optimizer": 1, "gradients": 2, "parameters": 3}
+    if category in sharded:
+        zero = sharded[category]
+        if run.zero < zero and run.mode == "train":
+            over = "dp" if run.dp > 1 else "dp, of which there is 1"
+            return f"; less: zero={zero}, which shards it over {over}, or more of tp or pp"
+        return "; less: more of tp or pp" + (" or dp" if run.zero else "")
+    if category == "activations" and run.mode == "train":
+        return "; less: recompute, more of tp with sequence_parallel, more of cp"
+    return ""
 
 
 def _memory(found: Simulation) -> Iterator[Remark]:
@@ -102,7 +109,7 @@ def _memory(found: Simulation) -> Iterator[Remark]:
     if over:
         size, of, parts = max(over, key=lambda each: each[0])
         largest = max(parts, key=lambda k: parts[k])
-        advice = f"; less: {_REMEDIES[largest]}" if largest in _REMEDIES else ""
+        advice = _less(largest, found.compiled.run)
         yield Remark(
             "problem",
             "Memory",

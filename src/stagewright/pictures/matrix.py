@@ -10,9 +10,14 @@ from stagewright.pictures import svg
 from stagewright.traffic import Matrix
 from stagewright.words import quantity
 
-SIDE, LEFT, TOP = 420, 96, 44
+MOST_SIDE, CELL, LEFT, TOP = 420, 34, 96, 44
 LEVELS = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08519c")
 """Light to dark, five steps of ColorBrewer's Blues; squares grow with them, too."""
+
+
+def extent(found: Matrix) -> int:
+    """Of the field."""
+    return min(MOST_SIDE, CELL * max(4, len(found.bytes)))
 
 
 def picture(found: Matrix, name: str, label: str) -> str:
@@ -21,7 +26,8 @@ def picture(found: Matrix, name: str, label: str) -> str:
     most = float(found.bytes.max(initial=0))
     there = found.bytes > 0
     least = float(found.bytes[there].min()) if there.any() else most
-    cell = SIDE / count
+    field = extent(found)
+    cell = field / count
     # Steps of a tenth or less of the largest say more than those of the smallest messages.
     factor = max(2.0, (most / least) ** (1 / len(LEVELS))) if most else 2.0
     bounds = [most / factor**nth for nth in range(len(LEVELS))]
@@ -30,7 +36,7 @@ def picture(found: Matrix, name: str, label: str) -> str:
         steps = np.floor(np.log(most / found.bytes[there]) / math.log(factor) + 1e-9)
     level[there] = np.clip(len(LEVELS) - 1 - steps, 0, len(LEVELS) - 1).astype(int)
     parts = [
-        f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="#fff" '
+        f'<rect x="{LEFT}" y="{TOP}" width="{field}" height="{field}" fill="#fff" '
         'stroke="currentColor" stroke-opacity=".4"/>'
     ]
     for nth, colour in enumerate(LEVELS):
@@ -43,10 +49,10 @@ def picture(found: Matrix, name: str, label: str) -> str:
         ]
         if path:
             parts.append(f'<path d="{"".join(path)}" fill="{colour}" stroke="none"/>')
-    parts += [*_edges(found, cell), *_legend(bounds, least, cell)]
+    parts += [*_edges(found, cell), *_legend(bounds, least, cell, LEFT + field + 28)]
     parts.append('<path class="cursor" d="" fill="none" stroke="currentColor" stroke-width="2"/>')
     more = f'tabindex="0" data-matrix="{name}" class="matrix"'
-    return svg.figure(TOP + SIDE + 12, label, parts, more)
+    return svg.figure(TOP + max(field, 150) + 12, label, parts, more)
 
 
 def data(found: Matrix) -> dict[str, object]:
@@ -55,17 +61,18 @@ def data(found: Matrix) -> dict[str, object]:
         "edges": found.edges.tolist(),
         "left": LEFT,
         "top": TOP,
-        "side": SIDE,
+        "side": extent(found),
         "bytes": [[float(f"{x:.3g}") if x else 0 for x in row] for row in found.bytes.tolist()],
     }
 
 
 def _edges(found: Matrix, cell: float) -> list[str]:
     """Ranks along both sides, as many as there is room for."""
+    field = extent(found)
     parts = [
-        svg.text(LEFT + SIDE / 2, 14, "receiving rank", "middle"),
-        f'<text transform="translate(14 {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">'
-        "sending rank</text>",
+        svg.text(LEFT + field / 2, 14, "receiving rank", "middle"),
+        f'<text transform="translate(14 {svg.number(TOP + field / 2)}) rotate(-90)" '
+        'text-anchor="middle">sending rank</text>',
     ]
     count = len(found.bytes)
     every = max(1, math.ceil(14 / cell))
@@ -83,11 +90,11 @@ def _bytes(size: float) -> str:
     return quantity(round(size), "B") if size >= 1 else "under 1 B"
 
 
-def _legend(bounds: list[float], least: float, cell: float) -> list[str]:
+def _legend(bounds: list[float], least: float, cell: float, x: float) -> list[str]:
     """What squares mean, from the largest down."""
     if not bounds[0]:
         return []
-    x, y = LEFT + SIDE + 28, TOP + 10.0
+    y = TOP + 10.0
     parts = [svg.text(x, y, "bytes in a step")]
     big = min(cell, 22.0)
     for nth in range(len(LEVELS)):

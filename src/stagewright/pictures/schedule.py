@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from stagewright.actions import SLOTS, Action, Order, parts, play
@@ -11,7 +11,7 @@ from stagewright.pictures import svg
 KINDS: dict[str, svg.Fill] = {
     "F": svg.Fill(svg.SKY),
     "B": svg.Fill(svg.ORANGE, "/"),
-    "I": svg.Fill(svg.ORANGE, "/"),
+    "I": svg.Fill(svg.VERMILLION, "-"),
     "W": svg.Fill(svg.GREEN, "\\"),
 }
 NAMES = {
@@ -47,12 +47,14 @@ def picture(order: Order, name: str = "schedule") -> str:
     legend, top = fills.legend([NAMES[k] for k in kinds])
     gap = 26.0 if len(shown) > 1 else 0.0
     scale = (svg.WIDTH - LEFT - gap - 4) / sum(last - first for first, last in shown)
+    told = _names([a for _, row in rows for box in row for a in box.actions], scale)
     drawn = [fills.defs(), legend]
     x = float(LEFT)
     for first, last in shown:
         for nth, (_, row) in enumerate(rows):
             boxes = [b for b in row if b.start >= first and b.end <= last]
-            drawn.append(_boxes(boxes, fills, x - first * scale, top + 6 + nth * ROW, scale))
+            at = x - first * scale, top + 6 + nth * ROW
+            drawn.append(_boxes(boxes, fills, at, scale, told))
         x += (last - first) * scale + gap
     bottom = top + 6 + len(rows) * ROW
     for nth, (rank, _) in enumerate(rows):
@@ -98,23 +100,34 @@ def _window(rows: Sequence[tuple[int, list[_Box]]], end: float) -> list[tuple[fl
     return [(0.0, half), (end - half, end)]
 
 
-def _boxes(boxes: Sequence[_Box], fills: svg.Fills, x: float, y: float, scale: float) -> str:
-    """Boxes of one kind as one path, and what they are called where there is room."""
+_Names = Callable[[Action], str]
+
+
+def _names(actions: Sequence[Action], slot: float) -> _Names:
+    """What boxes are called, all in one form: the longest that fits into a slot."""
+    forms: list[_Names] = [str, lambda a: f"{a.kind}{a.microbatch}", lambda a: str(a.microbatch)]
+    for form in forms:
+        if svg.text_width("0" * max(len(form(a)) for a in actions), 10) + 1 < slot:
+            return form
+    return lambda action: ""
+
+
+def _boxes(
+    boxes: Sequence[_Box], fills: svg.Fills, at: tuple[float, float], scale: float, told: _Names
+) -> str:
+    """Boxes of one kind as one path, and what they are called."""
     paths: dict[str, list[str]] = {}
     words: list[str] = []
     for start, end, actions in boxes:
         each = (end - start) * scale / len(actions)
         for nth, action in enumerate(actions):
-            at = x + start * scale + nth * each
-            side = f"M{svg.number(at)} {svg.number(y)}h{svg.number(max(each - 0.8, 0.6))}"
-            side += f"v{ROW - 3}h-{svg.number(max(each - 0.8, 0.6))}z"
-            paths.setdefault(action.kind, []).append(side)
-            # The stage matters where a rank has several; the kind is told by the colour, too.
-            for told in (str(action), f"{action.kind}{action.microbatch}", str(action.microbatch)):
-                if svg.text_width(told, 10) + 1 < each:
-                    more = f'font-size="10" {svg.ON_FILL}'
-                    words.append(svg.text(at + each / 2 - 0.4, y + 12.5, told, "middle", more))
-                    break
+            x, y = at[0] + start * scale + nth * each, at[1]
+            wide = svg.number(max(each - 0.8, 0.6))
+            box = f"M{svg.number(x)} {svg.number(y)}h{wide}v{ROW - 3}h-{wide}z"
+            paths.setdefault(action.kind, []).append(box)
+            if name := told(action):
+                more = f'font-size="10" {svg.ON_FILL}'
+                words.append(svg.text(x + each / 2 - 0.4, y + 12.5, name, "middle", more))
     drawn = "".join(
         f'<path d="{"".join(some)}" fill="{fills[NAMES[kind]]}"/>' for kind, some in paths.items()
     )
