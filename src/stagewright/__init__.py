@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stagewright.formats.bundle import Bundle
     from stagewright.models import ModelConfig, resolve
     from stagewright.run import Run
+    from stagewright.table import Table
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Compiled",
     "ModelConfig",
     "Run",
+    "Table",
     "UserError",
     "__version__",
     "compile",
@@ -40,6 +42,7 @@ _HOME = {
     "Compiled": "compiler",
     "ModelConfig": "models",
     "Run": "run",
+    "Table": "table",
     "UserError": "errors",
     "compile": "api",
     "filled": "api",

@@ -103,42 +103,27 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
 
 
 def _print_outcomes(outcomes: Iterable[Outcome]) -> None:
-    from rich import box
-    from rich.table import Table
-
+    from stagewright.outcome import table
+    from stagewright.tables import rich
     from stagewright.validate import NEEDS_REASON
 
     out = console()
     by_source: dict[str, list[Outcome]] = {}
     for o in outcomes:
         by_source.setdefault(o.source, []).append(o)
+    shown = ("row", "quantity", "measured", "predicted", "error", "fitted")
     for source, some in by_source.items():
-        table = Table(box=box.SIMPLE_HEAD, title=source, title_justify="left")
-        for title in ("row", "quantity", "measured", "predicted", "error", "fitted"):
-            right = title in ("measured", "predicted", "error")
-            table.add_column(title, justify="right" if right else "left", overflow="fold")
-        for o in some:
-            numbers = (f"{o.measured:.4g}", f"{o.predicted:.4g}", f"{o.error:+.1%}")
-            table.add_row(o.row, o.quantity, *numbers, o.fitted)
-        out.print(table)
+        out.print(rich(table(some, source).only(*shown)))
         for o in some:
             if abs(o.error) > NEEDS_REASON and o.quantity != "us":
                 out.print(f"  {o.error:+.0%} {o.row}: {o.reason or 'no reason known'}")
 
 
 def _print_totals(outcomes: Iterable[Outcome]) -> None:
-    from rich import box
-    from rich.table import Table
+    from stagewright.outcome import totals
+    from stagewright.tables import rich
 
-    from stagewright.outcome import summary
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("source", "rows", "mean error", "median", "bias", "worst"):
-        table.add_column(title, justify="left" if title in ("source", "worst") else "right")
-    for s in summary(outcomes):
-        errors = (f"{s.mape:.1%}", f"{s.median:.1%}", f"{s.bias:+.1%}")
-        table.add_row(s.source, str(s.rows), *errors, f"{s.worst[1]:+.0%} {s.worst[0]}")
-    console().print(table)
+    console().print(rich(totals(outcomes)))
 
 
 @contextmanager

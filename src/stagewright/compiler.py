@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from stagewright import nn, notation, offload, serving
+from stagewright import nn, notation, offload, serving, tables
 from stagewright.capacity import Capacity
 from stagewright.errors import UserError, did_you_mean
 from stagewright.ir import Graph, Node, text, verify
@@ -38,6 +38,7 @@ from stagewright.serving import read_bytes
 from stagewright.shard import shard
 from stagewright.stages import LoweredBlock, Placed, weight_half
 from stagewright.strategies import EXPERTS, Plan, rows_of, strategy
+from stagewright.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +54,36 @@ class Compiled:
     program: Program
     capacity: Capacity | None = None  # inference, where the memory of a device is known
     load: Load | None = None  # of experts, where it is not even
+
+    def __repr__(self) -> str:
+        return f"<{self.run.describe()}: {self.program.mesh.world_size} ranks, compiled>"
+
+    def _repr_html_(self) -> str:
+        from stagewright.pages.notebook import of_compiled
+
+        return of_compiled(self)
+
+    def summary(self) -> dict[str, Any]:
+        """What the ranks compute, exchange and hold: the object that `show --json` prints."""
+        from stagewright.summary import summary
+
+        return summary(self)
+
+    def compute(self) -> Table:
+        """Layers, tasks and FLOPs by phase of a rank of each stage."""
+        return tables.compute(self.summary())
+
+    def memory(self) -> Table:
+        """Bytes by category while most is held, of a rank of each stage."""
+        return tables.memory(self.summary())
+
+    def communication(self) -> Table:
+        """Collectives and messages of a rank of each stage, by phase, kind and axis."""
+        return tables.communication(self.summary(), merged=False)
+
+    def tasks(self, rank: int = 0) -> Table:
+        """All that one rank does, a row a task, in the order of issue."""
+        return tables.tasks(self.program, rank)
 
     def graph_text(self) -> str:
         """The sharded graph in the paper's notation, one section per distinct block."""

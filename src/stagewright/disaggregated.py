@@ -47,7 +47,7 @@ class Meshes(Mesh):
         return sum(part.world_size for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Joined(Program):
     """A program whose groups and partners are listed, not worked out from one mesh."""
 

@@ -27,6 +27,8 @@ USES = {
     "sympy": "sizes as sympy expressions: Size.to_sympy, Size.latex",
     "browser": "tests of pages in a Chromium that is installed",
     "docs": "the pages of docs/, by Sphinx",
+    "pandas": "tables as data frames: Table.to_pandas",
+    "polars": "tables as data frames: Table.to_polars",
     "dev": "tests, lint and types, to work on Stagewright",
 }
 """What each extra is for."""

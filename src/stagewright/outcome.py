@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.table import Table
+
 
 class Outcome(NamedTuple):
     """A measurement and its prediction; `error` is predicted / measured - 1."""
@@ -32,6 +34,30 @@ class Summary(NamedTuple):
     median: float  # of the sizes of errors
     bias: float  # mean error, signed
     worst: tuple[str, float]
+
+
+def table(outcomes: Iterable[Outcome], title: str = "Predictions") -> Table:
+    """Outcomes for people, and to convert."""
+    some = [*outcomes]
+    columns = {
+        name: [getattr(o, name) for o in some] for name in Outcome._fields if name != "reason"
+    }
+    return Table(title, columns, {"measured": "figure", "predicted": "figure", "error": "error"})
+
+
+def totals(outcomes: Iterable[Outcome]) -> Table:
+    """The errors of each source."""
+    found = summary(outcomes)
+    columns = {
+        "source": [s.source for s in found],
+        "rows": [s.rows for s in found],
+        "mean error": [s.mape for s in found],
+        "median": [s.median for s in found],
+        "bias": [s.bias for s in found],
+        "worst": [f"{s.worst[1]:+.0%} {s.worst[0]}" for s in found],
+    }
+    units = {"rows": "", "mean error": "share", "median": "share", "bias": "error"}
+    return Table("", columns, units)
 
 
 def summary(outcomes: Iterable[Outcome]) -> list[Summary]:

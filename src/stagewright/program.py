@@ -117,6 +117,9 @@ class Tasks:
     def __len__(self) -> int:
         return len(self.kind)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} tasks>"
+
     @property
     def local_bytes(self) -> Int:
         """Bytes of each collective's local input, or message, on these ranks."""
@@ -156,6 +159,9 @@ class Values:
     last: NDArray[np.int32]
     names: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"<{len(self.value)} values of a step>"
+
 
 def _nothing() -> Values:
     none, number = np.zeros(0, np.int32), np.zeros(0, np.int64)
@@ -182,6 +188,9 @@ class RankClass:
     memory: Mapping[str, int]  # bytes per rank at the peak, by category, and their sum, `peak`
     values: Values = NOTHING
 
+    def __repr__(self) -> str:
+        return f"<stage {self.pipeline_rank}: {len(self.ranks)} ranks, {len(self.tasks)} tasks>"
+
     @property
     def users(self) -> Users:
         """Its ranks and what they communicate on."""
@@ -198,6 +207,10 @@ class Program:
     # slot -> who; only those that some task uses, all of >= 2 ranks
     communicators: tuple[Communicator, ...]
     peers: tuple[Peer, ...]  # slot -> who
+
+    def __repr__(self) -> str:
+        classes, world = len(self.classes), self.mesh.world_size
+        return f"<program of {world} ranks in {classes} classes, mesh {dict(self.mesh.axes)}>"
 
     def label_of(self, slot: int) -> str:
         """What people call communicator `slot`: `tp`, `cp+dp`, `pp[0, 3]`."""

@@ -13,11 +13,14 @@ import html
 import importlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.words import duration, quantity
+
+SHOWN = 20
+"""Rows, in a notebook."""
 
 
 def _share(value: float) -> str:
@@ -28,7 +31,18 @@ def _whole_share(value: float) -> str:
     return f"{value:.0%}"
 
 
-_TOLD = {"s": duration, "share": _share, "whole share": _whole_share}
+def _error(value: float) -> str:
+    return f"{value:+.1%}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g}"
+
+
+_TOLD = {
+    **{"s": duration, "share": _share, "whole share": _whole_share},
+    **{"error": _error, "figure": _figure},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +52,9 @@ class Table:
     title: str
     columns: Mapping[str, Sequence[Any]]
     units: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By column: `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in percent;
-    a column with `""` holds numbers that are shown as they are."""
+    """By column: `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in percent,
+    `error` too, with its sign, `figure` in four digits; a column with `""` holds numbers that are
+    shown as they are."""
     grouped: str = ""
     """A column whose value is shown only where it changes."""
 
@@ -51,6 +66,10 @@ class Table:
         """A mapping from columns to values for each row."""
         values = zip(*self.columns.values(), strict=True)
         return [dict(zip(self.columns, row, strict=True)) for row in values]
+
+    def only(self, *names: str) -> Table:
+        """The table of some of its columns."""
+        return replace(self, columns={name: self.columns[name] for name in names})
 
     def is_number(self, column: str) -> bool:
         """Whether a column holds numbers, which stand to the right."""
@@ -91,8 +110,8 @@ class Table:
         ]
         return "\n".join([self.title, *lines])
 
-    def html(self) -> str:
-        """A table for a page."""
+    def html(self, most: int | None = None) -> str:
+        """A table for a page; of more than `most` rows, these and how many are left out."""
         marks = [' class="n"' if self.is_number(name) else "" for name in self.columns]
         head = "".join(
             f'<th scope="col"{mark}>{html.escape(name)}</th>'
@@ -104,15 +123,18 @@ class Table:
                 f"<td{mark}>{html.escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)
             )
             + "</tr>"
-            for row in self.text_rows()
+            for row in self.text_rows()[:most]
         )
+        if most is not None and len(self) > most:
+            left = f"{len(self) - most:,} more rows; to_pandas() and to_polars() have them all"
+            body += f'<tr><td colspan="{len(self.columns)}">{left}</td></tr>'
         return (
             f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{body}</tbody></table>"
         )
 
     def _repr_html_(self) -> str:
-        return self.html()
+        return self.html(SHOWN)
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame, with numbers as they are; needs the extra `pandas`."""

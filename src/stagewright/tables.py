@@ -11,7 +11,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagewright.program import PHASES
+import numpy as np
+
+from stagewright.errors import UserError
+from stagewright.program import COLLECTIVES, PHASES, Kind, Program, RankClass
 from stagewright.table import Table
 from stagewright.words import quantity, spans
 
@@ -44,12 +47,18 @@ def told(of: dict[str, Any]) -> list[tuple[str, Class]]:
     return found
 
 
+def _stage_column(classes: Sequence[tuple[str, Class]]) -> list[Any]:
+    """Numbers, where each stage has one class."""
+    plain = all(name.isdecimal() for name, _ in classes)
+    return [each["stage"] if plain else name for name, each in classes]
+
+
 def compute(of: dict[str, Any]) -> Table:
     """Layers, tasks and FLOPs of each stage."""
     phases = PHASES if "batch" not in of else ("forward",)
     classes = told(of)
     columns: dict[str, list[Any]] = {
-        "stage": [stage for stage, _ in classes],
+        "stage": _stage_column(classes),
         "ranks": [f"{len(each['ranks'])}: {spans(each['ranks'])}" for _, each in classes],
         "layers": [each["layers"] for _, each in classes],
         "tasks": [each["tasks"] for _, each in classes],
@@ -65,8 +74,47 @@ def memory(of: dict[str, Any]) -> Table:
     held = [each["memory"] for _, each in classes]
     categories = list(dict.fromkeys(c for each in held for c, size in each.items() if size))
     by = {c.replace("_", " "): [each.get(c, 0) for each in held] for c in categories}
-    columns = {"stage": [stage for stage, _ in classes], **by}
+    columns = {"stage": _stage_column(classes), **by}
     return Table("Memory", columns, dict.fromkeys(by, "B"))
+
+
+def tasks(program: Program, rank: int) -> Table:
+    """All that one rank does, a row a task, in the order of issue."""
+    if not 0 <= rank < program.mesh.world_size:
+        raise UserError(f"there is no rank {rank}; use 0 to {program.mesh.world_size - 1}")
+    (of,) = (of for of in program.classes if rank in of.ranks)
+    return _tasks(f"Tasks of rank {rank}", program, of)
+
+
+_TASK_UNITS = {
+    **dict.fromkeys(("task", "stage", "layer", "microbatch"), ""),
+    **{"flops": "FLOP", "memory_bytes": "B", "bytes": "B"},
+}
+
+
+def _tasks(title: str, program: Program, of: RankClass) -> Table:
+    t = of.tasks
+    groups = np.array([*map(program.label_of, range(len(program.communicators))), ""])
+    peers = np.array([*(f"{axis} {shift:+d}" for axis, shift in program.peers), ""])
+    collective, message = t.kind == Kind.COLLECTIVE, np.isin(t.kind, (Kind.SEND, Kind.RECV))
+    kinds = np.array([kind.name.lower() for kind in Kind])[t.kind]
+    group = groups[np.where(collective, t.slot, -1)]
+    columns = {
+        "task": np.arange(len(t)),
+        "name": np.array(t.names)[t.name],
+        "kind": np.where(collective, np.array([*COLLECTIVES, ""])[t.collective], kinds),
+        "op": np.array(t.ops)[t.op],
+        "phase": np.array(PHASES)[t.phase],
+        "stage": t.stage,
+        "layer": t.layer,
+        "microbatch": t.microbatch,
+        "dtype": np.array(t.dtypes)[t.dtype],
+        "flops": t.flops,
+        "memory_bytes": t.traffic,
+        "with": np.where(collective, group, peers[np.where(message, t.slot, -1)]),
+        "bytes": t.comm_bytes,
+    }
+    return Table(title, {name: column.tolist() for name, column in columns.items()}, _TASK_UNITS)
 
 
 _SHOWN = 4  # of what is alive at the peak
@@ -104,10 +152,10 @@ def alive_in_words(group: dict[str, Any]) -> str:
 def communication(of: dict[str, Any], *, merged: bool = True) -> Table:
     """Collectives, messages and copies; stages that communicate alike share rows if `merged`."""
     classes = told(of)
-    if merged:
-        groups = _alike(classes)
-    else:
-        groups = [(stage, _communication_rows(each)) for stage, each in classes]
+    groups: list[tuple[Any, list[tuple[Any, ...]]]] = [*_alike(classes)]
+    if not merged:
+        rows_of = [_communication_rows(each) for _, each in classes]
+        groups = [*zip(_stage_column(classes), rows_of, strict=True)]
     rows = [(stage, *row) for stage, some in groups for row in some]
     names = ("stage", "phase", "what", "axis", "group", "count", "bytes")
     units = {"group": "", "count": "", "bytes": "B"}
@@ -149,6 +197,7 @@ def _stages(stages: dict[str, int]) -> str:
 # ---- of a simulation -----------------------------------------------------------------------------
 
 _MOST_ROWS = 32
+_TICK = 1e-12  # seconds, as in `simulation.timeline`
 
 
 def parts(found: Simulation) -> Table:
@@ -197,6 +246,19 @@ def transfers(found: Simulation) -> Table:
     return _of_rows("communication of the mean GPU", names, rows, units)
 
 
+def tasks_in_time(found: Simulation, lane: int) -> Table:
+    """The tasks of a lane with the seconds between which each runs, in the order of issue."""
+    count = len(found.line.lanes)
+    if not 0 <= lane < count:
+        raise UserError(f"there is no lane {lane}; use 0 to {count - 1}")
+    of = found.line.lanes[lane]
+    table = _tasks(f"Tasks of {lanes_in_words([of])}", found.line.program, of.of)
+    rows = of.issue.rows.tolist()
+    columns = {name: [column[row] for row in rows] for name, column in table.columns.items()}
+    times = {"begin": (of.begin * _TICK).tolist(), "end": (of.end * _TICK).tolist()}
+    return Table(table.title, {**columns, **times}, {**table.units, "begin": "s", "end": "s"})
+
+
 def _of_rows(
     title: str,
     names: Sequence[str],
@@ -214,7 +276,7 @@ def rich(table: Table, **looks: Any) -> Any:
     from rich import box
     from rich.table import Table as Rich
 
-    found = Rich(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, **looks)
+    found = Rich(title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, **looks)
     for name in table.columns:
         if table.is_number(name):
             found.add_column(name, justify="right")

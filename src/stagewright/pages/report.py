@@ -64,32 +64,37 @@ def page(compiled: Compiled, found: Simulation | None = None) -> str:
     return page_of(f"{compiled.model.name} on {ranks}", head, sections, data)
 
 
-def _tiles(compiled: Compiled, found: Simulation | None) -> str:
+def tiles(compiled: Compiled, found: Simulation | None) -> list[tuple[str, str, str]]:
+    """The key figures: what each is of, the figure, and a word more."""
     run, active = compiled.run, compiled.active_parameters
     few = f"{count(active)} active per token" if active != compiled.parameters else ""
-    tiles = [("Parameters", count(compiled.parameters), few)]
-    peak = max(sum(held.values()) for _, held in _peaks(compiled, found))
+    told = [("Parameters", count(compiled.parameters), few)]
+    peak = max(sum(held.values()) for _, held in peaks(compiled, found))
     room = f"of {found.machine.hardware.memory_gb:g} GB" if found else "of the fullest rank"
-    tiles.append(("Memory at the peak", quantity(peak, "B"), room))
+    told.append(("Memory at the peak", quantity(peak, "B"), room))
     if found:
         rate = found.tokens_per_second
         each = f"{rate / found.machine.gpus:,.0f} for each GPU"
-        tiles.append(("Step", duration(found.seconds), f"{found.tokens:,} tokens"))
-        tiles.append(("Tokens in a second", count(round(rate)), each))
+        told.append(("Step", duration(found.seconds), f"{found.tokens:,} tokens"))
+        told.append(("Tokens in a second", count(round(rate)), each))
         if run.mode == "train":
-            tiles.append(("MFU", f"{found.mfu:.1%}", f"causal {found.mfu_causal:.1%}"))
-        tiles.append(("HFU", f"{found.hfu:.1%}", "what kernels execute"))
+            told.append(("MFU", f"{found.mfu:.1%}", f"causal {found.mfu_causal:.1%}"))
+        told.append(("HFU", f"{found.hfu:.1%}", "what kernels execute"))
         spent = found.expense()
         if spent.usd_per_million_tokens is not None:
             price = f"{spent.usd_per_million_tokens:.3g} USD"
-            tiles.append(("A million tokens", price, f"{spent.joules_per_token:.3g} J a token"))
+            told.append(("A million tokens", price, f"{spent.joules_per_token:.3g} J a token"))
     elif run.mode == "train":
         many = plural(run.microbatches, "microbatch", "microbatches")
-        tiles.append(("Sequences in a step", f"{run.global_batch_size:,}", many))
+        told.append(("Sequences in a step", f"{run.global_batch_size:,}", many))
+    return told
+
+
+def _tiles(compiled: Compiled, found: Simulation | None) -> str:
     body = "".join(
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}"
         f"<small>{html.escape(more)}</small></dd></div>"
-        for name, value, more in tiles
+        for name, value, more in tiles(compiled, found)
     )
     return f'<dl class="tiles">{body}</dl>'
 
@@ -109,7 +114,8 @@ def _remarks(said: Sequence[Remark], found: Simulation | None) -> Section:
     return Section("remarks", "What to know", body)
 
 
-def _time(found: Simulation) -> Section:
+def parts_of_time(found: Simulation) -> svg.Picture:
+    """Parts of the step, of the mean GPU and of each kind of ranks."""
     mean, whole = found.mean, found.seconds
     shown = [("mean GPU", mean), *_some_lanes(found)]
     fills = {
@@ -128,21 +134,25 @@ def _time(found: Simulation) -> Section:
         )
         for name, each in shown
     ]
-    where = bars.picture(
+    return bars.picture(
         parts, fills, "where", "Where the time of a GPU goes", lambda share: f"{share:.1%}"
     )
+
+
+def _time(found: Simulation) -> Section:
+    whole = found.seconds
     way = ", ".join(f"{name} {s / whole:.1%}" for name, s in found.critical_path.items())
     strips = timeline.picture(found.line)
     lanes = len(found.line.lanes)
     few = f" {timeline.MOST} of {lanes} kinds of ranks are shown." if lanes > timeline.MOST else ""
     body = (
         paragraph(str(found.machine))
-        + picture(where, "Parts of the step: kernels by phase, communication that nothing hides by "
-                  "axis, and the bubble, in which a rank waits for others.")
-        + details("The same as a table", table(tables.parts(found)))
+        + picture(parts_of_time(found), "Parts of the step: kernels by phase, communication "
+                  "that nothing hides by axis, and the bubble, in which a rank waits for others.")
+        + details("The same as a table", table(found.where()))
         + picture(strips, "The step from left to right. A column is as high as its strip where "
                   "kernels, or transfers along an axis, run all of its time." + few)
-        + table(tables.transfers(found))
+        + table(found.transfers())
         + paragraph(f"The critical path: {way}.")
     )  # fmt: skip
     return Section("time", "Time", body)
@@ -167,7 +177,7 @@ def _some_lanes(found: Simulation) -> list[tuple[str, Any]]:
 def _memory(
     compiled: Compiled, told: Summary, found: Simulation | None, data: dict[str, Any]
 ) -> Section:
-    held = _peaks(compiled, found)
+    held = peaks(compiled, found)
     limit = None
     if found:
         room = found.machine.hardware.memory_gb
@@ -187,7 +197,7 @@ def _memory(
     return Section("memory", "Memory", body)
 
 
-def _peaks(compiled: Compiled, found: Simulation | None) -> list[tuple[int, dict[str, int]]]:
+def peaks(compiled: Compiled, found: Simulation | None) -> list[tuple[int, dict[str, int]]]:
     """Pipeline ranks, and what is held at the peak by category: in the simulation if there is."""
     if found:
         lanes = zip(found.line.lanes, found.peaks, strict=True)

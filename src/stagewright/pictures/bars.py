@@ -50,7 +50,7 @@ def picture(
     label: str,
     told: Format,
     limit: tuple[float, str] | None = None,
-) -> str:
+) -> svg.Picture:
     """The bars, with what `told` makes of numbers; `limit` is a line across them, and its name.
 
     Of more than `MOST` bars, the largest are shown.

@@ -48,7 +48,7 @@ class _Spot:
 
 def picture(
     graph: Graph, mesh: Mesh, name: str = "layer", phases: Sequence[str] = ("forward",)
-) -> str:
+) -> svg.Picture:
     """The nodes of some phases of a block; of more than `MOST`, the first."""
     chosen = [n for n in graph if n.phase in phases][:MOST]
     rows = _levels(chosen, mesh)

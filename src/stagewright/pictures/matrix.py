@@ -20,7 +20,7 @@ def extent(found: Matrix) -> int:
     return min(MOST_SIDE, CELL * max(4, len(found.bytes)))
 
 
-def picture(found: Matrix, name: str, label: str) -> str:
+def picture(found: Matrix, name: str, label: str) -> svg.Picture:
     """Squares by the logarithm of bytes: each step of colour and size is as large a factor."""
     count = len(found.bytes)
     most = float(found.bytes.max(initial=0))

@@ -64,7 +64,7 @@ def _by(held: Int) -> dict[str, list[int]]:
 
 def picture(
     levels: Levels, name: str, label: str, most: int | None = None, capacity: int | None = None
-) -> str:
+) -> svg.Picture:
     """The areas. `most`: what the axis reaches at least, so that pictures compare; `capacity`: of a
     device, drawn as a line."""
     top = max(*levels.total, most or 0, 1)
@@ -97,7 +97,7 @@ def data(levels: Levels) -> dict[str, Any]:
     }
 
 
-def legend(levels: Sequence[Levels], name: str) -> str:
+def legend(levels: Sequence[Levels], name: str) -> svg.Picture:
     """What the colours of some pictures mean."""
     used = [n for n in CATEGORIES if any(n in each.by for each in levels)]
     fills = svg.Fills(name, {n: svg.CATEGORIES[n] for n in used})

@@ -33,7 +33,7 @@ class _Box(NamedTuple):
     actions: tuple[Action, ...]
 
 
-def picture(order: Order, name: str = "schedule") -> str:
+def picture(order: Order, name: str = "schedule") -> svg.Picture:
     """What each pipeline rank does when, if a backward takes two slots and everything else one."""
     every = _rows(order)
     rows = every

@@ -15,6 +15,13 @@ WIDTH = 760
 """Of all pictures, so that their text is equally large on a page."""
 
 
+class Picture(str):
+    """SVG that a notebook shows as what it is."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
 class Fill(NamedTuple):
     """A colour and the pattern over it, by which it is told where colours are not seen."""
 
@@ -90,18 +97,22 @@ class Fills:
         fill = self._fills[key]
         if not fill.pattern:
             return fill.colour
-        return f"url(#{self._name}-{list(self._fills).index(key)})"
+        return f"url(#{self._id(fill)})"
 
     def defs(self) -> str:
         """The patterns."""
         found = "".join(
-            f'<pattern id="{self._name}-{nth}" width="8" height="8" patternUnits="userSpaceOnUse">'
+            f'<pattern id="{self._id(fill)}" width="8" height="8" patternUnits="userSpaceOnUse">'
             f'<path d="M0 0H8V8H0z" fill="{fill.colour}"/><path d="{_STROKES[fill.pattern]}" '
             'fill="none" stroke="#fff" stroke-opacity=".75" stroke-width="1.3"/></pattern>'
-            for nth, fill in enumerate(self._fills.values())
+            for fill in dict.fromkeys(self._fills.values())
             if fill.pattern
         )
         return f"<defs>{found}</defs>" if found else ""
+
+    def _id(self, fill: Fill) -> str:
+        # By what it looks like: where two pictures of a name meet, they mean the same by an id.
+        return f"{self._name}-{fill.colour[1:]}-{list(_STROKES).index(fill.pattern)}"
 
     def legend(self, keys: Iterable[str], x: float = 0, y: float = 14) -> tuple[str, float]:
         """A patch and a name for each key, in lines; and where the last line ends."""
@@ -155,10 +166,10 @@ def title(words: str) -> str:
 
 def figure(
     height: float, label: str, parts: Sequence[str], more: str = "", width: float = WIDTH
-) -> str:
+) -> Picture:
     """A picture; `label` says in words what it shows."""
     extra = f" {more}" if more else ""
-    return (
+    return Picture(
         f'<svg viewBox="0 0 {number(width)} {number(height)}" width="{number(width)}" role="img" '
         f'aria-label="{html.escape(label)}" font-family="system-ui,sans-serif" font-size="12" '
         f'fill="currentColor" style="max-width:100%;height:auto"{extra}>{"".join(parts)}</svg>'

@@ -26,7 +26,7 @@ LEAST = 0.001
 _Shares = NDArray[np.float64]
 
 
-def picture(line: Timeline, name: str = "timeline") -> str:
+def picture(line: Timeline, name: str = "timeline") -> svg.Picture:
     """The strips of each lane."""
     lanes = [line.lanes[nth] for nth in chosen(len(line.lanes), MOST)]
     found = [axes_of(line, lane) for lane in lanes]

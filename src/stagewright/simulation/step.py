@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from stagewright import tables
 from stagewright.cost import task_seconds
 from stagewright.memory import deltas
 from stagewright.models import ModelConfig
@@ -39,6 +40,8 @@ from stagewright.simulation.account import Parts, critical_path, parts, path_par
 from stagewright.simulation.held import Held, held
 from stagewright.simulation.issue import Execution
 from stagewright.simulation.timeline import Progress, Timeline, timeline
+from stagewright.table import Table
+from stagewright.words import duration
 
 if TYPE_CHECKING:
     from stagewright.compiler import Compiled
@@ -53,6 +56,26 @@ class Simulation:
     compiled: Compiled
     machine: Machine
     line: Timeline
+
+    def __repr__(self) -> str:
+        return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
+
+    def _repr_html_(self) -> str:
+        from stagewright.pages.notebook import of_simulation
+
+        return of_simulation(self)
+
+    def where(self) -> Table:
+        """Where the time goes, as shares of the step: of the mean GPU and of each kind of ranks."""
+        return tables.parts(self)
+
+    def transfers(self) -> Table:
+        """How long the mean GPU communicates along each axis, and how much of it is hidden."""
+        return tables.transfers(self)
+
+    def tasks(self, lane: int = 0) -> Table:
+        """When the tasks of a lane (an index into `line.lanes`) run, in seconds."""
+        return tables.tasks_in_time(self, lane)
 
     @property
     def seconds(self) -> float:
