@@ -19,8 +19,15 @@ from typing import Any
 from stagewright.errors import UserError
 from stagewright.words import duration, quantity
 
-SHOWN = 20
+SHOWN = 30
 """Rows, in a notebook."""
+
+
+STYLE = (
+    "<style>table.stagewright :is(td,th){text-align:left;padding:.15em .8em .15em 0}"
+    "table.stagewright .n{text-align:right}table.stagewright caption{text-align:left}</style>"
+)
+"""Of tables in a notebook, which has none for them."""
 
 
 def _share(value: float) -> str:
@@ -98,7 +105,14 @@ class Table:
         return [nth + 1 == len(of) or of[nth + 1] != value for nth, value in enumerate(of)]
 
     def __str__(self) -> str:
-        rows = [tuple(self.columns), *self.text_rows()]
+        return self._text(self.text_rows())
+
+    def __repr__(self) -> str:
+        left = len(self) - SHOWN
+        return self._text(self.text_rows()[:SHOWN]) + (f"\n{left:,} more rows" if left > 0 else "")
+
+    def _text(self, told: Sequence[tuple[str, ...]]) -> str:
+        rows = [tuple(self.columns), *told]
         wide = [max(len(row[nth]) for row in rows) for nth in range(len(self.columns))]
         right = [self.is_number(name) for name in self.columns]
         lines = [
@@ -129,12 +143,12 @@ class Table:
             left = f"{len(self) - most:,} more rows; to_pandas() and to_polars() have them all"
             body += f'<tr><td colspan="{len(self.columns)}">{left}</td></tr>'
         return (
-            f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table>"
+            f'<table class="stagewright"><caption>{html.escape(self.title)}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         )
 
     def _repr_html_(self) -> str:
-        return self.html(SHOWN)
+        return STYLE + self.html(SHOWN)
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame, with numbers as they are; needs the extra `pandas`."""

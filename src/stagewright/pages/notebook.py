@@ -10,6 +10,7 @@ from stagewright.pages.report import parts_of_time, peaks, tiles
 from stagewright.pages.shell import details
 from stagewright.pictures import bars, schedule, svg, timeline
 from stagewright.remarks import remarks
+from stagewright.table import SHOWN, STYLE
 from stagewright.words import quantity
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def of_compiled(compiled: Compiled) -> str:
     if len(compiled.order) > 1:
         parts.append(_titled("Pipeline", schedule.picture(compiled.order)))
     found = (tables.compute(told), tables.memory(told), tables.communication(told))
-    parts += [details(each.title, each.html()) for each in found if len(each)]
+    parts += [details(each.title, STYLE + each.html(SHOWN)) for each in found if len(each)]
     return f"<div>{''.join(parts)}</div>"
 
 
@@ -37,7 +38,9 @@ def of_simulation(found: Simulation) -> str:
     parts = [_head(found.compiled, found), f"<p>{html.escape(str(found.machine))}</p>"]
     parts.append(_titled("Where the time of a GPU goes", parts_of_time(found)))
     parts.append(_titled("Timeline", timeline.picture(found.line)))
-    parts += [details(each.title, each.html()) for each in (found.where(), found.transfers())]
+    parts += [
+        details(each.title, STYLE + each.html(SHOWN)) for each in (found.where(), found.transfers())
+    ]
     return f"<div>{''.join(parts)}</div>"
 
 

@@ -18,6 +18,9 @@ WIDTH = 760
 class Picture(str):
     """SVG that a notebook shows as what it is."""
 
+    def __repr__(self) -> str:
+        return f"<picture, {len(self):,} characters of SVG>"
+
     def _repr_html_(self) -> str:
         return str(self)
 
