@@ -60,6 +60,7 @@ def simulate(
     no_overlap: Iterable[str] = (),
     prefetch: int = 1,
     overlap_param_gather: bool = False,
+    tp_comm_overlap: bool = False,
     overlap_slowdown: float = 0.0,
     stragglers: Mapping[int, float] | None = None,
     progress: Progress | None = None,
@@ -83,6 +84,7 @@ def simulate(
         no_overlap=frozenset(no_overlap),
         prefetch=prefetch,
         overlap_param_gather=overlap_param_gather,
+        tp_comm_overlap=tp_comm_overlap,
         slowdown=overlap_slowdown,
     )
     machine = hardware

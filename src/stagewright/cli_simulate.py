@@ -48,6 +48,11 @@ _MACHINE = (
         help="Sharded optimizer: gather parameters in the next forward pass.",
     ),
     click.option(
+        "--tp-comm-overlap",
+        is_flag=True,
+        help="Collectives over tp in pieces, beside the products that they feed or follow.",
+    ),
+    click.option(
         "--overlap-slowdown",
         type=float,
         metavar="F",
@@ -64,7 +69,7 @@ _MACHINE = (
 
 MACHINE = (
     *("nodes", "topology", "algorithm", "no_overlap", "prefetch", "overlap_param_gather"),
-    *("overlap_slowdown", "stragglers"),
+    *("tp_comm_overlap", "overlap_slowdown", "stragglers"),
 )
 """Names of options that mean something on hardware only."""
 
@@ -83,7 +88,7 @@ def on_machine(*, required: bool) -> Callable[[_Command], _Command]:
 
 def taken(given: dict[str, Any]) -> dict[str, Any]:
     """These options out of all that are given, as `stagewright.simulate` has them."""
-    names = ("nodes", "topology", "algorithm", "overlap_param_gather")
+    names = ("nodes", "topology", "algorithm", "overlap_param_gather", "tp_comm_overlap")
     how = {name: given.pop(name) for name in names}
     words = (given.pop("no_overlap") or "").split(",")
     how["no_overlap"] = [word.strip() for word in words if word.strip()]

@@ -79,7 +79,6 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
     Rows of kernels and collectives are many: they are listed where --source names them.
     """
     from stagewright import validate, validate_kernels
-    from stagewright.outcome import summary
 
     own = None if rows is None else validate.load(rows)
     kernels = list(validate_kernels.validate(source)) if own is None else []
@@ -94,9 +93,9 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
             f"known: {', '.join(known)}"
         )
     if as_json:
-        listed = [outcome._asdict() for outcome in [*outcomes, *kernels]]
-        totals = [s._asdict() for s in summary([*outcomes, *kernels])]
-        click.echo(json.dumps({"rows": listed, "summary": totals}, indent=2))
+        keys = ("source", "row", "quantity", "measured", "predicted", "error", "fitted")
+        listed = [{k: getattr(o, k) for k in keys} for o in (*outcomes, *kernels)]
+        click.echo(json.dumps({"rows": listed}, indent=2))
         return
     _print_outcomes(outcomes if source is None else [*outcomes, *kernels])
     _print_totals([*outcomes, *kernels])

@@ -25,15 +25,19 @@ from stagewright.network import (
 )
 from stagewright.program import COLLECTIVES, Kind, Program, RankClass, Tasks
 from stagewright.roofline import QUERIES, attention_seconds, gemm_seconds, memory_seconds
+from stagewright.tensor_overlap import in_pieces
 
 Seconds = NDArray[np.float64]
 
 
-def task_seconds(program: Program, machine: Machine) -> list[Seconds]:
+def task_seconds(
+    program: Program, machine: Machine, *, tp_comm_overlap: bool = False
+) -> list[Seconds]:
     """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
 
     A collective takes as long as the group of the class that lies worst; SEND and RECV both carry
-    the duration of the message.
+    the duration of the message. `tp_comm_overlap`: what tensor parallelism gathers and scatters is
+    cut, and takes only what the products beside it leave of it (`tensor_overlap`).
     """
     if program.mesh.world_size != machine.gpus:
         raise UserError(
@@ -41,7 +45,11 @@ def task_seconds(program: Program, machine: Machine) -> list[Seconds]:
             f"{machine.gpus} GPUs; make them equal"
         )
     lying = _Lying(program, machine)
-    return [_class_seconds(lying, which) for which in program.classes]
+    found = [_class_seconds(lying, which) for which in program.classes]
+    if tp_comm_overlap:
+        each = zip(program.classes, found, strict=True)
+        found = [in_pieces(program, of.tasks, given, machine.hardware) for of, given in each]
+    return found
 
 
 class _Lying:

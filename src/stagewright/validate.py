@@ -38,7 +38,7 @@ NEEDS_REASON = 0.25
 """An error beyond this has its reason printed."""
 _TEXT = (
     *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
-    *("no_overlap", "attention_kernel"),
+    *("no_overlap", "tp_comm_overlap", "attention_kernel"),
 )
 
 
@@ -58,6 +58,8 @@ class Measurement:
     """What is assumed, or why the prediction is off."""
     no_overlap: str
     """Axes whose communication the framework does not overlap, such as `dp+pp`."""
+    tp_comm_overlap: str
+    """`true`: collectives over tp go in pieces beside their products; see `tensor_overlap`."""
     attention_kernel: str
     """One of the hardware's, where the framework does not run the default."""
     run: Run
@@ -199,12 +201,14 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
     """
     run = m.run.resolved(m.model)
     how = Execution(no_overlap=frozenset(m.no_overlap.split("+")) - {""})
+    cut = m.tp_comm_overlap == "true"
 
     def simulated(microbatches: int) -> float:
         batch = microbatches * run.micro_batch_size * run.dp
         part = run.model_copy(update={"global_batch_size": batch})
         program = compile(part, m.model).program
-        return timeline(program, task_seconds(program, machine), how).seconds
+        seconds = task_seconds(program, machine, tp_comm_overlap=cut)
+        return timeline(program, seconds, how).seconds
 
     one, two = (1, 2) if run.pp == 1 else (run.pp, 2 * run.pp)
     if run.microbatches <= two:

@@ -46,6 +46,10 @@ class Execution:
     overlap_param_gather: bool = False
     """Parameters that the optimizer has updated in parts are gathered in the next step's forward
     pass, block by block (Megatron-LM's name); here: at the start of this one."""
+    tp_comm_overlap: bool = False
+    """What tensor parallelism gathers and scatters goes in pieces beside the products that it feeds
+    or follows (Megatron-LM's name; PyTorch's async TP). It is durations that say so: those of
+    `cost.task_seconds`."""
     slowdown: float = 0.0
     """Kernels take this much longer while a collective runs beside them."""
 

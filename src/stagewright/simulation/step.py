@@ -227,7 +227,8 @@ def simulate(
     progress: Progress | None = None,
 ) -> Simulation:
     """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
-    seconds = task_seconds(compiled.program, machine)
+    cut = how is not None and how.tp_comm_overlap
+    seconds = task_seconds(compiled.program, machine, tp_comm_overlap=cut)
     line = timeline(compiled.program, seconds, how, factors, progress)
     return Simulation(compiled, machine, line)
 
