@@ -1,0 +1,334 @@
+"""Writes docs/fidelity.md: every comparison with what others measured, computed or published.
+
+    python benchmarks/fidelity.py [--quick]
+
+Takes some minutes, nearly all for the step times; `--quick` leaves the slow sections as they are. A
+test holds the others against the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright import reproduce, validate, validate_kernels
+from stagewright.compiler import parameters
+from stagewright.models import PRESETS
+from stagewright.outcome import Outcome, summary
+
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
+PAGE = ROOT / "docs" / "fidelity.md"
+
+INTRODUCTION = """\
+# Fidelity
+
+Everything that this project compares with something outside it: our number, theirs, the error.
+Rows are never left out because they are far off; what is known of the reason stands beside them.
+Errors are ours / theirs - 1; means and medians are of their sizes. Written by
+`python benchmarks/fidelity.py`.
+"""
+
+
+class Part(NamedTuple):
+    """A section: lines of the page, and what stands of it in the table at its head."""
+
+    lines: list[str]
+    glance: list[tuple[str, ...]]
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Of Markdown; titles that end with `:` are of columns of numbers."""
+    align = ["---:" if t.endswith(":") else "---" for t in titles]
+    head = [f"| {' | '.join(t.rstrip(':') for t in titles)} |", f"|{'|'.join(align)}|"]
+    return [*head, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def module(path: Path) -> ModuleType | None:
+    """A module of the tests; None if there is no such file."""
+    if not path.exists():
+        return None
+    sys.path[:0] = [str(TESTS), str(path.parent)]
+    spec = importlib.util.spec_from_file_location(f"fidelity_{path.stem}", path)
+    assert spec
+    assert spec.loader
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found  # dataclasses look there
+    spec.loader.exec_module(found)
+    return found
+
+
+def errors(some: Sequence[float]) -> tuple[str, str, str]:
+    """Mean, median and worst, as text."""
+    sizes = np.abs(some)
+    worst = max(some, key=abs)
+    return f"{sizes.mean():.1%}", f"{np.median(sizes):.1%}", f"{worst:+.1%}"
+
+
+EXACT = ("0", "0", "0")
+
+# ---- sections ------------------------------------------------------------------------------------
+
+
+def stage_paper() -> Part:
+    """Tables VII, V and I of STAGE's paper."""
+    cases = list(reproduce.stage_paper())
+    page = reproduce.markdown(cases).split("\n")[1:]
+    lines = [line.replace("## ", "### ", 1) if line.startswith("## ") else line for line in page]
+    glance: list[tuple[str, ...]] = []
+    for name, what in (("VII", "volumes"), ("V", "peak memory"), ("I", "operations")):
+        rows = [r for _, some in cases for r in some if r.table == name and r.error is not None]
+        told = errors([0.0 if r.same else r.error or 0.0 for r in rows])
+        same = sum(r.same for r in rows)
+        glance.append((f"{what}, Table {name}; {same} to the last digit", "STAGE's paper",
+                       str(len(rows)), *told))  # fmt: skip
+    return Part(lines, glance)
+
+
+def conformance() -> Part:
+    """What programs of PyTorch do, recorded under fake process groups."""
+    compare: Any = module(TESTS / "conformance" / "compare.py")
+    if compare is None:
+        return Part(["Not there."], [])
+    kinds: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+        "collectives": lambda case, ours: (
+            compare.recorded_collectives(case), compare.collectives(case, ours)),
+        "flops": lambda case, ours: (compare.recorded_flops(case), compare.flops(case, ours)),
+        "state": lambda case, ours: (case["params"], compare.state(case, ours)),
+        "order": lambda case, ours: (
+            ({"actions": case["actions"]}, {"actions": compare.order(case, ours)})
+            if "actions" in case else ({}, {})),
+    }  # fmt: skip
+    rows: list[list[str]] = []
+    differ: dict[str, int] = dict.fromkeys(kinds, 0)
+    for name in compare.NAMES:
+        case = compare.read(name)
+        ours = compare.compiled_of(case)
+        cells: list[str] = []
+        for kind, figures in kinds.items():
+            theirs, mine = figures(case, ours)
+            found = compare.differences(theirs, mine)
+            differ[kind] += bool(found)
+            cells.append(f"{len(found)} of {len(theirs)} differ" if found else
+                         f"{len(theirs)} equal" if theirs else "")  # fmt: skip
+        rows.append([name, *cells])
+    why = dict.fromkeys(reason for reason, _ in compare.DIFFERENT.values())
+    lines = [
+        "Programs of PyTorch 2.13 on one rank under a fake process group (`tests/conformance/`): "
+        "collectives by phase, kind, group and data type with their counts and bytes, FLOPs by "
+        "phase, bytes of parameters, gradients and optimizer, the order of pipeline actions.",
+        "",
+        *table(("case", "collectives", "FLOPs", "state", "order"), rows),
+        "",
+        "Where they differ:",
+        "",
+        *(f"- {reason}." for reason in why),
+    ]
+    glance: list[tuple[str, ...]] = []
+    for kind, n in differ.items():
+        what = f"{kind}; all equal" if not n else f"{kind}; {len(rows) - n} equal, others explained"
+        glance.append((what, "PyTorch 2.13", str(len(rows)), *(("", "", "") if n else EXACT)))
+    return Part(lines, glance)
+
+
+def flops() -> Part:
+    """Products and attention against torch's FlopCounterMode."""
+    of: Any = module(TESTS / "conformance" / "test_flops.py")
+    assert of
+    rows: list[Sequence[object]] = []
+    for case in of.OURS:
+        ours = of.counted(case)
+        for phase in ("forward", "backward"):
+            for kind, torchs in of.CASES[case][phase].items():
+                flops, moved = ours[phase, kind]
+                rows.append((case, phase, kind, f"{flops:,}", f"{torchs['flops']:,}",
+                             f"{moved:,}", f"{torchs['bytes']:,}"))  # fmt: skip
+    lines = [
+        "Small models on one rank, each operation by itself. torch counts masked pairs of causal "
+        "flash attention, twice ours; and products of grouped queries in parts read heads of keys "
+        "and values once for each query's head.",
+        "",
+        *table(("case", "phase", "kind", "FLOPs, ours:", "torch:", "bytes, ours:", "torch:"), rows),
+    ]
+    return Part(lines, [("FLOPs and bytes of kernels", "torch's FlopCounterMode",
+                         str(len(rows)), *EXACT)])  # fmt: skip
+
+
+def schedules() -> Part:
+    """Orders of pipeline actions."""
+    of: Any = module(TESTS / "test_pipeline.py")
+    assert of
+    found: dict[str, list[bool]] = {}
+    for row in of.RECORDED:
+        order = of.make(*of.recorded(row))
+        same = [" ".join(map(str, steps)) for steps in order] == row["ranks"]
+        found.setdefault(row["schedule"], []).append(same)
+    for p, m in ((4, 8), (8, 20)):
+        text = (of.DATA / f"deepseek-dualpipe-pp{p}-m{m}.csv").read_text()
+        found.setdefault("DualPipe (deepseek-ai)", []).append(of.to_csv(of.dualpipe(p, m)) == text)
+    lines = [
+        "Action by action, on every rank: what torch 2.13's schedule classes execute, and "
+        "DeepSeek's published DualPipe. Bubbles equal the closed forms of 1F1B, (p-1)(F+B), ZB1P, "
+        "(p-1)(F+B-2W), and DualPipe, (p/2-1)(F&B+B-3W), for many sizes and costs "
+        "(`tests/test_pipeline.py`).",
+        "",
+        *table(("schedule", "orders:", "equal:"),
+               [(name, len(some), sum(some)) for name, some in found.items()]),
+    ]  # fmt: skip
+    n = sum(map(len, found.values()))
+    equal = sum(map(sum, found.values()))
+    return Part(lines, [(f"orders of actions; {equal} equal", "torch 2.13, DeepSeek", str(n),
+                         *EXACT)])  # fmt: skip
+
+
+def published_parameters() -> Part:
+    """Parameters of presets."""
+    text = (TESTS / "data" / "published_parameters.csv").read_text(encoding="utf-8")
+    rows: list[Sequence[object]] = []
+    off: list[float] = []
+    for row in csv.DictReader(text.splitlines()):
+        if row["model"] in PRESETS:
+            ours, theirs = parameters(PRESETS[row["model"]])[0], int(row["parameters"])
+            off.append(ours / theirs - 1)
+            rounded = "" if ours == theirs else f"{off[-1]:+.2%}"
+            rows.append((row["model"], f"{ours:,}", f"{theirs:,}", rounded, row["source"]))
+    lines = table(("model", "ours:", "published:", "error:", "source"), rows)
+    same = sum(not x for x in off)
+    return Part(lines, [(f"parameters; {same} equal, others are published rounded", "see there",
+                         str(len(rows)), *errors(off))])  # fmt: skip
+
+
+def memory() -> Part:
+    """Peaks of memory, of docs/memory.md, which a test keeps current."""
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    start = page.index("| source | rows |")
+    lines = page[start:].rstrip().replace("\n## ", "\n### ").split("\n")
+    glance: list[tuple[str, ...]] = []
+    for line in lines[2:]:
+        if not line:
+            break
+        source, n, mean, median, _, worst = (cell.strip() for cell in line.strip("|").split("|"))
+        glance.append(("peak memory", source, n, mean, median, worst))
+    ratios = [float(line.split("|")[5]) - 1 for line in lines if line.startswith("| megatron-")]
+    glance.append(("activations of layers", "Korthikanti et al., equations", str(len(ratios)),
+                   *errors(ratios)))  # fmt: skip
+    lines = ["[memory.md](memory.md) says what is compared.", "", *lines]
+    return Part(lines, glance)
+
+
+def outcomes(rows: Iterable[Outcome], what: str) -> Part:
+    """Rows by source, and a line for each."""
+    rows = list(rows)
+    lines: list[str] = []
+    for source in dict.fromkeys(o.source for o in rows):
+        lines += ["", f"### {source}", ""] if lines else [f"### {source}", ""]
+        lines += table(
+            ("row", "quantity", "ours:", "measured:", "error:", "fitted", "why"),
+            [line(o) for o in rows if o.source == source],
+        )
+    glance = [(what, s.source, str(s.rows), f"{s.mape:.1%}", f"{s.median:.1%}",
+               f"{s.worst[1]:+.1%}") for s in summary(rows)]  # fmt: skip
+    return Part(lines, glance)
+
+
+def line(o: Outcome) -> tuple[str, ...]:
+    """A measurement's cells."""
+    numbers = f"{o.predicted:.4g}", f"{o.measured:.4g}", f"{o.error:+.1%}"
+    return (o.row, o.quantity, *numbers, o.fitted, o.reason)
+
+
+def step_times() -> Part:
+    """Training measurements."""
+    return outcomes(validate.validate(), "time of a step")
+
+
+def kernels() -> Part:
+    """Kernels and collectives: residuals by source and hardware."""
+    by: dict[tuple[str, str, str], list[float]] = {}
+    glance: dict[str, list[float]] = {}
+    for o in validate_kernels.validate():
+        hardware, kernel, dtype = o.row.split()[:3]
+        by.setdefault((o.source, hardware, f"{kernel} {dtype}"), []).append(o.error)
+        glance.setdefault(o.source, []).append(o.error)
+    rows = [(*key, len(some), *errors(some), f"{np.mean(some):+.1%}") for key, some in by.items()]
+    lines = [
+        "Rows that no constant was fitted to. `stagewright validate --source aiconfigurator` and "
+        "`--source nccl-tests` list each.",
+        "",
+        *table(("source", "hardware", "kernel", "rows:", "mean:", "median:", "worst:", "bias:"),
+               rows),
+    ]  # fmt: skip
+    return Part(lines, [("time of a kernel", source, str(len(some)), *errors(some))
+                        for source, some in glance.items()])  # fmt: skip
+
+
+def astra_sim() -> Part:
+    """Our simulator and ASTRA-sim's, under its assumptions."""
+    of: Any = module(ROOT / "benchmarks" / "astra_sim.py")
+    assert of
+    data = json.loads(of.DATA.read_text(encoding="utf-8"))
+    rows: list[Sequence[object]] = []
+    off: list[float] = []
+    for case in data["cases"]:
+        recorded, mine = np.array(case["rank_ns"]), np.array(of.ours(case, data["machine"])[0])
+        off.append(mine.max() / recorded.max() - 1)
+        worst = np.abs(mine / recorded - 1).max()
+        ends = f"{mine.max() / 1e6:.4f}", f"{recorded.max() / 1e6:.4f}"
+        rows.append((case["name"], len(recorded), *ends, f"{off[-1]:+.3%}", f"{worst:.3%}"))
+    told = "; ".join(f"{name} {version}" for name, version in data["versions"].items())
+    lines = [
+        f"The end of a step, with ASTRA-sim's assumptions: {told}. [astra-sim.md](astra-sim.md).",
+        "",
+        *table(("case", "GPUs:", "ours, ms:", "ASTRA-sim, ms:", "step:", "worst rank:"), rows),
+    ]
+    return Part(lines, [("time of a step", "ASTRA-sim", str(len(rows)), *errors(off))])
+
+
+QUICK: dict[str, Callable[[], Part]] = {
+    "STAGE's tables": stage_paper,
+    "FLOPs and bytes of kernels": flops,
+    "Pipeline schedules": schedules,
+    "Parameters": published_parameters,
+    "Kernels and collectives": kernels,
+    "ASTRA-sim": astra_sim,
+    "Memory": memory,
+}
+SLOW: dict[str, Callable[[], Part]] = {
+    "PyTorch programs": conformance,
+    "Step times": step_times,
+}
+
+
+TITLES = ("what", "source", "rows:", "mean:", "median:", "worst:")
+
+
+def section(title: str, part: Part) -> str:
+    """As it stands on the page; first what the table at its head has of it."""
+    return "\n".join([f"## {title}", "", *table(TITLES, part.glance), "", *part.lines]).rstrip()
+
+
+def page(quick: bool) -> str:
+    """The whole page; `quick`: with the slow sections of the one that is there."""
+    there = PAGE.read_text(encoding="utf-8") if quick else ""
+    old = {text.split("\n")[0]: f"## {text}".rstrip() for text in there.split("\n## ")[1:]}
+    sections = [section(title, make()) for title, make in QUICK.items()]
+    for title, make in SLOW.items():
+        sections.append(old[title] if quick else section(title, make()))
+    head = table(TITLES, ())
+    rows = [line for text in sections for line in text.split("\n\n")[1].split("\n")[2:]]
+    return "\n".join([INTRODUCTION, *head, *rows, ""]) + "\n" + "\n\n".join(sections) + "\n"
+
+
+if __name__ == "__main__":
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--quick", action="store_true")
+    PAGE.write_text(page(asked.parse_args().quick), encoding="utf-8")
