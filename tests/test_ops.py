@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from spmd import RandomLayouts, Spmd, check, random_values, single
+from stagewright.grad import backward
 from stagewright.ir import Graph, Node, replace, toposort, verify
 from stagewright.layout import Layout, split
 from stagewright.meaning import FAR
@@ -192,6 +193,9 @@ EXAMPLES = [
     Example("max", "bsv->bs", fixed=(0,)),
     Example("exp_sum", "bsv,bs->bs", fixed=(1,)),
     Example("pick", "bsv,bs->bs", fixed=(1,), integers=LABELS),
+    Example("log_softmax", "bsV->bsV"),
+    Example("log_probs", "bsv,bs,bs->bsv", positive=(2,)),
+    Example("repeat", "bsgd->bs(gr)d", out="BSAD"),
     Example("nll", "bs,bs,bs->bs", fixed=(0,), positive=(1,)),  # a sum of exponentials
 ]
 
@@ -283,15 +287,33 @@ def test_every_row_is_tried() -> None:
     # Likewise what is made of operands that are differentiated in its stead.
     of_blocks |= {"delta_inverse", "delta_scores", "inverse_norm", "unit", "unit_bwd"}
     of_blocks |= {"aux_loss", "aux_loss_bwd", "z_loss", "z_loss_bwd"}
-    of_blocks |= {"count", "splits", "bias_update"}
+    of_blocks |= {"count", "splits", "bias_update", "log_probs_bwd"}
     assert set(OPS) - tried <= of_blocks
     assert tried <= set(OPS) | LEAVES
+
+
+def test_log_probs_of_the_own_maximum_and_sum_have_the_gradient_of_log_softmax() -> None:
+    x = leaf("input", ("B", "S", "V"), "fp32", "x")
+    labels = leaf("input", ("B", "S"), "int64", "labels")
+    g = leaf("input", (), "fp32", "g", phase="backward")
+    top = apply("max", "bsv->bs", x)
+    total = apply("exp_sum", "bsv,bs->bs", x, top)
+    gradients: list[Any] = []
+    for y in (
+        apply("log_probs", "bsv,bs,bs->bsv", x, top, total),
+        apply("log_softmax", "bsV->bsV", x),
+    ):
+        loss = apply("mean", "bs->", apply("pick", "bsv,bs->bs", y, labels))
+        (dx,) = backward(loss, g, [x]).gradients
+        graph = Graph.of(toposort([dx]), {"dx": dx})
+        gradients.append(single(graph, SIZES, random_values(graph, SIZES))["dx"])
+    np.testing.assert_allclose(*gradients, atol=1e-12)
 
 
 @pytest.mark.parametrize("op", [op for op, row in OPS.items() if row.linear])
 def test_linear_rows_are_linear(op: str) -> None:
     examples = [e for e in EXAMPLES if e.op == op and not e.integers]
-    alone = ("sum", "tie", "accumulate", "pad", "triangle_bwd", "own_experts_bwd")
+    alone = ("sum", "tie", "accumulate", "pad", "triangle_bwd", "own_experts_bwd", "repeat_bwd")
     assert examples or op in alone
     for example in examples:
         graph, _, values = built(example)

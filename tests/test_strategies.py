@@ -262,6 +262,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp8", "fp32"),
     "optimizer": ("adamw", "sgd"),
     "params_dtype": (None, "fp32"),
+    "operators": ("fused", "eager"),
+    "repeat_kv": (False, True),
     "optimizer_step_tensors": (False, True),
     "recompute_early_stop": (False, True),
     "fsdp_reduce": ("microbatch", "last"),

@@ -109,6 +109,10 @@ SETTINGS = (
         "params_dtype", ("bf16", "fp32"), "Parameters, gradients, states. [mixed, with a master]"
     ),
     Setting("grad_reduce_dtype", ("bf16", "fp32"), "Of gradients on their way. [as held]"),
+    Setting("operators", ("fused", "eager"), "Kernels, or chains of PyTorch operators. [fused]"),
+    Setting("repeat_kv", bool, "Copy key-value heads for their query heads. [off]"),
+    Setting("set_grads_to_none", bool, "Gradients are held from when they are made. [off]"),
+    Setting("pipeline_caches", bool, "Stages keep buffers and outputs. [off]"),
     Setting("optimizer_step_tensors", bool, "AdamW counts steps for each parameter. [off]"),
     Setting("recompute_early_stop", bool, "Recompute no more than backward needs. [off]"),
     Setting("fsdp_root_unit", bool, "With --zero 3: one unit of all that is in no layer. [off]"),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stagewright import nn, notation, offload, serving, tables
 from stagewright.capacity import Capacity
 from stagewright.errors import UserError, did_you_mean
-from stagewright.ir import Graph, Node, text, verify
+from stagewright.ir import BYTES, Graph, Node, text, verify
 from stagewright.kernels import (
     Extent,
     bytes_of,
@@ -23,7 +23,7 @@ from stagewright.kernels import (
     kernels,
 )
 from stagewright.layout import MIRROR, Mesh
-from stagewright.lifetimes import static, uses
+from stagewright.lifetimes import Gradients, static, uses
 from stagewright.lower import lower
 from stagewright.models import Layer, ModelConfig, resolve
 from stagewright.notation import Tensor
@@ -145,6 +145,8 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
             clip_grad=run.clip_grad,
             streams=run.streams,
             bucket_cap=_bucket_cap(run),
+            units=run.fsdp_root_unit and run.zero == 3,
+            caches=run.pipeline_caches,
         )
 
     routing = Routing.of(run, model, plan, sizes["B"] * sizes["S"]) if model.num_experts else None
@@ -410,6 +412,9 @@ def recipe_of(run: Run, model: ModelConfig, kind: Kind | None = None) -> nn.Reci
         mtp_loss=run.mtp_loss_scaling_factor,
         absorb=run.mla == "absorb",
         inference=None if run.mode == "train" else inference,
+        eager=run.operators == "eager",
+        repeat_kv=run.repeat_kv,
+        split_loss=run.loss_parallel and run.tp > 1,
         step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
         loss_parallel=run.loss_parallel or run.tp == 1,
         own_input_grads=run.input_grad_reduce == "linear" and run.tp > 1,
@@ -525,6 +530,17 @@ def lowered(
         if (c := interface(n)) and not c.gradient
     }
     size = {n: bytes_of(n, extent) for n in graph}
+    for n in graph if extent.rows else ():  # gathered with what they are padded with
+        if n.op == "all_gather" and n["role"] == "used":
+            over: Any = n["axes"]
+            size[n] = size[n.srcs[0]] * mesh.size(*over)
+    if run.operators == "eager":  # PyTorch's attention keeps an fp32 number for every row of scores
+        cores = [n for n in graph if n.op == "attention"]
+        size |= {n: size[n] + _bytes_of_row_sums(n, extent) for n in cores}
+    eager_update = run.operators == "eager" and run.optimizer == "adamw"
+    # `denom` of torch.optim.AdamW: a square root, and what it is divided by.
+    temporaries = 2 * eager_update
+    gradients = Gradients(run.set_grads_to_none, run.microbatches == 1, temporaries)
     offloaded = frozenset[Node]()
     if kind and kind.activations_on_host:
         tasks, offloaded = offload.activations(graph, tasks, size)
@@ -532,11 +548,20 @@ def lowered(
         tasks = offload.states(tasks, size)
     tied = {n.name for n in graph if n.op == "param" and n.get("tied")}
     first = [t for c, t in makes.items() if c.gradient and c.name not in tied]
+    held = static(
+        graph, size, states_on_host=bool(kind and kind.states_on_host), gradients=gradients
+    )
+    if _bucket_cap(run) and run.dp * run.cp > 1:  # the gradients once more
+        held["communication"] = sum(size[n] for n in graph if n.op == "accumulate")
     return LoweredBlock(
-        graph, tasks, makes, made, wants, weight_half(tasks, first), size, uses(tasks, size),
-        static(graph, size, states_on_host=bool(kind and kind.states_on_host)), offloaded,
-        bool(kind and kind.root),
+        graph, tasks, makes, made, wants, weight_half(tasks, first), size,
+        uses(tasks, size, graph, gradients), held, offloaded, gradients, bool(kind and kind.root),
     )  # fmt: skip
+
+
+def _bytes_of_row_sums(n: Node, extent: Extent) -> int:
+    rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
+    return rows * int(BYTES["fp32"])
 
 
 def _bucket_cap(run: Run) -> int:

@@ -5,8 +5,8 @@ default of `Run`, which is Megatron-LM's habit. docs/frameworks.md shows both, w
 
 >>> from stagewright.run import Run
 >>> run = Run(model="llama3-8b", framework="torchtitan", recompute_early_stop=False)
->>> run.params_dtype, run.recompute_early_stop
-('fp32', False)
+>>> run.operators, run.recompute_early_stop
+('eager', False)
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "fsdp_root_unit": True,
         "fsdp_shard_dim": "first",
         "fuse": False,
+        "operators": "eager",
         "optimizer_step_tensors": True,
         "params_dtype": "fp32",
         "recompute_early_stop": True,
+        "pipeline_caches": True,
+        "repeat_kv": True,
         "sequence_parallel_grads": "dtensor",
+        "set_grads_to_none": True,
         "whole_embedding_grad": True,
     },
 }

@@ -260,6 +260,9 @@ class _Lowering:
 
     def lower(self, cluster: Cluster) -> list[Task]:
         n = cluster[0]
+        if n.op == "slice" and n["role"] == "own":
+            self.at[n] = task = self.copy(n)
+            return [task]
         if n.op in _VIEWS:
             self.at[n] = self.at[n.srcs[0]]
             if n.op == "tie":
@@ -273,6 +276,14 @@ class _Lowering:
             return self.ring(task, cluster, ring)
         self.at.update(dict.fromkeys(cluster, task))
         return [task]
+
+    def copy(self, n: Node) -> Task:
+        """A part of a value that is made as a value of its own."""
+        size = bytes_of(n, self.extent)
+        return Task(
+            n.name or n.op, n.op, Kind.COMPUTE, n.phase, self.part(n), traffic=2 * size,
+            dtype=n.dtype, deps=self.deps(n.srcs), made=[n], reads=[*n.srcs],
+        )  # fmt: skip
 
     def kernel(self, cluster: Cluster) -> Task:
         first, last = cluster[0], cluster[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,9 @@ from stagewright.program import CATEGORIES, Int, Kind, Values
 
 Touch = tuple[int, int, int]  # whose rows (see `stages`), stage, place there
 
-_GRADIENT = frozenset({"micro", "synced", "reduced"})  # roles of collectives that move gradients
+_GRADIENT = frozenset(
+    {"made", "micro", "synced", "reduced"}
+)  # roles of collectives that move gradients
 OPTIMIZERS = frozenset({"adamw", "sgd"})
 
 
@@ -33,10 +35,15 @@ class Value:
     phase: str
     category: str
     size: int
+    whole: bool = False  # one for all microbatches
+    lasts: bool = False  # there until the step is over
+    fixed: bool = False  # there all the time, whatever touches it
     touches: list[Touch] = field(default_factory=list[Touch])
 
     def touch(self, at: Touch, phase: str) -> None:
         """Some row needs it."""
+        if self.fixed:
+            return
         self.touches.append(at)
         later = phase == "backward" or (phase == "recompute" and self.phase == "forward")
         waits = later and self.phase in ("forward", "recompute")
@@ -44,20 +51,36 @@ class Value:
             self.category = "activations"
 
 
-def root(n: Node) -> Node:
+class Gradients(NamedTuple):
+    """What holds gradients of weights: buffers that are there all the time, or what made them."""
+
+    as_made: bool = False
+    one: bool = False  # of one microbatch: there is nothing to add to
+    temporaries: int = 0  # of the size of a parameter, while it is updated
+
+
+BUFFERS = Gradients()
+
+
+def root(n: Node, gradients: Gradients = BUFFERS) -> Node:
     """The value whose bytes these are."""
     while True:
-        view = n.op in ("slice", "tie")
+        view = n.op == "tie" or (n.op == "slice" and n["role"] != "own")
+        if gradients.as_made and gradients.one and n.op == "accumulate":
+            view = True
         # Gradients are reduced where they were summed up, parameters gathered where they are.
         in_place = n.op in COLLECTIVE_OPS and n.once and n.phase in ("backward", "optimizer")
+        if gradients.as_made and n.op == "reduce_scatter":
+            in_place = False
         if not (view or in_place):
             return n
         n = n.srcs[0]
 
 
-def stays(n: Node) -> bool:
+def stays(n: Node, gradients: Gradients = BUFFERS) -> bool:
     """Whether a value is part of what is there all the time."""
-    return n.op in ("param", "state", "accumulate") or n.op in OPTIMIZERS
+    buffers = ("accumulate",) if not gradients.as_made else ()
+    return n.op in ("param", "state", *buffers) or n.op in OPTIMIZERS
 
 
 class New(NamedTuple):
@@ -67,6 +90,8 @@ class New(NamedTuple):
     name: str
     category: str
     size: int
+    whole: bool = False  # one for all microbatches
+    lasts: bool = False  # there until the step is over
 
 
 class Use(NamedTuple):
@@ -74,26 +99,50 @@ class Use(NamedTuple):
 
     new: tuple[New, ...]
     seen: tuple[Node, ...]
+    scratch: int = 0  # bytes that it needs while it runs
 
 
-def uses(tasks: Sequence[Task], size: Mapping[Node, int]) -> dict[Task, Use]:
-    """The values of a block's tasks; `size` in bytes of one rank."""
+def uses(
+    tasks: Sequence[Task],
+    size: Mapping[Node, int],
+    graph: Graph | None = None,
+    gradients: Gradients = BUFFERS,
+) -> dict[Task, Use]:
+    """The values of a block's tasks; `size` in bytes of one rank.
+
+    With `gradients` as they are made, the `graph` says which values these are.
+    """
     result: dict[Task, Use] = {}
+    held = set[Node]()
+    if gradients.as_made and graph is not None:
+        updates = [n for n in graph if n.op in OPTIMIZERS]
+        held = {root(n.srcs[0], gradients) for n in updates}  # gradients come first
     for t in tasks:
-        made = tuple(n for n in t.made if root(n) is n and not stays(n))
+        made = tuple(n for n in t.made if root(n, gradients) is n and not stays(n, gradients))
         alone = t.kind != Kind.COLLECTIVE or len(made) < 2
         together: list[tuple[Node, ...]] = [(n,) for n in made] if alone else [made]
         new: list[New] = []
         for some in together:
             name = (some[0].name or some[0].op) if alone else t.name
-            new.append(New(some, name, _category(t), sum(size[n] for n in some)))
-        seen = tuple(dict.fromkeys(root(n) for n in (*t.made, *t.reads)))
-        result[t] = Use(tuple(new), tuple(n for n in seen if not stays(n)))
+            lasts = not held.isdisjoint(some)
+            whole = lasts or any(n.op == "accumulate" for n in some)
+            category = "gradients" if whole else _category(t)
+            new.append(New(some, name, category, sum(size[n] for n in some), whole, lasts))
+        updated = sum(size[n] for n in t.made if n.op in OPTIMIZERS) * gradients.temporaries
+        kept: list[Any] = [(size[n], n.get("temporaries", 0)) for n in t.made]
+        scratch = updated + sum(each * times for each, times in kept)
+        seen = tuple(dict.fromkeys(root(n, gradients) for n in (*t.made, *t.reads)))
+        seen = tuple(n for n in seen if not stays(n, gradients))
+        result[t] = Use(tuple(new), seen, scratch)
     return result
 
 
 def static(
-    graph: Graph, size: Mapping[Node, int], *, states_on_host: bool = False
+    graph: Graph,
+    size: Mapping[Node, int],
+    *,
+    states_on_host: bool = False,
+    gradients: Gradients = BUFFERS,
 ) -> dict[str, int]:
     """Bytes of a block that stay, by category; a table shared by two blocks belongs to one."""
     params = [n for n in graph if n.op == "param"]
@@ -106,6 +155,8 @@ def static(
     }
     if states_on_host:
         del held["optimizer"]
+    if gradients.as_made:
+        del held["gradients"]
     return {what: sum(size[n] for n in nodes) for what, nodes in held.items() if nodes}
 
 
@@ -142,22 +193,26 @@ def collect(
     table: list[tuple[int, int, int, int, int]] = []
     columns: list[list[Int]] = []
     for stage, some in values.items():
-        alike: dict[tuple[int, int, bool], list[int]] = {}
+        alike: dict[tuple[int, int, bool, bool], list[int]] = {}
         for v in some:
             if not v.touches:  # it stays
                 instance = len(table), -1, -1, total
                 columns.append([np.array([x]) for x in instance])
             else:
                 made = v.touches[0]
-                once = where.once(made)
-                alike.setdefault((made[1], where.half(made), once), []).append(len(table))
+                once = where.once(made) or v.whole
+                key = made[1], where.half(made), once, v.lasts
+                alike.setdefault(key, []).append(len(table))
             table.append(
                 (names.setdefault(v.name, len(names)), stage, v.layer,
                  CATEGORIES.index(v.category), v.size)
             )  # fmt: skip
-        for (owner, half, once), mine in alike.items():
+        for (owner, half, once, lasts), mine in alike.items():
             touched = [some[i - len(table)].touches for i in mine]
-            columns.append(_instances(np.array(mine), touched, owner, half, once, where))
+            found = _instances(np.array(mine), touched, owner, half, once, where)
+            if lasts:
+                found[3] = np.full_like(found[3], total)
+            columns.append(found)
     name, of, layer, category, size = np.array(table, dtype=np.int64).reshape(-1, 5).T
     body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]
     return Values(

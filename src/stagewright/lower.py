@@ -365,6 +365,11 @@ def _holders(
     return {name: tuple(sorted(ranks)) for name, ranks in held.items()}
 
 
+def _most(order: Order) -> int:
+    """The number of microbatches."""
+    return 1 + max(a.microbatch for steps in order for a in flat(steps))
+
+
 def lower(
     stages: Sequence[Sequence[Placed]],
     order: Order,
@@ -375,16 +380,22 @@ def lower(
     clip_grad: bool = True,
     streams: str = "one",
     bucket_cap: int = 0,
+    units: bool = False,
+    caches: bool = False,
 ) -> Program:
     """The program of every rank class: one class per pipeline rank.
 
     `norm_axes` are the axes over which the gradients' norm is a sum; over those of `norm_dims`, one
     after the other, ranks exchange the norm of each gradient. `bucket_cap`: bytes of a
-    bucket of gradients; 0: what blocks reduce are messages of their own.
+    bucket of gradients; 0: what blocks reduce are messages of their own. `units`: blocks are the
+    units of FSDP2. `caches`: stages keep buffers for messages, and what they send.
     """
     where = places(order)
     pp = len(order)
-    tables = Tables(pp, _holders(stages, where), bucket_cap)
+    halves = any(a.kind == "I" for steps in order for a in flat(steps))
+    kept = _most(order) if caches and pp > 1 else 0
+    holders = _holders(stages, where)
+    tables = Tables(pp, holders, bucket_cap, units, kept, retains=caches and halves)
     between = crossings(stages)
     held: list[dict[int, Stage]] = [{} for _ in range(pp)]
     trains = any(a.kind != "F" for steps in order for a in flat(steps))

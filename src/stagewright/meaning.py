@@ -489,6 +489,30 @@ def _routes(ctx: Any, rows: int) -> Any:
     return result
 
 
+def log_softmax(ctx: Any, x: Any) -> Any:
+    return np.log(_softmax(x))
+
+
+def log_softmax_bwd(ctx: Any, g: Any, y: Any) -> Any:
+    return g - np.exp(y) * g.sum(-1, keepdims=True)
+
+
+def log_probs(ctx: Any, x: Any, top: Any, total: Any) -> Any:
+    return x - (top + np.log(total))[..., None]
+
+
+def log_probs_bwd(ctx: Any, g: Any, y: Any, summed: Any) -> Any:
+    return g - np.exp(y) * summed[..., None]
+
+
+def repeat(ctx: Any, x: Any) -> Any:
+    return np.repeat(x, ctx.shape[2] // x.shape[2], 2)
+
+
+def repeat_bwd(ctx: Any, g: Any) -> Any:
+    return g.reshape(*ctx.shape[:3], -1, ctx.shape[3]).sum(3)
+
+
 def _softmax(x: Any) -> Any:
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)

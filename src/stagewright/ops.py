@@ -520,6 +520,35 @@ def _softmax_vjp(n: Node, g: Node) -> Grads:
     return (back, apply("sinks_bwd", f"{x},{x}->{heads}", g, n, phase="backward"))
 
 
+def _log_softmax_vjp(n: Node, g: Node) -> Grads:
+    return (elementwise_whole("log_softmax_bwd", g, n, phase="backward"),)
+
+
+def _log_probs_vjp(n: Node, g: Node) -> Grads:
+    """Of x's own maximum and sum: g - softmax(x) * sum(g), and the sum of one that is picked is it.
+
+    Then nothing of x is kept, and no sum goes over a split vocabulary (PyTorch's loss_parallel).
+    """
+    x, _, total = n.srcs
+    spec, t = str(n["spec"]).split("->")[1], str(n["spec"]).split(",")[1]
+    keep = tuple(range(len(t)))
+    summed = g.srcs[0] if g.op == "pick_bwd" else _sum_to(g, keep)
+    source = total
+    while source.op == "identity":
+        (source,) = source.srcs
+    if source.op != "exp_sum" or source.srcs[0] is not x:
+        back = elementwise("scale", summed, phase="backward", by=-1.0)
+        return (g, back, elementwise("divide", back, total, phase="backward"))
+    own: dict[str, Any] = {"phase": "backward", "temporaries": 1}  # the exponentials
+    return (apply("log_probs_bwd", f"{spec},{spec},{t}->{spec}", g, n, summed, **own), None, None)
+
+
+def _repeat_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    shape = n.srcs[0].shape
+    return (apply("repeat_bwd", f"{out}->{ins}", g, out=shape, phase="backward"),)
+
+
 def _embedding_vjp(n: Node, g: Node) -> Grads:
     tokens, table = n.srcs
     ins, out = str(n["spec"]).split("->")
@@ -799,6 +828,10 @@ OPS: dict[str, Op] = {
     "norm_bwd": Op(_m.norm_bwd, flops=9, fuses=True),
     "norm_wgrad": Op(_m.norm_wgrad, flops=3, fuses=True),
     "softmax": Op(_m.softmax, _softmax_vjp, flops=5, fuses=True),
+    "log_softmax": Op(_m.log_softmax, _log_softmax_vjp, flops=5, fuses=True),
+    "log_probs": Op(_m.log_probs, _log_probs_vjp, flops=2, fuses=True),
+    "log_probs_bwd": Op(_m.log_probs_bwd, flops=3, fuses=True),
+    "log_softmax_bwd": Op(_m.log_softmax_bwd, flops=4, fuses=True),
     "softmax_bwd": Op(_m.softmax_bwd, flops=4, fuses=True),
     "sinks_bwd": Op(_m.sinks_bwd, flops=4, fuses=True),
     # mixture of experts
@@ -829,6 +862,8 @@ OPS: dict[str, Op] = {
     "cache": Op(_m.cache, flops=0, fuses=True, scatters=1),
     "take": Op(_m.take, flops=0, gathers=0),
     # widths
+    "repeat": Op(_m.repeat, _repeat_vjp, flops=0, linear=True, fuses=True),
+    "repeat_bwd": Op(_m.repeat_bwd, linear=True, fuses=True),
     "join": Op(_m.join, _join_vjp, flops=0, linear=True, fuses=True),
     "part": Op(_m.part, _part_vjp, flops=0, linear=True, fuses=True),
     "pad": Op(_m.pad, _pad_vjp, flops=0, linear=True, fuses=True),

@@ -202,6 +202,18 @@ class Run(BaseModel):
     grad_reduce_dtype: Literal["bf16", "fp32"] | None = None
     """What gradients that are reduced in each microbatch are reduced in (`reduce_dtype` of FSDP2's
     MixedPrecisionPolicy). None: as they are held."""
+    operators: Literal["fused", "eager"] = "fused"
+    """RMSNorm, gated activation and loss as kernels of their own, or as the chains of operators
+    that PyTorch runs, with what autograd keeps of them. Each of these is a kernel with `fuse` off.
+    """
+    repeat_kv: StrictBool = False
+    """Key-value heads are copied for each of their query heads before attention."""
+    set_grads_to_none: StrictBool = False
+    """Gradients are there from when they are made until the step is done
+    (`zero_grad(set_to_none=True)`), not as buffers all the time (Megatron-LM's `main_grad`)."""
+    pipeline_caches: StrictBool = False
+    """Messages of all microbatches have buffers all the time, and what a stage sends stays until
+    its backward (`torch.distributed.pipelining`)."""
     optimizer_step_tensors: StrictBool = False
     """AdamW counts steps in an fp32 number for each parameter (`torch.optim.AdamW`, `step`)."""
     recompute_early_stop: StrictBool = False

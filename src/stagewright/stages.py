@@ -23,7 +23,16 @@ from stagewright.ir import BYTES, Graph, Node
 from stagewright.kernels import STREAM, TIED, Carried, Task, interface
 from stagewright.kernels import Dependency as Need
 from stagewright.layout import MIRROR
-from stagewright.lifetimes import Touch, Use, Value, moves_gradients, root, stays
+from stagewright.lifetimes import (
+    BUFFERS,
+    Gradients,
+    Touch,
+    Use,
+    Value,
+    moves_gradients,
+    root,
+    stays,
+)
 from stagewright.program import COLLECTIVES, PHASES, Communicator, Int, Kind, Peer, Shape
 
 DTYPES = tuple(BYTES)
@@ -57,6 +66,7 @@ class LoweredBlock:
     uses: Mapping[Task, Use]
     stays: Mapping[str, int]  # bytes that are there all the time, by category
     offloaded: frozenset[Node] = frozenset()  # on the host between forward and backward
+    gradients: Gradients = BUFFERS
     root: bool = False  # weights are gathered and reduced with those of other such blocks
 
     @property
@@ -146,6 +156,9 @@ class Tables:
     pipeline_ranks: int
     holders: Mapping[str, tuple[int, ...]]  # of tables with copies, the pipeline ranks
     bucket_cap: int = 0  # bytes of a bucket of gradients, across layers
+    units: bool = False  # blocks are units of FSDP2, see `units.sharded`
+    caches: int = 0  # microbatches whose messages have buffers all the time
+    retains: bool = False  # a backward in halves keeps all that it has read
     messages: int = 1  # most messages that one action exchanges along one axis
     names: Numbers[str] = field(default_factory=Numbers[str])
     ops: Numbers[str] = field(default_factory=Numbers[str])
@@ -256,6 +269,8 @@ class Stage:
         ]
         self.held: list[dict[Node, Value]] = [{} for _ in blocks]  # per block, by their root
         self.messages: dict[Carried, Value] = {}  # what arrives from other ranks
+        self.sent: list[Value] = []  # gradients that unit `sender` has reduced
+        self.sender = -1
         self.reloads: dict[int, Value] = {}  # per block, what comes back from the host
         self.forward = self.backward = Builder(tables).finish((FORWARD, self.stage))
 
@@ -282,7 +297,9 @@ class Stage:
                 t = self._message(Kind.RECV, source, forward, value)
                 row = b.add(t, "", -1, self.stage, tag=nth)
                 name = t.name.removesuffix("recv") + "received"
-                arrived = Value(name, -1, t.phase, "communication", t.comm_bytes)
+                size = t.comm_bytes * max(1, self.tables.caches)
+                fixed = bool(self.tables.caches)
+                arrived = Value(name, -1, t.phase, "communication", size, fixed=fixed)
                 arrived.touch((whose, self.stage, row), t.phase)
                 self.messages[Carried(value.name, not forward)] = arrived
                 self.values.append(arrived)
@@ -309,6 +326,8 @@ class Stage:
                     if found is not None:
                         b.deps.append((row, LAST, *found[2:]) if last else found)
                 last_row[i] = row
+                if self.tables.units and moves_gradients(t) and t.op == "reduce_scatter":
+                    self._hold(i, t, whose)
         if not forward:
             self._drop(last_row)
         if target is not None and target != self.place.rank:
@@ -321,6 +340,11 @@ class Stage:
                 sent = self._handed_value(handed)
                 if sent is not None:
                     sent.touch((whose, self.stage, row), PHASES[0 if forward else 2])
+        if self.tables.retains and not forward and weight:
+            self._retain((whose, self.stage, max(weight)))
+        if self.tables.caches and not forward and b.rows:
+            for kept in self._outputs():
+                kept.touch((whose, self.stage, len(b.rows) - 1), "backward")
         self.tables.messages = max(self.tables.messages, message + 1)
         rows = b.finish((whose, self.stage), once, weight)
         if forward:
@@ -336,10 +360,19 @@ class Stage:
         """Note what a task of block `i` makes and reads, `at` its row."""
         placed, held = self.blocks[i], self.held[i]
         block, layer, _ = placed
-        for nodes, name, category, size in block.uses[t].new:
-            if nodes[0] not in held:
-                self.values.append(v := Value(_name(placed, name), layer, t.phase, category, size))
-                held.update(dict.fromkeys(nodes, v))
+        for new in block.uses[t].new:
+            if new.nodes[0] not in held:
+                v = Value(
+                    _name(placed, new.name), layer, t.phase, new.category, new.size, new.whole,
+                    new.lasts,
+                )  # fmt: skip
+                self.values.append(v)
+                held.update(dict.fromkeys(new.nodes, v))
+        if block.uses[t].scratch:
+            name = f"{t.name}.temporary"
+            v = Value(_name(placed, name), layer, t.phase, "workspace", block.uses[t].scratch)
+            v.touch(at, t.phase)
+            self.values.append(v)
         if t.kind == Kind.LOAD and t.part != "update":
             v = Value(_name(placed, t.name), layer, t.phase, "activations", t.comm_bytes)
             v.touch(at, t.phase)
@@ -357,6 +390,22 @@ class Stage:
                 elif t.kind == Kind.STORE and v.category == "workspace":
                     v.category = "activations"
 
+    def _hold(self, i: int, t: Task, whose: int) -> None:
+        """What one unit of FSDP2 has reduced stays until the next unit reduces."""
+        mine = [self.where[i][d][1] for d in t.deps if isinstance(d, Task) and d.op == "cast"]
+        before = whose, self.stage, min([*mine, self.where[i][t][1]]) - 1
+        for v in self.sent if self.sender != i else ():
+            v.touches.append(before)
+        found = [self.value(i, n) for n in t.reads]
+        self.sent = [v for v in found if v is not None] + (self.sent if self.sender == i else [])
+        self.sender = i
+
+    def _retain(self, at: Touch) -> None:
+        """Autograd keeps what backward has read until its second half is done (`retain_graph`)."""
+        for v in self.values:
+            if v.category == "activations":
+                v.touches.append(at)
+
     def _groups(
         self, ahead: Sequence[str], main: Sequence[str], forward: bool
     ) -> Sequence[units.Group]:
@@ -367,8 +416,8 @@ class Stage:
             for j in order[:2] if n == 0 else order[n + 1 : n + 2]:
                 items += [(j, t) for part in ahead for t in self.parts[j].get(part, ())]
             items += [(i, t) for part in main for t in self.parts[i].get(part, ())]
-        if self.unit:
-            return units.rooted(items, self.unit)
+        if self.tables.units:
+            return units.sharded(items, self.unit)
         if self.tables.bucket_cap and not forward:
             return units.bucketed(items, self.tables.bucket_cap)
         return units.alone(items)
@@ -385,13 +434,14 @@ class Stage:
             for t in (t for part in parts for t in self.parts[i].get(part, ())):
                 for nodes, *_ in self.blocks[i].block.uses[t].new:
                     held = self.held[i][nodes[0]]
-                    if t.kind == Kind.COLLECTIVE or not root:
+                    if nodes[0].get("role") != "sent":
                         held.touches.append((BACKWARD, self.stage, done))
 
     def value(self, i: int, n: Node) -> Value | None:
         """What holds a value of block `i`: None if it stays, or comes from nowhere."""
-        n = root(n)
-        if n in self.held[i] or stays(n):
+        gradients = self.blocks[i].block.gradients
+        n = root(n, gradients)
+        if n in self.held[i] or stays(n, gradients):
             return self.held[i].get(n)
         c = interface(n)
         if c is not None:
@@ -427,6 +477,16 @@ class Stage:
     def _beside(self, c: Carried) -> Stage | None:
         """The stage on this rank that a value comes from."""
         return self.here.get(self.stage + (1 if c.gradient else -1))
+
+    def _outputs(self) -> list[Value]:
+        """What the stage's model returns: what it sends on, or of the last, not yet the loss."""
+        if self.place.after is not None:
+            found = [self._handed_value(Carried(value.name)) for value in self.leaving]
+            return [v for v in found if v is not None]
+        last = len(self.blocks) - 1
+        graph = self.blocks[last].block.graph
+        logits = [n for n in graph if n.name == "logits" and n.op == "einsum"]
+        return [v for n in logits if (v := self.value(last, n)) is not None]
 
     def from_step(self, row: int, i: int, d: Task) -> Dependency:
         """A dependency of row `row` after all actions on a task of block `i`."""

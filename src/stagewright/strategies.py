@@ -135,6 +135,7 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             ("x", "y", "dy", "dx", "attn_reduced", "mlp_reduced", "branch", "embedded"), residual
         ),
         "logits_whole": whole,
+        "d_norm_out": residual,
         **dict.fromkeys(_INPUT_GRADS, whole),
     }
     if plan.embedding_all_reduce and plan.sequence_parallel:

@@ -25,16 +25,41 @@ def alone(items: Sequence[Item]) -> list[Group]:
     return [[item] for item in items]
 
 
-def rooted(items: Sequence[Item], unit: AbstractSet[int]) -> list[Group]:
-    """The blocks of `unit` gather their weights when the first of them does, and reduce last."""
-    mine = [item for item in items if item[0] in unit]
-    early = [(i, t) for i, t in mine if t.part in ("gather_once", "gather")]
-    late = _late(mine)
-    moved = {t for _, t in (*early, *late)}
-    rest = [item for item in items if item[1] not in moved]
-    # Gradients are complete when the backward of the last block is done.
-    end = max((n + 1 for n, (_, t) in enumerate(rest) if t.part != "reduce_once"), default=0)
-    return [*_together(early), *alone(rest[:end]), *_together(late), *alone(rest[end:])]
+def sharded(items: Sequence[Item], root: AbstractSet[int]) -> list[Group]:
+    """Units of FSDP2: each reduces its gradients, cast for that, when its backward is done.
+
+    The blocks of `root` gather their weights when the first of them does, and reduce last.
+    """
+    early = [(i, t) for i, t in items if i in root and t.part in ("gather_once", "gather")]
+    late = {i: _late([item for item in items if item[0] == i]) for i, _ in items}
+    moved = {t for _, t in early} | {t for some in late.values() for _, t in some}
+    rest = _gathered_later([item for item in items if item[1] not in moved])
+    # Gradients are complete when the backward of their block is done, or of the last one.
+    backward = [(n, i) for n, (i, t) in enumerate(rest) if t.part == "backward"]
+    end = {i: n for n, i in backward}
+    last = max(end.values(), default=-1)
+    groups = _together(early)
+    for n, item in enumerate(rest):
+        groups.append([item])
+        if end.get(item[0]) == n and item[0] not in root:
+            groups += alone(late[item[0]])
+        if n == last:
+            groups += _together([item for i in late if i in root for item in late[i]])
+    return groups
+
+
+def _gathered_later(items: Sequence[Item]) -> Group:
+    """The first block of backward gathers for the next one when the loss has its gradient."""
+    start = next((n for n, (_, t) in enumerate(items) if t.part == "backward"), 0)
+    gathers = [item for item in items[:start] if item[1].part == "gather_again"]
+    products = (n for n in range(start, len(items)) if _multiplies(items[n][1]))
+    at = next(products, start)
+    before = [item for item in items[:start] if item not in gathers]
+    return [*before, *items[start:at], *gathers, *items[at:]] if gathers else [*items]
+
+
+def _multiplies(t: Task) -> bool:
+    return t.shape is not None and t.shape.kernel == "gemm"
 
 
 def bucketed(items: Sequence[Item], cap: int) -> list[Group]:
@@ -83,13 +108,14 @@ def _alike(t: Task, group: Group) -> bool:
 
 
 def _late(items: Sequence[Item]) -> Group:
-    """Reductions of gradients, and what waits for them."""
+    """Reductions of gradients, what waits for them, and what they are cast from."""
     found: dict[Task, int] = {}
     for i, t in items:
         waits = any(isinstance(d, Task) and d in found for d in t.deps)
         if t.part in ("backward", "reduce_once") and (waits or moves_gradients(t)):
             found[t] = i
-    return [(i, t) for t, i in found.items()]
+    needed = {d for t in found if moves_gradients(t) for d in t.deps}
+    return [(i, t) for i, t in items if t in found or (t in needed and t.op == "cast")]
 
 
 def _together(items: Sequence[Item]) -> list[Group]:

@@ -1,5 +1,7 @@
 """Tier by tier: what PyTorch did, figure for figure."""
 
+from pathlib import Path
+
 import compare
 import pytest
 
@@ -12,8 +14,8 @@ def pair(request: pytest.FixtureRequest):
 
 def agrees(name: str, what: str, theirs, ours) -> None:
     """Equal, but for what is listed: that must differ by just the figures that are listed."""
-    _, listed = compare.DIFFERENT.get((name, what), ("", {}))
-    assert compare.differences(theirs, ours) == listed
+    listed = compare.DIFFERENT.get((name, what))
+    assert compare.differences(theirs, ours) == (listed.figures if listed else {})
 
 
 def test_collectives(pair):
@@ -38,5 +40,27 @@ def test_executed_order(pair):
         assert compare.order(case, compiled) == case["actions"]
 
 
+def test_live_bytes_after_forward(pair):
+    case, compiled = pair
+    if "after" in case["live"]:
+        ours = {"bytes": compare.live_after_forward(case, compiled)}
+        agrees(case["name"], "live", {"bytes": compare.recorded_live(case, "forward")}, ours)
+
+
+def test_peak(pair):
+    case, compiled = pair
+    theirs, ours = compare.recorded_live(case, "peak"), compare.peak(case, compiled)
+    if (case["name"], "peak") in compare.DIFFERENT:
+        agrees(case["name"], "peak", {"bytes": theirs}, {"bytes": ours})
+        assert abs(ours / theirs - 1) > compare.TOLERANCE
+    else:
+        assert ours == pytest.approx(theirs, rel=compare.TOLERANCE)
+
+
 def test_what_differs_is_of_a_case():
     assert {name for name, _ in compare.DIFFERENT} <= set(compare.NAMES)
+
+
+def test_the_table_in_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    assert compare.table() in text, "put what `python tests/conformance/compare.py` prints there"

@@ -9,7 +9,7 @@ from stagewright.ir import Node
 from stagewright.models import Reach
 from stagewright.nn.builder import Builder
 from stagewright.nn.inference import cached, cached_attention, cached_rows
-from stagewright.ops import apply, einsum, elementwise, identity, join, part
+from stagewright.ops import apply, cast, einsum, elementwise, identity, join, part
 from stagewright.size import size
 
 
@@ -42,6 +42,9 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
                 own: dict[str, Any] = {"fn": "rmsnorm", "name": f"{name}_norm_out", "scope": scope}
                 heads[name] = apply("norm", f"{z}->{z}", heads[name], **own)
     q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
+    if b.recipe.repeat_kv and g == "G":
+        k, v = (_repeated(x, name, q) for x, name in ((k, "k"), (v, "v")))
+        g = "A"
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
     bias = [relative_bias(b)] if c.position == "relative" else []
     o = identity(_core(b, q, (k, v), reach, qd, kd, bias=bias), "context", scope=scope)
@@ -91,6 +94,12 @@ def cross_attention(b: Builder, h: Node) -> Node:
     w = b.weight("cross.wo", "A", "D", "M", scope=scope)
     out = b.linear("bsad,adm->bsm", identity(o, "cross_context"), w, "cross_out", scope=scope)
     return identity(out, "attn_reduced")
+
+
+def _repeated(x: Node, name: str, q: Node) -> Node:
+    """Every key-value head for each of its queries' heads, [B, S, A, D]."""
+    own: dict[str, Any] = {"name": f"{name}_repeated", "scope": x.scope}
+    return apply("repeat", "bsgd->bs(gr)d", x, out=q.shape, **own)
 
 
 def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:
@@ -234,7 +243,11 @@ def _core(
     if c.attention_softcap:
         scores = b.act(scores, "softcap", cap=c.attention_softcap)
     spec = "baqK,a->baqK" if sinks else "baqK->baqK"
+    low = scores.dtype
+    if b.recipe.eager:
+        scores = cast(scores, "fp32", name="scores32", scope=scope)
     p = apply("softmax", spec, scores, *sinks, name="probs", scope=scope, **mask)
+    p = cast(p, low, name="probs_low", scope=scope)
     p = b.dropout(p, c.attention_dropout)
     return einsum(
         f"b{heads}qk,{kd}{value}->{qd}{value}", p, v, name="core", scope=scope, role="core"

@@ -92,6 +92,9 @@ class Recipe:
     mtp_loss: float = 0.1  # the weight of multi-token prediction in the loss
     inference: Inference | None = None  # None: training
     # What PyTorch does that Megatron-LM does not; see the options of `Run`.
+    eager: bool = False
+    repeat_kv: bool = False
+    split_loss: bool = False  # over the vocabulary
     step_tensors: bool = False
     loss_parallel: bool = True
     own_input_grads: bool = False
@@ -221,10 +224,23 @@ class Builder:
         z = letters(x)
         rows, m = z[:-1], z[-1].upper()
         weights = [self.param(f"{name}.weight", dim, scope=x.scope)]
+        if self.recipe.eager and fn == "rmsnorm":
+            return self._eager_norm(x, weights[0], name, **fields)
         if self.config.norm_bias and fn == "layernorm":
             weights.append(self.param(f"{name}.bias", dim, scope=x.scope))
         spec = f"{rows}{m},{','.join([m] * len(weights))}->{rows}{m}"
         return apply("norm", spec, x, *weights, fn=fn, name=f"{name}_out", **fields)
+
+    def _eager_norm(self, x: Node, w: Node, name: str, **fields: Any) -> Node:
+        """RMSNorm as it is written in PyTorch: in fp32, its result in the precision of `x`."""
+        z = letters(x)
+        wide = cast(x, "fp32", name=f"{name}_in", **fields)
+        square = apply("mean_square", f"{z}->{z[:-1]}", wide, name=f"{name}_square", **fields)
+        unit = apply("rms_scale", f"{z},{z[:-1]}->{z}", wide, square, name=f"{name}_unit", **fields)
+        unit = cast(unit, x.dtype, name=f"{name}_low", **fields)
+        y = apply("times", f"{z},{z[-1]}->{z}", unit, w, name=f"{name}_out", **fields)
+        # Where its gradient is reduced: that of its users together.
+        return identity(identity(y, "norm_out"), f"{name}_out") if z == "bsm" else y
 
     def rope(self, x: Node, dims: str, name: str) -> Node:
         """Rotary position (arXiv 2104.09864) of the last of some dims such as `bsaD`."""

@@ -7,7 +7,16 @@ from stagewright.models import ModelConfig
 from stagewright.nn.builder import Block, Builder, Recipe
 from stagewright.nn.finish import finish
 from stagewright.nn.inference import gathered, last_tokens
-from stagewright.ops import add, apply, cast, einsum, elementwise, identity, leaf
+from stagewright.ops import (
+    add,
+    apply,
+    cast,
+    einsum,
+    elementwise,
+    elementwise_whole,
+    identity,
+    leaf,
+)
 
 
 def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") -> Block:
@@ -68,7 +77,8 @@ def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
     """The loss of what the output projection makes of hidden states."""
     logits = _logits(b, h)
     logits = logits if b.recipe.loss_parallel else identity(logits, "logits_whole")
-    return cross_entropy(logits, labels)
+    eager = ("split" if b.recipe.split_loss else "whole") if b.recipe.eager else ""
+    return cross_entropy(logits, labels, eager=eager)
 
 
 def tied(config: ModelConfig) -> bool:
@@ -119,14 +129,29 @@ def _pooler(b: Builder, h: Node) -> Node:
     return apply("mean", "bn->", pooled, name="pooled_mean")
 
 
-def cross_entropy(logits: Node, name: str = "labels") -> Node:
-    """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always."""
+def _picked(log_probs: Node, labels: Node, t: str) -> Node:
+    found = apply("pick", f"{t}v,{t}->{t}", log_probs, labels, name="picked")
+    found = elementwise("scale", identity(found, "picked"), by=-1.0)
+    return apply("mean", f"{t}->", found, name="loss")
+
+
+def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Node:
+    """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always.
+
+    `eager`: as PyTorch's log_softmax and nll_loss, of "whole" logits or of such as may be "split".
+    """
     own = {"role": "input", "scope": "head", "like": "labels"}
     labels = leaf("input", logits.shape[:-1], "int64", name, **own)
     t = "bs"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
+    if eager == "whole":
+        x = elementwise_whole("log_softmax", x, name="log_probs")
+        return _picked(x, labels, t)
     top = identity(apply("max", f"{t}v->{t}", x, name="max"), "max")
     summed = identity(apply("exp_sum", f"{t}v,{t}->{t}", x, top, name="exp_sum"), "exp_sum")
+    if eager:
+        x = apply("log_probs", f"{t}v,{t},{t}->{t}v", x, top, summed, name="log_probs")
+        return _picked(x, labels, t)
     picked = identity(apply("pick", f"{t}v,{t}->{t}", x, labels, name="picked"), "picked")
     each = elementwise("nll", top, summed, picked, name="nll")
     return apply("mean", f"{t}->", each, name="loss")

@@ -53,7 +53,11 @@ def feed_forward(
             own["offset"] = c.glu_linear_offset
         if c.activation_func_clamp_value is not None:
             own["clamp"] = c.activation_func_clamp_value
-        a = elementwise("glu", wide["gate"], wide["up"], **own)
+        if b.recipe.eager and own.keys() == {"fn", "name", "scope"}:
+            a = b.act(wide["gate"], c.activation)
+            a = elementwise("times", a, wide["up"], name="act", scope=scope)
+        else:
+            a = elementwise("glu", wide["gate"], wide["up"], **own)
     else:
         a = elementwise("act", wide["up"], fn=c.activation, name="act", scope=scope)
     w = b.weight(names["down"], *dims[:-2], dims[-1], dims[-2], scope=scope)
