@@ -742,3 +742,56 @@ def test_generation_is_linear_in_ranks() -> None:
     program = run(dp=4096, tp=8, batch_size=4096 * 3 + 1, layers=2, **DECODE).program
     assert [len(c.ranks) for c in program.classes] in ([8 * 4095, 8], [8, 8 * 4095])
     assert math.prod(n for _, n in program.mesh.axes) == 8 * 4096
+
+
+# ---- layers that carry a state -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["mamba-2.8b", "mamba-codestral-7b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_states_of_a_request(model: str, tp: int) -> None:
+    """vLLM's `MambaStateShapeCalculator`: the last inputs of the convolutions and the states, in
+    the precision of the model. They do not grow with the context."""
+    c = PRESETS[model]
+    s = c.state_space
+    assert s is not None
+    held = [
+        run(model, mode="decode", tp=tp, batch_size=6, context_length=n, layers=4)
+        .program.classes[0]
+        .memory["kv_cache"]
+        for n in (0, 1000)
+    ]
+    convolved = s.inner + (0 if model == "mamba-2.8b" else 2 * s.groups * s.state)
+    layers = 3 if model.startswith("qwen") else 4
+    states = layers * 6 * 2 * (convolved * (s.conv - 1) + s.inner * s.state) // tp
+    attention = 2 * c.num_query_groups * c.kv_channels * 2 // tp if layers == 3 else 0
+    slots = [6 * 16, 6 * 1008]  # blocks of 16
+    assert held == [states + n * attention for n in slots]
+
+
+def test_a_state_is_decoded_in_its_memory() -> None:
+    """A token reads and writes its request's state, and does five operations on each number."""
+    s = PRESETS["mamba-codestral-7b"].state_space
+    assert s is not None
+    one, two = (run("mamba-codestral-7b", mode="decode", batch_size=n, layers=1) for n in (8, 16))
+    flops, traffic = (work(two, x)["linear_attention_served"] - work(one, x)[
+        "linear_attention_served"] for x in ("flops", "traffic"))  # fmt: skip
+    state = s.inner * s.state
+    assert flops == 8 * 5 * state
+    # And reads x, B, C, dt and the decay, and writes y.
+    own = 2 * (2 * s.inner + 2 * s.groups * s.state) + 4 * 2 * s.heads
+    assert traffic == 8 * (2 * 2 * state + own + 8)  # whose the token is: 8 bytes
+
+
+def test_chunks_of_a_prompt_cost_what_they_do_in_training() -> None:
+    c = "mamba-codestral-7b"
+    served = work(run(c, mode="prefill", prompt_length=2048, layers=1))["linear_attention_served"]
+    trained = work(run(c, seq_length=2048, layers=1))["linear_attention"]
+    assert served == trained
+
+
+def test_how_long_a_request_of_a_state_model_may_be_has_no_limit() -> None:
+    found = run("mamba-2.8b", mode="decode", device_memory="80e9").capacity
+    assert found is not None
+    assert found.tokens is None
+    assert found.requests > 1000

@@ -6,6 +6,7 @@ speculative decode; every logit is that of the model's training graph on the req
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +33,18 @@ TRAINED = Recipe(dropout=False)
 ABSORBED = replace(SERVED, absorb=True)
 # Here experts are chosen by a token's place in a step (`meaning._chosen`): requests fare alike
 # however they are cut only if their tokens go to all experts.
-ALL = {
-    m: replace(c, top_k=c.num_experts) for m, c in TINY.items() if c.causal and not c.state_space
+ALL = {m: replace(c, top_k=c.num_experts) for m, c in TINY.items() if c.causal}
+# Sequences of any length are whole chunks.
+ALL |= {
+    m: replace(c, state_space=replace(c.state_space, chunk=1))
+    for m, c in ALL.items()
+    if c.state_space
 }
 MODELS = list(ALL)
 FORMS = [(m, SERVED) for m in MODELS] + [(m, ABSORBED) for m in MODELS if ALL[m].kv_lora_rank]
 BLOCK = 4  # tokens of a block of the cache
 WHERE = ("token_slots", "block_table", "token_positions", "logit_rows", "key_slots")
+WHERE = (*WHERE, "token_requests")
 
 Values = dict[str, Any]
 
@@ -156,6 +162,7 @@ def played(model: str, recipe: Recipe) -> Iterator[Step]:
             tokens.append([prompts()[rank][r][at] for r, at in news])
             where["token_slots"].append([slots[rank][new] for new in news])
             where["token_positions"].append([at for _, at in news])
+            where["token_requests"].append([r for r, _ in news])
             where["logit_rows"].append(list(range(len(news))))
             for p in pieces:
                 done[rank][p.request] += p.new
@@ -168,7 +175,7 @@ def played(model: str, recipe: Recipe) -> Iterator[Step]:
         }
         new, held, blocks = len(tokens[0]), table.shape[1] * BLOCK, table.shape[1]
         sizes = sizes_of(Run(model=model), ALL[model]) | {
-            "B": len(ENDS), "S": new, "O": new, "R": len(ENDS) * new,
+            "B": len(ENDS), "S": new, "O": new, "R": len(ENDS) * new, "requests": len(ENDS[0]),
             **{f"{name}{kind}": many for kind in ("", "_local", "_chunked")
                for name, many in (("L", held), ("I", blocks), ("keys", held))},
         }  # fmt: skip
@@ -184,8 +191,10 @@ def played(model: str, recipe: Recipe) -> Iterator[Step]:
             truth = {name: env[n][()] for name, n in graph.outputs.items()}
             yield Step(number, part, layer, graph, sizes, values, truth)
             caches[part, layer] = {
-                n.srcs[0].name: env[n][()] for n in graph if n.op == "cache"
-            }  # fmt: skip
+                next(s for s in n.srcs if s.op == "state").name: env[n][()]
+                for n in graph
+                if n.op == "cache" or (n.get("role") == "cache" and n.srcs)
+            }
             x = truth["y"]
 
 
@@ -214,19 +223,25 @@ def test_every_logit_is_that_of_the_whole_sequence(model: str, recipe: Recipe) -
 # ---- sharded as unsharded ------------------------------------------------------------------------
 
 
-def plan(mesh: Mapping[str, int], groups: int, **fields: Any) -> Plan:
-    """dp splits requests, tp heads: key-value heads too as far as there are so many."""
+def plan(mesh: Mapping[str, int], groups: int, state: int = 0, **fields: Any) -> Plan:
+    """dp splits requests, tp heads: key-value heads too as far as there are so many, and likewise
+    groups of heads that carry a state."""
     tensor = tuple(a for a in mesh if a.startswith("tp"))
     key_value: tuple[str, ...] = ()
     for axis in tensor:
         if groups % mesh[axis] == 0:
             key_value, groups = (*key_value, axis), groups // mesh[axis]
+    state_groups: tuple[str, ...] = ()
+    for axis in tensor:
+        if state and state % mesh[axis] == 0:
+            state_groups, state = (*state_groups, axis), state // mesh[axis]
     return Plan(
         Mesh(tuple(mesh.items())),
         data=tuple(a for a in mesh if a == "dp"),
         tensor=tensor,
         key_value=key_value,
         inner=frozenset(tensor) - {*key_value},
+        state_groups=state_groups,
         **fields,
     )
 
@@ -247,7 +262,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         (m, SERVED)
         for m in (
             *("llama", "gpt2", "gemma2", "plain", "qwen3", "falcon-mqa", "deepseek-lite"),
-            *("gpt-oss", "llama4"),
+            *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
         )
     ]
     + [("deepseek-lite", ABSORBED)],
@@ -259,14 +274,21 @@ def test_sharded(model: str, recipe: Recipe, name: str) -> None:
     for step in steps(model, recipe):
         if step.number not in (0, 1):
             continue
-        here = plan(mesh, groups, **fields)
+        state = ALL[model].state_space
+        here = plan(mesh, groups, state.groups if state else 0, **fields)
         if here.inner and groups % 6 == 0 and "tp_rep" not in mesh:
             pytest.skip("ranks would share key-value heads unevenly")
         sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
         verify(sharded)
         check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
         found = {n.name: n for n in sharded}
-        if step.part == "layer" and ALL[model].kv_lora_rank:
+        kept = [n for n in sharded if n.op == "state" and n.get("of")]
+        assert all(n.layout.dims[0] == here.data for n in kept)
+        if kept:
+            # Every rank keeps the states of its own heads or channels.
+            each = math.prod(mesh[a] for axes in kept[-1].layout.dims[2:] for a in axes)
+            assert each == math.prod(mesh[a] for a in here.tensor)
+        elif step.part == "layer" and ALL[model].kv_lora_rank:
             assert found["latent_cache"].layout == Layout((here.data, (), ()))  # copies over tp
         elif step.part == "layer":
             kinds = ("", "_local", "_chunked")

@@ -288,6 +288,7 @@ def test_every_row_is_tried() -> None:
     of_blocks |= {"delta_inverse", "delta_scores", "inverse_norm", "unit", "unit_bwd"}
     of_blocks |= {"aux_loss", "aux_loss_bwd", "z_loss", "z_loss_bwd"}
     of_blocks |= {"count", "splits", "bias_update", "log_probs_bwd"}
+    of_blocks |= {"conv1d_served", "scan_served", "linear_attention_served", "delta_rule_served"}
     assert set(OPS) - tried <= of_blocks
     assert tried <= set(OPS) | LEAVES
 

@@ -151,9 +151,14 @@ def test_sums_of_squares_where_ranks_share_a_group() -> None:
             "tp=3 does not divide the 5120 channels of the state layers of mamba-2.8b; "
             "use 1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 64 or 80",
         ),
+        ({"model": "mamba-2.8b", "mode": "decode"}, None),
         (
-            {"model": "mamba-2.8b", "mode": "decode"},
-            "inference of layers that carry a state (mamba-2.8b) is not there yet",
+            {"model": "jamba-v0.1", "mode": "decode", "num_speculative_tokens": 2},
+            "a decode step of jamba-v0.1, whose layers carry a state, has one new token of each",
+        ),
+        (
+            {"model": "jamba-v0.1", "mode": "decode", "prefill": "tp=2"},
+            "prefill sends keys and values, but layers of jamba-v0.1 keep states; drop it",
         ),
     ],
     ids=str,

@@ -21,7 +21,7 @@ class Capacity(NamedTuple):
     """The most in a step of all ranks: as many for each of dp, in the step's proportions."""
     tokens: int | None
     """The longest that each of the step's requests may be (context and new tokens); None where they
-    differ in length."""
+    differ in length, or where length takes no memory: layers that carry a state."""
 
 
 def capacity(run: Run, peak: Callable[[Run], int]) -> Capacity:
@@ -47,7 +47,8 @@ def _longest(run: Run, fits: Callable[..., bool]) -> int | None:
         varied, fixed = "prompt_length", run.context_length or 0
     # A contiguous cache makes room for the longest request, whatever that is.
     room = ("max_model_len",) if run.kv_cache == "contiguous" else ()
-    return _most(lambda n: fits(**{varied: n - fixed}, **dict.fromkeys(room, n)), fixed + 1)
+    found = _most(lambda n: fits(**{varied: n - fixed}, **dict.fromkeys(room, n)), fixed + 1)
+    return None if found > batch.LARGEST // 2 else found
 
 
 def _most(fits: Callable[[int], bool], least: int = 1) -> int:

@@ -394,6 +394,7 @@ def recipe_of(run: Run, model: ModelConfig, kind: Kind | None = None) -> nn.Reci
         run.kv_cache_dtype or "bf16",
         serving.STORED[run.weight_precision or "bf16"],
         run.num_redundant_experts,
+        run.mode == "decode",
     )
     return nn.Recipe(
         experts=_experts(run, model),

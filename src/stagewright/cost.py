@@ -145,7 +145,11 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
                 traffic=traffic[here], dtype=dtype, on=hardware,
             )  # fmt: skip
         elif kernel in CHUNKED:
-            seconds[here] = _chunked(size, flops[here], traffic[here], dtype, hardware)
+            # A step of decode has no chunks: it moves states.
+            here[here] = whole = size.get("chunk", np.zeros(len(shapes))) > 0
+            size = {x: column[whole] for x, column in size.items()}
+            if whole.any():
+                seconds[here] = _chunked(size, flops[here], traffic[here], dtype, hardware)
         else:
             seconds[here] = attention_shape_seconds(
                 size, flops[here], traffic[here], dtype, hardware, kernel == "attention_bwd"
@@ -153,7 +157,9 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
     return seconds / hardware.sustained_fraction
 
 
-CHUNKED = tuple(f"{op}{way}" for op in ("linear_attention", "delta_rule") for way in ("", "_bwd"))
+CHUNKED = tuple(
+    f"{op}{way}" for op in ("linear_attention", "delta_rule") for way in ("", "_bwd", "_served")
+)
 """Kernels whose work is matrix products inside and between chunks of tokens."""
 
 

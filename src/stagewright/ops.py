@@ -776,6 +776,9 @@ def _attrs(n: Node) -> dict[str, Any]:
 
 
 _m = meaning
+_SERVED: dict[str, Any] = {
+    **{"flops": scan.served_flops, "scratch": scan.served_scratch, "joint": True}
+}
 _CHUNKED: dict[str, Any] = {"flops": scan.chunked_flops, "scratch": scan.chunked_scratch}
 OPS: dict[str, Op] = {
     # contractions
@@ -815,6 +818,11 @@ OPS: dict[str, Op] = {
     "delta_rule_bwd": Op(scan.delta_rule_bwd, **_CHUNKED, joint=True),
     "delta_scores": Op(scan.delta_scores, _made_of_vjp, flops=scan.within_flops),
     "delta_inverse": Op(scan.delta_inverse, _made_of_vjp, flops=scan.within_flops),
+    # the same from states that are kept of requests
+    "conv1d_served": Op(scan.conv1d_served, flops=scan.conv1d_served_flops, joint=True),
+    "scan_served": Op(scan.scan_served, flops=scan.scan_served_flops, joint=True),
+    "linear_attention_served": Op(scan.linear_attention_served, **_SERVED),
+    "delta_rule_served": Op(scan.linear_attention_served, **_SERVED),
     # norms whose dims may be split
     "mean_square": Op(scan.mean_square, _mean_square_vjp, flops=2, fuses=True),
     "mean_square_bwd": Op(scan.mean_square_bwd, flops=2, fuses=True),

@@ -169,6 +169,49 @@ def scan_bwd(ctx: Any, g: Any, x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
             return dq[:, :, 0]
 
 
+# A step of serving: tokens of several requests behind each other, [B, S], each of which goes on
+# from the state that the step before left of its request, [B, requests, ...]. `part` says whether
+# the result or the states after the step are asked for.
+
+
+def conv1d_served(ctx: Any, x: Any, w: Any, *rest: Any) -> Any:
+    *bias, state, ids = rest
+    seen, y = np.array(state, dtype=float), np.zeros_like(x)
+    for b, t in np.ndindex(*ids.shape):
+        r = ids[b, t]
+        window = np.concatenate([seen[b, r], x[b, t][..., None]], axis=-1)
+        y[b, t] = (window * w).sum(-1) + sum(bias)
+        seen[b, r] = window[..., 1:]
+    if ctx["part"] == "state":
+        return seen
+    return ACTIVATIONS[ctx["fn"]](y) if ctx["fn"] else y
+
+
+def _served(ctx: Any, q: Any, k: Any, v: Any, gates: _Gates, state: Any, ids: Any) -> Any:
+    """What is read at every position, or the states [b, r, g, h, n, p] after all."""
+    delta = ctx.get("kernel") in ("delta", "kimi")
+    now, read = np.array(state, dtype=float), np.zeros(v.shape)
+    for b, t in np.ndindex(*ids.shape):
+        r = ids[b, t]
+        decayed = np.exp(gates.decay[b, t])[..., None] * now[b, r]
+        u = v[b, t] - (np.einsum("ghnp,gn->ghp", decayed, k[b, t]) if delta else 0)
+        now[b, r] = decayed + np.einsum("gh,gn,ghp->ghnp", gates.beta[b, t], k[b, t], u)
+        read[b, t] = np.einsum("ghnp,gn->ghp", now[b, r], q[b, t])
+    return now if ctx["part"] == "state" else read
+
+
+def linear_attention_served(ctx: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    *gates, state, ids = rest
+    return _served(ctx, q * ctx["scale"], k, v, _gates(ctx, k, v, tuple(gates)), state, ids)
+
+
+def scan_served(ctx: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, state: Any, ids: Any) -> Any:
+    """Channels are heads of width 1, in one group."""
+    q, k, v, gates = _selective(x, dt, a, b, c)
+    found = _served(ctx, q, k, v, gates, state[:, :, None, :, :, None], ids)
+    return found[:, :, 0, :, :, 0] if ctx["part"] == "state" else found[:, :, 0, :, 0]
+
+
 def _within(ctx: Any, q: Any, k: Any, decay: Any) -> Any:
     """q k' inside each chunk, decayed from the key's position to the query's: [b, s, g, h, L]."""
     chunk = ctx.shape[-1]
@@ -287,6 +330,42 @@ def scan_flops(n: Node, here: Sizes) -> Any:
     wrt: Any = n.get("wrt")
     each = (15, 7, 3, 2, 1)[int(wrt)] if wrt is not None else 9
     return each * math.prod([here[x] for x in "bsin"], start=1)
+
+
+def conv1d_served_flops(n: Node, here: Sizes) -> Any:
+    """As in training; that states are kept costs nothing."""
+    if n["part"] == "state":
+        return 0
+    outputs = math.prod([size for letter, size in here.items() if letter not in "tur"], start=1)
+    return 2 * outputs * here["t"] + 8 * bool(n["fn"]) * outputs
+
+
+def scan_served_flops(n: Node, here: Sizes) -> Any:
+    """As in training: 9 per element of the state."""
+    return 0 if n["part"] == "state" else scan_flops(n, here)
+
+
+def served_flops(n: Node, here: Sizes) -> Any:
+    """The kernels of prefill work on chunks, as in training; that of decode on single tokens.
+
+    Per element of the state that one decays it (1), adds a product (2) and is read (2); by the
+    delta rule it is read once more before that.
+    """
+    if n["part"] == "state":
+        return 0
+    heads = here["b"] * here["s"] * here["g"] * here["h"]
+    delta = n["kernel"] in ("delta", "kimi")
+    if not n["chunk"]:
+        return (7 if delta else 5) * heads * here["n"] * here["p"]
+    chunk: Any = n["chunk"]
+    rows = (chunk + 16) * here["n"]
+    within = (rows + chunk * chunk // 2 + (rows if n["kernel"] == "kimi" else 0)) if delta else 0
+    return chunked_flops(n, here) + within * heads
+
+
+def served_scratch(n: Node, here: Sizes) -> Any:
+    """Bytes of intermediates of the kernels that work on chunks."""
+    return chunked_scratch(n, here) if n["chunk"] and n["part"] == "y" else 0
 
 
 class _Products(NamedTuple):

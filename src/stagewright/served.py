@@ -26,7 +26,8 @@ def served_footprint(
     """What a block needs in inference; weights called `shared` are held elsewhere on the rank."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
-    static = {*params, *caches, *(n for n in graph if n.op == "cache")}  # written in place
+    # Written in place.
+    static = {*params, *caches, *(n for n in graph if n.op == "cache" or n.get("role") == "cache")}
     return ServedFootprint(
         sum(bytes_of(n, extent) for n in params if n.name not in shared),
         sum(bytes_of(n, extent) for n in caches),

@@ -273,7 +273,7 @@ def check(run: Run, model: ModelConfig) -> None:
             f"mla={run.mla} is a form of latent attention, {model.name} has none; drop it"
         )
     if model.state_space:
-        raise UserError(f"inference of layers that carry a state ({model.name}) is not there yet")
+        _check_states(run, model)
     _check_redundant(run, model)
     if run.precision == "fp8":
         raise UserError(
@@ -291,6 +291,19 @@ def check(run: Run, model: ModelConfig) -> None:
         read_bytes(run.device_memory)
     _check_settings(run)
     _check_requests(run, model)
+
+
+def _check_states(run: Run, model: ModelConfig) -> None:
+    """States go on token by token: a decode step has one of each request."""
+    if run.prefill is not None:
+        raise UserError(
+            f"prefill sends keys and values, but layers of {model.name} keep states; drop it"
+        )
+    if run.mode == "decode" and any(g.new_tokens != 1 for g in groups(run)):
+        raise UserError(
+            f"a decode step of {model.name}, whose layers carry a state, has one new token of each "
+            "request; use no prompt_length, num_speculative_tokens or new_tokens, or mode=prefill"
+        )
 
 
 def _check_redundant(run: Run, model: ModelConfig) -> None:

@@ -213,6 +213,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             return parameter(n, str(role), have)
         if role == "norm2":
             return None
+        if n.get("of"):  # a state of each request
+            return Layout((plan.data, (), *weight(str(n["of"]), len(n.shape) - 2)))
         if n.get("states"):
             return _stated(n, have, own.get(n.name), plan)
         if n.name in own and len(own[n.name].dims) == len(n.shape):
@@ -294,6 +296,7 @@ def _cached(plan: Plan) -> dict[str, Dims]:
     requests = (plan.data, ())
     cache = (*requests, tuple(a for a in plan.tensor if a in plan.key_value), ())
     rows: dict[str, Dims] = {"logits_gathered": (*requests, ()), "logit_rows": requests}
+    rows["token_requests"] = requests
     for kind in ("", "_local", "_chunked"):
         rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table", "key_slots")}
         rows |= {f"{name}_cache{kind}": cache for name in ("k", "v")}

@@ -58,6 +58,7 @@ class Inference:
     cache_dtype: str = "bf16"
     weights: str = ""  # how matrices of layers are stored, where not as computed with
     redundant_experts: int = 0  # that are there once more
+    decode: bool = False  # one new token of each request
 
 
 class Tie(NamedTuple):

@@ -17,13 +17,13 @@ from stagewright.ir import Graph, Node, toposort
 from stagewright.models import Reach
 from stagewright.nn.builder import Block, Builder
 from stagewright.ops import apply, identity, leaf
-from stagewright.size import size
+from stagewright.size import Size, size
 
 
 def finish(name: str, b: Builder, y: Node) -> Block:
     """A block that ends with its result, and with the caches it wrote into."""
     kept = {n.name: n for n in toposort([y]) if n.op == "cache"}
-    outputs = {"y": y, **kept}
+    outputs = {"y": y, **kept, **b.extra}
     return Block(name, Graph.of(toposort(outputs.values()), outputs), {})
 
 
@@ -95,6 +95,30 @@ def _slots(kind: str) -> Node:
 
 def _keys(kind: str) -> Node:
     return leaf("input", ("B", f"keys{kind}"), "int64", f"key_slots{kind}", role="input")
+
+
+def with_state(
+    b: Builder, op: str, spec: str, srcs: Sequence[Node], state: Node, **fields: Any
+) -> Node:
+    """An op that goes on from what a layer kept of each request, and keeps what it is then.
+
+    `spec` is that of the op but for the states, [B, requests, ...], and whose each token is.
+    """
+    ids = leaf("input", ("B", "S"), "int64", "token_requests", role="input")
+    ins, out = spec.split("->")
+    own = "br" + {4: "in", 6: "ghnp"}[len(state.shape)] if op != "conv1d_served" else ""
+    own = own or f"br{ins.split(',')[0][2:]}u"
+    operands = (*srcs, state, ids)
+    terms = f"{ins},{own},bS"
+    new: dict[str, Any] = {**fields, "name": state.name, "dtype": state.dtype, "role": "cache"}
+    b.extra[state.name] = apply(op, f"{terms}->{own}", *operands, part="state", **new)
+    return apply(op, f"{terms}->{out}", *operands, part="y", **fields)
+
+
+def state_of(b: Builder, name: str, of: str, *dims: str | Size) -> Node:
+    """What a layer keeps of each request, split over ranks as the parameter `of` is."""
+    own = {"role": "cache", "of": of, "scope": "mixer"}
+    return leaf("state", ("B", "requests", *dims), b.dtype, f"{name}_state", **own)
 
 
 def last_tokens(h: Node) -> Node:

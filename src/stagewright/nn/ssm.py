@@ -11,10 +11,18 @@ from typing import Any
 
 from stagewright.ir import Node
 from stagewright.nn.builder import Builder
+from stagewright.nn.inference import state_of, with_state
 from stagewright.ops import add, apply, cast, einsum, elementwise, identity, letters, part
 from stagewright.size import size
 
 SCOPE = "mixer"
+# A parameter of each kernel's layer that begins with the dims of groups and heads.
+_PER_HEAD = {
+    "ssd": "mamba2.dt_bias",
+    "linear": "lightning.norm.weight",
+    "delta": "delta.a_log",
+    "kimi": "delta.a_log",
+}
 
 
 def mamba(b: Builder, h: Node) -> Node:
@@ -40,8 +48,12 @@ def mamba(b: Builder, h: Node) -> Node:
     dt = _softplus(b, dt, "mamba.dt_bias", "Inner")
     a = _decay_rate(b, "mamba.a_log", "Inner", "State")
     operands = (x, dt, a, sources["b"], sources["c"])
-    if b.recipe.flash_attention:
-        spec = "bSi,bSi,in,bSn,bSn->bSi"
+    spec = "bSi,bSi,in,bSn,bSn->bSi"
+    if b.recipe.inference:
+        kept = state_of(b, "mamba", "mamba.dt_bias", "Inner", "State")
+        own_core = {"name": "core", "scope": f"{SCOPE}.core", "dtype": x.dtype}
+        y = with_state(b, "scan_served", spec, operands, kept, **own_core)
+    elif b.recipe.flash_attention:
         y = apply("scan", spec, *operands, name="core", role="core", scope=f"{SCOPE}.core")
     else:
         y = _plain_scan(*operands)
@@ -126,7 +138,7 @@ def _param(b: Builder, name: str, *dims: str) -> Node:
 
 def _into(b: Builder, h: Node, spec: str, kind: str, name: str, *dims: str) -> Node:
     """A projection of the residual stream."""
-    w = _param(b, f"{kind}.w_{name}", "M", *dims)
+    w = b.weight(f"{kind}.w_{name}", "M", *dims, scope=SCOPE)
     return b.linear(spec, h, w, f"{kind}.{name}", scope=SCOPE)
 
 
@@ -147,7 +159,7 @@ def _heads_out(b: Builder, y: Node, kind: str) -> Node:
 
 
 def _out(b: Builder, y: Node, spec: str, kind: str, *dims: str) -> Node:
-    w = _param(b, f"{kind}.w_out", *dims, "M")
+    w = b.weight(f"{kind}.w_out", *dims, "M", scope=SCOPE)
     out = b.linear(spec, y, w, "mixer_out", scope=SCOPE)
     return identity(out, "attn_reduced")
 
@@ -164,6 +176,10 @@ def _conv(b: Builder, x: Node, x_spec: str, name: str, *dims: str, role: str = "
     if state.conv_bias:
         operands.append(_param(b, f"{name}.bias", *dims))
         spec += f",{channels}"
+    if b.recipe.inference:
+        kept = state_of(b, name, f"{name}.weight", *dims, size("Taps") - 1)
+        own = {"fn": "silu", "name": name, "scope": SCOPE}
+        return with_state(b, "conv1d_served", f"{spec}->{x_spec}", operands, kept, **own)
     own: dict[str, Any] = {"fn": "silu", "role": role, "scope": SCOPE}
     return apply("conv1d", f"{spec}->{x_spec}", *operands, name=name, **own)
 
@@ -249,8 +265,14 @@ def _chunked(b: Builder, op: str, kernel: str, q: Node, k: Node, v: Node, *gates
     if len(gates) > 1 and len(gates[1].shape) == 5:
         terms[4] = f"bSgh{n}"
     scale = 1.0 if kernel in ("ssd", "linear") else state.state**-0.5
-    attrs: dict[str, Any] = {"kernel": kernel, "chunk": state.chunk, "scale": scale, "role": "core"}
+    attrs: dict[str, Any] = {"kernel": kernel, "chunk": state.chunk, "scale": scale}
     spec = f"{','.join(terms)}->bSghp"
+    if served := b.recipe.inference:
+        kept = state_of(b, kernel, _PER_HEAD[kernel], "Group", "Head", "State", "Width")
+        attrs |= {"chunk": 0} if served.decode else {}
+        own = {"name": "core", "scope": f"{SCOPE}.core", "dtype": v.dtype}
+        return with_state(b, f"{op}_served", spec, (q, k, v, *gates), kept, **own, **attrs)
+    attrs["role"] = "core"
     return apply(
         op, spec, q, k, v, *gates, dtype=v.dtype, name="core", scope=f"{SCOPE}.core", **attrs
     )
@@ -272,6 +294,8 @@ def _delta_rule(
     """The delta rule, with the products inside chunks that its kernels keep for backward."""
     state = b.config.state_space
     assert state is not None
+    if b.recipe.inference:
+        return _chunked(b, "delta_rule", kernel, q, k, v, beta, decay)
     own: dict[str, Any] = {"chunk": state.chunk, "scope": f"{SCOPE}.core", "dtype": v.dtype}
     rates = "bSghN" if len(decay.shape) == 5 else "bSgh"
     shape = (*beta.shape, size("Chunk"))
