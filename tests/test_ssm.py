@@ -154,7 +154,8 @@ def test_sums_of_squares_where_ranks_share_a_group() -> None:
         ({"model": "mamba-2.8b", "mode": "decode"}, None),
         (
             {"model": "jamba-v0.1", "mode": "decode", "num_speculative_tokens": 2},
-            "a decode step of jamba-v0.1, whose layers carry a state, has one new token of each",
+            "a decode step of jamba-v0.1, whose layers carry a state, has one new token of each "
+            "request; use no prompt_length, num_speculative_tokens or new_tokens, or mode=prefill",
         ),
         (
             {"model": "jamba-v0.1", "mode": "decode", "prefill": "tp=2"},
