@@ -35,8 +35,10 @@ def test_section_is_current(page: str, title: str) -> None:
 
 
 def test_step_times_are_current(page: str) -> None:
-    """Of one source; all of them take minutes."""
-    for o in validate.validate("Korthikanti"):
+    """Of runs on one node; all of them take minutes."""
+    few = [m for m in validate.measurements() if m.run.world_size <= 8]
+    assert len(few) > 10
+    for o in validate.validate(rows=few):
         assert f"| {' | '.join(fidelity.line(o))} |" in page, TOLD
 
 
