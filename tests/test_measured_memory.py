@@ -172,9 +172,8 @@ gradients and optimizer states with what is allocated after a step.
   containers, T5, BERT and multimodal models, fp8, latent attention, CUDA graphs.
 - Zero Bubble: without ZB-2p, a schedule that we do not have. Vocabulary parallelism: the
   baselines under 1F1B.
-- torchtitan: `reserved` memory of float8 runs under `torch.compile`. We have no profile of
-  torchtitan yet: its states take 16 bytes per parameter, its loss keeps logits that Megatron-LM's
-  overwrites, its selective recompute is another.
+- torchtitan: `reserved` memory of float8 runs under `torch.compile`; ours under `--framework
+  torchtitan` with fused operators, as compiled ones are, and in bf16.
 - STAGE, Table V: in [stage-paper.md](stage-paper.md).
 """
 
