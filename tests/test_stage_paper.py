@@ -40,7 +40,7 @@ def test_volumes_are_those_measured() -> None:
 
 NO_REASON_KNOWN = {("GPT-3-175B, TP=4 DP=2 PP=8 SP", way) for way in ("send", "recv")}
 UNLIKE = {  # further than 1% from what was measured, and by how much
-    ("GPT-3-5B, FSDP=8", "all_gather"): 0.042,
+    ("GPT-3-5B, FSDP=8", "all_gather"): 0.021,
     ("DeepSeek-MoE 144E, EP=8 TP=2 DP=2", "all_reduce"): -0.4985,
 }
 
@@ -53,10 +53,9 @@ def test_volumes_are_near() -> None:
 
 def test_nearer_than_stage() -> None:
     """Or as near, but for what is known to differ."""
-    known = {*NO_REASON_KNOWN, ("GPT-3-5B, FSDP=8", "all_gather")}
     for key, row in rows("VII").items():
         ours, theirs = abs(row.error or 0), abs(row.error_of_stage or 0)
-        assert row.same or ours <= theirs or key in known
+        assert row.same or ours <= theirs or key in NO_REASON_KNOWN
 
 
 S, S4, H5, H175 = 2048, 4096, 4096, 12288
@@ -156,7 +155,7 @@ def test_memory() -> None:
         ours, theirs = abs(row.error or 0), abs(row.error_of_stage or 0)
         assert row.why or (ours < theirs and ours < 0.03), row
         assert bool(row.why) == (case not in settled)
-        assert ours < 0.18
+        assert ours < 0.24
 
 
 def test_number_of_operations() -> None:
