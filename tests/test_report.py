@@ -12,7 +12,7 @@ import pytest
 import stagewright as sw
 from stagewright.cli import main
 from stagewright.hardware import resolve
-from stagewright.pages.report import command
+from stagewright.pages.settings import command
 from stagewright.remarks import Remark, remarks
 
 from .pages import check

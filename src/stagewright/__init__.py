@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stagewright.api import compile, filled, report, simulate
+    from stagewright.api import compile, report, simulate
     from stagewright.compiler import Compiled
     from stagewright.errors import UserError
     from stagewright.formats.bundle import Bundle
@@ -29,7 +29,6 @@ __all__ = [
     "UserError",
     "__version__",
     "compile",
-    "filled",
     "generate",
     "report",
     "resolve",
@@ -45,7 +44,6 @@ _HOME = {
     "Table": "table",
     "UserError": "errors",
     "compile": "api",
-    "filled": "api",
     "report": "api",
     "resolve": "models",
     "simulate": "api",

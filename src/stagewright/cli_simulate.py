@@ -104,8 +104,10 @@ def simulated(
     run: Run, compile: Callable[[Run], Compiled], hardware: str, how: dict[str, Any]
 ) -> Simulation:
     """A run on hardware, with its progress shown."""
+    from stagewright.api import filled
+
     nodes = how.pop("nodes")
-    compiled = compile(stagewright.filled(run, hardware, nodes))
+    compiled = compile(filled(run, hardware, nodes))
     with shown("tasks") as told:
         return stagewright.simulate(compiled, hardware, progress=told, **how)
 

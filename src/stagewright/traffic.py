@@ -118,7 +118,7 @@ def _add_groups(found: NDArray[np.float64], program: Program, slot: int, of_rank
         count = min(_CHUNK, len(known) - low)
         there = np.flatnonzero(some)
         at = (group[there] - low) * wide + of_rank[there]
-        counts = np.bincount(at, minlength=count * wide).reshape(count, wide)
+        counts = np.bincount(at, minlength=count * wide).reshape(count, wide).astype(float)
         at = (group[mine] - low) * wide + of_rank[mine]
         gives = np.bincount(at, sent[mine], count * wide).reshape(count, wide)
         found += gives.T @ counts

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
-import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import stagewright
 from stagewright import tables, traffic
 from stagewright.actions import bubble
 from stagewright.pages import memory as memory_page
+from stagewright.pages.settings import settings
 from stagewright.pages.shell import (
     Panel,
     Section,
@@ -25,9 +26,7 @@ from stagewright.pages.shell import (
 from stagewright.pictures import bars, layer, matrix, memory, schedule, svg, timeline
 from stagewright.program import PHASES, RankClass
 from stagewright.remarks import Remark, remarks
-from stagewright.run import Run
 from stagewright.summary import Summary, summary
-from stagewright.table import Table
 from stagewright.words import count, duration, plural, quantity, spans
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def page(compiled: Compiled, found: Simulation | None = None) -> str:
         _communication(compiled, told, data),
         _schedule(compiled),
         _graphs(compiled),
-        _run(compiled),
+        settings(compiled),
         _about(found),
     ]
     ranks = f"{told['world_size']:,} {'GPUs' if found else 'ranks'}"
@@ -296,14 +295,17 @@ def _matrices(compiled: Compiled, data: dict[str, Any]) -> str:
     edges = traffic.blocks(program)
     axes = traffic.axes(program)
     size = int(edges[1])
+    found = [traffic.matrix(program, axis, edges) for axis in axes]
+    if len(found) > 1:
+        whole = np.sum([each.bytes for each in found], axis=0)
+        found.insert(0, traffic.Matrix("all axes", edges, whole))
     panels: list[Panel] = []
-    for nth, axis in enumerate([None, *axes] if len(axes) > 1 else axes):
-        found = traffic.matrix(program, axis, edges)
+    for nth, each in enumerate(found):
         name = f"matrix{nth}"
-        data[name] = matrix.data(found)
-        label = f"Bytes from each rank to each other along {axis or 'all axes'}"
-        drawn = picture(matrix.picture(found, name, label), live=name)
-        panels.append(Panel(axis or "all axes", drawn))
+        data[name] = matrix.data(each)
+        label = f"Bytes from each rank to each other along {each.axis}"
+        drawn = picture(matrix.picture(each, name, label), live=name)
+        panels.append(Panel(each.axis, drawn))
     blocks = (
         f"A square stands for {size} x {size} ranks, neighbours in the order of ranks; what ranks "
         "of one block send each other is on the diagonal. "
@@ -354,73 +356,6 @@ def _graphs(compiled: Compiled) -> Section:
         f"over tp that is not reduced yet. {f'The mesh: {sizes}.' if sizes else ''}"
     )
     return Section("layer", "Layer", paragraph(words) + tabs("graphs", "Blocks", panels))
-
-
-def _run(compiled: Compiled) -> Section:
-    run, model = compiled.run, compiled.model
-    asked = run.asked()
-    settings = {
-        name: getattr(run, name)
-        for name in type(run).model_fields
-        if getattr(run, name) is not None
-    }
-    chosen = {n for n in settings if getattr(asked, n) != type(run).model_fields[n].default}
-    rows = Table(
-        "Settings",
-        {
-            "setting": list(settings),
-            "value": [_value(value) for value in settings.values()],
-            "": ["asked for" if name in chosen else "default" for name in settings],
-        },
-    )
-    fields = {
-        f.name: getattr(model, f.name)
-        for f in dataclasses.fields(model)
-        if f.name not in ("name", "modules") and getattr(model, f.name) not in (None, (), "", 0)
-    }
-    of_model = Table(
-        f"Model {model.name}",
-        {"field": list(fields), "value": [_value(value) for value in fields.values()]},
-    )
-    again = command(run)
-    repeat = f"<pre><code>{html.escape(again)}</code></pre>" if again else ""
-    return Section(
-        "run",
-        "Run",
-        f"<p>Once more:</p>{repeat}"
-        + details("All settings", table(rows))
-        + details("The model", table(of_model)),
-    )
-
-
-def _value(value: Any) -> str:
-    told = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore
-    return told if len(told) <= 120 else told[:117] + "..."
-
-
-def command(run: Run) -> str:
-    """The command line that shows this run; empty where settings are no options but a file.
-
-    >>> command(Run(model="gpt2", dp=2, sequence_parallel=True, layers_per_stage=(3, 4)))
-    'stagewright show gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4'
-    """
-    words = ["stagewright", "show", run.model]
-    asked = run.asked()
-    for name, field in type(run).model_fields.items():
-        value = getattr(asked, name)
-        if name == "model" or value == field.default:
-            continue
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag[2:])
-        elif isinstance(value, tuple):
-            items = cast("tuple[object, ...]", value)
-            if not all(isinstance(item, int | str) for item in items):
-                return ""
-            words += [flag, ",".join(map(str, items))]
-        else:
-            words += [flag, str(value)]
-    return shlex.join(words)
 
 
 def _about(found: Simulation | None) -> Section:

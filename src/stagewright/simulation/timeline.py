@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class Lane:
         return (self.kind == Kind.COMPUTE) & ~self.main
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """A step of all ranks."""
 
@@ -66,7 +67,7 @@ class Timeline:
     lanes: tuple[Lane, ...]
     partners: Partners
 
-    @property
+    @cached_property
     def ticks(self) -> int:
         """When the last task ends."""
         return max((int(lane.end.max(initial=0)) for lane in self.lanes), default=0)
