@@ -58,6 +58,9 @@ def draw(dice: Dice) -> dict[str, Any]:
         **_stages(dice, model, pp, step),
         "vocab": VOCAB,
         "seq_length": cp * tp * dice.choice((2, 4, 6)),
+        "decoder_seq_length": cp * tp * 4
+        if model.encoder_num_layers and dice.random() < 0.5
+        else None,
         "micro_batch_size": size,
         "zero": zero,
         "sequence_parallel": tp > 1 and dice.random() < 0.5,
@@ -210,6 +213,10 @@ def _habits(dice: Dice) -> dict[str, Any]:
         "sequence_parallel_grads": ("step", "dtensor"),
         "clip_grad_norm": ("total", "vector"),
         "cp_grad_comm_type": ("reduce_scatter", "ring"),
+        "operators": ("fused", "eager"),
+        "repeat_kv": (False, True),
+        "pipeline_caches": (False, True),
+        "set_grads_to_none": (False, True),
     }
     some = dice.sample(sorted(choices), dice.randint(0, 3))
     return found | {name: dice.choice(choices[name]) for name in some}
@@ -266,7 +273,10 @@ def products(compiled: Compiled) -> list[int]:
     return found
 
 
-ALONE = ("model", "layers", "seq_length", "flash_attention", "recompute_modules", "mtp_num_layers")
+ALONE = (
+    *("model", "layers", "seq_length", "decoder_seq_length", "flash_attention"),
+    *("recompute_modules", "mtp_num_layers", "operators"),
+)
 """Settings that one rank's work depends on, besides how it recomputes."""
 
 
