@@ -11,7 +11,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.compiler import Compiled, compile
-from stagewright.disaggregated import messages, prefill_run
+from stagewright.disaggregated import held_by, messages, prefill_run
 from stagewright.errors import UserError
 from stagewright.models import PRESETS
 from stagewright.program import COLLECTIVES, Kind
@@ -190,3 +190,14 @@ def test_refused(fields: dict[str, Any], wanted: str) -> None:
 def test_unknown_settings_of_prefill() -> None:
     with pytest.raises(UserError, match=r"prefill: unknown setting 'tpp'"):
         Run.load(None, {"model": "gpt2", "mode": "decode", "prefill": {"tpp": 3}})
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "places"), [(2, 8, 4), (2, 8, 2), (1, 8, 4), (8, 32, 16)]
+)
+def test_copies_of_a_head_send_as_evenly_as_they_can(heads: int, ranks: int, places: int) -> None:
+    sent: Counter[int] = Counter()
+    for place in range(places):
+        sent.update(dict(held_by(heads, ranks, place, places)))
+    each = [sent[rank] for rank in range(ranks)]
+    assert max(each) - min(each) <= 1

@@ -155,7 +155,7 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     ]
     tokens = {reach: _tokens(first.dp, second, reach) for reach in model.reaches}
     from_stage, to_stage = one.stage_of(model.num_layers), two.stage_of(model.num_layers)
-    overlaps = [_held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
+    overlaps = [held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
     found: list[Message] = []
     for layer in range(model.num_layers):
         kept = tokens[model.reach(model.layer(layer).mixer)]
@@ -192,14 +192,14 @@ def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
     return found
 
 
-def _held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
+def held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
     """Which of `ranks` of tp send how many key-value heads to a place among others.
 
     Where ranks hold copies of a head, neighbouring places ask different ones in turn, so that no
     copy sends to more places than another by more than one: below, ranks 4 to 7 have head 1, and
     of the places that want it, 2 asks rank 6 and 3 asks rank 7.
 
-    >>> _held_by(8, 4, 0, 2), _held_by(8, 2, 3, 4), _held_by(2, 8, 3, 4)
+    >>> held_by(8, 4, 0, 2), held_by(8, 2, 3, 4), held_by(2, 8, 3, 4)
     ([(0, 2), (1, 2)], [(1, 2)], [(7, 1)])
     """
     copies = max(1, ranks // heads)
