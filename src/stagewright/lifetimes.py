@@ -211,7 +211,7 @@ def collect(
             touched = [some[i - len(table)].touches for i in mine]
             found = _instances(np.array(mine), touched, owner, half, once, where)
             if lasts:
-                found[3] = np.full_like(found[3], total)
+                found[3] = np.full_like(found[3], total - 1)
             columns.append(found)
     name, of, layer, category, size = np.array(table, dtype=np.int64).reshape(-1, 5).T
     body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]

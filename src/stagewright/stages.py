@@ -306,9 +306,9 @@ class Stage:
 
         for group in self._groups(ahead, main, forward):
             t, (i, _) = units.joined(group), group[0]
-            if t.kind == Kind.SEND:
-                message += 1
-                numbers[t] = message
+            if t.kind in (Kind.SEND, Kind.RECV) and (t.twin or t) not in numbers:
+                message += 1  # of either end, the one that stands first
+                numbers[t.twin or t] = message
             together = len(group) > 1
             label, layer = ("", -1) if together else (self.blocks[i].label, self.blocks[i].layer)
             row = b.add(t, label, layer, self.stage, numbers.get(t.twin or t, -1))

@@ -51,7 +51,8 @@ def sharded(items: Sequence[Item], root: AbstractSet[int]) -> list[Group]:
 def _gathered_later(items: Sequence[Item]) -> Group:
     """The first block of backward gathers for the next one when the loss has its gradient."""
     start = next((n for n, (_, t) in enumerate(items) if t.part == "backward"), 0)
-    gathers = [item for item in items[:start] if item[1].part == "gather_again"]
+    first = items[start][0] if items else 0
+    gathers = [(i, t) for i, t in items[:start] if t.part == "gather_again" and i != first]
     products = (n for n in range(start, len(items)) if _multiplies(items[n][1]))
     at = next(products, start)
     before = [item for item in items[:start] if item not in gathers]

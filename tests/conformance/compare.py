@@ -201,7 +201,7 @@ def state(case: Case, compiled: Compiled) -> dict[str, int]:
             "rank_opt_state_bytes": "optimizer"}  # fmt: skip
     of = rank_of(case, compiled)
     v, rows = of.values, len(of.tasks)
-    there = v.value[v.last >= rows]
+    there = v.value[v.last >= rows - 1]  # gradients go with the last row
     category, size = v.category[there], v.size[there]
     return {
         name: int(size[category == CATEGORIES.index(what)].sum()) for name, what in held.items()
