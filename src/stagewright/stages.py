@@ -288,7 +288,7 @@ class Stage:
         weight: list[int] = []
         # The messages of an action have numbers: first what stages hand on.
         message = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
-        numbers: dict[Task, int] = {}
+        numbers: dict[tuple[int, Task], int] = {}
         last_row: dict[int, int] = {}  # of each block
         source, target = (self.place.before, self.place.after)[:: 1 if forward else -1]
         incoming, outgoing = (self.arriving, self.leaving)[:: 1 if forward else -1]
@@ -306,12 +306,13 @@ class Stage:
 
         for group in self._groups(ahead, main, forward):
             t, (i, _) = units.joined(group), group[0]
-            if t.kind in (Kind.SEND, Kind.RECV) and (t.twin or t) not in numbers:
+            pair = i, t.twin or t
+            if t.kind in (Kind.SEND, Kind.RECV) and pair not in numbers:
                 message += 1  # of either end, the one that stands first
-                numbers[t.twin or t] = message
+                numbers[pair] = message
             together = len(group) > 1
             label, layer = ("", -1) if together else (self.blocks[i].label, self.blocks[i].layer)
-            row = b.add(t, label, layer, self.stage, numbers.get(t.twin or t, -1))
+            row = b.add(t, label, layer, self.stage, numbers.get(pair, -1))
             if t.part in ("gather_once", "reduce_once"):
                 once.append(row)
             for i, t in group:
