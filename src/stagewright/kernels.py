@@ -546,12 +546,16 @@ def _in_order(clusters: list[Cluster]) -> list[Cluster]:
 
 
 def _sorted(tasks: list[Task]) -> list[Task]:
-    """Tasks after what they need: a bucket after its last member, its readers after the bucket."""
+    """Tasks after what they need: a bucket after its last member, its readers after the bucket.
+
+    A rank of a ring sends before it receives what the one before it sends then, too.
+    """
     place = {t: i for i, t in enumerate(tasks)}
-    return [
-        tasks[i]
-        for i in _stable([{place[d] for d in t.deps if isinstance(d, Task)} for t in tasks])
-    ]
+    needs = [{place[d] for d in t.deps if isinstance(d, Task)} for t in tasks]
+    for i, t in enumerate(tasks):
+        if t.twin is not None:
+            needs[i].add(place[t.twin])
+    return [tasks[i] for i in _stable(needs)]
 
 
 def _stable(needs: list[set[int]]) -> list[int]:
