@@ -328,7 +328,7 @@ DIFFERENT: dict[tuple[str, str], Difference] = {
     ("34_tiny_fsdp6_uneven", "peak"): _live(SMALL, 15848068, 15485564),
     ("36_tiny_fsdp4_accum3", "peak"): _live(SMALL, 25800540, 24905044),
     ("37_tiny_ddp4_accum", "peak"): _live(f"{BUCKETS}; and {SMALL}", 52745308, 54968404),
-    ("39_tiny_fsdp4_cp2_ring", "peak"): _live(SMALL, 12355828, 11718868),
+    ("39_tiny_fsdp4_cp2_ring", "peak"): _live(SMALL, 12355828, 11489492),
 }  # fmt: skip
 """(case, what) -> how it differs; "peak" is listed where it is more than `TOLERANCE` off."""
 
