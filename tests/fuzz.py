@@ -218,9 +218,7 @@ def members(source: bytes, dice: Dice) -> bytes:
     """Changes of an archive's members, sealed again, so that what is behind the seal is reached."""
     if dice.random() < 0.1:
         return havoc(source, dice)
-    with zipfile.ZipFile(io.BytesIO(source)) as archive:
-        found = {name: archive.read(name) for name in archive.namelist()}
-        comment = archive.comment[:-64]
+    found, head = unsealed(source)
     for _ in range(dice.choice((1, 1, 2))):
         name = dice.choice([*found, *["contents.json"] * len(found)])
         how = dice.randrange(6)
@@ -231,9 +229,20 @@ def members(source: bytes, dice: Dice) -> bytes:
             found[name] = json_data(found[name], dice)
         else:
             found[name] = havoc(found[name], dice) if how < 4 else found[dice.choice([*found])]
+    return sealed(found, head)
+
+
+def unsealed(source: bytes) -> tuple[dict[str, bytes], bytes]:
+    """Members of a bundle, and what stands before its checksum."""
+    with zipfile.ZipFile(io.BytesIO(source)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}, archive.comment[:-64]
+
+
+def sealed(found: dict[str, bytes], head: bytes) -> bytes:
+    """A bundle of such members, with a right checksum."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.comment = comment + b"0" * 64
+        archive.comment = head + b"0" * 64
         for name, content in found.items():
             archive.writestr(name, content)
     whole = out.getvalue()[:-64]

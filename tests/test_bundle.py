@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+import fuzz
 import stagewright as sw
 from stagewright.bundle_check import difference
 from stagewright.cli import commands
@@ -22,7 +23,6 @@ from stagewright.diff import diff
 from stagewright.durations import to_csv
 from stagewright.errors import UserError
 from stagewright.expand import expand
-from stagewright.formats import bundle
 from stagewright.formats import json as readable
 from stagewright.verify import verify
 
@@ -253,17 +253,9 @@ def test_any_changed_or_missing_byte_is_found(made: Path, tmp_path: Path):
 
 def altered(source: Path, path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
     """A bundle with other members and a right checksum."""
-    with zipfile.ZipFile(source) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-        seal = archive.comment[:-64]
+    members, head = fuzz.unsealed(source.read_bytes())
     change(members)
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.comment = seal + b"0" * 64
-        for name, data in members.items():
-            archive.writestr(name, data)
-    data = out.getvalue()[:-64]
-    path.write_bytes(data + bundle.hashlib.sha256(data).hexdigest().encode())
+    path.write_bytes(fuzz.sealed(members, head))
     return path
 
 

@@ -19,7 +19,7 @@ layers_per_stage moves layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -217,14 +217,17 @@ def _work(of: RankClass) -> int:
     return total(of.tasks.flops)
 
 
+def _mean(some: Sequence[tuple[int, int]]) -> float:
+    """Of what ranks do, as (each, ranks)."""
+    return sum(each * ranks for each, ranks in some) / sum(ranks for _, ranks in some)
+
+
 def _stages(compiled: Compiled) -> Iterator[Remark]:
     """A pipeline is as fast as its busiest stage."""
     work: dict[int, list[tuple[int, int]]] = {}
     for of in compiled.program.classes:
         work.setdefault(of.pipeline_rank, []).append((_work(of), len(of.ranks)))
-    mean = {
-        stage: sum(w * n for w, n in some) / sum(n for _, n in some) for stage, some in work.items()
-    }
+    mean = {stage: _mean(some) for stage, some in work.items()}
     if len(mean) < 2 or compiled.run.prefill is not None:
         return
     whole = sum(mean.values()) / len(mean)
@@ -254,7 +257,7 @@ def _experts(compiled: Compiled) -> Iterator[Remark]:
     worst, where = 0.0, 0
     for stage, some in by_stage:
         each = [(_work(of), len(of.ranks)) for of in some]
-        mean = sum(w * n for w, n in each) / sum(n for _, n in each)
+        mean = _mean(each)
         most = max(w for w, _ in each)
         if mean and most / mean > worst:
             worst, where = most / mean, stage
