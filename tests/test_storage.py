@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from stagewright.compiler import compile
 from stagewright.errors import UserError
 from stagewright.program import Program
 from stagewright.run import Run
-from stagewright.storage import Local, Place, Written, aligned, place
+from stagewright.storage import Local, Place, Remote, Written, aligned, place
 from stagewright.write import write
 
 TOY = {"model": "gpt2", "layers": 2, "seq_length": 16, "vocab": 64}
@@ -172,6 +174,45 @@ def test_shares_in_a_store(program: Program, whole: dict[str, bytes], memory: di
     assert read(memory) == whole
     write(program, "memory://b", manifest={"nth": 1}, shard=(3, 5))
     assert read(memory) == whole
+
+
+@pytest.mark.parametrize("shares", [[2], [1, 2], [2, 1]])
+def test_others_at_any_moment(
+    shares: list[int],
+    program: Program,
+    whole: dict[str, bytes],
+    memory: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Between any two steps of a share others write theirs, or all: it makes no difference."""
+
+    def share(nth: int) -> None:
+        write(program, "memory://b", manifest={"nth": 1}, shard=(nth, 2), workers=1)
+
+    for moment in itertools.count():
+        memory.clear()
+        steps = itertools.count()
+        with monkeypatch.context() as patch:
+            for name in ("write", "read", "sizes", "remove"):
+                plain = getattr(Remote, name)
+
+                def watched(
+                    *given: Any,
+                    plain: Any = plain,
+                    moment: int = moment,
+                    steps: Iterator[int] = steps,
+                ) -> Any:
+                    if next(steps) == moment:
+                        for nth in shares:
+                            share(nth)
+                    return plain(*given)
+
+                patch.setattr(Remote, name, watched)
+            share(1)
+        if next(steps) <= moment:
+            break
+        assert read(memory) == whole, moment
+    assert moment > 10
 
 
 def test_a_stopped_output_in_a_store(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,59 @@ def test_shares_at_the_same_time(tmp_path: Path):
     subprocess.run([*line, "-o", str(tmp_path / "once")], env=environment, check=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "once")
     assert left(tmp_path) == ["once", "out"]
+
+
+_watched: list[Callable[[], None]] = []
+"""Called at every call to the file system, while there is one."""
+
+
+def _audit(event: str, _: object) -> None:
+    if _watched and event in ("open", "os.scandir", "os.listdir", "os.mkdir", "os.rename"):
+        _watched[0]()
+
+
+@pytest.mark.parametrize(
+    ("shares", "force"), [([2], False), ([1, 2], False), ([2, 1], False), ([1, 2], True)]
+)
+def test_others_at_any_moment(
+    shares: list[int],
+    force: bool,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Between any two steps of a share, others write theirs, or all, and it makes no difference."""
+    monkeypatch.setattr(unfinished, "PATIENCE", 0.0)
+    program = compile(Run(**TOY, **DEGREES)).program
+    sys.addaudithook(_audit)
+
+    def share(nth: int, out: Path) -> None:
+        write(program, out, manifest={"nth": 1}, shard=(nth, 2), force=force, workers=1)
+
+    for moment in itertools.count(1):
+        out = tmp_path / str(moment) / "out"
+        out.parent.mkdir()
+        if force:
+            write(program, out, manifest={"nth": 0}, ranks=[0])
+        steps = itertools.count(1)
+
+        def others(out: Path = out, moment: int = moment, steps: Iterator[int] = steps) -> None:
+            if next(steps) == moment:
+                watch = _watched.pop()
+                for nth in shares:
+                    share(nth, out)
+                _watched.append(watch)
+
+        _watched.append(others)
+        try:
+            share(1, out)
+        finally:
+            _watched.clear()
+        if next(steps) <= moment:  # there is no such moment any more
+            break
+        assert left(out.parent) == ["out"], moment
+        assert contents(out) == whole, moment
+    assert moment > 10
 
 
 # ---- stopped, and gone on with -------------------------------------------------------------------

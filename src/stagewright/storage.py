@@ -121,8 +121,12 @@ class Local:
 
     def sizes(self) -> dict[str, int]:
         """The names of all files and their bytes."""
+        found: dict[str, int] = {}
         with os.scandir(self.folder) as entries:
-            return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another's, who has just renamed it
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files."""

@@ -11,6 +11,7 @@ that nothing is missing any more ends it.
 
 from __future__ import annotations
 
+import errno
 import glob
 import itertools
 import json
@@ -30,6 +31,7 @@ from stagewright.manifest import MANIFEST, Done
 from stagewright.storage import Local, Place, Remote
 
 NOTED = 1.0  # seconds between notes of what is done, at first
+PATIENCE = 10.0  # seconds that the last of several waits for others to be done
 
 _PART = ".part-"
 _OURS = re.compile(
@@ -114,23 +116,32 @@ def begun(out: str, output: Output) -> Generator[Work]:
 class _Folder:
     """A hidden directory that will take another's name."""
 
-    def __init__(self, folder: Path, path: Path, output: Output) -> None:
+    def __init__(self, folder: Path, path: Path, output: Output, lock: int | None) -> None:
+        self._lock = lock
         self.place: Place = Local(folder, alone=not output.shared)
         self.journal = Journal(self.place, output.name)
         self._folder, self._path, self._force = folder, path, output.force
 
     def publish(self, names: Collection[str]) -> None:
         """Remove what does not belong to the output, and give it its name."""
+        if self._lock is not None:
+            _locked(self._lock, alone=True, patience=PATIENCE)
         self.place.remove(set(self.place.sizes()) - set(names))
         _rename(self._folder, self._path, self._force)
+        # What others have begun to write since: of locks, not all file systems know.
+        there = Local(self._path)
+        there.remove(set(there.sizes()) - set(names))
 
 
 @contextmanager
 def _in_folder(path: Path, output: Output) -> Generator[Work]:
     check_place(path, output.force)
     folder = _common(path, output.name) if output.shared else _own(path, output.name)
-    lock, work = _lock(folder, alone=not output.shared), _Folder(folder, path, output)
+    lock = _lock(folder, alone=not output.shared, patience=PATIENCE if output.shared else 0)
+    work = _Folder(folder, path, output, lock)
     try:
+        if lock is not None and not os.path.samestat(os.fstat(lock), folder.stat()):
+            raise FileNotFoundError(errno.ENOENT, "ended by another", str(folder))
         yield work
     except BaseException:
         if output.shared:
@@ -140,6 +151,9 @@ def _in_folder(path: Path, output: Output) -> Generator[Work]:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
+        if output.shared:
+            with suppress(OSError):  # of what others had ended when it was made, or of no rank
+                folder.rmdir()
         if lock is not None:
             os.close(lock)
 
@@ -230,20 +244,40 @@ def _common(path: Path, name: str) -> Path:
     return folder
 
 
-def _lock(folder: Path, *, alone: bool) -> int | None:
+def _lock(folder: Path, *, alone: bool, patience: float = 0) -> int | None:
     """Lock a directory until the process ends; None where it is in use, or cannot be locked."""
     try:
-        import fcntl
-
         file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except (ImportError, OSError):
-        return None
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError:
+        return None
+    if not _locked(file, alone=alone, patience=patience):
         os.close(file)
         return None
     return file
+
+
+def _locked(file: int, *, alone: bool, patience: float) -> bool:
+    """Lock an open file anew; whether it could be done within some seconds.
+
+    Who waits has no lock meanwhile: two who want to be alone do not wait for each other.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    how = (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, how)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.01)
+        except OSError:
+            return False
+        else:
+            return True
 
 
 def new_sibling(path: Path, what: str) -> Path:
@@ -262,11 +296,13 @@ def _rename(folder: Path, path: Path, force: bool) -> None:
         folder.rename(path)
         return
     aside = new_sibling(path, f"old-{os.getpid()}")
-    old = path.rename(aside / path.name)
+    old = aside / path.name
     try:
+        path.rename(old)
         folder.rename(path)
     except BaseException:
-        old.rename(path)
+        if old.exists():
+            old.rename(path)
         aside.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)
@@ -284,7 +320,7 @@ class _Store:
 
     def publish(self, names: Collection[str]) -> None:
         """Remove what does not belong to the output."""
-        self.place.remove(name for name in self.place.sizes() if name.startswith(_PART))
+        _remove_parts(self.place)
 
 
 @contextmanager
@@ -295,6 +331,8 @@ def _in_store(url: str, output: Output) -> Generator[Work]:
     work.journal.flush(empty=True)  # says whose files these are, should nobody end this
     try:
         yield work
+        if output.shared and MANIFEST in place.sizes():
+            _remove_parts(place)  # of who did not know that all was there
     except BaseException:
         with suppress(OSError):
             if output.shared:
@@ -302,6 +340,10 @@ def _in_store(url: str, output: Output) -> Generator[Work]:
             else:
                 place.remove(filter(_OURS.fullmatch, place.sizes()))
         raise
+
+
+def _remove_parts(place: Place) -> None:
+    place.remove(name for name in place.sizes() if name.startswith(_PART))
 
 
 def _check_store(place: Place, output: Output) -> None:

@@ -8,6 +8,7 @@ a share of the ranks (`stamp`), and whoever finds that none is missing adds the 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -120,46 +121,76 @@ def write_ranks(
     shared = resume or shard is not None
     form = FORMATS[head["format"]]
     mine = _share(program, wanted, shard)
-    if shared and (whole := _whole(where, head, form.file, wanted)) is not None:
-        return whole
     batches: Sequence[Batch] = []
-    with (
-        _told(where, lambda: batches, shared),
-        begun(where, Output(identity(head, wanted), force, shared)) as work,
-    ):
-        tell = _Teller(progress, len(mine))
-        done = [_checked(work, form.file, mine, workers, tell)] if shared else []
-        todo = np.setdiff1d(mine, done[0].ranks, assume_unique=True) if shared else mine
-        provenance = _provenance(program, head)
-        batches = form.plan(program, todo, provenance)
-        if sum(len(batch.ranks) for batch in batches) != len(todo):
-            raise ValueError("the classes of the program do not hold every rank once")
-        if isinstance(work.place, Local):
-            _check_space(Path(where), batches)
 
-        def note(some: Done) -> None:
-            work.journal.note(some)
-            done.append(some)
+    def whole() -> dict[str, Any] | None:
+        return _whole(where, head, form.file, wanted)
 
-        if engine == "local":
-            stamp(work.place, form.file, batches, note, tell, workers)
-        else:
-            ray_engine.stamp(
-                program, work.place, head["format"], batches, provenance, note, tell, address
-            )
-            _check_there(work.place, form.file, Done.joined(done))
-        files = Done.joined(done)
-        if shared:
-            work.journal.flush()
-            files = work.journal.read()
-            missing = len(np.setdiff1d(wanted, files.ranks, assume_unique=True))
-            if missing:
-                found = Files(form.file, files.among(mine))
-                return {**head, "files": found, "missing": missing}
-            _check_there(work.place, form.file, files.among(wanted))
-        more = {GROUPS: chakra.comm_group(program, users)}
-        more |= {name: [data] for name, data in (beside or {}).items()}
-        return _finish(work, head, Files(form.file, files.among(wanted)), more, where)
+    def written() -> dict[str, Any]:
+        nonlocal batches
+        with begun(where, Output(identity(head, wanted), force, shared)) as work:
+            if shared and (others := whole()) is not None:
+                return others
+            tell = _Teller(progress, len(mine))
+            done = [_checked(work, form.file, mine, workers, tell)] if shared else []
+            todo = np.setdiff1d(mine, done[0].ranks, assume_unique=True) if shared else mine
+            provenance = _provenance(program, head)
+            batches = form.plan(program, todo, provenance)
+            if sum(len(batch.ranks) for batch in batches) != len(todo):
+                raise ValueError("the classes of the program do not hold every rank once")
+            if isinstance(work.place, Local):
+                _check_space(Path(where), batches)
+
+            def note(some: Done) -> None:
+                work.journal.note(some)
+                done.append(some)
+
+            if engine == "local":
+                stamp(work.place, form.file, batches, note, tell, workers)
+            else:
+                ray_engine.stamp(
+                    program, work.place, head["format"], batches, provenance, note, tell, address
+                )
+                _check_there(work.place, form.file, Done.joined(done))
+            files = Done.joined(done)
+            if shared:
+                work.journal.flush()
+                files = work.journal.read()
+                missing = len(np.setdiff1d(wanted, files.ranks, assume_unique=True))
+                if missing and (others := whole()) is not None:
+                    return others
+                if missing:
+                    found = Files(form.file, files.among(mine))
+                    return {**head, "files": found, "missing": missing}
+                _check_there(work.place, form.file, files.among(wanted))
+            more = {GROUPS: chakra.comm_group(program, users)}
+            more |= {name: [data] for name, data in (beside or {}).items()}
+            return _finish(work, head, Files(form.file, files.among(wanted)), more)
+
+    with _told(where, lambda: batches, shared):
+        return _with_others(written, whole) if shared else written()
+
+
+def _with_others(
+    written: Callable[[], dict[str, Any]], whole: Callable[[], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """What `written` does, whatever others that write the same do at the same time.
+
+    One of them may end the output at any moment, which takes away the directory under our hands:
+    whatever failed by that, there is nothing left to do.
+    """
+    for tries in itertools.count(1):
+        if (found := whole()) is not None:
+            return found
+        try:
+            return written()
+        except (OSError, UserError) as error:
+            if (found := whole()) is not None:
+                return found
+            # They clear away what is not whole before they end it: wait for that by trying again.
+            if not isinstance(error, FileNotFoundError) or tries == 3:
+                raise
+    raise AssertionError
 
 
 def _check_engine(engine: str, address: str | None) -> None:
@@ -175,18 +206,12 @@ def _finish(
     head: Mapping[str, Any],
     files: Files,
     more: Mapping[str, Iterable[bytes]],
-    where: str,
 ) -> dict[str, Any]:
     """All ranks are there: what is of no rank, and the end."""
-    try:
-        for name, pieces in more.items():
-            files = files.and_also(work.place.write(name, pieces))
-        work.place.write(MANIFEST, text(head, files))
-        work.publish({*files, MANIFEST})
-    except FileNotFoundError:
-        # Two found at the same time that nothing is missing, and the other was quicker.
-        if manifest_in(place(where)) is None:
-            raise
+    for name, pieces in more.items():
+        files = files.and_also(work.place.write(name, pieces))
+    work.place.write(MANIFEST, text(head, files))
+    work.publish({*files, MANIFEST})
     return {**head, "files": files}
 
 
