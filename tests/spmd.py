@@ -328,7 +328,7 @@ class RandomLayouts:
         self.table: dict[object, tuple[Layout, float] | None] = {}
 
     def want(self, n: Node, have: Layout | None) -> Layout | None:
-        key = n.name, n.get("role"), n.op in LEAVES
+        key = n.name, len(n.shape), n.get("role"), n.op in LEAVES  # two cores may be in a layer
         if key not in self.table:
             asked = n.op in LEAVES or (n.name and self.rng.random() < self.named)
             self.table[key] = (self.layout(n), self.rng.random()) if asked else None
@@ -439,6 +439,9 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "state_space": StateSpace(**_STATE | {"heads": 36, "groups": 6}),
         "position": "none",
     },
+    "falcon-h1": {"mixers": ("global+mamba2",), "state_space": StateSpace(**_STATE)},
+    "falcon-h1-small": {"mixers": ("global+mamba2",)}
+    | {"state_space": replace(_FEW, gated_norm=False)},
     "jamba": _MIXTURE
     | {"mixers": ("mamba", "global"), "first_dense_layers": 1, "moe_layer_freq": 2}
     | {"state_space": _CHANNELS, "position": "none"},

@@ -23,7 +23,15 @@ from hypothesis import strategies as st
 from stagewright import hf, hf_keys
 from stagewright.compiler import parameters
 from stagewright.errors import UserError
-from stagewright.models import ATTENTIONS, LIMITS, PRESETS, RECURRENCES, ModelConfig, resolve
+from stagewright.models import (
+    ATTENTIONS,
+    LIMITS,
+    PRESETS,
+    RECURRENCES,
+    SIDE_BY_SIDE,
+    ModelConfig,
+    resolve,
+)
 from stagewright.state_space import StateSpace
 
 DATA = Path(__file__).parent / "data"
@@ -43,6 +51,7 @@ SAME = {
     "deepseek-v2": ("deepseek-v2", {}),
     "deepseek-v3": ("deepseek-v3", {}),
     "falcon-mamba-7b": ("falcon-mamba-7b", {}),
+    "falcon-h1-7b-base": ("falcon-h1-7b", {}),
     "falcon-7b-instruct": ("falcon-7b", {}),
     "falcon-7b-instruct-refinedweb": ("falcon-7b", {}),
     "falcon-40b-instruct": ("falcon-40b", {}),
@@ -166,6 +175,7 @@ def _count(c: ModelConfig, experts: int) -> int:
     mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
     if c.recurrence:
         mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
+    mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
     mlps = {"dense": dense, "experts": mixture, "none": 0}
     layers = 0
     for mixer, mlp, _ in map(c.layer, range(c.num_layers)):
@@ -200,7 +210,7 @@ def _mamba2(hidden: int, s: StateSpace) -> int:
     keys = s.groups * s.state
     into = hidden * (2 * s.inner + 2 * keys + s.heads)
     conv = (s.inner + 2 * keys) * (s.conv + s.conv_bias)
-    return into + conv + 3 * s.heads + s.inner + s.inner * hidden
+    return into + conv + 3 * s.heads + s.gated_norm * s.inner + s.inner * hidden
 
 
 def _lightning(hidden: int, s: StateSpace) -> int:
@@ -317,7 +327,7 @@ class TestPresets:
             **{"mistral": 2, "qwen2.5": 7, "qwen3": 9, "gemma2": 3, "gemma3": 4, "phi3": 2},
             **{"mixtral": 2, "deepseek": 5, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
             **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
-            **{"mamba": 6, "mamba2": 5, "falcon": 4, "jamba": 3, "bamba": 1, "granite": 3},
+            **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
             **{"nemotron": 6, "nemotron3": 1, "minimax": 1},
         }
 
@@ -965,7 +975,7 @@ def accepts_or_refuses(folder: Path, config: object) -> None:
         assert dataclasses.replace(c) == c
         assert count_parameters(c) > 0
         mixers = {c.layer(i).mixer for i in range(c.num_layers)}
-        assert mixers <= {*ATTENTIONS, "none", *RECURRENCES}
+        assert mixers <= {*ATTENTIONS, "none", *RECURRENCES, *SIDE_BY_SIDE}
 
 
 class TestFuzz:

@@ -104,6 +104,11 @@ TEXTBOOK: list[tuple[str, dict[str, Any], dict[str, int]]] = [
         | {"forward all_gather cp": 2, "backward reduce_scatter cp": 2},
     ),
     ("mamba-2.8b", {"cp": 4}, each(3, "all_to_all cp") | each(1, "all_reduce cp")),
+    # Attention and Mamba-2 side by side, each made whole by itself (Megatron-Bridge's
+    # ParallelHybridLayer), then an MLP; the gradient of what both read is reduced once.
+    ("falcon-h1-0.5b", {"tp": 2}, {"forward all_reduce tp": 3, "backward all_reduce tp": 2}),
+    # The larger ones have a norm over their one group of heads: a sum of squares per token more.
+    ("falcon-h1-1.5b", {"tp": 2}, {"forward all_reduce tp": 4, "backward all_reduce tp": 3}),
     # Lightning attention has a norm over all heads: a sum of squares per token more.
     ("lightning", {"tp": 8}, each(2, "all_reduce tp")),
     ("kimi", {"tp": 8}, each(1, "all_reduce tp")),
@@ -285,6 +290,25 @@ def test_nemotron_h_does_what_its_parts_do(settings: dict[str, Any]) -> None:
     assert found["conv1d"] == tokens * 24 * (s.inner + 2 * s.groups * s.state) * (2 * 4 + 8)
 
 
+@pytest.mark.parametrize("settings", [{}, {"tp": 2}, {"dp": 2, "zero": 3}, {"cp": 4}], ids=str)
+def test_falcon_h1_does_what_its_halves_do(settings: dict[str, Any]) -> None:
+    length = 4096
+    tokens = length * settings.get("dp", 1)
+    m = PRESETS["falcon-h1-1.5b"]
+    s = m.state_space
+    assert s
+    found = forward(m.name, seq_length=length, vocab=65536, **settings)
+    heads, kv = m.num_attention_heads * 128, m.num_query_groups * 128
+    tp, copies = settings.get("tp", 1), settings.get("tp", 1) * settings.get("cp", 1)
+    into = 2 * s.inner + 2 * s.state * tp + s.heads  # ranks share the one group of B and C
+    weights = m.hidden_size * (into + s.inner + 2 * heads + 2 * kv + 3 * m.ffn_hidden_size)
+    assert found["einsum"] == tokens * 2 * (24 * weights + m.hidden_size * 65536)
+    assert found["attention"] == tokens * 24 * 2 * heads * length
+    per_head = s.chunk * s.head_width + 4 * s.state * s.head_width
+    ssd = s.heads * per_head + copies * 2 * s.chunk * s.state
+    assert found["linear_attention"] == tokens * 24 * ssd
+
+
 def test_six_per_parameter() -> None:
     """A state-space model does 6 FLOPs per parameter and token, and little else."""
     compiled = compile_run(Run(model="mamba2-2.7b", seq_length=2048))
@@ -309,6 +333,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "nemotron-h": {"model": "nemotron-h-8b", "tp": 4, "cp": 2, "pp": 2, "layers": 12},
     "nemotron3": {"model": "nemotron3-nano-30b-a3b", "tp": 2, "dp": 2, "ep": 4, "etp": 1}
     | {"layers": 7},
+    "falcon-h1": {"model": "falcon-h1-0.5b", "tp": 2, "dp": 2, "pp": 2, "zero": 1, "layers": 4}
+    | SP,
     "granite": {"model": "granite-4.0-h-tiny", "dp": 4, "ep": 4, "zero": 3, "layers": 10},
     "minimax": {"model": "minimax-text-01", "tp": 4, "cp": 2, "dp": 2, "ep": 4, "layers": 8},
     "recompute": {"model": "bamba-9b", "tp": 2, "recompute": "full", "layers": 10},

@@ -614,7 +614,6 @@ _MISSING = {
     "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
     "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
     "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
-    "attention and a state side by side": ("FalconH1ForCausalLM", "falcon_h1"),
     "layers that share their weights": ("Zamba2ForCausalLM", "zamba2"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
     "an encoder with learned positions": (*("BartForConditionalGeneration", "bart"),),

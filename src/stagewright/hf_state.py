@@ -1,7 +1,7 @@
 """Readers of config.json files of models whose layers carry a state.
 
-Not read: what scales values without adding any (Granite's and MiniMax's multipliers, limits of time
-steps) and where transformers would run another kernel.
+Not read: what scales values without adding any (multipliers of Granite, MiniMax and Falcon-H1,
+limits of time steps) and where transformers would run another kernel.
 """
 
 from __future__ import annotations
@@ -215,6 +215,28 @@ def _granite_hybrid(c: Keys) -> Fields:
     }
 
 
+def _falcon_h1(c: Keys) -> Fields:
+    """Attention and Mamba-2 side by side in every layer."""
+    for key in ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias"):
+        c.only(key, False)
+    fields = decoder(c)
+    heads = c.whole("mamba_n_heads", 1, _MOST)
+    inner = c.values.get("mamba_d_ssm")
+    if inner is None:
+        inner = c.whole("mamba_expand", 1, 64) * fields["hidden_size"]
+    elif type(inner) is not int or inner % heads or inner < heads:
+        c.reject("mamba_d_ssm", f"null or a multiple of the {heads} heads")
+    if c.values.get("mamba_d_head") == "auto":
+        c = replace(c, values=c.values | {"mamba_d_head": inner // heads})
+    state = _heads(c, _BAMBA_KEYS, "mamba_conv_bias")
+    if inner != state.inner:
+        c.reject("mamba_d_head", f"{inner} / {heads}, a part of the width inside")
+    normed = c.flag("mamba_rms_norm")
+    if normed:
+        c.only("mamba_norm_before_gate", False)
+    return fields | {"state_space": replace(state, gated_norm=normed)}
+
+
 _NEMOTRON_TYPES = {
     "linear_attention": "M",
     "mamba": "M",
@@ -421,6 +443,23 @@ _BAMBA: Json = _DECODER | {
     "max_position_embeddings": 262144,
     "partial_rotary_factor": 0.5,
 }
+_FALCON_H1: Json = _DECODER | {
+    "num_key_value_heads": 8,
+    "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "mamba_norm_before_gate": True,
+    "mamba_rms_norm": False,
+    "projectors_bias": False,
+    "mlp_bias": False,
+}
 _NEMOTRON_H: Json = _DECODER | {
     "use_bias": False,
     "mamba_proj_bias": False,
@@ -464,6 +503,7 @@ STATE_ARCHITECTURES: dict[str, Architecture] = {
     "GraniteMoeHybridForCausalLM": Architecture(
         ("granitemoehybrid",), "granite-4.0-h-tiny", _granite_hybrid, _BAMBA
     ),
+    "FalconH1ForCausalLM": Architecture(("falcon_h1",), "falcon-h1-7b", _falcon_h1, _FALCON_H1),
     "NemotronHForCausalLM": Architecture(
         ("nemotron_h",), "nemotron-h-8b", _nemotron_h, _NEMOTRON_H
     ),

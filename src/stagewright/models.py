@@ -29,6 +29,7 @@ NormPlacement = Literal["pre", "post", "sandwich"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
 Attention = Literal["global", "local", "chunked", "nope"]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
+SideBySide = Literal["global+mamba2"]
 FeedForward = Literal["dense", "experts", "none"]
 Router = Literal["softmax", "sigmoid"]
 ApplyProbs = Literal["experts", "input", "output"]
@@ -76,6 +77,10 @@ _OF_EXPERTS = {  # fields that mean nothing in a dense model, and what they are 
 }
 ATTENTIONS = frozenset(get_args(Attention))
 RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
+SIDE_BY_SIDE: Mapping[SideBySide, tuple[Attention, Recurrence]] = {
+    "global+mamba2": ("global", "mamba2")
+}
+"""Mixers that are two: both read the layer's input, and their outputs are summed."""
 _OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels")
 _STATE_COUNTS = (
     *(("heads", 1, _MOST), ("head_width", 1, LIMITS["kv_channels"]), ("groups", 1, _MOST)),
@@ -324,7 +329,7 @@ class ModelConfig:
     """Positions of a chunk, of which a chunked layer's query sees its own (Llama 4)."""
     mixers: tuple[str, ...] = ("global",)
     """What mixes positions in each layer, repeated over them: attention (to all, to all without
-    positions: nope, within a window or a chunk), a recurrence or none."""
+    positions: nope, within a window or a chunk), a recurrence, both side by side or none."""
     state_space: StateSpace | None = None
     """Sizes of the recurrence, in a model that has one."""
     attention_softcap: float | None = None
@@ -414,14 +419,20 @@ class ModelConfig:
         )
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """Every kind of mixer that some layer has, alone or beside another."""
+        pairs: Mapping[str, tuple[str, ...]] = {**SIDE_BY_SIDE}
+        return frozenset(kind for mixer in self.mixers for kind in pairs.get(mixer, (mixer,)))
+
+    @property
     def attends(self) -> bool:
-        """Whether some layers are attention."""
-        return not ATTENTIONS.isdisjoint(self.mixers)
+        """Whether some layers have attention."""
+        return not ATTENTIONS.isdisjoint(self.kinds)
 
     @property
     def recurrence(self) -> Recurrence | None:
         """The kind of layer that carries a state, in a model that has some."""
-        return next((kind for kind in RECURRENCES if kind in self.mixers), None)
+        return next((kind for kind in RECURRENCES if kind in self.kinds), None)
 
     def with_overrides(
         self,
@@ -472,7 +483,8 @@ class ModelConfig:
 
     def _check_patterns(self) -> None:
         own = tuple(m.name for m in self.modules)
-        self._check_kinds("mixers", (*get_args(Attention), *RECURRENCES, "none", *own), least=1)
+        known = (*get_args(Attention), *RECURRENCES, *SIDE_BY_SIDE, "none", *own)
+        self._check_kinds("mixers", known, least=1)
         self._check_kinds("mlps", (*get_args(FeedForward), *own), least=0)
 
     def _check_kinds(self, field: str, known: tuple[str, ...], least: int) -> None:
@@ -571,7 +583,7 @@ class ModelConfig:
     def _check_state_space(self) -> None:
         """What the model's recurrence is made of, and what another one has no place for."""
         state, kind = self.state_space, self.recurrence
-        if len({*RECURRENCES} & {*self.mixers}) > 1:
+        if len({*RECURRENCES} & self.kinds) > 1:
             raise self._reject("mixers", "one kind of recurrence in all layers that have one")
         given: object = state
         if isinstance(given, StateSpace) != (kind is not None) or (kind is None and state):
@@ -588,8 +600,9 @@ class ModelConfig:
                 raise reject(field, f"a whole number from {least} to {most}")
         if state.inner_norms not in get_args(InnerNorms):
             raise reject("inner_norms", f"one of {', '.join(get_args(InnerNorms))}")
-        if type(state.conv_bias) is not bool:
-            raise reject("conv_bias", "True or False")
+        for field in ("conv_bias", "gated_norm"):
+            if type(getattr(state, field)) is not bool:
+                raise reject(field, "True or False")
         if state.heads % state.groups:
             raise reject("groups", f"a divisor of heads {state.heads}: {divisors(state.heads)}")
         channels = ("head_width", "groups") if kind == "mamba" else ()
@@ -601,6 +614,8 @@ class ModelConfig:
                 raise reject(field, f"a width with {of}, and 0 with others")
         if state.inner_norms != "none" and kind != "mamba":
             raise reject("inner_norms", "none with anything but mamba")
+        if not state.gated_norm and kind != "mamba2":
+            raise reject("gated_norm", "True with anything but mamba2")
 
     def _check_experts(self) -> None:
         if not self.num_experts:

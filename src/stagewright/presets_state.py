@@ -72,6 +72,7 @@ _BAMBA: Style = _heads(128, 64, 128, 1, 256) | {
     "mixers": (*every(10, 9, "mamba2"), *every(9, 8, "mamba2"), *every(9, 8, "mamba2")),
     "rotary_fraction": 0.5,
 }
+_FALCON_H1: Style = {"mixers": ("global+mamba2",)}
 _GRANITE4: Style = {"mixers": every(10, 5, "mamba2"), "position": "none", "tied_embeddings": True}
 # Patterns of layers: NVIDIA-NeMo/Megatron-Bridge, nemotron_h_provider.py.
 _NEMOTRON_H: Style = {"gated": False, "activation": "relu2", "position": "none"}
@@ -152,6 +153,24 @@ jamba-1.5-large  72   8192  24576   64    8  128   65536  262144  ai21labs/AI21-
         _BAMBA,
         """
 bamba-9b         32   4096  14336   32    8  128  128256  262144  ibm-ai-platform/Bamba-9B-v1
+""",
+    ),
+    (
+        _FALCON_H1 | _heads(24, 64, 128, 1, 128, gated_norm=False),
+        """
+falcon-h1-0.5b   36   1024   2048    8    2   64   32784   16384  tiiuae/Falcon-H1-0.5B-Base
+""",
+    ),
+    (
+        _FALCON_H1 | _heads(48, 64, 256, 1, 128),
+        """
+falcon-h1-1.5b   24   2048   4608    8    2  128   65537  131072  tiiuae/Falcon-H1-1.5B-Base
+""",
+    ),
+    (
+        _FALCON_H1 | _heads(24, 128, 256, 1, 128),
+        """
+falcon-h1-7b     44   3072  12288   12    2  128  130048  262144  tiiuae/Falcon-H1-7B-Base
 """,
     ),
     (

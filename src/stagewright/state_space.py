@@ -35,6 +35,8 @@ class StateSpace:
     """Mamba-1: width that time steps are made of."""
     inner_norms: InnerNorms = "none"
     """Mamba-1: RMSNorms of what time steps, B and C are made of (Jamba; plain: without weights)."""
+    gated_norm: bool = True
+    """Mamba-2: an RMSNorm, over the heads of a group, of what the gate lets pass."""
     gate_rank: int = 0
     """Kimi's delta attention: width that decays and output gates are made of."""
     chunk: int = 256

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from stagewright.errors import UserError
 from stagewright.ir import Node, toposort
-from stagewright.models import ATTENTIONS, Layer, ModelConfig, Module
+from stagewright.models import ATTENTIONS, SIDE_BY_SIDE, Layer, ModelConfig, Module
 from stagewright.nn.attention import attention
 from stagewright.nn.builder import Block, Builder, Recipe
 from stagewright.nn.experts import experts
@@ -19,13 +19,26 @@ from stagewright.size import size
 
 Part = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
 
-MIXERS: dict[str, Part] = {
+_MIXERS: dict[str, Part] = {
     **{name: partial(attention, mixer=name) for name in sorted(ATTENTIONS)},
     "mamba": mamba,
     "mamba2": mamba2,
     "lightning": lightning,
     "gated_delta": gated_delta,
     "kimi_delta": kimi_delta,
+}
+
+
+def _side_by_side(b: Builder, h: Node, kinds: Iterable[str]) -> Node:
+    """What several mixers make of one input, summed when each is whole again.
+
+    So do the parallel layers of Megatron-Bridge and vLLM's FalconH1ParallelHybrid.
+    """
+    return add(*(_MIXERS[kind](b, h) for kind in kinds), scope="attention", name="side_by_side")
+
+
+MIXERS: dict[str, Part] = _MIXERS | {
+    name: partial(_side_by_side, kinds=kinds) for name, kinds in SIDE_BY_SIDE.items()
 }
 """What moves information between positions, by `Layer.mixer`."""
 

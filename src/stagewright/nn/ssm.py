@@ -83,7 +83,10 @@ def mamba2(b: Builder, h: Node) -> Node:
     y = _chunked(b, "linear_attention", "ssd", keys["c"], keys["b"], x, dt, decay)
     skip = _times("bsghp,gh->bsghp", x, _param(b, "mamba2.d", "Group", "Head"), name="skip")
     y = elementwise("glu", z, add(y, skip, name="skipped", scope=SCOPE), fn="silu", name="gated")
-    y = _group_norm(b, identity(y, "heads_context"), "bsghp->bsg", "mamba2.norm")
+    y = identity(y, "heads_context")
+    state = b.config.state_space
+    assert state is not None
+    y = _group_norm(b, y, "bsghp->bsg", "mamba2.norm") if state.gated_norm else y
     return _heads_out(b, y, "mamba2")
 
 
