@@ -147,6 +147,7 @@ def _training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compile
             bucket_cap=_bucket_cap(run),
             units=run.fsdp_root_unit and run.zero == 3,
             caches=run.pipeline_caches,
+            schedule=(run.schedule or "") if len(stages) == run.pp else "",
         )
 
     routing = Routing.of(run, model, plan, sizes["B"] * sizes["S"]) if model.num_experts else None

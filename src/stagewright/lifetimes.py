@@ -37,6 +37,7 @@ class Value:
     size: int
     whole: bool = False  # one for all microbatches
     lasts: bool = False  # there until the step is over
+    lasts_halved: bool = False  # so, where its backward is done in halves
     fixed: bool = False  # there all the time, whatever touches it
     touches: list[Touch] = field(default_factory=list[Touch])
 
@@ -99,7 +100,7 @@ class Use(NamedTuple):
 
     new: tuple[New, ...]
     seen: tuple[Node, ...]
-    scratch: int = 0  # bytes that it needs while it runs
+    scratch: int | None = None  # bytes that it needs while it runs, be it for no tokens; None: none
 
 
 def uses(
@@ -128,9 +129,11 @@ def uses(
             whole = lasts or any(n.op == "accumulate" for n in some)
             category = "gradients" if whole else _category(t)
             new.append(New(some, name, category, sum(size[n] for n in some), whole, lasts))
-        updated = sum(size[n] for n in t.made if n.op in OPTIMIZERS) * gradients.temporaries
-        kept: list[Any] = [(size[n], n.get("temporaries", 0)) for n in t.made]
-        scratch = updated + sum(each * times for each, times in kept)
+        times: dict[Node, Any] = {
+            n: gradients.temporaries if n.op in OPTIMIZERS else n.get("temporaries", 0)
+            for n in t.made
+        }
+        scratch = sum(size[n] * k for n, k in times.items()) if any(times.values()) else None
         seen = tuple(dict.fromkeys(root(n, gradients) for n in (*t.made, *t.reads)))
         seen = tuple(n for n in seen if not stays(n, gradients))
         result[t] = Use(tuple(new), seen, scratch)
@@ -181,6 +184,7 @@ class Where(NamedTuple):
     rows: Callable[[Int, Int], Int]  # actions, places -> rows, below 0 where left out
     end: int  # where the rows after all actions begin
     step: int  # `whose` of these
+    next: int  # `whose` of the rows of the next microbatch
 
 
 def collect(
@@ -193,7 +197,7 @@ def collect(
     table: list[tuple[int, int, int, int, int]] = []
     columns: list[list[Int]] = []
     for stage, some in values.items():
-        alike: dict[tuple[int, int, bool, bool], list[int]] = {}
+        alike: dict[tuple[int, int, bool, bool, bool], list[int]] = {}
         for v in some:
             if not v.touches:  # it stays
                 instance = len(table), -1, -1, total
@@ -201,17 +205,20 @@ def collect(
             else:
                 made = v.touches[0]
                 once = where.once(made) or v.whole
-                key = made[1], where.half(made), once, v.lasts
+                key = made[1], where.half(made), once, v.lasts, v.lasts_halved
                 alike.setdefault(key, []).append(len(table))
             table.append(
                 (names.setdefault(v.name, len(names)), stage, v.layer,
                  CATEGORIES.index(v.category), v.size)
             )  # fmt: skip
-        for (owner, half, once, lasts), mine in alike.items():
+        for (owner, half, once, lasts, lasts_halved), mine in alike.items():
             touched = [some[i - len(table)].touches for i in mine]
             found = _instances(np.array(mine), touched, owner, half, once, where)
             if lasts:
                 found[3] = np.full_like(found[3], total - 1)
+            elif lasts_halved:
+                halved = where.actions[owner, 1] != where.actions[owner, 2]
+                found[3] = np.where(halved[found[1]], total - 1, found[3])
             columns.append(found)
     name, of, layer, category, size = np.array(table, dtype=np.int64).reshape(-1, 5).T
     body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]
@@ -235,22 +242,23 @@ def _instances(
     every = where.actions.get((owner, half), np.array([0]))
     microbatches = np.flatnonzero(every >= 0) if owner >= 0 else np.array([0])
     rows = np.full((len(microbatches), len(flat)), -1, dtype=np.int64)
-    groups: dict[tuple[int, int, bool], list[int]] = {}
+    groups: dict[tuple[int, int, bool, bool], list[int]] = {}
     for i, touch in enumerate(flat):
-        key = (-1, 0, True) if touch[0] == where.step else (
-            touch[1], where.half(touch), where.once(touch)
+        key = (-1, 0, True, False) if touch[0] == where.step else (
+            touch[1], where.half(touch), where.once(touch), touch[0] == where.next
         )  # fmt: skip
         groups.setdefault(key, []).append(i)
-    for (stage, of, single), columns in groups.items():
+    for (stage, of, single, later), columns in groups.items():
         at = np.array([flat[i][2] for i in columns])
         if stage < 0:
             rows[:, columns] = where.end + at
         elif single and once:
             rows[:, columns] = where.rows(np.array([where.single[stage, of]]), at)
         else:
-            actions = where.actions[stage, of][microbatches]
-            found = where.rows(np.maximum(actions, 0), at)
-            rows[:, columns] = np.where(actions[:, None] >= 0, found, -1)
+            actions = where.actions[stage, of]
+            actions = (np.append(actions[1:], -1) if later else actions)[microbatches]
+            some = np.flatnonzero(actions >= 0)
+            rows[some[:, None], columns] = where.rows(actions[some], at)
     last = np.maximum.reduceat(rows, start, axis=1)
     first = np.minimum.reduceat(np.where(rows < 0, np.iinfo(np.int64).max, rows), start, axis=1)
     if once:

@@ -34,6 +34,7 @@ from stagewright.stages import (
     FIRST,
     FORWARD,
     LAST,
+    NEXT,
     STEP,
     Builder,
     Placed,
@@ -135,7 +136,7 @@ class _Rank:
 
         def half(touch: Touch) -> int:
             whose, stage, place = touch
-            backward = whose in (BACKWARD, LAST)
+            backward = whose in (BACKWARD, LAST, NEXT)
             return 1 + int(self.stages[stage].backward.weight[place]) if backward else 0
 
         def once(touch: Touch) -> bool:
@@ -148,7 +149,7 @@ class _Rank:
         def rows(actions: Int, at: Int) -> Int:
             return self._rows(actions, at, absent=-1)
 
-        where = Where(half, once, self.at, self.once, rows, self.end, STEP)
+        where = Where(half, once, self.at, self.once, rows, self.end, STEP, NEXT)
         return collect({s: stage.values for s, stage in self.stages.items()}, where, self.total)
 
     def tasks(self, tables: Tables) -> Tasks:
@@ -382,20 +383,25 @@ def lower(
     bucket_cap: int = 0,
     units: bool = False,
     caches: bool = False,
+    schedule: str = "",
 ) -> Program:
     """The program of every rank class: one class per pipeline rank.
 
     `norm_axes` are the axes over which the gradients' norm is a sum; over those of `norm_dims`, one
     after the other, ranks exchange the norm of each gradient. `bucket_cap`: bytes of a
     bucket of gradients; 0: what blocks reduce are messages of their own. `units`: blocks are the
-    units of FSDP2. `caches`: stages keep buffers for messages, and what they send.
+    units of FSDP2. `caches`: stages keep buffers for messages, and what they send; where the
+    `schedule` is PyTorch's 1F1B, gradients too, each until the next.
     """
     where = places(order)
     pp = len(order)
     halves = any(a.kind == "I" for steps in order for a in flat(steps))
     kept = _most(order) if caches and pp > 1 else 0
     holders = _holders(stages, where)
-    tables = Tables(pp, holders, bucket_cap, units, kept, retains=caches and halves)
+    tables = Tables(
+        pp, holders, bucket_cap, units, kept,
+        retains=caches and halves, keeps_sent=caches and schedule == "1f1b",
+    )  # fmt: skip
     between = crossings(stages)
     held: list[dict[int, Stage]] = [{} for _ in range(pp)]
     trains = any(a.kind != "F" for steps in order for a in flat(steps))

@@ -356,10 +356,10 @@ def _einsum_vjp(n: Node, g: Node) -> Grads:
         others = [t for j, t in enumerate(terms) if j != i]
         operands = [s for j, s in enumerate(n.srcs) if j != i]
         back = ",".join([out, *others]) + "->" + term
-        dtype = n.dtype
-        found.append(
-            apply(n.op, back, g, *operands, out=n.srcs[i].shape, phase="backward", dtype=dtype)
-        )
+        own: dict[str, Any] = {"phase": "backward", "dtype": n.dtype}
+        if i == len(terms) - 1 and n.get("backward_temporaries"):
+            own["temporaries"] = n["backward_temporaries"]
+        found.append(apply(n.op, back, g, *operands, out=n.srcs[i].shape, **own))
     return tuple(found)
 
 
@@ -488,16 +488,9 @@ def _made_of_vjp(n: Node, g: Node) -> Grads:
 
 def _mean_square_vjp(n: Node, g: Node) -> Grads:
     x, ms = str(n["spec"]).split("->")
-    return (
-        apply(
-            "mean_square_bwd",
-            f"{ms},{x}->{x}",
-            g,
-            n.srcs[0],
-            phase="backward",
-            dtype=n.srcs[0].dtype,
-        ),
-    )
+    own: dict[str, Any] = {"phase": "backward", "temporaries": n.get("backward_temporaries", 0)}
+    dtype = n.srcs[0].dtype
+    return (apply("mean_square_bwd", f"{ms},{x}->{x}", g, n.srcs[0], dtype=dtype, **own),)
 
 
 def _unit_vjp(n: Node, g: Node) -> Grads:

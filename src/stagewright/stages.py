@@ -10,6 +10,7 @@ follows from the graph: the first half is all that the gradient of a block's inp
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -44,10 +45,13 @@ COLUMNS = {
 }  # fmt: skip
 
 # Whose rows a dependency counts from: a stage's forward or backward action of the same microbatch,
-# its first forward and its last backward action of all, or the rows after all actions.
-BACKWARD, FORWARD, FIRST, LAST, STEP = range(5)
+# its first forward and its last backward action of all, or the rows after all actions; and a touch
+# from the backward action of the next microbatch.
+BACKWARD, FORWARD, FIRST, LAST, STEP, NEXT = range(6)
 Dependency = tuple[int, int, int, int]  # row, whose, stage, place there
 
+_GATHERS = {FORWARD: "gather", BACKWARD: "gather_again"}
+_OWN = ("forward", "backward")  # of a block's parts: what it computes
 _FORWARD_PARTS = ("gather_once", "gather", "forward")
 _BACKWARD_PARTS = ("gather_again", "backward", "reduce_once")
 
@@ -159,6 +163,7 @@ class Tables:
     units: bool = False  # blocks are units of FSDP2, see `units.sharded`
     caches: int = 0  # microbatches whose messages have buffers all the time
     retains: bool = False  # a backward in halves keeps all that it has read
+    keeps_sent: bool = False  # a gradient that was sent is there until the next is
     messages: int = 1  # most messages that one action exchanges along one axis
     names: Numbers[str] = field(default_factory=Numbers[str])
     ops: Numbers[str] = field(default_factory=Numbers[str])
@@ -341,11 +346,18 @@ class Stage:
                 sent = self._handed_value(handed)
                 if sent is not None:
                     sent.touch((whose, self.stage, row), PHASES[0 if forward else 2])
-        if self.tables.retains and not forward and weight:
-            self._retain((whose, self.stage, max(weight)))
-        if self.tables.caches and not forward and b.rows:
+                    if self.tables.keeps_sent and not forward:
+                        sent.touches.append((NEXT, self.stage, row))
+        every = sorted({*range(len(b.rows))} - {*once})
+        if self.tables.caches and not forward and every:
             for kept in self._outputs():
-                kept.touch((whose, self.stage, len(b.rows) - 1), "backward")
+                kept.touch((whose, self.stage, every[-1]), "backward")
+        if self.tables.units and every:
+            self._copy_out(whose, every)
+        if self.tables.units and not forward and every:
+            self._hold_made((whose, self.stage, every[-1]))
+        if self.tables.retains and not forward:
+            self._retain((whose, self.stage, max(weight, default=-1)))
         self.tables.messages = max(self.tables.messages, message + 1)
         rows = b.finish((whose, self.stage), once, weight)
         if forward:
@@ -369,9 +381,9 @@ class Stage:
                 )  # fmt: skip
                 self.values.append(v)
                 held.update(dict.fromkeys(new.nodes, v))
-        if block.uses[t].scratch:
-            name = f"{t.name}.temporary"
-            v = Value(_name(placed, name), layer, t.phase, "workspace", block.uses[t].scratch)
+        scratch = block.uses[t].scratch
+        if scratch is not None:
+            v = Value(_name(placed, f"{t.name}.temporary"), layer, t.phase, "workspace", scratch)
             v.touch(at, t.phase)
             self.values.append(v)
         if t.kind == Kind.LOAD and t.part != "update":
@@ -401,11 +413,68 @@ class Stage:
         self.sent = [v for v in found if v is not None] + (self.sent if self.sender == i else [])
         self.sender = i
 
+    def _copy_out(self, whose: int, every: Sequence[int]) -> None:
+        """FSDP2 gathers a unit into a buffer, and copies its weights out of that before they run.
+
+        In forward the buffer stays until the next unit's is copied, of the last until the module
+        returns; in backward it goes at once. `every`: rows that all microbatches have.
+        """
+        begins: dict[int, int] = {}  # per block, its first row
+        ahead = set[int]()
+        moved: dict[int, int] = {}  # bytes that it gathers
+        for i, at in enumerate(self.where):
+            for t, (of, row) in at.items():
+                if of == whose and t.part in _OWN:
+                    begins[i] = min(row, begins.get(i, row))
+                elif of == whose and t.part == _GATHERS[whose]:
+                    ahead.add(row)
+                    if t.kind == Kind.COLLECTIVE:
+                        new = self.blocks[i].block.uses[t].new
+                        moved[i] = moved.get(i, 0) + sum(value.size for value in new)
+        quiet = [row for row in every if row not in ahead]
+        units = sorted(first for i, first in begins.items() if i not in self.unit)
+        for i, size in moved.items():
+            first = begins[i]
+            if whose == BACKWARD:
+                rows = [quiet[max(0, bisect_left(quiet, first) - 1)]]
+            elif i in self.unit:
+                rows = [every[0], units[0] if units else every[-1]]
+            else:
+                after = units[bisect_right(units, first) :][:1]
+                rows = [first, *(after or [self._returns(every[-1])])]
+            name, layer = _name(self.blocks[i], "gathered.buffer"), self.blocks[i].layer
+            buffer = Value(name, layer, PHASES[0], "gathered_parameters", size)
+            buffer.touches += [(whose, self.stage, row) for row in rows]
+            self.values.append(buffer)
+
+    def _returns(self, end: int) -> int:
+        """The row with which the stage's model returns: what comes after is the loss."""
+        logits = [n for n in self.blocks[-1].block.graph if _is_logits(n)]
+        rows = [row for t, (_, row) in self.where[-1].items() if set(logits) & {*t.made}]
+        return min(rows, default=end)
+
+    def _hold_made(self, at: Touch) -> None:
+        """FSDP2 adds the gradients of a unit as its backward ends: of the root unit, at last."""
+        for i in self.unit:
+            for t in self.parts[i].get("backward", ()):
+                for n in t.reads if any(m.op == "accumulate" for m in t.made) else ():
+                    made = self.value(i, n)
+                    if made is not None:
+                        made.touches.append(at)
+
     def _retain(self, at: Touch) -> None:
-        """Autograd keeps what backward has read until its second half is done (`retain_graph`)."""
+        """Autograd keeps what backward has read until its second half is done (`retain_graph`).
+
+        The gradient of what the stage was given stays with that (`Tensor.grad`), which a backward
+        in one piece would clear: a buffer, which is cleared when the step is over.
+        """
         for v in self.values:
-            if v.category == "activations":
+            if v.category == "activations" and at[2] >= 0:
                 v.touches.append(at)
+        for value in self.arriving:
+            given = self._handed_value(Carried(value.name, True))
+            if given is not None:
+                given.lasts_halved = True
 
     def _groups(
         self, ahead: Sequence[str], main: Sequence[str], forward: bool
@@ -486,7 +555,7 @@ class Stage:
             return [v for v in found if v is not None]
         last = len(self.blocks) - 1
         graph = self.blocks[last].block.graph
-        logits = [n for n in graph if n.name == "logits" and n.op == "einsum"]
+        logits = [n for n in graph if _is_logits(n)]
         return [v for n in logits if (v := self.value(last, n)) is not None]
 
     def from_step(self, row: int, i: int, d: Task) -> Dependency:
@@ -543,6 +612,10 @@ class Stage:
 def _name(placed: Placed, name: str) -> str:
     """What a value is called; layers are told apart by their number."""
     return name if placed.layer >= 0 else f"{placed.label}.{name}"
+
+
+def _is_logits(n: Node) -> bool:
+    return n.name == "logits" and n.op == "einsum"
 
 
 def _by_part(tasks: Sequence[Task]) -> dict[str, list[Task]]:

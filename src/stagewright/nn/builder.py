@@ -236,7 +236,9 @@ class Builder:
         """RMSNorm as it is written in PyTorch: in fp32, its result in the precision of `x`."""
         z = letters(x)
         wide = cast(x, "fp32", name=f"{name}_in", **fields)
-        square = apply("mean_square", f"{z}->{z[:-1]}", wide, name=f"{name}_square", **fields)
+        # Of autograd's x * (2 * x ** 1) * gradient: two factors, and the gradient of each square.
+        made: dict[str, Any] = {**fields, "backward_temporaries": 3}
+        square = apply("mean_square", f"{z}->{z[:-1]}", wide, name=f"{name}_square", **made)
         unit = apply("rms_scale", f"{z},{z[:-1]}->{z}", wide, square, name=f"{name}_unit", **fields)
         unit = cast(unit, x.dtype, name=f"{name}_low", **fields)
         y = apply("times", f"{z},{z[-1]}->{z}", unit, w, name=f"{name}_out", **fields)

@@ -55,7 +55,9 @@ def feed_forward(
             own["clamp"] = c.activation_func_clamp_value
         if b.recipe.eager and own.keys() == {"fn", "name", "scope"}:
             a = b.act(wide["gate"], c.activation)
-            a = elementwise("times", a, wide["up"], name="act", scope=scope)
+            # Autograd keeps both factors until it has made the gradients of both.
+            kept: dict[str, Any] = {"name": "act", "backward_temporaries": 1}
+            a = elementwise("times", a, wide["up"], scope=scope, **kept)
         else:
             a = elementwise("glu", wide["gate"], wide["up"], **own)
     else:
