@@ -41,6 +41,7 @@ BELOW = {
     "token_types": "T",
 } | {
     "token_slots": "K",
+    "cached_rows": "L",
     "block_table": "K",
     "logit_rows": "S",
     "token_positions": "S",
@@ -177,6 +178,7 @@ class Spmd:
                 count=count,
                 size=extent.__getitem__,
                 shape_of=lambda x: extent[x] // self.size(split_by.get(x, ())),
+                value=lambda attr: size(attrs[attr]).value(self.sizes),
             )
             out = OPS[n.op].run(ctx, *arrays)
             for i, dim in enumerate(spec.out):

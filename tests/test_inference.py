@@ -112,12 +112,16 @@ def test_a_chunk_of_a_prompt_beside_decode() -> None:
     st.sampled_from([(0, 0), (1, 0), (4, 0), (9, 0), (0, 1), (0, 5), (0, 8)]),
     st.sampled_from([1, 4, 16]),
     st.integers(0, 3),
+    st.sampled_from([(0, 1), (0, 2), (1, 2), (3, 5)]),
 )
 @settings(max_examples=60, deadline=None)
 def test_sums_over_requests(
-    groups: list[Group], places: int, reach: tuple[int, int], block: int, logits: int
-) -> None:
-    """Counted one by one: pairs, keys, blocks, of requests dealt in turn."""
+    groups: list[Group], places: int, reach: tuple[int, int], block: int, logits: int,
+    stripes: tuple[int, int],
+) -> None:  # fmt: skip
+    """Counted one by one: pairs, keys, blocks, of requests dealt in turn and of one stripe."""
+    stripe, many = stripes
+    reach = reach if many == 1 else (0, 0)
     window, chunk = reach
     want = np.zeros((places, len(batch.COLUMNS)), np.int64)
     turn = 0
@@ -133,13 +137,17 @@ def test_sums_over_requests(
                 for p in range(context, context + new)
             ]
             keys = {k for some in seen for k in some}
-            blocks = (context + new - 1) // block - min(keys) // block + 1
+            blocks = (context + new - 1) // (block * many) - min(keys) // (block * many) + 1
+            here = [k for some in seen for k in some if k % many == stripe]
+            stored = [p for p in range(context, context + new) if p % many == stripe]
             want[turn % places] += [
-                1, new, sum(map(len, seen)), len(keys), blocks * block, blocks,
-                new if new <= logits else 1,
+                1, new, len(here), len({*here}), blocks * block, blocks,
+                new if new <= logits else 1, len(stored), math.ceil((len(keys) - new) / many),
             ]  # fmt: skip
             turn += 1
-    found = batch.dealt(groups, batch.each(groups, Cache(block), Reach(*reach), logits), places)
+    cache = Cache(block, stripes=many)
+    each = batch.each(groups, cache, Reach(*reach), logits, stripe=stripe)
+    found = batch.dealt(groups, each, places)
     assert found.tolist() == want.tolist()
 
 
@@ -191,6 +199,58 @@ def test_latent_attention(mla: str) -> None:
     others = 2 * (7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 7168)
     mlp = 2 * 3 * 7168 * 18432
     assert found["einsum"] == layers * (made + others + mlp) + 2 * 7168 * 129280
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "kept", "per_token"),
+    [
+        # The cases of vLLM's docs/serving/context_parallel_deployment.md: copies of each head.
+        ("deepseek-r1", 8, 1, 61 * 576 * 2),
+        ("kimi-k2", 16, 1, 61 * 576 * 2),
+        ("qwen3-235b-a22b", 8, 4, 94 * 2 * 128 * 2),
+    ],
+)
+def test_ranks_share_the_tokens_of_a_cache(model: str, tp: int, kept: int, per_token: int) -> None:
+    """A block of `dcp` ranks has the next 16 x dcp tokens: as many blocks on each of them."""
+    fields: dict[str, Any] = {"mode": "decode", "tp": tp, "context_length": 9999, "batch_size": 2}
+    copies = tp // kept
+    for dcp in (n for n in (1, 2, 4, 8, 16) if n <= copies):
+        slots = math.ceil(10_000 / 16 / dcp) * 16
+        assert {*cached(model, dcp=dcp, **fields)} == {2 * slots * per_token}
+    with pytest.raises(UserError, match=f"copies of .* of {model}; use 1"):
+        run(model, dcp=2 * copies, **fields)
+
+
+@pytest.mark.parametrize(
+    "shared", [{"dcp": 8}, {"cp": 4}, {"cp": 2, "dcp": 8}, {"dcp": 4, "dp": 2}]
+)
+def test_stripes_do_all_the_work(shared: dict[str, int]) -> None:
+    """Of all ranks that share a cache, each does its own part, whatever the lengths."""
+    rows = tuple(Group(n, 100 * n + n, 1 + n % 3) for n in range(1, 7))
+    fields: dict[str, Any] = {"tp": 8, "layers": 3, "mode": "decode", "requests": rows}
+    whole = work(run("deepseek-v3-dense", **fields))["cached_attention"]
+    found = work(run("deepseek-v3-dense", **fields, **shared))["striped_attention"]
+    assert found == whole
+
+
+def test_a_rank_reads_its_stripe() -> None:
+    """Tokens 0 to 1000 of a request over 8 ranks: rank 0 has 126 of them, and not the last one."""
+    program = run("deepseek-v3-dense", layers=1, tp=8, dcp=8, mode="decode",
+                  context_length=1001).program  # fmt: skip
+    keys: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for c in program.classes:
+        t = c.tasks
+        of = {op: [i for i in range(len(t)) if t.ops[t.op[i]].endswith(op)]
+              for op in ("striped_attention", "cache")}  # fmt: skip
+        queries = 128 * (576 + 512) * 2 + 128 * 4  # all heads', their results and sums
+        blocks, slots = 8 * 4, 8
+        for r in c.ranks.tolist():
+            (core,), (kept,) = of["striped_attention"], of["cache"]
+            keys[r] = int(t.traffic[core]) - queries - blocks - slots
+            written[r] = int(t.traffic[kept])
+    assert keys == {r: (126 if r < 2 else 125) * 576 * 2 for r in range(8)}
+    assert {r for r, n in written.items() if n == max(written.values())} == {1001 % 8}
 
 
 def cached(model: str = "llama3.1-70b", **fields: Any) -> list[int]:
@@ -399,6 +459,50 @@ def test_tensor_parallelism() -> None:
     }
 
 
+def test_queries_go_to_the_keys() -> None:
+    """vLLM's `cp_lse_ag_out_rs`, after a gather of queries: heads of 576 channels come together,
+    fp32 sums too, and results of 512 channels are scattered to their heads."""
+    found = collectives(run("deepseek-v3-dense", tp=8, dcp=8, batch_size=5, **DECODE))
+    plain = collectives(run("deepseek-v3-dense", tp=8, batch_size=5, **DECODE))
+    assert found - plain == {
+        f"all_gather {5 * 16 * 576 * 2}": 61,
+        f"all_gather {5 * 16 * 8 * 4}": 61,
+        f"reduce_scatter {5 * 128 * 512 * 2}": 61,
+    }
+    assert not plain - found
+    # Ranks of cp have the queries, and each wants the result: `cp_lse_ag_out_ar`.
+    found = collectives(run(cp=4, batch_size=5, **DECODE))
+    assert found == {f"all_gather {5 * 64 * 4}": 80, f"all_reduce {5 * 64 * 128 * 2}": 80}
+
+
+def test_keys_of_a_prompt_are_gathered() -> None:
+    """With cp, each rank computes a part of every prompt, and sees the keys of all of it."""
+    found = collectives(run(cp=4, batch_size=2, mode="prefill", prompt_length=1000))
+    assert found == {
+        f"all_gather {2 * 1000 // 4 * 2 * 8 * 128 * 2}": 80,
+        f"all_gather {2 * 1000 // 4 * 8192 * 2}": 1,  # hidden states, before the last is taken
+    }
+    one, four = (work(run(cp=n, batch_size=2, mode="prefill", prompt_length=1000)) for n in (1, 4))
+    assert four["cached_attention"] == one["cached_attention"]
+    # Padded to two parts for each rank.
+    ragged = collectives(run(cp=4, mode="prefill", prompt_length=1001))
+    assert f"all_gather {1008 // 4 * 2 * 8 * 128 * 2}" in ragged
+
+
+@pytest.mark.parametrize("mla", ["naive", "absorb"])
+def test_a_cached_prefix_of_stripes(mla: str) -> None:
+    """Naive: latents of the prefix are gathered, an equal share of each rank; absorbed: queries."""
+    fields: dict[str, Any] = {"tp": 8, "mode": "prefill", "prompt_length": 64, "mla": mla}
+    found = collectives(run("deepseek-v3-dense", dcp=8, context_length=1001, **fields))
+    plain = collectives(run("deepseek-v3-dense", context_length=1001, **fields))
+    assert found - plain == ({f"all_gather {126 * 576 * 2}": 61} if mla == "naive" else {
+        f"all_gather {64 * 16 * 576 * 2}": 61,
+        f"all_gather {64 * 128 * 4}": 61,
+        f"reduce_scatter {64 * 128 * 512 * 2}": 61,
+    })  # fmt: skip
+    assert collectives(run("deepseek-v3-dense", dcp=8, **fields)) == plain  # nothing to gather
+
+
 def test_data_parallel_ranks_do_not_talk() -> None:
     assert not collectives(run(dp=4, **DECODE))
 
@@ -434,6 +538,7 @@ def peak(**fields: Any) -> int:
         {"tp": 8, **PREFILL},
         {"tp": 8, "kv_cache": "contiguous", **DECODE},
         {"tp": 8, "kv_cache_dtype": "fp8", "num_speculative_tokens": 2, **DECODE},
+        {"tp": 8, "cp": 2, **DECODE},
     ],
     ids=lambda f: Run(model="m", **f).describe(),
 )
@@ -669,6 +774,45 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
             "weight_precision=int4 needs precision=bf16, got fp32; drop either",
         ),
         ({"sequence_parallel": True, **DECODE}, "sequence_parallel splits over tp, got tp=1"),
+        (
+            {"tp": 16, "dcp": 4, **DECODE},
+            "dcp=4 wants 4 ranks of tp to share a cache, but with tp=16 there are 2 copies of each "
+            "of 8 key-value heads of llama3.1-70b; use 1, 2",
+        ),
+        (
+            {"cp": 4, "dcp": 2, **DECODE},
+            "dcp=2 is no multiple of cp=4: ranks of cp share the cache of a request before those "
+            "of tp do; use dcp=1, or a multiple",
+        ),
+        ({"dcp": 2}, "dcp is a setting of inference, got mode=train"),
+        (
+            {"cp": 2, "cp_comm_type": "a2a", **PREFILL},
+            "cp_comm_type is a setting of training, got mode=prefill: keys and values of new",
+        ),
+        (
+            {"cp": 2, "prompt_length": 64, **DECODE},
+            "ranks of cp=2 decode the same tokens, and would share those of a prompt; drop",
+        ),
+        (
+            {"cp": 2, "mode": "prefill", "prompt_length": 3},
+            "cp=2 splits a prompt into 4 parts, but a request has 3 new tokens; use longer ones",
+        ),
+        (
+            {"model": "jamba-v0.1", "cp": 2, **PREFILL},
+            "cp=2 splits prompts, but layers of jamba-v0.1 carry a state along them; use cp=1",
+        ),
+        (
+            {"model": "mamba-2.8b", "cp": 2, **DECODE},
+            "cp=2 splits keys and values by tokens, layers of mamba-2.8b keep none; use tp or dp",
+        ),
+        (
+            {"model": "phi3-mini", "cp": 2, "dcp": 2, **DECODE},
+            "dcp=2 splits what layers keep of all tokens, but those of phi3-mini keep only windows",
+        ),
+        (
+            {"cp": 2, "prefill": "tp=2", **DECODE},
+            "prefill sends a cache that no ranks share, got cp=2 and dcp=2; drop either",
+        ),
     ],
     ids=str,
 )

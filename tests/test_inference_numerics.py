@@ -24,6 +24,7 @@ from stagewright.ir import Graph, Node, toposort, verify
 from stagewright.layout import Layout, Mesh
 from stagewright.meaning import FAR
 from stagewright.nn import Block, Inference, Recipe
+from stagewright.ops import COLLECTIVE_OPS
 from stagewright.run import Run
 from stagewright.shard import shard
 from stagewright.strategies import Plan, strategy
@@ -45,6 +46,8 @@ FORMS = [(m, SERVED) for m in MODELS] + [(m, ABSORBED) for m in MODELS if ALL[m]
 BLOCK = 4  # tokens of a block of the cache
 WHERE = ("token_slots", "block_table", "token_positions", "logit_rows", "key_slots")
 WHERE = (*WHERE, "token_requests")
+STRIPED = replace(SERVED, inference=Inference(striped=True, prefix=True))
+FRESH = replace(SERVED, inference=Inference(striped=True))
 
 Values = dict[str, Any]
 
@@ -57,9 +60,9 @@ class Piece(NamedTuple):
 
 
 # Two ranks of dp with two requests each; steps have equally many new tokens on both ranks.
-ENDS = ((9, 5), (3, 11))  # lengths at the end
+ENDS = ((8, 5), (3, 10))  # lengths at the end
 STEPS: tuple[tuple[tuple[Piece, ...], ...], ...] = (
-    ((Piece(0, 5), Piece(1, 2)), (Piece(1, 6), Piece(0, 1))),  # prefill
+    ((Piece(0, 4), Piece(1, 2)), (Piece(1, 5), Piece(0, 1))),  # prefill
     ((Piece(0, 1), Piece(1, 2)), (Piece(0, 1), Piece(1, 2))),  # a decode and a chunk of a prompt
     ((Piece(1, 1), Piece(0, 1)), (Piece(0, 1), Piece(1, 1))),  # decode, in another order
     ((Piece(0, 2),), (Piece(1, 2),)),  # two tokens of one request: a draft is verified
@@ -136,6 +139,52 @@ def tables() -> tuple[Any, list[dict[tuple[int, int], int]]]:
     return np.array(table), slots
 
 
+def striped(stripes: int) -> tuple[Any, list[dict[tuple[int, int], int]]]:
+    """The same where stripes share a request's tokens; each rank's last block is of nobody."""
+    rng = random.Random(4)
+    table: list[list[int]] = []
+    slots: list[dict[tuple[int, int], int]] = []
+    wide = BLOCK * stripes
+    most = max(sum(-(-end // wide) for end in ends) for ends in ENDS)
+    for ends in ENDS:
+        blocks = [(r, at) for r, end in enumerate(ends) for at in range(0, end, wide)]
+        blocks += [(len(ends), 0)] * (most - len(blocks))
+        rng.shuffle(blocks)
+        blocks.append((len(ends), 0))
+        table.append([r * FAR + at for r, at in blocks])
+        slots.append({
+            (r, at + i): (i % stripes * (most + 1) + n) * BLOCK + i // stripes
+            for n, (r, at) in enumerate(blocks) for i in range(wide)
+        })  # fmt: skip
+    return np.array(table), slots
+
+
+def in_stripes(stripes: int, step: Sequence[Sequence[Piece]], done: Sequence[Sequence[int]]) -> Any:
+    """Inputs and sizes of a step whose requests have done so many tokens before."""
+    table, slots = striped(stripes)
+    many = table.shape[1] * BLOCK  # slots of a stripe
+    rows: list[list[list[int]]] = []
+    for rank, pieces in enumerate(step):
+        of: list[list[int]] = [[] for _ in range(stripes)]
+        for p in pieces:
+            for at in range(done[rank][p.request]):
+                of[at % stripes].append(slots[rank][p.request, at] % many)
+        rows.append(of)
+    most = max(1, *(len(some) for of in rows for some in of))
+    prefix = np.array([[some + [many - 1] * (most - len(some)) for some in of] for of in rows])
+    new = [
+        [slots[rank][p.request, done[rank][p.request] + i] for p in pieces for i in range(p.new)]
+        for rank, pieces in enumerate(step)
+    ]
+    folded = (prefix + np.arange(stripes)[:, None] * many).reshape(len(step), -1)
+    values = {
+        "token_slots_striped": np.array(new), "block_table_striped": table,
+        "prefix_slots": prefix, "row_slots": np.concatenate([folded, new], axis=1),
+    }  # fmt: skip
+    sizes = {"Stripes": stripes, "L_striped": many, "I_striped": table.shape[1]}
+    return values, sizes | {"prefix_striped": most}
+
+
 class Step(NamedTuple):
     """A block of the model in one step, with its inputs."""
 
@@ -148,7 +197,7 @@ class Step(NamedTuple):
     truth: Values
 
 
-def played(model: str, recipe: Recipe) -> Iterator[Step]:
+def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
     """Every block of every step on one device, each with the caches that the step before left."""
     table, slots = tables()
     rng = np.random.default_rng(5)
@@ -157,6 +206,7 @@ def played(model: str, recipe: Recipe) -> Iterator[Step]:
     for number, step in enumerate(STEPS):
         where: Values = {name: [] for name in WHERE}
         tokens: list[list[int]] = []
+        of_stripes, more = in_stripes(stripes, step, done)
         for rank, pieces in enumerate(step):
             news = [(p.request, done[rank][p.request] + i) for p in pieces for i in range(p.new)]
             tokens.append([prompts()[rank][r][at] for r, at in news])
@@ -173,11 +223,13 @@ def played(model: str, recipe: Recipe) -> Iterator[Step]:
             for name in ("token_slots", "block_table", "key_slots")
             for kind in ("_local", "_chunked")
         }
+        local |= of_stripes
         new, held, blocks = len(tokens[0]), table.shape[1] * BLOCK, table.shape[1]
         sizes = sizes_of(Run(model=model), ALL[model]) | {
             "B": len(ENDS), "S": new, "O": new, "R": len(ENDS) * new, "requests": len(ENDS[0]),
             **{f"{name}{kind}": many for kind in ("", "_local", "_chunked")
                for name, many in (("L", held), ("I", blocks), ("keys", held))},
+            **more,
         }  # fmt: skip
         x: Any = None
         for part, layer in parts():
@@ -199,15 +251,59 @@ def played(model: str, recipe: Recipe) -> Iterator[Step]:
 
 
 @cache
-def steps(model: str, recipe: Recipe = SERVED) -> tuple[Step, ...]:
-    return tuple(played(model, recipe))
+def steps(model: str, recipe: Recipe = SERVED, stripes: int = 2) -> tuple[Step, ...]:
+    return tuple(played(model, recipe, stripes))
 
 
 @pytest.mark.parametrize(("model", "recipe"), FORMS, ids=lambda x: getattr(x, "absorb", x))
 def test_every_logit_is_that_of_the_whole_sequence(model: str, recipe: Recipe) -> None:
+    served(model, recipe, 2)
+
+
+SHARED = ("llama", "plain", "gemma2", "gpt-oss", "qwen3-next", "deepseek-lite")
+
+
+@pytest.mark.parametrize(
+    ("model", "absorb", "stripes"),
+    [
+        ("llama", False, 1),
+        *((m, False, 2 + (m == "gpt-oss")) for m in SHARED),
+        ("deepseek-lite", True, 3),
+    ],
+)
+def test_stripes_of_a_cache_are_one(model: str, absorb: bool, stripes: int) -> None:
+    served(model, replace(STRIPED, absorb=absorb), stripes)
+
+
+@pytest.mark.parametrize(
+    ("model", "absorb"), [(m, False) for m in SHARED] + [("deepseek-lite", True)]
+)
+def test_new_tokens_need_no_cache(model: str, absorb: bool) -> None:
+    """Where none is there yet, attention is to what the step makes, and the cache is the same."""
+    fresh, through = (
+        [s for s in played_from(model, replace(of, absorb=absorb)) if s.number == 0]
+        for of in (FRESH, STRIPED)
+    )
+    for a, b in zip(fresh, through, strict=True):
+        assert a.truth.keys() == b.truth.keys()
+        for name, value in a.truth.items():
+            np.testing.assert_allclose(value, b.truth[name], rtol=1e-6, atol=1e-9)
+
+
+def played_from(model: str, recipe: Recipe) -> tuple[Step, ...]:
+    """The first step's blocks."""
+    found: list[Step] = []
+    for step in played(model, recipe, 2):
+        if step.number:
+            break
+        found.append(step)
+    return tuple(found)
+
+
+def served(model: str, recipe: Recipe, stripes: int) -> None:
     whole = [[all_logits(model, tokens) for tokens in ranks] for ranks in prompts()]
     done = [[0] * len(ends) for ends in ENDS]
-    heads = [s for s in steps(model, recipe) if s.part == "head"]
+    heads = [s for s in steps(model, recipe, stripes) if s.part == "head"]
     for step, head in zip(STEPS, heads, strict=True):
         for rank, pieces in enumerate(step):
             row = 0
@@ -325,6 +421,72 @@ def test_experts_on_ranks(model: str, mesh: dict[str, int], redundant: int) -> N
     assert found["all_to_all"] == (2 if "dp" in here.expert else 0)
     assert found["all_reduce"] == (1 if "tp" in mesh else 0)
     assert not found["all_gather"]
+
+
+DCP = {"tp_kv": 6, "tp_dcp": 2}
+LATENT_DCP = {"tp_rep": 3, "tp_dcp": 2, "dp": 2}
+BOTH = {"tp_dcp": 2, "cp": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "absorb", "mesh", "context", "moves"),
+    [
+        # Of a layer: queries and sums are gathered, results scattered; then the two sums of tp.
+        ("llama", False, DCP, (), ["all_gather"] * 2 + ["reduce_scatter"] + ["all_reduce"] * 2),
+        ("gpt-oss", False, DCP, (), None),
+        ("deepseek-lite", True, LATENT_DCP, (),
+         ["all_gather"] * 2 + ["reduce_scatter"] + ["all_reduce"] * 2),
+        # Rows of the prefix are gathered instead, each rank's heads see them all.
+        ("deepseek-lite", False, LATENT_DCP, (), ["all_gather"] + ["all_reduce"] * 2),
+        # Ranks of cp have the same queries, and all want the result.
+        ("llama", False, {"cp": 2}, (), ["all_gather", "all_reduce"]),
+        ("llama", False, {"cp": 2, "tp": 3, "dp": 2}, (), None),
+        ("plain", False, BOTH, (), None),
+        ("qwen3-next", False, {"cp": 2}, (), None),
+        # A prompt's parts: keys and values are gathered, and what needs the prefix.
+        ("llama", False, {"cp": 2}, ("cp",), ["all_gather"] * 4 + ["reduce_scatter"]),
+        ("gemma2", False, {"cp": 2, "tp": 2}, ("cp",), None),
+        ("deepseek-lite", False, {"cp": 2, "tp": 2}, ("cp",), None),
+        ("plain", False, BOTH, ("cp",), None),
+    ],
+)  # fmt: skip
+def test_sharded_stripes(
+    model: str, absorb: bool, mesh: dict[str, int], context: tuple[str, ...],
+    moves: list[str] | None,
+) -> None:  # fmt: skip
+    stripes = tuple(a for a in mesh if a in ("cp", "tp_dcp"))[::-1]
+    many = math.prod(mesh[a] for a in stripes)
+    state = ALL[model].state_space
+    here = plan(mesh, 6 if model == "llama" else ALL[model].num_query_groups,
+                state.groups if state else 0, context=context, stripes=stripes,
+                cp_comm_type="all_gather")  # fmt: skip
+    for step in steps(model, replace(STRIPED, absorb=absorb), many):
+        if step.number != (2 if context else 1) or step.layer:
+            continue
+        sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+        verify(sharded)
+        check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
+        kept = [n for n in sharded if n.op == "state" and "Stripes" in map(str, n.shape)]
+        assert all(n.layout.dims[1] == stripes for n in kept)
+        if step.part == "layer" and moves:
+            assert sorted(n.op for n in sharded if n.op in COLLECTIVE_OPS) == sorted(moves)
+
+
+@pytest.mark.parametrize("model", ["llama", "deepseek-lite", "gpt-oss"])
+def test_a_prompt_over_ranks(model: str) -> None:
+    """Without a prefix, only keys and values are gathered, or latents; each rank keeps some."""
+    mesh = {"cp": 2, "tp": 3}
+    here = plan(mesh, ALL[model].num_query_groups, context=("cp",), stripes=("cp",),
+                cp_comm_type="all_gather")  # fmt: skip
+    for step in played_from(model, FRESH):
+        sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+        verify(sharded)
+        check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
+        found = Counter(n.op for n in sharded if n.op in COLLECTIVE_OPS)
+        if step.part == "layer":
+            gathered = 1 if ALL[model].kv_lora_rank else 2
+            assert found["all_gather"] == gathered
+            assert not found["reduce_scatter"]
 
 
 def test_sequence_parallel() -> None:

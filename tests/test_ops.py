@@ -111,6 +111,25 @@ EXAMPLES = [
         (0, 1, 2, 3, 4, 5),
         (*SLOTS, "token_slots"),
     ),
+    *(
+        Example(
+            "striped_attention",
+            f"{spec},bq,bI->nbqa{wide}",
+            SERVED | {"stripes": 4, "block": 3} | more,
+            tuple(range(len(spec.split(",")) + 2)),
+            (*SLOTS[: len(spec.split(","))], *SLOTS[3:]),
+            f"NBQA{value if wide else ''}",
+        )
+        for spec, value, of in (
+            ("bqaD,bnKaD,bnKaV", "V", {"softcap": 1.5}),
+            ("bqaD,bnKD", "Z", {"latent": True}),
+        )
+        for wide, more in (("V", of), ("", of | {"sums": True}))
+    ),
+    Example("merge_stripes", "nbqav,Mbqa->bqav", {}, (0, 1)),
+    Example("merge_stripes", "nbqav,Mbqa,a->bqav", {}, (0, 1, 2)),
+    Example("cache", "bnkgd,bSgd,bS->bnkgd", {}, (0, 1, 2), ("", "", "token_slots")),
+    Example("take", "bnLm,bnO->b(nO)m", {}, (0, 1), ("", "cached_rows")),
     Example("cache", "bkgd,bSgd,bS->bkgd", {}, (0, 1, 2), ("", "", "token_slots")),
     Example("take", "bSm,bo->bom", {}, (0, 1), ("", "logit_rows")),
     Example("rope", "bsaD,bs->bsaD", {"inverse": False}, (1,), ("", "token_positions")),

@@ -7,6 +7,7 @@ another seed.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import tempfile
@@ -97,14 +98,20 @@ def _serving(dice: Dice, name: str, degrees: dict[str, int]) -> dict[str, Any]:
     """Settings of a step of inference."""
     model = PRESETS[name]
     decode = dice.random() < 0.5
+    cp, tp = degrees["cp"], degrees["tp"]
+    kept = 1 if model.kv_lora_rank else model.num_query_groups
+    copies = tp // math.gcd(tp, kept)
     return {
         "mode": "decode" if decode else "prefill",
         "model": name,
-        **{axis: n for axis, n in degrees.items() if axis != "cp"},
+        **degrees,
+        "dcp": dice.choice((None, None, 1, 2 * cp, copies * cp, copies * cp)),
         "layers": degrees["pp"] + dice.randint(1, 3),
         "vocab": VOCAB,
         "batch_size": dice.choice((1, degrees["dp"], 4 * degrees["dp"] * degrees["pp"])),
-        "prompt_length": dice.choice((None, 8)) if decode else dice.choice((1, 8, 24)),
+        "prompt_length": dice.choice((None, None if cp > 1 else 8))
+        if decode
+        else dice.choice((1, 8, 24)),
         "context_length": dice.choice((0, 5, 32)),
         "num_speculative_tokens": dice.choice((0, 0, 2)) if decode else 0,
         "kv_cache": dice.choice(("paged", "paged", "contiguous")),

@@ -53,6 +53,9 @@ class Cache(NamedTuple):
     """Tokens of a block; 0: not paged."""
     reserved: int = 0
     """Not paged: tokens that each request's place has room for."""
+    stripes: int = 1
+    """Ranks that share the tokens of a request: token t is with rank t % stripes (the
+    `cp_kv_cache_interleave_size` of 1 that is vLLM's default)."""
 
 
 Groups = tuple[Group, ...]
@@ -191,22 +194,39 @@ Group(count=3, context_length=200, new_tokens=None))
 
 # ---- sums ----------------------------------------------------------------------------------------
 
-COLUMNS = ("requests", "tokens", "pairs", "keys", "slots", "blocks", "logits")
+COLUMNS = (
+    *("requests", "tokens", "pairs", "keys", "slots", "blocks", "logits"),
+    *("stored", "prefix"),
+)
 
 
-def each(groups: Sequence[Group], cache: Cache, reach: Reach = ALL, logits: int = 0) -> Int:
+def each(
+    groups: Sequence[Group],
+    cache: Cache,
+    reach: Reach = ALL,
+    logits: int = 0,
+    *,
+    stripe: int = 0,
+    multiple: int = 1,
+) -> Int:
     """What attention over one request of each group adds up to: a row per group, exact.
 
     The columns: `requests`, 1; `tokens` that are new; `pairs` of a query and a key it sees; `keys`
     that any query sees; `slots` of the cache that hold its tokens after the step, and `blocks` of
     these; `logits`: tokens of which the next one is predicted, all new ones where there are at most
-    `logits`, otherwise the last. What lies before the window or the chunk of `reach` is not kept
-    (vLLM's managers of such layers free these blocks when the step begins).
+    `logits`, otherwise the last; `stored`: new tokens that are written; `prefix`: places for the
+    cached ones, as many on every stripe. What lies before the window or the chunk of `reach` is not
+    kept (vLLM's managers of such layers free these blocks when the step begins).
+
+    Where the tokens of a request are shared, pairs, keys and stored are those of one `stripe`;
+    blocks are as many on each. New tokens are padded to a `multiple`.
     """
     context = np.array([g.context_length for g in groups], np.int64)
     new = np.array([g.new_tokens for g in groups], np.int64)
-    before, pairs = context, new * context + new * (new + 1) // 2
+    before, pairs = context, _in_stripe(context + new, cache.stripes, stripe)
+    pairs = pairs - _in_stripe(context, cache.stripes, stripe)
     window, chunk = reach
+    assert cache.stripes == 1 or not (window or chunk)
     if chunk:
         before = context % chunk
         pairs = _in_chunks(context + new, chunk) - _in_chunks(context, chunk)
@@ -214,16 +234,42 @@ def each(groups: Sequence[Group], cache: Cache, reach: Reach = ALL, logits: int 
         before = np.minimum(context, window - 1)
         rising = np.clip(window - context, 0, new)  # tokens that still see all before them
         pairs = rising * context + rising * (rising + 1) // 2 + (new - rising) * window
+    shared = cache.block_size * cache.stripes  # tokens of a block of all
     if cache.block_size:
-        blocks = -(-(context + new) // cache.block_size) - (context - before) // cache.block_size
+        blocks = -(-(context + new) // shared) - (context - before) // shared
         slots = blocks * cache.block_size
     else:
         blocks = np.ones_like(new)
-        slots = np.full_like(new, cache.reserved)
+        slots = np.full_like(new, -(-cache.reserved // cache.stripes))
         kept = window or chunk
         slots = np.minimum(slots, kept - 1 + new) if kept else slots
     rows = np.where(new <= logits, new, 1)
-    return np.stack([np.ones_like(new), new, pairs, before + new, slots, blocks, rows], axis=1)
+    keys, old = (_held(n, cache.stripes, stripe) for n in (before + new, before))
+    padded = -(-new // multiple) * multiple
+    columns = (
+        *(np.ones_like(new), padded, pairs, keys, slots, blocks, rows),
+        *(keys - old, -(-before // cache.stripes)),
+    )
+    return np.stack(columns, axis=1)
+
+
+def _held(tokens: Int, stripes: int, stripe: int) -> Int:
+    """Of so many tokens of a request, those of one stripe.
+
+    >>> [int(_held(np.int64(10), 4, stripe)) for stripe in range(4)]
+    [3, 3, 2, 2]
+    """
+    return (tokens + stripes - 1 - stripe) // stripes
+
+
+def _in_stripe(tokens: Int, stripes: int, stripe: int) -> Int:
+    """Pairs of each of so many tokens and a key of one stripe that it sees.
+
+    >>> [int(_in_stripe(np.int64(3), 2, stripe)) for stripe in range(2)]
+    [4, 2]
+    """
+    whole, rest = np.divmod(tokens + stripes - 1 - stripe, stripes)
+    return stripes * (whole * (whole - 1) // 2) + whole * (rest + 1)
 
 
 def _in_chunks(tokens: Int, chunk: int) -> Int:

@@ -58,6 +58,7 @@ SETTINGS = (
     Setting("cp", int, "Context parallelism: ranks that split the sequence. [1]"),
     Setting("dp", int, "Data parallelism: ranks that split the batch. [1]"),
     Setting("pp", int, "Pipeline parallelism: ranks that split the layers. [1]"),
+    Setting("dcp", int, "Inference: ranks of cp and tp that share a cache by tokens. [cp]"),
     Setting("ep", int, "Expert parallelism, over ranks of tp, cp and dp. [1]"),
     Setting("etp", int, "Tensor parallelism inside an expert. [as tp]"),
     Setting("vpp", int, "Virtual stages of each pipeline rank. [1]"),

@@ -42,7 +42,7 @@ def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled
     mesh, plan = parallelization(run, model)
     # Ranks with the same tokens share experts outside of those that exchange tokens: what comes
     # back to a rank is then the sum that it has a part of, and nothing is gathered.
-    same = [a for a in plan.expert if a in plan.tensor and not run.sequence_parallel]
+    same = [a for a in plan.expert if a not in plan.tokens]
     expert = (*same, *(a for a in plan.expert if a not in same))
     plan = replace(plan, expert=expert, table=table_of(run, model, table))
     load = loads(run, model)
@@ -58,7 +58,7 @@ def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled
     step = _Step(run, model, plan, order, places, graphs)
     program = shared(
         [step.program(some) for some in load.sizes],
-        place_along(mesh, plan.data),
+        place_along(mesh, (*plan.data, *plan.stripes)),
         load.of,
         lambda rank, which: step.held(rank, [load.sizes[v] for v in which]),
     )

@@ -365,10 +365,15 @@ FAR = 2**32
 
 
 def _owners(ctx: Any, table: Any, slots: Any) -> tuple[Any, Any]:
-    """Request and position that slots hold."""
-    width = ctx.size("k") // ctx.size("i")  # slots of a block
-    request, first = np.divmod(np.take_along_axis(table, slots // width, axis=1), FAR)
-    return request, first + slots % width
+    """Request and position that slots hold.
+
+    Stripes are behind each other: the tokens of a block are dealt to them in turn.
+    """
+    striped = ctx.get("block") is not None
+    width = ctx.value("block") if striped else ctx.size("k") // ctx.size("i")  # slots of a block
+    stripe, here = np.divmod(slots, width * table.shape[1])
+    request, first = np.divmod(np.take_along_axis(table, here // width, axis=1), FAR)
+    return request, first + here % width * (ctx.value("stripes") if striped else 1) + stripe
 
 
 def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
@@ -389,23 +394,60 @@ def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
         seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
     if ctx.get("chunk"):
         seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
-    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
-    masked = _cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None]
-    p = _probabilities(masked, _per_head(more.get("sinks"), k))
+    p = _probabilities(_scores(ctx, q, k, seen), _per_head(more.get("sinks"), k))
     return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _scores(ctx: Any, q: Any, k: Any, seen: Any) -> Any:
+    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
+    return _cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None]
+
+
+def striped_attention(ctx: Any, q: Any, *rest: Any) -> Any:
+    """The same to the keys of each stripe alone; or logarithms of its sums of exponentials."""
+    *caches, slots, table = rest
+    asks, at = _owners(ctx, table, slots)
+    width = 1 if ctx.get("sums") else ctx.shape[-1]
+    found: list[Any] = []
+    for nth in range(int(caches[0].shape[1])):
+        k, v = _heads(*(x[:, nth] for x in caches), width=width)
+        many = int(k.shape[1])
+        places = (ctx.start("n") + nth) * many + np.arange(many)[None, :]
+        holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), many)))
+        seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
+        e = np.exp(_scores(ctx, q, k, seen))
+        total = e.sum(-1)  # [sequences, groups, heads of a group, queries]; 0 where it sees none
+        if ctx.get("sums"):
+            with np.errstate(divide="ignore"):
+                found.append(np.log(np.moveaxis(total, 3, 1)).reshape(q.shape[:3]))
+            continue
+        o = np.einsum("bgrqk,bkgd->bqgrd", e / np.maximum(total, 1e-300)[..., None], v)
+        found.append(o.reshape(*q.shape[:3], v.shape[-1]))
+    return np.stack(found)
+
+
+def merge_stripes(ctx: Any, o: Any, sums: Any, sinks: Any = None) -> Any:
+    """Of each stripe's result what it counts for: its part of the sum of exponentials."""
+    whole = np.exp(sums).sum(0) + (0.0 if sinks is None else np.exp(sinks))
+    own = sums[ctx.start("n") :][: len(o)]
+    return (o * (np.exp(own) / whole)[..., None]).sum(0)
 
 
 def cache(ctx: Any, old: Any, new: Any, slots: Any) -> Any:
     """The cache with new rows in their slots."""
     out: Any = np.array(old, dtype=float)
-    at = slots - ctx.start("k")
-    for b, s in zip(*np.nonzero((at >= 0) & (at < out.shape[1])), strict=True):
-        out[b, at[b, s]] = new[b, s]
+    striped = parse(ctx["spec"]).out[1] == ("n",)
+    table = out if striped else out[:, None]
+    stripe, at = np.divmod(slots, ctx.size("k"))
+    stripe, at = stripe - (ctx.start("n") if striped else 0), at - ctx.start("k")
+    here = (stripe >= 0) & (stripe < table.shape[1]) & (at >= 0) & (at < table.shape[2])
+    for b, s in zip(*np.nonzero(here), strict=True):
+        table[b, stripe[b, s], at[b, s]] = new[b, s]
     return out
 
 
 def take(ctx: Any, x: Any, rows: Any) -> Any:
-    return np.take_along_axis(x, rows[..., None], axis=1)
+    return np.take_along_axis(x, rows[..., None], axis=rows.ndim - 1).reshape(ctx.shape)
 
 
 def _rows(ctx: Any, tokens: Any, rows: int) -> Any:

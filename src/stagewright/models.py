@@ -430,6 +430,12 @@ class ModelConfig:
         return not ATTENTIONS.isdisjoint(self.kinds)
 
     @property
+    def sees_all(self) -> bool:
+        """Whether the attention of some layer sees all positions before it."""
+        mixers = {self.layer(i).mixer for i in range(self.num_layers)}
+        return any(self.reach(mixer) == Reach() for mixer in mixers & ATTENTIONS)
+
+    @property
     def recurrence(self) -> Recurrence | None:
         """The kind of layer that carries a state, in a model that has some."""
         return next((kind for kind in RECURRENCES if kind in self.kinds), None)

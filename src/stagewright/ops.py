@@ -282,6 +282,12 @@ def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     return q * k // 2 if isinstance(k, int) else q * k / 2
 
 
+def _merge_flops(n: Node, here: Mapping[str, Any]) -> Any:
+    """A product for each channel of each stripe, and of each row the weights of all stripes."""
+    rows = math.prod(v for x, v in here.items() if x not in "nmv")
+    return rows * (here["n"] * here["v"] + 4 * here["m"])
+
+
 def _size(n: Node, attr: str) -> Size:
     found: Any = n[attr]
     return size(found)
@@ -322,7 +328,11 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
     if row is not None and row.gathers is not None:
         reads[row.gathers] = _bytes(local(n, extent), n.srcs[row.gathers].dtype)
     if row is not None and row.scatters is not None:
-        written = _bytes(local(n.srcs[row.scatters], extent), n.dtype)
+        new = n.srcs[row.scatters]
+        rows = local(new, extent)
+        if n.get("stored") is not None:  # of new tokens those that are kept here
+            rows = rows // extent(new.shape[1], ()) * extent(_size(n, "stored"), ())
+        written, reads[row.scatters] = _bytes(rows, n.dtype), _bytes(rows, new.dtype)
         # What is written in place is not read.
         reads = [0 if s.shape == n.shape else r for s, r in zip(n.srcs, reads, strict=True)]
     if n.get("keys") is not None or n.get("touched") is not None:
@@ -779,6 +789,8 @@ OPS: dict[str, Op] = {
     "attention": Op(_m.attention, _attention_vjp, ring=("q", "k"), scratch=_row_sums),
     "attention_bwd": Op(_m.attention_bwd, ring=("q", "k"), joint=True, scratch=_forward_again),
     "cached_attention": Op(_m.cached_attention),
+    "striped_attention": Op(_m.striped_attention, joint=True),
+    "merge_stripes": Op(_m.merge_stripes, flops=_merge_flops),
     "relative_bias": Op(_m.relative_bias, _relative_bias_vjp, flops=0, gathers=0),
     "relative_bias_bwd": Op(_m.relative_bias_bwd, multilinear=True),
     "sum": Op(_m.total, linear=True, fuses=True),

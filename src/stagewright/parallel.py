@@ -39,14 +39,19 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         found = [p for p in reversed(pieces) if p.size > 1]
         return tuple(p.name for d in degrees for p in found if d in (p.dense, p.expert))
 
-    tensor, context = axes(*(name for name, _ in reversed(_tensor_pieces(run, model)))), axes("cp")
+    parts = _tensor_pieces(run, model)
+    tensor, cp = axes(*(name for name, _ in reversed(parts))), axes("cp")
+    # Ranks of cp decode the same tokens.
+    context = () if run.mode == "decode" else cp
+    stripes = cp + (axes(parts[0][0]) if _striped(run) > 1 else ()) if (run.dcp or 1) > 1 else ()
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas
     sizes = {p.name: p.size for p in pieces}
     heads = _outermost(tensor, sizes, math.gcd(run.tp, model.num_query_groups))
     key_value, inner = _key_value(run, model, tensor, heads, context)
     hybrid = any(p.dense == "dp_shard" for p in pieces)
-    labels = {"tp": tensor, "cp": context, "dp": replicas, "pp": axes("pp")}
+    labels = {"tp": tensor, "cp": cp, "dp": replicas, "pp": axes("pp")}
+    labels |= {"dcp": stripes} if stripes != cp else {}
     if model.num_experts:
         labels |= {"ep": axes("ep"), "edp": axes("edp"), "etp": axes("etp")}
     mesh = Mesh(
@@ -58,6 +63,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         mesh,
         data=data,
         context=context,
+        stripes=stripes,
         tensor=tensor,
         key_value=key_value,
         inner=inner,
@@ -69,7 +75,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         shard=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
         sequence_parallel=run.sequence_parallel,
-        cp_comm_type=run.cp_comm_type,
+        cp_comm_type=run.cp_comm_type if run.mode == "train" else "all_gather",
         reduce_each_microbatch=reduces_each_microbatch(run),
         sum_as_read=run.sequence_parallel_grads == "dtensor" and run.zero < 3,
         shard_rows=run.fsdp_shard_dim == "first" and run.zero == 3,
@@ -124,6 +130,9 @@ def _tensor_pieces(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
     cuts = {math.gcd(run.tp, shared_groups(model)): "tp_group"} if shared_groups(model) else {}
     if model.attends:
         cuts[math.gcd(run.tp, model.num_query_groups)] = "tp_kv"
+    shared = _striped(run)
+    if shared > 1:
+        cuts.setdefault(run.tp // shared, "tp_rep")
     within = sorted(ranks for ranks in cuts if 1 < ranks < run.tp)
     if not within:
         return [("tp", run.tp)]
@@ -135,7 +144,13 @@ def _tensor_pieces(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
                 "of than ranks: key-value heads and groups of its state layers; use a power of two"
             )
         pieces.append((cuts[ranks], ranks // below))
-    return [("tp_rep", run.tp // within[-1]), *reversed(pieces)]
+    innermost = "tp_dcp" if shared > 1 else "tp_rep"
+    return [(innermost, run.tp // within[-1]), *reversed(pieces)]
+
+
+def _striped(run: Run) -> int:
+    """Neighbours in tp that share the cache of their requests, token by token."""
+    return max(1, (run.dcp or 1) // run.cp)
 
 
 def shared_groups(model: ModelConfig) -> int:

@@ -45,6 +45,7 @@ TRAINING = {
     "sequence_parallel_grads": "there are no gradients",
     "clip_grad_norm": "there are no gradients",
     "cp_grad_comm_type": "there are no gradients",
+    "cp_comm_type": "keys and values of new tokens are gathered",
     "zero": "weights are not sharded over dp",
     "dp_shard": "weights are not sharded over dp",
     "reshard_after_forward": "weights are not sharded over dp",
@@ -79,7 +80,7 @@ TRAINING = {
 INFERENCE = (
     *("batch_size", "prompt_length", "context_length", "requests", "num_speculative_tokens"),
     *("kv_cache_dtype", "kv_cache", "kv_block_size", "max_model_len", "device_memory"),
-    *("prefill", "weight_precision", "mla", "num_redundant_experts"),
+    *("prefill", "weight_precision", "mla", "num_redundant_experts", "dcp"),
 )
 """Settings that mean nothing in training."""
 
@@ -178,37 +179,82 @@ def microbatches(run: Run) -> int:
 
 
 class Loads(NamedTuple):
-    """What the ranks of dp compute in each microbatch: distinct sizes, and who has which."""
+    """What ranks compute in each microbatch: distinct sizes, and who has which."""
 
     sizes: tuple[dict[str, int], ...]
-    of: NDArray[np.int64]  # [rank of dp, microbatch]
+    of: NDArray[np.int64]  # [rank of dp and place among those that share a cache, microbatch]
 
 
 def loads(run: Run, model: ModelConfig) -> Loads:
     """The sizes of a step of a resolved run that differ between ranks of dp and microbatches.
 
     S new tokens, O logits, L places in the cache and I blocks of these, and what attention depends
-    on besides; `_local` those of layers with a window, `_chunked` with chunks. Requests are dealt
-    in turn to the ranks of dp, and there to the microbatches. `routed` tokens of all ranks go to
-    their experts together.
+    on besides; `_local` those of layers with a window, `_chunked` with chunks, `_striped` those of
+    one rank where several share the tokens of a request. Requests are dealt in turn to the ranks of
+    dp, and there to the microbatches. `routed` tokens of all ranks go to their experts together.
     """
     requests = groups(run)
     places = run.dp * microbatches(run)
-    verified = 1 + run.num_speculative_tokens if run.mode == "decode" else 1
-    tables: list[NDArray[np.int64]] = []
-    names: list[str] = []
-    for reach in model.reaches:
-        each = batch.each(requests, cache_of(run), reach, verified)
-        tables.append(batch.dealt(requests, each, places))
-        names += [SIZES[c] + reach.kind for c in batch.COLUMNS]
+
+    def sums(cache: batch.Cache, reach: batch.Reach = batch.ALL, stripe: int = 0) -> batch.Int:
+        each = batch.each(
+            requests, cache, reach, _verified(run), stripe=stripe, multiple=padding(run)
+        )
+        return batch.dealt(requests, each, places)
+
+    whole = cache_of(run)
+    tables = [sums(whole, reach) for reach in model.reaches]
+    names = [SIZES[c] + reach.kind for reach in model.reaches for c in batch.COLUMNS]
     if model.num_experts:
         tokens = tables[0][:, batch.COLUMNS.index("tokens")].reshape(-1, run.dp)
         together = tokens.sum(axis=1, keepdims=True) + np.zeros_like(tokens)
         tables.append(together.reshape(-1, 1))
         names.append("routed")
-    rows, of = np.unique(np.concatenate(tables, axis=1), axis=0, return_inverse=True)
+    each = np.concatenate(tables, axis=1)[None]
+    shared = run.dcp or 1
+    if shared > 1:
+        cache = whole._replace(stripes=shared)
+        asked = striped_columns(run)
+        at = [batch.COLUMNS.index(c) for c in asked]
+        striped = np.stack([sums(cache, stripe=n)[:, at] for n in range(shared)])
+        if "prefix" in asked:  # one row where only others have some: the program is the same
+            striped[..., asked.index("prefix")] |= striped[..., asked.index("prefix")] == 0
+        each = np.concatenate([np.broadcast_to(each, (shared, *each.shape[1:])), striped], axis=2)
+        names += [f"{SIZES[c]}_striped" for c in asked]
+    rows, of = np.unique(each.reshape(-1, each.shape[2]), axis=0, return_inverse=True)
     sizes = tuple(dict(zip(names, map(int, row), strict=True)) for row in rows)
-    return Loads(sizes, of.reshape(-1, run.dp).T)
+    # [stripe, microbatch, rank of dp]
+    of = of.reshape(shared, -1, run.dp).transpose(2, 0, 1)
+    return Loads(sizes, of.reshape(run.dp * shared, -1))
+
+
+def striped_columns(run: Run) -> tuple[str, ...]:
+    """What attention over shared caches depends on: new tokens alone are not read from there."""
+    of_all = ("slots", "blocks", "stored")
+    if not prefixed(run):
+        return of_all
+    return (*of_all, "prefix") if run.mla == "naive" else (*of_all, "pairs", "keys")
+
+
+def _verified(run: Run) -> int:
+    """Tokens of a request that are all predicted from, where it has no more."""
+    return 1 + run.num_speculative_tokens if run.mode == "decode" else 1
+
+
+def padding(run: Run) -> int:
+    """What new tokens of a request are padded to a multiple of.
+
+    A prompt is in twice as many parts as ranks of cp, of which a rank has an early and a late one,
+    so that all see as many keys (vLLM's DualChunkSwap, as in Llama 3's training, arXiv 2407.21783).
+    """
+    return 2 * run.cp if run.mode == "prefill" and run.cp > 1 else 1
+
+
+def prefixed(run: Run) -> bool:
+    """Whether requests may have tokens in the cache before the step, however many there are."""
+    rows = _rows(run) or (Group(),)
+    known = [run.context_length if g.context_length is None else g.context_length for g in rows]
+    return run.mode == "decode" or any(known)
 
 
 def experts(run: Run, model: ModelConfig, plan: Plan, routed: int) -> dict[Size, Fraction]:
@@ -220,9 +266,8 @@ def experts(run: Run, model: ModelConfig, plan: Plan, routed: int) -> dict[Size,
     if not model.num_experts:
         return {}
     held = model.num_experts + run.num_redundant_experts
-    tokens = (*plan.data, *(plan.tensor if run.sequence_parallel else ()))
     # Ranks that hold the same experts share the tokens.
-    ours = routed / plan.mesh.size(*(a for a in tokens if a not in plan.expert))
+    ours = routed / plan.mesh.size(*(a for a in plan.tokens if a not in plan.expert))
     part = 1.0
     if model.top_k < held:
         part = -math.expm1(ours * math.log1p(-model.top_k / held))
@@ -230,7 +275,13 @@ def experts(run: Run, model: ModelConfig, plan: Plan, routed: int) -> dict[Size,
     return {size("R"): Fraction(routed * model.top_k, held), size("touched"): held * exact}
 
 
-SIZES = dict(zip(batch.COLUMNS, ("requests", "S", "pairs", "keys", "L", "I", "O"), strict=True))
+SIZES = dict(
+    zip(
+        batch.COLUMNS,
+        ("requests", "S", "pairs", "keys", "L", "I", "O", "stored", "prefix"),
+        strict=True,
+    )
+)
 """The dims and numbers of a graph that a batch decides; `requests`, `S` and `O` know no window."""
 
 
@@ -283,8 +334,7 @@ def check(run: Run, model: ModelConfig) -> None:
         raise UserError(
             f"weight_precision={run.weight_precision} needs precision=bf16, got fp32; drop either"
         )
-    if run.cp > 1:
-        raise UserError(f"cp={run.cp}: context parallelism is there in training only; use cp=1")
+    _check_context(run, model)
     if run.sequence_parallel and run.tp == 1:
         raise UserError("sequence_parallel splits over tp, got tp=1; raise tp, or turn it off")
     if run.device_memory is not None:
@@ -303,6 +353,58 @@ def _check_states(run: Run, model: ModelConfig) -> None:
         raise UserError(
             f"a decode step of {model.name}, whose layers carry a state, has one new token of each "
             "request; use no prompt_length, num_speculative_tokens or new_tokens, or mode=prefill"
+        )
+
+
+def _check_context(run: Run, model: ModelConfig) -> None:
+    """Who shares the tokens of a request, and the cache of them."""
+    shared, asked = run.dcp or 1, f"dcp={run.dcp}"
+    if run.cp > 1 and not model.attends:
+        raise UserError(
+            f"cp={run.cp} splits keys and values by tokens, layers of {model.name} keep none; use "
+            "tp or dp"
+        )
+    if shared > 1 and not model.sees_all:
+        raise UserError(
+            f"{asked} splits what layers keep of all tokens, but those of {model.name} keep only "
+            "windows, chunks or states, and each rank all of these; use dcp=1"
+        )
+    if shared > 1 and shared % run.cp:
+        raise UserError(
+            f"{asked} is no multiple of cp={run.cp}: ranks of cp share the cache of a request "
+            "before those of tp do; use dcp=1, or a multiple"
+        )
+    kept = 1 if model.kv_lora_rank else model.num_query_groups
+    copies = run.tp // math.gcd(run.tp, kept)
+    within = shared // run.cp
+    if shared > 1 and copies % within:
+        what = "latents" if model.kv_lora_rank else f"each of {kept} key-value heads"
+        fit = ", ".join(str(run.cp * n) for n in range(1, copies + 1) if copies % n == 0)
+        raise UserError(
+            f"{asked} wants {within} ranks of tp to share a cache, but with tp={run.tp} there are "
+            f"{copies} copies of {what} of {model.name}; use {fit}"
+        )
+    if max(run.cp, shared) > 1 and run.prefill is not None:
+        raise UserError(
+            f"prefill sends a cache that no ranks share, got cp={run.cp} and {asked}; drop either"
+        )
+    if run.cp == 1:
+        return
+    if run.mode == "decode" and run.prompt_length is not None:
+        raise UserError(
+            f"ranks of cp={run.cp} decode the same tokens, and would share those of a prompt; drop "
+            "prompt_length, or use cp=1 and dcp"
+        )
+    if run.mode == "prefill" and model.state_space:
+        raise UserError(
+            f"cp={run.cp} splits prompts, but layers of {model.name} carry a state along them; use "
+            "cp=1"
+        )
+    shortest = min(g.new_tokens or 0 for g in groups(run))
+    if run.mode == "prefill" and shortest < 2 * run.cp:
+        raise UserError(
+            f"cp={run.cp} splits a prompt into {2 * run.cp} parts, but a request has {shortest} "
+            "new tokens; use longer ones, or cp=1"
         )
 
 

@@ -33,11 +33,17 @@ def shared(programs: Sequence[Program], rank_of: Int, of: Int, memory: Memory) -
     for at, c in enumerate(first.classes):
         variants = [p.classes[at].tasks for p in programs]
         mine = kind_of.ravel()[rank_of[c.ranks]]
+        alike: dict[object, RankClass] = {}  # sizes may differ that no layer of a stage depends on
         for kind in np.unique(mine):
             sizes = tuple(int(v) for v in kinds[kind])
-            tasks = replace(_put_together(variants, tables, sizes), shapes=shapes)
-            held = memory(c.pipeline_rank, sizes)
-            classes.append(RankClass(c.ranks[mine == kind], c.pipeline_rank, tasks, held))
+            columns = _put_together(variants, tables, sizes)
+            held, ranks = memory(c.pipeline_rank, sizes), c.ranks[mine == kind]
+            key = *(column.tobytes() for column in columns.values()), *held.items()
+            if key in alike:
+                ranks = np.sort(np.concatenate((alike[key].ranks, ranks)))
+            tasks = replace(variants[0], shapes=shapes, **columns)
+            alike[key] = RankClass(ranks, c.pipeline_rank, tasks, held)
+        classes += alike.values()
     return replace(first, classes=tuple(classes))
 
 
@@ -65,8 +71,8 @@ def _one_table(tables: Sequence[tuple[Shape, ...]]) -> list[NDArray[np.int32]]:
 
 def _put_together(
     variants: Sequence[Tasks], tables: Sequence[NDArray[np.int32]], sizes: tuple[int, ...]
-) -> Tasks:
-    """The rows of a microbatch from the program with its sizes."""
+) -> dict[str, Int]:
+    """The columns that sizes decide: rows of a microbatch from the program with its sizes."""
     tasks = variants[sizes[0]]
     columns = {name: getattr(tasks, name) for name in ("flops", "traffic", "comm_bytes")}
     columns["shape"] = tables[sizes[0]][tasks.shape]
@@ -76,4 +82,4 @@ def _put_together(
         for name, column in columns.items():
             value = tables[variant][other.shape] if name == "shape" else getattr(other, name)
             columns[name] = np.where(mine, value, column)
-    return replace(tasks, **columns)
+    return columns

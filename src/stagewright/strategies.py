@@ -71,6 +71,7 @@ class Plan:
     mesh: Mesh
     data: tuple[str, ...] = ()  # the batch is split over these
     context: tuple[str, ...] = ()  # the sequence
+    stripes: tuple[str, ...] = ()  # inference: the tokens of a request in the cache
     tensor: tuple[str, ...] = ()  # heads, feed-forward, vocabulary
     key_value: tuple[
         str, ...
@@ -93,6 +94,11 @@ class Plan:
     # sum words before adding positions, then scatter (Megatron-LM)
     embedding_all_reduce: bool = False
     table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # goes before all rows
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Axes whose ranks have tokens of their own in the residual stream."""
+        return (*self.data, *self.context, *(self.tensor if self.sequence_parallel else ()))
 
     @property
     def model_axes(self) -> tuple[str, ...]:
@@ -160,6 +166,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             dims[TENSOR_PARALLEL[name]] = plan.tensor
             if name in KEY_VALUE:
                 dims[TENSOR_PARALLEL[name]] = tuple(a for a in plan.tensor if a in plan.key_value)
+            if name == "sinks":  # of the heads whose queries come together
+                dims[0] = tuple(a for a in plan.tensor if a not in plan.stripes)
         for dim, axes in zip(STATE_HEADS.get(name, ()), _of_heads(plan, plan.tensor), strict=False):
             dims[dim] = axes
         return tuple(dims)
@@ -290,13 +298,21 @@ def _stated(n: Node, have: Layout | None, to: Layout | None, plan: Plan) -> Layo
 def _cached(plan: Plan) -> dict[str, Dims]:
     """Inference: the cache has a rank's requests and its key-value heads, as vLLM's.
 
-    Ranks that share a key-value head, or latents, have a copy each. Logits are gathered for the
-    sampler.
+    Ranks that share a key-value head, or latents, have a copy each, or share the tokens: queries of
+    their heads then go to all of them (`_striped`). Logits are gathered for the sampler.
     """
     requests = (plan.data, ())
-    cache = (*requests, tuple(a for a in plan.tensor if a in plan.key_value), ())
+    heads = tuple(a for a in plan.tensor if a in plan.key_value)
+    cache, striped = (*requests, heads, ()), (plan.data, plan.stripes, (), heads, ())
     rows: dict[str, Dims] = {"logits_gathered": (*requests, ()), "logit_rows": requests}
     rows["token_requests"] = requests
+    rows |= {f"{name}_cache_striped": striped for name in ("k", "v")}
+    rows["latent_cache_striped"] = (plan.data, plan.stripes, (), ())
+    rows["prefix_slots"] = (plan.data, plan.stripes, ())
+    rows["row_slots"] = requests
+    rows["q_striped"] = (*requests, tuple(a for a in plan.tensor if a not in plan.stripes), ())
+    rows["striped_context"] = (plan.data, plan.context, plan.tensor, ())
+    rows |= {f"{name}_striped": requests for name in ("token_slots", "block_table")}
     for kind in ("", "_local", "_chunked"):
         rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table", "key_slots")}
         rows |= {f"{name}_cache{kind}": cache for name in ("k", "v")}

@@ -8,7 +8,7 @@ from typing import Any
 from stagewright.ir import Node
 from stagewright.models import Reach
 from stagewright.nn.builder import Builder
-from stagewright.nn.inference import cached, cached_attention, cached_rows
+from stagewright.nn.inference import cached, cached_attention, cached_rows, served_attention
 from stagewright.ops import apply, cast, einsum, elementwise, identity, join, part
 from stagewright.size import size
 
@@ -159,16 +159,18 @@ def _naive(
     A cache holds latents and shared keys all the same: each that is seen is multiplied again.
     """
     q = join(plain, turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
+    rows: Node | None = None
     if b.recipe.inference:
-        (kept,) = cached(b, {"latent": _joined(latent, shared)}, reach)
-        seen = cached_rows(b, kept, reach)
+        new = identity(_joined(latent, shared), "latent_core", role="keys")
+        (kept,) = cached(b, {"latent": new}, reach)
+        seen, rows = cached_rows(b, kept, new, reach)
         latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
         shared = part(seen, "bsD->bsZ", size("Z"), first=False, name="shared_seen")
     k = b.linear("bsc,can->bsan", latent, w_uk, "k", scope="attention")
     v = b.linear("bsc,cau->bsau", latent, w_uv, "v", scope="attention")
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
     if b.recipe.inference:
-        o = cached_attention(b, q, (k, v), reach, "bqa", "bka", "v", gathered=True)
+        o = cached_attention(b, q, (k, v), reach, "bqa", "bka", "v", rows=rows)
         return identity(o, "context", scope="attention")
     q, k, v = (
         identity(x, f"{n}_core", role="" if n == "q" else "keys")
@@ -213,10 +215,7 @@ def _core(
     scope = "attention.core"
     sinks = [b.param("sinks", "A", scope="attention")] if c.attention_sinks else []
     if b.recipe.inference:
-        kept = cached(
-            b, dict(zip(("k", "v") if len(keys) == 2 else ("latent",), keys, strict=True)), reach
-        )
-        return cached_attention(b, q, kept, reach, qd, kd, value, sinks=sinks)
+        return served_attention(b, q, keys, reach, qd, kd, value, sinks)
     width = 1 if c.position == "relative" else c.kv_channels  # T5 does not scale scores
     mask: dict[str, Any] = {"window": reach.window, "width": width, "causal": causal and c.causal}
     mask |= {"chunk": reach.chunk} if reach.chunk else {}

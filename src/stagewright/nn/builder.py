@@ -59,6 +59,8 @@ class Inference:
     weights: str = ""  # how matrices of layers are stored, where not as computed with
     redundant_experts: int = 0  # that are there once more
     decode: bool = False  # one new token of each request
+    striped: bool = False  # the tokens of a request are in `Stripes` caches
+    prefix: bool = False  # some request has tokens in the cache before the step
 
 
 class Tie(NamedTuple):

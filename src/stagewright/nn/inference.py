@@ -16,7 +16,7 @@ from typing import Any
 from stagewright.ir import Graph, Node, toposort
 from stagewright.models import Reach
 from stagewright.nn.builder import Block, Builder
-from stagewright.ops import apply, identity, leaf
+from stagewright.ops import apply, identity, join, leaf
 from stagewright.size import Size, size
 
 
@@ -27,74 +27,158 @@ def finish(name: str, b: Builder, y: Node) -> Block:
     return Block(name, Graph.of(toposort(outputs.values()), outputs), {})
 
 
-def cached(b: Builder, new: Mapping[str, Node], reach: Reach) -> list[Node]:
-    """Caches with the rows of new tokens, [B, S, ...], written into their slots, [B, L, ...]."""
+def kind_of(b: Builder, reach: Reach) -> str:
+    """What tells caches of such layers, and what attention over them costs, from those of others.
+
+    Ranks may share the tokens of a request (`_striped`). Layers with a window or chunks keep few,
+    and each rank all of these (as vLLM's `dcp_world_size_for_kv_cache_spec` says).
+    """
     assert b.recipe.inference
-    kind = reach.kind
-    kept: list[Node] = []
+    return "_striped" if b.recipe.inference.striped and not reach.kind else reach.kind
+
+
+def cached(b: Builder, new: Mapping[str, Node], reach: Reach) -> list[Node]:
+    """Caches with the rows of new tokens, [B, S, ...], written into their slots, [B, L, ...].
+
+    Striped, [B, Stripes, L, ...], a token is in one of the stripes.
+    """
+    assert b.recipe.inference
+    kind = kind_of(b, reach)
+    stripes, n = (("Stripes",), "n") if kind == "_striped" else ((), "")
     for name, x in new.items():
-        dims = ("B", f"L{kind}", *x.shape[2:])
+        dims = ("B", *stripes, f"L{kind}", *x.shape[2:])
         dtype = b.recipe.inference.cache_dtype
         old = leaf("state", dims, dtype, f"{name}_cache{kind}", role="cache", scope=x.scope)
         rest = "agd"[3 - len(x.shape[2:]) :]
-        spec = f"bk{rest},bS{rest},bS->bk{rest}"
-        kept.append(apply("cache", spec, old, x, _slots(kind), name=f"{name}_cached"))
-    return kept
+        spec = f"b{n}k{rest},bS{rest},bS->b{n}k{rest}"
+        own: dict[str, Any] = {"name": f"{name}_cached", "stored": size(f"stored{kind}")}
+        b.extra[own["name"]] = apply("cache", spec, old, x, _slots(kind), **own)
+    return [b.extra[f"{name}_cached"] for name in new]
 
 
-def cached_rows(b: Builder, kept: Node, reach: Reach) -> Node:
-    """The rows of a cache that some new token sees, in the precision of the computation."""
-    return apply("take", "bLw,bk->bkw", kept, _keys(reach.kind), dtype=b.dtype, name="seen")
+def cached_rows(b: Builder, kept: Node, new: Node, reach: Reach) -> tuple[Node, Node]:
+    """The rows of a cache that some new token sees, in the precision of the computation; their
+    slots.
+
+    Of stripes those of cached tokens, from all, and the new ones behind them. Each stripe yields as
+    many, so that some of them may be none (vLLM's `padded_local_chunk_seq_lens`).
+    """
+    assert b.recipe.inference
+    kind = kind_of(b, reach)
+    if kind != "_striped":
+        at = leaf("input", ("B", f"keys{kind}"), "int64", f"key_slots{kind}", role="input")
+        return apply("take", "bLw,bk->bkw", kept, at, dtype=b.dtype, name="seen"), at
+    if not b.recipe.inference.prefix:
+        return new, _slots(kind)
+    stripes, prefix = size("Stripes"), size(f"prefix{kind}")
+    at = leaf("input", ("B", stripes, prefix), "int64", "prefix_slots", role="input")
+    rows = apply("take", "bnLw,bnK->b(nK)w", kept, at, dtype=b.dtype, name="prefix")
+    many = stripes * prefix + size("S")
+    slots = leaf("input", ("B", many), "int64", "row_slots", role="input")
+    return join(rows, new, "bPw,bSw->bKw", many, dim=1, name="seen"), slots
+
+
+def served_attention(
+    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str,
+    sinks: Sequence[Node] = (),
+) -> Node:  # fmt: skip
+    """Attention to keys and values, or latents, that go into a cache and to those that are there.
+
+    Where stripes have the cache, and only new tokens are seen, these need not be read from it.
+    """
+    assert b.recipe.inference
+    names = ("k", "v") if len(keys) == 2 else ("latent",)
+    kept = cached(b, dict(zip(names, keys, strict=True)), reach)
+    if kind_of(b, reach) != "_striped":
+        return cached_attention(b, q, kept, reach, qd, kd, value, sinks=sinks)
+    if b.recipe.inference.prefix:
+        return striped_attention(b, q, kept, reach, qd, kd, value, sinks)
+    rows = _slots("_striped")
+    return cached_attention(b, q, keys, reach, qd, kd, value, rows=rows, sinks=sinks)
 
 
 def cached_attention(
     b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str, *,
-    gathered: bool = False, sinks: Sequence[Node] = (),
+    rows: Node | None = None, sinks: Sequence[Node] = (),
 ) -> Node:  # fmt: skip
-    """Attention of new tokens to what a cache holds, or to rows that are `gathered` from it.
+    """Attention of new tokens to what a cache holds, or to rows that are in the slots `rows`.
 
     `qd` and `kd` are the indices of queries and keys but for the width, `value` that of values.
     Latents are keys and, their first channels, values.
     """
-    kind, c = reach.kind, b.config
-    table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}", role="input")
     whole = kd.replace("k", "K")  # softmax is over all keys of a request
-    wide = value.upper()
-    of = ",".join(whole + x for x in ("D", wide)[: len(keys)])
-    at, places = (",bK", (_keys(kind),)) if gathered else ("", ())
+    at, places = (",bK", (rows,)) if rows is not None else ("", ())
     heads = f",{qd[2:]}" if sinks else ""
-    own: dict[str, Any] = {"chunk": reach.chunk} if reach.chunk else {}
+    own: dict[str, Any] = _seen(b, reach, keys) | {"products": (1, 1)}
     own |= {"sinks": True} if sinks else {}
-    sums: dict[str, Any] = {n: size(f"{n}{kind}") for n in ("pairs", "keys", "requests")}
+    own |= {"keys": size(f"keys{reach.kind}")} if kind_of(b, reach) != "_striped" else {}
     return apply(
         "cached_attention",
-        f"{qd}D,{of},bq,bI{at}{heads}->{qd}{wide}",
+        f"{qd}D,{_terms(keys, whole, value)},bq,bI{at}{heads}->{qd}{value.upper()}",
         q,
         *keys,
-        _slots(kind),
-        table,
+        *_where(kind_of(b, reach)),
         *places,
         *sinks,
         out=None if len(keys) == 2 else (*q.shape[:-1], size("C")),
-        dtype=b.dtype,
         name="core",
-        scope="attention.core",
-        window=reach.window,
-        width=c.kv_channels,
-        latent=len(keys) == 1,
-        softcap=c.attention_softcap or 0,
-        products=(1, 1),
-        **sums,
         **own,
     )
 
 
+def striped_attention(
+    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str,
+    sinks: Sequence[Node] = (),
+) -> Node:  # fmt: skip
+    """The same where stripes hold a request's tokens: attention to each, and all put together.
+
+    A stripe counts as much as its sum of exponentials. So all get the logarithms of these, and a
+    query's result is a sum (vLLM's `cp_lse_ag_out_rs`, vllm/v1/attention/ops/common.py).
+    """
+    kind, rows = kind_of(b, reach), qd.replace("(gr)", "a")
+    stripes = size("Stripes")
+    q = identity(q, "q_striped")
+    wide = keys[1].shape[-1] if len(keys) == 2 else size("C")
+    operands = (q, *keys, *_where(kind))
+    terms = f"{qd}D,{_terms(keys, f'bnK{kd[2:]}', value)},bq,bI"
+    own: dict[str, Any] = _seen(b, reach, keys)
+    own |= {n: size(f"{n}{kind}") for n in ("pairs", "keys")}
+    out: tuple[Size, ...] = (stripes, *q.shape[:-1])
+    of: dict[str, Any] = own | {"out": out, "name": "row_sums", "dtype": "fp32", "sums": True}
+    of |= {"products": (0, 0)}  # by the kernel that makes the result
+    sums = apply("striped_attention", f"{terms}->n{qd}", *operands, **of)
+    own |= {"out": (*out, wide), "name": "core", "products": (1, 1)}
+    o = apply("striped_attention", f"{terms}->n{qd}{value.upper()}", *operands, **own)
+    heads = ",a" if sinks else ""
+    spec = f"n{rows}v,M{rows}{heads}->{rows}v"
+    merged = apply("merge_stripes", spec, o, sums, *sinks, name="merged", dtype=b.dtype)
+    return identity(merged, "striped_context", scope="attention")
+
+
+def _terms(keys: Sequence[Node], of: str, value: str) -> str:
+    return ",".join(of + x for x in ("D", value.upper())[: len(keys)])
+
+
+def _seen(b: Builder, reach: Reach, keys: Sequence[Node]) -> dict[str, Any]:
+    """What attention of layers that reach so far costs, and which keys it sees."""
+    c = b.config
+    own: dict[str, Any] = {n: size(f"{n}{reach.kind}") for n in ("pairs", "requests")}
+    own |= {"dtype": b.dtype, "scope": "attention.core", "window": reach.window}
+    own |= {"width": c.kv_channels, "latent": len(keys) == 1, "softcap": c.attention_softcap or 0}
+    own |= {"chunk": reach.chunk} if reach.chunk else {}
+    if kind_of(b, reach) == "_striped":
+        own |= {"stripes": size("Stripes"), "block": size("L_striped") / size("I_striped")}
+    return own
+
+
+def _where(kind: str) -> tuple[Node, Node]:
+    """The slots of new tokens, and whose a block of the cache is."""
+    table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}", role="input")
+    return _slots(kind), table
+
+
 def _slots(kind: str) -> Node:
     return leaf("input", ("B", "S"), "int64", f"token_slots{kind}", role="input")
-
-
-def _keys(kind: str) -> Node:
-    return leaf("input", ("B", f"keys{kind}"), "int64", f"key_slots{kind}", role="input")
 
 
 def with_state(
