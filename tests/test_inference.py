@@ -806,7 +806,7 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
             "cp=2 splits keys and values by tokens, layers of mamba-2.8b keep none; use tp or dp",
         ),
         (
-            {"model": "phi3-mini", "cp": 2, "dcp": 2, **DECODE},
+            {"model": "phi3-mini", "dcp": 2, "mode": "decode", "context_length": 99},
             "dcp=2 splits what layers keep of all tokens, but those of phi3-mini keep only windows",
         ),
         (

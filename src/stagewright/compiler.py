@@ -214,7 +214,7 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
     own = {name: number for m in model.modules for name, number in m.sizes.items()}
     if run.mode != "train":
         held = model.num_experts + run.num_redundant_experts
-        return sizes | {"B": run.dp, "H": held, "Stripes": run.dcp or 1} | own
+        return sizes | {"B": run.dp, "H": held, "Stripes": serving.stripes(run, model)} | own
     return sizes | {
         "B": run.micro_batch_size * run.dp * replicas,
         "S": (run.decoder_seq_length if model.encoder_num_layers else run.seq_length) or 0,
@@ -397,7 +397,7 @@ def recipe_of(run: Run, model: ModelConfig, kind: Kind | None = None) -> nn.Reci
         serving.STORED[run.weight_precision or "bf16"],
         run.num_redundant_experts,
         run.mode == "decode",
-        (run.dcp or 1) > 1,
+        serving.stripes(run, model) > 1,
         run.mode != "train" and serving.prefixed(run),
     )
     return nn.Recipe(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from stagewright import serving
 from stagewright.errors import UserError
 from stagewright.layout import MIRROR, Mesh
 from stagewright.models import ModelConfig
@@ -43,7 +44,8 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
     tensor, cp = axes(*(name for name, _ in reversed(parts))), axes("cp")
     # Ranks of cp decode the same tokens.
     context = () if run.mode == "decode" else cp
-    stripes = cp + (axes(parts[0][0]) if _striped(run) > 1 else ()) if (run.dcp or 1) > 1 else ()
+    within = axes(parts[0][0]) if _striped(run) > 1 else ()
+    stripes = cp + within if serving.stripes(run, model) > 1 else ()
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas
     sizes = {p.name: p.size for p in pieces}

@@ -128,7 +128,7 @@ class Run(BaseModel):
     dcp: Count | None = None
     """Inference: ranks that share the cache of a request, token by token (vLLM's
     `decode_context_parallel_size`): those of cp, then ranks of tp that would have copies. It does
-    not add to the world size. None: cp, or 1 where all layers of the model have windows."""
+    not add to the world size. None: cp."""
     ep: Count = 1
     """Expert parallelism, over ranks of tp, cp and dp: it does not add to the world size."""
     etp: Count | None = None
@@ -367,9 +367,7 @@ class Run(BaseModel):
             if model.encoder_num_layers:
                 defaults["decoder_seq_length"] = self.seq_length or longest
         else:
-            of = model.with_overrides(self.layers)
             defaults |= serving.defaults(self, longest, latent=model.kv_lora_rank > 0)
-            defaults["dcp"] = self.cp if of.sees_all else 1
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if isinstance(self.requests, str):
             absent["requests"] = batch.read(self.requests)

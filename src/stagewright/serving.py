@@ -211,7 +211,7 @@ def loads(run: Run, model: ModelConfig) -> Loads:
         tables.append(together.reshape(-1, 1))
         names.append("routed")
     each = np.concatenate(tables, axis=1)[None]
-    shared = run.dcp or 1
+    shared = stripes(run, model)
     if shared > 1:
         cache = whole._replace(stripes=shared)
         asked = striped_columns(run)
@@ -226,6 +226,11 @@ def loads(run: Run, model: ModelConfig) -> Loads:
     # [stripe, microbatch, rank of dp]
     of = of.reshape(shared, -1, run.dp).transpose(2, 0, 1)
     return Loads(sizes, of.reshape(run.dp * shared, -1))
+
+
+def stripes(run: Run, model: ModelConfig) -> int:
+    """Ranks that share the cache of a request; those of windows, chunks and states none share."""
+    return run.dcp or 1 if model.sees_all and run.mode != "train" else 1
 
 
 def striped_columns(run: Run) -> tuple[str, ...]:
@@ -364,10 +369,10 @@ def _check_context(run: Run, model: ModelConfig) -> None:
             f"cp={run.cp} splits keys and values by tokens, layers of {model.name} keep none; use "
             "tp or dp"
         )
-    if shared > 1 and not model.sees_all:
+    if shared > run.cp and not model.sees_all:
         raise UserError(
             f"{asked} splits what layers keep of all tokens, but those of {model.name} keep only "
-            "windows, chunks or states, and each rank all of these; use dcp=1"
+            "windows, chunks or states, and each rank all of these; drop it"
         )
     if shared > 1 and shared % run.cp:
         raise UserError(
