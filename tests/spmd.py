@@ -25,6 +25,7 @@ from stagewright.models import ModelConfig
 from stagewright.nn import Block, Recipe
 from stagewright.ops import LEAVES, MOVES, OPS, indices
 from stagewright.run import Run
+from stagewright.shared_blocks import SharedBlocks
 from stagewright.size import size
 from stagewright.spec import Spec, parse
 from stagewright.state_space import StateSpace
@@ -483,6 +484,13 @@ TINY: dict[str, ModelConfig] = {
     for name, fields in _ARCHITECTURES.items()
 }
 """Every kind of block there is, with sizes that 2, 3, 4 and 6 ranks divide."""
+ZAMBA2 = replace(
+    TINY["llama"],
+    **{"name": "zamba2", "num_layers": 5, "mixers": ("mamba2",), "mlps": ("none",)},
+    **{"state_space": TINY["mamba2"].state_space, "tied_embeddings": True},
+    shared_blocks=SharedBlocks(layers=(0, 1, 2, 1, 1), adapter_rank=6, attention_adapter=True),
+)
+"""Layers that share their weights, and are handed more than the stream."""
 
 
 def dims(config: ModelConfig) -> dict[str, int]:

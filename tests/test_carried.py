@@ -13,7 +13,7 @@ import pytest
 
 import stagewright as sw
 from invariants import check as check_program
-from spmd import BELOW, TINY, random_values, single
+from spmd import BELOW, TINY, ZAMBA2, random_values, single
 from spmd import check as same_as_one_device
 from stagewright import nn
 from stagewright.compiler import (
@@ -36,6 +36,7 @@ from stagewright.pipeline import make as make_order
 from stagewright.program import Kind as Row
 from stagewright.run import Run
 from stagewright.run import check as check_run
+from stagewright.shared_blocks import SharedBlocks
 
 BELOW |= {"source_tokens": "V", "tokens1": "V", "tokens2": "V", "labels1": "V", "labels2": "V"}
 T5: dict[str, Any] = {
@@ -51,7 +52,16 @@ MODELS: dict[str, ModelConfig] = {
     "t5": ModelConfig(**T5 | {"name": "t5", "gated": False, "activation": "relu"}),
     "t5, 1.1": ModelConfig(**T5 | {"name": "t5, 1.1", "tied_embeddings": False}),
     "mtp, experts": replace(TINY["mixtral"], mtp_num_layers=1, num_layers=1),
+    "zamba2": ZAMBA2,
+    "zamba2, attention": replace(  # and what is shared before it
+        TINY["nemotron-h"],
+        **{"name": "zamba2, attention", "gated": False, "num_query_groups": 12},
+        shared_blocks=SharedBlocks(layers=(1, 0, 1, 0)),
+        mlps=("none", "dense", "dense", "dense"),
+    ),
 }
+TABLES = {"t5": 3, "t5, 1.1": 3, "zamba2": 1 + 2 * 9, "zamba2, attention": 8}
+"""Those that have copies; of others, the embedding's."""
 
 
 def blocks(model: str, **settings: Any) -> tuple[Run, list[tuple[Kind, int]]]:
@@ -83,10 +93,10 @@ class Whole:
         shared: dict[str, Any] = {}
         for seed, graph in enumerate(self.graphs):
             values = random_values(graph, self.sizes, seed)
-            tied = {n.name for n in graph if n.op == "param" and n.get("tied")}
+            tied = {n.name: str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
             for name in values:
                 if name in tied or name in BELOW:
-                    values[name] = shared.setdefault(name, values[name])
+                    values[name] = shared.setdefault(tied.get(name, name), values[name])
             self.own.append(values)
 
     def forward(self, own: list[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
@@ -141,8 +151,8 @@ def test_a_whole_model_against_finite_differences(model: str, settings: dict[str
     for i, graph in enumerate(whole.graphs):
         for n in graph:
             if n.op == "param" and not n.get("buffer"):
-                together.setdefault(n.name if n["tied"] else "", []).append((i, n.name))
-    assert len(together) == (4 if model.startswith("t5") else 2)
+                together.setdefault(str(n["tied"]), []).append((i, n.name))
+    assert len(together) == 1 + TABLES.get(model, 1)
     for table, places in together.items():
         one = rng.normal(size=whole.own[places[0][0]][places[0][1]].shape)
         ways = {
@@ -153,8 +163,8 @@ def test_a_whole_model_against_finite_differences(model: str, settings: dict[str
         for sign in (1, -1):
             moved = [dict(values) for values in whole.own]
             for (i, name), way in ways.items():
-                moved[i][name] = moved[i][name] + sign * 1e-5 * way
-            slope += sign * whole.forward(moved)[0] / 2e-5
+                moved[i][name] = moved[i][name] + sign * 1e-6 * way
+            slope += sign * whole.forward(moved)[0] / 2e-6
         gradients = [
             float((found[i][f"grad.{name}"] * way).sum())
             for (i, name), way in ways.items()
@@ -172,6 +182,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"dp": 2, "zero": 3},
     {"cp": 2, "tp": 2},
     {"tp": 3} | SP,
+    {"tp": 2, "dp": 3, "grad_reduce": "microbatch"} | SP,
 ]
 
 
@@ -219,6 +230,15 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("t5", {"pp": 4, "schedule": "zb-h1", "global_batch_size": 8}),
     ("t5", {"pp": 2, "vpp": 2, "schedule": "dualpipev", "global_batch_size": 8}),
     ("t5, 1.1", {"pp": 4, "dp": 2, "global_batch_size": 16, "cpu_offloading_num_layers": 1}),
+    ("zamba2", {"tp": 2, "dp": 2, "zero": 1} | {"sequence_parallel": True}),
+    ("zamba2", {"dp": 2, "zero": 2, "recompute": "full"}),
+    ("zamba2", {"dp": 2, "zero": 3, "framework": "torchtitan"}),
+    ("zamba2", {"pp": 2, "tp": 2, "global_batch_size": 8} | {"sequence_parallel": True}),
+    ("zamba2", {"pp": 2, "dp": 2, "zero": 2, "global_batch_size": 8}),
+    ("zamba2", {"pp": 2, "vpp": 2, "global_batch_size": 8, "recompute": "selective"}),
+    ("zamba2", {"pp": 4, "schedule": "zb-h1", "global_batch_size": 8}),
+    ("zamba2", {"pp": 2, "vpp": 2, "schedule": "dualpipev", "global_batch_size": 8}),
+    ("zamba2, attention", {"pp": 2, "dp": 2, "cp": 2, "zero": 1, "global_batch_size": 8}),
 ]
 
 

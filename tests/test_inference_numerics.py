@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from spmd import TINY, Spmd, check, random_values
+from spmd import TINY, ZAMBA2, Spmd, check, random_values
 from stagewright import nn
 from stagewright.compiler import sizes_of
 from stagewright.ir import Graph, Node, toposort, verify
@@ -35,6 +35,9 @@ ABSORBED = replace(SERVED, absorb=True)
 # Here experts are chosen by a token's place in a step (`meaning._chosen`): requests fare alike
 # however they are cut only if their tokens go to all experts.
 ALL = {m: replace(c, top_k=c.num_experts) for m, c in TINY.items() if c.causal}
+ALL["zamba2"] = replace(
+    ZAMBA2, num_layers=2, shared_blocks=replace(ZAMBA2.shared_blocks, layers=(1,))
+)
 # Sequences of any length are whole chunks.
 ALL |= {
     m: replace(c, state_space=replace(c.state_space, chunk=1))
@@ -76,16 +79,17 @@ def built(model: str, part: str, recipe: Recipe, layer: int = 0) -> Block:
 
 @cache
 def weights(model: str) -> Values:
-    """By block: those of the two layers differ, a tied table is one."""
+    """By block: those of the two layers differ, a table with copies is one."""
     result: Values = {}
+    tables: Values = {}
     sizes = sizes_of(Run(model=model, seq_length=1), ALL[model])
     for seed, (part, layer) in enumerate(parts()):
         graph = built(model, part, SERVED, layer).graph
         params = Graph.of([n for n in graph if n.op == "param"],
                           {n.name: n for n in graph if n.op == "param"})  # fmt: skip
-        result[part, layer] = random_values(params, sizes, seed)
-    for name in result["head", 0].keys() & result["embedding", 0].keys():
-        result["head", 0][name] = result["embedding", 0][name]
+        result[part, layer] = values = random_values(params, sizes, seed)
+        copies = {n.name: n["tied"] for n in params if n["tied"]}
+        values |= {name: tables.setdefault(of, values[name]) for name, of in copies.items()}
     return result
 
 
@@ -100,6 +104,7 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
     """[positions, vocabulary] of one sequence, from the graphs for training."""
     config = ALL[model]
     x: Any = None
+    original: Any = None
     for part, layer in parts():
         graph = built(model, part, TRAINED, layer).graph
         name = "logits32" if part == "head" else "y"
@@ -109,8 +114,10 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
         sizes = sizes_of(Run(model=model), config) | {"B": 1, "S": len(tokens), "R": len(tokens)}
         values = weights(model)[part, layer] | {
             "tokens": np.array([tokens]), "positions": np.arange(len(tokens)), "x": x,
+            "original": original,
         }  # fmt: skip
         x = Spmd({}, sizes).run(forward, values)[end][()]
+        original = x if part == "embedding" else original
     return x[0]
 
 
@@ -232,13 +239,14 @@ def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
             **more,
         }  # fmt: skip
         x: Any = None
+        original: Any = None
         for part, layer in parts():
             graph = built(model, part, recipe, layer).graph
             empty = {n.name: np.zeros([d.value(sizes) for d in n.shape])
                      for n in graph if n.op == "state"}  # fmt: skip
             old = caches.get((part, layer), empty)
             values = weights(model)[part, layer] | where | local | old
-            values |= {"tokens": np.array(tokens), "x": x}
+            values |= {"tokens": np.array(tokens), "x": x, "original": original}
             env = Spmd({}, sizes).run(graph, values)
             truth = {name: env[n][()] for name, n in graph.outputs.items()}
             yield Step(number, part, layer, graph, sizes, values, truth)
@@ -247,7 +255,7 @@ def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
                 for n in graph
                 if n.op == "cache" or (n.get("role") == "cache" and n.srcs)
             }
-            x = truth["y"]
+            x, original = truth["y"], truth.get("original", original)
 
 
 @cache
@@ -359,7 +367,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         for m in (
             *("llama", "gpt2", "gemma2", "plain", "qwen3", "falcon-mqa", "deepseek-lite"),
             *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
-            *("falcon-h1", "falcon-h1-small"),
+            *("falcon-h1", "falcon-h1-small", "zamba2"),
         )
     ]
     + [("deepseek-lite", ABSORBED)],

@@ -52,6 +52,9 @@ SAME = {
     "deepseek-v3": ("deepseek-v3", {}),
     "falcon-mamba-7b": ("falcon-mamba-7b", {}),
     "falcon-h1-7b-base": ("falcon-h1-7b", {}),
+    "zamba2-1.2b": ("zamba2-1.2b", {}),
+    "zamba2-2.7b": ("zamba2-2.7b", {}),
+    "zamba2-7b": ("zamba2-7b", {}),
     "falcon-7b-instruct": ("falcon-7b", {}),
     "falcon-7b-instruct-refinedweb": ("falcon-7b", {}),
     "falcon-40b-instruct": ("falcon-40b", {}),
@@ -178,15 +181,31 @@ def _count(c: ModelConfig, experts: int) -> int:
     mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
     mlps = {"dense": dense, "experts": mixture, "none": 0}
     layers = 0
-    for mixer, mlp, _ in map(c.layer, range(c.num_layers)):
-        layers += mixers[mixer] + mlps[mlp]
+    for mixer, mlp, _, block in map(c.layer, range(c.num_layers)):
+        layers += mixers[mixer] + mlps[mlp] + (_adapters(c) if block else 0)
         halves = (mixer != "none") + (mlp != "none")
         layers += norm * (norms if halves == 2 else norms // 2)
+    if c.shared_blocks:
+        q, k = (n * c.kv_channels for n in (c.num_attention_heads, c.num_query_groups))
+        # One of the norms is twice as wide.
+        shared = 2 * hidden * (q + 2 * k) + q * hidden + dense + 3 * norm
+        layers += max(c.shared_blocks.layers) * shared
     if c.encoder_num_layers:  # and attention to its output, in each layer of the decoder
         layers += c.num_layers * (_attention(c) + norm)
         layers += c.encoder_num_layers * (_attention(c) + dense + 2 * norm) + norm
         layers += 2 * c.relative_buckets * c.num_attention_heads
     return layers + embedding + projections + head
+
+
+def _adapters(c: ModelConfig) -> int:
+    """What a layer with a shared block has of its own: arXiv:2411.15242, section II."""
+    shared = c.shared_blocks
+    assert shared
+    rank, hidden = shared.adapter_rank, c.hidden_size
+    ups = 2 if c.gated else 1
+    mlp = rank * (hidden + ups * c.ffn_hidden_size) if rank else 0
+    heads = (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels
+    return hidden**2 + mlp + shared.attention_adapter * rank * (3 * 2 * hidden + heads)
 
 
 def _mamba(hidden: int, s: StateSpace) -> int:
@@ -328,7 +347,7 @@ class TestPresets:
             **{"mixtral": 2, "deepseek": 5, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
             **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
             **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
-            **{"nemotron": 6, "nemotron3": 1, "minimax": 1},
+            **{"nemotron": 6, "nemotron3": 1, "minimax": 1, "zamba2": 3},
         }
 
     def test_bert_backbone_with_pooler_has_its_published_count(self) -> None:
@@ -742,7 +761,7 @@ class TestRefusals:
         ("architecture", "missing"),
         [
             ("OlmoeForCausalLM", "norms of queries and keys over all heads at once"),
-            ("Zamba2ForCausalLM", "layers that share their weights"),
+            ("ZambaForCausalLM", "Mamba-1 in heads that have a B and a C each"),
             ("Phi3SmallForCausalLM", "block-sparse attention"),
         ],
     )

@@ -106,7 +106,7 @@ def _serving(dice: Dice, name: str, degrees: dict[str, int]) -> dict[str, Any]:
         "model": name,
         **degrees,
         "dcp": dice.choice((None, None, 1, 2 * cp, copies * cp, copies * cp)),
-        "layers": degrees["pp"] + dice.randint(1, 3),
+        "layers": max(degrees["pp"], _shared(model)) + dice.randint(1, 3),
         "vocab": VOCAB,
         "batch_size": dice.choice((1, degrees["dp"], 4 * degrees["dp"] * degrees["pp"])),
         "prompt_length": dice.choice((None, None if cp > 1 else 8))
@@ -161,7 +161,7 @@ def _stages(dice: Dice, model: ModelConfig, pp: int, step: int) -> dict[str, Any
     microbatches = step * dice.choice((1, pp))
     # A schedule that takes no such number gets the next that it takes, or is refused.
     takes = (m for m in range(microbatches, microbatches + 20) if SCHEDULES[name].takes(pp, m))
-    least = max(pp * vpp, 2, min(model.first_dense_layers + 1, 4))
+    least = max(pp * vpp, 2, min(model.first_dense_layers + 1, 4), _shared(model))
     layers = dice.randint(least, least + 3)
     found: dict[str, Any] = {
         "layers": layers,
@@ -179,6 +179,11 @@ def _stages(dice: Dice, model: ModelConfig, pp: int, step: int) -> dict[str, Any
                 split[0] = 0
             found["layers_per_stage"] = tuple(split)
     return found
+
+
+def _shared(model: ModelConfig) -> int:
+    """Layers of which one has a shared block."""
+    return model.shared_blocks.layers.index(1) + 1 if model.shared_blocks else 0
 
 
 def _recompute(dice: Dice) -> dict[str, Any]:

@@ -309,11 +309,13 @@ class Kind(NamedTuple):
             words.append(self.layer.mlp)
         if len({k.layer.ahead for k in alike}) > 1:
             words.append(str(self.layer.ahead))
+        if len({k.layer.block for k in alike}) > 1 and self.layer.block:
+            words.append(f"block {self.layer.block}")
         if len({(k.begins, k.ends) for k in alike}) > 1:
             words += [f"first with {x}" for x in sorted(self.begins)]
             words += [f"last with {x}" for x in sorted(self.ends)]
         if len({k.ties for k in alike}) > 1:
-            words += [f"{'own' if t.owner else 'shared'} {t.name}" for t in self.ties[:1]]
+            words += [t.words for t in self.ties[:1]]
         if len({k.recomputed for k in alike}) > 1:
             words.append("recomputed" if self.recomputed else "kept")
         if len({k.activations_on_host for k in alike}) > 1:
@@ -551,7 +553,7 @@ def lowered(
         tasks, offloaded = offload.activations(graph, tasks, size)
     if kind and kind.states_on_host:
         tasks = offload.states(tasks, size)
-    tied = {n.name for n in graph if n.op == "param" and n.get("tied")}
+    tied = {str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
     first = [t for c, t in makes.items() if c.gradient and c.name not in tied]
     held = static(
         graph, size, states_on_host=bool(kind and kind.states_on_host), gradients=gradients

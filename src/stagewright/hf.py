@@ -614,7 +614,7 @@ _MISSING = {
     "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
     "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
     "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
-    "layers that share their weights": ("Zamba2ForCausalLM", "zamba2"),
+    "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
     "an encoder with learned positions": (*("BartForConditionalGeneration", "bart"),),
 }

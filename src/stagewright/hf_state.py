@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import cast
 
+from stagewright.errors import divisors
 from stagewright.hf_keys import (
     Architecture,
     Fields,
@@ -22,6 +24,7 @@ from stagewright.hf_keys import (
 )
 from stagewright.models import LIMITS, MOST_EXPERTS, Recurrence
 from stagewright.presets_state import PATTERN, every, pattern
+from stagewright.shared_blocks import SharedBlocks
 from stagewright.state_space import StateSpace
 
 _MOST = 2**24
@@ -134,6 +137,15 @@ _BAMBA_KEYS = {
     "chunk": "mamba_chunk_size",
     "expand": "mamba_expand",
 }
+_ZAMBA2_KEYS = {
+    "heads": "n_mamba_heads",
+    "head_width": "mamba_headdim",
+    "groups": "mamba_ngroups",
+    "state": "mamba_d_state",
+    "conv": "mamba_d_conv",
+    "chunk": "chunk_size",
+    "expand": "mamba_expand",
+}
 _NEMOTRON_KEYS = _MAMBA2_KEYS | {
     "heads": "mamba_num_heads",
     "head_width": "mamba_head_dim",
@@ -213,6 +225,47 @@ def _granite_hybrid(c: Keys) -> Fields:
         "state_space": _heads(c, _BAMBA_KEYS, "mamba_conv_bias"),
         "position": "rope" if rope else "none",
     }
+
+
+def _zamba2(c: Keys) -> Fields:
+    """Mamba-2 alone, but that a hybrid layer has before it one of the shared blocks, in turn."""
+    c.only("add_bias_linear", False)
+    c.only("use_shared_mlp_adapter", True)
+    both = 2 * c.size("hidden_size", "hidden_size")  # the stream and the embedded tokens
+    heads = c.size("num_attention_heads", "num_attention_heads")
+    if both % heads:
+        c.reject("num_attention_heads", f"a divisor of twice the hidden size, {divisors(both)}")
+    sizes: Json = {"head_dim": both // heads, "mamba_headdim": "auto"}
+    if c.values.get("intermediate_size") is None:
+        sizes["intermediate_size"] = 2 * both
+    if c.flag("use_long_context"):
+        sizes["max_position_embeddings"] = 16384
+    c = replace(c, values=c.values | sizes)
+    fields = decoder(c)
+    rank = c.whole("adapter_rank", 1, LIMITS["hidden_size"])
+    adapts = c.flag("use_shared_attention_adapter")
+    shared = SharedBlocks(
+        layers=_in_turn(c, fields["num_layers"]), adapter_rank=rank, attention_adapter=adapts
+    )
+    return fields | {
+        "shared_blocks": shared,
+        "state_space": _heads(c, _ZAMBA2_KEYS, "use_conv_bias"),
+        "position": "rope" if c.flag("use_mem_rope") else "none",
+    }
+
+
+def _in_turn(c: Keys, layers: int) -> tuple[int, ...]:
+    """The shared block of each layer, 0 where it has none."""
+    value = c.values.get("layers_block_type")
+    listed = cast("list[object]", value) if isinstance(value, list) else []
+    hybrid = [x == "hybrid" for x in listed if isinstance(x, str) and x in _STATE | {"hybrid"}]
+    if not len(hybrid) == len(listed) == layers or not any(hybrid):
+        c.reject("layers_block_type", f'"mamba" or "hybrid" for each of the {layers} layers')
+    blocks = c.whole("num_mem_blocks", 1, layers)
+    return tuple(
+        n % blocks + 1 if here else 0
+        for n, here in zip(accumulate(hybrid, initial=0), hybrid, strict=False)
+    )
 
 
 def _falcon_h1(c: Keys) -> Fields:
@@ -443,6 +496,27 @@ _BAMBA: Json = _DECODER | {
     "max_position_embeddings": 262144,
     "partial_rotary_factor": 0.5,
 }
+_ZAMBA2: Json = {
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu",
+    "attention_dropout": 0.0,
+    "num_key_value_heads": None,
+    "intermediate_size": None,
+    "max_position_embeddings": 4096,
+    "mamba_d_state": 64,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_ngroups": 1,
+    "chunk_size": 256,
+    "use_conv_bias": True,
+    "add_bias_linear": False,
+    "num_mem_blocks": 1,
+    "adapter_rank": 128,
+    "use_shared_mlp_adapter": True,
+    "use_shared_attention_adapter": False,
+    "use_mem_rope": False,
+    "use_long_context": False,
+}
 _FALCON_H1: Json = _DECODER | {
     "num_key_value_heads": 8,
     "mamba_d_ssm": 1024,
@@ -503,6 +577,7 @@ STATE_ARCHITECTURES: dict[str, Architecture] = {
     "GraniteMoeHybridForCausalLM": Architecture(
         ("granitemoehybrid",), "granite-4.0-h-tiny", _granite_hybrid, _BAMBA
     ),
+    "Zamba2ForCausalLM": Architecture(("zamba2",), "zamba2-2.7b", _zamba2, _ZAMBA2),
     "FalconH1ForCausalLM": Architecture(("falcon_h1",), "falcon-h1-7b", _falcon_h1, _FALCON_H1),
     "NemotronHForCausalLM": Architecture(
         ("nemotron_h",), "nemotron-h-8b", _nemotron_h, _NEMOTRON_H

@@ -19,9 +19,10 @@ from stagewright.compiler import (
     sharded,
     sizes_of,
     table_of,
+    with_ties,
 )
-from stagewright.ir import Graph
-from stagewright.kernels import Extent, Task, extent_of
+from stagewright.ir import Graph, Node
+from stagewright.kernels import Extent, Task, bytes_of, carried, extent_of, handed_on
 from stagewright.lower import lower
 from stagewright.models import ModelConfig
 from stagewright.parallel import parallelization
@@ -48,13 +49,13 @@ def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled
     load = loads(run, model)
     for some in load.sizes:
         check_rows(plan, run, model, {**sizes_of(run, model), **some})
-    places = place_blocks(run, model)
+    order = forward_only(run.pp, run.microbatches)
+    places = with_ties(place_blocks(run, model), order, model)
     recipe = recipe_of(run, model)
     graphs = {
         kind: sharded(kind, run, model, plan, sizes_of(run, model), recipe)
         for kind in dict.fromkeys(kind for stage in places for kind, _ in stage)
     }
-    order = forward_only(run.pp, run.microbatches)
     step = _Step(run, model, plan, order, places, graphs)
     program = shared(
         [step.program(some) for some in load.sizes],
@@ -81,6 +82,15 @@ class _Step:
     footprints: dict[tuple[int, ...], dict[Kind, ServedFootprint]] = field(
         default_factory=dict[tuple[int, ...], dict[Kind, ServedFootprint]]
     )
+    handed: dict[Kind, tuple[dict[str, Node], frozenset[str]]] = field(init=False)
+    """Of each kind of block, what it is handed besides the stream, and what it hands on."""
+
+    def __post_init__(self) -> None:
+        """Note what the blocks exchange."""
+        self.handed = {
+            kind: (carried(graph), frozenset(c.name for c in handed_on(graph)))
+            for kind, graph in self.graphs.items()
+        }
 
     def extent(self, sizes: Sizes) -> Extent:
         means = experts(self.run, self.model, self.plan, sizes.get("routed", 0))
@@ -105,13 +115,12 @@ class _Step:
         key = tuple(sizes.values())
         if key not in self.footprints:
             extent = self.extent(sizes)
-            tied = self.model.tied_embeddings and self.run.pp == 1
             self.footprints[key] = {
                 kind: served_footprint(
                     graph,
                     self.tasks[kind],
                     extent,
-                    frozenset({"wte"} if tied and kind.block == "head" else ()),
+                    frozenset(t.name for t in kind.ties if not t.owner),
                 )
                 for kind, graph in self.graphs.items()
             }
@@ -119,8 +128,30 @@ class _Step:
 
     def held(self, rank: int, microbatches: Iterable[Sizes]) -> dict[str, int]:
         """Bytes of a pipeline rank by category."""
-        found = [self.footprint(sizes) for sizes in microbatches]
-        return served_memory([[of[kind] for kind, _ in self.places[rank]] for of in found])
+        found: list[list[ServedFootprint]] = []
+        for sizes in microbatches:
+            of, passing = self.footprint(sizes), self.passing(rank, sizes)
+            found.append(
+                [
+                    of[kind]._replace(peak=of[kind].peak + more)
+                    for (kind, _), more in zip(self.places[rank], passing, strict=True)
+                ]
+            )
+        return served_memory(found)
+
+    def passing(self, rank: int, sizes: Sizes) -> list[int]:
+        """Bytes beside each block of what it, or one behind it, is handed besides the stream."""
+        extent = self.extent(sizes)
+        found: list[int] = []
+        later: dict[str, int] = {}
+        for r in range(self.run.pp - 1, rank - 1, -1):
+            for kind, _ in reversed(self.places[r]):
+                reads, made = self.handed[kind]
+                later |= {name: bytes_of(n, extent) for name, n in reads.items()}
+                later = {name: size for name, size in later.items() if name not in made}
+                if r == rank:
+                    found.append(sum(later.values()))
+        return found[::-1]
 
     def peak(self, other: Run) -> int:
         """The most that any rank holds in another step on the same ranks."""

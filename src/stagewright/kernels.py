@@ -266,7 +266,7 @@ class _Lowering:
         if n.op in _VIEWS:
             self.at[n] = self.at[n.srcs[0]]
             if n.op == "tie":
-                return [self.message(n, "all_reduce", (TIED, str(n["param"])))]
+                return [self.message(n, "all_reduce", (TIED, str(n["tied"])))]
             return []
         if n.op in COLLECTIVE_OPS:
             return self.collective(n)
@@ -489,13 +489,19 @@ def interface(n: Node) -> Carried | None:
     return Carried(name, n.phase == "backward") if name else _INPUTS.get(n.name)
 
 
+def carried(graph: Graph) -> dict[str, Node]:
+    """What a block is handed by those before it besides the stream: leaves by name."""
+    found = ((c, n) for n in graph if (c := interface(n)) and not c.gradient)
+    return {c.name: n for c, n in found if c.name not in (STREAM, CLIP.name)}
+
+
 def handed_on(graph: Graph) -> dict[Carried, Node]:
     """What a block makes for others: its outputs of these names.
 
     Another value than the stream has that of its leaf, and its gradient `d_` and that.
     """
     names = {c.name for n in graph if (c := interface(n))}
-    names |= {n.name for n in graph if n.op == "param" and n.get("tied")}
+    names |= {str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
     names -= {STREAM, TABLE, CLIP.name}
     keys = OUTPUTS | {x: Carried(x) for x in names}
     keys |= {f"d_{x}": Carried(x, gradient=True) for x in names}

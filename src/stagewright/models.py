@@ -12,7 +12,7 @@ either, the graph does. Every preset names the paper or the published file of it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as _field
 from reprlib import repr as shown  # short whatever the value: the input of a user may be huge
@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from stagewright.errors import UserError, did_you_mean, divisors
 from stagewright.notation import Tensor
 from stagewright.presets import FAMILIES
+from stagewright.shared_blocks import SharedBlocks
 from stagewright.state_space import InnerNorms, StateSpace
 
 Position = Literal["rope", "learned", "alibi", "relative", "none"]
@@ -103,6 +104,13 @@ _FLAGS = (
     "shared_expert_gate",
     *("tied_embeddings", "lm_head_bias", "pooler", "mlm_transform", "causal", "encoder", "bare"),
 )
+_NOT_SHARED: Mapping[str, object] = {  # what models with shared blocks do not have
+    **dict.fromkeys(("parallel_block", "qkv_bias", "attention_output_bias", "mlp_bias"), False),
+    **dict.fromkeys(("qk_norm", "qk_l2_norm", "attention_sinks", "attention_gate", "bare"), False),
+    **dict.fromkeys(("encoder_num_layers", "mtp_num_layers", "kv_lora_rank"), 0),
+    **dict.fromkeys(("vision", "diffusion", "tower", "embedding_size"), None),
+    "norm_placement": "pre",
+}
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout")
 
 
@@ -116,6 +124,8 @@ class Layer(NamedTuple):
     mlp: str = "dense"
     ahead: int = 0
     """Of multi-token prediction: how many tokens after the next one."""
+    block: int = 0
+    """The shared block before the mixer, counted from 1; 0: there is none."""
 
 
 class Reach(NamedTuple):
@@ -340,6 +350,8 @@ class ModelConfig:
     experts where `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
     modules: tuple[Module, ...] = ()
     """Users' own parts of layers, which `mixers` and `mlps` name."""
+    shared_blocks: SharedBlocks | None = None
+    """What some layers have before their mixers, and share."""
     bare: bool = False
     """Layers and nothing else: no norms and residual sums around, no embedding, no loss."""
 
@@ -373,11 +385,13 @@ class ModelConfig:
         """What this layer is made of."""
         assert 0 <= index < self.num_layers, index
         mixer = self.mixers[index % len(self.mixers)]
+        shared = self.shared_blocks.layers if self.shared_blocks else (0,)
+        block = shared[index % len(shared)]
         if self.mlps:
-            return Layer(mixer, self.mlps[index % len(self.mlps)])
+            return Layer(mixer, self.mlps[index % len(self.mlps)], block=block)
         after = index - self.first_dense_layers
         routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
-        return Layer(mixer, "experts" if routed else "dense")
+        return Layer(mixer, "experts" if routed else "dense", block=block)
 
     def reach(self, mixer: str) -> Reach:
         """How far a layer with this mixer looks back."""
@@ -399,7 +413,14 @@ class ModelConfig:
     @property
     def parts(self) -> frozenset[str]:
         """Everything that some layer is made of."""
-        return frozenset(x for i in range(self.num_layers) for x in self.layer(i)[:2])
+        found = frozenset(x for i in range(self.num_layers) for x in self.layer(i)[:2])
+        return found | {"global", "dense"} if self.shares else found
+
+    @property
+    def shares(self) -> bool:
+        """Whether some layers have a shared block."""
+        given = self.shared_blocks.layers if self.shared_blocks else ()
+        return any(given[: self.num_layers])
 
     def with_module(
         self, function: Callable[[Any, Any], Any], *, mixers: bool = False, mlps: bool = False
@@ -427,7 +448,7 @@ class ModelConfig:
     @property
     def attends(self) -> bool:
         """Whether some layers have attention."""
-        return not ATTENTIONS.isdisjoint(self.kinds)
+        return self.shared_blocks is not None or not ATTENTIONS.isdisjoint(self.kinds)
 
     @property
     def sees_all(self) -> bool:
@@ -461,7 +482,8 @@ class ModelConfig:
                 raise self._reject(field, "text")
         self._check_patterns()
         absent = () if self.attends else _OF_ATTENTION
-        absent += () if "dense" in (self.mlps or ("dense",)) else ("ffn_hidden_size",)
+        dense = "dense" in (self.mlps or ("dense",)) or self.shared_blocks
+        absent += () if dense else ("ffn_hidden_size",)
         for field, least, most in _COUNTS:
             least = 0 if field in absent else least
             if not _whole(getattr(self, field), least, most):
@@ -504,8 +526,9 @@ class ModelConfig:
         if self.attends:
             self._check_attention()
         self._check_state_space()
+        self._check_shared_blocks()
         self._check_experts()
-        if any(layer[:2] == ("none", "none") for layer in map(self.layer, range(self.num_layers))):
+        if any(layer[:2] == ("none", "none") for layer in self._layers()):
             raise self._reject("mlps", "something in every layer whose mixer is none")
         if self.position_offset and self.position != "learned":
             raise self._reject("position_offset", "0 where positions are not learned")
@@ -622,6 +645,37 @@ class ModelConfig:
             raise reject("inner_norms", "none with anything but mamba")
         if not state.gated_norm and kind != "mamba2":
             raise reject("gated_norm", "True with anything but mamba2")
+
+    def _check_shared_blocks(self) -> None:
+        """Which layers have which block, and what the blocks have no place for."""
+        shared = self.shared_blocks
+        if shared is None:
+            return
+        if type(shared) is not SharedBlocks:
+            raise self._reject("shared_blocks", "None, or blocks and the layers that share them")
+        given: object = shared.layers
+        most = LIMITS["num_layers"]
+        if type(given) is not tuple or not all(_whole(n, 0, most) for n in shared.layers):
+            raise self._reject("shared_blocks", "the number of a block for each layer, or 0")
+        if {*shared.layers} | {0} != {*range(max(shared.layers, default=0) + 1)} or not any(
+            shared.layers
+        ):
+            raise self._reject("shared_blocks", "blocks that are numbered 1, 2 and so on")
+        if not _whole(shared.adapter_rank, 0, LIMITS["hidden_size"]):
+            raise self._reject("shared_blocks", "a whole number as adapter_rank")
+        adapts: object = shared.attention_adapter
+        if type(adapts) is not bool or (adapts and not shared.adapter_rank):
+            raise self._reject("shared_blocks", "attention_adapter with a rank, or without")
+        if any(layer.block and layer.mixer == "none" for layer in self._layers()):
+            raise self._reject("mixers", "some in every layer with a shared block")
+        for field, absent in _NOT_SHARED.items():
+            if getattr(self, field) != absent:
+                raise self._reject(field, f"{absent} in a model with shared blocks")
+        if self.position not in ("rope", "none"):
+            raise self._reject("position", "rope or none in a model with shared blocks")
+
+    def _layers(self) -> Iterator[Layer]:
+        return map(self.layer, range(self.num_layers))
 
     def _check_experts(self) -> None:
         if not self.num_experts:

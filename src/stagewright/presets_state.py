@@ -6,8 +6,10 @@ no longest sequence 2^20.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from stagewright.shared_blocks import SharedBlocks
 from stagewright.state_space import StateSpace
 
 Style = dict[str, Any]
@@ -72,6 +74,18 @@ _BAMBA: Style = _heads(128, 64, 128, 1, 256) | {
     "mixers": (*every(10, 9, "mamba2"), *every(9, 8, "mamba2"), *every(9, 8, "mamba2")),
     "rotary_fraction": 0.5,
 }
+# Mamba-2 alone, but that some layers have a shared transformer block before it.
+_ZAMBA2: Style = _MAMBA2 | {"activation": "gelu", "tied_embeddings": True}
+
+
+def _shared(layers: int, first: Sequence[int], blocks: int, **fields: Any) -> Style:
+    """Shared blocks in turn: in these layers, and from the last of them on in every sixth."""
+    at = (*first, *range(first[-1] + 6, layers - 2, 6))
+    turn = {layer: n % blocks + 1 for n, layer in enumerate(at)}
+    places = tuple(turn.get(i, 0) for i in range(layers))
+    return {"shared_blocks": SharedBlocks(layers=places, adapter_rank=128, **fields)}
+
+
 _FALCON_H1: Style = {"mixers": ("global+mamba2",)}
 _GRANITE4: Style = {"mixers": every(10, 5, "mamba2"), "position": "none", "tied_embeddings": True}
 # Patterns of layers: NVIDIA-NeMo/Megatron-Bridge, nemotron_h_provider.py.
@@ -153,6 +167,27 @@ jamba-1.5-large  72   8192  24576   64    8  128   65536  262144  ai21labs/AI21-
         _BAMBA,
         """
 bamba-9b         32   4096  14336   32    8  128  128256  262144  ibm-ai-platform/Bamba-9B-v1
+""",
+    ),
+    (
+        _ZAMBA2
+        | _heads(64, 64, 128, 1, 256)
+        | _shared(38, (5,), 1, attention_adapter=True)
+        | {"position": "rope"},
+        """
+zamba2-1.2b      38   2048   8192   32   32  128   32000    4096  Zyphra/Zamba2-1.2B
+""",
+    ),
+    (
+        _ZAMBA2 | _heads(80, 64, 64, 1, 256) | _shared(54, (6, 12, 18, 24, 30, 36, 42, 47, 51), 2),
+        """
+zamba2-2.7b      54   2560  10240   32   32  160   32000    4096  Zyphra/Zamba2-2.7B
+""",
+    ),
+    (
+        _ZAMBA2 | _heads(112, 64, 64, 2, 256) | _shared(81, (6, 11), 2) | {"position": "rope"},
+        """
+zamba2-7b        81   3584  14336   32   32  224   32000    4096  Zyphra/Zamba2-7B
 """,
     ),
     (

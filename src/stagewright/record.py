@@ -13,10 +13,12 @@ from reprlib import repr as shown
 from typing import Any, cast
 
 from stagewright.models import Diffusion, ModelConfig, Module, Recommendation, Vision
+from stagewright.shared_blocks import SharedBlocks
 from stagewright.state_space import StateSpace
 
 NESTED: dict[str, type] = {
     "state_space": StateSpace,
+    "shared_blocks": SharedBlocks,
     "vision": Vision,
     "diffusion": Diffusion,
     "recommendation": Recommendation,
@@ -66,12 +68,13 @@ def _nested(kind: type, value: object, name: str) -> Any:
         if field.name not in given:  # has a default, or the call below tells
             continue
         got = given[field.name]
-        # The model looks at the numbers of a state itself.
-        least = int(field.default != 0 and kind is not StateSpace)
+        # The model looks at the numbers of some itself.
+        looks = kind in (StateSpace, SharedBlocks)
+        least = int(field.default != 0 and not looks)
         if (
             (field.type == "int" and not _whole(got, least))
             or (field.type == "bool" and type(got) is not bool)
-            or (field.type == "tuple[int, ...]" and not _wholes(got))
+            or (field.type == "tuple[int, ...]" and not _wholes(got, 0 if looks else 1))
         ):
             raise TypeError(f"{name}.{field.name} is {shown(got)}")
     return kind(**given)
@@ -81,9 +84,9 @@ def _whole(value: object, least: int) -> bool:
     return type(value) is int and least <= value <= LARGEST
 
 
-def _wholes(value: object) -> bool:
+def _wholes(value: object, least: int) -> bool:
     items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (None,)
-    return all(_whole(item, 1) for item in items)
+    return all(_whole(item, least) for item in items)
 
 
 def _modules(names: object, texts: object) -> tuple[Module, ...]:

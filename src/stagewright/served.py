@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stagewright.ir import Graph, Node
-from stagewright.kernels import Extent, Task, bytes_of
+from stagewright.kernels import Extent, Task, bytes_of, carried
 
 
 class ServedFootprint(NamedTuple):
@@ -23,13 +23,14 @@ class ServedFootprint(NamedTuple):
 def served_footprint(
     graph: Graph, tasks: Sequence[Task], extent: Extent, shared: frozenset[str] = frozenset()
 ) -> ServedFootprint:
-    """What a block needs in inference; weights called `shared` are held elsewhere on the rank."""
+    """What a block needs in inference; tables called `shared` are held elsewhere on the rank."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
-    # Written in place.
+    # Written in place; what blocks hand on besides the stream is there longer than one of them.
     static = {*params, *caches, *(n for n in graph if n.op == "cache" or n.get("role") == "cache")}
+    static |= {*carried(graph).values()}
     return ServedFootprint(
-        sum(bytes_of(n, extent) for n in params if n.name not in shared),
+        sum(bytes_of(n, extent) for n in params if n.get("tied") not in shared),
         sum(bytes_of(n, extent) for n in caches),
         _peak([t for t in tasks if t.part == "forward"], static, set(), set(), extent),
     )

@@ -76,7 +76,8 @@ class LoweredBlock:
     @property
     def tied(self) -> frozenset[str]:
         """The tables that other blocks have a copy of, too."""
-        return frozenset(n.name for n in self.graph if n.op == "param" and n.get("tied"))
+        copies = (n for n in self.graph if n.op == "param" and n.get("tied"))
+        return frozenset(str(n["tied"]) for n in copies)
 
 
 def weight_half(tasks: Sequence[Task], handed: Sequence[Need | None]) -> frozenset[Task]:

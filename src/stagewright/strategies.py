@@ -29,6 +29,9 @@ TENSOR_PARALLEL: Mapping[str, int] = {
     "w_up": 1, "w_gate": 1, "b_up": 0, "b_gate": 0, "w_down": 0,
     "wte": 0, "lm_head": 0, "b_head": 0, "w_eh": 1,
     "cross.wq": 1, "cross.wk": 1, "cross.wv": 1, "cross.wo": 0,
+    "shared.wq": 1, "shared.wk": 1, "shared.wv": 1, "shared.wo": 0,
+    "shared.w_up": 1, "shared.w_gate": 1, "shared.w_down": 0,
+    "adapter.q": 1, "adapter.k": 1, "adapter.v": 1, "adapter.up": 1, "adapter.gate": 1,
     "encoder.relative_bias": 1, "decoder.relative_bias": 1,
     "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,
     "mamba.w_x": 1, "mamba.w_z": 1, "mamba.conv.weight": 0, "mamba.conv.bias": 0,
@@ -61,7 +64,10 @@ _INPUT_GRADS = tuple(f"d_{name}_in" for name in ("q", "k", "v", "up", "gate", "l
 TABLES = ("wte", "wpe", "wtt", "lm_head", "tables")
 """Weights whose first dim are rows; of others the last is, which they lead to."""
 BATCH = size("B")
-KEY_VALUE = frozenset({"wk", "wv", "bk", "bv", "cross.wk", "cross.wv"})
+KEY_VALUE = frozenset(
+    {"wk", "wv", "bk", "bv", "cross.wk", "cross.wv"}
+    | {"shared.wk", "shared.wv", "adapter.k", "adapter.v"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from stagewright.nn.encoder_decoder import (
     encoder_layer,
     source_embedding,
 )
-from stagewright.nn.ends import embedding, head, tied
+from stagewright.nn.ends import ORIGINAL, embedding, head, tied
 from stagewright.nn.layers import layer
 from stagewright.nn.mtp import final_norm, mtp, mtp_name
 from stagewright.nn.recommendation import ranking
+from stagewright.nn.shared import shared_tables
 from stagewright.nn.vision import classifier, patches, projector, tower
 
 __all__ = [
@@ -123,16 +124,18 @@ def uses(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
         return bias if block == "encoder_layer" else ("memory", *bias)
     if block == "head":
         return tuple(mtp_name(k + 1) for k in range(config.mtp_num_layers))
-    return ()
+    return (ORIGINAL,) if layer.block else ()
 
 
 def tables(config: ModelConfig, block: str, layer: Layer, begins: frozenset[str]) -> list[str]:
     """Parameters of a block that are one with those of other blocks."""
     held = {
         **dict.fromkeys(("embedding", "projector", "source_embedding"), tied(config)),
-        "mtp": True,
+        "mtp": "wte",
         "head": config.tied_embeddings,
     }
+    if layer.block:
+        return shared_tables(config, layer)
     biases = [f"{name.removesuffix('_bias')}.relative_bias" for name in sorted(begins)]
     return ["wte"] if held.get(block) else biases
 
@@ -160,6 +163,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "N": config.kv_channels - config.qk_rope_head_dim,  # of a head, without rotary position
         "Z": config.qk_rope_head_dim,
         "U": config.v_head_dim or config.kv_channels,
+        "Rank": config.shared_blocks.adapter_rank if config.shared_blocks else 0,
         "Buckets": config.relative_buckets,
     } | _state_sizes(config)
     if config.vision:

@@ -29,8 +29,11 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     heads: dict[str, Node] = {}
     for name, n in weights.items():
         x = n.lower()
-        w = b.weight(f"w{name}", "M", n, "D", scope=scope)
+        w = b.weight(f"w{name}", h.shape[-1], n, "D", scope=scope)
         heads[name] = b.linear(f"bsm,m{x}d->bs{x}d", h, w, name, scope=scope)
+        if b.block and c.shared_blocks and c.shared_blocks.attention_adapter:
+            spec = f"bsr,r{x}d->bs{x}d"
+            heads[name] = b.adapted(heads[name], h, f"{name}_narrow", name, spec, n, "D")
         if c.qkv_bias:
             heads[name] = b.bias(heads[name], f"b{name}", n, "D")
         if c.qk_norm and name != "v":
@@ -69,7 +72,8 @@ def relative_bias(b: Builder) -> Node:
     if name not in b.recipe.begins:
         return b.take(name, "A", "S", "S")
     own: dict[str, Any] = {"scope": "attention"}
-    table = b.param(f"{stack}.relative_bias", "Buckets", "A", tied=True, **own)
+    own["tied"] = table = f"{stack}.relative_bias"
+    table = b.param(table, "Buckets", "A", **own)
     shape = (size("A"), size("S"), size("S"))
     causal = b.config.causal
     made = apply("relative_bias", "Va->aQK", table, out=shape, causal=causal, name=name, **own)
@@ -216,8 +220,11 @@ def _core(
     sinks = [b.param("sinks", "A", scope="attention")] if c.attention_sinks else []
     if b.recipe.inference:
         return served_attention(b, q, keys, reach, qd, kd, value, sinks)
-    width = 1 if c.position == "relative" else c.kv_channels  # T5 does not scale scores
-    mask: dict[str, Any] = {"window": reach.window, "width": width, "causal": causal and c.causal}
+    mask: dict[str, Any] = {
+        "window": reach.window,
+        "width": b.score_width,
+        "causal": causal and c.causal,
+    }
     mask |= {"chunk": reach.chunk} if reach.chunk else {}
     out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
     if b.recipe.flash_attention:

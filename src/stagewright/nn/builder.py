@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from stagewright.ir import Graph, Node, replace
 from stagewright.models import ModelConfig
-from stagewright.ops import apply, cast, einsum, elementwise, identity, leaf, letters
+from stagewright.ops import add, apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.size import Size, size
+
+SHARED = "shared"  # what parameters of shared blocks are called by, and with a number their tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,20 @@ class Tie(NamedTuple):
     owner: bool = True  # of the copies on its rank, which are one tensor
     away: bool = True  # other pipeline ranks have copies, too
     later: bool = False  # a block behind it on its stage uses this rank's tensor
+
+    @property
+    def words(self) -> str:
+        """Which of the copies it is.
+
+        >>> Tie("wte").words, Tie("wte", first=False, owner=False).words
+        ('first and alone with wte', 'last here with wte')
+        """
+        if self.owner:
+            place = "first" if self.first else "first here"
+            place += "" if self.later else " and alone"
+        else:
+            place = "again" if self.later else "last here"
+        return f"{place} with {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +167,8 @@ class Builder:
     """What the block is handed besides the stream."""
     made: dict[str, Node] = field(default_factory=dict[str, Node])
     """What it hands on besides the stream."""
+    block: int = 0
+    """The shared block that is written down now; 0: none, but the layer itself."""
 
     @property
     def dtype(self) -> str:
@@ -158,13 +176,24 @@ class Builder:
         return self.recipe.precision.compute
 
     def param(
-        self, name: str, *dims: str | Size, scope: str = "", tied: bool = False, dtype: str = ""
+        self,
+        name: str,
+        *dims: str | Size,
+        scope: str = "",
+        tied: str = "",
+        dtype: str = "",
+        own: bool = False,
     ) -> Node:
-        """A parameter as the computation sees it."""
+        """A parameter as the computation sees it; `tied` names the table that it is a copy of.
+
+        One of a shared block has copies in all layers that share it, unless it is their `own`.
+        """
+        if self.block and not own:
+            name, tied = f"{SHARED}.{name}", f"{SHARED}{self.block}.{name}"
         if name not in self.params:
-            own = {"role": "param", "param": name, "tied": tied, "scope": scope}
+            about: dict[str, Any] = {"role": "param", "tied": tied, "scope": scope}
             stored = dtype or self.recipe.precision.param or self.dtype
-            self.params[name] = p = leaf("param", dims, stored, name, **own)
+            self.params[name] = p = leaf("param", dims, stored, name, param=name, **about)
             used: dict[str, Any] = {"param": name, "once": self.recipe.gather_once, "scope": scope}
             x = p if dtype else cast(p, self.dtype, name=name, role="sent", **used)
             self.used[name] = identity(x, name, role="used", **used)
@@ -184,14 +213,15 @@ class Builder:
 
     def buffer(self, name: str, *dims: str, scope: str = "") -> Node:
         """An fp32 parameter that no gradient reaches; every rank has all of it."""
-        own = {"role": "param", "param": name, "tied": False, "buffer": True, "scope": scope}
+        own = {"role": "param", "param": name, "tied": "", "buffer": True, "scope": scope}
         self.params[name] = p = leaf("param", dims, "fp32", name, **own)
         return p
 
-    def weight(self, name: str, *dims: str | Size, scope: str = "") -> Node:
+    def weight(self, name: str, *dims: str | Size, scope: str = "", own: bool = False) -> Node:
         """A matrix of a layer, stored in the precision that these are served in."""
         served = self.recipe.inference
-        return self.param(name, *dims, scope=scope, dtype=served.weights if served else "")
+        stored = served.weights if served else ""
+        return self.param(name, *dims, scope=scope, dtype=stored, own=own)
 
     def lowered(self, x: Node, w_dtype: str) -> Node:
         """What is multiplied with weights stored like that: in fp8 with those in fp8."""
@@ -214,6 +244,26 @@ class Builder:
             w = cast(w, low, scope=x.scope, name=w.name, once=once, role="low")
         return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
 
+    def adapted(self, y: Node, x: Node, narrow: str, name: str, spec: str, *dims: str) -> Node:
+        """A product of a shared block and what the layer's own adapter adds (arXiv 2106.09685).
+
+        The adapter is two products through a narrow width, the first of which several may share.
+        """
+        own: dict[str, Any] = {"scope": y.scope, "own": True}
+        a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank", **own)
+        low = self.linear("bsm,mr->bsr", x, a, f"{narrow}_low", scope=y.scope)
+        w = self.weight(f"adapter.{name}", "Rank", *dims, **own)
+        more = self.linear(spec, low, w, f"{name}_more", scope=y.scope)
+        return add(y, more, name=f"{name}_adapted", scope=y.scope)
+
+    @property
+    def score_width(self) -> int:
+        """Scores are divided by the square root of this."""
+        if self.config.position == "relative":  # T5 does not scale them
+            return 1
+        # Inputs of a shared block are two, of which the published scale counts one.
+        return self.config.kv_channels // 2 if self.block else self.config.kv_channels
+
     def bias(self, x: Node, name: str, *dims: str) -> Node:
         """Add a bias over some of the dims."""
         z = letters(x)
@@ -221,7 +271,7 @@ class Builder:
         of = "".join(z[x.shape.index(size(d))] for d in dims)
         return apply("bias", f"{z},{of}->{z}", x, b, name=f"{x.name}_biased")
 
-    def norm(self, x: Node, name: str, dim: str = "M", fn: str = "", **fields: Any) -> Node:
+    def norm(self, x: Node, name: str, dim: str | Size = "M", fn: str = "", **fields: Any) -> Node:
         """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim."""
         fn = fn or self.config.norm
         z = letters(x)

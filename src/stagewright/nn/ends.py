@@ -45,7 +45,13 @@ def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") ->
     if config.embedding_norm:
         x = b.norm(x, "embedding_norm")
     y = identity(b.dropout(x, config.embedding_dropout), "y")
+    if config.shares:
+        b.make(ORIGINAL, y)
     return finish("embedding", b, None, y)
+
+
+ORIGINAL = "original"
+"""The stream as the embedding made it, which shared blocks read beside the stream as it is."""
 
 
 def head(config: ModelConfig, recipe: Recipe) -> Block:
@@ -81,9 +87,10 @@ def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
     return cross_entropy(logits, labels, eager=eager)
 
 
-def tied(config: ModelConfig) -> bool:
-    """Whether the embedding's table has copies in other blocks."""
-    return config.tied_embeddings or config.mtp_num_layers > 0 or config.encoder_num_layers > 0
+def tied(config: ModelConfig) -> str:
+    """The name of the embedding's table, if other blocks have copies of it."""
+    copies = config.tied_embeddings or config.mtp_num_layers > 0 or config.encoder_num_layers > 0
+    return "wte" if copies else ""
 
 
 def mtp_name(ahead: int) -> str:
@@ -110,7 +117,7 @@ def _logits(b: Builder, h: Node) -> Node:
             "bsm,mw->bsw", h, b.param("w_out", "M", "W", scope=scope), name="out_proj", scope=scope
         )
     table = "wte" if config.tied_embeddings else "lm_head"
-    w = b.param(table, "V", width, scope=scope, tied=config.tied_embeddings)
+    w = b.param(table, "V", width, scope=scope, tied="wte" if config.tied_embeddings else "")
     if b.recipe.own_input_grads:
         h = identity(h, "logits_in")
     logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope)

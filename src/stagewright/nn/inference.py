@@ -23,7 +23,7 @@ from stagewright.size import Size, size
 def finish(name: str, b: Builder, y: Node) -> Block:
     """A block that ends with its result, and with the caches it wrote into."""
     kept = {n.name: n for n in toposort([y]) if n.op == "cache"}
-    outputs = {"y": y, **kept, **b.extra}
+    outputs = {"y": y, **kept, **b.extra, **b.made}
     return Block(name, Graph.of(toposort(outputs.values()), outputs), {})
 
 
@@ -164,7 +164,7 @@ def _seen(b: Builder, reach: Reach, keys: Sequence[Node]) -> dict[str, Any]:
     c = b.config
     own: dict[str, Any] = {n: size(f"{n}{reach.kind}") for n in ("pairs", "requests")}
     own |= {"dtype": b.dtype, "scope": "attention.core", "window": reach.window}
-    own |= {"width": c.kv_channels, "latent": len(keys) == 1, "softcap": c.attention_softcap or 0}
+    own |= {"width": b.score_width, "latent": len(keys) == 1, "softcap": c.attention_softcap or 0}
     own |= {"chunk": reach.chunk} if reach.chunk else {}
     if kind_of(b, reach) == "_striped":
         own |= {"stripes": size("Stripes"), "block": size("L_striped") / size("I_striped")}

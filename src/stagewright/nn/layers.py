@@ -13,6 +13,7 @@ from stagewright.nn.builder import Block, Builder, Recipe
 from stagewright.nn.experts import experts
 from stagewright.nn.finish import finish
 from stagewright.nn.mlp import mlp
+from stagewright.nn.shared import with_shared
 from stagewright.nn.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
 from stagewright.ops import add, identity, leaf
 from stagewright.size import size
@@ -77,7 +78,8 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Part | None = None) -> Node
     for norm, scope, part in branches:
         if part is None:
             continue
-        h = y if place == "post" else b.norm(y, f"{norm}_norm", scope=scope)
+        read = with_shared(b, y, what.block) if what.block and part is mixer else y
+        h = read if place == "post" else b.norm(read, f"{norm}_norm", scope=scope)
         out = identity(part(b, h), "branch", scope=scope)
         if place == "sandwich":
             out = b.norm(out, f"{norm}_post_norm", scope=scope)

@@ -36,7 +36,7 @@ def mtp(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     else:
         h = x = leaf("input", ("B", "S", "M"), b.dtype, "x", **own)
     tokens = leaf("input", ("B", "S"), "int64", f"tokens{what.ahead}", like="tokens", **own)
-    table = b.param("wte", "V", "M", scope="mtp", tied=True)
+    table = b.param("wte", "V", "M", scope="mtp", tied="wte")
     e = apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype, name="word", scope="mtp")
     e = b.norm(identity(e, "embedded"), "enorm", scope="mtp")
     h = b.norm(h, "hnorm", scope="mtp")

@@ -57,12 +57,15 @@ def finish(
         outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
     trained = [p for p in b.params.values() if not p.get("buffer")]
     for p, g in zip(trained, gradients, strict=True):
-        tie = b.recipe.tie(p.name, first=not is_loss) if p["tied"] else None
+        table = str(p["tied"])
+        tie = b.recipe.tie(table, first=not is_loss) if table else None
         if tie and tie.later and b.recipe.sum_tied:
             g = _with_later(p, g)
         if tie and not tie.owner:  # the tensor is that of a block before
             if b.recipe.sum_tied:
-                outputs["tied_grad" if p.name == "wte" else f"d_{p.name}"] = g
+                own = {"role": "tied_grad", "param": p.name, "phase": "backward", "scope": p.scope}
+                handed = "tied_grad" if table == "wte" else f"d_{table}"
+                outputs[handed] = identity(g, f"d_{p.name}", **own)
             else:
                 synced[g] = _accumulated(p, g, b.recipe.precision)
                 outputs[f"grad.{p.name}"] = synced[g]
@@ -103,9 +106,9 @@ def _seed(n: Node, name: str, **own: Any) -> Node:
 def _with_later(p: Node, g: Node) -> Node:
     """A gradient and those that the blocks behind found for the same tensor."""
     own: dict[str, Any] = {"role": "tied_grad", "param": p.name}
-    name = "tied_grad"
-    if p.name != "wte":
-        name, own["carried"] = f"d_{p.name}", p.name
+    name, table = "tied_grad", str(p["tied"])
+    if table != "wte":
+        name, own["carried"] = f"d_{table}", table
     other = leaf("input", p.shape, g.dtype, name, phase="backward", **own)
     return add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
 
@@ -134,7 +137,8 @@ def _reduced(p: Node, g: Node, recipe: Recipe, *, away: bool) -> Node:
     g = identity(g, f"{p.name}.grad", role="synced", **own)
     g = identity(g, f"{p.name}.grad", role="reduced", **own)
     if away:
-        g = elementwise("tie", g, name=f"{p.name}.grad", role="tied", **own)
+        of = {"name": f"{p.name}.grad", "role": "tied", "tied": p["tied"]}
+        g = elementwise("tie", g, **of, **own)
     return g
 
 
