@@ -488,7 +488,7 @@ ZAMBA2 = replace(
     TINY["llama"],
     **{"name": "zamba2", "num_layers": 5, "mixers": ("mamba2",), "mlps": ("none",)},
     **{"state_space": TINY["mamba2"].state_space, "tied_embeddings": True},
-    shared_blocks=SharedBlocks(layers=(0, 1, 2, 1, 1), adapter_rank=6, attention_adapter=True),
+    shared_blocks=SharedBlocks(layers=(0, 1, 2, 1, 1), adapter_rank=12, attention_adapter=True),
 )
 """Layers that share their weights, and are handed more than the stream."""
 

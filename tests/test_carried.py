@@ -163,8 +163,8 @@ def test_a_whole_model_against_finite_differences(model: str, settings: dict[str
         for sign in (1, -1):
             moved = [dict(values) for values in whole.own]
             for (i, name), way in ways.items():
-                moved[i][name] = moved[i][name] + sign * 1e-6 * way
-            slope += sign * whole.forward(moved)[0] / 2e-6
+                moved[i][name] = moved[i][name] + sign * 1e-7 * way
+            slope += sign * whole.forward(moved)[0] / 2e-7
         gradients = [
             float((found[i][f"grad.{name}"] * way).sum())
             for (i, name), way in ways.items()

@@ -118,10 +118,23 @@ def test_stages_send_the_embedded_tokens_along() -> None:
     )
 
 
+@pytest.mark.parametrize(("model", "adapters"), [("zamba2-1.2b", 4), ("zamba2-2.7b", 1)])
+def test_collectives_of_a_layer(model: str, adapters: int) -> None:
+    """As vLLM's zamba2.py: sums after attention, MLP and mixer, a gather inside each adapter; and a
+    sum of squares of the mixer's one group."""
+    program = compiled(model, seq_length=64, tp=2, layers=13).program
+    t = program.classes[0].tasks
+    here = (t.kind == Row.COLLECTIVE) & (t.layer == 12 - (model == "zamba2-1.2b"))
+    found = Counter((PHASES[t.phase[i]], t.ops[t.op[i]]) for i in here.nonzero()[0])
+    assert found["forward", "all_reduce"] == 4
+    assert found["forward", "all_gather"] == adapters
+    assert found["backward", "reduce_scatter"] == adapters
+
+
 # ---- work ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"dp": 2, "zero": 3}, {"pp": 3}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 3}], ids=str)
 @pytest.mark.parametrize("model", ["zamba2-1.2b", "zamba2-2.7b"])
 def test_flops(model: str, settings: dict[str, Any]) -> None:
     """Products with weights, shared ones once for each layer that has them: 2, 4 backward."""
@@ -132,11 +145,12 @@ def test_flops(model: str, settings: dict[str, Any]) -> None:
     assert c.shared_blocks
     hidden, rank = c.hidden_size, c.shared_blocks.adapter_rank
     uses = sum(block > 0 for block in c.shared_blocks.layers)
-    mamba = hidden * (3 * s.inner + 2 * s.groups * s.state + s.heads)
+    tp = settings.get("tp", 1)  # ranks have the one group's B and C, and the layer's own matrix
+    mamba = hidden * (3 * s.inner + 2 * tp * s.state + s.heads)
     heads = c.num_attention_heads * c.kv_channels
     adapters = rank * (hidden + 2 * c.ffn_hidden_size)
     adapters += c.shared_blocks.attention_adapter * 3 * rank * (2 * hidden + heads)
-    block = shared_weights(model) - 3 * hidden + hidden**2 + adapters
+    block = shared_weights(model) - 3 * hidden + tp * hidden**2 + adapters
     weights = c.num_layers * mamba + uses * block + hidden * c.vocab_size
     program = compiled(model, **run).program
     for phase, times in (("forward", 2), ("backward", 4)):
@@ -203,6 +217,12 @@ def test_the_embedded_tokens_stay_in_memory() -> None:
 def test_refused(change: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
         replace(SMALL, **change)
+
+
+def test_adapters_that_tp_cannot_split() -> None:
+    odd = replace(SMALL, shared_blocks=SharedBlocks(layers=(1,), adapter_rank=3))
+    with pytest.raises(UserError, match="tp=2 does not divide the adapters' rank 3"):
+        sw.compile(Run(model=odd.name, tp=2), odd)
 
 
 def test_places_are_the_published_ones() -> None:

@@ -610,6 +610,12 @@ def _check_model(run: Run, model: ModelConfig) -> None:
             f"tp={run.tp} does not divide the {ffn} channels of the MLP of {model.name}; "
             f"use {divisors(math.gcd(heads, ffn))}"
         )
+    rank = model.shared_blocks.adapter_rank if model.shared_blocks else 0
+    if rank % run.tp:
+        raise UserError(
+            f"tp={run.tp} does not divide the adapters' rank {rank} of {model.name}; "
+            f"use {divisors(math.gcd(heads, rank))}"
+        )
     if model.attends:
         _check_key_value_heads(run, model)
     _check_state_heads(run, model)

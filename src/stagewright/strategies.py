@@ -32,6 +32,7 @@ TENSOR_PARALLEL: Mapping[str, int] = {
     "shared.wq": 1, "shared.wk": 1, "shared.wv": 1, "shared.wo": 0,
     "shared.w_up": 1, "shared.w_gate": 1, "shared.w_down": 0,
     "adapter.q": 1, "adapter.k": 1, "adapter.v": 1, "adapter.up": 1, "adapter.gate": 1,
+    "adapter.q_narrow": 1, "adapter.k_narrow": 1, "adapter.v_narrow": 1, "adapter.mlp_narrow": 1,
     "encoder.relative_bias": 1, "decoder.relative_bias": 1,
     "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,
     "mamba.w_x": 1, "mamba.w_z": 1, "mamba.conv.weight": 0, "mamba.conv.bias": 0,
