@@ -786,6 +786,26 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
         ),
         ({"dcp": 2}, "dcp is a setting of inference, got mode=train"),
         (
+            {"source_length": 99, **DECODE},
+            "source_length=99 is of an encoder and a decoder, but llama3.1-70b has no encoder; use",
+        ),
+        (
+            {"model": "t5-3b", "mode": "prefill", "context_length": 9},
+            "a prefill step of t5-3b begins with its encoder: nothing is in the cache before; use",
+        ),
+        (
+            {"model": "t5-3b", "mode": "decode", "prompt_length": 9},
+            "a decode step of t5-3b runs no encoder, which a new request's prompt needs; drop",
+        ),
+        (
+            {"model": "t5-3b", "mode": "decode", "pp": 2},
+            "pp=2: stages of t5-3b with layers of its encoder have nothing to do in a decode step",
+        ),
+        (
+            {"model": "t5-3b", "mode": "decode", "prefill": "tp=2", "context_length": 9},
+            "prefill sends what a decoder caches of its own, but that of t5-3b caches what its",
+        ),
+        (
             {"cp": 2, "cp_comm_type": "a2a", **PREFILL},
             "cp_comm_type is a setting of training, got mode=prefill: keys and values of new",
         ),
@@ -886,6 +906,51 @@ def test_generation_is_linear_in_ranks() -> None:
     program = run(dp=4096, tp=8, batch_size=4096 * 3 + 1, layers=2, **DECODE).program
     assert [len(c.ranks) for c in program.classes] in ([8 * 4095, 8], [8, 8 * 4095])
     assert math.prod(n for _, n in program.mesh.axes) == 8 * 4096
+
+
+# ---- an encoder and a decoder --------------------------------------------------------------------
+
+T5 = PRESETS["t5-3b"]
+HEADS = T5.num_attention_heads * T5.kv_channels
+MATRIX, MLP = T5.hidden_size * HEADS, 2 * T5.hidden_size * T5.ffn_hidden_size
+
+
+def test_caches_of_a_source_and_of_what_is_made() -> None:
+    """Each layer of the decoder has keys and values of both, in blocks of their own."""
+    token = T5.num_layers * 2 * HEADS * 2
+    fields: dict[str, Any] = {"batch_size": 3, "source_length": 500}
+    both = 3 * (512 + 112) * token
+    assert cached("t5-3b", mode="decode", context_length=99, **fields) == [both]
+    assert cached("t5-3b", mode="decode", context_length=99, tp=8, **fields) == [both // 8]
+    assert cached("t5-3b", mode="prefill", **fields) == [3 * (512 + 16) * token]
+    contiguous: dict[str, Any] = {"kv_cache": "contiguous", "max_model_len": 200}
+    fields |= contiguous
+    assert cached("t5-3b", mode="decode", context_length=99, **fields) == [3 * 700 * token]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_work_of_an_encoder_and_a_decoder(tp: int) -> None:
+    """A source is encoded once, and its keys are made for all layers of the decoder."""
+    fields: dict[str, Any] = {"batch_size": 3, "source_length": 500, "tp": tp}
+    logits = T5.vocab_size * T5.hidden_size
+    of_token = 24 * (6 * MATRIX + MLP) + logits  # queries, and all of self-attention
+    of_source = 24 * (4 * MATRIX + MLP) + 24 * 2 * MATRIX
+    found = work(run("t5-3b", mode="prefill", **fields))
+    assert found["einsum"] == 3 * 2 * (500 * of_source + of_token)
+    assert found["varlen_attention"] == 3 * 24 * 4 * HEADS * 500**2
+    assert found["cached_attention"] == 3 * 24 * 4 * HEADS * (1 + 500)
+    found = work(run("t5-3b", mode="decode", context_length=99, **fields))
+    assert found["einsum"] == 3 * 2 * of_token
+    assert found["cached_attention"] == 3 * 24 * 4 * HEADS * (100 + 500)
+    assert not found["varlen_attention"]
+
+
+def test_all_weights_are_held() -> None:
+    """The encoder's too while tokens are decoded; the table that both look up is one."""
+    compiled = run("t5-3b", mode="decode")
+    held = {run("t5-3b", mode=mode).program.classes[0].memory["parameters"]
+            for mode in ("prefill", "decode")}  # fmt: skip
+    assert held == {2 * compiled.parameters}
 
 
 # ---- layers that carry a state -------------------------------------------------------------------

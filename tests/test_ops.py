@@ -126,6 +126,16 @@ EXAMPLES = [
         )
         for wide, more in (("V", of), ("", of | {"sums": True}))
     ),
+    *(
+        Example(
+            op,
+            "bqaD,bKaD,bKaD,bq,bI,bK,za->bqaD",
+            SERVED | {"bias": True, "causal": causal},
+            (0, 1, 2, 3, 4, 5, 6),
+            (*SLOTS, "token_slots", ""),
+        )
+        for op, causal in (("cached_attention", True), ("varlen_attention", False))
+    ),
     Example("merge_stripes", "nbqav,Mbqa->bqav", {}, (0, 1)),
     Example("merge_stripes", "nbqav,Mbqa,a->bqav", {}, (0, 1, 2)),
     Example("cache", "bnkgd,bSgd,bS->bnkgd", {}, (0, 1, 2), ("", "", "token_slots")),

@@ -112,8 +112,9 @@ def _serving(dice: Dice, name: str, degrees: dict[str, int]) -> dict[str, Any]:
         "prompt_length": dice.choice((None, None if cp > 1 else 8))
         if decode
         else dice.choice((1, 8, 24)),
-        "context_length": dice.choice((0, 5, 32)),
+        "context_length": 0 if model.encoder_num_layers and not decode else dice.choice((0, 5, 32)),
         "num_speculative_tokens": dice.choice((0, 0, 2)) if decode else 0,
+        "source_length": dice.choice((None, 9)) if model.encoder_num_layers else None,
         "kv_cache": dice.choice(("paged", "paged", "contiguous")),
         "kv_block_size": dice.choice((1, 16)),
         "kv_cache_dtype": dice.choice((None, "bf16", "fp8", "fp32")),

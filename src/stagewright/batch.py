@@ -253,6 +253,23 @@ def each(
     return np.stack(columns, axis=1)
 
 
+SOURCE = ("source", "squares", "crossed", "slots", "blocks")
+
+
+def sources(groups: Sequence[Group], tokens: int, cache: Cache) -> Int:
+    """The same of an encoder that gives each request so many tokens, which all see each other.
+
+    `squares`: pairs of these; `crossed`: of each new token with all of them; `slots` and `blocks`
+    of the cache that holds them (vLLM's CrossAttentionManager).
+    """
+    new = np.array([g.new_tokens for g in groups], np.int64)
+    width = cache.block_size or tokens
+    blocks = -(-tokens // width)
+    alike = (tokens, tokens**2), (blocks * width, blocks)
+    columns = [np.full_like(new, n) for some in alike for n in some]
+    return np.stack([*columns[:2], new * tokens, *columns[2:]], axis=1)
+
+
 def _held(tokens: Int, stripes: int, stripe: int) -> Int:
     """Of so many tokens of a request, those of one stripe.
 

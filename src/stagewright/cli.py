@@ -90,6 +90,7 @@ SETTINGS = (
         "Prefill: new tokens of a request. Decode: a prompt's chunk besides, on each rank of dp.",
     ),
     Setting("context_length", int, "Inference: tokens of a request in the cache before the step."),
+    Setting("source_length", int, "Inference, encoder-decoder: tokens of the encoder. [longest]"),
     Setting("requests", str, "Inference: a .csv of count, context_length, new_tokens."),
     Setting("num_speculative_tokens", int, "Decode: draft tokens that are verified. [0]"),
     Setting(

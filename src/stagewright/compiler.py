@@ -351,6 +351,8 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[tuple[Kind, int]]]:
         away = at < (run.cpu_offloading_num_layers or 0)
         stages[stage].append((Kind(name, layer, recomputed, activations_on_host=away), index))
     stages[-1] += between
+    if run.mode != "train":
+        return stages
     return [_states_on_host(run, stage) for stage in _with_ends(stages, model)]
 
 

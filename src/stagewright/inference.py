@@ -116,12 +116,7 @@ class _Step:
         if key not in self.footprints:
             extent = self.extent(sizes)
             self.footprints[key] = {
-                kind: served_footprint(
-                    graph,
-                    self.tasks[kind],
-                    extent,
-                    frozenset(t.name for t in kind.ties if not t.owner),
-                )
+                kind: served_footprint(graph, self.tasks[kind], extent)
                 for kind, graph in self.graphs.items()
             }
         return self.footprints[key]

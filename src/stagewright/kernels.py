@@ -466,10 +466,11 @@ class _Lowering:
 
 
 TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows
-STREAM, TABLE = "x", "wte"
+STREAM, TABLE, MEMORY = "x", "wte", "memory"
 CLIP = Carried("clip_scale")  # the factor that clips gradients
 OUTPUTS = {
     "y": Carried(STREAM),
+    MEMORY: Carried(MEMORY),  # what an encoder has made, which a decoder's layers look at
     "dx": Carried(STREAM, gradient=True),
     "tied_grad": Carried(TABLE, gradient=True),
 }

@@ -345,9 +345,12 @@ def _buckets(ctx: Any, queries: int, keys: int, many: int) -> Any:
     T5 (arXiv 1910.10683, section 2.1) spaces far ones logarithmically; here all far ones are one.
     """
     ahead = np.arange(keys)[None, :] - np.arange(queries)[:, None]
-    half = many if ctx["causal"] else many // 2
-    row = np.minimum(np.abs(ahead), half - 1) + (0 if ctx["causal"] else half) * (ahead > 0)
-    return (row[..., None] == np.arange(many)).astype(float)
+    return (_bucket(ctx["causal"], ahead, many)[..., None] == np.arange(many)).astype(float)
+
+
+def _bucket(causal: bool, ahead: Any, many: int) -> Any:
+    half = many if causal else many // 2
+    return np.minimum(np.abs(ahead), half - 1) + (0 if causal else half) * (ahead > 0)
 
 
 def relative_bias(ctx: Any, table: Any) -> Any:
@@ -389,12 +392,20 @@ def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
     k, v = _heads(*rest[:many], width=ctx.shape[-1])
     asks, at = _owners(ctx, table, slots)
     holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), places.shape[-1])))
-    seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
+    seen = asks[:, :, None] == holds[:, None, :]
+    ahead = place[:, None, :] - at[:, :, None]
+    causal = ctx.get("causal", True)
+    if causal:
+        seen &= ahead <= 0
     if ctx.get("window"):
         seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
     if ctx.get("chunk"):
         seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
-    p = _probabilities(_scores(ctx, q, k, seen), _per_head(more.get("sinks"), k))
+    bias: Any = 0.0
+    if "bias" in more:  # [sequences, queries, keys, heads]
+        bias = more["bias"][_bucket(causal, np.clip(ahead, -(2**20), 2**20), len(more["bias"]))]
+        bias = np.moveaxis(bias, 3, 1).reshape(len(q), k.shape[2], -1, *bias.shape[1:3])
+    p = _probabilities(_scores(ctx, q, k, seen) + bias, _per_head(more.get("sinks"), k))
     return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
 

@@ -242,8 +242,8 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
 
 
 def _heads(here: Mapping[str, Any]) -> Any:
-    """Batch and heads, of the letters of an attention: what is neither a position nor a width."""
-    return math.prod([v for x, v in here.items() if x not in "qkdvi"], start=1)
+    """Batch and heads, of the letters of an attention: what is no position, width or table row."""
+    return math.prod([v for x, v in here.items() if x not in "qkdviz"], start=1)
 
 
 def _row_sums(n: Node, here: Mapping[str, Any]) -> Any:
@@ -789,6 +789,7 @@ OPS: dict[str, Op] = {
     "attention": Op(_m.attention, _attention_vjp, ring=("q", "k"), scratch=_row_sums),
     "attention_bwd": Op(_m.attention_bwd, ring=("q", "k"), joint=True, scratch=_forward_again),
     "cached_attention": Op(_m.cached_attention),
+    "varlen_attention": Op(_m.cached_attention),
     "striped_attention": Op(_m.striped_attention, joint=True),
     "merge_stripes": Op(_m.merge_stripes, flops=_merge_flops),
     "relative_bias": Op(_m.relative_bias, _relative_bias_vjp, flops=0, gathers=0),

@@ -165,10 +165,14 @@ class Run(BaseModel):
     `requests` names."""
     prompt_length: Count | None = None
     """Prefill: new tokens of each request; None: the model's longest, but at most 8192. Decode: a
-    chunk of a prompt that every rank of dp computes besides (chunked prefill); None: no chunk."""
+    chunk of a prompt that every rank of dp computes besides (chunked prefill); None: no chunk. Of a
+    decoder with an encoder, whose prompt is its source, None: the one token that it starts with."""
     context_length: Annotated[StrictInt, Field(ge=0, le=LARGEST)] | None = None
     """Tokens of each request in the cache before the step. None: in prefill 0; in decode as many as
     make the new token the last of the model's longest sequence, but at most the 8192nd."""
+    source_length: Count | None = None
+    """Inference, encoder-decoder: tokens of each request that the encoder sees. None: the model's
+    longest sequence, but at most 8192."""
     requests: Annotated[
         StrictStr | tuple[batch.Group, ...] | None, BeforeValidator(serving.read_requests)
     ] = None
@@ -367,7 +371,9 @@ class Run(BaseModel):
             if model.encoder_num_layers:
                 defaults["decoder_seq_length"] = self.seq_length or longest
         else:
-            defaults |= serving.defaults(self, longest, latent=model.kv_lora_rank > 0)
+            sources = model.encoder_num_layers > 0
+            latent = model.kv_lora_rank > 0
+            defaults |= serving.defaults(self, longest, latent=latent, sources=sources)
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if isinstance(self.requests, str):
             absent["requests"] = batch.read(self.requests)

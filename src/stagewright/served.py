@@ -5,7 +5,7 @@ Allocation is ideal: a value is there from the kernel that makes it to the last 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from stagewright.ir import Graph, Node
@@ -16,21 +16,21 @@ class ServedFootprint(NamedTuple):
     """Bytes of one block on one rank, in inference."""
 
     parameters: int
+    tables: Mapping[str, int]  # parameters that blocks of a rank share
     kv_cache: int  # of the requests of one microbatch
     peak: int  # most that lives besides
 
 
-def served_footprint(
-    graph: Graph, tasks: Sequence[Task], extent: Extent, shared: frozenset[str] = frozenset()
-) -> ServedFootprint:
-    """What a block needs in inference; tables called `shared` are held elsewhere on the rank."""
+def served_footprint(graph: Graph, tasks: Sequence[Task], extent: Extent) -> ServedFootprint:
+    """What a block needs in inference."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
     # Written in place; what blocks hand on besides the stream is there longer than one of them.
     static = {*params, *caches, *(n for n in graph if n.op == "cache" or n.get("role") == "cache")}
     static |= {*carried(graph).values()}
     return ServedFootprint(
-        sum(bytes_of(n, extent) for n in params if n.get("tied") not in shared),
+        sum(bytes_of(n, extent) for n in params if not n.get("tied")),
+        {str(n["tied"]): bytes_of(n, extent) for n in params if n.get("tied")},
         sum(bytes_of(n, extent) for n in caches),
         _peak([t for t in tasks if t.part == "forward"], static, set(), set(), extent),
     )
@@ -41,8 +41,9 @@ def served_memory(microbatches: Sequence[Sequence[ServedFootprint]]) -> dict[str
 
     The requests of all microbatches have their keys and values in the cache at once.
     """
+    tables = {name: held for f in microbatches[0] for name, held in f.tables.items()}
     result = {
-        "parameters": sum(f.parameters for f in microbatches[0]),
+        "parameters": sum(f.parameters for f in microbatches[0]) + sum(tables.values()),
         "kv_cache": sum(f.kv_cache for blocks in microbatches for f in blocks),
         "activations": max(f.peak for blocks in microbatches for f in blocks),
     }

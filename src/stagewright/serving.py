@@ -80,7 +80,7 @@ TRAINING = {
 INFERENCE = (
     *("batch_size", "prompt_length", "context_length", "requests", "num_speculative_tokens"),
     *("kv_cache_dtype", "kv_cache", "kv_block_size", "max_model_len", "device_memory"),
-    *("prefill", "weight_precision", "mla", "num_redundant_experts", "dcp"),
+    *("prefill", "weight_precision", "mla", "num_redundant_experts", "dcp", "source_length"),
 )
 """Settings that mean nothing in training."""
 
@@ -119,10 +119,12 @@ def read_bytes(value: str | int, setting: str = "device_memory") -> int:
     return int(size)
 
 
-def defaults(run: Run, longest: int, *, latent: bool = False) -> dict[str, Any]:
+def defaults(
+    run: Run, longest: int, *, latent: bool = False, sources: bool = False
+) -> dict[str, Any]:
     """What settings that are not given become, where the longest sequence is `longest`.
 
-    `latent`: the model's attention is.
+    `latent`: the model's attention is. `sources`: requests have tokens of an encoder.
     The rows of a file of requests take the place of its path.
     """
     found: dict[str, Any] = {}
@@ -131,7 +133,9 @@ def defaults(run: Run, longest: int, *, latent: bool = False) -> dict[str, Any]:
         new = 1 + run.num_speculative_tokens
         found["context_length"] = 0 if run.mode == "prefill" else max(0, longest - new)
     if run.mode == "prefill" and (rows is None or any(g.new_tokens is None for g in rows)):
-        found["prompt_length"] = longest
+        found["prompt_length"] = 1 if sources else longest
+    if sources:
+        found["source_length"] = longest
     if latent:  # as vLLM's backends do (vllm/v1/attention/backends/mla/common.py)
         found["mla"] = "naive" if run.mode == "prefill" else "absorb"
     if run.kv_cache == "contiguous":
@@ -205,6 +209,10 @@ def loads(run: Run, model: ModelConfig) -> Loads:
     whole = cache_of(run)
     tables = [sums(whole, reach) for reach in model.reaches]
     names = [SIZES[c] + reach.kind for reach in model.reaches for c in batch.COLUMNS]
+    if run.source_length is not None:
+        of_source = batch.sources(requests, run.source_length, whole)
+        tables.append(batch.dealt(requests, of_source, places))
+        names += SOURCES
     if model.num_experts:
         tokens = tables[0][:, batch.COLUMNS.index("tokens")].reshape(-1, run.dp)
         together = tokens.sum(axis=1, keepdims=True) + np.zeros_like(tokens)
@@ -290,6 +298,10 @@ SIZES = dict(
 """The dims and numbers of a graph that a batch decides; `requests`, `S` and `O` know no window."""
 
 
+SOURCES = ("Source", "pairs_source", "pairs_cross", "L_source", "I_source")
+"""The same of `batch.SOURCE`."""
+
+
 def cache_of(run: Run) -> batch.Cache:
     """How a resolved run keeps tokens."""
     paged = run.kv_cache == "paged"
@@ -316,11 +328,7 @@ def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError if a resolved run cannot be served."""
     if model.encoder:
         raise UserError(f"{model.name} is an encoder, it generates nothing; use mode=train")
-    if model.encoder_num_layers:
-        raise UserError(
-            f"{model.name} has an encoder and a decoder, which are there in training only; use "
-            "mode=train"
-        )
+    _check_source(run, model)
     if model.modules:
         names = ", ".join(m.name for m in model.modules)
         raise UserError(f"modules ({names}) are there in training only; drop them, or mode")
@@ -411,6 +419,39 @@ def _check_context(run: Run, model: ModelConfig) -> None:
             f"cp={run.cp} splits a prompt into {2 * run.cp} parts, but a request has {shortest} "
             "new tokens; use longer ones, or cp=1"
         )
+
+
+def _check_source(run: Run, model: ModelConfig) -> None:
+    """What the encoder sees of each request, in a step of its own."""
+    if not model.encoder_num_layers:
+        if run.source_length is not None:
+            raise UserError(
+                f"source_length={run.source_length} is of an encoder and a decoder, but "
+                f"{model.name} has no encoder; use prompt_length or context_length"
+            )
+        return
+    if run.prefill is not None:
+        raise UserError(
+            f"prefill sends what a decoder caches of its own, but that of {model.name} caches what "
+            "its encoder makes, too; drop it"
+        )
+    if run.mode == "prefill" and prefixed(run):
+        raise UserError(
+            f"a prefill step of {model.name} begins with its encoder: nothing is in the cache "
+            "before; use no context_length, or mode=decode"
+        )
+    if run.mode == "decode" and run.prompt_length is not None:
+        raise UserError(
+            f"a decode step of {model.name} runs no encoder, which a new request's prompt needs; "
+            "drop prompt_length, or use mode=prefill"
+        )
+    if run.mode == "decode" and run.pp > 1:
+        raise UserError(
+            f"pp={run.pp}: stages of {model.name} with layers of its encoder have nothing to do in "
+            "a decode step; use pp=1"
+        )
+    if run.dcp is not None and run.dcp > 1:
+        raise UserError(f"dcp={run.dcp}: caches of a source are not split by tokens; use dcp=1")
 
 
 def _check_redundant(run: Run, model: ModelConfig) -> None:

@@ -319,6 +319,8 @@ def _cached(plan: Plan) -> dict[str, Dims]:
     rows["row_slots"] = requests
     rows["q_striped"] = (*requests, tuple(a for a in plan.tensor if a not in plan.stripes), ())
     rows["striped_context"] = (plan.data, plan.context, plan.tensor, ())
+    rows |= {f"{name}_cache_source": cache for name in ("k", "v")}
+    rows |= dict.fromkeys(("source_slots", "source_ends", "block_table_source"), requests)
     rows |= {f"{name}_striped": requests for name in ("token_slots", "block_table")}
     for kind in ("", "_local", "_chunked"):
         rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table", "key_slots")}

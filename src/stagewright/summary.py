@@ -24,8 +24,9 @@ program; each class has
 All bytes and FLOPs are exact integers of one step.
 
 In inference there are also `mode`; `batch`: `requests` of the step, their new `tokens`, and the
-`cached_tokens` that were there before; and, where `device_memory` is given, `capacity`: whether the
-step `fits`, the most `requests` that do, and how many `tokens` each of the step's may have.
+`cached_tokens` that were there before (and `source_tokens` of their encoder); and, where
+`device_memory` is given, `capacity`: whether the step `fits`, the most `requests` that do, and how
+many `tokens` each of the step's may have.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def summary(compiled: Compiled | Recorded) -> Summary:
 
 
 def _served(compiled: Compiled | Recorded) -> Summary:
-    asked = groups(compiled.run)
+    asked, source = groups(compiled.run), compiled.run.source_length
     fitting = compiled.capacity
     return {
         "mode": compiled.run.mode,
@@ -116,6 +117,7 @@ def _served(compiled: Compiled | Recorded) -> Summary:
             "requests": batch.total(asked),
             "tokens": sum(g.count * (g.new_tokens or 0) for g in asked),
             "cached_tokens": sum(g.count * (g.context_length or 0) for g in asked),
+            **({"source_tokens": batch.total(asked) * source} if source else {}),
         },
         **({"capacity": fitting._asdict()} if fitting else {}),
     }
@@ -288,6 +290,8 @@ def _batch_line(of: Summary) -> str:
         f"{of['mode']}: {plural(step['requests'], 'request', 'requests')}, "
         f"{step['tokens']:,} new tokens, {step['cached_tokens']:,} in the cache before"
     )
+    if "source_tokens" in step:
+        line += f", {step['source_tokens']:,} of their sources"
     if fitting is None:
         return line
     most = f"{quantity(fitting['device_memory'], 'B')} hold {fitting['requests']:,} such requests"

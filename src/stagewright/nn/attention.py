@@ -8,7 +8,15 @@ from typing import Any
 from stagewright.ir import Node
 from stagewright.models import Reach
 from stagewright.nn.builder import Builder
-from stagewright.nn.inference import cached, cached_attention, cached_rows, served_attention
+from stagewright.nn.inference import (
+    cached,
+    cached_attention,
+    cached_rows,
+    cross_cached_attention,
+    served_attention,
+    source_attention,
+    source_cached,
+)
 from stagewright.ops import apply, cast, einsum, elementwise, identity, join, part
 from stagewright.size import size
 
@@ -69,11 +77,13 @@ def relative_bias(b: Builder) -> Node:
     """
     stack = "encoder" if b.config.encoder else "decoder"
     name = f"{stack}_bias"
+    own: dict[str, Any] = {"scope": "attention"}
+    table = f"{stack}.relative_bias"
+    if b.recipe.inference:  # by distance, while scores are made
+        return b.param(table, "Buckets", "A", tied=table, **own)
     if name not in b.recipe.begins:
         return b.take(name, "A", "S", "S")
-    own: dict[str, Any] = {"scope": "attention"}
-    own["tied"] = table = f"{stack}.relative_bias"
-    table = b.param(table, "Buckets", "A", **own)
+    table = b.param(table, "Buckets", "A", tied=table, **own)
     shape = (size("A"), size("S"), size("S"))
     causal = b.config.causal
     made = apply("relative_bias", "Va->aQK", table, out=shape, causal=causal, name=name, **own)
@@ -83,20 +93,29 @@ def relative_bias(b: Builder) -> Node:
 def cross_attention(b: Builder, h: Node) -> Node:
     """Queries of the decoder, keys and values of what the encoder made of its sequence."""
     c, scope = b.config, "attention"
-    memory = b.take("memory", "B", "Source", "M")
+    served = b.recipe.inference
+    memory = None if served and served.decode else b.take("memory", "B", "Source", "M")
     g = "A" if c.num_query_groups == c.num_attention_heads else "G"
     heads: dict[str, Node] = {}
     for name, of, n, at in (("q", h, "A", "s"), ("k", memory, g, "t"), ("v", memory, g, "t")):
         w = b.weight(f"cross.w{name}", "M", n, "D", scope=scope)
         spec = f"b{at}m,m{n.lower()}d->b{at}{n.lower()}d"
-        heads[name] = b.linear(spec, of, w, f"cross_{name}", scope=scope)
+        if of is not None:
+            heads[name] = b.linear(spec, of, w, f"cross_{name}", scope=scope)
+    if served:
+        k, v = (source_cached(b, name, heads.get(name), g) for name in ("k", "v"))
+        return _crossed(b, cross_cached_attention(b, heads["q"], k, v))
     q, k, v = (
         identity(x, f"cross_{n}_core", role="" if n == "q" else "keys") for n, x in heads.items()
     )
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
-    o = _core(b, q, (k, v), Reach(), qd, kd, causal=False)
-    w = b.weight("cross.wo", "A", "D", "M", scope=scope)
-    out = b.linear("bsad,adm->bsm", identity(o, "cross_context"), w, "cross_out", scope=scope)
+    return _crossed(b, _core(b, q, (k, v), Reach(), qd, kd, causal=False))
+
+
+def _crossed(b: Builder, o: Node) -> Node:
+    """What is added to the stream of what the decoder has seen of the encoder's sequence."""
+    w = b.weight("cross.wo", "A", "D", "M", scope="attention")
+    out = b.linear("bsad,adm->bsm", identity(o, "cross_context"), w, "cross_out", scope="attention")
     return identity(out, "attn_reduced")
 
 
@@ -219,7 +238,9 @@ def _core(
     scope = "attention.core"
     sinks = [b.param("sinks", "A", scope="attention")] if c.attention_sinks else []
     if b.recipe.inference:
-        return served_attention(b, q, keys, reach, qd, kd, value, sinks)
+        if c.encoder:
+            return source_attention(b, q, *keys, bias=bias)
+        return served_attention(b, q, keys, reach, qd, kd, value, bias, sinks)
     mask: dict[str, Any] = {
         "window": reach.window,
         "width": b.score_width,

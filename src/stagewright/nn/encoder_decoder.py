@@ -14,18 +14,19 @@ from stagewright.nn.attention import cross_attention
 from stagewright.nn.builder import Block, Builder, Recipe, renamed
 from stagewright.nn.ends import embedding
 from stagewright.nn.finish import finish
+from stagewright.nn.inference import idle
 from stagewright.nn.layers import body, layer
 from stagewright.ops import leaf
 
 
 def source_embedding(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """Tokens of the encoder, looked up in the one table of both."""
-    return _of_source(embedding(config, recipe, tokens="source_tokens"))
+    return _of_source(embedding(config, recipe, tokens="source_tokens"), recipe)
 
 
 def encoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     """A layer in which every position sees all."""
-    return _of_source(layer(replace(config, causal=False, encoder=True), recipe, what))
+    return _of_source(layer(replace(config, causal=False, encoder=True), recipe, what), recipe)
 
 
 def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
@@ -34,7 +35,8 @@ def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     x = leaf("input", ("B", "Source", "M"), b.dtype, "x", role="input", scope="encoder")
     h = b.norm(x, "encoder_norm", scope="encoder") if config.final_norm else x
     b.make("memory", b.dropout(h, config.hidden_dropout))
-    return finish("encoder_end", b, x, None)
+    end = finish("encoder_end", b, x, None)
+    return idle(end) if recipe.inference and recipe.inference.decode else end
 
 
 def decoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
@@ -44,5 +46,7 @@ def decoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     return finish("decoder_layer", b, x, body(b, x, what, cross=cross_attention))
 
 
-def _of_source(block: Block) -> Block:
-    return renamed(block, block.name, lambda of: of.subs({"S": "Source"}))
+def _of_source(block: Block, recipe: Recipe) -> Block:
+    """A block of the encoder, which has nothing to do where all sources are in the cache."""
+    of = renamed(block, block.name, lambda of: of.subs({"S": "Source"}))
+    return idle(of) if recipe.inference and recipe.inference.decode else of

@@ -20,11 +20,21 @@ from stagewright.ops import apply, identity, join, leaf
 from stagewright.size import Size, size
 
 
-def finish(name: str, b: Builder, y: Node) -> Block:
-    """A block that ends with its result, and with the caches it wrote into."""
-    kept = {n.name: n for n in toposort([y]) if n.op == "cache"}
-    outputs = {"y": y, **kept, **b.extra, **b.made}
+def finish(name: str, b: Builder, y: Node | None) -> Block:
+    """A block that ends with its result, with the caches it wrote into and what it hands on.
+
+    Weights that nothing in the step is computed with are held all the same.
+    """
+    outputs = ({} if y is None else {"y": y}) | b.extra | b.made
+    used = toposort(outputs.values())
+    outputs |= {f"held.{n}": p for n, p in b.params.items() if p not in set(used)}
     return Block(name, Graph.of(toposort(outputs.values()), outputs), {})
+
+
+def idle(block: Block) -> Block:
+    """What is held of a block of which nothing runs: its weights."""
+    weights = {f"held.{n.name}": n for n in block.graph if n.op == "param"}
+    return Block(block.name, Graph.of(weights.values(), weights), {})
 
 
 def kind_of(b: Builder, reach: Reach) -> str:
@@ -80,7 +90,7 @@ def cached_rows(b: Builder, kept: Node, new: Node, reach: Reach) -> tuple[Node, 
 
 def served_attention(
     b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str,
-    sinks: Sequence[Node] = (),
+    bias: Sequence[Node], sinks: Sequence[Node],
 ) -> Node:  # fmt: skip
     """Attention to keys and values, or latents, that go into a cache and to those that are there.
 
@@ -90,26 +100,70 @@ def served_attention(
     names = ("k", "v") if len(keys) == 2 else ("latent",)
     kept = cached(b, dict(zip(names, keys, strict=True)), reach)
     if kind_of(b, reach) != "_striped":
-        return cached_attention(b, q, kept, reach, qd, kd, value, sinks=sinks)
+        return cached_attention(b, q, kept, reach, qd, kd, value, bias=bias, sinks=sinks)
     if b.recipe.inference.prefix:
         return striped_attention(b, q, kept, reach, qd, kd, value, sinks)
     rows = _slots("_striped")
     return cached_attention(b, q, keys, reach, qd, kd, value, rows=rows, sinks=sinks)
 
 
+def source_attention(b: Builder, q: Node, k: Node, v: Node, bias: Sequence[Node]) -> Node:
+    """Every token of a source sees all of its request: attention to sequences of any length."""
+    own: dict[str, Any] = _seen(b, "_source", (k, v)) | {
+        "causal": False,
+        "stripes": 1,
+        "name": "core",
+    }
+    own |= {"block": size("L_source") / size("I_source")}
+    own |= {"bias": True} if bias else {}
+    slots, table = _where("_source", "source_slots")
+    heads, g = _heads(q, k)
+    spec = f"bq{heads}D,bK{g}D,bK{g}D,bq,bI,bK{f',z{heads}' if bias else ''}->bq{heads}D"
+    return apply("varlen_attention", spec, q, k, v, slots, table, slots, *bias, **own)
+
+
+def source_cached(b: Builder, name: str, new: Node | None, heads: str) -> Node:
+    """Keys or values of a request's source in their cache, where a step does not make them."""
+    assert b.recipe.inference
+    dims = ("B", "L_source", heads, "D")
+    own: dict[str, Any] = {"role": "cache", "scope": "attention"}
+    old = leaf("state", dims, b.recipe.inference.cache_dtype, f"{name}_cache_source", **own)
+    if new is None:
+        return old
+    at = leaf("input", ("B", "Source"), "int64", "source_slots", role="input")
+    own = {"name": f"cross_{name}_cached", "stored": size("Source")}
+    b.extra[own["name"]] = apply("cache", "bkgd,bSgd,bS->bkgd", old, new, at, **own)
+    return b.extra[own["name"]]
+
+
+def cross_cached_attention(b: Builder, q: Node, k: Node, v: Node) -> Node:
+    """Attention of new tokens to the source of their request, in its cache, up to its last one."""
+    own: dict[str, Any] = _seen(b, "_cross", (k, v)) | {"keys": size("Source"), "name": "core"}
+    heads, g = _heads(q, k)
+    spec = f"bq{heads}D,bK{g}D,bK{g}D,bq,bI->bq{heads}D"
+    return apply("cached_attention", spec, q, k, v, *_where("_source", "source_ends"), **own)
+
+
+def _heads(q: Node, k: Node) -> tuple[str, str]:
+    """Letters of the heads of queries and of keys."""
+    return ("a", "a") if k.shape[2] == q.shape[2] else ("(gr)", "g")
+
+
 def cached_attention(
     b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str, *,
-    rows: Node | None = None, sinks: Sequence[Node] = (),
+    rows: Node | None = None, bias: Sequence[Node] = (), sinks: Sequence[Node] = (),
 ) -> Node:  # fmt: skip
     """Attention of new tokens to what a cache holds, or to rows that are in the slots `rows`.
 
     `qd` and `kd` are the indices of queries and keys but for the width, `value` that of values.
-    Latents are keys and, their first channels, values.
+    Latents are keys and, their first channels, values. A table of biases is looked up by distance,
+    as TensorRT-LLM's kernels do ("implicit relative attention").
     """
     whole = kd.replace("k", "K")  # softmax is over all keys of a request
     at, places = (",bK", (rows,)) if rows is not None else ("", ())
-    heads = f",{qd[2:]}" if sinks else ""
-    own: dict[str, Any] = _seen(b, reach, keys) | {"products": (1, 1)}
+    heads = (f",z{qd[2:]}" if bias else "") + (f",{qd[2:]}" if sinks else "")
+    own: dict[str, Any] = _seen(b, reach.kind, keys) | _reaching(b, reach) | {"name": "core"}
+    own |= {"bias": True} if bias else {}
     own |= {"sinks": True} if sinks else {}
     own |= {"keys": size(f"keys{reach.kind}")} if kind_of(b, reach) != "_striped" else {}
     return apply(
@@ -119,9 +173,9 @@ def cached_attention(
         *keys,
         *_where(kind_of(b, reach)),
         *places,
+        *bias,
         *sinks,
         out=None if len(keys) == 2 else (*q.shape[:-1], size("C")),
-        name="core",
         **own,
     )
 
@@ -141,13 +195,12 @@ def striped_attention(
     wide = keys[1].shape[-1] if len(keys) == 2 else size("C")
     operands = (q, *keys, *_where(kind))
     terms = f"{qd}D,{_terms(keys, f'bnK{kd[2:]}', value)},bq,bI"
-    own: dict[str, Any] = _seen(b, reach, keys)
-    own |= {n: size(f"{n}{kind}") for n in ("pairs", "keys")}
+    own: dict[str, Any] = _seen(b, kind, keys) | _reaching(b, reach) | {"keys": size(f"keys{kind}")}
     out: tuple[Size, ...] = (stripes, *q.shape[:-1])
     of: dict[str, Any] = own | {"out": out, "name": "row_sums", "dtype": "fp32", "sums": True}
     of |= {"products": (0, 0)}  # by the kernel that makes the result
     sums = apply("striped_attention", f"{terms}->n{qd}", *operands, **of)
-    own |= {"out": (*out, wide), "name": "core", "products": (1, 1)}
+    own |= {"out": (*out, wide), "name": "core"}
     o = apply("striped_attention", f"{terms}->n{qd}{value.upper()}", *operands, **own)
     heads = ",a" if sinks else ""
     spec = f"n{rows}v,M{rows}{heads}->{rows}v"
@@ -159,21 +212,29 @@ def _terms(keys: Sequence[Node], of: str, value: str) -> str:
     return ",".join(of + x for x in ("D", value.upper())[: len(keys)])
 
 
-def _seen(b: Builder, reach: Reach, keys: Sequence[Node]) -> dict[str, Any]:
-    """What attention of layers that reach so far costs, and which keys it sees."""
+def _seen(b: Builder, kind: str, keys: Sequence[Node]) -> dict[str, Any]:
+    """What attention costs, and how scores are made."""
     c = b.config
-    own: dict[str, Any] = {n: size(f"{n}{reach.kind}") for n in ("pairs", "requests")}
-    own |= {"dtype": b.dtype, "scope": "attention.core", "window": reach.window}
-    own |= {"width": b.score_width, "latent": len(keys) == 1, "softcap": c.attention_softcap or 0}
+    own: dict[str, Any] = {"pairs": size(f"pairs{kind}"), "requests": size("requests")}
+    own |= {"products": (1, 1), "dtype": b.dtype, "scope": "attention.core"}
+    own |= {"width": b.score_width, "latent": len(keys) == 1}
+    return own | {"softcap": c.attention_softcap or 0}
+
+
+def _reaching(b: Builder, reach: Reach) -> dict[str, Any]:
+    """Which keys are seen."""
+    own: dict[str, Any] = {"window": reach.window}
     own |= {"chunk": reach.chunk} if reach.chunk else {}
     if kind_of(b, reach) == "_striped":
         own |= {"stripes": size("Stripes"), "block": size("L_striped") / size("I_striped")}
     return own
 
 
-def _where(kind: str) -> tuple[Node, Node]:
+def _where(kind: str, slots: str = "") -> tuple[Node, Node]:
     """The slots of new tokens, and whose a block of the cache is."""
     table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}", role="input")
+    if slots:
+        return leaf("input", ("B", "S"), "int64", slots, role="input"), table
     return _slots(kind), table
 
 
