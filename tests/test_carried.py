@@ -384,7 +384,6 @@ def test_flops_of_an_encoder_and_a_decoder() -> None:
     ("settings", "wanted"),
     [
         ({"model": "t5-base", "cp": 2}, "of which one sees the other's, are not split; use cp=1"),
-        ({"model": "t5-base", "mode": "decode"}, "has an encoder and a decoder, which are there"),
         ({"model": "gpt2", "decoder_seq_length": 8}, "gpt2 has no encoder; use seq_length"),
         (
             {"model": "t5-base", "tp": 4, "sequence_parallel": True, "decoder_seq_length": 6},
