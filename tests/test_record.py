@@ -25,7 +25,9 @@ def test_there_and_back(name: str):
     assert from_json(fields, {}) == PRESETS[name]
 
 
-@pytest.mark.parametrize("name", ["mamba2-130m", "dit-xl-2", "dlrm", "llava-1.5-7b", "vit-b-16"])
+@pytest.mark.parametrize(
+    "name", ["mamba2-130m", "zamba2-2.7b", "dit-xl-2", "dlrm", "llava-1.5-7b", "vit-b-16"]
+)
 def test_a_manifest_repeats_its_run(name: str, tmp_path: Path):
     compiled = sw.compile(Run(model=name, layers=None if name == "dlrm" else 2))
     sw.generate(compiled, tmp_path / "one")
@@ -55,6 +57,12 @@ DAMAGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("mamba2-130m", lambda m: m["state_space"].update(heads=True)),
     ("mamba2-130m", lambda m: m["state_space"].update(more=1)),
     ("mamba2-130m", lambda m: m["state_space"].pop("heads")),
+    ("zamba2-1.2b", lambda m: m.update(shared_blocks=[1])),
+    ("zamba2-1.2b", lambda m: m["shared_blocks"].update(layers="many")),
+    ("zamba2-1.2b", lambda m: m["shared_blocks"].update(layers=[1, -1])),
+    ("zamba2-1.2b", lambda m: m["shared_blocks"].update(layers=[2])),
+    ("zamba2-1.2b", lambda m: m["shared_blocks"].update(attention_adapter=1)),
+    ("zamba2-1.2b", lambda m: m["shared_blocks"].pop("layers")),
     ("dit-xl-2", lambda m: m["diffusion"].update(patch_size=0)),
     ("dit-xl-2", lambda m: m["diffusion"].update(image_size=10**12)),
     ("vit-b-16", lambda m: m["vision"].update(patch_bias=1)),
