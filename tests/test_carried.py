@@ -181,6 +181,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"tp": 2, "dp": 2, "zero": 1} | SP,
     {"dp": 2, "zero": 3},
     {"cp": 2, "tp": 2},
+    {"cp": 2, "dp": 2, "cp_comm_type": "all_gather"},
+    {"cp": 2, "tp": 3, "cp_comm_type": "a2a"},
     {"tp": 3} | SP,
     {"tp": 2, "dp": 3, "grad_reduce": "microbatch"} | SP,
 ]
@@ -191,9 +193,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any]) -> None:
     config = MODELS[model]
     if config.encoder_num_layers:
-        if "cp" in settings:
-            pytest.skip("sequences of an encoder and a decoder are not split")
-        settings = settings | {"decoder_seq_length": 6}
+        settings = settings | {"decoder_seq_length": 12 if "cp" in settings else 6}
     batch = 6 // settings.get("dp", 1)
     run, kinds = blocks(model, seq_length=12, micro_batch_size=batch, **settings)
     check_run(run, config)
@@ -223,6 +223,9 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("mtp, experts", {"dp": 2, "ep": 2, "recompute": "full"}),
     ("t5", {"tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
     ("t5", {"pp": 2, "tp": 2, "global_batch_size": 8} | {"sequence_parallel": True}),
+    ("t5", {"cp": 2, "pp": 2, "tp": 3, "global_batch_size": 8} | {"sequence_parallel": True}),
+    ("t5", {"cp": 3, "cp_comm_type": "a2a", "recompute": "full"}),
+    ("t5", {"cp": 2, "cp_comm_type": "all_gather", "zero": 3, "dp": 2}),
     ("t5", {"pp": 2, "dp": 2, "zero": 2, "global_batch_size": 8}),
     ("t5", {"pp": 2, "vpp": 2, "global_batch_size": 8, "recompute": "selective"}),
     ("t5", {"pp": 2, "layers_per_stage": (1, 3), "global_batch_size": 8}),
@@ -246,6 +249,19 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 def test_programs_are_sound(model: str, settings: dict[str, Any]) -> None:
     compiled = sw.compile(Run(model=model, seq_length=12, **settings), MODELS[model])
     check_program(compiled.program)
+
+
+def test_keys_of_both_sequences_go_round() -> None:
+    """Of each layer those of its own sequence, and in the decoder those of the encoder's too; the
+    bias of a rank's queries stays where it is."""
+    c = PRESETS["t5-3b"]
+    run = {"model": c.name, "cp": 4, "seq_length": 512, "decoder_seq_length": 256}
+    t = sw.compile(Run(**run)).program.classes[0].tasks
+    sent = t.comm_bytes[(t.kind == Row.SEND) & (t.phase == 0)]
+    of_token = 2 * c.num_attention_heads * c.kv_channels * 2
+    tokens = c.encoder_num_layers * 512 + c.num_layers * (256 + 512)
+    assert int(sent.sum()) == 3 * tokens // 4 * of_token
+    assert not ((t.kind == Row.COLLECTIVE) & (t.phase == 0)).any()
 
 
 # ---- multi-token prediction ----------------------------------------------------------------------
@@ -383,7 +399,10 @@ def test_flops_of_an_encoder_and_a_decoder() -> None:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"model": "t5-base", "cp": 2}, "of which one sees the other's, are not split; use cp=1"),
+        (
+            {"model": "t5-base", "cp": 2, "decoder_seq_length": 6},
+            "decoder_seq_length=6 is not divisible by 2 x cp=4",
+        ),
         ({"model": "gpt2", "decoder_seq_length": 8}, "gpt2 has no encoder; use seq_length"),
         (
             {"model": "t5-base", "tp": 4, "sequence_parallel": True, "decoder_seq_length": 6},

@@ -37,7 +37,7 @@ from stagewright.size import Size, product, size
 from stagewright.spec import parse
 
 SIZES = (
-    dict.fromkeys("BSQKMFAVPX", 12)
+    dict.fromkeys("BSQKMFAVPXJ", 12)
     | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
     | {"I": 4, "O": 12, "L": 4, "H": 6}
 )
@@ -63,7 +63,7 @@ class Example(NamedTuple):
 GQA = "bq(gr)D,bkgD,bkgD->bq(gr)D"
 MHA = "bqaD,bkaD,bkaD->bqaD"
 MLA = "bqaD,bkaD,bkaV->bqaV"
-BIASED = "bqaD,bKaD,bKaD,aqK->bqaD"  # keys are whole, as the bias is of queries and keys
+BIASED = "bqaD,bkaD,bkaD,aqJ->bqaD"  # a bias of all keys, which may go round
 LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
 BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "tanh")
@@ -156,7 +156,7 @@ EXAMPLES = [
     ),
     Example("softmax", "baqK,a->baqK", {"causal": True, "width": 6}),
     Example("attention", BIASED, BOTH | {"bias": True, "causal": False}),
-    *(Example("relative_bias", "Na->aQK", {"causal": c}, out="AQK") for c in (True, False)),
+    *(Example("relative_bias", "Na->aqJ", {"causal": c}, out="AQJ") for c in (True, False)),
     Example("mean", "bs->"),
     Example("identity", "bsm->bsm"),
     Example("add", "bsm,bsm->bsm"),

@@ -344,7 +344,7 @@ def _buckets(ctx: Any, queries: int, keys: int, many: int) -> Any:
 
     T5 (arXiv 1910.10683, section 2.1) spaces far ones logarithmically; here all far ones are one.
     """
-    ahead = np.arange(keys)[None, :] - np.arange(queries)[:, None]
+    ahead = np.arange(keys)[None, :] - ctx.start("q") - np.arange(queries)[:, None]
     return (_bucket(ctx["causal"], ahead, many)[..., None] == np.arange(many)).astype(float)
 
 

@@ -243,7 +243,7 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
 
 def _heads(here: Mapping[str, Any]) -> Any:
     """Batch and heads, of the letters of an attention: what is no position, width or table row."""
-    return math.prod([v for x, v in here.items() if x not in "qkdviz"], start=1)
+    return math.prod([v for x, v in here.items() if x not in "qkdvizj"], start=1)
 
 
 def _row_sums(n: Node, here: Mapping[str, Any]) -> Any:

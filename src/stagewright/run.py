@@ -706,16 +706,21 @@ def _check_two_sequences(run: Run, model: ModelConfig) -> None:
                 f"{model.name} has no encoder; use seq_length"
             )
         return
-    if run.cp > 1:
-        raise UserError(
-            f"cp={run.cp}: sequences of an encoder and a decoder ({model.name}), of which one sees "
-            "the other's, are not split; use cp=1"
-        )
     length = run.resolved(model).decoder_seq_length
-    if run.sequence_parallel and length is not None and length % run.tp:
+    if length is None:
+        return
+    pieces = 2 * run.cp if run.cp > 1 and run.cp_comm_type != "a2a" else run.cp
+    if length % pieces:
+        why = f"2 x cp={pieces} (causal load balance)" if pieces > run.cp else f"cp={run.cp}"
         raise UserError(
-            f"decoder_seq_length={length} is not divisible by tp={run.tp}, which sequence_parallel "
-            f"needs; {_nearest(length, run.tp)}"
+            f"decoder_seq_length={length} is not divisible by {why}; {_nearest(length, pieces)}"
+        )
+    ranks = math.lcm(pieces, run.cp * run.tp)
+    if run.sequence_parallel and length % ranks:
+        of = f"cp x tp={run.cp * run.tp}" if run.cp > 1 else f"tp={run.tp}"
+        raise UserError(
+            f"decoder_seq_length={length} is not divisible by {of}, which sequence_parallel "
+            f"needs; {_nearest(length, ranks)}"
         )
 
 
@@ -842,7 +847,8 @@ def _check_sequence(run: Run, model: ModelConfig) -> None:
             f"cp={run.cp} does not divide the {held} key-value heads of a rank ({model.name} with "
             f"tp={run.tp}), which cp_comm_type=a2a needs; use cp={divisors(held)}, or p2p"
         )
-    balanced = run.cp > 1 and model.causal and model.attends and run.cp_comm_type != "a2a"
+    causal = model.causal and not model.encoder_num_layers  # whose sequence this is
+    balanced = run.cp > 1 and causal and model.attends and run.cp_comm_type != "a2a"
     pieces = 2 * run.cp if balanced else run.cp
     if length % pieces:
         why = f"2 x cp={pieces} (causal load balance)" if balanced else f"cp={run.cp}"

@@ -450,8 +450,11 @@ def _check_source(run: Run, model: ModelConfig) -> None:
             f"pp={run.pp}: stages of {model.name} with layers of its encoder have nothing to do in "
             "a decode step; use pp=1"
         )
-    if run.dcp is not None and run.dcp > 1:
-        raise UserError(f"dcp={run.dcp}: caches of a source are not split by tokens; use dcp=1")
+    if max(run.cp, run.dcp or 1) > 1:
+        raise UserError(
+            f"cp={run.cp} and dcp={run.dcp}: sources of {model.name}, and caches of them, are not "
+            "split by tokens; use 1"
+        )
 
 
 def _check_redundant(run: Run, model: ModelConfig) -> None:

@@ -52,7 +52,7 @@ def _gemm(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
 def _attention(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = parse(str(n["spec"])).ins
     keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
-    heads = {x: size for x, size in here.items() if x not in "bqkdv"}
+    heads = {x: size for x, size in here.items() if x not in "bqkdvj"}
     window: Any = n.get("window") or 0
     chunk: Any = n.get("chunk") or 0
     return (

@@ -236,7 +236,7 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
             return own[n.name]
         dims = rows.get(str(n.get("like") or n.name))
         if dims is None and n.get("carried"):
-            own_dims = residual if n.shape[0] == BATCH else (plan.tensor, (), ())
+            own_dims = residual if n.shape[0] == BATCH else _of_scores(plan)
             # A value of all sequences: its gradients are sums until the one who made it has them.
             sums = plan.data if n.phase == "backward" and n.shape[0] != BATCH else ()
             return Layout(own_dims, frozenset(sums))
@@ -379,13 +379,23 @@ def _context_parallel(plan: Plan) -> dict[str, Dims]:
     latents, whole_latents = (plan.data, plan.context, ()), (plan.data, (), ())
     if plan.cp_comm_type == "all_gather":
         whole = (plan.data, (), *keys[2:])
-        return {"k_core": whole, "v_core": whole, "latent_core": whole_latents}
-    if plan.cp_comm_type == "a2a":
+        rows = {"k_core": whole, "v_core": whole}
+    elif plan.cp_comm_type == "a2a":
         few = (plan.data, (), plan.tensor + plan.context, ())
         few_keys = (plan.data, (), tuple(a for a in few[2] if a in plan.key_value), ())
         rows = {"q_core": few, "k_core": few_keys, "v_core": few_keys, "context": heads}
-        return rows | {"latent_core": whole_latents}
-    return {"q_core": heads, "k_core": keys, "v_core": keys, "latent_core": latents}
+    else:
+        rows = {"q_core": heads, "k_core": keys, "v_core": keys}
+    rows |= {f"cross_{name}": dims for name, dims in rows.items()}
+    rows |= dict.fromkeys(("encoder_bias", "decoder_bias"), _of_scores(plan))
+    return rows | {"latent_core": latents if plan.cp_comm_type == "p2p" else whole_latents}
+
+
+def _of_scores(plan: Plan) -> Dims:
+    """Where scores are, [heads, queries, keys], of which a rank has those of its queries."""
+    if plan.cp_comm_type == "a2a":
+        return (plan.tensor + plan.context, (), ())
+    return (plan.tensor, plan.context, ())
 
 
 def _of_heads(plan: Plan, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

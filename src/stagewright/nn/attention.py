@@ -86,7 +86,7 @@ def relative_bias(b: Builder) -> Node:
     table = b.param(table, "Buckets", "A", tied=table, **own)
     shape = (size("A"), size("S"), size("S"))
     causal = b.config.causal
-    made = apply("relative_bias", "Va->aQK", table, out=shape, causal=causal, name=name, **own)
+    made = apply("relative_bias", "Va->aqJ", table, out=shape, causal=causal, name=name, **own)
     return b.make(name, made)
 
 
@@ -252,9 +252,9 @@ def _core(
         softcap = c.attention_softcap or 0
         attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1), "role": "core"}
         wide = value.upper()
-        of = kd.replace("k", "K") if bias else kd  # no ring: a bias is of queries and keys
-        terms = [f"{qd}D", *(of + x for x in ("D", wide)[: len(keys)])]
-        for name, more, dims in (("bias", bias, f"{heads}qK"), ("sinks", sinks, heads)):
+        terms = [f"{qd}D", *(kd + x for x in ("D", wide)[: len(keys)])]
+        # A query's bias is of all keys, also of those that are on their way.
+        for name, more, dims in (("bias", bias, f"{heads}qJ"), ("sinks", sinks, heads)):
             if more:
                 attrs[name] = True
                 terms.append(dims)
