@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stagewright.errors import UserError
 from stagewright.hardware import Hardware
+from stagewright.ir import BYTES
 from stagewright.network import (
     Machine,
     Placement,
@@ -23,8 +24,15 @@ from stagewright.network import (
     message_seconds,
     placements,
 )
-from stagewright.program import COLLECTIVES, Kind, Program, RankClass, Tasks
-from stagewright.roofline import QUERIES, attention_seconds, gemm_seconds, memory_seconds
+from stagewright.program import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
+from stagewright.roofline import (
+    QUERIES,
+    attention_seconds,
+    copies_seconds,
+    gemm_seconds,
+    memory_seconds,
+    routing_seconds,
+)
 from stagewright.tensor_overlap import in_pieces
 
 Seconds = NDArray[np.float64]
@@ -79,7 +87,7 @@ def _class_seconds(lying: _Lying, which: RankClass) -> Seconds:
     tasks, machine = which.tasks, lying.machine
     seconds = np.zeros(len(tasks))
     computes = tasks.kind == Kind.COMPUTE
-    columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic)
+    columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
     rows, back = _unique(columns, computes)
     seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
     if tasks.duration is not None:  # what was measured wins
@@ -132,7 +140,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
     kernels = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
     for kernel, dtype in {(str(k), str(d)) for k, d in zip(kernels, dtypes, strict=True)}:
-        if kernel not in ("gemm", "attention", "attention_bwd", *CHUNKED):
+        if kernel not in ("gemm", "attention", "attention_bwd", *CHUNKED, *COPYING):
             continue
         here = (kernels == kernel) & (dtypes == dtype)
         shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
@@ -144,6 +152,9 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
                 size["batch"], size["m"], size["n"], size["k"],
                 traffic=traffic[here], dtype=dtype, on=hardware,
             )  # fmt: skip
+        elif kernel in COPYING:
+            again = tasks.phase[rows[here]] == PHASES.index("backward")
+            seconds[here] = _copies(size, kernel, traffic[here], again, dtype, hardware)
         elif kernel in CHUNKED:
             # A step of decode has no chunks: it moves states.
             here[here] = whole = size.get("chunk", np.zeros(len(shapes))) > 0
@@ -161,6 +172,27 @@ CHUNKED = tuple(
     f"{op}{way}" for op in ("linear_attention", "delta_rule") for way in ("", "_bwd", "_served")
 )
 """Kernels whose work is matrix products inside and between chunks of tokens."""
+
+
+COPYING = ("dispatch", "combine")
+"""Kernels that copy tokens to experts, and add what comes back."""
+
+
+def _copies(
+    size: dict[str, NDArray[np.float64]],
+    kernel: str,
+    traffic: NDArray[np.float64],
+    again: NDArray[np.bool_],
+    dtype: str,
+    hardware: Hardware,
+) -> Seconds:
+    """Copies of tokens, which are sorted by expert first, but for those of backward."""
+    copies = size["e"] * size["r"]
+    if kernel == "combine":
+        return copies_seconds(traffic, copies, hardware)
+    moved = np.maximum(traffic, 2 * copies * size["m"] * float(BYTES[dtype]))
+    sorting = np.where(again, 0, routing_seconds(copies, hardware))
+    return copies_seconds(moved, copies, hardware) + sorting
 
 
 def _chunked(

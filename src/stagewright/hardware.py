@@ -108,6 +108,17 @@ class Attention(_Data):
     """FLOP/s of backward over those of forward."""
 
 
+class Experts(_Data):
+    """Constants of what goes on around the products of experts; see `roofline.copies_seconds`."""
+
+    routing_us: float = Field(ge=0)
+    """The small kernels that choose experts and sort tokens by them."""
+    routing_ns: float = Field(ge=0)
+    """Of these, for each choice of an expert by a token."""
+    copy_fraction: float = Field(gt=0, le=1)
+    """Of the bandwidth, by kernels that copy rows by index."""
+
+
 class Hardware(_Data):
     """An accelerator and its system. TFLOP/s are dense, GB are 1e9 bytes, bandwidths are GB/s."""
 
@@ -134,6 +145,8 @@ class Hardware(_Data):
     attention: Attention
     attention_kernels: Mapping[str, Attention] = Field(default_factory=dict)
     """Others that frameworks run, by name, such as `fa2`."""
+    experts: Experts | None = None
+    """None: not measured; copies as fast as all else, and routing is its launches."""
     memory_bandwidth_fraction: float = Field(gt=0, le=1)
     """Of the bandwidth, by a large element-wise kernel."""
     kernel_launch_us: float = Field(ge=0)

@@ -2,8 +2,9 @@
 
 Matrix products run as tiles over the compute units of a GPU: the last wave of tiles is rarely
 full, a small tile reuses less of what it reads, and every tile starts and ends. Attention runs as
-tiles of 128 queries, each through all keys it sees. All else moves bytes. Every kernel has a floor.
-The constants are per hardware, fitted to measured kernels (`benchmarks/fit_kernels.py`).
+tiles of 128 queries, each through all keys it sees. All else moves bytes; rows that are copied by
+index, tokens to experts and back, move more slowly than streams. Every kernel has a floor. The
+constants are per hardware, fitted to measured kernels (`benchmarks/fit_kernels.py`).
 
 >>> from stagewright.hardware import resolve
 >>> h100 = resolve("h100-sxm")
@@ -124,3 +125,21 @@ def memory_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
     """Duration of kernels that move bytes and compute little."""
     moved = traffic / (on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction)
     return on.kernel_launch_us * 1e-6 + np.maximum(moved, flops / (on.peak_fp32_tflops * 1e12))
+
+
+def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
+    """Duration of kernels that copy rows by index: tokens to their experts, and sums of them back.
+
+    `traffic` counts the row that is read for each copy that is written.
+    """
+    if on.experts is None:
+        return memory_seconds(traffic, flops, on)
+    moved = traffic / (on.memory_bandwidth_gb_s * 1e9 * on.experts.copy_fraction)
+    return on.kernel_launch_us * 1e-6 + moved
+
+
+def routing_seconds(choices: Array, on: Hardware) -> Array:
+    """Duration of the kernels that sort tokens by expert; `choices`: of an expert by a token."""
+    if on.experts is None:
+        return np.zeros_like(choices)
+    return on.experts.routing_us * 1e-6 + on.experts.routing_ns * 1e-9 * choices

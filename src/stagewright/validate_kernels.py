@@ -18,11 +18,15 @@ from stagewright.errors import UserError
 from stagewright.hardware import Hardware, resolve
 from stagewright.network import Machine, collective_seconds, placements
 from stagewright.outcome import Outcome
-from stagewright.roofline import gemm_seconds, memory_seconds
+from stagewright.roofline import (
+    Array,
+    copies_seconds,
+    gemm_seconds,
+    memory_seconds,
+    routing_seconds,
+)
 
 ITEM = {"bf16": 2, "fp8": 1}
-SORT_US = 33
-"""The small kernels that sort tokens by expert, 29 to 38 us on all GPUs (fit_kernels)."""
 
 
 def validate(source: str | None = None) -> Iterator[Outcome]:
@@ -88,14 +92,28 @@ def _attention(size: dict[str, int], dtype: str, on: Hardware) -> float:
 
 
 def _experts(size: dict[str, int], dtype: str, on: Hardware) -> float:
-    """The MLP of evenly loaded experts: gate and up as one product, activation, down, copies."""
-    copies = size["tokens"] * size["top_k"] / size["ep"]
-    busy = min(size["experts"] / size["ep"], copies)
-    each, f, h = max(copies / busy, 1), size["f"] / size["etp"], size["m"]
-    (up,) = _one(2 * (copies * h + busy * 2 * f * h + copies * 2 * f))
-    (down,) = _one(2 * (copies * f + busy * f * h + copies * h))
-    seconds = gemm_seconds(*_one(busy, each, 2 * f, h), traffic=up, dtype=dtype, on=on)
-    seconds = seconds + gemm_seconds(*_one(busy, each, h, f), traffic=down, dtype=dtype, on=on)
-    moved = 2 * copies * 3 * f + 6 * copies * h + 2 * size["tokens"] * h
-    copied, work = _one(moved, copies)
-    return float((seconds + memory_seconds(copied, work, on))[0]) + SORT_US * 1e-6
+    sizes = (size[x] for x in ("tokens", "m", "f", "top_k", "experts", "etp", "ep"))
+    return float(experts_seconds(*_one(*sizes), dtype=dtype, on=on)[0])
+
+
+def experts_seconds(
+    tokens: Array, h: Array, f: Array, top_k: Array, experts: Array, etp: Array, ep: Array,
+    *, dtype: str, on: Hardware,
+) -> Array:  # fmt: skip
+    """An MLP of evenly loaded experts on one of etp x ep ranks, all of which have all tokens.
+
+    Tokens are sorted by expert and copied; gate and up are one product; activation; down; sums.
+    """
+    copies, f = tokens * top_k / ep, f / etp
+    busy = np.minimum(experts / ep, copies)
+    each = np.maximum(copies / busy, 1)
+    up = 2 * (copies * h + busy * 2 * f * h + copies * 2 * f)
+    down = 2 * (copies * f + busy * f * h + copies * h)
+    return (
+        routing_seconds(tokens * top_k, on)
+        + copies_seconds(2 * 2 * copies * h, copies, on)
+        + gemm_seconds(busy, each, 2 * f, h, traffic=up, dtype=dtype, on=on)
+        + memory_seconds(2 * 3 * copies * f, copies, on)
+        + gemm_seconds(busy, each, h, f, traffic=down, dtype=dtype, on=on)
+        + copies_seconds(2 * (copies + tokens) * h, copies, on)
+    )
