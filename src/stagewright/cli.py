@@ -112,6 +112,7 @@ SETTINGS = (
     ),
     Setting("grad_reduce_dtype", ("bf16", "fp32"), "Of gradients on their way. [as held]"),
     Setting("operators", ("fused", "eager"), "Kernels, or chains of PyTorch operators. [fused]"),
+    Setting("joint_projections", bool, "Query, key, value timed as one product. [on]"),
     Setting("repeat_kv", bool, "Copy key-value heads for their query heads. [off]"),
     Setting("set_grads_to_none", bool, "Gradients are held from when they are made. [off]"),
     Setting("pipeline_caches", bool, "Stages keep buffers and outputs. [off]"),

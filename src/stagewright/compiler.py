@@ -422,6 +422,7 @@ def recipe_of(run: Run, model: ModelConfig, kind: Kind | None = None) -> nn.Reci
         absorb=run.mla == "absorb",
         inference=None if run.mode == "train" else inference,
         eager=run.operators == "eager",
+        joint_projections=run.joint_projections,
         repeat_kv=run.repeat_kv,
         split_loss=run.loss_parallel and run.tp > 1,
         step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from stagewright.errors import UserError
 from stagewright.hardware import Hardware
 from stagewright.ir import BYTES
+from stagewright.joint import as_one
 from stagewright.network import (
     Machine,
     Placement,
@@ -90,6 +91,7 @@ def _class_seconds(lying: _Lying, which: RankClass) -> Seconds:
     columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
     rows, back = _unique(columns, computes)
     seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
+    seconds = as_one(tasks, seconds, machine.hardware)
     if tasks.duration is not None:  # what was measured wins
         seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
 

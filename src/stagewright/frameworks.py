@@ -27,6 +27,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "fsdp_root_unit": True,
         "fsdp_shard_dim": "first",
         "fuse": False,
+        "joint_projections": False,
         "operators": "eager",
         "optimizer_step_tensors": True,
         "params_dtype": "fp32",

@@ -369,6 +369,9 @@ def _einsum_vjp(n: Node, g: Node) -> Grads:
         own: dict[str, Any] = {"phase": "backward", "dtype": n.dtype}
         if i == len(terms) - 1 and n.get("backward_temporaries"):
             own["temporaries"] = n["backward_temporaries"]
+        joint: Any = n.get("joint")
+        if joint:
+            own["joint"] = (joint[0], ("input", "weight")[i])
         found.append(apply(n.op, back, g, *operands, out=n.srcs[i].shape, **own))
     return tuple(found)
 

@@ -63,6 +63,7 @@ class Shape(NamedTuple):
 
     kernel: str
     extents: tuple[tuple[str, int], ...]
+    joint: tuple[str, ...] = ()  # a product that is run as part of one: its name, and what it makes
 
     def __str__(self) -> str:
         return " ".join([self.kernel, *(f"{name}={extent}" for name, extent in self.extents)])

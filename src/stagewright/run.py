@@ -214,6 +214,9 @@ class Run(BaseModel):
     """RMSNorm, gated activation and loss as kernels of their own, or as the chains of operators
     that PyTorch runs, with what autograd keeps of them. Each of these is a kernel with `fuse` off.
     """
+    joint_projections: StrictBool = True
+    """Query, key and value are timed as one matrix product, gate and up as one: `linear_qkv` and
+    `linear_fc1` of Megatron-LM, `QKVParallelLinear` of vLLM. Off: each as its own."""
     repeat_kv: StrictBool = False
     """Key-value heads are copied for each of their query heads before attention."""
     set_grads_to_none: StrictBool = False

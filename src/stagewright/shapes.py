@@ -26,7 +26,8 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     # Experts may share rows that do not divide: the longest are meant.
     here = {x: math.ceil(extent_) for x, extent_ in extents(n, extent).items()}
     if n.op == "einsum" and len(n.srcs) == 2:
-        return Shape("gemm", _gemm(n, here))
+        joint: Any = n.get("joint") or ()
+        return Shape("gemm", _gemm(n, here), joint)
     if n.op in ("attention", "attention_bwd"):
         return Shape(n.op, _attention(n, here))
     ops = "+".join(dict.fromkeys(m.op for m in cluster))

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from stagewright.hardware import Hardware
 from stagewright.ir import BYTES
+from stagewright.joint import products, seconds_of
 from stagewright.program import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
-from stagewright.roofline import gemm_seconds
 
 Seconds = NDArray[np.float64]
 _BACKWARD = PHASES.index("backward")
@@ -105,16 +105,9 @@ def _beside(program: Program, tasks: Tasks) -> _Beside:
 
 def _piecewise(tasks: Tasks, rows: Int, pieces: Int, on: Hardware) -> Seconds:
     """Products of so many pieces, each of a part of the rows; each reads all of the weights."""
-    shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows]]
-    batch, m, n, k = (np.array([float(s[x]) for s in shapes]) for x in ("batch", "m", "n", "k"))
-    dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
-    weights = batch * n * k * np.array([BYTES[d] for d in dtypes])
-    traffic = np.maximum(tasks.traffic[rows] - weights, 0) / pieces + weights
-    seconds = np.zeros(len(rows))
-    for dtype in np.unique(dtypes):
-        of = dtypes == dtype
-        seconds[of] = gemm_seconds(
-            batch[of], np.ceil(m[of] / pieces[of]), n[of], k[of],
-            traffic=traffic[of], dtype=str(dtype), on=on,
-        )  # fmt: skip
-    return pieces * seconds / on.sustained_fraction
+    whole = products(tasks, rows)
+    weights = whole.batch * whole.n * whole.k
+    weights *= np.array([float(BYTES.get(d, 0)) for d in tasks.dtypes])[whole.dtype]
+    traffic = np.maximum(whole.traffic - weights, 0) / pieces + weights
+    piece = whole._replace(m=np.ceil(whole.m / pieces), traffic=traffic)
+    return pieces * seconds_of(piece, tasks.dtypes, on)

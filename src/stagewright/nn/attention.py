@@ -38,7 +38,7 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     for name, n in weights.items():
         x = n.lower()
         w = b.weight(f"w{name}", h.shape[-1], n, "D", scope=scope)
-        heads[name] = b.linear(f"bsm,m{x}d->bs{x}d", h, w, name, scope=scope)
+        heads[name] = b.linear(f"bsm,m{x}d->bs{x}d", h, w, name, scope=scope, joint="qkv")
         if b.block and c.shared_blocks and c.shared_blocks.attention_adapter:
             spec = f"bsr,r{x}d->bs{x}d"
             heads[name] = b.adapted(heads[name], h, f"{name}_narrow", name, spec, n, "D")
@@ -60,7 +60,8 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     bias = [relative_bias(b)] if c.position == "relative" else []
     o = identity(_core(b, q, (k, v), reach, qd, kd, bias=bias), "context", scope=scope)
     if c.attention_gate:
-        gate = b.linear("bsm,mad->bsad", h, b.weight("wg", "M", "A", "D", scope=scope), "gate")
+        w = b.weight("wg", "M", "A", "D", scope=scope)
+        gate = b.linear("bsm,mad->bsad", h, w, "gate", joint="qkv")
         o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)
     w = b.weight("wo", "A", "D", "M", scope=scope)
     out = b.linear("bsad,adm->bsm", o, w, "attn_out", scope=scope)
@@ -101,7 +102,8 @@ def cross_attention(b: Builder, h: Node) -> Node:
         w = b.weight(f"cross.w{name}", "M", n, "D", scope=scope)
         spec = f"b{at}m,m{n.lower()}d->b{at}{n.lower()}d"
         if of is not None:
-            heads[name] = b.linear(spec, of, w, f"cross_{name}", scope=scope)
+            joint = "" if name == "q" else "cross_kv"
+            heads[name] = b.linear(spec, of, w, f"cross_{name}", scope=scope, joint=joint)
     if served:
         k, v = (source_cached(b, name, heads.get(name), g) for name in ("k", "v"))
         return _crossed(b, cross_cached_attention(b, heads["q"], k, v))
@@ -156,10 +158,10 @@ def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
     plain = part(q, "bsaD->bsaN", size("N"), first=True, name="q_plain")
     turned = part(q, "bsaD->bsaZ", size("Z"), first=False, name="q_turned")
     w = b.weight("w_dkv", "M", "C", scope=scope)
-    latent = b.linear("bsm,mc->bsc", h, w, "latent", trained=False)
+    latent = b.linear("bsm,mc->bsc", h, w, "latent", trained=False, joint="kv_down")
     latent = b.norm(latent, "latent_norm", "C")
     w = b.weight("w_kr", "M", "Z", scope=scope)
-    shared = b.linear("bsm,mz->bsz", h, w, "k_shared", trained=False)
+    shared = b.linear("bsm,mz->bsz", h, w, "k_shared", trained=False, joint="kv_down")
     if rotary:
         turned = b.rope(turned, "bsaZ", "q_rope")
         shared = b.rope(shared, "bsZ", "k_shared_rope")
@@ -189,8 +191,9 @@ def _naive(
         seen, rows = cached_rows(b, kept, new, reach)
         latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
         shared = part(seen, "bsD->bsZ", size("Z"), first=False, name="shared_seen")
-    k = b.linear("bsc,can->bsan", latent, w_uk, "k", scope="attention")
-    v = b.linear("bsc,cau->bsau", latent, w_uv, "v", scope="attention")
+    up: dict[str, Any] = {"scope": "attention", "joint": "kv_up"}
+    k = b.linear("bsc,can->bsan", latent, w_uk, "k", **up)
+    v = b.linear("bsc,cau->bsau", latent, w_uv, "v", **up)
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
     if b.recipe.inference:
         o = cached_attention(b, q, (k, v), reach, "bqa", "bka", "v", rows=rows)

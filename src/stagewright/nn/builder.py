@@ -110,6 +110,7 @@ class Recipe:
     ends: frozenset[str] = frozenset()  # values that no block behind it uses
     mtp_loss: float = 0.1  # the weight of multi-token prediction in the loss
     inference: Inference | None = None  # None: training
+    joint_projections: bool = True  # query, key and value are one product; gate and up, too
     # What PyTorch does that Megatron-LM does not; see the options of `Run`.
     eager: bool = False
     repeat_kv: bool = False
@@ -228,11 +229,13 @@ class Builder:
         return cast(x, "fp8", scope=x.scope, name=x.name) if w_dtype == "fp8_b128" else x
 
     def linear(
-        self, spec: str, x: Node, w: Node, name: str, *, trained: bool = True, **fields: Any
-    ) -> Node:
+        self, spec: str, x: Node, w: Node, name: str,
+        *, trained: bool = True, joint: str = "", **fields: Any,
+    ) -> Node:  # fmt: skip
         """A matrix product of a layer, in the recipe's precision for these.
 
-        `trained`: also in that of training, not just of inference.
+        `trained`: also in that of training, not just of inference. `joint`: products of one input
+        with this name are run as one, where the recipe says so.
         """
         low = self.recipe.precision.gemm
         x = self.lowered(x, w.dtype)
@@ -242,6 +245,8 @@ class Builder:
             once = self.recipe.cast_once
             x = cast(x, low, scope=x.scope, name=x.name)
             w = cast(w, low, scope=x.scope, name=w.name, once=once, role="low")
+        if joint and self.recipe.joint_projections:
+            fields["joint"] = (joint, "result")
         return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
 
     def adapted(self, y: Node, x: Node, narrow: str, name: str, spec: str, *dims: str) -> Node:

@@ -43,7 +43,8 @@ def feed_forward(
     wide: dict[str, Node] = {}
     for part_ in ("up", "gate") if c.gated else ("up",):
         w = b.weight(names[part_], *dims, scope=scope)
-        wide[part_] = b.linear(into, h, w, part_, scope=scope, **(more or {}))
+        joint = names["up"] if c.gated else ""
+        wide[part_] = b.linear(into, h, w, part_, scope=scope, joint=joint, **(more or {}))
         if b.block and c.shared_blocks and c.shared_blocks.adapter_rank:
             wide[part_] = b.adapted(wide[part_], h, "mlp_narrow", part_, "bsr,rf->bsf", "F")
         if biased:

@@ -142,7 +142,7 @@ def _param(b: Builder, name: str, *dims: str) -> Node:
 def _into(b: Builder, h: Node, spec: str, kind: str, name: str, *dims: str) -> Node:
     """A projection of the residual stream."""
     w = b.weight(f"{kind}.w_{name}", "M", *dims, scope=SCOPE)
-    return b.linear(spec, h, w, f"{kind}.{name}", scope=SCOPE)
+    return b.linear(spec, h, w, f"{kind}.{name}", scope=SCOPE, joint="in_proj")
 
 
 def _heads(b: Builder, h: Node, kind: str, name: str) -> Node:

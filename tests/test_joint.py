@@ -1,0 +1,120 @@
+"""Products of one input that are timed as one: closed forms of the kernel model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.compiler import compile
+from stagewright.cost import task_seconds
+from stagewright.hardware import resolve
+from stagewright.network import Machine
+from stagewright.program import Program, Tasks
+from stagewright.roofline import gemm_seconds
+from stagewright.run import Run
+
+H100 = resolve("h100-sxm")
+LLAMA: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "tp": 4, "seq_length": 4096}
+S, M, Q, KV, F = 4096, 4096, 8 * 128, 2 * 128, 14336 // 4  # on a rank of tp=4
+
+
+def timed(**settings: Any) -> tuple[Program, Tasks, np.ndarray]:
+    program = compile(Run(**{**LLAMA, **settings})).program
+    machine = Machine.of(H100, gpus=program.mesh.world_size)
+    seconds = task_seconds(program, machine)[0] * H100.sustained_fraction
+    return program, program.classes[0].tasks, seconds
+
+
+def product(m: int, n: int, k: int, traffic: float, batch: int = 1) -> float:
+    sizes = [np.array([float(x)]) for x in (batch, m, n, k)]
+    return float(gemm_seconds(*sizes, traffic=np.array([traffic]), dtype="bf16", on=H100)[0])
+
+
+def total(t: Tasks, seconds: np.ndarray, *names: str) -> float:
+    of = np.isin(np.array(t.names)[t.name], [f"layer0.{n}" for n in names])
+    return float(seconds[of & (t.microbatch == 0)].sum())
+
+
+def test_query_key_and_value_are_one_product() -> None:
+    _, t, seconds = timed()
+    n = Q + 2 * KV
+    moved = 2 * (S * M + M * n + S * n)
+    assert total(t, seconds, "q", "k", "v") == pytest.approx(product(S, n, M, moved))
+    # The gradient of the input is one longer sum, and nothing adds up three.
+    assert total(t, seconds, "d_attn_norm_out") == pytest.approx(product(S, M, n, moved))
+    # Gradients of weights are added to what is there in fp32: read, written.
+    grads = ("d_wq+wq.grad", "d_wk+wk.grad", "d_wv+wv.grad")
+    moved = 2 * (S * M + S * n) + 8 * M * n
+    assert total(t, seconds, *grads) == pytest.approx(product(M, n, S, moved))
+
+
+def test_gate_and_up_are_one_product() -> None:
+    _, t, seconds = timed()
+    moved = 2 * (S * M + 2 * M * F + 2 * S * F)
+    assert total(t, seconds, "gate", "up") == pytest.approx(product(S, 2 * F, M, moved))
+    assert total(t, seconds, "d_mlp_norm_out") == pytest.approx(product(S, M, 2 * F, moved))
+
+
+def test_those_of_experts_too_but_not_the_router() -> None:
+    small = {"model": "mixtral-8x7b", "tp": 1, "seq_length": 1024}
+    _, t, seconds = timed(**small)
+    _, _, apart = timed(**small, joint_projections=False)
+    rows, f = 1024 * 2 // 8, 14336
+    moved = 2 * 8 * (rows * M + 2 * M * f + 2 * rows * f)
+    up = total(t, seconds, "gate", "up")
+    assert up == pytest.approx(product(rows, 2 * f, M, moved, batch=8))
+    assert total(t, seconds, "router") == total(t, apart, "router")
+    # The input's gradient is a sum of the router's, too.
+    sums = np.array(t.ops)[t.op] == "add"
+    assert (seconds[sums] <= apart[sums]).all()
+
+
+def test_latents_are_made_into_keys_and_values_by_one_product() -> None:
+    _, t, seconds = timed(model="deepseek-v2-lite", tp=1)
+    _, _, apart = timed(model="deepseek-v2-lite", tp=1, joint_projections=False)
+    for names in (("k", "v"), ("latent", "k_shared")):
+        assert total(t, seconds, *names) < total(t, apart, *names)
+    assert total(t, seconds, "q") == total(t, apart, "q")
+
+
+@pytest.mark.parametrize("settings", [{"framework": "torchtitan"}, {"joint_projections": False}])
+def test_apart_each_is_its_own(settings: dict[str, Any]) -> None:
+    _, t, seconds = timed(**settings)
+    moved = 2 * (S * M + M * KV + S * KV)
+    assert total(t, seconds, "v") == pytest.approx(product(S, KV, M, moved))
+
+
+def test_only_times_differ() -> None:
+    (one, a, joint), (two, b, apart) = (timed(joint_projections=x) for x in (True, False))
+    assert joint.sum() < apart.sum()
+    assert np.array_equal(a.flops, b.flops)
+    assert np.array_equal(a.traffic, b.traffic)
+    assert a.names == b.names
+    assert one.classes[0].memory == two.classes[0].memory
+
+
+def test_what_was_measured_stays() -> None:
+    program, t, _ = timed()
+    (of,) = program.classes
+    is_v = np.array(t.names)[t.name] == "layer0.v"
+    known = replace(t, duration=np.where(is_v, 10**6, 0))
+    changed = replace(program, classes=(replace(of, tasks=known),))
+    (seconds,) = task_seconds(changed, Machine.of(H100, gpus=4))
+    assert (seconds[is_v] == 1e-3).all()
+    n = Q + KV  # of what was not measured
+    moved = 2 * (S * M + M * n + S * n)
+    found = total(t, seconds * H100.sustained_fraction, "q", "k")
+    assert found == pytest.approx(product(S, n, M, moved))
+
+
+def test_inference_has_them_as_one() -> None:
+    settings = {"mode": "decode", "batch_size": 8, "seq_length": None}
+    _, t, joint = timed(**settings)
+    _, _, apart = timed(**settings, joint_projections=False)
+    names = np.array(t.names)[t.name]
+    for name in ("k", "v", "gate", "up"):
+        of = names == f"layer0.{name}"
+        assert (joint[of] < apart[of]).all()
