@@ -61,6 +61,8 @@ def simulate(
     prefetch: int = 1,
     overlap_param_gather: bool = False,
     tp_comm_overlap: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+    moe_flex_dispatcher: bool = False,
     overlap_slowdown: float = 0.0,
     stragglers: Mapping[int, float] | None = None,
     progress: Progress | None = None,
@@ -85,6 +87,8 @@ def simulate(
         prefetch=prefetch,
         overlap_param_gather=overlap_param_gather,
         tp_comm_overlap=tp_comm_overlap,
+        overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
+        moe_flex_dispatcher=moe_flex_dispatcher,
         slowdown=overlap_slowdown,
     )
     machine = hardware

@@ -53,6 +53,16 @@ _MACHINE = (
         help="Collectives over tp in pieces, beside the products that they feed or follow.",
     ),
     click.option(
+        "--overlap-moe-expert-parallel-comm",
+        is_flag=True,
+        help="One microbatch computes while tokens of another go to experts.",
+    ),
+    click.option(
+        "--moe-flex-dispatcher",
+        is_flag=True,
+        help="A token goes once to each rank with experts for it (DeepEP, HybridEP).",
+    ),
+    click.option(
         "--overlap-slowdown",
         type=float,
         metavar="F",
@@ -69,7 +79,8 @@ _MACHINE = (
 
 MACHINE = (
     *("nodes", "topology", "algorithm", "no_overlap", "prefetch", "overlap_param_gather"),
-    *("tp_comm_overlap", "overlap_slowdown", "stragglers"),
+    *("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "moe_flex_dispatcher"),
+    *("overlap_slowdown", "stragglers"),
 )
 """Names of options that mean something on hardware only."""
 
@@ -89,6 +100,7 @@ def on_machine(*, required: bool) -> Callable[[_Command], _Command]:
 def taken(given: dict[str, Any]) -> dict[str, Any]:
     """These options out of all that are given, as `stagewright.simulate` has them."""
     names = ("nodes", "topology", "algorithm", "overlap_param_gather", "tp_comm_overlap")
+    names += ("overlap_moe_expert_parallel_comm", "moe_flex_dispatcher")
     how = {name: given.pop(name) for name in names}
     words = (given.pop("no_overlap") or "").split(",")
     how["no_overlap"] = [word.strip() for word in words if word.strip()]

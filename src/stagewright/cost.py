@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +23,7 @@ from stagewright.network import (
     Machine,
     Placement,
     collective_seconds,
+    dispatch_seconds,
     level_of,
     message_seconds,
     placements,
@@ -39,14 +42,26 @@ from stagewright.tensor_overlap import in_pieces
 Seconds = NDArray[np.float64]
 
 
+class Routed(NamedTuple):
+    """How many experts there are, and to how many of them a token goes."""
+
+    experts: int
+    top_k: int
+
+
 def task_seconds(
-    program: Program, machine: Machine, *, tp_comm_overlap: bool = False
+    program: Program,
+    machine: Machine,
+    *,
+    tp_comm_overlap: bool = False,
+    routed: Routed | None = None,
 ) -> list[Seconds]:
     """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
 
     A collective takes as long as the group of the class that lies worst; SEND and RECV both carry
     the duration of the message. `tp_comm_overlap`: what tensor parallelism gathers and scatters is
-    cut, and takes only what the products beside it leave of it (`tensor_overlap`).
+    cut, and takes only what the products beside it leave of it (`tensor_overlap`). `routed`: a
+    token goes once to each rank that has experts for it (`network.dispatch_seconds`).
     """
     if program.mesh.world_size != machine.gpus:
         raise UserError(
@@ -54,7 +69,7 @@ def task_seconds(
             f"{machine.gpus} GPUs; make them equal"
         )
     lying = _Lying(program, machine)
-    found = [_class_seconds(lying, which) for which in program.classes]
+    found = [_class_seconds(lying, which, routed) for which in program.classes]
     if tp_comm_overlap:
         each = zip(program.classes, found, strict=True)
         found = [in_pieces(program, of.tasks, given, machine.hardware) for of, given in each]
@@ -78,13 +93,18 @@ class _Lying:
         groups = len(wanted[wanted > 0])
         return placements(self.machine, ranks.reshape(groups, -1).astype(np.int64))
 
+    def of_experts(self, slot: int) -> bool:
+        """Whether a communicator is that of ranks which share experts."""
+        label = self.program.label_of(slot)
+        return any("ep" in word.split("/") for word in label.split("+"))
+
     def level(self, slot: int, which: RankClass) -> int:
         """The outermost dimension that a message of the class passes."""
         peers = self.program.peer_of(slot)[which.ranks]
         return int(level_of(self.machine, which.ranks, peers).max(initial=0))
 
 
-def _class_seconds(lying: _Lying, which: RankClass) -> Seconds:
+def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None) -> Seconds:
     tasks, machine = which.tasks, lying.machine
     seconds = np.zeros(len(tasks))
     computes = tasks.kind == Kind.COMPUTE
@@ -98,15 +118,14 @@ def _class_seconds(lying: _Lying, which: RankClass) -> Seconds:
     moves = tasks.kind == Kind.COLLECTIVE
     rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
     lies = {int(s): lying.placements(int(s), which) for s in np.unique(tasks.slot[moves])}
-    each = [
-        max(
-            collective_seconds(
-                COLLECTIVES[tasks.collective[i]], int(tasks.comm_bytes[i]), group, machine
-            )[0]
-            for group in lies[int(tasks.slot[i])]
-        )
-        for i in rows
-    ]
+
+    def moved(i: int, group: Placement) -> float:
+        op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
+        if routed and op == "all_to_all" and lying.of_experts(int(tasks.slot[i])):
+            return dispatch_seconds(size, group, machine, *routed)
+        return collective_seconds(op, size, group, machine)[0]
+
+    each = [max(moved(int(i), group) for group in lies[int(tasks.slot[i])]) for i in rows]
     seconds[moves] = np.array(each)[back] if each else 0.0
 
     copies = (tasks.kind == Kind.LOAD) | (tasks.kind == Kind.STORE)

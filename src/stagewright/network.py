@@ -227,6 +227,40 @@ def collective_seconds(
     return options[best], best
 
 
+def distinct(experts: int, parts: int, top_k: int) -> float:
+    """How many of `parts` that hold equally many experts a token goes to, which has `top_k`
+    different ones, each as likely as any other.
+
+    >>> round(distinct(256, 8, 8), 2)  # of the 8 ranks of a node
+    5.29
+    """
+    others = experts - experts // parts
+    missed = math.comb(others, top_k) / math.comb(experts, top_k)
+    return parts * (1 - missed)
+
+
+def dispatch_seconds(
+    local_bytes: int, group: Placement, machine: Machine, experts: int, top_k: int
+) -> float:
+    """Duration of an exchange with experts that sends a token once to each rank that needs it.
+
+    A copy leaves for each node, and is handed on there, all at once (DeepEP, HybridEP);
+    `local_bytes` are those of a copy for each of `top_k` experts. The way back is the same.
+    """
+    if group.ranks < 2 or local_bytes == 0:
+        return 0.0
+    levels = _levels(group, machine)
+    slowest = 0.0
+    for level in levels:
+        copies = distinct(experts, level.ranks // level.below, top_k)
+        away = copies * (1 - 1 / level.used)  # but for those of the same position
+        rate = level.dimension.rate(Size.LARGE) * level.share
+        slowest = max(slowest, local_bytes / top_k * away * _detour(level) / rate)
+    # Its kernels send by themselves: they have none of NCCL's protocols.
+    start = max(level.dimension.latency_us + level.dimension.hop_us for level in levels)
+    return start * 1e-6 + slowest
+
+
 def message_seconds(bytes_: int, level: int, machine: Machine) -> float:
     """Duration of one message between GPUs that meet in dimension `level`."""
     dimension = machine.dimensions[level]

@@ -25,8 +25,9 @@ from stagewright.models import resolve as resolve_model
 from stagewright.network import Machine
 from stagewright.outcome import Outcome
 from stagewright.run import Run
+from stagewright.simulation import combined
 from stagewright.simulation.issue import Execution
-from stagewright.simulation.step import model_flops
+from stagewright.simulation.step import model_flops, routed
 from stagewright.simulation.timeline import timeline
 
 QUANTITIES = {
@@ -38,7 +39,8 @@ NEEDS_REASON = 0.25
 """An error beyond this has its reason printed."""
 _TEXT = (
     *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
-    *("no_overlap", "tp_comm_overlap", "attention_kernel"),
+    *("no_overlap", "tp_comm_overlap", "overlap_moe_expert_parallel_comm"),
+    *("moe_flex_dispatcher", "attention_kernel"),
 )
 
 
@@ -60,6 +62,10 @@ class Measurement:
     """Axes whose communication the framework does not overlap, such as `dp+pp`."""
     tp_comm_overlap: str
     """`true`: collectives over tp go in pieces beside their products; see `tensor_overlap`."""
+    overlap_moe_expert_parallel_comm: str
+    """`true`: two microbatches at a time; see `simulation.combined`."""
+    moe_flex_dispatcher: str
+    """`true`: a token goes once to each rank; see `network.dispatch_seconds`."""
     attention_kernel: str
     """One of the hardware's, where the framework does not run the default."""
     run: Run
@@ -200,14 +206,22 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
     one of many.
     """
     run = m.run.resolved(m.model)
-    how = Execution(no_overlap=frozenset(m.no_overlap.split("+")) - {""})
+    together = m.overlap_moe_expert_parallel_comm == "true"
+    if together:
+        combined.check(run)
+    how = Execution(
+        no_overlap=frozenset(m.no_overlap.split("+")) - {""},
+        overlap_moe_expert_parallel_comm=together,
+    )
     cut = m.tp_comm_overlap == "true"
+
+    sent = routed(run, m.model) if m.moe_flex_dispatcher == "true" else None
 
     def simulated(microbatches: int) -> float:
         batch = microbatches * run.micro_batch_size * run.dp
         part = run.model_copy(update={"global_batch_size": batch})
         program = compile(part, m.model).program
-        seconds = task_seconds(program, machine, tp_comm_overlap=cut)
+        seconds = task_seconds(program, machine, tp_comm_overlap=cut, routed=sent)
         return timeline(program, seconds, how).seconds
 
     one, two = (1, 2) if run.pp == 1 else (run.pp, 2 * run.pp)

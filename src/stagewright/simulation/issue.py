@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from stagewright.errors import UserError, did_you_mean
 from stagewright.layout import MIRROR
 from stagewright.program import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
+from stagewright.simulation import combined
 
 Bool = NDArray[np.bool_]
 
@@ -50,6 +51,13 @@ class Execution:
     """What tensor parallelism gathers and scatters goes in pieces beside the products that it feeds
     or follows (Megatron-LM's name; PyTorch's async TP). It is durations that say so: those of
     `cost.task_seconds`."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """The backward pass of a microbatch and the forward pass of a later one run together, and each
+    computes while tokens of the other are on their way (Megatron-LM's name); see `combined`."""
+    moe_flex_dispatcher: bool = False
+    """A token goes once to each node and rank that has experts for it, not once for each expert
+    (Megatron-LM's `--moe-token-dispatcher-type flex`: DeepEP, HybridEP). It is durations that say
+    so; traces have a copy for each expert."""
     slowdown: float = 0.0
     """Kernels take this much longer while a collective runs beside them."""
 
@@ -151,6 +159,8 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     if how.streams == "one":
         return np.arange(size)
     key = np.arange(size, dtype=np.float64)
+    if how.overlap_moe_expert_parallel_comm:
+        key[combined.order(tasks)] = np.arange(size)
     gathers = (tasks.kind == Kind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
     if how.prefetch == 1:
         gathers &= tasks.phase == _OPTIMIZER  # the others are where they should be
@@ -165,7 +175,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
         while not np.array_equal(more := late | (once & _any(owner, late[needed], size)), late):
             late = more
     step = np.flatnonzero(tasks.phase == _OPTIMIZER)
-    key[late] = (step[0] if len(step) else size) - 0.5
+    key[late] = (key[step[0]] if len(step) else size) - 0.5
     return np.argsort(key, kind="stable")
 
 
@@ -189,7 +199,7 @@ def _prefetch(
     np.minimum.at(user, needed, np.where(kernel[owner], owner, size))
     mine = np.flatnonzero(gathers & (user < size))
     nth = np.searchsorted(at, user[mine])
-    key[mine] = begins[np.maximum(block[nth] - depth, first_block[nth])] - 0.5
+    key[mine] = key[begins[np.maximum(block[nth] - depth, first_block[nth])]] - 0.5
 
 
 def _blocks(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:

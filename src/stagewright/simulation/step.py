@@ -27,7 +27,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stagewright import tables
-from stagewright.cost import task_seconds
+from stagewright.cost import Routed, task_seconds
+from stagewright.errors import UserError
 from stagewright.memory import deltas
 from stagewright.models import ModelConfig
 from stagewright.network import Machine
@@ -36,6 +37,7 @@ from stagewright.program import PHASES
 from stagewright.roofline import peak_flops
 from stagewright.run import Run
 from stagewright.serving import groups
+from stagewright.simulation import combined
 from stagewright.simulation.account import Parts, critical_path, parts, path_parts
 from stagewright.simulation.held import Held, held
 from stagewright.simulation.issue import Execution
@@ -227,10 +229,29 @@ def simulate(
     progress: Progress | None = None,
 ) -> Simulation:
     """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
-    cut = how is not None and how.tp_comm_overlap
-    seconds = task_seconds(compiled.program, machine, tp_comm_overlap=cut)
+    how = how or Execution()
+    if how.overlap_moe_expert_parallel_comm:
+        combined.check(compiled.run)
+    seconds = task_seconds(
+        compiled.program,
+        machine,
+        tp_comm_overlap=how.tp_comm_overlap,
+        routed=routed(compiled.run, compiled.model) if how.moe_flex_dispatcher else None,
+    )
     line = timeline(compiled.program, seconds, how, factors, progress)
     return Simulation(compiled, machine, line)
+
+
+def routed(run: Run, model: ModelConfig) -> Routed:
+    """What sends tokens once has to know of them; refused where it would send none."""
+    if run.ep == 1:
+        raise UserError("moe_flex_dispatcher needs experts on several ranks; ep is 1")
+    if run.moe_token_dispatcher_type != "alltoall":
+        got = run.moe_token_dispatcher_type
+        raise UserError(
+            f"moe_flex_dispatcher and moe_token_dispatcher_type={got} exclude each other"
+        )
+    return Routed(model.num_experts + run.num_redundant_experts, model.top_k)
 
 
 def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
