@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,23 +50,41 @@ class Communicator(NamedTuple):
         return "+".join(self.axes) + ("" if self.only is None else f"{list(self.only)}")
 
 
-class Shape(NamedTuple):
+class _Shape(NamedTuple):
+    kernel: str
+    extents: tuple[tuple[str, int], ...]
+    joint: tuple[str, ...] = ()  # a product that is run as part of one: its name, and what it makes
+
+
+class Shape(_Shape):
     """What the duration of a kernel depends on: its kind, and the extents it has on one rank.
 
     `gemm` (batch, m, n, k: a result of `batch` matrices of m x n, sums over k), `attention` and
     `attention_bwd` (batch, heads, kv_heads, q, k, d, v; causal, window: 0 or what is masked), and
-    whatever else by its fused ops and the letters of its index expression.
+    whatever else by its fused ops and the letters of its index expression. It unpacks as kernel and
+    extents, by which durations that were measured are found.
 
     >>> print(Shape("gemm", (("batch", 1), ("m", 4096), ("n", 14336), ("k", 8192))))
     gemm batch=1 m=4096 n=14336 k=8192
     """
 
-    kernel: str
-    extents: tuple[tuple[str, int], ...]
-    joint: tuple[str, ...] = ()  # a product that is run as part of one: its name, and what it makes
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Kernel and extents."""
+        return iter((self.kernel, self.extents))
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """All of it, for copies."""
+        return self.kernel, self.extents, self.joint
 
     def __str__(self) -> str:
         return " ".join([self.kernel, *(f"{name}={extent}" for name, extent in self.extents)])
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON has it: `joint` where there is one."""
+        found: dict[str, Any] = {"kernel": self.kernel, "extents": self.extents}
+        return found | ({"joint": self.joint} if self.joint else {})
 
 
 class Peer(NamedTuple):

@@ -266,12 +266,12 @@ class _Growing:
         for kind, s, g in three:
             old, more = self.shapes[kind]
             if old >= 0:
-                kernel, extents, joint = tasks.shapes[old]
+                shape = tasks.shapes[old]
                 grown = tuple(
                     (name, extent + math.ceil(a * s + b * g))
-                    for (name, extent), (a, b) in zip(extents, more, strict=True)
+                    for (name, extent), (a, b) in zip(shape.extents, more, strict=True)
                 )
-                old = number.setdefault(Shape(kernel, grown, joint), len(number))
+                old = number.setdefault(Shape(shape.kernel, grown, shape.joint), len(number))
             new.append(old)
         column = tasks.shape.copy()
         column[self.rows] = np.array(new, np.int32)[which.ravel()]

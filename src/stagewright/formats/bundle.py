@@ -161,7 +161,7 @@ def encode(program: Program, manifest: Mapping[str, object]) -> bytes:
         "classes": classes,
         "manifest": manifest,
         "tables": [
-            {**some._asdict(), "shapes": [shape._asdict() for shape in some.shapes]}
+            {**some._asdict(), "shapes": [shape.fields() for shape in some.shapes]}
             for some in tables
         ],
     }
