@@ -19,7 +19,6 @@ from stagewright.compiler import (
     sharded,
     sizes_of,
     table_of,
-    with_ties,
 )
 from stagewright.ir import Graph, Node
 from stagewright.kernels import Extent, Task, bytes_of, carried, extent_of, handed_on
@@ -50,7 +49,7 @@ def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled
     for some in load.sizes:
         check_rows(plan, run, model, {**sizes_of(run, model), **some})
     order = forward_only(run.pp, run.microbatches)
-    places = with_ties(place_blocks(run, model), order, model)
+    places = place_blocks(run, model)
     recipe = recipe_of(run, model)
     graphs = {
         kind: sharded(kind, run, model, plan, sizes_of(run, model), recipe)
