@@ -94,6 +94,32 @@ def test_only_stages_with_a_copy_take_part() -> None:
     assert not any("shared" in name for name in t.names if name in {t.names[i] for i in t.name})
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"grad_reduce": "microbatch"}, {"zero": 2}, {"zero": 3}], ids=str
+)
+@pytest.mark.parametrize("model", ["zamba2-1.2b", "gpt2"])
+def test_stages_of_a_rank_add_to_one_gradient(model: str, settings: dict[str, Any]) -> None:
+    """Two stages of a rank have a copy: what each finds is added up in every microbatch, and once
+    reduced where it is so in each."""
+    weight, layers = ("shared.wq", 24) if model.startswith("zamba") else ("wte", 4)
+    schedule = "interleaved" if model.startswith("zamba") else "zbv"
+    run: dict[str, Any] = {"layers": layers, "pp": 2, "vpp": 2, "schedule": schedule, "dp": 2}
+    run |= {"seq_length": 64, "global_batch_size": 8, "fuse": False, "bucket": "parameter"}
+    program = compiled(model, **run | settings).program
+    t = program.classes[0].tasks
+    found: Counter[tuple[int, str]] = Counter()
+    for i in range(len(t)):
+        if t.names[t.name[i]].partition(".")[2].startswith(weight):
+            found[int(t.stage[i]), t.ops[t.op[i]]] += 1
+    stages = {stage for stage, op in found if op == "accumulate"}
+    assert len(stages) == 2
+    assert {found[stage, "accumulate"] for stage in stages} == {4}
+    assert sum(found[stage, "adamw"] for stage in stages) == 1
+    if settings:
+        reduces = "reduce_scatter" if settings.get("zero") else "all_reduce"
+        assert min(found[stage, reduces] for stage in stages) == 4
+
+
 # ---- what is handed on ---------------------------------------------------------------------------
 
 

@@ -179,7 +179,8 @@ def with_ties(
         for n, (s, i) in enumerate(copies):
             same = [at for at, (other, _) in enumerate(copies) if ranks[other] == ranks[s]]
             later = any(other == s for other, _ in copies[n + 1 :])
-            tie = nn.Tie(name, n == 0, n == same[0], len(everywhere) > 1, later)
+            leads = not any(other == s for other, _ in copies[:n])
+            tie = nn.Tie(name, n == 0, n == same[0], len(everywhere) > 1, later, leads)
             ties.setdefault((s, i), []).append(tie)
         for of in everywhere:
             _check_table(order, of, name, sorted({s for s, _ in copies if ranks[s] == of}))

@@ -73,16 +73,18 @@ class Tie(NamedTuple):
     owner: bool = True  # of the copies on its rank, which are one tensor
     away: bool = True  # other pipeline ranks have copies, too
     later: bool = False  # a block behind it on its stage uses this rank's tensor
+    leads: bool = True  # of the copies on its stage
 
     @property
     def words(self) -> str:
         """Which of the copies it is.
 
-        >>> Tie("wte").words, Tie("wte", first=False, owner=False).words
+        >>> Tie("wte").words, Tie("wte", first=False, owner=False, leads=False).words
         ('first and alone with wte', 'last here with wte')
         """
-        if self.owner:
-            place = "first" if self.first else "first here"
+        if self.leads:
+            ranked = "first here" if self.owner else "first of its stage"
+            place = "first" if self.first else ranked
             place += "" if self.later else " and alone"
         else:
             place = "again" if self.later else "last here"

@@ -62,12 +62,12 @@ def finish(
         if tie and tie.later and b.recipe.sum_tied:
             g = _with_later(p, g)
         if tie and not tie.owner:  # the tensor is that of a block before
-            if b.recipe.sum_tied:
+            if b.recipe.sum_tied and not tie.leads:
                 own = {"role": "tied_grad", "param": p.name, "phase": "backward", "scope": p.scope}
                 handed = "tied_grad" if table == "wte" else f"d_{table}"
                 outputs[handed] = identity(g, f"d_{p.name}", **own)
             else:
-                synced[g] = _accumulated(p, g, b.recipe.precision)
+                synced[g] = _accumulated(p, _made(p, g, b.recipe), b.recipe.precision)
                 outputs[f"grad.{p.name}"] = synced[g]
             continue
         synced[g] = reduced = _reduced(p, g, b.recipe, away=tie is not None and tie.away)
@@ -123,15 +123,19 @@ def _accumulated(p: Node, g: Node, precision: Precision) -> Node:
     return elementwise("accumulate", g, name=f"{p.name}.grad", role="grad", **own)
 
 
+def _made(p: Node, g: Node, recipe: Recipe) -> Node:
+    """One microbatch's gradient as PyTorch's ranks of a model have it."""
+    own: dict[str, Any] = {"phase": "backward", "scope": p.scope, "param": p.name}
+    if recipe.whole_embedding_grad and g.op == "embedding_bwd":
+        g = replace(g, attrs=tuple(sorted({*g.attrs, ("param", p.name), ("role", "whole")})))
+        g = identity(g, f"{p.name}.grad", role="own", **own)
+    return identity(g, f"{p.name}.grad", role="made", **own) if recipe.sum_as_made else g
+
+
 def _reduced(p: Node, g: Node, recipe: Recipe, *, away: bool) -> Node:
     """From one microbatch's gradient to the step's: the places where a strategy may reduce it."""
     own = {"phase": "backward", "scope": p.scope, "param": p.name, "once": True}
-    if recipe.whole_embedding_grad and g.op == "embedding_bwd":
-        g = replace(g, attrs=tuple(sorted({*g.attrs, ("param", p.name), ("role", "whole")})))
-        g = identity(g, f"{p.name}.grad", role="own", **(own | {"once": False}))
-    if recipe.sum_as_made:
-        g = identity(g, f"{p.name}.grad", role="made", **(own | {"once": False}))
-    g = _accumulated(p, g, recipe.precision)
+    g = _accumulated(p, _made(p, g, recipe), recipe.precision)
     if recipe.sum_as_made:
         g = identity(g, f"{p.name}.grad", role="made", **own)
     g = identity(g, f"{p.name}.grad", role="synced", **own)
