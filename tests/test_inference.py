@@ -19,7 +19,9 @@ from stagewright import batch
 from stagewright.batch import Cache, Group
 from stagewright.capacity import Capacity
 from stagewright.compiler import Compiled, compile
+from stagewright.cost import kernel_seconds
 from stagewright.errors import UserError
+from stagewright.hardware import resolve
 from stagewright.models import PRESETS, Reach
 from stagewright.program import COLLECTIVES, Kind
 from stagewright.program_check import check_program
@@ -840,6 +842,29 @@ def test_refused(fields: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError) as info:
         run(**fields)
     assert str(info.value).startswith(wanted)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def attention_time(op: str, **fields: Any) -> float:
+    """Seconds of the first layer's attention on an H100."""
+    c = run("llama3.1-8b", layers=1, **fields).program.classes[0]
+    t = c.tasks
+    row = next(i for i in range(len(t)) if t.ops[t.op[i]] == op)
+    return float(kernel_seconds(t, np.array([row]), resolve("h100-sxm"))[0])
+
+
+def test_attention_over_a_cache_takes_as_long_as_its_products_or_its_bytes() -> None:
+    """A prompt's as in training, whose diagonal counts half; one token's as its keys are read."""
+    served = attention_time("cached_attention", mode="prefill", prompt_length=8192)
+    assert served == pytest.approx(attention_time("attention", seq_length=8192), rel=0.1)
+    fields: dict[str, Any] = {"mode": "decode", "context_length": 8191}
+    one, two = (attention_time("cached_attention", batch_size=n, **fields) for n in (64, 128))
+    read = 64 * 8192 * 2 * 8 * 128 * 2 / 3.35e12
+    assert 1 < (two - one) / read < 1.5
+    shared = attention_time("striped_attention", batch_size=64, cp=4, **fields)
+    assert shared == pytest.approx(one / 4, rel=0.05)
 
 
 # ---- whole programs ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -161,7 +162,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
     kernels = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
     for kernel, dtype in {(str(k), str(d)) for k, d in zip(kernels, dtypes, strict=True)}:
-        if kernel not in ("gemm", "attention", "attention_bwd", *CHUNKED, *COPYING):
+        if kernel not in ("gemm", "attention", "attention_bwd", *CHUNKED, *COPYING, *SERVED):
             continue
         here = (kernels == kernel) & (dtypes == dtype)
         shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
@@ -176,6 +177,8 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
         elif kernel in COPYING:
             again = tasks.phase[rows[here]] == PHASES.index("backward")
             seconds[here] = _copies(size, kernel, traffic[here], again, dtype, hardware)
+        elif kernel in SERVED:
+            seconds[here] = _served(size, flops[here], traffic[here], dtype, hardware)
         elif kernel in CHUNKED:
             # A step of decode has no chunks: it moves states.
             here[here] = whole = size.get("chunk", np.zeros(len(shapes))) > 0
@@ -214,6 +217,30 @@ def _copies(
     moved = np.maximum(traffic, 2 * copies * size["m"] * float(BYTES[dtype]))
     sorting = np.where(again, 0, routing_seconds(copies, hardware))
     return copies_seconds(moved, copies, hardware) + sorting
+
+
+SERVED = ("cached_attention", "striped_attention", "varlen_attention")
+"""Attention of requests that have lengths of their own."""
+
+
+def _served(
+    size: dict[str, NDArray[np.float64]],
+    flops: NDArray[np.float64],
+    traffic: NDArray[np.float64],
+    dtype: str,
+    hardware: Hardware,
+) -> Seconds:
+    """Tiles of queries through the keys of their requests, as attention in training; several units
+    share the keys of one tile, so that none is waited for (flash decoding), or bytes take longer:
+    one token sees few queries for each key that is read."""
+    width = size["d"] + size.get("v", size["d"])
+    heads = math.prod([size.get(x, np.ones_like(width)) for x in "bagr"])
+    tiles = np.ceil(size["q"] / QUERIES) * heads
+    none = np.zeros_like(flops)
+    work = attention_seconds(
+        tiles, none, flops / (2 * width), 2 * width, traffic=none, dtype=dtype, on=hardware
+    )
+    return np.maximum(work, memory_seconds(traffic, none, hardware))
 
 
 def _chunked(
