@@ -567,6 +567,8 @@ def check(run: Run, model: ModelConfig) -> None:
     _check_split(run, model)  # of which `asked` keeps nothing where it is even
     run = run.asked()
     serving.check_mode(run)
+    if run.mode != "train":
+        serving.check_model(model)
     _check_mesh(run)
     if model.tower:
         _check_model(run, model.tower)

@@ -324,10 +324,20 @@ def check_mode(run: Run) -> None:
             )
 
 
+def check_model(model: ModelConfig) -> None:
+    """Raise a UserError if a model is none that is served."""
+    if model.tower:
+        raise UserError(
+            f"{model.name}: images before the text are there in training only; use mode=train, or "
+            "serve a preset of its language model"
+        )
+    if model.encoder or model.recommendation:
+        what = "an encoder" if model.encoder else "no language model"
+        raise UserError(f"{model.name} is {what}, it generates nothing; use mode=train")
+
+
 def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError if a resolved run cannot be served."""
-    if model.encoder:
-        raise UserError(f"{model.name} is an encoder, it generates nothing; use mode=train")
     _check_source(run, model)
     if model.modules:
         names = ", ".join(m.name for m in model.modules)
