@@ -228,6 +228,7 @@ def _habits(dice: Dice) -> dict[str, Any]:
         "cp_grad_comm_type": ("reduce_scatter", "ring"),
         "operators": ("fused", "eager"),
         "repeat_kv": (False, True),
+        "joint_projections": (False, True),
         "pipeline_caches": (False, True),
         "set_grads_to_none": (False, True),
     }
