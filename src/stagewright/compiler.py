@@ -176,11 +176,12 @@ def with_ties(
     ties: dict[tuple[int, int], list[nn.Tie]] = {}
     for name, copies in held.items():
         everywhere = {ranks[s] for s, _ in copies}
+        on_ranks = {ranks[s]: n for n, (s, _) in reversed([*enumerate(copies)])}  # the first
+        first = {s: n for n, (s, _) in reversed([*enumerate(copies)])}
+        last = {s: n for n, (s, _) in enumerate(copies)}
         for n, (s, i) in enumerate(copies):
-            same = [at for at, (other, _) in enumerate(copies) if ranks[other] == ranks[s]]
-            later = any(other == s for other, _ in copies[n + 1 :])
-            leads = not any(other == s for other, _ in copies[:n])
-            tie = nn.Tie(name, n == 0, n == same[0], len(everywhere) > 1, later, leads)
+            owner, away = n == on_ranks[ranks[s]], len(everywhere) > 1
+            tie = nn.Tie(name, n == 0, owner, away, n < last[s], n == first[s])
             ties.setdefault((s, i), []).append(tie)
         for of in everywhere:
             _check_table(order, of, name, sorted({s for s, _ in copies if ranks[s] == of}))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stagewright.hardware import Hardware
 from stagewright.ir import BYTES
 from stagewright.program import Int, Shape, Tasks
-from stagewright.roofline import gemm_seconds
+from stagewright.roofline import bytes_per_second, gemm_seconds
 
 Floats = NDArray[np.float64]
 
@@ -127,8 +127,7 @@ def as_one(tasks: Tasks, seconds: Floats, on: Hardware) -> Floats:
     whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
     size = np.zeros(len(tasks))
     size[joint.rows] = joint.result
-    owner = np.repeat(np.arange(len(tasks)), np.diff(tasks.data_ptr))
-    needed = tasks.data.astype(np.int64)
+    owner, needed = tasks.reads
     inputs = np.diff(tasks.data_ptr)
     reads = whole[needed] >= 0
     owner, needed = owner[reads], needed[reads]
@@ -136,7 +135,6 @@ def as_one(tasks: Tasks, seconds: Floats, on: Hardware) -> Floats:
         np.stack([owner, whole[needed]], axis=1), axis=0, return_index=True, return_counts=True
     )
     owner, fewer = owner[first], (count - 1) * size[needed[first]]
-    moved = on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction * on.sustained_fraction
-    left = result[owner] - fewer / moved
+    left = result[owner] - fewer / (bytes_per_second(on) * on.sustained_fraction)
     result[owner] = np.where((count > 1) & (count == inputs[owner]), 0.0, left)
     return result

@@ -140,6 +140,12 @@ class Tasks:
         return f"<{len(self)} tasks>"
 
     @property
+    def reads(self) -> tuple[Int, Int]:
+        """Of all that rows read: the row that reads, and the row that makes it."""
+        owner = np.repeat(np.arange(len(self)), np.diff(self.data_ptr))
+        return owner, self.data.astype(np.int64)
+
+    @property
     def local_bytes(self) -> Int:
         """Bytes of each collective's local input, or message, on these ranks."""
         return self.comm_bytes if self.uneven_bytes is None else self.uneven_bytes

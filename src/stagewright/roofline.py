@@ -121,9 +121,14 @@ def attention_seconds(
     return fit.launch_us * 1e-6 + work + moved
 
 
+def bytes_per_second(on: Hardware) -> float:
+    """What streams of bytes reach."""
+    return on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction
+
+
 def memory_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
     """Duration of kernels that move bytes and compute little."""
-    moved = traffic / (on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction)
+    moved = traffic / bytes_per_second(on)
     return on.kernel_launch_us * 1e-6 + np.maximum(moved, flops / (on.peak_fp32_tflops * 1e12))
 
 

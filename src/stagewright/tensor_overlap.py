@@ -81,8 +81,7 @@ def _beside(program: Program, tasks: Tasks) -> _Beside:
     product = gemm[tasks.shape] & (tasks.shape >= 0)
     converts = np.array([op == "cast" for op in tasks.ops] or [False])[tasks.op]
 
-    owner = np.repeat(np.arange(len(tasks)), np.diff(tasks.data_ptr))
-    needed = tasks.data.astype(np.int64)
+    owner, needed = tasks.reads
     late = np.zeros(len(tasks), bool)
     late[owner[tasks.phase[needed] == _BACKWARD]] = True
     gathers &= (tasks.phase != _BACKWARD) | late

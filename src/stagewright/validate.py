@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.compiler import compile
-from stagewright.cost import task_seconds
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.hardware import resolve as resolve_hardware
@@ -25,10 +24,8 @@ from stagewright.models import resolve as resolve_model
 from stagewright.network import Machine
 from stagewright.outcome import Outcome
 from stagewright.run import Run
-from stagewright.simulation import combined
 from stagewright.simulation.issue import Execution
-from stagewright.simulation.step import model_flops, routed
-from stagewright.simulation.timeline import timeline
+from stagewright.simulation.step import executed, model_flops
 
 QUANTITIES = {
     "step_s": "seconds per step",
@@ -206,23 +203,17 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
     one of many.
     """
     run = m.run.resolved(m.model)
-    together = m.overlap_moe_expert_parallel_comm == "true"
-    if together:
-        combined.check(run)
     how = Execution(
         no_overlap=frozenset(m.no_overlap.split("+")) - {""},
-        overlap_moe_expert_parallel_comm=together,
+        tp_comm_overlap=m.tp_comm_overlap == "true",
+        overlap_moe_expert_parallel_comm=m.overlap_moe_expert_parallel_comm == "true",
+        moe_flex_dispatcher=m.moe_flex_dispatcher == "true",
     )
-    cut = m.tp_comm_overlap == "true"
-
-    sent = routed(run, m.model) if m.moe_flex_dispatcher == "true" else None
 
     def simulated(microbatches: int) -> float:
         batch = microbatches * run.micro_batch_size * run.dp
         part = run.model_copy(update={"global_batch_size": batch})
-        program = compile(part, m.model).program
-        seconds = task_seconds(program, machine, tp_comm_overlap=cut, routed=sent)
-        return timeline(program, seconds, how).seconds
+        return executed(compile(part, m.model), machine, how).seconds
 
     one, two = (1, 2) if run.pp == 1 else (run.pp, 2 * run.pp)
     if run.microbatches <= two:

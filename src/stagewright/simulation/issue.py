@@ -91,7 +91,7 @@ class Issue:
 
 def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     """The issue order of a rank class."""
-    owner, needed = _pairs(tasks.data_ptr, tasks.data)
+    owner, needed = tasks.reads
     if how.overlap_param_gather and how.streams == "separate":
         owner, needed = _gathered_next(tasks, owner, needed)
     aside = _settles(tasks, owner, needed) if how.streams == "separate" else _none(tasks)
@@ -119,11 +119,6 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
 
 def _none(tasks: Tasks) -> Bool:
     return np.zeros(len(tasks), dtype=bool)
-
-
-def _pairs(pointer: Int, needed: NDArray[np.int32]) -> tuple[Int, Int]:
-    """CSR as (row, the row it needs)."""
-    return np.repeat(np.arange(len(pointer) - 1), np.diff(pointer)), needed.astype(np.int64)
 
 
 def _any(owner: Int, flag: Bool, size: int) -> Bool:

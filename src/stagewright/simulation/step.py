@@ -229,20 +229,30 @@ def simulate(
     progress: Progress | None = None,
 ) -> Simulation:
     """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
-    how = how or Execution()
+    line = executed(compiled, machine, how or Execution(), factors, progress)
+    return Simulation(compiled, machine, line)
+
+
+def executed(
+    compiled: Compiled,
+    machine: Machine,
+    how: Execution,
+    factors: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
+) -> Timeline:
+    """One step in time; a UserError if it cannot be run like that."""
     if how.overlap_moe_expert_parallel_comm:
         combined.check(compiled.run)
     seconds = task_seconds(
         compiled.program,
         machine,
         tp_comm_overlap=how.tp_comm_overlap,
-        routed=routed(compiled.run, compiled.model) if how.moe_flex_dispatcher else None,
+        routed=_routed(compiled.run, compiled.model) if how.moe_flex_dispatcher else None,
     )
-    line = timeline(compiled.program, seconds, how, factors, progress)
-    return Simulation(compiled, machine, line)
+    return timeline(compiled.program, seconds, how, factors, progress)
 
 
-def routed(run: Run, model: ModelConfig) -> Routed:
+def _routed(run: Run, model: ModelConfig) -> Routed:
     """What sends tokens once has to know of them; refused where it would send none."""
     if run.ep == 1:
         raise UserError("moe_flex_dispatcher needs experts on several ranks; ep is 1")
