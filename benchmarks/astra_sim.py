@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 import stagewright as sw
-from stagewright import astra_sim
-from stagewright.formats import et_def, wire
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.timeline import timeline
+from stagewright.time import astra_sim
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.timeline import timeline
+from stagewright.trace.formats import et_def, wire
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "astra_sim.json"
 

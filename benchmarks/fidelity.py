@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright import reproduce, validate, validate_kernels
-from stagewright.compiler import parameters
-from stagewright.models import PRESETS
-from stagewright.outcome import Outcome, summary
+from stagewright.evidence import kernels as validate_kernels
+from stagewright.evidence import reproduce, validate
+from stagewright.evidence.errors_of import Outcome, summary
+from stagewright.lower.training import parameters
+from stagewright.model.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from stagewright.hardware import Experts, Hardware, resolve
-from stagewright.network import Machine, Placement, collective_seconds
-from stagewright.roofline import attention_seconds, gemm_seconds, memory_seconds
-from stagewright.validate_kernels import experts_seconds
+from stagewright.evidence.kernels import experts_seconds
+from stagewright.time.hardware import Experts, Hardware, resolve
+from stagewright.time.network import Machine, Placement, collective_seconds
+from stagewright.time.roofline import attention_seconds, gemm_seconds, memory_seconds
 
 SYSTEMS = {
     "a100-sxm-80gb": "a100_sxm",

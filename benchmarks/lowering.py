@@ -31,9 +31,9 @@ CASES = {
 CODE = """
 import json, sys, time
 import numpy as np
-from stagewright import compiler
-from stagewright.formats import chakra
-from stagewright.run import Run
+from stagewright.lower import training as compiler
+from stagewright.trace.formats import chakra
+from stagewright.run.settings import Run
 spent = [0.0]
 def timed(function):
     def call(*arguments, **options):

@@ -29,9 +29,9 @@ SMALL = {"model": "llama3.1-70b", "tp": 8, "pp": 4, "layers": 8, "seq_length": 8
 
 CODE = """
 import json, resource, sys, time
-from stagewright.compiler import compile
-from stagewright.run import Run
-from stagewright.write import write
+from stagewright.lower.training import compile
+from stagewright.run.settings import Run
+from stagewright.trace.write import write
 program = compile(Run(**json.loads(sys.argv[1]))).program
 def cpu():
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -20,8 +20,8 @@ RUN = {"model": "llama3.1-405b", "tp": 8, "cp": 2, "pp": 16, "sequence_parallel"
 
 WHOLE = """
 import json, sys, time
-from stagewright import compiler
-from stagewright.run import Run
+from stagewright.lower import training as compiler
+from stagewright.run.settings import Run
 spent, lower = [0.0], compiler.lower
 def timed(*arguments, **options):
     began = time.process_time()
@@ -36,9 +36,9 @@ print(json.dumps({"symbolic": time.process_time() - spent[0], "nodes": nodes}))
 
 ANEW = """
 import json, sys, time
-from stagewright import compiler
-from stagewright.models import resolve
-from stagewright.run import Run, check
+from stagewright.lower import training as compiler
+from stagewright.model.config import resolve
+from stagewright.run.settings import Run, check
 run = Run(**json.loads(sys.argv[1]))
 kinds = compiler.compile(run).blocks  # and everything is imported
 model = resolve(run.model)

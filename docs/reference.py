@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from stagewright.ir import Node
+    from stagewright.graph.node import Node
 
 HERE = Path(__file__).parent / "reference"
 
@@ -63,8 +63,8 @@ def prose(doc: str | None) -> str:
 
 def cli() -> str:
     """Every command, its arguments, options and examples."""
-    from stagewright import cli
-    from stagewright.cli_help import EXAMPLES
+    from stagewright.cli import main as cli
+    from stagewright.cli.help import EXAMPLES
 
     shared = {setting.name for setting in cli.SETTINGS}
     parts = [
@@ -104,8 +104,8 @@ def _flags(option: click.Option) -> str:
 
 def settings() -> str:
     """Fields of a run: options, and keys of run files."""
-    from stagewright import cli
-    from stagewright.run import Run
+    from stagewright.cli import main as cli
+    from stagewright.run.settings import Run
 
     rows: list[tuple[str, str, str, str]] = []
     for setting in cli.SETTINGS:
@@ -127,7 +127,7 @@ def settings() -> str:
 
 def models() -> str:
     """Presets and their sizes."""
-    from stagewright.models import PRESETS
+    from stagewright.model.config import PRESETS
 
     columns = {
         "layers": "num_layers",
@@ -156,7 +156,7 @@ def _count(value: int) -> str:
 
 def hardware() -> str:
     """Accelerators and their figures."""
-    from stagewright import hardware
+    from stagewright.time import hardware
 
     all_ = [hardware.resolve(name) for name in hardware.names()]
     rows = [
@@ -178,7 +178,7 @@ def hardware() -> str:
 
 def schedules() -> str:
     """Pipeline schedules and their pictures."""
-    from stagewright.pipeline import SCHEDULES, make, text
+    from stagewright.schedule.schedules import SCHEDULES, make, text
 
     parts = [
         "# Schedules\n\nWhat they are for, and how long they idle: [schedules](../schedules.md).\n"
@@ -194,7 +194,7 @@ def schedules() -> str:
 
 def ops() -> str:
     """The op table."""
-    from stagewright import ops
+    from stagewright.graph import table as ops
 
     nodes = _nodes()
     source = inspect.getsource(ops)
@@ -229,7 +229,7 @@ def ops() -> str:
 def _nodes() -> dict[str, Node]:
     """For every op that some models use, a node whose index expression says most."""
     import stagewright as sw
-    from stagewright.ir import toposort
+    from stagewright.graph.node import toposort
 
     runs = [sw.Run(model=name, seq_length=512, tp=2, dp=2) for name in EXAMPLES]
     runs.append(sw.Run(model="llama3.1-8b", mode="decode", context_length=1024, tp=2))
@@ -253,7 +253,7 @@ EXAMPLES = (
 
 def strategies() -> str:
     """Which dims the degrees split."""
-    from stagewright import strategies
+    from stagewright.parallel import placement as strategies
 
     columns = [(f"`{n}`", d) for n, d in strategies.TENSOR_PARALLEL.items()]
     states = [(f"`{n}`", ", ".join(map(str, d))) for n, d in strategies.STATE_HEADS.items()]
@@ -300,7 +300,8 @@ def keys() -> str:
     """Paths of what the commands print with --json, with examples."""
     from click.testing import CliRunner
 
-    from stagewright import cli, summary
+    from stagewright.cli import main as cli
+    from stagewright.views import summary
 
     def printed(line: str) -> str:
         done = CliRunner().invoke(cli.commands, shlex.split(line), standalone_mode=False)

@@ -1,7 +1,7 @@
 """The slow truth for timelines: every rank by itself, event by event, in exact fractions.
 
-Nothing here is shared with `stagewright.simulation` but the program: rules are written again, as a
-framework's user would say them.
+Nothing here is shared with `stagewright.time.simulate` but the program: rules are written again, as
+a framework's user would say them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.layout import MIRROR
-from stagewright.program import COLLECTIVES, PHASES, Kind, Program, Tasks
-from stagewright.simulation.issue import Execution
+from stagewright.algebra.layout import MIRROR
+from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, Tasks
+from stagewright.time.simulate.issue import Execution
 
 
 @dataclass

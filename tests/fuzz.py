@@ -251,7 +251,7 @@ def sealed(found: dict[str, bytes], head: bytes) -> bytes:
 
 def frames(source: bytes, dice: Dice) -> bytes:
     """Changes of a trace: of its framing, of whole nodes, of their fields, of bytes in them."""
-    from stagewright.formats import wire
+    from stagewright.trace.formats import wire
 
     if dice.random() < 0.2:
         return havoc(source, dice)
@@ -294,7 +294,7 @@ def _frames(source: bytes) -> Iterator[bytes]:
 
 def _changed_node(body: bytes, count: int, dice: Dice) -> bytes:
     """A field of a node, or an attribute, set to something else."""
-    from stagewright.formats import et_def
+    from stagewright.trace.formats import et_def
 
     node = et_def.parse("Node", body)
     number = dice.choice((0, 1, 2, 3, count, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1))
@@ -322,7 +322,7 @@ def _changed_node(body: bytes, count: int, dice: Dice) -> bytes:
 
 
 def _set_attribute(attr: Any, number: int, dice: Dice) -> None:
-    from stagewright.formats import et_def
+    from stagewright.trace.formats import et_def
 
     kind = dice.choice(
         (attr.WhichOneof("value") or "int64_val", *(f"{k}_val" for k in et_def.VALUES))
@@ -345,25 +345,25 @@ def _set_attribute(attr: Any, number: int, dice: Dice) -> None:
 
 
 def _config(path: Path) -> object:
-    from stagewright.hf import from_config
+    from stagewright.model.hf.read import from_config
 
     return from_config(path)
 
 
 def _config_compiled(path: Path) -> object:
     """What a config.json says can be compiled or is refused."""
-    from stagewright.compiler import compile
-    from stagewright.hf import from_config
-    from stagewright.run import Run
+    from stagewright.lower.training import compile
+    from stagewright.model.hf.read import from_config
+    from stagewright.run.settings import Run
 
     model = from_config(path)
     return compile(Run(model=str(path), layers=min(2, model.num_layers), seq_length=8), model)
 
 
 def _run_file(path: Path) -> object:
-    from stagewright.models import resolve
-    from stagewright.parallel import parallelization
-    from stagewright.run import Run, check, recorded_model
+    from stagewright.model.config import resolve
+    from stagewright.parallel.degrees import parallelization
+    from stagewright.run.settings import Run, check, recorded_model
 
     run = Run.load(path)
     run.describe()
@@ -374,62 +374,62 @@ def _run_file(path: Path) -> object:
 
 
 def _schedule(path: Path) -> object:
-    from stagewright.pipeline import make
+    from stagewright.schedule.schedules import make
 
     return make(str(path), pp=2, microbatches=3)
 
 
 def _hardware(path: Path) -> object:
-    from stagewright import hardware
+    from stagewright.time import hardware
 
     return hardware.resolve(path)
 
 
 def _modules(path: Path) -> object:
     """A .stg file, and what it describes compiled."""
-    from stagewright.compiler import compile
-    from stagewright.run import Run
-    from stagewright.stg import load
+    from stagewright.blocks.stg import load
+    from stagewright.lower.training import compile
+    from stagewright.run.settings import Run
 
     model = load(path)
     return compile(Run(model=str(path), layers=min(2, model.num_layers), seq_length=8), model)
 
 
 def _strategy(path: Path) -> object:
-    from stagewright.notation import table
+    from stagewright.algebra.notation import table
 
     return table(path)
 
 
 def _durations(path: Path) -> object:
-    from stagewright.durations import load
+    from stagewright.time.measured import load
 
     return load(path)
 
 
 def _loads(path: Path) -> object:
-    from stagewright.expert_load import read_lines
-    from stagewright.models import PRESETS
+    from stagewright.model.config import PRESETS
+    from stagewright.run.expert_load import read_lines
 
     return read_lines(str(path), PRESETS["mixtral-8x7b"].with_overrides(3), range(3))
 
 
 def _requests(path: Path) -> object:
-    from stagewright.batch import read
+    from stagewright.run.lengths import read
 
     return read(path)
 
 
 def _measurements(path: Path) -> object:
-    from stagewright.validate import load
+    from stagewright.evidence.validate import load
 
     return load(path)
 
 
 def _bundle(path: Path) -> object:
     """Everything that reads a bundle."""
-    from stagewright.formats.bundle import Bundle
-    from stagewright.verify import verify
+    from stagewright.check.verify import verify
+    from stagewright.trace.formats.bundle import Bundle
 
     json.dumps(verify(path, workers=1).to_json())
     bundle = Bundle(path)
@@ -439,8 +439,8 @@ def _bundle(path: Path) -> object:
 
 def _trace(path: Path) -> object:
     """Everything that reads one trace."""
-    from stagewright import inspect_trace
-    from stagewright.verify import verify
+    from stagewright.check import inspect as inspect_trace
+    from stagewright.check.verify import verify
 
     report = verify(path, workers=1)
     json.dumps(report.to_json())
@@ -450,8 +450,8 @@ def _trace(path: Path) -> object:
 
 def _world(path: Path) -> object:
     """Everything that reads a directory of traces."""
-    from stagewright.diff import diff
-    from stagewright.verify import verify
+    from stagewright.check.diff import diff
+    from stagewright.check.verify import verify
 
     report = verify(path.parent, workers=1)
     json.dumps(report.to_json())
@@ -460,7 +460,7 @@ def _world(path: Path) -> object:
 
 def _arguments(path: Path) -> object:
     """A command line, a word per line."""
-    from stagewright.cli import BUG, _status  # pyright: ignore[reportPrivateUsage]
+    from stagewright.cli.main import BUG, _status  # pyright: ignore[reportPrivateUsage]
 
     words = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     said = StringIO()

@@ -118,7 +118,7 @@ def of_command(command: str) -> str:
 def _run(command: str) -> tuple[str, str, int]:
     from click.testing import CliRunner
 
-    from stagewright.cli import commands
+    from stagewright.cli.main import commands
     from stagewright.errors import UserError
 
     os.environ["COLUMNS"] = "100"

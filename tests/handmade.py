@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stagewright.compiler import compile
-from stagewright.formats import et_def, wire
-from stagewright.run import Run
-from stagewright.write import write
+from stagewright.lower.training import compile
+from stagewright.run.settings import Run
+from stagewright.trace.formats import et_def, wire
+from stagewright.trace.write import write
 
 INVALID, METADATA, LOAD, STORE, COMP, SEND, RECV, COLL = range(8)
 

@@ -15,7 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from stagewright.program import CATEGORIES, COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
+from stagewright.program.columns import (
+    CATEGORIES,
+    COLLECTIVES,
+    PHASES,
+    Kind,
+    Program,
+    RankClass,
+    Tasks,
+)
 
 MAX_TAG = 500_000_000
 SMALL_WORLD = 64

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright import nn
-from stagewright.compiler import sizes_of
-from stagewright.ir import Graph, Node
-from stagewright.layout import Layout, positions
-from stagewright.models import ModelConfig
-from stagewright.nn import Block, Recipe
-from stagewright.ops import LEAVES, MOVES, OPS, indices
-from stagewright.run import Run
-from stagewright.shared_blocks import SharedBlocks
-from stagewright.size import size
-from stagewright.spec import Spec, parse
-from stagewright.state_space import StateSpace
+from stagewright import blocks as nn
+from stagewright.algebra.index import Spec, parse
+from stagewright.algebra.layout import Layout, positions
+from stagewright.algebra.size import size
+from stagewright.blocks import Block, Recipe
+from stagewright.graph.node import Graph, Node
+from stagewright.graph.table import LEAVES, MOVES, OPS, indices
+from stagewright.lower.training import sizes_of
+from stagewright.model.config import ModelConfig
+from stagewright.model.shared_blocks import SharedBlocks
+from stagewright.model.state_space import StateSpace
+from stagewright.run.settings import Run
 
 Coords = tuple[int, ...]
 Env = dict[Node, dict[Coords, Any]]

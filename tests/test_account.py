@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stagewright.compiler import compile
-from stagewright.program import PHASES, Kind, Program, Tasks
-from stagewright.run import Run
-from stagewright.simulation.account import critical_path, parts, path_parts
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.timeline import Timeline, timeline
+from stagewright.lower.training import compile
+from stagewright.program.columns import PHASES, Kind, Program, Tasks
+from stagewright.run.settings import Run
+from stagewright.time.simulate.breakdown import critical_path, parts, path_parts
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.timeline import Timeline, timeline
 
 from .test_timeline import RUNS, WAYS, durations
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 import stagewright as sw
-from stagewright.astra_sim import OPS, AstraSim, Dimension, beside, task_seconds
 from stagewright.errors import UserError
-from stagewright.hardware import names, resolve
-from stagewright.network import Machine, collective_seconds, placements
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.timeline import timeline
+from stagewright.time.astra_sim import OPS, AstraSim, Dimension, beside, task_seconds
+from stagewright.time.hardware import names, resolve
+from stagewright.time.network import Machine, collective_seconds, placements
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.timeline import timeline
 
 DATA = json.loads((Path(__file__).parent / "data" / "astra_sim.json").read_text())
 CASES = {case["name"]: case for case in DATA["cases"]}

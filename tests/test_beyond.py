@@ -14,14 +14,14 @@ import stagewright as sw
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
-from stagewright import nn
-from stagewright.compiler import Kind, parameters, recipe_of, sharded, sizes_of
+from stagewright import blocks as nn
 from stagewright.errors import UserError
-from stagewright.models import PRESETS, Diffusion, ModelConfig, Recommendation, Vision
-from stagewright.parallel import parallelization
-from stagewright.program import COLLECTIVES
-from stagewright.run import Run
-from stagewright.run import check as check_run
+from stagewright.lower.training import Kind, parameters, recipe_of, sharded, sizes_of
+from stagewright.model.config import PRESETS, Diffusion, ModelConfig, Recommendation, Vision
+from stagewright.parallel.degrees import parallelization
+from stagewright.program.columns import COLLECTIVES
+from stagewright.run.settings import Run
+from stagewright.run.settings import check as check_run
 
 PUBLISHED = {
     # huggingface.co/google/vit-base-patch16-224 and -large-: parameters of the classifiers of 1000

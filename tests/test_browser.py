@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from stagewright import traffic
-from stagewright.words import quantity
+from stagewright.numbers import quantity
+from stagewright.time import traffic
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright; pip install 'stagewright[browser]'"

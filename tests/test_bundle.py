@@ -17,14 +17,14 @@ from click.testing import CliRunner, Result
 
 import fuzz
 import stagewright as sw
-from stagewright.bundle_check import difference
-from stagewright.cli import commands
-from stagewright.diff import diff
-from stagewright.durations import to_csv
+from stagewright.check.bundle import difference
+from stagewright.check.diff import diff
+from stagewright.check.verify import verify
+from stagewright.cli.main import commands
 from stagewright.errors import UserError
-from stagewright.expand import expand
-from stagewright.formats import json as readable
-from stagewright.verify import verify
+from stagewright.time.measured import to_csv
+from stagewright.trace.formats import json as readable
+from stagewright.trace.unbundle import expand
 
 TOY = {"model": "llama3-8b", "layers": 4, "seq_length": 64, "vocab": 128}
 RUNS = {

@@ -15,8 +15,12 @@ import stagewright as sw
 from invariants import check as check_program
 from spmd import BELOW, TINY, ZAMBA2, random_values, single
 from spmd import check as same_as_one_device
-from stagewright import nn
-from stagewright.compiler import (
+from stagewright import blocks as nn
+from stagewright.errors import UserError
+from stagewright.graph.node import Graph
+from stagewright.graph.table import LEAVES
+from stagewright.lower.kernels import Carried, handed_on, interface
+from stagewright.lower.training import (
     Kind,
     block_of,
     parameters,
@@ -26,17 +30,13 @@ from stagewright.compiler import (
     sizes_of,
     with_ties,
 )
-from stagewright.errors import UserError
-from stagewright.ir import Graph
-from stagewright.kernels import Carried, handed_on, interface
-from stagewright.models import PRESETS, ModelConfig
-from stagewright.ops import LEAVES
-from stagewright.parallel import parallelization
-from stagewright.pipeline import make as make_order
-from stagewright.program import Kind as Row
-from stagewright.run import Run
-from stagewright.run import check as check_run
-from stagewright.shared_blocks import SharedBlocks
+from stagewright.model.config import PRESETS, ModelConfig
+from stagewright.model.shared_blocks import SharedBlocks
+from stagewright.parallel.degrees import parallelization
+from stagewright.program.columns import Kind as Row
+from stagewright.run.settings import Run
+from stagewright.run.settings import check as check_run
+from stagewright.schedule.schedules import make as make_order
 
 BELOW |= {"source_tokens": "V", "tokens1": "V", "tokens2": "V", "labels1": "V", "labels2": "V"}
 T5: dict[str, Any] = {

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import pytest
 
 import stagewright
-from stagewright import cli
-from stagewright.models import PRESETS
-from stagewright.pipeline import SCHEDULES
-from stagewright.run import Run
+from stagewright.cli import main as cli
+from stagewright.model.config import PRESETS
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
 
 SMALL = ["gpt2", "--layers", "4", "--seq-length", "64"]
 
@@ -175,8 +175,8 @@ def test_generate_writes_every_rank(call: Call, tmp_path: Path):
 
 
 def test_help_names_the_formats(call: Call):
-    from stagewright.stamp import FORMATS
-    from stagewright.write import BUNDLE
+    from stagewright.trace.templates import FORMATS
+    from stagewright.trace.write import BUNDLE
 
     text = call("generate", "--help").out
 

@@ -11,8 +11,8 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
-from stagewright import cli
-from stagewright.cli_help import EXAMPLES, SHELLS
+from stagewright.cli import main as cli
+from stagewright.cli.help import EXAMPLES, SHELLS
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "src/stagewright/data/configs/llama-3.1-70b.json"

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from stagewright import validate
 from stagewright.errors import UserError
-from stagewright.program import COLLECTIVES, Kind, Program, Tasks
-from stagewright.simulation import combined
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.timeline import timeline
+from stagewright.evidence import validate
+from stagewright.program.columns import COLLECTIVES, Kind, Program, Tasks
+from stagewright.time.simulate import ep_overlap as combined
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.timeline import timeline
 
 MIXTRAL: dict[str, Any] = {"model": "mixtral-8x7b", "layers": 2, "ep": 2, "dp": 2, "zero": 1}
 ON = Execution(overlap_moe_expert_parallel_comm=True)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright import pipeline
-from stagewright.compiler import compile
 from stagewright.errors import UserError
-from stagewright.models import resolve
-from stagewright.program import Communicator, Kind, Program, Tasks
-from stagewright.run import Run
+from stagewright.lower.training import compile
+from stagewright.model.config import resolve
+from stagewright.program.columns import Communicator, Kind, Program, Tasks
+from stagewright.run.settings import Run
+from stagewright.schedule import schedules as pipeline
 
 GPT = {"model": "gpt2", "layers": 4, "seq_length": 64}
 LLAMA = GPT | {"model": "llama3.1-8b"}

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from handmade import COLL, COMP, add, collective, generated, kernel, load, renumber, set_to, simple
-from stagewright import cli, cli_trace
-from stagewright.compiler import compile
-from stagewright.diff import diff
+from stagewright.check.diff import diff
+from stagewright.check.inspect import inspect, nodes
+from stagewright.cli import main as cli
+from stagewright.cli import trace as cli_trace
 from stagewright.errors import UserError
-from stagewright.inspect_trace import inspect, nodes
-from stagewright.program import Kind
-from stagewright.run import Run
+from stagewright.lower.training import compile
+from stagewright.program.columns import Kind
+from stagewright.run.settings import Run
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from stagewright.compiler import Compiled, compile
-from stagewright.disaggregated import held_by, messages, prefill_run
+from stagewright.check.program import check_program
+from stagewright.check.verify import verify
 from stagewright.errors import UserError
-from stagewright.models import PRESETS
-from stagewright.program import COLLECTIVES, Kind
-from stagewright.program_check import check_program
-from stagewright.run import Run
-from stagewright.summary import summary
-from stagewright.verify import verify
+from stagewright.lower.disaggregated import held_by, messages, prefill_run
+from stagewright.lower.training import Compiled, compile
+from stagewright.model.config import PRESETS
+from stagewright.program.columns import COLLECTIVES, Kind
+from stagewright.run.settings import Run
+from stagewright.views.summary import summary
 
 CASES: dict[str, dict[str, Any]] = {
     "alike": {"tp": 2, "prefill": "tp=2", "batch_size": 4},

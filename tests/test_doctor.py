@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from stagewright import cli, doctor
+from stagewright.cli import main as cli
 from stagewright.errors import UserError
+from stagewright.evidence import doctor
 
 
 def test_what_is_needed_is_here(tmp_path: Path):

@@ -13,12 +13,13 @@ import pytest
 import yaml
 
 from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same, spoken
-from stagewright import cli, hardware
-from stagewright.models import PRESETS
-from stagewright.ops import OPS
-from stagewright.pipeline import SCHEDULES
-from stagewright.run import Run
-from stagewright.strategies import TENSOR_PARALLEL
+from stagewright.cli import main as cli
+from stagewright.graph.table import OPS
+from stagewright.model.config import PRESETS
+from stagewright.parallel.placement import TENSOR_PARALLEL
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
+from stagewright.time import hardware
 
 WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
 

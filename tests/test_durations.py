@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 import stagewright as sw
-from stagewright.cli import commands
-from stagewright.durations import kernels, load, measured, parse
+from stagewright.check.files.reader import Reader
+from stagewright.cli.main import commands
 from stagewright.errors import UserError
-from stagewright.program import Kind
-from stagewright.run import Run
-from stagewright.traces.reader import Reader
+from stagewright.program.columns import Kind
+from stagewright.run.settings import Run
+from stagewright.time.measured import kernels, load, measured, parse
 
 SETTINGS = {"model": "llama3.1-8b", "tp": 2, "pp": 2, "layers": 2, "seq_length": 128}
 
@@ -83,7 +83,7 @@ def test_the_trace_has_microseconds_where_a_row_matches(tmp_path: Path) -> None:
 def test_a_row_without_dtype_is_for_all_and_an_exact_one_wins() -> None:
     text = "kernel,shape,duration_us,dtype\nnorm,b=1 s=2,2,\nnorm,s=2 b=1,0.25,fp32\n"
     table = parse(text, "k.csv")
-    from stagewright.program import Shape
+    from stagewright.program.columns import Shape
 
     norm = Shape("norm", (("b", 1), ("s", 2)))
     assert [table.of(norm, d) for d in ("bf16", "fp32")] == [2000, 250]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.verify import verify
+from stagewright.check.verify import verify
 
 HERE = Path(__file__).parent
 PATHS = [str(HERE), *(path for path in sys.path if path)]
@@ -25,11 +25,11 @@ import itertools, json, os, random, shutil, signal, sys, time
 out, place = sys.argv[1], os.path.dirname(sys.argv[1])
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from stagewright.compiler import compile
+from stagewright.lower.training import compile
 from stagewright.errors import UserError
-from stagewright.run import Run
-from stagewright.verify import verify
-from stagewright.write import write
+from stagewright.run.settings import Run
+from stagewright.check.verify import verify
+from stagewright.trace.write import write
 
 def program(**settings):
     toy = dict(model="gpt2", layers=4, seq_length=16, vocab=64, tp=4, dp=16, pp=2)
@@ -252,7 +252,7 @@ def test_verify_writes_nothing(tmp_path: Path):
 
 
 READERS = """
-import stagewright.verify as module
+import stagewright.check.verify as module
 write(program(), out, manifest={})
 pids = Path(place) / "pids"
 pids.mkdir()

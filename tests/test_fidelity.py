@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright import validate
+from stagewright.evidence import validate
 
 ROOT = Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("fidelity", ROOT / "benchmarks" / "fidelity.py")

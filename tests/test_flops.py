@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from stagewright.compiler import Compiled, compile
-from stagewright.program import PHASES, Kind
-from stagewright.run import Run
+from stagewright.lower.training import Compiled, compile
+from stagewright.program.columns import PHASES, Kind
+from stagewright.run.settings import Run
 
 CORE = ("scores", "core", "d_probs", "d_scores", "d_q_core", "d_k_core", "d_v_core")
 PRODUCTS = ("einsum", "attention", "attention_bwd")  # as unfused kernels are named

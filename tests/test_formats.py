@@ -15,11 +15,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
-from stagewright.formats import chakra, et_def, wire
-from stagewright.formats import json as readable
-from stagewright.layout import Mesh
-from stagewright.program import (
+from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
     Communicator,
@@ -29,6 +27,8 @@ from stagewright.program import (
     RankClass,
     Tasks,
 )
+from stagewright.trace.formats import chakra, et_def, wire
+from stagewright.trace.formats import json as readable
 
 PROVENANCE = {"generator": "test", "world_size": 4}
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from spmd import TINY, Case, case, single
-from stagewright.grad import backward
-from stagewright.ir import Graph, Node, verify
-from stagewright.nn import Recipe, Tie
-from stagewright.ops import add, apply, einsum, elementwise, identity, leaf
+from stagewright.blocks import Recipe, Tie
+from stagewright.graph.gradient import backward
+from stagewright.graph.node import Graph, Node, verify
+from stagewright.graph.table import add, apply, einsum, elementwise, identity, leaf
 
 BLOCKS = [
     (model, block, Recipe(flash_attention=not unfused))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright import hardware
 from stagewright.errors import UserError
+from stagewright.time import hardware
 
 NUMBERS_WITHOUT_SOURCE = {"shape"}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stagewright.compiler import compile
-from stagewright.memory import timeline as by_row
-from stagewright.run import Run
-from stagewright.simulation.held import held
-from stagewright.simulation.timeline import Lane, timeline
+from stagewright.lower.training import compile
+from stagewright.program.memory import timeline as by_row
+from stagewright.run.settings import Run
+from stagewright.time.simulate.memory import held
+from stagewright.time.simulate.timeline import Lane, timeline
 
 from .test_timeline import RUNS, durations
 

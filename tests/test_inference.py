@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagewright as sw
-from stagewright import batch
-from stagewright.batch import Cache, Group
-from stagewright.capacity import Capacity
-from stagewright.compiler import Compiled, compile
-from stagewright.cost import kernel_seconds
+from stagewright.check.program import check_program
 from stagewright.errors import UserError
-from stagewright.hardware import resolve
-from stagewright.models import PRESETS, Reach
-from stagewright.program import COLLECTIVES, Kind
-from stagewright.program_check import check_program
-from stagewright.run import Run
-from stagewright.summary import summary
+from stagewright.lower.capacity import Capacity
+from stagewright.lower.training import Compiled, compile
+from stagewright.model.config import PRESETS, Reach
+from stagewright.program.columns import COLLECTIVES, Kind
+from stagewright.run import lengths as batch
+from stagewright.run.lengths import Cache, Group
+from stagewright.run.settings import Run
+from stagewright.time.cost import kernel_seconds
+from stagewright.time.hardware import resolve
+from stagewright.views.summary import summary
 
 LLAMA70 = PRESETS["llama3.1-70b"]
 DECODE: dict[str, Any] = {"mode": "decode", "context_length": 4096}

@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 
 from spmd import TINY, ZAMBA2, Spmd, check, random_values
-from stagewright import nn
-from stagewright.compiler import sizes_of
-from stagewright.ir import Graph, Node, toposort, verify
-from stagewright.layout import Layout, Mesh
-from stagewright.meaning import FAR
-from stagewright.nn import Block, Inference, Recipe
-from stagewright.ops import COLLECTIVE_OPS
-from stagewright.run import Run
-from stagewright.shard import shard
-from stagewright.strategies import Plan, strategy
+from stagewright import blocks as nn
+from stagewright.algebra.layout import Layout, Mesh
+from stagewright.blocks import Block, Inference, Recipe
+from stagewright.graph.node import Graph, Node, toposort, verify
+from stagewright.graph.reference import FAR
+from stagewright.graph.shard import shard
+from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.lower.training import sizes_of
+from stagewright.parallel.placement import Plan, strategy
+from stagewright.run.settings import Run
 
 SERVED = Recipe(dropout=False, inference=Inference())
 TRAINED = Recipe(dropout=False)

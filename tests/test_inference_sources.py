@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from spmd import Spmd, check, random_values
-from stagewright.compiler import Kind, block_of, place_blocks, recipe_of, sizes_of
-from stagewright.ir import Graph, toposort, verify
-from stagewright.layout import Mesh
-from stagewright.meaning import FAR
-from stagewright.models import ModelConfig
-from stagewright.nn import Inference, Recipe
-from stagewright.run import Run
-from stagewright.shard import shard
-from stagewright.strategies import Plan, strategy
+from stagewright.algebra.layout import Mesh
+from stagewright.blocks import Inference, Recipe
+from stagewright.graph.node import Graph, toposort, verify
+from stagewright.graph.reference import FAR
+from stagewright.graph.shard import shard
+from stagewright.lower.training import Kind, block_of, place_blocks, recipe_of, sizes_of
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.placement import Plan, strategy
+from stagewright.run.settings import Run
 from test_carried import MODELS
 
 Values = dict[str, Any]

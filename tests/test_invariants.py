@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from invariants import COLLECTIVE, RECV, SEND, Broken, World, check
-from stagewright.compiler import compile
 from stagewright.errors import UserError
-from stagewright.pipeline import SCHEDULES
-from stagewright.program import Program, RankClass
-from stagewright.run import Run
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program, RankClass
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
 
 BASE = {"model": "llama3.1-8b", "layers": 4, "seq_length": 64}
 GPT = BASE | {"model": "gpt2"}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from stagewright.ir import Graph, Node, replace, text, toposort, verify
-from stagewright.layout import duplicated, split
-from stagewright.ops import add, apply, einsum, elementwise, identity, leaf
-from stagewright.size import size
+from stagewright.algebra.layout import duplicated, split
+from stagewright.algebra.size import size
+from stagewright.graph.node import Graph, Node, replace, text, toposort, verify
+from stagewright.graph.table import add, apply, einsum, elementwise, identity, leaf
 
 
 def x(name: str = "x", **fields: Any) -> Node:
@@ -69,7 +69,7 @@ def test_nodes_do_not_change() -> None:
 
 
 def test_nodes_that_nobody_holds_go_away() -> None:
-    from stagewright import ir
+    from stagewright.graph import node as ir
 
     def made() -> int:
         gc.collect()

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.compiler import compile
-from stagewright.cost import task_seconds
-from stagewright.hardware import resolve
-from stagewright.network import Machine
-from stagewright.program import Program, Tasks
-from stagewright.roofline import gemm_seconds
-from stagewright.run import Run
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program, Tasks
+from stagewright.run.settings import Run
+from stagewright.time.cost import task_seconds
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
+from stagewright.time.roofline import gemm_seconds
 
 H100 = resolve("h100-sxm")
 LLAMA: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "tp": 4, "seq_length": 4096}

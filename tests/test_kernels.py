@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.compiler import compile
-from stagewright.program import PHASES, Kind, Tasks
-from stagewright.run import Run
+from stagewright.lower.training import compile
+from stagewright.program.columns import PHASES, Kind, Tasks
+from stagewright.run.settings import Run
 
 LLAMA = {"model": "llama3.1-8b", "layers": 2, "seq_length": 96}
 GPT = LLAMA | {"model": "gpt2"}

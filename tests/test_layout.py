@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd import Coords, Spmd
-from stagewright.ir import Node, node
-from stagewright.layout import (
+from stagewright.algebra.layout import (
     Layout,
     Mesh,
     Step,
@@ -24,8 +23,9 @@ from stagewright.layout import (
     split,
     steps,
 )
-from stagewright.ops import move
-from stagewright.size import size
+from stagewright.algebra.size import size
+from stagewright.graph.node import Node, node
+from stagewright.graph.table import move
 
 # ---- the mesh ------------------------------------------------------------------------------------
 

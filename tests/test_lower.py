@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.compiler import Compiled, compile
 from stagewright.errors import UserError
-from stagewright.pipeline import Action, Overlap, flat
-from stagewright.program import COLLECTIVES, Communicator, Kind, Peer, Tasks
-from stagewright.run import Run
+from stagewright.lower.training import Compiled, compile
+from stagewright.program.columns import COLLECTIVES, Communicator, Kind, Peer, Tasks
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import Action, Overlap, flat
 
 GPT = {"model": "gpt2", "layers": 4, "seq_length": 64}
 LLAMA = GPT | {"model": "llama3.1-8b"}

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.compiler import compile
-from stagewright.models import resolve
-from stagewright.run import Run
-from stagewright.validate_memory import Outcome, outcomes, summary
+from stagewright.evidence.memory import Outcome, outcomes, summary
+from stagewright.lower.training import compile
+from stagewright.model.config import resolve
+from stagewright.run.settings import Run
 
 DOC = Path(__file__).parent.parent / "docs" / "memory.md"
 MEGATRON = "Megatron-LM functional tests"

@@ -10,16 +10,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from stagewright import memory as over_time
-from stagewright import pipeline
-from stagewright.compiler import compile, extent_of, lowered, parallelization, sizes_of
 from stagewright.errors import UserError
-from stagewright.ir import Node
-from stagewright.kernels import bytes_of
-from stagewright.models import resolve
-from stagewright.pages import memory as memory_page
-from stagewright.program import CATEGORIES, RankClass
-from stagewright.run import Run
+from stagewright.graph.node import Node
+from stagewright.lower.kernels import bytes_of
+from stagewright.lower.training import compile, extent_of, lowered, parallelization, sizes_of
+from stagewright.model.config import resolve
+from stagewright.program import memory as over_time
+from stagewright.program.columns import CATEGORIES, RankClass
+from stagewright.run.settings import Run
+from stagewright.schedule import schedules as pipeline
+from stagewright.views.pages import memory as memory_page
 
 GPT = {"model": "gpt3-1.3b", "layers": 4, "seq_length": 256}
 LLAMA = {"model": "llama3.1-8b", "layers": 4, "seq_length": 256}

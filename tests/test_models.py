@@ -20,10 +20,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stagewright import hf, hf_keys
-from stagewright.compiler import parameters
 from stagewright.errors import UserError
-from stagewright.models import (
+from stagewright.lower.training import parameters
+from stagewright.model.config import (
     ATTENTIONS,
     LIMITS,
     PRESETS,
@@ -32,7 +31,9 @@ from stagewright.models import (
     ModelConfig,
     resolve,
 )
-from stagewright.state_space import StateSpace
+from stagewright.model.hf import keys as hf_keys
+from stagewright.model.hf import read as hf
+from stagewright.model.state_space import StateSpace
 
 DATA = Path(__file__).parent / "data"
 CONFIGS = sorted((DATA / "configs").glob("*.json"))
@@ -543,7 +544,7 @@ class TestResolve:
 
     def test_importing_models_is_light(self) -> None:
         code = (
-            "import sys, stagewright.models; stagewright.models.resolve('gpt2'); "
+            "import sys, stagewright.model.config; stagewright.model.config.resolve('gpt2'); "
             "print({'numpy', 'pydantic', 'click', 'yaml'} & set(sys.modules))"
         )
         path = str(Path(hf.__file__).parents[1])

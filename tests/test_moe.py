@@ -14,20 +14,20 @@ import pytest
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
-from stagewright import nn
-from stagewright.compiler import Compiled, compile, recipe_of, sizes_of
+from stagewright import blocks as nn
+from stagewright.algebra.layout import Mesh
+from stagewright.blocks import Block, Recipe
 from stagewright.errors import UserError
-from stagewright.ir import Graph, verify
-from stagewright.layout import Mesh
-from stagewright.models import ModelConfig
-from stagewright.nn import Block, Recipe
-from stagewright.ops import COLLECTIVE_OPS
-from stagewright.parallel import parallelization
-from stagewright.program import PHASES, Kind
-from stagewright.run import Run
-from stagewright.run import check as check_run
-from stagewright.shard import shard
-from stagewright.strategies import EXPERTS, strategy
+from stagewright.graph.node import Graph, verify
+from stagewright.graph.shard import shard
+from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.placement import EXPERTS, strategy
+from stagewright.program.columns import PHASES, Kind
+from stagewright.run.settings import Run
+from stagewright.run.settings import check as check_run
 
 MOE = ModelConfig(
     name="moe",

@@ -8,11 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from stagewright import hardware
-from stagewright.compiler import compile
-from stagewright.cost import task_seconds
 from stagewright.errors import UserError
-from stagewright.network import (
+from stagewright.lower.training import compile
+from stagewright.program.columns import Kind
+from stagewright.run.settings import Run
+from stagewright.time import hardware
+from stagewright.time.cost import task_seconds
+from stagewright.time.network import (
     Dimension,
     Machine,
     Placement,
@@ -23,10 +25,8 @@ from stagewright.network import (
     message_seconds,
     placements,
 )
-from stagewright.program import Kind
-from stagewright.run import Run
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.step import simulate
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.step import simulate
 
 H100 = hardware.resolve("h100-sxm")
 GB = 10**9

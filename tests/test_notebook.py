@@ -12,11 +12,11 @@ import pytest
 
 import stagewright as sw
 from notebooks import execute, notebook, text
-from stagewright.outcome import Outcome, table, totals
-from stagewright.pages.shell import page_of
-from stagewright.pictures import layer, schedule
-from stagewright.program import Kind
-from stagewright.table import SHOWN, Table
+from stagewright.evidence.errors_of import Outcome, table, totals
+from stagewright.program.columns import Kind
+from stagewright.texttable import SHOWN, Table
+from stagewright.views.pages.shell import page_of
+from stagewright.views.pictures import layer, schedule
 
 from .pages import check
 

@@ -11,16 +11,16 @@ import pytest
 
 import invariants
 import stagewright
-from stagewright import memory
-from stagewright.compiler import Compiled, compile
-from stagewright.cost import task_seconds
+from stagewright.check.program import check_program
+from stagewright.check.verify import verify
 from stagewright.errors import UserError
-from stagewright.hardware import resolve
-from stagewright.network import Machine
-from stagewright.program import CATEGORIES, Kind, Tasks
-from stagewright.program_check import check_program
-from stagewright.run import Run
-from stagewright.verify import verify
+from stagewright.lower.training import Compiled, compile
+from stagewright.program import memory
+from stagewright.program.columns import CATEGORIES, Kind, Tasks
+from stagewright.run.settings import Run
+from stagewright.time.cost import task_seconds
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
 
 LAYERS = 4
 GPT: dict[str, Any] = {"model": "megatron-22b", "layers": LAYERS, "seq_length": 512}

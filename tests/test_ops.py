@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from spmd import RandomLayouts, Spmd, check, random_values, single
-from stagewright.grad import backward
-from stagewright.ir import Graph, Node, replace, toposort, verify
-from stagewright.layout import Layout, split
-from stagewright.meaning import FAR
-from stagewright.ops import (
+from stagewright.algebra.index import parse
+from stagewright.algebra.layout import Layout, split
+from stagewright.algebra.size import Size, product, size
+from stagewright.graph.gradient import backward
+from stagewright.graph.node import Graph, Node, replace, toposort, verify
+from stagewright.graph.reference import FAR
+from stagewright.graph.shard import shard
+from stagewright.graph.table import (
     LEAVES,
     MOVES,
     OPS,
@@ -32,9 +35,6 @@ from stagewright.ops import (
     local,
     traffic,
 )
-from stagewright.shard import shard
-from stagewright.size import Size, product, size
-from stagewright.spec import parse
 
 SIZES = (
     dict.fromkeys("BSQKMFAVPXJ", 12)

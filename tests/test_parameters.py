@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.compiler import parameters
-from stagewright.models import PRESETS
+from stagewright.lower.training import parameters
+from stagewright.model.config import PRESETS
 
 TABLE = Path(__file__).parent / "data/published_parameters.csv"
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.compiler import compile
-from stagewright.formats import perfetto
-from stagewright.program import Kind
-from stagewright.run import Run
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.timeline import timeline
+from stagewright.lower.training import compile
+from stagewright.program.columns import Kind
+from stagewright.run.settings import Run
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.timeline import timeline
+from stagewright.views import perfetto
 
 from .test_timeline import RUNS, durations
 

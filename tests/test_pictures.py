@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from stagewright import traffic
-from stagewright.actions import flat
-from stagewright.pictures import bars, layer, matrix, memory, schedule, svg, timeline
-from stagewright.pipeline import make
-from stagewright.program import COLLECTIVES, Kind, Program
+from stagewright.program.columns import COLLECTIVES, Kind, Program
+from stagewright.schedule.actions import flat
+from stagewright.schedule.schedules import make
+from stagewright.time import traffic
+from stagewright.views.pictures import bars, layer, matrix, memory, schedule, svg, timeline
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 4, "seq_length": 64}
 RUNS: dict[str, dict[str, Any]] = {

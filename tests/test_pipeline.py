@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.errors import UserError
-from stagewright.pipeline import (
+from stagewright.schedule.schedules import (
     SCHEDULES,
     SLOTS,
     Action,

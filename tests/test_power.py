@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright import hardware
-from stagewright.power import IDLE_FRACTION, expense
+from stagewright.time import hardware
+from stagewright.time.power import IDLE_FRACTION, expense
 
 H100 = hardware.resolve("h100-sxm")
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.compiler import compile
+from stagewright.algebra.layout import MIRROR, Mesh
+from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
-from stagewright.formats import chakra
-from stagewright.layout import MIRROR, Mesh
-from stagewright.program import Communicator, Kind, Peer, Program, RankClass, Tasks, folded
-from stagewright.program_check import Unsound, check_program
-from stagewright.run import Run
+from stagewright.lower.training import compile
+from stagewright.program.columns import Communicator, Kind, Peer, Program, RankClass, Tasks, folded
+from stagewright.run.settings import Run
+from stagewright.trace.formats import chakra
 
 AXES = ("tp", "cp", "dp", "pp")
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from stagewright import ray_engine
-from stagewright.compiler import compile
 from stagewright.errors import UserError
-from stagewright.program import Program
-from stagewright.run import Run
-from stagewright.write import write
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
+from stagewright.trace import ray_engine
+from stagewright.trace.write import write
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")

@@ -12,9 +12,9 @@ import pytest
 
 import stagewright as sw
 from stagewright.errors import UserError
-from stagewright.models import PRESETS, resolve
-from stagewright.record import from_json, to_json
-from stagewright.run import Run, recorded_model
+from stagewright.model.config import PRESETS, resolve
+from stagewright.model.json import from_json, to_json
+from stagewright.run.settings import Run, recorded_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 
 from spmd import PLAIN, RandomLayouts, Spmd, case, check, single
-from stagewright.ir import Graph, Node, verify
-from stagewright.kernels import extent_of
-from stagewright.layout import Mesh
-from stagewright.nn import Recipe
-from stagewright.ops import flops
-from stagewright.remat import remat
-from stagewright.shard import shard
+from stagewright.algebra.layout import Mesh
+from stagewright.blocks import Recipe
+from stagewright.graph.node import Graph, Node, verify
+from stagewright.graph.recompute import remat
+from stagewright.graph.shard import shard
+from stagewright.graph.table import flops
+from stagewright.lower.kernels import extent_of
 
 Again = Callable[[Node], str | None]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from stagewright.cli import main
-from stagewright.hardware import resolve
-from stagewright.pages.settings import command
-from stagewright.remarks import Remark, remarks
+from stagewright.cli.main import main
+from stagewright.time.hardware import resolve
+from stagewright.views.advice import Remark, remarks
+from stagewright.views.pages.settings import command
 
 from .pages import check
 from .test_pictures import RUNS, SMALL
@@ -117,7 +117,7 @@ def test_exposed_communication_and_low_mfu_are_told():
 
 def test_thresholds_cite_what_was_reached():
     """LOW_MFU is below what Llama 3 reached: 380 to 430 TFLOP/s of 989.4 (table 4)."""
-    from stagewright.remarks import LOW_MFU
+    from stagewright.views.advice import LOW_MFU
 
     assert resolve("h100-sxm").peak_bf16_tflops * LOW_MFU < 380
 

@@ -16,18 +16,18 @@ import pytest
 
 from invariants import check as check_invariants
 from stagewright import generate
-from stagewright.compiler import Compiled, compile, lowered, place_blocks, sizes_of
+from stagewright.check.program import check_program
+from stagewright.check.verify import verify
 from stagewright.errors import UserError
-from stagewright.kernels import extent_of
-from stagewright.lower import lower
-from stagewright.models import ModelConfig
-from stagewright.parallel import parallelization
-from stagewright.program import COLLECTIVES, Kind, Program, RankClass
-from stagewright.program_check import check_program
-from stagewright.routing import ROWS, Load, Routing, Rows
-from stagewright.run import Run
-from stagewright.stages import Placed
-from stagewright.verify import verify
+from stagewright.lower.assemble import lower
+from stagewright.lower.kernels import extent_of
+from stagewright.lower.routing import ROWS, Load, Routing, Rows
+from stagewright.lower.stages import Placed
+from stagewright.lower.training import Compiled, compile, lowered, place_blocks, sizes_of
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.degrees import parallelization
+from stagewright.program.columns import COLLECTIVES, Kind, Program, RankClass
+from stagewright.run.settings import Run
 from test_moe import MOE
 
 M, X, BF16, COPIES = MOE.hidden_size, MOE.moe_ffn_hidden_size, 2, 16 * 2

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.errors import UserError
-from stagewright.models import ModelConfig, resolve
-from stagewright.run import Run, check, even_split, recorded_model
+from stagewright.model.config import ModelConfig, resolve
+from stagewright.run.settings import Run, check, even_split, recorded_model
 
 SIZES: dict[str, Any] = {
     "name": "toy",

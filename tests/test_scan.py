@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright import scan
-from stagewright.ir import Node
-from stagewright.ops import OPS, apply, flops, leaf, traffic
-from stagewright.size import Size
+from stagewright.algebra.size import Size
+from stagewright.graph import reference_state as scan
+from stagewright.graph.node import Node
+from stagewright.graph.table import OPS, apply, flops, leaf, traffic
 
 B, S, G, H, N, P, L = 2, 96, 2, 3, 8, 4, 32
 SIZES = {"B": B, "S": S, "G": G, "H": H, "N": N, "P": P, "L": L}
@@ -134,7 +134,7 @@ def test_delta_rule_in_chunks(kernel: str) -> None:
 
 
 # Backward against forward, in products of a chunk: (L x L x n, L x L x p, L x n x p, L x L x L).
-# Counted by hand in the sources that `scan.py` names.
+# Counted by hand in the sources that `graph/reference_state.py` names.
 BACKWARD = {
     ("linear_attention", "ssd"): (3, 3, 5, 0),
     ("linear_attention", "linear"): (3, 2, 5, 0),

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmd import TINY, Case, RandomLayouts, case, check, random_values, single
-from stagewright.grad import backward
-from stagewright.ir import Graph, toposort, verify
-from stagewright.layout import split
-from stagewright.nn import Block, Recipe
-from stagewright.ops import add, apply, einsum, elementwise, identity, leaf
-from stagewright.shard import shard
+from stagewright.algebra.layout import split
+from stagewright.blocks import Block, Recipe
+from stagewright.graph.gradient import backward
+from stagewright.graph.node import Graph, toposort, verify
+from stagewright.graph.shard import shard
+from stagewright.graph.table import add, apply, einsum, elementwise, identity, leaf
 
 
 @cache

@@ -14,13 +14,13 @@ import pytest
 
 import stagewright as sw
 from invariants import check as check_program
-from stagewright.compiler import parameters
 from stagewright.errors import UserError
-from stagewright.models import PRESETS
-from stagewright.program import PHASES
-from stagewright.program import Kind as Row
-from stagewright.run import Run
-from stagewright.shared_blocks import SharedBlocks
+from stagewright.lower.training import parameters
+from stagewright.model.config import PRESETS
+from stagewright.model.shared_blocks import SharedBlocks
+from stagewright.program.columns import PHASES
+from stagewright.program.columns import Kind as Row
+from stagewright.run.settings import Run
 
 SMALL = PRESETS["zamba2-1.2b"]
 LARGE = PRESETS["zamba2-7b"]

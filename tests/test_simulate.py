@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import stagewright as sw
-from stagewright.cli import main
-from stagewright.hardware import resolve
-from stagewright.models import resolve as model_of
-from stagewright.network import Machine
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.step import model_flops, simulate
+from stagewright.cli.main import main
+from stagewright.model.config import resolve as model_of
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.step import model_flops, simulate
 
 from .test_perfetto import check
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.size import Size, ceil_div, compile_sizes, maximum, product, size, total
+from stagewright.algebra.size import Size, ceil_div, compile_sizes, maximum, product, size, total
 
 NAMES = ["B", "S", "H", "tp", "lambda"]  # A keyword of Python must not confuse generated code.
 Values = dict[str, int]
@@ -357,7 +357,7 @@ def test_common_subexpressions_are_computed_once(monkeypatch: pytest.MonkeyPatch
 
 def test_text_is_the_same_in_every_process_and_numpy_stays_out() -> None:
     code = (
-        "import sys; from stagewright.size import *; "
+        "import sys; from stagewright.algebra.size import *; "
         "x = Size.parse('max(dp, B*S*H/tp, b + 1)*ceil(V/tp + H/cp)*s + c*b/a - B/b + 3'); "
         "assert 'numpy' not in sys.modules; print(x)"
     )

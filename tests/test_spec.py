@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.size import size
-from stagewright.spec import bind, layout_of, parse, show, splits
+from stagewright.algebra.index import bind, layout_of, parse, show, splits
+from stagewright.algebra.size import size
 
 GQA = "bq(gr)d,bkgd->b(gr)qk"
 

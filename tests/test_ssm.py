@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 
 from invariants import check as check_program
-from stagewright.compiler import Kind, sharded, sizes_of
-from stagewright.compiler import compile as compile_run
-from stagewright.cost import kernel_seconds
 from stagewright.errors import UserError
-from stagewright.hardware import resolve as hardware
-from stagewright.ir import Graph
-from stagewright.kernels import bytes_of, extent_of, kernels
-from stagewright.models import PRESETS, ModelConfig, resolve
-from stagewright.ops import COLLECTIVE_OPS
-from stagewright.parallel import parallelization
-from stagewright.program import PHASES
-from stagewright.program import Kind as TaskKind
-from stagewright.run import Run
-from stagewright.run import check as check_run
-from stagewright.state_space import StateSpace
+from stagewright.graph.node import Graph
+from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.lower.kernels import bytes_of, extent_of, kernels
+from stagewright.lower.training import Kind, sharded, sizes_of
+from stagewright.lower.training import compile as compile_run
+from stagewright.model.config import PRESETS, ModelConfig, resolve
+from stagewright.model.state_space import StateSpace
+from stagewright.parallel.degrees import parallelization
+from stagewright.program.columns import PHASES
+from stagewright.program.columns import Kind as TaskKind
+from stagewright.run.settings import Run
+from stagewright.run.settings import check as check_run
+from stagewright.time.cost import kernel_seconds
+from stagewright.time.hardware import resolve as hardware
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 _DELTA = StateSpace(heads=32, head_width=128, state=128, groups=16, chunk=64, conv_bias=False)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from stagewright import reproduce
-from stagewright.cli import commands
-from stagewright.reproduce import Case, Row
+from stagewright.cli.main import commands
+from stagewright.evidence import reproduce
+from stagewright.evidence.reproduce import Case, Row
 
 DOC = Path(__file__).parent.parent / "docs" / "stage-paper.md"
 

@@ -13,17 +13,18 @@ import stagewright as sw
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
-from stagewright import nn, notation
-from stagewright.compiler import Kind, recipe_of, sharded, sizes_of, table_of
+from stagewright import blocks as nn
+from stagewright.algebra import notation
+from stagewright.algebra.notation import tensor
+from stagewright.blocks.stg import parse
 from stagewright.errors import UserError
-from stagewright.ir import Graph
-from stagewright.models import Layer, ModelConfig
-from stagewright.notation import tensor
-from stagewright.ops import COLLECTIVE_OPS
-from stagewright.parallel import parallelization
-from stagewright.program import Kind as TaskKind
-from stagewright.run import Run
-from stagewright.stg import parse
+from stagewright.graph.node import Graph
+from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.lower.training import Kind, recipe_of, sharded, sizes_of, table_of
+from stagewright.model.config import Layer, ModelConfig
+from stagewright.parallel.degrees import parallelization
+from stagewright.program.columns import Kind as TaskKind
+from stagewright.run.settings import Run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SSM = (EXAMPLES / "ssm.stg").read_text()
@@ -148,7 +149,7 @@ def test_a_manifest_repeats_a_module(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "one" / "manifest.json").read_text())
     found["run"]["model"] = "gone.stg"
     again.write_text(json.dumps(found))
-    from stagewright.run import recorded_model
+    from stagewright.run.settings import recorded_model
 
     model = recorded_model(again)
     assert model is not None

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright import storage
-from stagewright.compiler import compile
 from stagewright.errors import UserError
-from stagewright.program import Program
-from stagewright.run import Run
-from stagewright.storage import Local, Place, Remote, Written, aligned, place
-from stagewright.write import write
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
+from stagewright.trace import storage
+from stagewright.trace.storage import Local, Place, Remote, Written, aligned, place
+from stagewright.trace.write import write
 
 TOY = {"model": "gpt2", "layers": 2, "seq_length": 16, "vocab": 64}
 SIZES = [0, 1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 4097]

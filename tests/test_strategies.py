@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from spmd import PLAIN, TINY, case, check, dims
-from stagewright.compiler import Kind, compile, recipe_of, sizes_of
-from stagewright.compiler import sharded as compiled
+from stagewright.algebra.layout import Mesh
+from stagewright.blocks import PRECISIONS, Recipe, Tie
 from stagewright.errors import UserError
-from stagewright.ir import BYTES, Graph, Node, text, verify
-from stagewright.layout import Mesh
-from stagewright.nn import PRECISIONS, Recipe, Tie
-from stagewright.ops import COLLECTIVE_OPS
-from stagewright.parallel import parallelization
-from stagewright.remat import remat
-from stagewright.run import Run
-from stagewright.run import check as check_run
-from stagewright.shard import shard
-from stagewright.strategies import Plan, strategy
+from stagewright.graph.node import BYTES, Graph, Node, text, verify
+from stagewright.graph.recompute import remat
+from stagewright.graph.shard import shard
+from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.lower.training import Kind, compile, recipe_of, sizes_of
+from stagewright.lower.training import sharded as compiled
+from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.placement import Plan, strategy
+from stagewright.run.settings import Run
+from stagewright.run.settings import check as check_run
 
 
 class Setup(NamedTuple):

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stagewright.layout import Mesh
-from stagewright.models import PRESETS
-from stagewright.pipeline import gpipe
-from stagewright.program import Communicator, Kind, Peer, Program, RankClass, Tasks
-from stagewright.run import Run
-from stagewright.summary import manifest, summary, tables, total
-from stagewright.words import quantity, spans
+from stagewright.algebra.layout import Mesh
+from stagewright.model.config import PRESETS
+from stagewright.numbers import quantity, spans
+from stagewright.program.columns import Communicator, Kind, Peer, Program, RankClass, Tasks
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import gpipe
+from stagewright.views.summary import manifest, summary, tables, total
 
 
 def column(rows: list[dict[str, int]], name: str, default: int, dtype: type) -> Any:

@@ -23,14 +23,14 @@ if __name__ == "__main__":
 
 import stagewright
 from invariants import check
-from stagewright.compiler import Compiled, compile
+from stagewright.check.program import check_program
+from stagewright.check.verify import verify
 from stagewright.errors import UserError
-from stagewright.models import PRESETS, ModelConfig
-from stagewright.pipeline import SCHEDULES
-from stagewright.program import Kind
-from stagewright.program_check import check_program
-from stagewright.run import Run
-from stagewright.verify import verify
+from stagewright.lower.training import Compiled, compile
+from stagewright.model.config import PRESETS, ModelConfig
+from stagewright.program.columns import Kind
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
 
 CHUNKS, RUNS = 40, 50  # together 2,000
 WRITTEN = 4  # every so many runs are written and verified

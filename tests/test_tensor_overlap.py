@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright import validate
-from stagewright.compiler import compile
-from stagewright.cost import task_seconds
-from stagewright.hardware import resolve
-from stagewright.network import Machine
-from stagewright.program import Kind, Program
-from stagewright.run import Run
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.step import simulate
+from stagewright.evidence import validate
+from stagewright.lower.training import compile
+from stagewright.program.columns import Kind, Program
+from stagewright.run.settings import Run
+from stagewright.time.cost import task_seconds
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.step import simulate
 
 LLAMA: dict[str, Any] = {"model": "llama3-70b", "layers": 2, "tp": 4, "sequence_parallel": True}
 MACHINE = Machine.of(resolve("h100-sxm"), gpus=4)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stagewright.compiler import compile
-from stagewright.program import Kind, Program
-from stagewright.run import Run
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.timeline import TICK, Timeline, timeline
+from stagewright.lower.training import compile
+from stagewright.program.columns import Kind, Program
+from stagewright.run.settings import Run
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 
 from . import eventsim
 

@@ -23,12 +23,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from handmade import attribute, generated, load
-from stagewright.formats import et_def, wire
-from stagewright.traces import reader
-from stagewright.traces.check import check_trace
-from stagewright.traces.graph import Graph
-from stagewright.traces.reader import WANTED, Damaged, Parser, Reader
-from stagewright.traces.scan import LARGEST
+from stagewright.check.files import reader
+from stagewright.check.files.columns import LARGEST
+from stagewright.check.files.graph import Graph
+from stagewright.check.files.rank import check_trace
+from stagewright.check.files.reader import WANTED, Damaged, Parser, Reader
+from stagewright.trace.formats import et_def, wire
 
 # ---- messages, in all the ways in which they can be written --------------------------------------
 
@@ -433,7 +433,7 @@ def test_hostile_file(title: str, tmp_path: Path):
 
 
 def test_too_many_nodes(trace: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stagewright.traces.check.MOST_NODES", 10)
+    monkeypatch.setattr("stagewright.check.files.rank.MOST_NODES", 10)
     assert "more than 10 nodes" in check_trace(trace, 0).findings[-1].message
 
 
@@ -518,7 +518,7 @@ def test_protobufs_runtimes_agree(runtime: str, trace: Path, tmp_path: Path):
     }
     for name, content in files.items():
         (tmp_path / f"{name}.0.et").write_bytes(content)
-    script = "import sys; from stagewright.verify import verify\n"
+    script = "import sys; from stagewright.check.verify import verify\n"
     script += "for path in sys.argv[1:]: print(*(f.code for f in verify(path).of('error')), '.')"
     done = subprocess.run(
         [sys.executable, "-c", script, *(str(tmp_path / f"{name}.0.et") for name in files)],

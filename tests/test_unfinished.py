@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from stagewright import manifest, unfinished
-from stagewright.cli import commands
-from stagewright.compiler import compile
+from stagewright.check.verify import verify
+from stagewright.cli.main import commands
 from stagewright.errors import Stopped, UserError
-from stagewright.manifest import Done, Files
-from stagewright.program import Program
-from stagewright.run import Run
-from stagewright.storage import Local, Written
-from stagewright.verify import verify
-from stagewright.write import write
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
+from stagewright.trace import manifest
+from stagewright.trace import staging as unfinished
+from stagewright.trace.manifest import Done, Files
+from stagewright.trace.storage import Local, Written
+from stagewright.trace.write import write
 
 TOY = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
 DEGREES = {"tp": 2, "dp": 4, "pp": 3, "order": "tp-pp-dp-cp-ep"}
@@ -215,16 +216,16 @@ KILLED = """
 import os, signal, sys
 sys.path[:0] = sys.argv[3:]
 from test_unfinished import DEGREES, TOY
-from stagewright import unfinished
-from stagewright.compiler import compile
-from stagewright.run import Run
-from stagewright.write import write
+from stagewright.trace import staging as unfinished
+from stagewright.lower.training import compile
+from stagewright.run.settings import Run
+from stagewright.trace.write import write
 unfinished.NOTED = 0
 def stop(done, *_):
     if done >= int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
-import stagewright.stamp
-stagewright.stamp.TASK = 1
+import stagewright.trace.templates
+stagewright.trace.templates.TASK = 1
 made = compile(Run(**TOY, **DEGREES)).program
 write(made, sys.argv[1], manifest={"nth": 1}, workers=1, progress=stop)
 """
@@ -313,7 +314,8 @@ def test_ctrl_c(program: Program, whole: dict[str, bytes], tmp_path: Path):
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    from stagewright import cli, stamp
+    from stagewright.cli import main as cli
+    from stagewright.trace import templates as stamp
 
     line = ["generate", "gpt2", "--layers", "4", "--seq-length", "16", "--vocab", "64", "--dp", "8"]
     noted = stamp.stamp_some
@@ -374,10 +376,10 @@ import os, random, signal, sys, time
 out = sys.argv[1]
 sys.path[:0] = sys.argv[2:]
 from test_unfinished import DEGREES, TOY
-from stagewright import unfinished
-from stagewright.compiler import compile
-from stagewright.run import Run
-from stagewright.write import write
+from stagewright.trace import staging as unfinished
+from stagewright.lower.training import compile
+from stagewright.run.settings import Run
+from stagewright.trace.write import write
 unfinished.NOTED = 0
 made = compile(Run(**TOY | {"dp": 8}, **{k: v for k, v in DEGREES.items() if k != "dp"})).program
 write(made, out + ".once", manifest={})

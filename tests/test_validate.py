@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from stagewright import hardware, validate, validate_kernels
-from stagewright.cli import commands
+from stagewright.cli.main import commands
 from stagewright.errors import UserError
-from stagewright.outcome import Outcome, summary
+from stagewright.evidence import kernels as validate_kernels
+from stagewright.evidence import validate
+from stagewright.evidence.errors_of import Outcome, summary
+from stagewright.time import hardware
 
 HEADER = "source,row,url,hardware,quantity,measured,model,layers,tp,dp,global_batch_size,seq_length"
 ROW = "mine,small,https://example.org,h100-sxm,{quantity},2.0,llama3-8b,1,2,4,8,1024"

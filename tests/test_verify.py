@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import stagewright
-import stagewright.write
+import stagewright.trace.write
 from handmade import (
     COLL,
     COMP,
@@ -38,12 +38,12 @@ from handmade import (
     set_to,
     simple,
 )
-from stagewright.compiler import compile
+from stagewright.check.program import Unsound, check_program
+from stagewright.check.verify import Report, verify
 from stagewright.errors import UserError
-from stagewright.program import Program
-from stagewright.program_check import Unsound, check_program
-from stagewright.run import Run
-from stagewright.verify import Report, verify
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
 
 TOY: dict[str, Any] = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
 
@@ -92,7 +92,7 @@ def test_separate_streams_are_sound_but_left_to_timing(tmp_path: Path):
 
 def test_some_ranks_of_a_run(tmp_path: Path):
     program = compile(Run(**TOY, tp=2, pp=2, dp=2)).program
-    stagewright.write.write(program, tmp_path / "out", ranks=[0, 1, 5], manifest={})
+    stagewright.trace.write.write(program, tmp_path / "out", ranks=[0, 1, 5], manifest={})
     report = verify(tmp_path / "out")
     assert report.ok
     assert report.findings == []
@@ -102,8 +102,8 @@ def test_some_ranks_of_a_run(tmp_path: Path):
 
 
 def test_many_ranks_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stagewright.verify.FEW_BYTES", 0)
-    monkeypatch.setattr("stagewright.verify.TASK_BYTES", 500_000)
+    monkeypatch.setattr("stagewright.check.verify.FEW_BYTES", 0)
+    monkeypatch.setattr("stagewright.check.verify.TASK_BYTES", 500_000)
     folder = generated(tmp_path / "out", tp=4, dp=32, pp=2)
     report = verify(folder, workers=2)
     assert report.ok

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 import stagewright
+from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
-from stagewright.formats import chakra
-from stagewright.layout import Mesh
-from stagewright.program import PHASES, Communicator, Kind, Peer, Program, RankClass, Tasks
-from stagewright.storage import Local
-from stagewright.write import write
+from stagewright.program.columns import PHASES, Communicator, Kind, Peer, Program, RankClass, Tasks
+from stagewright.trace.formats import chakra
+from stagewright.trace.storage import Local
+from stagewright.trace.write import write
 
 WORLD = 12
 

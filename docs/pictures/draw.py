@@ -29,8 +29,8 @@ TITLE = 26
 def step() -> str:
     """When GPUs of each stage compute and communicate, and what those of the first hold."""
     from stagewright import compile, simulate
-    from stagewright.pictures import memory, timeline
-    from stagewright.run import Run
+    from stagewright.run.settings import Run
+    from stagewright.views.pictures import memory, timeline
 
     run = Run(**STEP)
     found = simulate(compile(run), HARDWARE)

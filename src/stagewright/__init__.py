@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stagewright.api import compile, report, simulate
-    from stagewright.compiler import Compiled
     from stagewright.errors import UserError
-    from stagewright.formats.bundle import Bundle
-    from stagewright.models import ModelConfig, resolve
-    from stagewright.run import Run
-    from stagewright.table import Table
+    from stagewright.lower.training import Compiled
+    from stagewright.model.config import ModelConfig, resolve
+    from stagewright.run.settings import Run
+    from stagewright.texttable import Table
+    from stagewright.trace.formats.bundle import Bundle
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,15 +37,15 @@ __all__ = [
 
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
 _HOME = {
-    "Bundle": "formats.bundle",
-    "Compiled": "compiler",
-    "ModelConfig": "models",
-    "Run": "run",
-    "Table": "table",
+    "Bundle": "trace.formats.bundle",
+    "Compiled": "lower.training",
+    "ModelConfig": "model.config",
+    "Run": "run.settings",
+    "Table": "texttable",
     "UserError": "errors",
     "compile": "api",
     "report": "api",
-    "resolve": "models",
+    "resolve": "model.config",
     "simulate": "api",
 }
 
@@ -73,24 +73,25 @@ def generate(
 ) -> dict[str, Any]:
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
 
-    Options are `ranks` (default: all) and those of `stagewright.write.How`. `durations` is a CSV of
-    measured kernels (`stagewright.durations`). `astra_sim` is the hardware on which ASTRA-sim shall
-    run the traces: its configuration and a script are written beside them. The manifest has all
-    that repeats the run, and what was checked of the program before it was written.
+    Options are `ranks` (default: all) and those of `stagewright.trace.write.How`. `durations` is a
+    CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the hardware on which
+    ASTRA-sim shall run the traces: its configuration and a script are written beside them. The
+    manifest has all that repeats the run, and what was checked of the program before it was
+    written.
     """
-    from stagewright.program_check import check_program
-    from stagewright.summary import manifest
-    from stagewright.write import write
+    from stagewright.check.program import check_program
+    from stagewright.trace.write import write
+    from stagewright.views.summary import manifest
 
     program = compiled.program
     told = {**manifest(compiled), "checks": check_program(program)}
     if durations is not None:
-        from stagewright.durations import load, measured
+        from stagewright.time.measured import load, measured
 
         program, matched = measured(program, load(durations))
         told["durations"] = {"file": durations, **matched.entry()}
     if astra_sim is not None:
-        from stagewright.astra_sim import beside
+        from stagewright.time.astra_sim import beside
 
         options["beside"] = beside(compiled.run, astra_sim)
         told["astra_sim"] = {"hardware": astra_sim}

@@ -16,20 +16,20 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from stagewright import compiler
-from stagewright.compiler import Compiled
 from stagewright.errors import UserError
-from stagewright.hardware import Hardware
-from stagewright.hardware import resolve as hardware_of
-from stagewright.models import ModelConfig
-from stagewright.network import Algorithm, Machine
-from stagewright.run import Run
-from stagewright.simulation.issue import Execution
-from stagewright.simulation.step import Simulation
-from stagewright.simulation.step import simulate as run_on
+from stagewright.lower import training as compiler
+from stagewright.lower.training import Compiled
+from stagewright.model.config import ModelConfig
+from stagewright.run.settings import Run
+from stagewright.time.hardware import Hardware
+from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.network import Algorithm, Machine
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.step import Simulation
+from stagewright.time.simulate.step import simulate as run_on
 
 if TYPE_CHECKING:
-    from stagewright.simulation.timeline import Progress
+    from stagewright.time.simulate.timeline import Progress
 
 Asked = str | os.PathLike[str] | Run
 
@@ -73,7 +73,7 @@ def simulate(
     `hardware` is a name (`stagewright hardware` lists them), a YAML file, or a `Machine`, which has
     a topology and an algorithm of its own. With `nodes` and without `dp`, dp fills the nodes.
     `no_overlap` are axes that kernels wait for; `stragglers` multiply the time of ranks' kernels;
-    the rest is described at `stagewright.simulation.issue.Execution`.
+    the rest is described at `stagewright.time.simulate.issue.Execution`.
     """
     if isinstance(what, Compiled):
         if settings or nodes is not None:
@@ -127,7 +127,7 @@ def report(
     With a `hardware` among the settings, or of a simulation, it tells of time, too.
     """
     from stagewright.files import write_text
-    from stagewright.pages.report import page
+    from stagewright.views.pages.report import page
 
     found = None
     if isinstance(what, Simulation):

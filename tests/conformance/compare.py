@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.compiler import Compiled, compile
-from stagewright.models import ModelConfig
-from stagewright.pipeline import flat
-from stagewright.program import CATEGORIES, COLLECTIVES, PHASES, Kind, RankClass
-from stagewright.run import Run
+from stagewright.lower.training import Compiled, compile
+from stagewright.model.config import ModelConfig
+from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, Kind, RankClass
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import flat
 
 CASES = Path(__file__).parent / "cases"
 NAMES = sorted(path.stem for path in CASES.glob("*.json"))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stagewright.compiler import compile
-from stagewright.models import Vision, resolve
-from stagewright.program import PHASES, Kind
-from stagewright.run import Run
+from stagewright.lower.training import compile
+from stagewright.model.config import Vision, resolve
+from stagewright.program.columns import PHASES, Kind
+from stagewright.run.settings import Run
 
 RECORDED = json.loads(Path(__file__).with_name("flops.json").read_text(encoding="utf-8"))
 CASES: dict[str, dict[str, Any]] = RECORDED["cases"]

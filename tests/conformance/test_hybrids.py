@@ -15,11 +15,12 @@ import pytest
 from weights import weight
 
 from spmd import Spmd
-from stagewright import hf, nn
-from stagewright.compiler import sizes_of
-from stagewright.ir import Graph, toposort
-from stagewright.models import ModelConfig
-from stagewright.run import Run
+from stagewright import blocks as nn
+from stagewright.graph.node import Graph, toposort
+from stagewright.lower.training import sizes_of
+from stagewright.model.config import ModelConfig
+from stagewright.model.hf import read as hf
+from stagewright.run.settings import Run
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("hybrids.json").read_text())
 RECIPE = nn.Recipe(dropout=False)

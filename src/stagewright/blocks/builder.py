@@ -1,0 +1,327 @@
+"""What the parts of a model are written with, and what they become: recipe, builder, block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from stagewright.algebra.size import Size, size
+from stagewright.graph.node import Graph, Node, replace
+from stagewright.graph.table import add, apply, cast, einsum, elementwise, identity, leaf, letters
+from stagewright.model.config import ModelConfig
+
+SHARED = "shared"  # what parameters of shared blocks are called by, and with a number their tables
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Number formats of a recipe; `master` is empty where the parameter is its own master copy.
+
+    Megatron-LM's mixed precision keeps bf16 parameters, accumulates gradients in fp32 and holds an
+    fp32 master copy and fp32 moments: 18 bytes per parameter with AdamW (arXiv 1910.02054,
+    section 3.1, counts the gradient in 16 bit: 16 bytes).
+    """
+
+    compute: str = "bf16"
+    gemm: str = ""  # operands of the layers' matrix products, where not `compute`
+    gradient: str = "fp32"
+    master: str = "fp32"
+    moment: str = "fp32"
+    param: str = ""  # what parameters are stored in, where not `compute`
+    reduce: str = ""  # gradients of a microbatch on their way, where not `gradient`
+
+
+PRECISIONS = {
+    "bf16": Precision(),
+    "fp8": Precision(gemm="fp8"),
+    "fp32": Precision(compute="fp32", master=""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """How a mixture of experts is trained: Megatron-LM's options, as far as one device can tell."""
+
+    dispatcher: str = "alltoall"  # or "allgather": copies go to their experts, or all tokens do
+    apply_probs: str = "experts"  # the gates weigh the experts' "input", inner values or "output"
+    exchange_counts: bool = False  # ranks tell each other how many copies they will send
+    router_fp32: bool = False
+    load_balancing_type: str = "aux_loss"
+    aux_loss: float = 0.0  # coefficients; 0: without
+    z_loss: float = 0.0
+    expert_bias: bool = False  # that balances the load, and is updated once per step
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """How a model is served, as far as one device can tell."""
+
+    cache_dtype: str = "bf16"
+    weights: str = ""  # how matrices of layers are stored, where not as computed with
+    redundant_experts: int = 0  # that are there once more
+    decode: bool = False  # one new token of each request
+    striped: bool = False  # the tokens of a request are in `Stripes` caches
+    prefix: bool = False  # some request has tokens in the cache before the step
+
+
+class Tie(NamedTuple):
+    """What a block has to know of a table that other blocks have a copy of."""
+
+    name: str
+    first: bool = True  # of all copies: the one whose norm counts
+    owner: bool = True  # of the copies on its rank, which are one tensor
+    away: bool = True  # other pipeline ranks have copies, too
+    later: bool = False  # a block behind it on its stage uses this rank's tensor
+    leads: bool = True  # of the copies on its stage
+
+    @property
+    def words(self) -> str:
+        """Which of the copies it is.
+
+        >>> Tie("wte").words, Tie("wte", first=False, owner=False, leads=False).words
+        ('first and alone with wte', 'last here with wte')
+        """
+        if self.leads:
+            ranked = "first here" if self.owner else "first of its stage"
+            place = "first" if self.first else ranked
+            place += "" if self.later else " and alone"
+        else:
+            place = "again" if self.later else "last here"
+        return f"{place} with {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model is trained, or served, as far as one device can tell."""
+
+    precision: Precision = PRECISIONS["bf16"]
+    optimizer: str = "adamw"
+    flash_attention: bool = True
+    dropout: bool = True
+    clip_grad: bool = True
+    cast_once: bool = True  # low-precision copies of weights are made once per step
+    gather_once: bool = False  # parameters that are gathered stay so for the whole step
+    experts: Experts = Experts()
+    absorb: bool = False  # latent attention in the space of the latents, as for decoding
+    sum_tied: bool = False  # gradients of a rank's one tensor are added before they are reduced
+    ties: tuple[Tie, ...] = ()
+    begins: frozenset[str] = (
+        frozenset()
+    )  # values that the block makes though it might be handed them
+    ends: frozenset[str] = frozenset()  # values that no block behind it uses
+    mtp_loss: float = 0.1  # the weight of multi-token prediction in the loss
+    inference: Inference | None = None  # None: training
+    joint_projections: bool = True  # query, key and value are one product; gate and up, too
+    # What PyTorch does that Megatron-LM does not; see the options of `Run`.
+    eager: bool = False
+    repeat_kv: bool = False
+    split_loss: bool = False  # over the vocabulary
+    step_tensors: bool = False
+    loss_parallel: bool = True
+    own_input_grads: bool = False
+    whole_embedding_grad: bool = False
+    # Gradients that are sums over ranks of a model are added up before they are reduced,
+    sum_as_made: bool = False
+    sum_as_read: int = 0  # or each of so many times that the optimizer reads one.
+
+    def tie(self, name: str, *, first: bool) -> Tie:
+        """What is known of a table; by itself, that of the embedding is the first copy."""
+        return next((t for t in self.ties if t.name == name), Tie(name, first=first))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A piece of the model: a single-device graph, in training with backward and optimizer.
+
+    Interface: inputs `x` and `dy`, outputs `y` and `dx` (absent at the ends of the model). `primal`
+    maps gradients to the values they belong to.
+    """
+
+    name: str
+    graph: Graph
+    primal: Mapping[Node, Node]
+
+
+def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
+    """The same block with other sizes."""
+
+    def visit(old: Node, srcs: tuple[Node, ...]) -> Node:
+        return replace(old, srcs=srcs, shape=tuple(rename(d) for d in old.shape))
+
+    graph, table = block.graph.rebuild(visit)
+    primal = {table[g]: table[p] for g, p in block.primal.items() if g in table and p in table}
+    return Block(name, graph, primal)
+
+
+@dataclass(slots=True)
+class Builder:
+    """Collects the parameters of a block while its forward pass is written down."""
+
+    config: ModelConfig
+    recipe: Recipe
+    params: dict[str, Node] = field(default_factory=dict[str, Node])
+    used: dict[str, Node] = field(default_factory=dict[str, Node])
+    counted: dict[str, Node] = field(default_factory=dict[str, Node])
+    """What a buffer is updated by: a sum over the tokens of a step."""
+    extra: dict[str, Node] = field(default_factory=dict[str, Node])
+    """Values that nothing needs, but that are made."""
+    taken: dict[str, Node] = field(default_factory=dict[str, Node])
+    """What the block is handed besides the stream."""
+    made: dict[str, Node] = field(default_factory=dict[str, Node])
+    """What it hands on besides the stream."""
+    block: int = 0
+    """The shared block that is written down now; 0: none, but the layer itself."""
+
+    @property
+    def dtype(self) -> str:
+        """What values are computed in."""
+        return self.recipe.precision.compute
+
+    def param(
+        self,
+        name: str,
+        *dims: str | Size,
+        scope: str = "",
+        tied: str = "",
+        dtype: str = "",
+        own: bool = False,
+    ) -> Node:
+        """A parameter as the computation sees it; `tied` names the table that it is a copy of.
+
+        One of a shared block has copies in all layers that share it, unless it is their `own`.
+        """
+        if self.block and not own:
+            name, tied = f"{SHARED}.{name}", f"{SHARED}{self.block}.{name}"
+        if name not in self.params:
+            about: dict[str, Any] = {"role": "param", "tied": tied, "scope": scope}
+            stored = dtype or self.recipe.precision.param or self.dtype
+            self.params[name] = p = leaf("param", dims, stored, name, param=name, **about)
+            used: dict[str, Any] = {"param": name, "once": self.recipe.gather_once, "scope": scope}
+            x = p if dtype else cast(p, self.dtype, name=name, role="sent", **used)
+            self.used[name] = identity(x, name, role="used", **used)
+        return self.used[name]
+
+    def take(self, name: str, *dims: str) -> Node:
+        """What a block before has made; it passes on to those behind."""
+        if name not in self.taken:
+            own = {"role": "input", "carried": name}
+            self.taken[name] = leaf("input", dims, self.dtype, name, **own)
+        return self.taken[name]
+
+    def make(self, name: str, value: Node) -> Node:
+        """A value for this block and those behind it."""
+        self.made[name] = identity(value, name)
+        return self.made[name]
+
+    def buffer(self, name: str, *dims: str, scope: str = "") -> Node:
+        """An fp32 parameter that no gradient reaches; every rank has all of it."""
+        own = {"role": "param", "param": name, "tied": "", "buffer": True, "scope": scope}
+        self.params[name] = p = leaf("param", dims, "fp32", name, **own)
+        return p
+
+    def weight(self, name: str, *dims: str | Size, scope: str = "", own: bool = False) -> Node:
+        """A matrix of a layer, stored in the precision that these are served in."""
+        served = self.recipe.inference
+        stored = served.weights if served else ""
+        return self.param(name, *dims, scope=scope, dtype=stored, own=own)
+
+    def lowered(self, x: Node, w_dtype: str) -> Node:
+        """What is multiplied with weights stored like that: in fp8 with those in fp8."""
+        return cast(x, "fp8", scope=x.scope, name=x.name) if w_dtype == "fp8_b128" else x
+
+    def linear(
+        self, spec: str, x: Node, w: Node, name: str,
+        *, trained: bool = True, joint: str = "", **fields: Any,
+    ) -> Node:  # fmt: skip
+        """A matrix product of a layer, in the recipe's precision for these.
+
+        `trained`: also in that of training, not just of inference. `joint`: products of one input
+        with this name are run as one, where the recipe says so.
+        """
+        low = self.recipe.precision.gemm
+        x = self.lowered(x, w.dtype)
+        if self.recipe.own_input_grads and len(x.shape) == 3:
+            x = identity(x, f"{name}_in")
+        if low and trained:
+            once = self.recipe.cast_once
+            x = cast(x, low, scope=x.scope, name=x.name)
+            w = cast(w, low, scope=x.scope, name=w.name, once=once, role="low")
+        if joint and self.recipe.joint_projections:
+            fields["joint"] = (joint, "result")
+        return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
+
+    def adapted(self, y: Node, x: Node, narrow: str, name: str, spec: str, *dims: str) -> Node:
+        """A product of a shared block and what the layer's own adapter adds (arXiv 2106.09685).
+
+        The adapter is two products through a narrow width, the first of which several may share.
+        """
+        own: dict[str, Any] = {"scope": y.scope, "own": True}
+        a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank", **own)
+        low = self.linear("bsm,mr->bsr", x, a, f"{narrow}_low", scope=y.scope)
+        w = self.weight(f"adapter.{name}", "Rank", *dims, **own)
+        more = self.linear(spec, low, w, f"{name}_more", scope=y.scope)
+        return add(y, more, name=f"{name}_adapted", scope=y.scope)
+
+    @property
+    def score_width(self) -> int:
+        """Scores are divided by the square root of this."""
+        if self.config.position == "relative":  # T5 does not scale them
+            return 1
+        # Inputs of a shared block are two, of which the published scale counts one.
+        return self.config.kv_channels // 2 if self.block else self.config.kv_channels
+
+    def bias(self, x: Node, name: str, *dims: str) -> Node:
+        """Add a bias over some of the dims."""
+        z = letters(x)
+        b = self.param(name, *dims, scope=x.scope)
+        of = "".join(z[x.shape.index(size(d))] for d in dims)
+        return apply("bias", f"{z},{of}->{z}", x, b, name=f"{x.name}_biased")
+
+    def norm(self, x: Node, name: str, dim: str | Size = "M", fn: str = "", **fields: Any) -> Node:
+        """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim."""
+        fn = fn or self.config.norm
+        z = letters(x)
+        rows, m = z[:-1], z[-1].upper()
+        weights = [self.param(f"{name}.weight", dim, scope=x.scope)]
+        if self.recipe.eager and fn == "rmsnorm":
+            return self._eager_norm(x, weights[0], name, **fields)
+        if self.config.norm_bias and fn == "layernorm":
+            weights.append(self.param(f"{name}.bias", dim, scope=x.scope))
+        spec = f"{rows}{m},{','.join([m] * len(weights))}->{rows}{m}"
+        return apply("norm", spec, x, *weights, fn=fn, name=f"{name}_out", **fields)
+
+    def _eager_norm(self, x: Node, w: Node, name: str, **fields: Any) -> Node:
+        """RMSNorm as it is written in PyTorch: in fp32, its result in the precision of `x`."""
+        z = letters(x)
+        wide = cast(x, "fp32", name=f"{name}_in", **fields)
+        # Of autograd's x * (2 * x ** 1) * gradient: two factors, and the gradient of each square.
+        made: dict[str, Any] = {**fields, "backward_temporaries": 3}
+        square = apply("mean_square", f"{z}->{z[:-1]}", wide, name=f"{name}_square", **made)
+        unit = apply("rms_scale", f"{z},{z[:-1]}->{z}", wide, square, name=f"{name}_unit", **fields)
+        unit = cast(unit, x.dtype, name=f"{name}_low", **fields)
+        y = apply("times", f"{z},{z[-1]}->{z}", unit, w, name=f"{name}_out", **fields)
+        # Where its gradient is reduced: that of its users together.
+        return identity(identity(y, "norm_out"), f"{name}_out") if z == "bsm" else y
+
+    def rope(self, x: Node, dims: str, name: str) -> Node:
+        """Rotary position (arXiv 2104.09864) of the last of some dims such as `bsaD`."""
+        spec, at = f"{dims}->{dims}", ()
+        if self.recipe.inference:
+            spec, at = f"{dims},bs->{dims}", (self.positions(),)
+        return apply("rope", spec, x, *at, inverse=False, name=name)
+
+    def positions(self) -> Node:
+        """Where new tokens stand in their requests (inference)."""
+        return leaf("input", ("B", "S"), "int64", "token_positions", role="input")
+
+    def act(self, x: Node, fn: str, **attrs: Any) -> Node:
+        """An activation on every element."""
+        return elementwise("act", x, fn=fn, name=f"{x.name}.{fn}", **attrs)
+
+    def dropout(self, x: Node, rate: float) -> Node:
+        """Drop with a mask of one byte per element that backward uses again."""
+        if not (self.recipe.dropout and rate):
+            return x
+        mask = elementwise("random_mask", x, dtype="uint8", rate=rate, name=f"{x.name}.mask")
+        return elementwise("dropout", x, mask, rate=rate, name=f"{x.name}.dropout")

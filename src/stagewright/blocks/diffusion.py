@@ -1,0 +1,99 @@
+"""Diffusion transformers: noisy patches, and a step and a class that modulate every layer.
+
+DiT (arXiv 2212.09748) with adaLN-Zero. What modulates is one vector per image: it travels as the
+first position of the sequence, so that it passes through pipeline stages and gets its gradient.
+"""
+
+from __future__ import annotations
+
+from stagewright.algebra.size import size
+from stagewright.blocks.attention import attention
+from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.finish import finish
+from stagewright.blocks.mlp import mlp
+from stagewright.graph.node import Node
+from stagewright.graph.table import (
+    add,
+    apply,
+    cast,
+    einsum,
+    elementwise,
+    identity,
+    join,
+    leaf,
+    part,
+)
+from stagewright.model.config import Layer, ModelConfig
+
+
+def noisy_patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """Patches of a latent image behind the sum of its step's and its class's embedding."""
+    b = Builder(config, recipe)
+    own = {"role": "input", "scope": "embedding"}
+    pixels = leaf("input", ("B", "Patches", "Pixels"), b.dtype, "pixels", **own)
+    x = einsum("bpk,km->bpm", pixels, b.param("w_patch", "Pixels", "M", scope="embedding"))
+    grid = leaf("input", ("Patches", "M"), b.dtype, "grid", **own)  # sines, not learned
+    x = apply("bias", "bpm,pm->bpm", b.bias(x, "b_patch", "M"), grid, name="placed")
+    step = leaf("input", ("B", "Waves"), b.dtype, "steps", **own)
+    w = b.param("w_step_in", "Waves", "M", scope="embedding")
+    h = b.bias(einsum("bq,qm->bm", step, w, name="step_in"), "b_step_in", "M")
+    w = b.param("w_step_out", "M", "M", scope="embedding")
+    h = b.bias(einsum("bn,nm->bm", b.act(h, "silu"), w, name="step_out"), "b_step_out", "M")
+    kind = leaf("input", ("B",), "int64", "classes", **own)
+    table = b.param("w_classes", "Classes", "M", scope="embedding")
+    c = add(h, apply("embedding", "b,vm->bm", kind, table, dtype=b.dtype), name="condition")
+    return finish("noisy_patches", b, None, _behind(c, x, "y"))
+
+
+def conditioned_layer(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """Attention and MLP between shifts, scales and gates that come from the first position."""
+    b = Builder(config, recipe)
+    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
+    c, y = _apart(x)
+    w = b.param("w_modulation", "M", "6", "M", scope="modulation")
+    by = einsum("bn,nkm->bkm", b.act(c, "silu"), w, name="modulation", scope="modulation")
+    by = b.bias(by, "b_modulation", "6", "M")
+    for first, scope, function in ((0, "attention", attention), (3, "mlp", mlp)):
+        h = _modulated(_norm(y, scope), by, shift=first, scale=first + 1)
+        out = identity(function(b, h), "branch", scope=scope)
+        out = _modulated(out, by, shift=-1, scale=first + 2, base=0.0)
+        y = add(y, out, name=f"{scope}_residual", scope=scope)
+    return finish("layer", b, x, _behind(c, y, "y"))
+
+
+def denoiser(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """To noise and its variance, and the squared error of it."""
+    b = Builder(config, recipe)
+    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope="head")
+    c, y = _apart(x)
+    w = b.param("w_final_modulation", "M", "2", "M", scope="head")
+    by = einsum("bn,nkm->bkm", b.act(c, "silu"), w, name="modulation", scope="head")
+    by = b.bias(by, "b_final_modulation", "2", "M")
+    h = _modulated(_norm(y, "head"), by, shift=0, scale=1)
+    out = einsum("bpm,mo->bpo", h, b.param("w_final", "M", "Out", scope="head"), name="noise")
+    out = cast(b.bias(out, "b_final", "Out"), "fp32", name="noise32")
+    wanted = leaf("input", out.shape, "fp32", "wanted", role="input", scope="head")
+    error = add(out, elementwise("scale", wanted, by=-1.0), name="error")
+    squared = einsum("bpo,bpo->bpo", error, error, name="squared", dtype="fp32")
+    loss = apply("mean", "bpo->", squared, name="loss")
+    return finish("denoiser", b, x, loss, is_loss=True)
+
+
+def _apart(x: Node) -> tuple[Node, Node]:
+    """What modulates [B, M], and the patches [B, Patches, M]."""
+    c = part(x, "bSm->bm", size(1), first=True, dim=1, name="condition")
+    return c, part(x, "bSm->bPm", size("Patches"), first=False, dim=1, name="patches")
+
+
+def _behind(c: Node, y: Node, name: str) -> Node:
+    return identity(join(c, y, "bm,bPm->bSm", size("S"), dim=1, name="sequence"), name)
+
+
+def _norm(x: Node, scope: str) -> Node:
+    """LayerNorm without weights: the modulation has them."""
+    return apply("norm", "bpM->bpM", x, fn="layernorm", name=f"{scope}_norm_out", scope=scope)
+
+
+def _modulated(x: Node, by: Node, *, shift: int, scale: int, base: float = 1.0) -> Node:
+    """x * (base + row `scale` of `by`) + row `shift` of it, if not -1."""
+    return apply("modulate", "bpm,bKm->bpm", x, by, shift=shift, scale=scale, base=base)

@@ -1,0 +1,164 @@
+"""The two ends of a language model: embedding, and output projection with its loss."""
+
+from __future__ import annotations
+
+from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.finish import finish
+from stagewright.blocks.inference import gathered, last_tokens
+from stagewright.graph.node import Node
+from stagewright.graph.table import (
+    add,
+    apply,
+    cast,
+    einsum,
+    elementwise,
+    elementwise_whole,
+    identity,
+    leaf,
+)
+from stagewright.model.config import ModelConfig
+
+
+def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") -> Block:
+    """Token ids to the residual stream; positions, token types and norm as the family has them."""
+    b = Builder(config, recipe)
+    width = "W" if config.embedding_size else "M"
+    own = {"role": "input", "scope": "embedding", "like": "tokens"}
+    ids = leaf("input", ("B", "S"), "int64", tokens, **own)
+    table = b.param("wte", "V", width, scope="embedding", tied=tied(config))
+    x = apply("embedding", "bs,vm->bsm", ids, table, dtype=b.dtype, name="word")
+    if config.embedding_size:
+        x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
+    if config.position == "learned":
+        at = leaf("input", ("S",), "int64", "positions", role="input", scope="embedding")
+        at, each = (b.positions(), "bs") if recipe.inference else (at, "s")
+        rows = b.param("wpe", "P", "M", scope="embedding")
+        rows = apply("embedding", f"{each},vm->{each}m", at, rows, dtype=b.dtype)
+        x = apply("bias", f"bsm,{each}m->bsm", x, rows, name="summed")
+    if config.token_types:
+        kind = leaf("input", ("B", "S"), "int64", "token_types", role="input", scope="embedding")
+        types = b.param("wtt", "T", "M", scope="embedding")
+        x = add(x, apply("embedding", "bs,vm->bsm", kind, types, dtype=b.dtype), name="summed")
+    if config.position == "learned" or config.token_types:
+        x = identity(x, "scatter")
+    x = identity(x, "embedded")
+    if config.embedding_norm:
+        x = b.norm(x, "embedding_norm")
+    y = identity(b.dropout(x, config.embedding_dropout), "y")
+    if config.shares:
+        b.make(ORIGINAL, y)
+    return finish("embedding", b, None, y)
+
+
+ORIGINAL = "original"
+"""The stream as the embedding made it, which shared blocks read beside the stream as it is."""
+
+
+def head(config: ModelConfig, recipe: Recipe) -> Block:
+    """Residual stream to loss: vocabulary-parallel cross-entropy (arXiv 1909.08053, section 3).
+
+    In inference, to the logits of the tokens whose next one is predicted.
+    """
+    b = Builder(config, recipe)
+    scope = "head"
+    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope=scope)
+    predicted = [b.take(mtp_name(k + 1), "B", "S", "M") for k in range(config.mtp_num_layers)]
+    # With more tokens to predict, the norm is a block of its own before that.
+    h = b.norm(x, "final_norm", scope=scope) if config.final_norm and not predicted else x
+    if recipe.inference:
+        return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
+    pooled = _pooler(b, h) if config.pooler else None
+    loss = _nll(b, h)
+    if predicted:
+        each = [_nll(b, p, f"labels{k + 1}") for k, p in enumerate(predicted)]
+        weight = recipe.mtp_loss / len(each)
+        further = elementwise("scale", add(*each, name="mtp_losses"), by=weight, name="mtp_loss")
+        loss = add(loss, further, name="loss")
+    if pooled is not None:
+        loss = add(loss, cast(pooled, "fp32"), name="loss")
+    return finish("head", b, x, loss, is_loss=True)
+
+
+def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
+    """The loss of what the output projection makes of hidden states."""
+    logits = _logits(b, h)
+    logits = logits if b.recipe.loss_parallel else identity(logits, "logits_whole")
+    eager = ("split" if b.recipe.split_loss else "whole") if b.recipe.eager else ""
+    return cross_entropy(logits, labels, eager=eager)
+
+
+def tied(config: ModelConfig) -> str:
+    """The name of the embedding's table, if other blocks have copies of it."""
+    copies = config.tied_embeddings or config.mtp_num_layers > 0 or config.encoder_num_layers > 0
+    return "wte" if copies else ""
+
+
+def mtp_name(ahead: int) -> str:
+    """What predicts so many tokens after the next one, from block to block."""
+    return f"mtp{ahead}"
+
+
+def _logits(b: Builder, h: Node) -> Node:
+    """The output projection, and what a family has before and after it."""
+    config, scope = b.config, "head"
+    if config.mlm_transform:
+        h = einsum(
+            "bsm,mn->bsn",
+            h,
+            b.param("w_transform", "M", "M", scope=scope),
+            name="transform",
+            scope=scope,
+        )
+        h = b.act(b.bias(h, "b_transform", "M"), config.activation)
+        h = b.norm(h, "transform_norm", "M")
+    width = "W" if config.embedding_size else "M"
+    if config.embedding_size:
+        h = einsum(
+            "bsm,mw->bsw", h, b.param("w_out", "M", "W", scope=scope), name="out_proj", scope=scope
+        )
+    table = "wte" if config.tied_embeddings else "lm_head"
+    w = b.param(table, "V", width, scope=scope, tied="wte" if config.tied_embeddings else "")
+    if b.recipe.own_input_grads:
+        h = identity(h, "logits_in")
+    logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope)
+    if config.lm_head_bias:
+        logits = b.bias(logits, "b_head", "V")
+    if config.logit_softcap:
+        logits = b.act(logits, "softcap", cap=config.logit_softcap)
+    return logits
+
+
+def _pooler(b: Builder, h: Node) -> Node:
+    """BERT's pooled first token; its mean stands for the loss of the two-way classifier."""
+    first = apply("first_token", "bsm->bm", h, name="first", scope="head")
+    w = b.param("w_pool", "M", "M", scope="head")
+    pooled = b.act(b.bias(einsum("bm,mn->bn", first, w, name="pooled"), "b_pool", "M"), "tanh")
+    return apply("mean", "bn->", pooled, name="pooled_mean")
+
+
+def _picked(log_probs: Node, labels: Node, t: str) -> Node:
+    found = apply("pick", f"{t}v,{t}->{t}", log_probs, labels, name="picked")
+    found = elementwise("scale", identity(found, "picked"), by=-1.0)
+    return apply("mean", f"{t}->", found, name="loss")
+
+
+def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Node:
+    """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always.
+
+    `eager`: as PyTorch's log_softmax and nll_loss, of "whole" logits or of such as may be "split".
+    """
+    own = {"role": "input", "scope": "head", "like": "labels"}
+    labels = leaf("input", logits.shape[:-1], "int64", name, **own)
+    t = "bs"[: len(labels.shape)]
+    x = cast(logits, "fp32", name="logits32")
+    if eager == "whole":
+        x = elementwise_whole("log_softmax", x, name="log_probs")
+        return _picked(x, labels, t)
+    top = identity(apply("max", f"{t}v->{t}", x, name="max"), "max")
+    summed = identity(apply("exp_sum", f"{t}v,{t}->{t}", x, top, name="exp_sum"), "exp_sum")
+    if eager:
+        x = apply("log_probs", f"{t}v,{t},{t}->{t}v", x, top, summed, name="log_probs")
+        return _picked(x, labels, t)
+    picked = identity(apply("pick", f"{t}v,{t}->{t}", x, labels, name="picked"), "picked")
+    each = elementwise("nll", top, summed, picked, name="nll")
+    return apply("mean", f"{t}->", each, name="loss")

@@ -1,0 +1,163 @@
+"""A mixture of experts: who goes where, copies of tokens to their experts, and what comes back.
+
+GShard (arXiv 2006.16668) and Switch (arXiv 2101.03961), shared experts as in DeepSeekMoE (arXiv
+2401.06066). Options have the names that Megatron-LM gives them. Rows are copies of tokens, R for
+each expert; who gets more or fewer of them than others is not the graph's business but a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stagewright.algebra.size import Size, size
+from stagewright.blocks.builder import Builder
+from stagewright.blocks.mlp import feed_forward
+from stagewright.graph.node import Node
+from stagewright.graph.table import (
+    add,
+    apply,
+    cast,
+    combine,
+    dispatch,
+    einsum,
+    elementwise,
+    elementwise_whole,
+    identity,
+    own_experts,
+    row_gates,
+    weigh,
+)
+
+OWN: dict[str, Any] = {"scope": "mlp"}
+
+# What each expert's copies are counted over: a microbatch of a data-parallel rank, a sequence, or
+# all.
+COUNTED: dict[str, tuple[str, tuple[Size, ...]]] = {
+    "aux_loss": ("(ji)sE->jE", (size("dp_parts"), size("E"))),
+    "seq_aux_loss": ("bsE->bE", (size("B"), size("E"))),
+    "global_aux_loss": ("bsE->E", (size("E"),)),
+}
+
+
+def experts(b: Builder, h: Node) -> Node:
+    """Routed experts, and shared ones that every token goes to."""
+    c = b.config
+    gates = _router(b, h)
+    exchange = {"alltoall": _exchanged, "allgather": _gathered}[b.recipe.experts.dispatcher]
+    out = exchange(b, h, gates)
+    if c.shared_ffn_hidden_size:
+        names = {"up": "ws_up", "gate": "ws_gate", "down": "ws_down"}
+        shared = feed_forward(b, h, "bsm", "bsy", ("M", "Y"), names)
+        if c.shared_expert_gate:
+            w = b.param("w_shared_gate", "M", **OWN)
+            score = einsum("bsm,m->bs", h, w, name="shared_gate", **OWN)
+            shared = weigh(shared, b.act(score, "sigmoid"), name="shared_weighed", **OWN)
+        out = add(out, shared, name="branch", **OWN)
+    return identity(out, "mlp_reduced")
+
+
+def _router(b: Builder, h: Node) -> Node:
+    """Each token's weights of its experts, 0 for all others, [B, S, E]."""
+    c, r = b.config, b.recipe.experts
+    w = b.param("w_router", "M", "E", **OWN)
+    if r.router_fp32:
+        h, w = cast(h, "fp32", name="router_in", **OWN), cast(w, "fp32", name="w_router", **OWN)
+    logits = einsum("bsm,me->bse", h, w, name="router", **OWN)
+    if c.router_bias:
+        logits = b.bias(logits, "b_router", "E")
+    if r.z_loss:
+        logits = elementwise_whole("z_loss", logits, coeff=r.z_loss, name="z_loss")
+    bias = [b.buffer("router_bias", "E", **OWN)] if r.expert_bias else []
+    held = _held(b)
+    spec = ",".join(["bsE", "E"][: 1 + len(bias)]) + f"->bs{held}"
+    chosen: dict[str, Any] = {"fn": c.router, "top_k": c.top_k, "norm": c.norm_topk_prob}
+    whose = (*logits.shape[:2], size(held))
+    gates = apply("topk", spec, logits, *bias, out=whose, name="gates", **chosen)
+    for each in bias:
+        counts = apply("count", "bsE->E", gates, dtype="fp32", name="tokens_per_expert", **OWN)
+        b.counted[each.name] = counts
+    if r.exchange_counts:
+        out = (size("parts"), size("E"))
+        counts = apply("splits", "bsE->oE", gates, out=out, dtype="int64", name="splits", **OWN)
+        b.extra["splits"] = identity(counts, "splits_known")
+    return _balanced(b, logits, gates) if r.aux_loss else gates
+
+
+def _balanced(b: Builder, logits: Node, gates: Node) -> Node:
+    """The gates, with a loss beside them that is large where some experts get most tokens."""
+    r = b.recipe.experts
+    spec, out = COUNTED[r.load_balancing_type]
+    counts = apply("count", spec, gates, out=out, dtype="int64", name="balance_counts", **OWN)
+    scores = elementwise_whole("scores", logits, fn=b.config.router, name="scores")
+    tokens, of = spec.split("->")
+    own: dict[str, Any] = {"coeff": r.aux_loss, "top_k": b.config.top_k, "name": "aux_loss"}
+    return apply("aux_loss", f"{tokens},{tokens},{of}->{tokens}", gates, scores, counts, **own)
+
+
+def _held(b: Builder) -> str:
+    """The dim of experts that are held: in inference, some may be there more than once."""
+    served = b.recipe.inference
+    return "H" if served and served.redundant_experts else "E"
+
+
+def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
+    """Copies go to their experts, and results back: an all-to-all each where ranks hold experts.
+
+    The gates weigh rows before they go or when they are back; or the experts' inner values, then
+    they go the same way.
+    """
+    served = b.recipe.inference
+    where = b.recipe.experts.apply_probs
+    if served and where == "experts":
+        where = "output"  # as vLLM and DeepEP
+    own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
+    sent = b.lowered(h, served.weights) if served else h
+    rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **own)
+    rows = identity(identity(rows, "dispatched"), "expert_in")
+    probs = going = None
+    if where == "experts":
+        probs = identity(row_gates(gates, size("R"), name="probs", **own), "probs")
+        going = identity(probs, "probs_dispatched")
+        probs = identity(going, "probs_in")
+    out = identity(_experts(b, rows, probs), "expert_out")
+    if b.config.mlp_bias:
+        out = _biased(b, out, going)
+    out = identity(out, "returned")
+    return combine(out, gates, weighted=where == "output", name="moe_out", **own)
+
+
+def _gathered(b: Builder, h: Node, gates: Node) -> Node:
+    """Every rank gets the tokens of all that share the experts, and sums of results go back."""
+    own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
+    routes = elementwise("routes", gates, dtype="uint8", name="routes", **OWN)
+    routes = own_experts(identity(routes, "routes_known"), name="routes_here", **OWN)
+    known = own_experts(identity(gates, "gates_known"), name="gates_here", **OWN)
+    rows = dispatch(identity(h, "routed"), routes, size("R"), name="permuted", **own)
+    rows = identity(rows, "expert_in")
+    probs = identity(row_gates(known, size("R"), name="probs", **own), "probs_in")
+    out = identity(_experts(b, rows, probs), "expert_out")
+    if b.config.mlp_bias:
+        out = _biased(b, out, probs)
+    return identity(combine(out, routes, name="moe_out", **own), "moe_reduced")
+
+
+def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
+    """The products of the experts, [E, R, M], their inner values weighed by `probs`."""
+
+    def weighed(a: Node) -> Node:
+        return weigh(a, probs, name="weighed", **OWN) if probs else a
+
+    names = {"up": "we_up", "gate": "we_gate", "down": "we_down"}
+    more = {"touched": size("touched")} if b.recipe.inference else None
+    dims = (_held(b), "M", "X")
+    biased = b.config.mlp_bias
+    return feed_forward(b, rows, "erm", "erx", dims, names, biased=biased, weigh=weighed, more=more)
+
+
+def _biased(b: Builder, out: Node, probs: Node | None) -> Node:
+    """Rows of experts with their bias, weighed as what it is added to (Megatron-LM's
+    `TEGroupedMLP._apply_bias`)."""
+    if probs is None:
+        return b.bias(out, "be_down", _held(b), "M")
+    bias = b.param("be_down", _held(b), "M", **OWN)
+    return add(out, einsum("er,em->erm", probs, bias, name="bias", **OWN), name="biased", **OWN)

@@ -1,0 +1,139 @@
+"""A layer: norms, residual sums, and in between what `models.Layer` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from stagewright.algebra.size import size
+from stagewright.blocks.attention import attention
+from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.experts import experts
+from stagewright.blocks.finish import finish
+from stagewright.blocks.mlp import mlp
+from stagewright.blocks.shared import with_shared
+from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
+from stagewright.errors import UserError
+from stagewright.graph.node import Node, toposort
+from stagewright.graph.table import add, identity, leaf
+from stagewright.model.config import ATTENTIONS, SIDE_BY_SIDE, Layer, ModelConfig, Module
+
+Part = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
+
+_MIXERS: dict[str, Part] = {
+    **{name: partial(attention, mixer=name) for name in sorted(ATTENTIONS)},
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "lightning": lightning,
+    "gated_delta": gated_delta,
+    "kimi_delta": kimi_delta,
+}
+
+
+def _side_by_side(b: Builder, h: Node, kinds: Iterable[str]) -> Node:
+    """What several mixers make of one input, summed when each is whole again.
+
+    So do the parallel layers of Megatron-Bridge and vLLM's FalconH1ParallelHybrid.
+    """
+    return add(*(_MIXERS[kind](b, h) for kind in kinds), scope="attention", name="side_by_side")
+
+
+MIXERS: dict[str, Part] = _MIXERS | {
+    name: partial(_side_by_side, kinds=kinds) for name, kinds in SIDE_BY_SIDE.items()
+}
+"""What moves information between positions, by `Layer.mixer`."""
+
+FEED_FORWARDS: dict[str, Part] = {"dense": mlp, "experts": experts}
+"""What works on each position by itself, by `Layer.mlp`."""
+
+
+def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+    """One layer with its residual sums; a part called "none" is left out, norms and all."""
+    b = Builder(config, recipe)
+    if config.bare:
+        return _bare(b, next(m for m in config.modules if m.name == what.mixer))
+    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
+    return finish("layer", b, x, body(b, x, what))
+
+
+def body(b: Builder, x: Node, what: Layer, *, cross: Part | None = None) -> Node:
+    """What a layer makes of the stream; `cross` looks at another sequence after its own."""
+    config = b.config
+    own = {m.name: partial(_own, m) for m in config.modules}
+    mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
+    place = config.norm_placement
+    if config.parallel_block:
+        h = b.norm(x, "attn_norm", scope="attention")
+        h2 = h if config.parallel_norms == 1 else b.norm(x, "mlp_norm", scope="mlp")
+        parts = [part(b, x) for part, x in ((mixer, h), (mlp_, h2)) if part is not None]
+        mixed = add(*parts, scope="mlp", name="mixed")
+        y = add(x, b.dropout(identity(mixed, "branch"), config.hidden_dropout), name="y")
+        return identity(y, "y")
+    y = x
+    branches = (
+        ("attn", "attention", mixer),
+        ("cross", "attention", cross),
+        ("mlp", "mlp", mlp_),
+    )
+    for norm, scope, part in branches:
+        if part is None:
+            continue
+        read = with_shared(b, y, what.block) if what.block and part is mixer else y
+        h = read if place == "post" else b.norm(read, f"{norm}_norm", scope=scope)
+        out = identity(part(b, h), "branch", scope=scope)
+        if place == "sandwich":
+            out = b.norm(out, f"{norm}_post_norm", scope=scope)
+        y = add(y, b.dropout(out, config.hidden_dropout), name=f"{norm}_residual", scope=scope)
+        if place == "post":
+            y = b.norm(y, f"{norm}_norm", scope=scope)
+    return identity(y, "y")
+
+
+def _own(module: Module, b: Builder, h: Node) -> Node:
+    """A user's module in its place: it maps the hidden state to what is added to it."""
+    (first, dims, _), *others = module.inputs
+    if others:
+        names = ", ".join(name for name, _, _ in others)
+        raise UserError(
+            f"module {module.name} has the inputs {names} besides {first}, wanted one input to be "
+            "part of a layer; make them in the module, or use it by itself"
+        )
+    if tuple(size(d) for d in dims) != h.shape:
+        shown = ", ".join(map(str, dims))
+        raise UserError(f"module {module.name}: {first} is [{shown}], wanted [B, S, M] in a layer")
+    y = _built(module, b, {first: identity(h, f"{module.name}.{first}")})
+    if y.shape != h.shape:
+        shown = ", ".join(map(str, y.shape))
+        raise UserError(f"module {module.name} yields [{shown}], wanted [B, S, M] in a layer")
+    return y
+
+
+def _built(module: Module, b: Builder, inputs: dict[str, Node]) -> Node:
+    """What a module makes of its inputs; nothing of it may be there for nothing."""
+    before = set(b.used)
+    y = module.build(b, inputs)
+    needed = set(toposort([y]))
+    own = {name: node for name, node in b.used.items() if name not in before}
+    idle = next((name for name, node in (inputs | own).items() if node not in needed), None)
+    if idle is not None:
+        raise UserError(
+            f"module {module.name}: {module.output} does not depend on {idle}; use it, or leave it "
+            "out"
+        )
+    return y
+
+
+def _bare(b: Builder, module: Module) -> Block:
+    """A module by itself: what it reads comes from outside, and so do gradients of its output."""
+    values: dict[str, Node] = {}
+    for name, dims, dtype in module.inputs:
+        named = "x" if not values else f"{module.name}.{name}"
+        values[name] = leaf("input", dims, dtype or b.dtype, named, role="input")
+    y = _built(module, b, values)
+    x, *others = values.values()
+    if b.config.num_layers > 1 and (x.shape, x.dtype) != (y.shape, y.dtype):
+        raise UserError(
+            f"module {module.name} makes {y} of {x}: layers of it cannot follow each other; use "
+            "--layers 1"
+        )
+    return finish("layer", b, x, y, others=[n for n in others if n.dtype == b.dtype])

@@ -1,0 +1,49 @@
+"""Recommendation: tables looked up by features, MLPs around them (DLRM, arXiv 1906.00091)."""
+
+from __future__ import annotations
+
+from stagewright.algebra.size import size
+from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.ends import cross_entropy
+from stagewright.blocks.finish import finish
+from stagewright.graph.node import Node
+from stagewright.graph.table import apply, einsum, identity, join, leaf
+from stagewright.model.config import Layer, ModelConfig
+
+
+def ranking(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """Features to the chance of a click: rows of tables, products of all pairs, an MLP.
+
+    Tables are one tensor [tables, rows, width], their rows evened out.
+    """
+    r = config.recommendation
+    assert r is not None
+    b = Builder(config, recipe)
+    own = {"role": "input", "scope": "tables"}
+    indices = leaf("input", ("B", "Tables"), "int64", "indices", **own)
+    width = f"Bottom{len(r.bottom) - 1}"
+    tables = b.param("tables", "Tables", "Rows", width, scope="tables")
+    found = apply("embedding", "bt,tvd->btd", indices, tables, dtype=b.dtype, name="found")
+    found = identity(found, "rows_found")
+    x = leaf("input", ("B", "Dense"), b.dtype, "features", role="input", scope="bottom")
+    x = _mlp(b, x, "bottom", len(r.bottom), last=True)
+    every = join(x, found, "bd,bTd->bFd", size("Tables") + 1, dim=1, name="every")
+    pairs = einsum("bfd,bgd->bfg", every, every, name="pairs", scope="interaction")
+    below = apply("triangle", "bFG->bP", pairs, out=(pairs.shape[0], size("Pairs")), name="below")
+    x = join(x, below, "bD,bP->bT", size(width) + size("Pairs"), name="joined")
+    logits = _mlp(b, x, "top", len(r.top), last=False)
+    # Binary cross-entropy is the one of two classes, one of which has the logit 0.
+    two = apply("pad", "bV->bW", logits, out=(logits.shape[0], size(2)), first=True, dim=-1)
+    return finish("ranking", b, None, cross_entropy(two), is_loss=True)
+
+
+def _mlp(b: Builder, x: Node, name: str, layers: int, *, last: bool) -> Node:
+    """Products, each with a bias and, the last perhaps excepted, a ReLU."""
+    for i in range(layers):
+        out = f"{name.title()}{i}"
+        w = b.param(f"{name}.{i}.weight", x.shape[-1], out, scope=name)
+        x = b.linear("bi,io->bo", x, w, f"{name}{i}", scope=name)
+        x = b.bias(x, f"{name}.{i}.bias", out)
+        if last or i < layers - 1:
+            x = b.act(x, "relu")
+    return x

@@ -1,0 +1,607 @@
+"""Modules that users write, in the paper's notation: a `.stg` file (docs/stg.md has the language).
+
+A module is read once into statements, and written down as nodes wherever a model uses it; backward
+and collectives follow from the graph as for every other part of a model.
+
+>>> file = parse('''
+...     size H = 64
+...     input x[B/dp, S]
+...     param w[S, H/tp]
+...     y[B/dp, H/tp] = einsum[bs,sh->bh](x, w)
+... ''', "fold.stg")
+>>> file.modules["fold"].inputs[0][0], sorted(file.modules["fold"].table)
+('x', ['fold.w', 'fold.x', 'fold.y'])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stagewright.algebra.index import parse as parse_spec
+from stagewright.algebra.notation import DEGREES, NotationError, Tensor, tensor, where
+from stagewright.algebra.size import Size, size
+from stagewright.blocks.builder import Builder
+from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
+from stagewright.graph.node import BYTES, Node
+from stagewright.graph.table import LEAVES, OPS, apply, identity, letters
+from stagewright.model.config import ModelConfig, Module, resolve
+
+COLLECTIVES = {
+    "AllReduce": "all_reduce",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "AllToAll": "all_to_all",
+}
+"""What may be said in a call though it follows from layouts; it is checked against them."""
+
+DTYPES = tuple(BYTES)
+MOST_DEPTH = 100  # of calls in calls
+RUN_SIZES = ("B", "S")
+MODEL_SIZES = ("M", "A", "G", "D", "F", "V")
+"""Sizes that a module may use without saying: those of the run, and of the model it is part of."""
+
+_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
+    "attention": {"causal": True, "window": 0, "softcap": 0, "products": (1, 1), "role": "core"},
+    "softmax": {"causal": False, "window": 0, "width": 1},
+    "norm": {"fn": "rmsnorm"},
+    "rope": {"inverse": False},
+}
+"""What an op is told where a file says nothing else."""
+
+
+class Name(NamedTuple):
+    """A value by its name."""
+
+    name: str
+    at: int
+
+
+class Call(NamedTuple):
+    """`op[bracket](arguments)`."""
+
+    op: str
+    at: int
+    bracket: str
+    bracket_at: int
+    arguments: tuple[Name | Call, ...]
+
+
+class Statement(NamedTuple):
+    """`name[tensor] = value`, or a parameter (no value)."""
+
+    name: str
+    at: int
+    tensor: Tensor | None
+    value: Name | Call | None
+
+
+class File(NamedTuple):
+    """What a file defines: modules by name, and the model it describes."""
+
+    modules: Mapping[str, Module]
+    model: ModelConfig
+
+
+def load(path: str | Path) -> ModelConfig:
+    """The model of a `.stg` file; every error is a UserError with line and column."""
+    text = read_text(path, "modules in the paper's notation")
+    return parse(text.replace("\r\n", "\n"), str(path)).model
+
+
+def parse(text: str, file: str) -> File:
+    """Read a file's text; `file` names it in errors, and its stem the module it does not name."""
+    try:
+        return _Reader(text, file).file()
+    except NotationError as error:
+        raise UserError(f"{file}, {where(text, error.at)}: {error}") from None
+
+
+_TOKEN = re.compile(r"[ \t]+|\\\n|#[^\n]*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*[*']?")
+_WORD = re.compile(r"[^\s#]+")
+_KEY = re.compile(r"([a-z_]+)[ \t]*=[ \t]*([^\n#]*)")
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A module while it is read."""
+
+    name: str
+    inputs: list[tuple[str, tuple[Size, ...], str]] = field(
+        default_factory=list[tuple[str, tuple[Size, ...], str]]
+    )
+    sizes: dict[str, Size] = field(default_factory=dict[str, Size])
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    table: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    statements: list[Statement] = field(default_factory=list[Statement])
+    shapes: dict[str, tuple[Size, ...]] = field(default_factory=dict[str, tuple[Size, ...]])
+    known: set[str] = field(default_factory=set[str])
+    output: Name | None = None
+
+
+class _Reader:
+    """One pass over the text; `at` is where it stands."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.text, self.path, self.at = text, file, 0
+        self.modules: dict[str, Module] = {}
+        self.draft: _Draft | None = None
+        self.described = re.search(r"^[ \t]*model[ \t]", text, re.MULTILINE) is not None
+        self.sizes = RUN_SIZES + (MODEL_SIZES if self.described else ())
+        self.model: tuple[Name, Name | None, dict[str, Any]] | None = None
+
+    # ---- characters ------------------------------------------------------------------------------
+
+    def skip(self) -> None:
+        """Go past blanks and comments, not past the end of the line."""
+        while found := _TOKEN.match(self.text, self.at):
+            self.at = found.end()
+
+    def peek(self) -> str:
+        self.skip()
+        return self.text[self.at : self.at + 1]
+
+    def take(self, wanted: str, why: str) -> None:
+        if self.peek() != wanted:
+            got = self.peek()
+            shown = "the end of the line" if got in ("", "\n") else repr(got)
+            raise NotationError(f"got {shown}, wanted {wanted!r} {why}", self.at)
+        self.at += 1
+
+    def name(self, what: str) -> Name:
+        self.skip()
+        found = _NAME.match(self.text, self.at)
+        if found is None:
+            got = self.text[self.at : self.at + 1]
+            shown = "the end of the line" if got in ("", "\n") else repr(got)
+            raise NotationError(f"got {shown}, wanted {what}", self.at)
+        self.at = found.end()
+        return Name(found.group(), found.start())
+
+    def word(self, what: str) -> Name:
+        """Anything without blanks: names of models have dots and dashes."""
+        self.skip()
+        found = _WORD.match(self.text, self.at)
+        if found is None:
+            raise NotationError(f"got the end of the line, wanted {what}", self.at)
+        self.at = found.end()
+        return Name(found.group(), found.start())
+
+    def bracket(self) -> tuple[str, int]:
+        """`[...]` as it stands, brackets and all, and where it begins."""
+        start = self.at
+        end = self.text.find("]", start)
+        line = self.text.find("\n", start)
+        if end < 0 or (0 <= line < end):
+            raise NotationError("this [ has no ] on its line", start)
+        self.at = end + 1
+        return self.text[start : self.at], start
+
+    # ---- lines -----------------------------------------------------------------------------------
+
+    def file(self) -> File:
+        while self.at < len(self.text):
+            if self.peek() in ("", "\n"):
+                self.at += 1
+                continue
+            start = self.name("a statement such as: param w[M, F/tp]")
+            self.statement(start)
+            if self.peek() not in ("", "\n"):
+                raise NotationError(
+                    f"got {self.text[self.at : self.at + 20].split(chr(10))[0]!r} after the end of "
+                    "a statement, wanted the end of the line",
+                    self.at,
+                )
+        self.end_module()
+        return File(self.modules, self.config())
+
+    def statement(self, first: Name) -> None:
+        if self.peek() not in ("[", "=", "*", "'"):
+            match first.name:
+                case "module":
+                    return self.begin_module(self.name("the name of a module"))
+                case "model":
+                    return self.begin_model()
+                case "size" | "input" | "param" | "output":
+                    return self.declare(first.name)
+                case _:
+                    words = ("module", "model", "size", "input", "param", "output")
+                    raise NotationError(
+                        f"cannot read {first.name!r}; wanted name = op(values), or one of "
+                        f"{', '.join(words)}{did_you_mean(first.name, words)}",
+                        first.at,
+                    )
+        if self.model is not None and self.draft is None:
+            return self.setting(first)
+        self.assign(first)
+        return None
+
+    def begin_module(self, name: Name) -> None:
+        self.end_module()
+        if name.name in self.modules:
+            raise NotationError(f"module {name.name} comes twice; rename one", name.at)
+        if not name.name.isidentifier():
+            raise NotationError(f"{name.name} is no name of a module; use letters", name.at)
+        self.draft = _Draft(name.name)
+
+    def current(self) -> _Draft:
+        if self.draft is None:
+            stem = re.sub(r"\W", "_", Path(self.path).stem) or "module"
+            self.draft = _Draft(stem if stem.isidentifier() else f"_{stem}")
+        return self.draft
+
+    def declare(self, kind: str) -> None:
+        draft = self.current()
+        if kind == "output":
+            name = self.name("the value that the module yields")
+            if name.name not in draft.known:
+                raise NotationError(_unknown(name.name, draft.known), name.at)
+            draft.output = name
+            return
+        name = self.name(f"the name of a {kind}")
+        if kind == "size":
+            return self.size(draft, name)
+        self.new(draft, name)
+        if self.peek() != "[":
+            wanted = f"such as {kind} {name.name}[B/dp, S, M/tp]"
+            raise NotationError(f"{kind} {name.name} has no shape; wanted {wanted}", self.at)
+        text, at = self.bracket()
+        found, shape = tensor(text, at), self.shape(draft, text, at)
+        if found.partial:
+            raise NotationError(f"{kind} {name.name} is a sum of nothing; leave out the @", at)
+        draft.table[f"{draft.name}.{name.name}"] = found
+        draft.shapes[name.name] = shape
+        if kind == "param":
+            if not shape:
+                raise NotationError(f"parameter {name.name} has no dims; use [1]", at)
+            draft.statements.append(Statement(name.name, name.at, found, None))
+            return
+        dtype = ""
+        if self.peek() not in ("", "\n"):
+            word = self.name("a data type")
+            if word.name not in DTYPES:
+                hint = did_you_mean(word.name, DTYPES) or f"; use one of {', '.join(DTYPES)}"
+                raise NotationError(f"{word.name!r} is no data type{hint}", word.at)
+            dtype = word.name
+        draft.inputs.append((name.name, shape, dtype))
+
+    def size(self, draft: _Draft, name: Name) -> None:
+        if name.name in draft.sizes or name.name in DEGREES or not name.name.isidentifier():
+            why = "is a parallel degree" if name.name in DEGREES else "comes twice, or is no name"
+            raise NotationError(f"size {name.name} {why}; rename it", name.at)
+        self.take("=", f"and a number after size {name.name}")
+        self.skip()
+        at = self.at
+        found = re.compile(r"[^\n#]*").match(self.text, at)
+        text = found.group().strip() if found else ""
+        self.at = at + len(found.group()) if found else at
+        value = self.read_size(draft, text, at)
+        if value.is_number:
+            number = _whole(value)
+            if number is None or not 1 <= number <= 2**40:
+                wanted = f"a whole number from 1 to {2**40}"
+                raise NotationError(f"size {name.name} is {text[:60]}, wanted {wanted}", at)
+            # In a model, a size of one's own may have the name of one of the model's.
+            symbol = f"{draft.name}_{name.name}" if self.described else name.name
+            draft.numbers[symbol] = number
+            value = size(symbol)
+        draft.sizes[name.name] = value
+
+    def assign(self, name: Name) -> None:
+        draft = self.current()
+        found, shape = None, None
+        if self.peek() == "[":
+            text, at = self.bracket()
+            found, shape = tensor(text, at), self.shape(draft, text, at)
+        self.take("=", f"and what {name.name} is")
+        value = self.expression(draft, 0)
+        self.new(draft, name)
+        if found is not None and shape is not None:
+            draft.table[f"{draft.name}.{name.name}"] = found
+            draft.shapes[name.name] = shape
+        draft.statements.append(Statement(name.name, name.at, found, value))
+
+    def new(self, draft: _Draft, name: Name) -> None:
+        if name.name in draft.known:
+            raise NotationError(f"{name.name} is there already; values never change", name.at)
+        draft.known.add(name.name)
+
+    def shape(self, draft: _Draft, text: str, at: int) -> tuple[Size, ...]:
+        return tuple(self.read_size(draft, dim, at) for dim in tensor(text, at).dims)
+
+    def read_size(self, draft: _Draft, text: str, at: int) -> Size:
+        try:
+            found = size(text)
+            known = {*draft.sizes, *self.sizes}
+            for symbol in sorted(found.symbols):
+                if symbol not in known:
+                    raise NotationError(f"no size {symbol!r}; {_declare(symbol, known)}", at)
+            return found.subs(draft.sizes)
+        except NotationError:
+            raise
+        except (ValueError, ZeroDivisionError, RecursionError, OverflowError) as error:
+            raise NotationError(f"cannot read the size {text[:60]!r}: {error}", at) from None
+
+    def expression(self, draft: _Draft, depth: int) -> Name | Call:
+        if depth > MOST_DEPTH:
+            raise NotationError("calls nest too deep; name some of them", self.at)
+        name = self.name("a value or an op")
+        bracket, at = "", self.at
+        if self.peek() == "[":
+            bracket, at = self.bracket()
+        if self.peek() != "(":
+            if bracket:
+                raise NotationError(f"{name.name} is given nothing; wanted (values)", self.at)
+            if name.name not in draft.known:
+                raise NotationError(_unknown(name.name, draft.known), name.at)
+            return name
+        if name.name not in COLLECTIVES and name.name not in _OPS:
+            hint = did_you_mean(name.name, (*_OPS, *COLLECTIVES))
+            raise NotationError(f"no op {name.name!r}{hint}", name.at)
+        self.take("(", "")
+        arguments: list[Name | Call] = []
+        while self.peek() != ")":
+            arguments.append(self.expression(draft, depth + 1))
+            if self.peek() != ")":
+                self.take(",", "or ')' after a value")
+        self.take(")", "")
+        if not arguments:
+            raise NotationError(f"{name.name} is given nothing; wanted values", name.at)
+        return Call(name.name, name.at, bracket[1:-1], at + 1, tuple(arguments))
+
+    def end_module(self) -> None:
+        draft, self.draft = self.draft, None
+        if draft is None:
+            return
+        made = [s for s in draft.statements if s.value is not None]
+        at = self.at if not draft.statements else draft.statements[-1].at
+        if not draft.inputs:
+            raise NotationError(f"module {draft.name} has no input", at)
+        if not made:
+            raise NotationError(f"module {draft.name} computes nothing", at)
+        output = draft.output.name if draft.output else made[-1].name
+        build = partial(_build, draft, output, self.text, self.path)
+        self.modules[draft.name] = Module(
+            name=draft.name,
+            build=build,
+            inputs=tuple(draft.inputs),
+            sizes=draft.numbers,
+            table=draft.table,
+            output=output,
+            text=self.text,
+        )
+
+    # ---- the model -------------------------------------------------------------------------------
+
+    def begin_model(self) -> None:
+        self.end_module()
+        if self.model is not None:
+            raise NotationError("a file describes one model", self.at)
+        name, like = self.word("the name of the model"), None
+        if self.peek() not in ("", "\n"):
+            word = self.name("like and the name of a preset")
+            if word.name != "like":
+                raise NotationError(f"got {word.name!r}, wanted like and a preset", word.at)
+            like = self.word("the name of a preset")
+        self.model = name, like, {}
+
+    def setting(self, key: Name) -> None:
+        assert self.model is not None
+        found = _KEY.match(self.text, key.at)
+        fields = ModelConfig.__dataclass_fields__
+        known = sorted(set(fields) - {"name", "source", "modules", "bare"})
+        if found is None or key.name not in known:
+            hint = did_you_mean(key.name, known)
+            raise NotationError(f"a model has no {key.name!r}{hint}", key.at)
+        if key.name in self.model[2]:
+            raise NotationError(f"{key.name} comes twice; keep one", key.at)
+        self.at = found.end()
+        words = [_value(word.strip()) for word in found.group(2).strip().split(",")]
+        many = key.name in ("mixers", "mlps")
+        self.model[2][key.name] = tuple(words) if many else words[0] if len(words) == 1 else words
+
+    def config(self) -> ModelConfig:
+        """The model that is described; a file that describes none is its one module by itself."""
+        if not self.modules:
+            raise NotationError("no module here; wanted such as: input x[B/dp, S, M]", 0)
+        modules = tuple(self.modules.values())
+        if self.model is None:
+            only, *more = modules
+            if more:
+                raise NotationError(
+                    "several modules and no model; say which uses them, such as: model mine like "
+                    "llama3-8b",
+                    len(self.text),
+                )
+            return ModelConfig(
+                name=only.name, modules=modules, bare=True, mixers=(only.name,),
+                mlps=("none",), source=self.path, **_ONES,
+            )  # fmt: skip
+        name, like, settings = self.model
+        try:
+            base = resolve(like.name) if like else ModelConfig(name=name.name, **_ONES)
+            return replace(base, name=name.name, modules=modules, source=self.path, **settings)
+        except UserError as error:
+            raise NotationError(str(error), name.at) from None
+
+
+_ONES: Mapping[str, Any] = dict.fromkeys(
+    (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+        *("num_query_groups", "kv_channels", "vocab_size"),
+    ),
+    1,
+) | {"max_position_embeddings": 2**31, "position": "none"}
+"""The sizes of a model that has none of its own."""
+
+_OPS = tuple(name for name, row in OPS.items() if (row.vjp or name == "sum") and name not in LEAVES)
+
+
+def _whole(value: Size) -> int | None:
+    try:
+        return value.value({})
+    except ValueError:
+        return None
+
+
+def _value(word: str) -> Any:
+    """A number, true or false, or a word."""
+    if word in ("true", "false"):
+        return word == "true"
+    for kind in (int, float):
+        try:
+            return kind(word) if len(word) < 40 else word
+        except ValueError:
+            pass
+    return word
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    return f"no value {name!r} so far{did_you_mean(name, known)}"
+
+
+def _declare(symbol: str, known: set[str]) -> str:
+    return f"say: size {symbol} = 128{did_you_mean(symbol, known)}"
+
+
+# ---- from statements to nodes --------------------------------------------------------------------
+
+
+def _build(
+    draft: _Draft,
+    output: str,
+    text: str,
+    file: str,
+    b: Builder,
+    values: Mapping[str, Node],
+) -> Node:
+    """The nodes of a module; `values` are its inputs by name."""
+    scope = _Scope(dict(values), draft.shapes, draft.table, draft.name, text, b)
+    for s in draft.statements:
+        try:
+            scope.run(s)
+        except NotationError as error:
+            raise UserError(f"{file}, {where(text, error.at)}: {error}") from None
+    return scope.values[output]
+
+
+@dataclass(slots=True)
+class _Scope:
+    values: dict[str, Node]
+    shapes: Mapping[str, tuple[Size, ...]]
+    table: Mapping[str, Tensor]
+    module: str
+    text: str
+    b: Builder
+
+    def run(self, s: Statement) -> None:
+        full = f"{self.module}.{s.name}"
+        if s.value is None:
+            self.values[s.name] = self.b.param(full, *self.shapes[s.name], scope=self.module)
+            return
+        out = self.shapes.get(s.name)
+        collective = isinstance(s.value, Call) and s.value.op in COLLECTIVES
+        made = self.value(s.value, full, None if collective else out)
+        if out is not None and made.shape != out:
+            got, wanted = (", ".join(map(str, shape)) for shape in (made.shape, out))
+            raise NotationError(f"{s.name} is [{got}] here, wanted [{wanted}] as written", s.at)
+        self.values[s.name] = made if made.name == full else identity(made, full)
+
+    def value(self, of: Name | Call, name: str, out: tuple[Size, ...] | None = None) -> Node:
+        """A value; what a call makes gets a name."""
+        if isinstance(of, Name):
+            return self.values[of.name]
+        arguments = [
+            self.value(a, f"{name}.{i}" if i else f"{name}.in") for i, a in enumerate(of.arguments)
+        ]
+        if of.op in COLLECTIVES:
+            return self.collective(of, arguments, name)
+        try:
+            return self.op(of, arguments, name, out)
+        except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
+            raise NotationError(f"{of.op}: {error}", of.at) from None
+
+    def collective(self, of: Call, arguments: list[Node], name: str) -> Node:
+        """A place that says what shall happen to get there; the layouts have to agree."""
+        degrees = tuple(word.strip() for word in of.bracket.split(",") if word.strip())
+        for degree in degrees:
+            if degree not in DEGREES:
+                hint = did_you_mean(degree, DEGREES)
+                raise NotationError(f"{degree!r} is no parallel degree{hint}", of.bracket_at)
+        if len(arguments) != 1:
+            raise NotationError(f"{of.op} moves one value, got {len(arguments)}", of.at)
+        if of.op in ("ReduceScatter", "AllToAll") and name not in self.table:
+            raise NotationError(
+                f"{of.op} leads where? write where its value lives, such as y[B/dp, S, M/tp] = ...",
+                of.at,
+            )
+        more: dict[str, Any] = {"states": COLLECTIVES[of.op], "over": degrees}
+        more["where"] = where(self.text, of.at)
+        return identity(arguments[0], name, **more)
+
+    def op(self, of: Call, xs: list[Node], name: str, out: tuple[Size, ...] | None) -> Node:
+        spec, _, more = of.bracket.partition(";") if "->" in of.bracket else ("", "", of.bracket)
+        attributes = dict(_ATTRIBUTES.get(of.op, {}))
+        for part in more.split(","):
+            key, equals, value = (word.strip() for word in part.partition("="))
+            if part.strip():
+                attributes[key] = _value(value) if equals else True
+        spec = spec.strip() or _SPECS.get(of.op, _alike)(xs, attributes)
+        parsed = parse_spec(spec)
+        shown = {x for dims in parsed.ins for d in dims for x in d}
+        hidden = out is not None and any(x not in shown for d in parsed.out for x in d)
+        if of.op in ("einsum", "attention") and len({x.dtype for x in xs}) > 1:
+            raise NotationError(f"{of.op} of {', '.join(x.dtype for x in xs)}; cast first", of.at)
+        attributes |= {"scope": self.module, "name": name}
+        return apply(of.op, spec, *xs, out=out if hidden else None, **attributes)
+
+
+def _alike(xs: list[Node], attributes: dict[str, Any]) -> str:
+    x = letters(xs[0])
+    return ",".join([x] * len(xs)) + "->" + x
+
+
+def _rows(xs: list[Node], attributes: dict[str, Any]) -> str:
+    """The last dim whole; further operands have it alone."""
+    z = letters(xs[0])
+    whole = z[-1].upper()
+    x = z[:-1] + whole
+    return ",".join([x, *[whole] * (len(xs) - 1)]) + "->" + x
+
+
+def _trailing(xs: list[Node], attributes: dict[str, Any]) -> str:
+    z = letters(xs[0])
+    return f"{z},{z[-len(xs[1].shape) :]}->{z}"
+
+
+def _lookup(xs: list[Node], attributes: dict[str, Any]) -> str:
+    z = letters(xs[0])
+    free = [x for x in "vmwuk" if x not in z]
+    return f"{z},{free[0]}{free[1]}->{z}{free[1]}"
+
+
+def _scan(xs: list[Node], attributes: dict[str, Any]) -> str:
+    """Whole along the dim of the scan."""
+    z = letters(xs[0])
+    dim = int(attributes["dim"])
+    z = z[:dim] + z[dim].upper() + z[dim + 1 :]
+    return f"{z},{z}->{z}"
+
+
+_SPECS: Mapping[str, Callable[[list[Node], dict[str, Any]], str]] = {
+    "norm": _rows,
+    "softmax": _rows,
+    "rope": _rows,
+    "bias": _trailing,
+    "embedding": _lookup,
+    "pscan": _scan,
+    "mean": lambda xs, attributes: f"{letters(xs[0])}->",
+    "sum": lambda xs, attributes: f"{letters(xs[0])}->",
+}
+"""The index expressions of ops that a file need not spell out; all others are element-wise."""

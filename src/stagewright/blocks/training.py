@@ -1,0 +1,192 @@
+"""How a block is trained: gradients, their accumulation, the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stagewright.blocks.builder import Block, Builder, Precision, Recipe
+from stagewright.graph.gradient import backward
+from stagewright.graph.node import Graph, Node, replace, toposort
+from stagewright.graph.table import add, apply, cast, elementwise, identity, leaf, letters
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+
+
+def finish(
+    name: str,
+    b: Builder,
+    x: Node | None,
+    y: Node | None,
+    *,
+    is_loss: bool = False,
+    passes: bool = False,
+    others: Sequence[Node] = (),
+) -> Block:
+    """Append backward, gradient accumulation and the optimizer step.
+
+    `others` are inputs besides `x` whose gradients are asked for as well. Without a `y` the stream
+    passes, or ends here.
+    """
+    seeds: dict[Node, Node] = {}
+    if y is not None:
+        seeds[y] = _loss_seed(y) if is_loss else _seed(y, "dy")
+    elif passes and x is not None:
+        seeds[x] = _seed(x, "dy")
+    for carried, n in (b.taken | b.made).items():
+        if carried not in b.recipe.ends:
+            seeds[n] = _seed(n, f"d_{carried}", carried=carried)
+    others = [*others, *b.taken.values()]
+    wrt = list(b.used.values())
+    (last, seed), *more = seeds.items()
+    found = backward(last, seed, [*others, *([x] if x else []), *wrt], dict(more))
+    results = [n for n in (*b.extra.values(), *b.counted.values(), y, *b.made.values()) if n]
+    outputs = {"loss" if is_loss else "y": y} if y is not None else {}
+    outputs |= b.extra | b.made
+    gradients = found.gradients[len(others) :]
+    for other, g in zip(others, found.gradients, strict=False):
+        named = f"d_{other.name}"
+        outputs[named] = identity(g, named, phase="backward")
+    if x:
+        outputs["dx"] = identity(gradients[0], "dx", phase="backward")
+        gradients = gradients[1:]
+    squares: list[Node] = []
+    updates: list[Callable[[Node | None], Node]] = []
+    synced: dict[Node, Node] = {}
+    for buffer, counts in b.counted.items():
+        outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
+    trained = [p for p in b.params.values() if not p.get("buffer")]
+    for p, g in zip(trained, gradients, strict=True):
+        table = str(p["tied"])
+        tie = b.recipe.tie(table, first=not is_loss) if table else None
+        if tie and tie.later and b.recipe.sum_tied:
+            g = _with_later(p, g)
+        if tie and not tie.owner:  # the tensor is that of a block before
+            if b.recipe.sum_tied and not tie.leads:
+                own = {"role": "tied_grad", "param": p.name, "phase": "backward", "scope": p.scope}
+                handed = "tied_grad" if table == "wte" else f"d_{table}"
+                outputs[handed] = identity(g, f"d_{p.name}", **own)
+            else:
+                synced[g] = _accumulated(p, _made(p, g, b.recipe), b.recipe.precision)
+                outputs[f"grad.{p.name}"] = synced[g]
+            continue
+        synced[g] = reduced = _reduced(p, g, b.recipe, away=tie is not None and tie.away)
+        if b.recipe.clip_grad and not (tie and not tie.first):
+            z = letters(reduced)
+            spec = f"{z}->"
+            own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope}
+            squares.append(
+                apply("norm2", spec, reduced, alone=(), **own, name="norm2", role="norm2")
+            )
+        outputs[f"grad.{p.name}"] = reduced
+        updates.append(lambda scale, p=p, r=reduced: _update(p, r, b.recipe, scale))
+    scale = None
+    if b.recipe.clip_grad:
+        outputs |= (
+            {"norm2": add(*squares, phase="optimizer", once=True, name="norm2")} if squares else {}
+        )
+        scale = leaf("input", (), "fp32", "clip_scale", role="clip", phase="optimizer", once=True)
+    for update in updates:
+        new = update(scale)
+        outputs[f"new.{new['param']}"] = new
+    forward = toposort(results)
+    order = [*forward, *(x for g in found.order for x in (g, synced.get(g, g)))]
+    return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
+
+
+def _loss_seed(y: Node) -> Node:
+    return leaf("input", (), "fp32", "d_loss", role="seed", phase="backward", scope=y.scope)
+
+
+def _seed(n: Node, name: str, **own: Any) -> Node:
+    """The gradient of a value as the blocks behind found it."""
+    return leaf("input", n.shape, n.dtype, name, role="input", phase="backward", **own)
+
+
+def _with_later(p: Node, g: Node) -> Node:
+    """A gradient and those that the blocks behind found for the same tensor."""
+    own: dict[str, Any] = {"role": "tied_grad", "param": p.name}
+    name, table = "tied_grad", str(p["tied"])
+    if table != "wte":
+        name, own["carried"] = f"d_{table}", table
+    other = leaf("input", p.shape, g.dtype, name, phase="backward", **own)
+    return add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
+
+
+def _accumulated(p: Node, g: Node, precision: Precision) -> Node:
+    """Add one microbatch's gradient to the step's."""
+    own = {"phase": "backward", "scope": p.scope, "param": p.name}
+    named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
+    g = cast(g, precision.reduce or precision.gradient, **named)
+    g = identity(g, f"{p.name}.grad", role="micro", **own)
+    g = cast(g, precision.gradient, **named)
+    return elementwise("accumulate", g, name=f"{p.name}.grad", role="grad", **own)
+
+
+def _made(p: Node, g: Node, recipe: Recipe) -> Node:
+    """One microbatch's gradient as PyTorch's ranks of a model have it."""
+    own: dict[str, Any] = {"phase": "backward", "scope": p.scope, "param": p.name}
+    if recipe.whole_embedding_grad and g.op == "embedding_bwd":
+        g = replace(g, attrs=tuple(sorted({*g.attrs, ("param", p.name), ("role", "whole")})))
+        g = identity(g, f"{p.name}.grad", role="own", **own)
+    return identity(g, f"{p.name}.grad", role="made", **own) if recipe.sum_as_made else g
+
+
+def _reduced(p: Node, g: Node, recipe: Recipe, *, away: bool) -> Node:
+    """From one microbatch's gradient to the step's: the places where a strategy may reduce it."""
+    own = {"phase": "backward", "scope": p.scope, "param": p.name, "once": True}
+    g = _accumulated(p, _made(p, g, recipe), recipe.precision)
+    if recipe.sum_as_made:
+        g = identity(g, f"{p.name}.grad", role="made", **own)
+    g = identity(g, f"{p.name}.grad", role="synced", **own)
+    g = identity(g, f"{p.name}.grad", role="reduced", **own)
+    if away:
+        of = {"name": f"{p.name}.grad", "role": "tied", "tied": p["tied"]}
+        g = elementwise("tie", g, **of, **own)
+    return g
+
+
+def _counted(p: Node, counts: Node) -> Node:
+    """A buffer's step: what the tokens of all microbatches and ranks add up to, and its update."""
+    own: dict[str, Any] = {"scope": p.scope, "param": p.name, "buffer": True}
+    backward = {"phase": "backward", **own}
+    total = elementwise("accumulate", counts, name=f"{p.name}.count", role="count", **backward)
+    total = identity(total, f"{p.name}.count", role="counted", once=True, **backward)
+    own |= {"phase": "optimizer", "once": True}
+    state = leaf("state", p.shape, p.dtype, p.name, role="self", **own)
+    new = elementwise("bias_update", total, state, dtype=p.dtype, **own)
+    return identity(new, f"{p.name}.new", role="updated", **own)
+
+
+def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
+    """One parameter's optimizer step: reads gradient and states, writes states and parameter."""
+    precision = recipe.precision
+    own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope, "param": p.name}
+    dtypes = {"master": precision.master or p.dtype} | dict.fromkeys(
+        MOMENTS[recipe.optimizer], precision.moment
+    )
+    if not precision.master:
+        dtypes.pop("master")
+    states = [
+        leaf("state", p.shape, d, f"{p.name}.{s}", role="state", **own) for s, d in dtypes.items()
+    ]
+    if recipe.step_tensors:
+        states.append(leaf("state", (), "fp32", f"{p.name}.step", role="state", **own))
+    if not precision.master:  # the parameter is its own master copy
+        states.insert(0, leaf("state", p.shape, p.dtype, p.name, role="self", **own))
+    z = letters(p)
+    read = {**own, "role": "read"}
+    reads = [identity(g, f"{g.name}{i}", **read) for i in range(recipe.sum_as_read)] or [g]
+    operands = [*reads, *([scale] if scale else []), *states]
+    terms = [*[z] * len(reads), *([""] if scale else []), *(z if s.shape else "" for s in states)]
+    spec = ",".join(terms) + "->" + z
+    new = apply(
+        recipe.optimizer,
+        spec,
+        *operands,
+        dtype=p.dtype,
+        updates=len(MOMENTS[recipe.optimizer]) + bool(precision.master),
+        name=f"{p.name}.new",
+        **own,
+    )
+    return identity(new, f"{p.name}.new", role="updated", **own)

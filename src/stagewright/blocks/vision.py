@@ -1,0 +1,69 @@
+"""Images: patches as a sequence, a classifier, and a tower whose output stands before the text."""
+
+from __future__ import annotations
+
+from stagewright.algebra.size import Size, size
+from stagewright.blocks.builder import Block, Builder, Recipe, renamed
+from stagewright.blocks.ends import cross_entropy, tied
+from stagewright.blocks.finish import finish
+from stagewright.graph.table import apply, einsum, identity, join, leaf, part
+from stagewright.model.config import Layer, ModelConfig
+
+
+def patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """Square pieces of images, each a vector; a learned one stands before them for the whole.
+
+    A convolution that moves by its own width is this product (arXiv 2010.11929, section 3.1).
+    """
+    assert config.vision is not None
+    b = Builder(config, recipe)
+    own = {"role": "input", "scope": "embedding"}
+    pixels = leaf("input", ("B", "Patches", "Pixels"), b.dtype, "pixels", **own)
+    w = b.param("w_patch", "Pixels", "M", scope="embedding")
+    x = einsum("bpk,km->bpm", pixels, w, name="patches")
+    if config.vision.patch_bias:
+        x = b.bias(x, "b_patch", "M")
+    whole = b.param("cls", "1", "M", scope="embedding")
+    x = join(whole, x, "Cm,bPm->bSm", size("S"), dim=1, name="sequence", scope="embedding")
+    x = apply("bias", "bsm,sm->bsm", x, b.param("wpe", "S", "M", scope="embedding"), name="summed")
+    x = identity(x, "embedded")
+    if config.embedding_norm:
+        x = b.norm(x, "embedding_norm")
+    return finish("patches", b, None, identity(b.dropout(x, config.embedding_dropout), "y"))
+
+
+def classifier(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """The first position to a class."""
+    b = Builder(config, recipe)
+    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope="head")
+    h = b.norm(x, "final_norm", scope="head") if config.final_norm else x
+    first = apply("first_token", "bsm->bm", h, name="first", scope="head")
+    w = b.param("w_class", "M", "Classes", scope="head")
+    logits = b.bias(einsum("bm,mv->bv", first, w, name="logits"), "b_class", "Classes")
+    return finish("classifier", b, x, cross_entropy(logits), is_loss=True)
+
+
+def projector(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
+    """Patches become words by two layers (arXiv 2310.03744, section 3.3); the text follows them."""
+    b = Builder(config, recipe)
+    own = {"role": "input", "scope": "embedding"}
+    x = leaf("input", ("B", "tower_S", "tower_M"), b.dtype, "x", **own)
+    seen = part(x, "bSm->bPm", size("tower_Patches"), first=False, dim=1, name="seen")
+    h = einsum("bpm,mn->bpn", seen, b.param("w_in", "tower_M", "M", scope="embedding"), name="in")
+    h = b.act(b.bias(h, "b_in", "M"), "gelu")
+    h = einsum("bpm,mn->bpn", h, b.param("w_out", "M", "M", scope="embedding"), name="out")
+    h = b.bias(h, "b_out", "M")
+    tokens = leaf("input", ("B", "Text"), "int64", "tokens", **own)
+    table = b.param("wte", "V", "M", scope="embedding", tied=tied(config))
+    words = identity(apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype), "words")
+    y = join(h, words, "bPm,bTm->bSm", size("S"), dim=1, name="joined")
+    return finish("projector", b, x, identity(y, "y"))
+
+
+def tower(block: Block) -> Block:
+    """A block of the vision model, with sizes of its own: `M` becomes `tower_M`."""
+
+    def rename(of: Size) -> Size:
+        return of.subs({s: f"tower_{s}" for s in of.symbols if s != "B"})
+
+    return renamed(block, f"tower.{block.name}", rename)

@@ -1,0 +1,307 @@
+"""What two traces, directories of them, or bundles differ in: by content, not by bytes.
+
+Ids, names and tags do not count; nor does the order of the files' messages beyond what ids make of
+it. What is compared: ranks, nodes, dependencies, the longest path, FLOPs and bytes by type, phase,
+op and group size, who talks with whom, and, node by node, the structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from stagewright.check.files.findings import Findings
+from stagewright.check.files.groups import default_groups, read_groups
+from stagewright.check.files.profile import Key, Profile, Totals, added, profile
+from stagewright.check.files.templates import Kin
+from stagewright.check.inspect import group_sizes, readable
+from stagewright.check.verify import find, read
+from stagewright.errors import UserError
+from stagewright.program.columns import Int, Kind
+from stagewright.trace.formats.bundle import Bundle, is_bundle
+from stagewright.trace.unbundle import traces
+from stagewright.views.summary import total
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(slots=True)
+class Side:
+    """One of the two things compared, all its ranks together."""
+
+    path: str
+    ranks: int
+    numbers: dict[str, int]
+    totals: dict[Key, Totals]
+    groups: dict[tuple[int, ...], tuple[int, int]]  # ranks of each group that is used -> what of it
+    pairs: Pairs
+    structure: list[tuple[Int, str]]  # ranks of one structure, and which
+
+
+class Pairs(NamedTuple):
+    """Messages from rank to rank: who to whom as `source << 32 | target`, ascending, how many."""
+
+    who: Int
+    times: Int
+
+    @staticmethod
+    def of(pieces: Iterable[tuple[Int, Int, int]]) -> Pairs:
+        """Join sources, targets and messages between each two of them."""
+        empty = np.zeros(0, np.int64)
+        keys, counts = [empty], [empty]
+        for source, target, count in pieces:
+            keys.append(source << 32 | (target & 0xFFFFFFFF))
+            counts.append(np.full(len(source), count))
+        who, which = np.unique(np.concatenate(keys), return_inverse=True)
+        times = np.zeros(len(who), np.int64)
+        np.add.at(times, which, np.concatenate(counts))
+        return Pairs(who, times)
+
+    def beyond(self, other: Pairs) -> list[tuple[int, int]]:
+        """The first pair with more messages than in another."""
+        at = np.searchsorted(other.who, self.who)
+        at = np.minimum(at, max(0, len(other.who) - 1))
+        there = np.zeros(len(self.who), np.int64)
+        if len(other.who):
+            there = np.where(other.who[at] == self.who, other.times[at], 0)
+        return [(int(k >> 32), int(k & 0xFFFFFFFF)) for k in self.who[self.times > there][:1]]
+
+
+@dataclass(slots=True)
+class Difference:
+    """How two sides differ; nothing in it: they do not."""
+
+    one: Side
+    two: Side
+    numbers: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    totals: dict[Key, tuple[Totals, Totals]] = field(
+        default_factory=dict[Key, tuple[Totals, Totals]]
+    )
+    notes: list[str] = field(default_factory=list[str])
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference."""
+        return not (self.numbers or self.totals or self.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with everything; pairs are of the first and the second side."""
+        return {
+            "same": self.same,
+            "a": self.one.path,
+            "b": self.two.path,
+            "numbers": {name: list(pair) for name, pair in self.numbers.items()},
+            "totals": [
+                {**key._asdict(), "a": one._asdict(), "b": two._asdict()}
+                for key, (one, two) in sorted(self.totals.items())
+            ],
+            "notes": self.notes,
+        }
+
+
+def diff(one: Path | str, two: Path | str) -> Difference:
+    """Compare two traces or directories. Raises UserError where one cannot be read."""
+    a, b = _side(Path(one)), _side(Path(two))
+    found = Difference(a, b)
+    for name in a.numbers:
+        if a.numbers[name] != b.numbers[name]:
+            found.numbers[name] = a.numbers[name], b.numbers[name]
+    for key in a.totals.keys() | b.totals.keys():
+        pair = a.totals.get(key, Totals()), b.totals.get(key, Totals())
+        if pair[0] != pair[1]:
+            found.totals[key] = pair
+    for here, there, name in ((a, b, "A"), (b, a, "B")):
+        only = here.groups.keys() - there.groups.keys()
+        if only:
+            found.notes.append(f"{len(only)} groups are only in {name}, such as {_some(only)}")
+    other = [key for key in a.groups if b.groups.get(key, a.groups[key]) != a.groups[key]]
+    if other:
+        (count, size), (then, more) = a.groups[min(other)], b.groups[min(other)]
+        found.notes.append(
+            f"{len(other)} groups carry other collectives, such as {_some(other)}: {count:,} of "
+            f"{size:,} bytes -> {then:,} of {more:,} bytes"
+        )
+    more, less = a.pairs.beyond(b.pairs), b.pairs.beyond(a.pairs)
+    if more or less:
+        found.notes.append(
+            f"messages differ in who sends to whom: A has {_some(more)} that B has not, B has "
+            f"{_some(less)} that A has not"
+        )
+    changed = _changed(a, b)
+    if len(changed):
+        found.notes.append(
+            f"{len(changed)} of {a.ranks} ranks have other nodes or dependencies, the first of "
+            f"them rank {changed[0]}"
+        )
+    return found
+
+
+def _changed(a: Side, b: Side) -> Int:
+    """The ranks, ascending, that are on both sides and differ in structure."""
+    known: dict[str, int] = {}
+    sides: list[tuple[Int, Int]] = []
+    for side in (a, b):
+        ranks = np.concatenate([some for some, _ in side.structure])
+        codes = [known.setdefault(which, len(known)) for _, which in side.structure]
+        code = np.repeat(codes, [len(some) for some, _ in side.structure])
+        order = np.argsort(ranks)
+        sides.append((ranks[order], code[order]))
+    (ranks, one), (others, two) = sides
+    both, here, there = np.intersect1d(ranks, others, assume_unique=True, return_indices=True)
+    return both[one[here] != two[there]]
+
+
+def _some(keys: Collection[tuple[int, ...]]) -> str:
+    if not keys:
+        return "none"
+    first = min(keys)
+    shown = ", ".join(map(str, first[:8])) + (", ..." if len(first) > 8 else "")
+    return f"[{shown}]"
+
+
+def _side(path: Path) -> Side:
+    return _bundle(path) if is_bundle(path) else _traces(path)
+
+
+def _bundle(path: Path) -> Side:
+    """A bundle: a rank of each class as a file, all others by arithmetic."""
+    program = Bundle(path).program()
+    with traces(path, [int(of.ranks[0]) for of in program.classes]) as files:
+        sizes = group_sizes(files[0])
+        profiles = [
+            (profile(file, sizes), len(of.ranks))
+            for file, of in zip(files, program.classes, strict=True)
+        ]
+    used: dict[int, tuple[int, int]] = {}
+    pairs: list[tuple[Int, Int, int]] = []
+    for of in program.classes:
+        tasks = of.tasks
+        for slot in range(len(program.communicators)):
+            mine = (tasks.kind == Kind.COLLECTIVE) & (tasks.slot == slot)
+            if mine.any():
+                what = int(mine.sum()), total(tasks.comm_bytes[mine])
+                used |= dict.fromkeys(np.unique(program.group_of(slot, of.ranks)).tolist(), what)
+        for slot in range(len(program.peers)):
+            count = int(((tasks.kind == Kind.SEND) & (tasks.slot == slot)).sum())
+            if count:
+                pairs.append((of.ranks, program.peer_of(slot, of.ranks), count))
+    groups = program.groups()
+    return Side(
+        str(path),
+        program.mesh.world_size,
+        _numbers(profiles),
+        added(profiles),
+        {tuple(groups[group]): what for group, what in used.items()},
+        Pairs.of(pairs),
+        [(of.ranks, one.structure) for of, (one, _) in zip(program.classes, profiles, strict=True)],
+    )
+
+
+def _traces(path: Path) -> Side:
+    files = find(path)
+    kinds = read(files, None, digests=False)
+    for kin in kinds:
+        for found in kin.findings():
+            if found.code == "damaged":
+                raise UserError(found.message)
+    if path.is_file():
+        sizes = group_sizes(path)
+    else:
+        sizes = group_sizes(next(iter(files.traces.values())))
+        sizes[0] = len(files.traces)
+    profiles = [(profile(kin.first.path, sizes), len(kin.ranks)) for kin in kinds]
+    return Side(
+        str(path),
+        len(files.traces),
+        _numbers(profiles),
+        added(profiles),
+        _groups(path, kinds, next(iter(files.traces.values()))),
+        _pairs(kinds),
+        [
+            (np.array([0] if path.is_file() else kin.ranks), one.structure)
+            for kin, (one, _) in zip(kinds, profiles, strict=True)
+        ],
+    )
+
+
+def _numbers(profiles: list[tuple[Profile, int]]) -> dict[str, int]:
+    def total(name: str) -> int:
+        return sum(getattr(one, name) * times for one, times in profiles)
+
+    return {
+        "ranks": sum(times for _, times in profiles),
+        "nodes": total("nodes"),
+        "data dependencies": total("data_deps"),
+        "ctrl dependencies": total("ctrl_deps"),
+        "nodes of the longest path of a rank": max(one.depth for one, _ in profiles),
+        "flops": sum(t.flops * n for one, n in profiles for t in one.totals.values()),
+    }
+
+
+def _groups(path: Path, kinds: list[Kin], trace: Path) -> dict[tuple[int, ...], tuple[int, int]]:
+    """The ranks of each group that is used -> its collectives and their bytes, of one member."""
+    file = default_groups(trace)
+    if path.is_file() or file is None:
+        return {}
+    groups = read_groups(file, 1 << 31, Findings())
+    used: dict[int, tuple[int, int]] = {}
+    for kin in kinds:
+        if kin.first.exchange is None:
+            continue
+        events, kind = kin.first.exchange.events, kin.first.exchange.slot_kind
+        partner = np.stack(kin.partner)
+        for slot in np.flatnonzero(kind == Kind.COLLECTIVE).tolist():
+            mine = events.slot == slot
+            what = int(mine.sum()), int(events.size[mine].sum())
+            used |= dict.fromkeys(np.unique(partner[:, slot]).tolist(), what)
+    return {tuple(groups[g].tolist()): what for g, what in used.items() if g in groups}
+
+
+def _pairs(kinds: list[Kin]) -> Pairs:
+    pieces: list[tuple[Int, Int, int]] = []
+    for kin in kinds:
+        if kin.first.exchange is None:
+            continue
+        events, kind = kin.first.exchange.events, kin.first.exchange.slot_kind
+        count = np.bincount(events.slot, minlength=len(kind)).tolist()
+        ranks, partner = np.array(kin.ranks), np.stack(kin.partner)
+        for slot in np.flatnonzero(kind == Kind.SEND).tolist():
+            pieces.append((ranks, partner[:, slot], count[slot]))
+    return Pairs.of(pieces)
+
+
+def print_difference(found: Difference, console: Console) -> None:
+    """A difference as tables."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console.print(f"A {escape(found.one.path)}\nB {escape(found.two.path)}")
+    if found.same:
+        console.print("the same content")
+        return
+    for name, (one, two) in found.numbers.items():
+        console.print(f"{name}: {one:,} -> {two:,} ({two - one:+,})")
+    for note in found.notes:
+        console.print(escape(note))
+    if not found.totals:
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("type", "phase", "op"):
+        table.add_column(title, overflow="fold")
+    for title in ("ranks", "nodes A", "nodes B", "FLOPs A", "FLOPs B", "bytes A", "bytes B"):
+        table.add_column(title, justify="right")
+    for key, (one, two) in sorted(found.totals.items()):
+        numbers = [f"{n:,}" if n else "" for pair in zip(one, two, strict=True) for n in pair]
+        table.add_row(
+            key.type,
+            *(escape(readable(text)) for text in (key.phase, key.op)),
+            f"{key.group:,}" if key.group else "",
+            *numbers,
+        )
+    console.print(table)

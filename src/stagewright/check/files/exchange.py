@@ -1,0 +1,85 @@
+"""What a rank exchanges with others, with whom, and in which order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.check.files.graph import Graph, Int
+from stagewright.program.columns import Kind
+
+
+class Events(NamedTuple):
+    """Collectives, sends and receives of a rank."""
+
+    row: Int  # which node, or task
+    kind: Int  # Kind
+    op: Int  # COLLECTIVE: index into `et_def.COMM_TYPES`; else -1
+    size: Int  # bytes
+    tag: Int  # SEND, RECV; else -1
+    slot: Int  # with whom: equal for events of one kind with one partner
+
+    def at(self, which: Int) -> Events:
+        """Some of them."""
+        return Events(*(column[which] for column in self))
+
+
+class Exchange(NamedTuple):
+    """Events in an order that the dependencies allow, receives as late as they do."""
+
+    events: Events
+    slot_kind: NDArray[np.uint8]  # Kind
+    partner: Int  # by slot: id of a group (0: all ranks), or a rank
+    loose: frozenset[int]  # slots of groups whose collectives can come in another order
+    breaks: Breaks
+
+
+class Breaks(NamedTuple):
+    """Pairs, of neighbours among collectives, sends and memory nodes, that nothing orders."""
+
+    pairs: int
+    one: int = -1  # rows of the first pair
+    two: int = -1
+
+
+class Spots(NamedTuple):
+    """Where in a file the values are that ranks of one program write differently."""
+
+    at: Int  # byte where each begins, and ends
+    end: Int
+    slot: Int  # -1: the own rank
+
+
+def slots(kind: Int, partner: Int) -> tuple[Int, Int, Int]:
+    """Slots of events by their first event: kind and partner of each, and each event's slot."""
+    pairs, first, which = np.unique(
+        np.stack([kind, partner]), axis=1, return_index=True, return_inverse=True
+    )
+    order = np.argsort(first)
+    pairs = pairs[:, order]
+    return pairs[0], pairs[1], np.argsort(order)[which.ravel()]
+
+
+def arranged(
+    graph: Graph, order: Int, events: Events, slotted: Int, *, exact: bool = True
+) -> tuple[Events, frozenset[int], Breaks]:
+    """Events by their turn in `order` (of all rows), loose slots, and breaks.
+
+    `slotted`: rows that take turns: collectives, sends, memory nodes. Unless `exact`, only those
+    that need the one before directly count as ordered.
+    """
+    key = graph.late(order, events.row[events.kind == Kind.RECV])
+    events = events.at(np.argsort(key[events.row], kind="stable"))
+    chain = slotted[np.argsort(key[slotted])]
+    gaps = graph.unordered(order, chain) if exact else graph.unlinked(chain)
+    if not len(gaps):
+        return events, frozenset(), Breaks(0)
+    loose = [
+        slot
+        for slot in np.unique(events.slot[events.kind == Kind.COLLECTIVE]).tolist()
+        if len(graph.unordered(order, events.row[events.slot == slot]))
+    ]
+    first = Breaks(len(gaps), int(chain[gaps[0] - 1]), int(chain[gaps[0]]))
+    return events, frozenset(loose), first

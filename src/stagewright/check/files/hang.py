@@ -1,0 +1,225 @@
+"""Runs the dependencies of all ranks, without times, and says in words why that does not end.
+
+Everything runs that can, which has one outcome, whatever the order. If events are left, each waits
+for another: the story follows who waits for whom until the circle closes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from stagewright.check.files.matching import check_world
+from stagewright.check.files.world import Match, Nodes, World
+from stagewright.program.columns import Kind
+
+MOST_STEPS = 64  # of a story
+MOST_NODES = 20_000_000  # of a run rank by rank, in some 50 bytes each
+
+
+def explain(world: World, match: Match) -> str | None:
+    """Why the ranks do not come to their end; None if they do."""
+    why = _Run(world, match).go()
+    if why is None or all(len(part.ranks) == 1 for part in world.parts):
+        return why
+    # Ranks of a part in step wait for more than each of them does.
+    if sum(len(p.ranks) * p.source.nodes().graph.count for p in world.parts) > MOST_NODES:
+        return why
+    single = world.rank_by_rank()
+    return _Run(single, check_world(single)).go()
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A part, or a rank, that runs; ranks of one part share all but what is done."""
+
+    nodes: Nodes
+    first: list[int]  # rows that need each row, as CSR
+    children: list[int]
+    events: dict[int, int]  # row -> which event of the part
+    first_event: int
+    missing: list[int]  # dependencies of each row that are not done
+    done: bytearray
+
+    def event_of(self, row: int) -> int | None:
+        """The event that a row is."""
+        nth = self.events.get(row)
+        return None if nth is None else self.first_event + nth
+
+    def end(self, row: int) -> list[int]:
+        """A row is over; returns the rows that waited for nothing else."""
+        self.done[row] = 1
+        ready: list[int] = []
+        for child in self.children[self.first[row] : self.first[row + 1]]:
+            self.missing[child] -= 1
+            if not self.missing[child]:
+                ready.append(child)
+        return ready
+
+    def roots(self) -> list[int]:
+        """Rows that need nothing."""
+        return [row for row, count in enumerate(self.missing) if not count]
+
+
+def running(world: World) -> list[Running]:
+    """All parts before their first row."""
+    known: dict[tuple[int, int], Running] = {}
+    found: list[Running] = []
+    for part, first_event in zip(world.parts, world.first[:-1].tolist(), strict=True):
+        key = id(part.source), id(part.exchange)
+        if key not in known:
+            nodes = part.source.nodes()
+            graph = nodes.graph
+            missing = np.bincount(graph.child, minlength=graph.count).tolist()
+            rows = part.exchange.events.row.tolist()
+            events = {row: nth for nth, row in enumerate(rows)}
+            known[key] = Running(nodes, *graph.children(), events, 0, missing, bytearray())
+        one = known[key]
+        done, missing = bytearray(one.nodes.graph.count), list(one.missing)
+        found.append(replace(one, first_event=first_event, missing=missing, done=done))
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Parts that run until nothing can; all ranks of a part go in step."""
+
+    world: World
+    match: Match
+    parts: list[Running] = field(init=False)
+    needs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # receive -> sends
+    needed: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    arrived: list[list[int]] = field(init=False)  # events by number of their barrier
+    issued: set[int] = field(default_factory=set[int])  # events
+    ended: set[int] = field(default_factory=set[int])
+    ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # part, row
+
+    def __post_init__(self) -> None:
+        self.parts = running(self.world)
+        self.arrived = [[] for _ in range(len(self.match.arrivals))]
+        for send, recv in zip(self.match.send.tolist(), self.match.recv.tolist(), strict=True):
+            self.needs.setdefault(recv, []).append(send)
+            self.needed.setdefault(send, []).append(recv)
+
+    def go(self) -> str | None:
+        """Run; why it does not end, or None."""
+        for nth, part in enumerate(self.parts):
+            self.ready += [(nth, row) for row in part.roots()]
+        while self.ready:
+            nth, row = self.ready.pop()
+            event = self.parts[nth].event_of(row)
+            if event is not None:
+                self.issue(event)
+            else:
+                self.ready += [(nth, child) for child in self.parts[nth].end(row)]
+        return self.why()
+
+    def issue(self, event: int) -> None:
+        """A communication whose dependencies are done."""
+        self.issued.add(event)
+        meeting = int(self.match.barrier[event])
+        kind = int(self.world.kind[event])
+        if kind == Kind.RECV:
+            self.receive(event)
+        elif kind == Kind.SEND or meeting < 0:
+            self.end(event)
+            for recv in self.needed.get(event, ()):
+                if recv in self.issued:
+                    self.receive(recv)
+        else:
+            self.arrived[meeting].append(event)
+            if len(self.arrived[meeting]) == self.match.arrivals[meeting]:
+                for each in self.arrived[meeting]:
+                    self.end(each)
+
+    def receive(self, event: int) -> None:
+        """End a receive if all is sent."""
+        sends = self.needs.get(event)
+        if sends and event not in self.ended and all(send in self.ended for send in sends):
+            self.end(event)
+
+    def end(self, event: int) -> None:
+        """An event is over."""
+        self.ended.add(event)
+        nth = self.world.part(event)
+        ready = self.parts[nth].end(self.world.row(event))
+        self.ready += [(nth, child) for child in ready]
+
+    # ---- why ------------------------------------------------------------------------------------
+
+    def why(self) -> str | None:
+        """Who waits for whom, from an event that does not end until the circle closes."""
+        stuck = self.issued - self.ended
+        if not stuck:
+            return None
+        event = min(stuck, key=lambda e: (self.rank(e), e))
+        rank = self.rank(event)
+        seen: dict[tuple[int, int], int] = {}
+        lines: list[str] = []
+        while (rank, event) not in seen:
+            seen[rank, event] = len(lines)
+            text, other, wanted = self.waits(rank, event)
+            lines.append(text)
+            blocker = self.blocker(wanted) if wanted is not None else None
+            if blocker is None or len(lines) == MOST_STEPS:
+                return "; ".join(lines)
+            sent = self.world.kind[event] == Kind.RECV
+            lines[-1] += f", which has not {'sent' if sent else 'reached'} it"
+            rank, event = other, blocker
+        circle = lines[seen[rank, event] :]
+        return "; ".join([*circle, f"and so on in a circle of {len(circle)}"])
+
+    def rank(self, event: int) -> int:
+        """A rank whose event it is."""
+        return int(self.world.parts[self.world.part(event)].ranks[0])
+
+    def waits(self, rank: int, event: int) -> tuple[str, int, int | None]:
+        """What an issued event waits for: in words, the rank, and its event if there is one."""
+        world = self.world
+        slot = int(world.slot[event])
+        partner, label = world.partner(rank, slot), world.label(event)
+        if world.kind[event] == Kind.RECV:
+            text = f"rank {rank} waits in recv from {partner} (tag {world.tag[event]}, {label})"
+            there = int(world.part_of[partner]) if partner < world.size else -1
+            sends = [send for send in self.needs.get(event, ()) if world.part(send) == there]
+            if not sends:
+                return f"{text}, which rank {partner} never sends", partner, None
+            return text, partner, sends[0]
+        nth = int(np.flatnonzero(world.of_slot[slot] == event)[0]) + 1
+        group = f"group {partner}" if partner else "all ranks"
+        text = f"rank {rank} waits in {world.word(event)} on {group} (number {nth} there, {label})"
+        other, wanted = self.absent(partner, event)
+        if wanted is None:
+            return f"{text} for rank {other}, which never issues it", other, None
+        return f"{text} for rank {other}", other, wanted
+
+    def absent(self, group: int, event: int) -> tuple[int, int | None]:
+        """A member that has not issued its part of a collective, and that part if there is one."""
+        world, meeting = self.world, self.match.barrier[event]
+        ranks, groups, slots = world.pairs(Kind.COLLECTIVE)
+        for member, slot in zip(ranks[groups == group], slots[groups == group], strict=True):
+            events = world.of_slot[int(slot)]
+            mine = [int(e) for e in events if self.match.barrier[e] == meeting]
+            if not mine or mine[0] not in self.issued:
+                return int(member), mine[0] if mine else None
+        # All of this rank's group are here: others of its part wait for ranks of further parts.
+        late = [e for e in np.flatnonzero(self.match.barrier == meeting) if e not in self.issued]
+        members = set(world.groups.get(group, []) if world.groups else []) - set(ranks.tolist())
+        if late:
+            return self.rank(int(late[0])), int(late[0])
+        return int(min(members, default=-1)), None
+
+    def blocker(self, event: int) -> int | None:
+        """The issued event that keeps an event from being issued."""
+        part = self.parts[self.world.part(event)]
+        first, parents = part.nodes.graph.parents()
+        row = self.world.row(event)
+        while True:
+            late = [p for p in parents[first[row] : first[row + 1]] if not part.done[p]]
+            if not late:
+                return None
+            row = max(late)
+            found = part.event_of(row)
+            if found in self.issued:
+                return found

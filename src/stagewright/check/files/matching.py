@@ -1,0 +1,284 @@
+"""Do groups agree, and do messages meet? What does not is told in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from stagewright.check.files.columns import Bool
+from stagewright.check.files.graph import Int
+from stagewright.check.files.world import Match, World
+from stagewright.program.columns import Kind
+
+ALL = 0  # the group of all ranks
+
+
+def check_world(world: World) -> Match:
+    """Check groups and messages; errors go into the world's findings."""
+    barrier, arrivals = _check_groups(world)
+    send, recv = _check_messages(world)
+    return Match(send, recv, barrier, arrivals)
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+class _Members:
+    """Which rank uses which group by which slot, by group."""
+
+    def __init__(self, world: World) -> None:
+        rank, group, slot = world.pairs(Kind.COLLECTIVE)
+        by_group = np.argsort(group, kind="stable")
+        self.rank, self.group, self.slot = rank[by_group], group[by_group], slot[by_group]
+        self.used, self.begin = np.unique(self.group, return_index=True)
+
+    def of(self, group: int) -> tuple[Int, Int]:
+        """Ranks that use a group, and their slots."""
+        mine = slice(*np.searchsorted(self.group, [group, group + 1]).tolist())
+        return self.rank[mine], self.slot[mine]
+
+    def differ(self, values: Int) -> Int:
+        """The groups, by their place, whose members have not all the same value."""
+        if not len(values):
+            return np.zeros(0, np.int64)
+        least, most = (f.reduceat(values, self.begin) for f in (np.minimum, np.maximum))
+        return np.flatnonzero(least != most)
+
+
+def _check_groups(world: World) -> tuple[Int, Int]:
+    """Members agree; returns `barrier` and `arrivals` of Match."""
+    members = _Members(world)
+    if world.groups is None:
+        groups = {group: np.sort(members.of(group)[0]) for group in members.used.tolist()}
+    else:
+        groups = dict(world.groups)
+    groups[ALL] = np.arange(world.size)
+    _check_members(world, groups, members)
+    exact, anyhow, loose = _sequences(world)
+    for nth in members.differ(exact[members.slot]).tolist():
+        group = int(members.used[nth])
+        rank, slot = members.of(group)
+        if loose[slot].any() and len(np.unique(anyhow[slot])) == 1:
+            world.findings.warn(
+                "loose-group",
+                f"group {group}: nothing orders its collectives on rank {rank[loose[slot]][0]}: "
+                "which of them meet is left to timing",
+            )
+        else:
+            _tell_difference(world, group, rank, slot, exact[slot])
+    return _barriers(world, members, loose)
+
+
+def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -> None:
+    """Every group that is used exists, has the rank, and all its members use it."""
+    rank, group, slot = members.rank, members.group, members.slot
+    known = np.array(sorted(g for g in members.used.tolist() if g in groups), np.int64)
+
+    def first(nth: int) -> str:
+        return f"{world.what(int(world.of_slot[int(slot[nth])][0]))} is on group {group[nth]}"
+
+    there = np.isin(group, known)
+    world.tell(
+        "no-group",
+        np.flatnonzero(~there),
+        lambda nth: f"rank {rank[nth]}: {first(nth)}, which the file of groups does not have",
+    )
+    if not len(known):
+        return
+    lists = [groups[g] for g in known.tolist()]
+    place = np.repeat(np.arange(len(known)), [len(some) for some in lists])
+    listed = np.unique(place * world.size + np.concatenate(lists))
+    world.tell(
+        "one-member",
+        known[np.bincount(listed // world.size, minlength=len(known)) < 2],
+        lambda one: f"group {one} has one member, at which a collective on it hangs",
+    )
+    using = np.searchsorted(known, group) * world.size + rank
+    world.tell(
+        "not-member",
+        np.flatnonzero(there & ~np.isin(using, listed)),
+        lambda nth: f"rank {rank[nth]}: {first(nth)}, which does not have this rank",
+    )
+    idle: Int = np.setdiff1d(listed, using[there])
+
+    def who_waits(key: int) -> str:
+        one = int(known[key // world.size])
+        ranks, slots = members.of(one)
+        return (
+            f"group {one}: rank {key % world.size} is a member but issues nothing on it, while "
+            f"rank {ranks[0]} waits in {world.what(int(world.of_slot[int(slots[0])][0]))}"
+        )
+
+    world.tell("idle-member", idle[world.part_of[idle % world.size] >= 0], who_waits)
+
+
+def _sequences(world: World) -> tuple[Int, Int, Bool]:
+    """By slot: a number for its sequence of collectives, one for them in any order, is it loose."""
+    exact, anyhow = np.zeros(len(world.of_slot), np.int64), np.zeros(len(world.of_slot), np.int64)
+    known: dict[bytes, int] = {}
+    for nth, events in enumerate(world.of_slot):
+        if len(events) and world.kind[events[0]] == Kind.COLLECTIVE:
+            rows = np.stack([world.op[events], world.bytes[events]])
+            exact[nth] = known.setdefault(rows.tobytes(), len(known))
+            rows = rows[:, np.lexsort(rows)]
+            anyhow[nth] = known.setdefault(rows.tobytes(), len(known))
+    loose = np.zeros(len(world.of_slot), bool)
+    for part, first in zip(world.parts, world.first_slot[:-1].tolist(), strict=True):
+        loose[[first + slot for slot in part.exchange.loose]] = True
+    return exact, anyhow, loose
+
+
+def _tell_difference(world: World, group: int, rank: Int, slot: Int, sequence: Int) -> None:
+    usual = np.bincount(sequence).argmax()
+    who = [int(np.flatnonzero(mine)[0]) for mine in (sequence == usual, sequence != usual)]
+    one, two = (world.of_slot[int(slot[nth])] for nth in who)
+    both = min(len(one), len(two))
+    columns = (world.op, world.bytes)
+    unlike = np.flatnonzero(np.any([c[one[:both]] != c[two[:both]] for c in columns], axis=0))
+    at = int(unlike[0]) if len(unlike) else both
+    texts = [
+        f"{world.what(int(events[at]))} on rank {rank[nth]}"
+        if at < len(events)
+        else f"missing on rank {rank[nth]}, which issues only {len(events)}"
+        for nth, events in zip(who, (one, two), strict=True)
+    ]
+    text = f"group {group}: its collective {at + 1} is {texts[0]}, but {texts[1]}"
+    world.findings.error("collectives-differ", text)
+
+
+def _barriers(world: World, members: _Members, loose: Bool) -> tuple[Int, Int]:
+    """A number for the collectives that meet; slots whose groups have common slots go together.
+
+    That is more than has to meet where the groups of a part's ranks reach into different other
+    parts; if it then ends, so does the truth.
+    """
+    barrier = np.full(len(world.slot), -1)
+    heads = np.repeat(members.slot[members.begin], np.diff([*members.begin, len(members.slot)]))
+    root = list(range(len(world.of_slot)))
+    for one, two in np.unique(np.stack([heads, members.slot], axis=1), axis=0).tolist():
+        a, b = _root(root, one), _root(root, two)
+        root[max(a, b)] = min(a, b)
+    together: dict[int, list[int]] = {}
+    for slot in np.unique(members.slot).tolist():
+        together.setdefault(_root(root, slot), []).append(slot)
+    arrivals: list[int] = []
+    for slots in together.values():
+        if len(slots) == 1:  # all members run the same program, in step
+            continue
+        number, any_order = len(arrivals), loose[slots].any()
+        for slot in slots:
+            events = world.of_slot[slot]
+            if any_order:  # alike ones meet, in their order
+                events = events[np.lexsort((events, world.bytes[events], world.op[events]))]
+            barrier[events] = number + np.arange(len(events))
+        arrivals += [len(slots)] * max(len(world.of_slot[slot]) for slot in slots)
+    return barrier, np.array(arrivals, np.int64)
+
+
+def _root(root: list[int], nth: int) -> int:
+    while root[nth] != nth:
+        root[nth] = nth = root[root[nth]]
+    return nth
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def _check_messages(world: World) -> tuple[Int, Int]:
+    """Sends and receives that meet."""
+    (sent, send_slot), (received, recv_slot) = (_ends(world, k) for k in (Kind.SEND, Kind.RECV))
+    _tell_lonely(world, sent, send_slot, received, Kind.SEND)
+    _tell_lonely(world, received, recv_slot, sent, Kind.RECV)
+    both = np.intersect1d(sent, received)
+    faces = np.stack(
+        [send_slot[np.searchsorted(sent, both)], recv_slot[np.searchsorted(received, both)]]
+    )
+    channels, example = np.unique(faces, axis=1, return_index=True)
+    return _check_channels(world, channels, both[example])
+
+
+def _ends(world: World, kind: Kind) -> tuple[Int, Int]:
+    """From whom to whom, as one number each, ascending, and the slots of ranks that are there."""
+    rank, partner, slot = world.pairs(kind)
+
+    def text(nth: int) -> str:
+        what = world.what(int(world.of_slot[int(slot[nth])][0]))
+        return f"rank {rank[nth]}: {what}: there is no rank {partner[nth]}, of {world.size} ranks"
+
+    inside = partner < world.size
+    world.tell("no-rank", np.flatnonzero(~inside), text)
+    inside[inside] = world.part_of[partner[inside]] >= 0
+    rank, partner, slot = rank[inside], partner[inside], slot[inside]
+    ends = (rank, partner) if kind is Kind.SEND else (partner, rank)
+    key = ends[0] * world.size + ends[1]
+    order = np.argsort(key)
+    return key[order], slot[order]
+
+
+def _tell_lonely(world: World, keys: Int, slot: Int, others: Int, kind: Kind) -> None:
+    sends = kind is Kind.SEND
+
+    def text(nth: int) -> str:
+        source, target = divmod(int(keys[nth]), world.size)
+        rank, other = (source, target) if sends else (target, source)
+        what = world.what(int(world.of_slot[int(slot[nth])][0]))
+        back = "receives nothing from it" if sends else "sends it nothing"
+        return f"rank {rank}: {what} {'to' if sends else 'from'} rank {other}, which {back}"
+
+    lonely = np.flatnonzero(~np.isin(keys, others))
+    world.tell("lost-send" if sends else "no-send", lonely, text)
+
+
+def _check_channels(world: World, channels: Int, example: Int) -> tuple[Int, Int]:
+    """Messages between slots that face each other, paired by tag and size, in their order."""
+    send, sent = _table(world, channels[0])
+    recv, received = _table(world, channels[1])
+    if np.array_equal(sent, received):
+        return send, recv
+    for nth, slots in enumerate(channels.T.tolist()):
+        if not np.array_equal(sent[1:, sent[0] == nth], received[1:, received[0] == nth]):
+            source, target = divmod(int(example[nth]), world.size)
+            sends, recvs = world.of_slot[int(slots[0])], world.of_slot[int(slots[1])]
+            _tell_unmatched(world, source, target, sends, recvs)
+    waiting: dict[tuple[int, ...], list[int]] = {}
+    for event, key in zip(recv.tolist()[::-1], received.T.tolist()[::-1], strict=True):
+        waiting.setdefault(tuple(key), []).append(event)
+    pairs = [
+        (event, waiting[tuple(key)].pop())
+        for event, key in zip(send.tolist(), sent.T.tolist(), strict=True)
+        if waiting.get(tuple(key))
+    ]
+    found = np.array(pairs, np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def _table(world: World, slots: Int) -> tuple[Int, Int]:
+    """The events of some slots, and their (nth slot, tag, size) as rows; ascending by these."""
+    lists = [world.of_slot[int(slot)] for slot in slots]
+    events = np.concatenate((np.zeros(0, np.int64), *lists))
+    nth = np.repeat(np.arange(len(lists)), [len(some) for some in lists])
+    order = np.lexsort((events, world.bytes[events], world.tag[events], nth))
+    events = events[order]
+    return events, np.stack([nth[order], world.tag[events], world.bytes[events]])
+
+
+def _tell_unmatched(world: World, source: int, target: int, sends: Int, recvs: Int) -> None:
+    def keys(events: Int) -> list[tuple[int, int]]:
+        return list(zip(world.tag[events].tolist(), world.bytes[events].tolist(), strict=True))
+
+    sent, received = Counter(keys(sends)), Counter(keys(recvs))
+    lost, missing = sent - received, received - sent
+    idle = [int(e) for e, key in zip(sends, keys(sends), strict=True) if lost[key]]
+    if not missing:
+        text = f"rank {source}: {world.what(idle[0])} to rank {target}, which receives no such one"
+        world.findings.error("lost-send", text, lost.total())
+        return
+    event = next(int(e) for e, key in zip(recvs, keys(recvs), strict=True) if missing[key])
+    text = f"rank {target}: {world.what(event)} from rank {source}, which sends no such message"
+    near = [e for e in idle if world.tag[e] == world.tag[event]]
+    near += [e for e in idle if world.bytes[e] == world.bytes[event]]
+    if near:
+        text += f", but a {world.what(near[0])}"
+    world.findings.error("no-send", text, missing.total())

@@ -1,0 +1,193 @@
+"""What a trace amounts to: FLOPs and bytes by type, phase, op and group; depth; structure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.check.files.columns import STRING
+from stagewright.check.files.graph import Graph, Int
+from stagewright.check.files.reader import Block, Reader
+from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, dense, group_id
+from stagewright.trace.formats import et_def
+
+TYPES = tuple(name.removesuffix("_NODE").lower() for name in et_def.NODE_TYPES)
+NUMBERS = ("num_ops", "tensor_size", "comm_type", "comm_size")
+
+
+class Key(NamedTuple):
+    """What is added up together; what a trace does not say is empty."""
+
+    type: str  # comp, comm_coll, ...
+    phase: str
+    op: str  # of a collective: which
+    group: int  # ranks of a collective's group; 0: unknown, or none
+
+
+class Totals(NamedTuple):
+    """Sums; bytes of kernels are what they move in memory, of all else what they communicate."""
+
+    nodes: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    def plus(self, more: Totals, times: int = 1) -> Totals:
+        """The sum with something `times` over."""
+        return Totals(*(a + b * times for a, b in zip(self, more, strict=True)))
+
+
+@dataclass(slots=True)
+class Profile:
+    """A trace in numbers."""
+
+    path: str
+    bytes: int = 0
+    nodes: int = 0
+    data_deps: int = 0
+    ctrl_deps: int = 0
+    totals: dict[Key, Totals] = field(default_factory=dict[Key, Totals])
+    depth: int = 0  # nodes of the longest path of dependencies; 0: there is a circle
+    path_types: dict[str, int] = field(default_factory=dict[str, int])  # of those nodes
+    structure: str = ""  # equal for files that differ in ids, names, tags and partners only
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with everything."""
+        return {
+            "file": self.path,
+            "bytes": self.bytes,
+            "metadata": self.metadata,
+            "nodes": self.nodes,
+            "dependencies": {"data": self.data_deps, "ctrl": self.ctrl_deps},
+            "totals": [
+                {**key._asdict(), **self.totals[key]._asdict()} for key in sorted(self.totals)
+            ],
+            "critical_path": {"nodes": self.depth, "types": self.path_types},
+            "structure": self.structure,
+        }
+
+
+def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
+    """Read a trace and add it up; `group_sizes` by id, 0: all ranks. Raises `Damaged`."""
+    reader = Reader(path)
+    found = Profile(str(path), reader.size)
+    found.metadata = {
+        "version": reader.metadata.version,
+        **{name: plain(value) for name, (_, value) in et_def.values(reader.metadata).items()},
+    }
+    columns: list[tuple[Any, ...]] = []
+    edges: list[tuple[Int, NDArray[np.uint64]]] = []
+    for block in reader:
+        for key, totals in _totals(block, reader.parser.texts, group_sizes):
+            found.totals[key] = found.totals.get(key, Totals()).plus(totals)
+        columns.append((block.id, block.type, block.duration, *_numbers(block)))
+        for some in (block.data, block.ctrl):
+            child = np.repeat(np.arange(len(block)), np.diff(some.ptr)) + found.nodes
+            edges.append((child, some.values))
+        found.nodes += len(block)
+        found.data_deps += len(block.data.values)
+        found.ctrl_deps += len(block.ctrl.values)
+    if found.nodes:
+        whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        child, needs = (np.concatenate(column) for column in zip(*edges, strict=True))
+        _add_graph(found, whole, child, needs)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON has."""
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _totals(
+    block: Block, texts: Sequence[str], group_sizes: Mapping[int, int]
+) -> Iterable[tuple[Key, Totals]]:
+    columns = {name: dense(column, len(block)) for name, column in block.attributes.items()}
+
+    def text(*names: str) -> Int:
+        found = np.full(len(block), -1)
+        for name in names:
+            column = columns[name]
+            found = np.where((found < 0) & (column.kind == STRING), column.value, found)
+        return found
+
+    collective = block.type == COLL
+    op = np.where(collective, columns["comm_type"].value, text("op", "op_type"))
+    group = np.where(collective, text("pg_name"), -1)
+    keys = np.stack([block.type, text("phase"), op, group])
+    rows = np.lexsort(keys)
+    changes = (keys[:, rows[1:]] != keys[:, rows[:-1]]).any(axis=0)
+    begin = np.flatnonzero(np.concatenate((np.ones(min(1, len(rows)), bool), changes)))
+    moved = np.isin(block.type, (COMP, LOAD, STORE))
+    size = np.where(moved, columns["tensor_size"].value, columns["comm_size"].value)
+    flops = np.where(block.type == COMP, columns["num_ops"].value, 0)
+    counts = np.diff(np.append(begin, len(rows)))
+    sums = zip(counts.tolist(), _sums(flops[rows], begin), _sums(size[rows], begin), strict=True)
+    for nth, totals in zip(rows[begin].tolist(), sums, strict=True):
+        type_, phase, op_, name = (int(key) for key in keys[:, nth])
+        known = TYPES[type_] if 0 <= type_ < len(TYPES) else f"type {type_}"
+        word = str(texts[phase]) if phase >= 0 else ""
+        ranks = group_sizes.get(group_id(str(texts[name]) if name >= 0 else "") or 0, 0)
+        key = Key(known, word, _op(type_, op_, texts), ranks if type_ == COLL else 0)
+        yield key, Totals(*totals)
+
+
+def _op(type_: int, op: int, texts: Sequence[str]) -> str:
+    if type_ == COLL:
+        return et_def.COMM_TYPES[op].lower() if 0 <= op < len(et_def.COMM_TYPES) else f"type {op}"
+    return texts[op] if op >= 0 else ""
+
+
+def _sums(values: Int, begin: Int) -> list[int]:
+    """Exact sums of runs, which may exceed 64 bits."""
+    if not len(begin):
+        return []
+    high, low = (
+        np.add.reduceat(part, begin).tolist() for part in (values >> 32, values & 0xFFFFFFFF)
+    )
+    return [(a << 32) + b for a, b in zip(high, low, strict=True)]
+
+
+def _numbers(block: Block) -> list[Int]:
+    """What the nodes do, in numbers; who with, and what they are called, does not count."""
+    return [dense(block.attributes[name], len(block)).value for name in NUMBERS]
+
+
+def _add_graph(
+    found: Profile, columns: Sequence[Any], child: Int, needs: NDArray[np.uint64]
+) -> None:
+    """The longest path and the structure, whatever the order of the nodes in the file."""
+    ids, types = columns[0], columns[1]
+    by_id = np.argsort(ids, kind="stable")
+    rank = np.empty(len(ids), np.int64)
+    rank[by_id] = np.arange(len(ids))
+    place = np.minimum(np.searchsorted(ids[by_id], needs), len(ids) - 1)
+    there = ids[by_id][place] == needs
+    graph = Graph(len(ids), rank[child[there]], place[there])
+    shape = hashlib.sha256(np.unique(np.stack([graph.child, graph.parent]), axis=1).tobytes())
+    for column in columns[1:]:
+        shape.update(column[by_id].tobytes())
+    found.structure = shape.hexdigest()
+    order = graph.order(ids[by_id])
+    if len(order) < len(ids):
+        return
+    path = graph.longest(order)
+    found.depth = len(path)
+    known = np.clip(types[by_id][path], 0, len(TYPES) - 1)
+    counts = np.bincount(known, minlength=len(TYPES)).tolist()
+    found.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
+
+
+def added(profiles: Iterable[tuple[Profile, int]]) -> dict[Key, Totals]:
+    """The totals of traces, each so many times."""
+    totals: dict[Key, Totals] = {}
+    for one, times in profiles:
+        for key, some in one.totals.items():
+            totals[key] = totals.get(key, Totals()).plus(some, times)
+    return totals

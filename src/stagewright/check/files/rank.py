@@ -1,0 +1,296 @@
+"""Checks one Chakra trace by itself, and takes down what it exchanges with other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.check.files.columns import STRING, Bool, Words
+from stagewright.check.files.exchange import Events, Exchange, Spots, arranged, slots
+from stagewright.check.files.findings import Finding, Findings, Level
+from stagewright.check.files.graph import Graph, Int
+from stagewright.check.files.reader import Block, Damaged, Reader
+from stagewright.check.files.rules import (
+    ATTRIBUTES,
+    COLL,
+    COMM,
+    LOAD,
+    RECV,
+    SEND,
+    STORE,
+    Rows,
+    check_attributes,
+    check_dims,
+    check_exchanges,
+    check_kernels,
+    check_types,
+    dense,
+    group_id,
+    label,
+)
+from stagewright.trace.formats.et_def import Metadata
+
+COLUMNS = (*ATTRIBUTES, "involved_dim")
+MOST_NODES = 1 << 26  # of one file, at some 100 bytes of memory each
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A file, read and checked."""
+
+    path: Path
+    rank: int | None
+    size: int  # bytes
+    nodes: int
+    findings: tuple[Finding, ...]
+    exchange: Exchange | None = None  # None: too damaged to be compared with other ranks
+    spots: Spots | None = None
+
+
+def check_trace(path: Path, rank: int | None = None) -> Checked:
+    """Read and check the file of a rank; without `rank`, nothing that is about the own one."""
+    check = _Check(path, rank)
+    found: tuple[Exchange, Spots | None] | None = None
+    try:
+        reader = Reader(path)
+        check.size = reader.size
+        check.metadata(reader.metadata)
+        for block in reader:
+            check.block(block, reader.parser.texts)
+            if check.count > MOST_NODES:
+                raise Damaged(f"{path}: more than {MOST_NODES} nodes")
+        check.durations()
+        found = check.structure()
+    except Damaged as error:
+        check.findings.error("damaged", str(error))
+    findings = tuple(check.findings)
+    return Checked(path, rank, check.size, check.count, findings, *(found or (None, None)))
+
+
+class _Kept(NamedTuple):
+    """What is kept of every node: its dependencies come as how many, and then all of them."""
+
+    id: Words
+    type: NDArray[np.int16]
+    cpu: Bool
+    ctrl_count: Int
+    ctrl: Words
+    data_count: Int
+    data: Words
+
+
+class _Moves(NamedTuple):
+    """What is kept of collectives, sends and receives; where there is no value to find: -2."""
+
+    row: Int
+    kind: Int
+    op: Int
+    size: Int
+    tag: Int
+    partner: Int
+    at: Int  # of the partner's value in the file; -1: unknown
+    end: Int
+    own_at: Int
+    own_end: Int
+
+
+@dataclass(slots=True)
+class _Check:
+    path: Path
+    rank: int | None
+    size: int = 0
+    count: int = 0
+    timed: bool = False
+    comparable: bool = True
+    findings: Findings = field(init=False)
+    kept: list[_Kept] = field(default_factory=list[_Kept])
+    moves: list[_Moves] = field(default_factory=list[_Moves])
+
+    def __post_init__(self) -> None:
+        self.findings = Findings(self.rank)
+
+    def metadata(self, metadata: Metadata) -> None:
+        if not metadata.version and not metadata.attr:
+            self.findings.warn(
+                "empty-metadata", "the metadata are empty, at which Chakra's Python tools stop"
+            )
+
+    # ---- block by block -------------------------------------------------------------------------
+
+    def block(self, block: Block, texts: list[str]) -> None:
+        """Check the attributes of some nodes, and keep what the rest needs."""
+
+        def report(level: Level, code: str, which: Bool, text: str) -> None:
+            some = np.flatnonzero(which)
+            if len(some):
+                if code not in self.findings:  # else only the number counts
+                    text = f"{label(block.node(int(some[0])))}: {text}"
+                self.findings.add(Finding(level, code, text, self.rank, len(some)))
+
+        rows = Rows(
+            block.type,
+            block.duration,
+            (np.diff(block.ctrl.ptr) == 0) & (np.diff(block.data.ptr) == 0),
+            {name: dense(block.attributes[name], len(block)) for name in COLUMNS},
+            report,
+        )
+        check_types(rows)
+        check_attributes(rows)
+        group, named = _groups(rows, texts)
+        check_dims(rows, group)
+        good = check_exchanges(rows, self.rank) & named
+        self.timed |= bool(rows.duration.any())
+        check_kernels(rows)
+        self.comparable &= bool(good.all())
+        self.moves.append(_moves(rows, group, self.count))
+        ctrl, data = block.ctrl, block.data
+        self.kept.append(
+            _Kept(
+                block.id,
+                np.clip(rows.type, -1, 100).astype(np.int16),
+                rows.cpu,
+                np.diff(ctrl.ptr),
+                ctrl.values,
+                np.diff(data.ptr),
+                data.values,
+            )
+        )
+        self.count += len(block)
+
+    # ---- once all nodes are there ---------------------------------------------------------------
+
+    def durations(self) -> None:
+        """A kernel without num_ops runs by its duration, and 0 is one where any node has one."""
+        bare = self.findings.take("only-duration")
+        if bare is not None and self.timed:
+            text = f"{bare.message}: runs by its duration, with ASTRA-sim's roofline off only"
+            self.findings.add(bare._replace(message=text))
+        elif bare is not None:
+            text = f"{bare.message}, and nothing has a duration"
+            self.findings.add(bare._replace(level="error", code="no-work", message=text))
+
+    def structure(self) -> tuple[Exchange, Spots | None] | None:
+        """Check ids and dependencies; the exchanges in order."""
+        if not self.count:
+            self.findings.error("no-nodes", "there are no nodes, at which ASTRA-sim aborts")
+            return None
+        kept = _Kept(*map(np.concatenate, zip(*self.kept, strict=True)))
+        self.kept.clear()
+        graph = self._graph(kept)
+        if graph is None:
+            return None
+        order = graph.order(kept.id)
+        if len(order) < self.count:
+            self._tell_circle(graph.cycle(order), kept)
+            return None
+        if not self.comparable:
+            return None
+        moves = _Moves(*map(np.concatenate, zip(*self.moves, strict=True)))
+        turns = np.isin(kept.type, (COLL, SEND, LOAD, STORE)) & ~kept.cpu
+        kind, partner, slot = slots(moves.kind, moves.partner)
+        events = Events(*moves[:5], slot)
+        events, loose, breaks = arranged(graph, order, events, np.flatnonzero(turns))
+        exchange = Exchange(events, kind.astype(np.uint8), partner, loose, breaks)
+        return exchange, _spots(moves, slot)
+
+    def _graph(self, kept: _Kept) -> Graph | None:
+        by_id = np.argsort(kept.id, kind="stable")
+        known = kept.id[by_id]
+        twice = np.flatnonzero(known[1:] == known[:-1])
+        if len(twice):
+            text = f"two nodes have id {known[twice[0]]}"
+            self.findings.error("duplicate-id", text, len(twice))
+            return None
+        rows = np.arange(self.count)
+        child = np.concatenate([np.repeat(rows, n) for n in (kept.ctrl_count, kept.data_count)])
+        needs = np.concatenate([kept.ctrl, kept.data])
+        place = np.minimum(np.searchsorted(known, needs), self.count - 1)
+        there = known[place] == needs
+        if not there.all():
+            first = int(np.flatnonzero(~there)[0])
+            name = "ctrl_deps" if first < len(kept.ctrl) else "data_deps"
+            text = f"node {kept.id[child[first]]} needs node {needs[first]} ({name})"
+            text += ", which does not exist"
+            self.findings.error("dangling", text, int((~there).sum()))
+        return Graph(self.count, child[there], by_id[place[there]])
+
+    def _tell_circle(self, circle: list[int], kept: _Kept) -> None:
+        some = circle if len(circle) <= 9 else circle[:8]
+        words = [f"node {kept.id[row]}" for row in some]
+        if len(circle) > len(some):
+            words.append(f"{len(circle) - len(some)} more")
+        shown = " needs ".join([*words, f"node {kept.id[circle[0]]}"])
+        child = np.repeat(np.arange(self.count), kept.data_count)
+        both = set(zip(circle, [*circle[1:], circle[0]], strict=True))
+        inside = np.isin(child, circle)
+        data = set(zip(child[inside].tolist(), kept.data[inside].tolist(), strict=True))
+        by_data = all((one, int(kept.id[two])) in data for one, two in both)
+        why = "" if by_data else "; not by data_deps alone, all that MLCommons' feeder knows"
+        self.findings.error("cycle", f"dependencies in a circle, which never runs: {shown}{why}")
+
+
+def _groups(rows: Rows, texts: list[str]) -> tuple[Int, Bool]:
+    """The group of each node, 0 for all ranks, and whether its name is one."""
+    name = rows.columns["pg_name"]
+    named = rows.communicates & (rows.type == COLL) & (name.kind == STRING)
+    group, good = np.zeros(len(rows.type), np.int64), np.ones(len(rows.type), bool)
+    for place in np.unique(name.value[named]).tolist():
+        text = texts[int(place)]
+        mine, number = named & (name.value == place), group_id(text)
+        group[mine] = number or 0
+        if number is None:
+            good &= ~mine
+            text = f"pg_name is {text[:40]!a}, wanted a positive number"
+            rows.report("error", "group-name", mine, text)
+    return group, good
+
+
+def _moves(rows: Rows, group: Int, before: int) -> _Moves:
+    """What is to be kept of the nodes that communicate; `before` is how many nodes came before."""
+    which = np.flatnonzero(rows.communicates)
+    type_ = rows.type[which]
+    is_send, is_recv, is_coll = (type_ == t for t in (SEND, RECV, COLL))
+
+    def value(name: str) -> Int:
+        return rows.value(name)[which]
+
+    def place(part: str, send: str, recv: str, coll: str | None) -> Int:
+        found = np.full(len(which), -2)
+        for mine, name in ((is_send, send), (is_recv, recv), (is_coll, coll)):
+            if name is not None:
+                column = rows.columns[name]
+                mine = mine & column.present[which]
+                found[mine] = getattr(column, part)[which][mine]
+        return found
+
+    kind = np.zeros(len(which), np.int64)
+    for node_type, event_kind in COMM.items():
+        kind[type_ == node_type] = event_kind
+    return _Moves(
+        which + before,
+        kind,
+        np.where(is_coll, value("comm_type"), -1),
+        value("comm_size"),
+        np.where(is_coll, -1, value("comm_tag")),
+        np.where(is_coll, group[which], np.where(is_send, value("comm_dst"), value("comm_src"))),
+        place("at", "comm_dst", "comm_src", "pg_name"),
+        place("end", "comm_dst", "comm_src", "pg_name"),
+        place("at", "comm_src", "comm_dst", None),
+        place("end", "comm_src", "comm_dst", None),
+    )
+
+
+def _spots(moves: _Moves, slot: Int) -> Spots | None:
+    """Where the file names partners and the own rank; None if that is not known."""
+    if (moves.at == -1).any() or (moves.own_at == -1).any():
+        return None
+    given, own = moves.at != -2, moves.own_at != -2
+    return Spots(
+        np.concatenate([moves.at[given], moves.own_at[own]]),
+        np.concatenate([moves.end[given], moves.own_end[own]]),
+        np.concatenate([slot[given], np.full(int(own.sum()), -1)]),
+    )

@@ -1,0 +1,265 @@
+"""The rules for the nodes of a trace, checked on columns.
+
+They are those of `chakra-contract.md`, sections 2.1 to 2.5 and 2.9. An error is what no reader can
+run; a warning what some reader, mostly ASTRA-sim, cannot or does otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.check.files.columns import BOOL, LARGEST, STRING, Bool, Int, Words
+from stagewright.check.files.findings import Level
+from stagewright.check.files.reader import Column
+from stagewright.program.columns import Kind
+from stagewright.trace.formats import et_def
+
+MOST_TAG = 500_000_000  # ASTRA-sim takes tags modulo this
+
+INVALID, METADATA, LOAD, STORE, COMP, SEND, RECV, COLL = range(8)
+COMM = {COLL: Kind.COLLECTIVE, SEND: Kind.SEND, RECV: Kind.RECV}
+ALL_GATHER, BROADCAST = (et_def.COMM_TYPES.index(name) for name in ("ALL_GATHER", "BROADCAST"))
+SIMULATED = [
+    et_def.COMM_TYPES.index(name)
+    for name in ("ALL_REDUCE", "ALL_GATHER", "ALL_TO_ALL", "REDUCE_SCATTER")
+]
+# Attribute -> the type that all feeders read, and the nodes of which they read it.
+ATTRIBUTES = {
+    "is_cpu_op": ("bool", tuple(range(8))),
+    "num_ops": ("int64", (COMP,)),
+    "tensor_size": ("uint64", (COMP, LOAD, STORE)),
+    "comm_type": ("int64", (COLL,)),
+    "comm_size": ("int64", (COLL, SEND, RECV)),
+    "pg_name": ("string", (COLL,)),
+    "comm_src": ("int32", (SEND, RECV)),
+    "comm_dst": ("int32", (SEND, RECV)),
+    "comm_tag": ("int32", (SEND, RECV)),
+    "comm_priority": ("int32", (COLL,)),
+}
+NEEDED = {
+    "comm_type": (COLL,),
+    "comm_size": (COLL, SEND, RECV),
+    "comm_src": (RECV,),
+    "comm_dst": (SEND,),
+    "comm_tag": (SEND, RECV),
+    "tensor_size": (LOAD, STORE),
+}
+INTEGER = np.zeros(256, bool)
+INTEGER[[n for name, n in et_def.VALUES.items() if "int" in name or "fixed" in name]] = True
+INTEGER[BOOL] = True
+# What the fastest devices do in a nanosecond: a first kernel that takes less aborts ASTRA-sim.
+FLOPS_PER_NS, BYTES_PER_NS = 2_500_000, 8000
+
+
+def label(node: Any) -> str:
+    """A node as messages name it: `node 7 "layer3.mlp_out", microbatch 5`."""
+    name = node.name if len(node.name) <= 80 else node.name[:77] + "..."
+    text = f"node {node.id} " + (f'"{name}"' if name.isprintable() else ascii(name))
+    for attribute in node.attr:
+        if attribute.name == "microbatch":
+            field = attribute.WhichOneof("value")
+            value = getattr(attribute, field) if field else None
+            if isinstance(value, int):
+                return f"{text}, microbatch {value}"
+    return text
+
+
+@dataclass(slots=True)
+class Dense:
+    """An attribute of every node of a block; 0 where it is missing."""
+
+    present: Bool
+    kind: NDArray[np.uint8]
+    value: Int
+    at: Int  # -1 where it is missing
+    end: Int
+
+
+def dense(column: Column, count: int) -> Dense:
+    """A column with a row for each of `count` nodes."""
+    at, end = np.full(count, -1), np.full(count, -1)
+    found = Dense(
+        np.zeros(count, bool), np.zeros(count, np.uint8), np.zeros(count, np.int64), at, end
+    )
+    found.present[column.row] = True
+    for name in ("kind", "value", "at", "end"):
+        getattr(found, name)[column.row] = getattr(column, name)
+    return found
+
+
+@dataclass(slots=True)
+class Rows:
+    """Some nodes with their attributes, and `report`, to say what is wrong with some of them."""
+
+    type: Int
+    duration: Words
+    first: Bool  # needs no other node
+    columns: dict[str, Dense]
+    report: Callable[[Level, str, Bool, str], None]
+    cpu: Bool = field(init=False)
+    communicates: Bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        cpu = self.columns["is_cpu_op"]
+        self.cpu = INTEGER[cpu.kind] & (cpu.value != 0)
+        self.communicates = self.is_a(*COMM) & ~self.cpu
+
+    def is_a(self, *types: int) -> Bool:
+        """Which are of these types."""
+        return np.isin(self.type, types)
+
+    def value(self, name: str) -> Int:
+        """An attribute; 0 where it is missing or no integer."""
+        return self.columns[name].value
+
+
+def check_types(of: Rows) -> None:
+    """What nodes there may be."""
+    unknown, invalid = (of.type < 0) | (of.type > COLL), of.type == INVALID
+    lost = "ASTRA-sim then loses the statistics of the rank"
+    comm, unsaid = of.is_a(*COMM), ~of.columns["is_cpu_op"].present
+    rules: tuple[tuple[Level, str, Bool, str], ...] = (
+        ("error", "node-type", unknown, "a type that Chakra does not have"),
+        ("error", "invalid-node", invalid, "type INVALID_NODE, or no type at all"),
+        (
+            "warning",
+            "metadata-node",
+            of.type == METADATA,
+            "a METADATA_NODE, at which ASTRA-sim aborts",
+        ),
+        ("warning", "memory-node", of.is_a(LOAD, STORE), f"a memory node: {lost}"),
+        ("warning", "cpu-node", of.cpu & ~comm & ~unknown & ~invalid, f"a CPU node: {lost}"),
+        (
+            "warning",
+            "cpu-comm",
+            of.cpu & comm,
+            "a communication on the CPU, at which ASTRA-sim hangs",
+        ),
+        (
+            "warning",
+            "no-is-cpu-op",
+            unsaid & ~unknown & ~invalid,
+            "no is_cpu_op: ASTRA-sim before November 2024 takes it for a CPU node",
+        ),
+    )
+    for rule in rules:
+        of.report(*rule)
+
+
+def check_attributes(of: Rows) -> None:
+    """Attributes are there and of types that readers take."""
+    for name, (portable, types) in ATTRIBUTES.items():
+        column = of.columns[name]
+        read = column.present & of.is_a(*types) & (~of.cpu | (name == "is_cpu_op"))
+        read &= column.kind != et_def.VALUES[portable]
+        right = column.kind == STRING if portable == "string" else INTEGER[column.kind]
+        for kind in np.unique(column.kind[read]).tolist():
+            mine = read & (column.kind == kind)
+            text = f"{name} is {kind_name(kind)}, wanted {portable}_val"
+            of.report("error", f"type-of-{name}", mine & ~right, f"{text}: no feeder reads it")
+            text += ": MLCommons' feeder takes it for 0"
+            of.report("warning", f"unportable-{name}", mine & right, text)
+    for name, types in NEEDED.items():
+        missing = of.is_a(*types) & ~of.cpu & ~of.columns[name].present
+        of.report("error", f"no-{name}", missing, f"has no {name}")
+
+
+def check_dims(of: Rows, group: Int) -> None:
+    """Which dimensions of the network a collective on all ranks uses, if it says so."""
+    dims = of.columns["involved_dim"]
+    given = of.communicates & of.is_a(COLL) & dims.present
+    listed = dims.kind == BOOL + 1
+    text = "involved_dim is no bool_list, at which ASTRA-sim exits"
+    of.report("warning", "type-of-involved_dim", given & ~listed, text)
+    none = given & listed & (dims.value == 0) & (group == 0)
+    of.report("warning", "no-dims", none, "involved_dim is all false: in ASTRA-sim it never ends")
+
+
+def kind_name(kind: int) -> str:
+    """The type of an attribute's value, as the schema calls it."""
+    names = {number: name for name, number in et_def.VALUES.items()}
+    if kind in names:
+        return f"{names[kind]}_val"
+    return f"{names[kind - 1]}_list" if kind - 1 in names else "without a value"
+
+
+def check_exchanges(of: Rows, rank: int | None) -> Bool:
+    """Collectives, sends and receives are possible; returns where others can be held against."""
+    good = np.ones(len(of.type), bool)
+    for name, types in NEEDED.items():
+        good &= ~(of.communicates & of.is_a(*types) & ~INTEGER[of.columns[name].kind])
+    group = of.columns["pg_name"]
+    good &= ~(of.communicates & group.present & (group.kind != STRING))
+    size, tag, op = of.value("comm_size"), of.value("comm_tag"), of.value("comm_type")
+    sound = of.communicates & good
+    collective, message = sound & of.is_a(COLL), sound & ~of.is_a(COLL)
+    gathers, none = collective & (op == ALL_GATHER), size == 0
+    waits = "ASTRA-sim only waits for duration_micros, and for nobody"
+    rules: tuple[tuple[Level, str, Bool, str], ...] = (
+        ("error", "comm-type", collective & ((op < 0) | (op > 9)), "no comm_type of Chakra's"),
+        ("error", "comm-size", sound & (size < 0), "a negative comm_size"),
+        ("error", "comm-size", none & (message | gathers), "comm_size 0: nothing to send"),
+        ("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more"),
+        ("error", "comm-tag", message & (tag < 0), "a negative comm_tag"),
+        ("warning", "zero-size", collective & ~gathers & none, "a collective of 0 bytes"),
+        (
+            "warning",
+            "large-tag",
+            message & (tag >= MOST_TAG),
+            f"a comm_tag of {MOST_TAG} or more, which ASTRA-sim takes modulo {MOST_TAG}",
+        ),
+        ("warning", "broadcast", collective & (op == BROADCAST), f"a broadcast: {waits}"),
+    )
+    for level, code, which, text in rules:
+        of.report(level, code, which, text)
+        if level == "error":
+            good &= ~which
+    hangs = collective & good & (op != BROADCAST) & ~np.isin(op, SIMULATED)
+    for kind in np.unique(op[hangs]).tolist():
+        text = f"a collective of type {et_def.COMM_TYPES[kind]}, at which ASTRA-sim hangs"
+        of.report("warning", "unsupported-collective", hangs & (op == kind), text)
+    return good & _check_ends(of, message, rank)
+
+
+def _check_ends(of: Rows, message: Bool, rank: int | None) -> Bool:
+    good = np.ones(len(of.type), bool)
+    for type_, own, other in ((SEND, "comm_src", "comm_dst"), (RECV, "comm_dst", "comm_src")):
+        mine = message & of.is_a(type_)
+        wrong = mine & (of.value(other) < 0)
+        of.report("error", "peer", wrong, f"a negative {other}")
+        good &= ~wrong
+        if rank is None:
+            continue
+        itself = mine & (of.value(other) == rank)
+        of.report("error", "own-peer", itself, f"{other} is the rank itself")
+        strange = mine & of.columns[own].present & (of.value(own) != rank)
+        of.report("error", "not-own", strange, f"{own} is not the rank, {rank}, whose file this is")
+        good &= ~itself & ~strange
+    return good
+
+
+def check_kernels(of: Rows) -> None:
+    """Kernels take a time that readers can work out."""
+    kernel = of.is_a(COMP) & ~of.cpu
+    bare = kernel & ~(of.columns["num_ops"].present & of.columns["tensor_size"].present)
+    of.report("warning", "only-duration", bare, "num_ops or tensor_size is missing")
+    for name, why in (("num_ops", "never ends"), ("tensor_size", "stalls what waits for it")):
+        zero = kernel & ~bare & INTEGER[of.columns[name].kind] & (of.value(name) < 1)
+        of.report("error", f"zero-{name}", zero, f"{name} below 1: in ASTRA-sim it {why}")
+    short = (of.value("num_ops") < FLOPS_PER_NS) & (of.value("tensor_size") < BYTES_PER_NS)
+    text = "a first kernel of less than 1 ns on a fast device, at which ASTRA-sim aborts"
+    of.report("warning", "short-first", kernel & ~bare & of.first & short, text)
+
+
+def group_id(name: str) -> int | None:
+    """The group that a pg_name means: 0 for all ranks, None if it is no name of a group."""
+    if name in ("", "0"):
+        return 0
+    if not (name.isascii() and name.isdecimal() and len(name) <= 19):
+        return None
+    return int(name) if 0 < int(name) < 2**31 else None

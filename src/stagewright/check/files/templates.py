@@ -1,0 +1,240 @@
+"""Reads many traces of one size: those that differ only in who their partners are, once.
+
+Ranks of one program have files of the same bytes but for the names of groups, the ranks of peers
+and their own rank. The first file of a kind is read and checked node by node; of the others it is
+enough that all other bytes are equal and that the values in those places are again one per slot.
+That holds for anybody's files, and a file that is different in another way is read like the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.check.files.findings import Finding
+from stagewright.check.files.graph import Graph, Int
+from stagewright.check.files.rank import Checked, check_trace
+from stagewright.check.files.reader import Block, Damaged, Reader
+from stagewright.check.files.rules import LOAD, STORE, group_id, label
+from stagewright.check.files.world import Nodes
+from stagewright.program.columns import Kind
+
+MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
+MOST_KINDS = 8  # of the files that one call compares
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class Kin:
+    """Files that are alike but for their partners: the first, and the ranks and partners of all."""
+
+    first: Checked
+    shape: bytes  # equal for all files of the kind, whoever read them; empty: of this file only
+    ranks: list[int]
+    partner: list[Int]
+    sizes: int  # bytes of all
+    digests: dict[str, str]  # file name -> SHA-256, where asked for
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with each of them."""
+        ranks = len(self.ranks)
+        return [
+            found._replace(ranks=ranks, nodes=found.nodes * ranks) for found in self.first.findings
+        ]
+
+
+class Task(NamedTuple):
+    """Files to read: ranks and paths."""
+
+    files: tuple[tuple[int, Path], ...]
+    digests: bool  # whether to work out their checksums
+
+
+def check_files(task: Task) -> list[Kin]:
+    """Check files of one size."""
+    kinds: list[tuple[Kin, _Stamp | None]] = []
+    compare = len(task.files) > 1
+    for rank, path in task.files:
+        data = _bytes(path) if compare or task.digests else None
+        digest = _digest(path, data) if task.digests else {}
+        for kin, stamp in kinds:
+            values = None if stamp is None or data is None else stamp.values(data, rank)
+            if values is not None:
+                kin.ranks.append(rank)
+                kin.partner.append(values)
+                kin.sizes += len(data) if data is not None else 0
+                kin.digests |= digest
+                break
+        else:
+            first = check_trace(path, rank)
+            stamp = None
+            if data is not None and len(kinds) < MOST_KINDS:
+                stamp = _Stamp.of(first, data)
+            partner = [first.exchange.partner] if first.exchange else []
+            shape = stamp.shape() if stamp else b""
+            kinds.append((Kin(first, shape, [rank], partner, first.size, digest), stamp))
+    return [kin for kin, _ in kinds]
+
+
+def _bytes(path: Path) -> Bytes | None:
+    """A file; None if it is too large or cannot be read, which `check_trace` reports."""
+    try:
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            return None
+        return np.fromfile(path, np.uint8)
+    except OSError:
+        return None
+
+
+def _digest(path: Path, data: Bytes | None) -> dict[str, str]:
+    if data is not None:
+        return {path.name: hashlib.sha256(data.data).hexdigest()}
+    try:
+        with path.open("rb") as file:
+            return {path.name: hashlib.file_digest(file, "sha256").hexdigest()}
+    except OSError:
+        return {}
+
+
+class _Stamp:
+    """A file with the places where its kin differ, by slot; slot -1 is the own rank."""
+
+    def __init__(self, checked: Checked, data: Bytes, places: list[tuple[int, Int]]) -> None:
+        assert checked.exchange is not None
+        self.data, self.places = data, places
+        self.kind = checked.exchange.slot_kind
+        self.partner = checked.exchange.partner
+        self.fixed = np.ones(len(data), bool)
+        for _, place in places:
+            self.fixed[place] = False
+
+    @staticmethod
+    def of(checked: Checked, data: Bytes) -> _Stamp | None:
+        """None where the places are not known, or not one number of bytes per slot."""
+        spots = checked.spots
+        if checked.exchange is None or spots is None:
+            return None
+        places: list[tuple[int, Int]] = []
+        for slot in np.unique(spots.slot).tolist():
+            mine = spots.slot == slot
+            widths = spots.end[mine] - spots.at[mine]
+            width = int(widths[0])
+            if not 0 < width <= 20 or (widths != width).any():
+                return None
+            places.append((slot, spots.at[mine][:, None] + np.arange(width)))
+        return _Stamp(checked, data, places)
+
+    def shape(self) -> bytes:
+        """What all files of the kind have in common."""
+        common = hashlib.sha256(np.where(self.fixed, self.data, 0).tobytes())
+        for slot, place in self.places:
+            common.update(f"{slot} {place.shape}".encode())
+            common.update(place.tobytes())
+        return common.digest()
+
+    def values(self, data: Bytes, rank: int) -> Int | None:
+        """The partners that a file names; None if it is not of this kind."""
+        if len(data) != len(self.data) or ((data != self.data) & self.fixed).any():
+            return None
+        partner = self.partner.copy()
+        for slot, place in self.places:
+            found = data[place]
+            if (found != found[0]).any():
+                return None
+            if slot >= 0 and self.kind[slot] == Kind.COLLECTIVE:
+                value = group_id(bytes(found[0]).decode("latin-1"))
+            else:
+                value = _number(bytes(found[0]))
+            if value is None or (slot < 0 and value != rank):
+                return None
+            if slot >= 0:
+                if self.kind[slot] != Kind.COLLECTIVE and value == rank:
+                    return None
+                partner[slot] = value
+        return partner
+
+
+def _number(data: bytes) -> int | None:
+    """A varint of exactly these bytes, of at most 31 bits."""
+    if data[-1] > 127 or any(byte < 128 for byte in data[:-1]):
+        return None
+    value = sum((byte & 127) << 7 * nth for nth, byte in enumerate(data))
+    return value if value < 2**31 else None
+
+
+def joined(kinds: list[Kin]) -> list[Kin]:
+    """The same with those of one shape, which several calls have read, as one."""
+    known: dict[tuple[bytes, bytes], Kin] = {}
+    found: list[Kin] = []
+    for kin in kinds:
+        slots = kin.first.exchange.slot_kind.tobytes() if kin.first.exchange else b""
+        same = known.setdefault((kin.shape, slots), kin) if kin.shape else kin
+        if same is kin:
+            found.append(kin)
+            continue
+        same.ranks += kin.ranks
+        same.partner += kin.partner
+        same.sizes += kin.sizes
+        same.digests |= kin.digests
+    return found
+
+
+@dataclass(slots=True)
+class TraceSource:
+    """The nodes of a file, read again when somebody asks."""
+
+    path: Path
+    _labels: dict[int, str] = field(default_factory=dict[int, str])
+    _nodes: Nodes | None = None
+
+    def label(self, row: int) -> str:
+        """A node in words."""
+        if row not in self._labels:
+            self._labels[row] = self._label(row)
+        return self._labels[row]
+
+    def _label(self, row: int) -> str:
+        before = 0
+        for block in Reader(self.path, ()):
+            if row < before + len(block):
+                return label(block.node(row - before))
+            before += len(block)
+        raise Damaged(f"{self.path}: changed while it was read")
+
+    def nodes(self) -> Nodes:
+        """All nodes and their dependencies."""
+        if self._nodes is None:
+            self._nodes = self._read()
+        return self._nodes
+
+    def _read(self) -> Nodes:
+        blocks = list(map(_bare, Reader(self.path, ("is_cpu_op",))))
+        ids, types, cpu, child, needs = (np.concatenate(c) for c in zip(*blocks, strict=True))
+        counts = np.array([len(block[0]) for block in blocks])
+        shift = np.repeat(np.cumsum(counts) - counts, [len(block[3]) for block in blocks])
+        by_id = np.argsort(ids, kind="stable")
+        at = np.minimum(np.searchsorted(ids[by_id], needs), len(ids) - 1)
+        there = ids[by_id][at] == needs
+        place = np.empty(len(ids), np.int64)
+        place[by_id] = np.arange(len(ids))
+        memory = ((types == LOAD) | (types == STORE)) & ~cpu
+        return Nodes(Graph(len(ids), (child + shift)[there], by_id[at[there]]), place, memory)
+
+
+def _bare(
+    block: Block,
+) -> tuple[NDArray[np.uint64], Int, NDArray[np.bool_], Int, NDArray[np.uint64]]:
+    rows = np.arange(len(block))
+    child = np.concatenate(
+        [np.repeat(rows, np.diff(some.ptr)) for some in (block.ctrl, block.data)]
+    )
+    cpu = np.zeros(len(block), bool)
+    column = block.attributes["is_cpu_op"]
+    cpu[column.row] = column.value != 0
+    return block.id, block.type, cpu, child, np.concatenate([block.ctrl.values, block.data.values])

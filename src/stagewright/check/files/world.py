@@ -1,0 +1,249 @@
+"""All ranks together, and whether everything that they exchange runs to its end.
+
+Ranks of one program form a `Part`: they issue the same events, and only their partners differ. A
+*slot* is the set of a part's events with one partner, for each of its ranks. So what costs is rows
+per part and slots per rank, never rows per rank.
+
+The run is without times. Parts run their events in an order that their dependencies allow; all
+ranks of a part go in step. If that ends, so does every other execution: a send waits for nobody,
+and what waits for a partner waits whatever the order. If it does not end, `hang` runs the
+dependencies themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from stagewright.check.files.columns import Bool
+from stagewright.check.files.exchange import Events, Exchange
+from stagewright.check.files.findings import Findings
+from stagewright.check.files.graph import Graph, Int
+from stagewright.program.columns import Kind
+from stagewright.trace.formats.et_def import COMM_TYPES
+
+
+class Nodes(NamedTuple):
+    """All rows of a rank, for a run by its dependencies."""
+
+    graph: Graph
+    place: Int  # of each row among all, by id: of those that are ready the lowest goes first
+    memory: Bool  # rows that take turns with collectives and sends
+
+
+class Source(Protocol):
+    """Where the events of a part come from."""
+
+    def label(self, row: int) -> str:
+        """The node or task in words."""
+        ...
+
+    def nodes(self) -> Nodes:
+        """Everything that the rank does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Ranks with the same events; `partner` has a row per rank and a column per slot."""
+
+    ranks: Int
+    exchange: Exchange
+    partner: Int
+    source: Source
+
+
+class Match(NamedTuple):
+    """Which events meet. They are numbered through all parts."""
+
+    send: Int  # sends and their receives, pairwise
+    recv: Int
+    barrier: Int  # per event: collectives of one number meet; -1: meets nobody but its own part
+    arrivals: Int  # how many must come, by that number
+
+
+@dataclass(slots=True, eq=False)
+class World:
+    """The ranks that are there, out of `size`; events and slots are numbered through all parts."""
+
+    parts: list[Part]
+    size: int
+    groups: Mapping[int, Int] | None  # None: there is no file of groups
+    findings: Findings = field(default_factory=Findings)
+
+    first: Int = field(init=False)  # number of each part's first event, and of all events
+    first_slot: Int = field(init=False)  # likewise
+    kind: Int = field(init=False)  # of each event, as in Events
+    op: Int = field(init=False)
+    bytes: Int = field(init=False)
+    tag: Int = field(init=False)
+    slot: Int = field(init=False)
+    of_slot: list[Int] = field(init=False)  # events of each slot
+    part_of: Int = field(init=False)  # rank -> part, -1: not there
+    row_of: Int = field(init=False)  # rank -> its place in the part
+
+    def __post_init__(self) -> None:
+        self.parts = [plain for part in self.parts for plain in _plain(part)]
+        events = [part.exchange.events for part in self.parts]
+        self.first = _starts([len(some.row) for some in events])
+        self.first_slot = _starts([len(part.exchange.slot_kind) for part in self.parts])
+        self.kind = _all([some.kind.astype(np.int64) for some in events])
+        self.op = _all([some.op for some in events])
+        self.bytes = _all([some.size for some in events])
+        self.tag = _all([some.tag for some in events])
+        self.slot = _all([some.slot + self.first_slot[nth] for nth, some in enumerate(events)])
+        by_slot = np.argsort(self.slot, kind="stable")
+        ends = np.cumsum(np.bincount(self.slot, minlength=int(self.first_slot[-1])))
+        self.of_slot = list(np.split(by_slot, ends))[:-1]
+        self.part_of, self.row_of = np.full(self.size, -1), np.full(self.size, -1)
+        for nth, part in enumerate(self.parts):
+            self.part_of[part.ranks] = nth
+            self.row_of[part.ranks] = np.arange(len(part.ranks))
+
+    def rank_by_rank(self) -> World:
+        """The same with each rank a part of its own, and no findings."""
+        parts = [
+            Part(part.ranks[[nth]], part.exchange, part.partner[[nth]], part.source)
+            for part in self.parts
+            for nth in range(len(part.ranks))
+        ]
+        return World(parts, self.size, self.groups)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank is there."""
+        return bool((self.part_of >= 0).all())
+
+    def part(self, event: int) -> int:
+        """The part whose event it is."""
+        return int(np.searchsorted(self.first, event, "right")) - 1
+
+    def row(self, event: int) -> int:
+        """The event's row in its part."""
+        part = self.part(event)
+        return int(self.parts[part].exchange.events.row[event - self.first[part]])
+
+    def partner(self, rank: int, slot: int) -> int:
+        """Whom a rank meets on a slot."""
+        part = int(self.part_of[rank])
+        return int(self.parts[part].partner[self.row_of[rank], slot - self.first_slot[part]])
+
+    def pairs(self, kind: Kind) -> tuple[Int, Int, Int]:
+        """Every rank's slots of a kind: rank, partner, slot."""
+        ranks: list[Int] = []
+        partners: list[Int] = []
+        slots: list[Int] = []
+        for nth, part in enumerate(self.parts):
+            mine = np.flatnonzero(part.exchange.slot_kind == kind)
+            ranks.append(np.repeat(part.ranks, len(mine)))
+            partners.append(part.partner[:, mine].ravel())
+            slots.append(np.tile(mine + self.first_slot[nth], len(part.ranks)))
+        return _all(ranks), _all(partners), _all(slots)
+
+    # ---- in words -------------------------------------------------------------------------------
+
+    def label(self, event: int) -> str:
+        """An event's node."""
+        return self.parts[self.part(event)].source.label(self.row(event))
+
+    def word(self, event: int) -> str:
+        """What it is: `all_reduce`, `send` or `recv`."""
+        if self.kind[event] == Kind.COLLECTIVE:
+            return COMM_TYPES[int(self.op[event])].lower()
+        return "send" if self.kind[event] == Kind.SEND else "recv"
+
+    def what(self, event: int) -> str:
+        """An event without its partner."""
+        tag = f"tag {self.tag[event]}, " if self.kind[event] != Kind.COLLECTIVE else ""
+        return f"{self.word(event)} of {self.bytes[event]} bytes ({tag}{self.label(event)})"
+
+    def tell(self, code: str, which: Int, text: Callable[[int], str]) -> None:
+        """Note errors of one kind, the first of them in words."""
+        if len(which):
+            self.findings.error(code, text(int(which[0])), len(which))
+
+
+def _starts(counts: Sequence[int]) -> Int:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.array(counts, np.int64))))
+
+
+def _all(pieces: Sequence[Int]) -> Int:
+    return np.concatenate((np.zeros(0, np.int64), *pieces))
+
+
+def _plain(part: Part) -> Iterator[Part]:
+    """The same ranks; those that meet one partner on two slots by themselves, with one slot."""
+    old = part.exchange
+    kind = old.slot_kind.astype(np.int64)
+    whom = part.partner * 4 + kind
+    ordered = np.sort(whom, axis=1)
+    doubled = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+    if not doubled.any():
+        yield part
+        return
+    if not doubled.all():
+        yield Part(part.ranks[~doubled], old, part.partner[~doubled], part.source)
+    for nth in np.flatnonzero(doubled).tolist():
+        _, slot, which = np.unique(whom[nth], return_index=True, return_inverse=True)
+        several = np.flatnonzero(np.bincount(which) > 1).tolist() if old.breaks.pairs else []
+        loose = frozenset({*(int(which[s]) for s in old.loose), *several})
+        events = Events(*old.events[:5], which[old.events.slot])
+        new = Exchange(events, old.slot_kind[slot], part.partner[nth, slot], loose, old.breaks)
+        yield Part(part.ranks[[nth]], new, new.partner[None, :], part.source)
+
+
+def runs_in_order(world: World, match: Match) -> bool:
+    """Whether all parts, each running its events one after the other, come to their end."""
+    part = np.searchsorted(world.first, np.arange(len(world.slot)), "right") - 1
+    # What a part sends itself and then receives holds nobody up.
+    across = (part[match.send] != part[match.recv]) | (match.send > match.recv)
+    send, recv = match.send[across], match.recv[across]
+    by_recv = np.argsort(recv, kind="stable")
+    waiting, begin = np.unique(recv[by_recv], return_index=True)
+    pieces = list(np.split(send[by_recv], begin))[1:]
+    needs = {int(e): list(map(int, some)) for e, some in zip(waiting, pieces, strict=True)}
+    stops = np.unique(np.concatenate((np.flatnonzero(match.barrier >= 0), waiting, send)))
+    todo = np.split(stops, np.searchsorted(stops, world.first[1:]))[:-1]
+    return _run(
+        [list(map(int, some[::-1])) for some in todo],
+        needs,
+        match.barrier.tolist(),
+        match.arrivals.tolist(),
+    )
+
+
+def _run(
+    todo: list[list[int]],
+    needs: Mapping[int, list[int]],
+    barrier: Sequence[int],
+    arrivals: list[int],
+) -> bool:
+    """`todo`: the events of each part, the next one last."""
+    done = bytearray(len(barrier))
+    waiting: dict[tuple[bool, int], list[int]] = {}  # is it a barrier, its number or event -> parts
+    ready = list(range(len(todo)))
+    while ready:
+        part = ready.pop()
+        events = todo[part]
+        while events:
+            event = events[-1]
+            meeting = barrier[event]
+            if meeting >= 0:
+                events.pop()
+                arrivals[meeting] -= 1
+                if arrivals[meeting]:
+                    waiting.setdefault((True, meeting), []).append(part)
+                    break
+                ready += waiting.pop((True, meeting), [])
+                continue
+            late = next((send for send in needs.get(event, ()) if not done[send]), None)
+            if late is not None:
+                waiting.setdefault((False, late), []).append(part)
+                break
+            done[event] = 1
+            ready += waiting.pop((False, event), [])
+            events.pop()
+    return not any(todo) and not waiting

@@ -1,0 +1,126 @@
+"""A trace to read: what it amounts to, and its nodes with all their attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.check.files.findings import Findings
+from stagewright.check.files.groups import default_groups, read_groups
+from stagewright.check.files.profile import TYPES, Profile, plain, profile
+from stagewright.check.files.reader import Reader
+from stagewright.errors import UserError
+from stagewright.trace.formats import et_def
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def inspect(path: Path | str, comm_group: Path | str | None = None) -> Profile:
+    """Add up a trace; the file of groups, by default the one beside it, gives their sizes."""
+    path = Path(path)
+    return profile(path, group_sizes(path, comm_group))
+
+
+def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, int]:
+    """Ranks of each group in the file that goes with a trace."""
+    found = Path(comm_group) if comm_group is not None else default_groups(path)
+    if found is None:
+        return {}
+    if not found.is_file():
+        raise UserError(f"{found}: no such file")
+    groups = read_groups(found, 1 << 31, Findings())
+    return {group: len(ranks) for group, ranks in groups.items()}
+
+
+def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Nodes number `first` to `last` (from 0, both included) in the order of the file."""
+    for node in islice(_all(Path(path)), first, None if last is None else last + 1):
+        type_ = TYPES[node.type] if 0 <= node.type < len(TYPES) else f"type {node.type}"
+        entry: dict[str, Any] = {
+            "id": node.id,
+            "name": node.name,
+            "type": type_,
+            "data_deps": list(node.data_deps),
+            "ctrl_deps": list(node.ctrl_deps),
+        }
+        if node.duration_micros:
+            entry["duration_micros"] = node.duration_micros
+        entry["attributes"] = {
+            name: {"type": kind, "value": _value(value)}
+            for name, (kind, value) in et_def.values(node).items()
+        }
+        yield entry
+
+
+def _all(path: Path) -> Iterator[et_def.Node]:
+    for block in Reader(path, ()):
+        for row in range(len(block)):
+            yield block.node(row)
+
+
+def _value(value: Any) -> Any:
+    return [plain(item) for item in value] if isinstance(value, list) else plain(value)  # pyright: ignore
+
+
+def print_profile(found: Profile, console: Console) -> None:
+    """A profile as tables."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console.print(
+        f"[bold]{escape(found.path)}[/]: {found.nodes:,} nodes, {found.data_deps:,} data and "
+        f"{found.ctrl_deps:,} ctrl dependencies, {found.bytes:,} bytes"
+    )
+    words = (f"{name}={escape(readable(value))}" for name, value in found.metadata.items() if value)
+    console.print("metadata: " + (", ".join(words) or "none"))
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("type", "phase", "op"):
+        table.add_column(title, overflow="fold")
+    for title in ("ranks", "nodes", "FLOPs", "bytes"):
+        table.add_column(title, justify="right")
+    for key in sorted(found.totals):
+        count, flops, size = found.totals[key]
+        table.add_row(
+            key.type,
+            *(escape(readable(text)) for text in (key.phase, key.op)),
+            f"{key.group:,}" if key.group else "",
+            f"{count:,}",
+            f"{flops:,}" if flops else "",
+            f"{size:,}" if size else "",
+        )
+    console.print(table)
+    types = ", ".join(f"{count:,} {name}" for name, count in found.path_types.items())
+    told = f"{found.depth:,} nodes ({types})" if found.depth else "none: dependencies in a circle"
+    console.print(f"critical path: {told}")
+
+
+def print_nodes(found: Iterator[dict[str, Any]], console: Console) -> None:
+    """Nodes as a table."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("id", "type", "name", "data_deps", "ctrl_deps", "attributes"):
+        table.add_column(title, overflow="fold", justify="right" if title == "id" else "left")
+    for node in found:
+        attributes = {name: one["value"] for name, one in node["attributes"].items()}
+        if "duration_micros" in node:
+            attributes["duration_micros"] = node["duration_micros"]
+        shown = " ".join(f"{readable(name)}={readable(v)}" for name, v in attributes.items())
+        deps = (" ".join(map(str, node[name])) for name in ("data_deps", "ctrl_deps"))
+        table.add_row(
+            str(node["id"]), node["type"], escape(readable(node["name"])), *deps, escape(shown)
+        )
+    console.print(table)
+
+
+def readable(value: Any, most: int = 2000) -> str:
+    """A value that a terminal may be given: the text in a file may be anything, and long."""
+    text = str(value)
+    text = text if len(text) <= most else text[: most - 3] + "..."
+    return text if text.isprintable() else ascii(text)

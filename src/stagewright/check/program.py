@@ -1,0 +1,187 @@
+"""Checks a program before it is written: the same rules as for traces, on columns in memory.
+
+Work is per rank class: rows are looked at once per class, partners once per rank, and in large
+worlds only of as many ranks as show all ways to meet. For small worlds the run is also made rank by
+rank.
+
+>>> from stagewright.lower.training import compile
+>>> from stagewright.run.settings import Run
+>>> check_program(compile(Run(model="gpt2", pp=2, layers=2, seq_length=8)).program)["communication"]
+'one order per rank'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.check.files.exchange import Events, Exchange, arranged
+from stagewright.check.files.findings import Findings
+from stagewright.check.files.graph import Graph, Int, joined
+from stagewright.check.files.hang import explain
+from stagewright.check.files.matching import check_world
+from stagewright.check.files.world import Match, Nodes, Part, World, runs_in_order
+from stagewright.errors import UserError
+from stagewright.program.columns import COLLECTIVES, Kind, Program, RankClass, Tasks, folded
+from stagewright.trace.formats.chakra import COMM_TYPES
+
+SMALL = 50_000  # events of all ranks: a world so small also runs rank by rank
+LARGE = 4096  # ranks: a world beyond is folded
+
+
+class Unsound(Exception):
+    """A program that breaks a rule: a defect of the generator, never of what the user asked for."""
+
+
+def check_program(program: Program) -> dict[str, object]:
+    """Check a program; returns what has been checked, for the manifest.
+
+    Raises UserError where the schedule can never end, and `Unsound` where anything else is wrong.
+    """
+    ranks = np.concatenate([of.ranks for of in program.classes])
+    size = program.mesh.world_size
+    inside = ((ranks >= 0) & (ranks < size)).all()
+    if not inside or (np.bincount(ranks, minlength=size) != 1).any():
+        raise Unsound("the classes do not hold every rank once")
+    for of in program.classes:
+        _check_columns(of)
+    large = size > LARGE
+    if large:
+        program = folded(program)
+    groups = {group: np.array(members) for group, members in program.groups().items()}
+    parts = [_part(program, of) for of in program.classes]
+    findings = Findings()
+    world = World(parts, program.mesh.world_size, groups, findings)
+    match = check_world(world)
+    _raise(findings)
+    _check_ids(program)
+    _must_end(world, match)
+    single = not large and _rank_by_rank(world)
+    loose = any(part.exchange.breaks.pairs for part in parts)
+    return {
+        "passed": ["dependencies", "partners", "collectives", "messages", "runs to the end"],
+        "run": "rank by rank" if single else "by rank class",
+        "communication": "one order per communicator" if loose else "one order per rank",
+    }
+
+
+def _rank_by_rank(world: World) -> bool:
+    """Run a small world with every rank by itself."""
+    if sum(len(p.ranks) * len(p.exchange.events.row) for p in world.parts) > SMALL:
+        return False
+    single = world.rank_by_rank()
+    match = check_world(single)
+    _raise(single.findings)
+    _must_end(single, match)
+    return True
+
+
+def _must_end(world: World, match: Match) -> None:
+    if runs_in_order(world, match):
+        return
+    why = explain(world, match)
+    if why is not None:
+        raise UserError(f"this schedule never ends: {why}; change the schedule or its placement")
+
+
+def _raise(findings: Findings) -> None:
+    for found in findings:
+        raise Unsound(f"{found.message} ({found.nodes} of {found.code})")
+
+
+def _check_columns(of: RankClass) -> None:
+    """Dependencies point to earlier rows, numbers are in range."""
+    tasks = of.tasks
+    compute, collective = tasks.kind == Kind.COMPUTE, tasks.kind == Kind.COLLECTIVE
+    message = (tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)
+    rules = {
+        "a kernel with negative FLOPs or no traffic": compute
+        & ((tasks.flops < 0) | (tasks.traffic < 1)),
+        "less than a byte to send": ~compute & (tasks.comm_bytes < 1),
+        "no such collective": collective
+        & ((tasks.collective < 0) | (tasks.collective >= len(COLLECTIVES))),
+        "a message without a tag": message & (tasks.tag < 0),
+        "no partner": (collective | message) & (tasks.slot < 0),
+    }
+    for text, wrong in rules.items():
+        _fault(of, text, np.flatnonzero(wrong))
+    for ptr, needed in ((tasks.data_ptr, tasks.data), (tasks.order_ptr, tasks.order)):
+        counts = np.diff(ptr)
+        if len(ptr) != len(tasks) + 1 or ptr[0] or ptr[-1] != len(needed) or (counts < 0).any():
+            raise Unsound("the pointers of the dependencies do not cover the rows")
+        rows = np.flatnonzero(counts)
+        if len(rows):
+            late = np.maximum.reduceat(needed, ptr[rows]) >= rows
+            early = np.minimum.reduceat(needed, ptr[rows]) < 0
+            _fault(of, "needs a row that is not before it", rows[late | early])
+
+
+def _fault(of: RankClass, text: str, rows: Int) -> None:
+    if len(rows):
+        told = label(of.tasks, int(rows[0]))
+        raise Unsound(f"pipeline rank {of.pipeline_rank}: {told}: {text} ({len(rows)} such)")
+
+
+def _part(program: Program, of: RankClass) -> Part:
+    """A rank class as a part of the world."""
+    tasks = of.tasks
+    rows = np.flatnonzero(np.isin(tasks.kind, (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)))
+    kind = tasks.kind[rows].astype(np.int64)
+    planned, slot = np.unique(kind << 32 | tasks.slot[rows], return_inverse=True)
+    slot_kind = planned >> 32
+    partner = np.zeros((len(of.ranks), len(planned)), np.int64)
+    for nth, (which, at) in enumerate(zip(slot_kind, (planned & 0xFFFF).tolist(), strict=True)):
+        partners = program.group_of if which == Kind.COLLECTIVE else program.peer_of
+        partner[:, nth] = partners(at, of.ranks)
+    # Two slots with the same partners, as both directions of a ring of two, are one.
+    whole = np.concatenate([slot_kind[None, :], partner])
+    _, same, which = np.unique(whole, axis=1, return_index=True, return_inverse=True)
+    slot_kind, partner = slot_kind[same], partner[:, same]
+    collective = kind == Kind.COLLECTIVE
+    number = np.array([COMM_TYPES[name] for name in COLLECTIVES])
+    op = np.where(collective, number[tasks.collective[rows]], -1)
+    tag = np.where(collective, -1, tasks.tag[rows].astype(np.int64))
+    events = Events(rows, kind, op, tasks.comm_bytes[rows], tag, which.ravel()[slot])
+    needed = tasks.data.astype(np.int64), tasks.order.astype(np.int64)
+    graph = joined((tasks.data_ptr, tasks.order_ptr), needed)
+    # The generator links what it orders: to follow dependencies any further would take a second.
+    events, loose, breaks = arranged(
+        graph, np.arange(graph.count), events, rows[kind != Kind.RECV], exact=False
+    )
+    exchange = Exchange(events, slot_kind.astype(np.uint8), partner[0], loose, breaks)
+    return Part(of.ranks, exchange, partner, TaskSource(tasks, graph))
+
+
+def _check_ids(program: Program) -> None:
+    """ASTRA-sim tells the groups of a rank apart by their ids modulo 500 only."""
+    if len(program.communicators) < 2:
+        return
+    ids = np.stack([program.group_of(slot) for slot in range(len(program.communicators))])
+    alike = np.sort(np.where(ids > 0, ids % 500, -1 - np.arange(len(ids))[:, None]), axis=0)
+    if (alike[1:] == alike[:-1]).any():
+        raise Unsound("two groups of a rank have the same id modulo 500")
+
+
+@dataclass(slots=True)
+class TaskSource:
+    """The tasks of a rank class."""
+
+    tasks: Tasks
+    graph: Graph
+
+    def label(self, row: int) -> str:
+        """A task in words."""
+        return label(self.tasks, row)
+
+    def nodes(self) -> Nodes:
+        """All tasks and their dependencies."""
+        count = self.graph.count
+        return Nodes(self.graph, np.arange(count), np.zeros(count, bool))
+
+
+def label(tasks: Tasks, row: int) -> str:
+    """A task in words, with its id in the trace."""
+    text = f'node {row + 1} "{tasks.names[tasks.name[row]]}"'
+    where = int(tasks.microbatch[row])
+    return text if where < 0 else f"{text}, microbatch {where}"

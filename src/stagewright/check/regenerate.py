@@ -1,0 +1,82 @@
+"""Makes traces again from the run in their manifest, to compare them with what lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stagewright.check.files.reader import Reader
+from stagewright.check.files.templates import Kin
+from stagewright.errors import UserError
+from stagewright.program.columns import Kind, Program
+from stagewright.trace.formats.et_def import values
+
+
+def program_of(manifest: Path, nodes: int) -> Program | str:
+    """The program of the run in a manifest, or why there is none.
+
+    `nodes` are in the traces: a manifest that promises far more work than they hold is not
+    believed.
+    """
+    from stagewright.lower.training import compile
+    from stagewright.run.settings import Run, recorded_model
+
+    try:
+        run, model = Run.load(manifest), recorded_model(manifest)
+        if model is not None:
+            run = run.resolved(model)
+            if run.microbatches * (run.layers or model.num_layers) > 64 * nodes:
+                return "the manifest is of a larger run"
+        return compile(run, model).program
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # whatever numbers a damaged manifest holds are not our fault
+        return f"the manifest's run cannot be compiled: {type(error).__name__}: {error}"
+
+
+def difference(program: Program, kinds: Sequence[Kin]) -> str:
+    """Where the traces are not what the program makes, in words; empty if they are."""
+    from stagewright.trace.formats.chakra import encode
+
+    for kin in kinds:
+        rank = kin.ranks[0]
+        if rank >= program.mesh.world_size:
+            return f"rank {rank} is not in the run of the manifest"
+        path = kin.first.path
+        if path.read_bytes() != encode(program, rank, _provenance(path)):
+            return f"{path.name} is not what this version makes of the manifest's run"
+        wrong = _wrong_partner(program, kin)
+        if wrong is not None:
+            return f"rank {wrong} has other partners than the manifest's run gives it"
+    return ""
+
+
+def _provenance(path: Path) -> dict[str, str | int]:
+    """What a trace says of where it comes from; the last word is the writer's own."""
+    reader = Reader(path, ())
+    reader.close()
+    found = {name: value for name, (_, value) in values(reader.metadata).items()}
+    found.pop("pipeline_rank", None)
+    return found
+
+
+def _wrong_partner(program: Program, kin: Kin) -> int | None:
+    """A rank of a kind, whose first is right, with other partners than it should have."""
+    if kin.first.exchange is None:
+        return None
+    rank = kin.ranks[0]
+    ranks = np.array(kin.ranks)
+    (of,) = (of for of in program.classes if rank in of.ranks)
+    if not np.isin(ranks, of.ranks).all():
+        return int(ranks[~np.isin(ranks, of.ranks)][0])
+    events, partner = kin.first.exchange.events, np.stack(kin.partner)
+    pairs = np.stack([events.slot, of.tasks.slot[events.row].astype(np.int64)], axis=1)
+    for slot, planned in np.unique(pairs, axis=0).tolist():
+        collective = kin.first.exchange.slot_kind[slot] == Kind.COLLECTIVE
+        wanted = (program.group_of if collective else program.peer_of)(planned, ranks)
+        wrong = np.flatnonzero(wanted != partner[:, slot])
+        if len(wrong):
+            return int(ranks[wrong[0]])
+    return None

@@ -1,0 +1,413 @@
+"""Checks a directory of Chakra traces, whoever wrote them: each file, and all ranks together.
+
+Files are read once, in blocks, by several processes; see `traces`: `rules` for what is checked of
+one, `kin` for how thousands of ranks of one program cost little, `world` and `meet` for what is
+checked across ranks. Beside our own traces lies a manifest: then the checksums must hold too, and
+the files must be what this version makes of the manifest's run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from stagewright import __version__
+from stagewright.check.files.findings import Finding, Findings
+from stagewright.check.files.graph import Int
+from stagewright.check.files.groups import check_ids, default_groups, read_groups, read_json
+from stagewright.check.files.hang import explain
+from stagewright.check.files.matching import ALL, check_world
+from stagewright.check.files.search import search
+from stagewright.check.files.templates import Kin, Task, TraceSource, check_files, joined
+from stagewright.check.files.world import Match, Part, World, runs_in_order
+from stagewright.errors import UserError
+from stagewright.program.columns import Kind
+from stagewright.trace.formats.bundle import is_bundle
+from stagewright.trace.manifest import GROUPS, MANIFEST
+
+MOST_EXPLAINED = 20_000_000  # nodes of a run that looks for what hangs
+MOST_SEARCHED = 200_000  # nodes, of all ranks, of a search for an order that hangs
+MOST_MISSING = 1 << 22  # ranks without a file, of a directory that is checked as a whole
+FEW_BYTES = 16_000_000  # so little is read without other processes
+TASK_BYTES = 64_000_000  # that a process reads before it takes the next task
+
+UNMET = ("collectives-differ", "idle-member", "not-member", "no-group", "no-send")
+
+NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]{0,8})\.et")
+
+
+@dataclass(slots=True)
+class Report:
+    """What a directory of traces holds, and what is wrong with it."""
+
+    directory: str
+    ranks: int = 0  # files
+    world_size: int = 0
+    kinds: int = 0  # of ranks whose files differ in their partners only
+    nodes: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    findings: list[Finding] = field(default_factory=list[Finding])
+    checks: list[str] = field(default_factory=list[str])  # what was checked
+    skipped: list[str] = field(default_factory=list[str])  # what was not, and why
+
+    def of(self, level: str) -> list[Finding]:
+        """The errors, or the warnings."""
+        return [found for found in self.findings if found.level == level]
+
+    @property
+    def ok(self) -> bool:
+        """No errors; there may be warnings."""
+        return not self.of("error")
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with everything."""
+        names = ("directory", "ranks", "world_size", "kinds", "nodes", "bytes", "seconds")
+        return {
+            "ok": self.ok,
+            **{name: getattr(self, name) for name in names},
+            "checks": self.checks,
+            "skipped": self.skipped,
+            "findings": [found._asdict() for found in self.findings],
+        }
+
+
+class Files(NamedTuple):
+    """What lies in a directory."""
+
+    folder: Path
+    traces: dict[int, Path]  # by rank, ascending
+    manifest: dict[str, Any]  # empty: none of ours
+    damage: str = ""  # why there is a manifest that cannot be read
+
+
+def verify(
+    directory: Path | str, comm_group: Path | str | None = None, *, workers: int | None = None
+) -> Report:
+    """Check all traces of a directory, or those of `directory/prefix`, or one file, or a bundle.
+
+    `comm_group` is the file of communicator groups, by default the one beside the traces. `workers`
+    is the number of processes, by default one per core. Whatever is wrong with the traces is in the
+    report; UserError is only for what is no place of traces.
+    """
+    if is_bundle(directory):
+        from stagewright.check.bundle import check_bundle
+
+        return check_bundle(directory)
+    began = time.perf_counter()
+    files = find(Path(directory))
+    report = Report(str(directory), ranks=len(files.traces))
+    findings = Findings()
+    kinds = read(files, workers, digests=bool(files.manifest))
+    report.kinds = len(kinds)
+    report.nodes = sum(kin.first.nodes * len(kin.ranks) for kin in kinds)
+    report.bytes = sum(kin.sizes for kin in kinds)
+    report.checks.append("files")
+    for kin in kinds:
+        findings.update(kin.findings())
+    if files.damage:
+        findings.error("manifest", f"{files.damage}: the checksums of these files are unknown")
+    if files.manifest:
+        _check_manifest(files, kinds, findings, report)
+    if Path(directory).is_file() or (len(files.traces) == 1 and not files.manifest):
+        report.world_size = 1
+        report.skipped.append("groups, messages and the run: this is one rank")
+    else:
+        _check_together(files, comm_group, kinds, findings, report)
+    report.findings = sorted(findings, key=lambda found: found.level != "error")
+    report.seconds = round(time.perf_counter() - began, 3)
+    return report
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def find(path: Path) -> Files:
+    """The traces of a directory, or of `directory/prefix`, or one file."""
+    if path.is_file():
+        match = NAME.fullmatch(path.name)
+        return Files(path.parent, {int(match["rank"]) if match else 0: path}, {})
+    folder, wanted = (path, None) if path.is_dir() else (path.parent, path.name)
+    if not folder.is_dir():
+        raise UserError(f"{path}: no such directory")
+    found: dict[str, dict[int, Path]] = {}
+    try:
+        for entry in folder.iterdir():
+            match = NAME.fullmatch(entry.name)
+            if match and wanted in (None, match["prefix"]):
+                found.setdefault(match["prefix"], {})[int(match["rank"])] = entry
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if not found:
+        raise UserError(f"{path}: holds no traces, that is files such as workload.0.et")
+    if len(found) > 1:
+        some = ", ".join(str(folder / prefix) for prefix in sorted(found)[:4])
+        raise UserError(f"{path}: holds traces of several runs; name one of {some}")
+    (traces,) = found.values()
+    manifest = folder / MANIFEST
+    ours: Any = None
+    damage = ""
+    if manifest.is_file():
+        try:
+            ours = read_json(manifest, len(traces))
+        except UserError as error:
+            damage = str(error)
+    known = isinstance(ours, dict) and "stagewright" in ours
+    found_manifest = cast("dict[str, Any]", ours) if known else {}
+    return Files(folder, dict(sorted(traces.items())), found_manifest, damage)
+
+
+def read(files: Files, workers: int | None, *, digests: bool) -> list[Kin]:
+    """Read and check every file."""
+    sizes = {rank: _size(path) for rank, path in files.traces.items()}
+    by_size = sorted(files.traces, key=lambda rank: (-sizes[rank], rank))
+    tasks: list[Task] = []
+    for size, ranks in groupby(by_size, key=sizes.__getitem__):
+        alike = list(ranks)
+        step = max(1, min(256, TASK_BYTES // max(1, size)))
+        for at in range(0, len(alike), step):
+            some = tuple((rank, files.traces[rank]) for rank in alike[at : at + step])
+            tasks.append(Task(some, digests))
+    processes = min(workers or _cores(), len(tasks))
+    found: list[Kin] = []
+    if processes < 2 or sum(sizes.values()) < FEW_BYTES or not _may_fork():
+        for task in tasks:
+            found += check_files(task)
+    else:
+        found = _in_processes(tasks, processes)
+    return sorted(joined(found), key=lambda kin: min(kin.ranks))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _may_fork() -> bool:
+    # Other ways to start processes import the caller's main program again, which may not expect it;
+    # and a fork is safe only while no other thread holds a lock.
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+def _in_processes(tasks: Sequence[Task], processes: int) -> list[Kin]:
+    found: list[Kin] = []
+    with warnings.catch_warnings():
+        # Python counts the idle threads of numpy's BLAS.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pool = ProcessPoolExecutor(
+            processes, get_context("fork"), initializer=_begin, initargs=(os.getpid(),)
+        )
+        try:
+            for kinds in pool.map(check_files, tasks):
+                found += kinds
+        except BrokenProcessPool:
+            raise UserError(
+                "a process that read traces was killed; if memory is short, use one worker"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return found
+
+
+def _begin(parent: int) -> None:
+    """What a reading process does first: leave Ctrl-C to its parent, and not outlive it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---- our own manifest ----------------------------------------------------------------------------
+
+
+def _check_manifest(files: Files, kinds: Sequence[Kin], findings: Findings, report: Report) -> None:
+    """The checksums hold, and the files are what the run in the manifest makes."""
+    listed = files.manifest.get("files")
+    if not isinstance(listed, dict):
+        findings.error("manifest", f"{MANIFEST} lists no files")
+        return
+    entries = cast("dict[str, Any]", listed)
+    digests = {name: digest for kin in kinds for name, digest in kin.digests.items()}
+    if GROUPS in entries:
+        digests |= _digests(files.folder / GROUPS)
+    wrong: list[str] = []
+    for name, entry in entries.items():
+        wanted = cast("dict[str, Any]", entry).get("sha256") if isinstance(entry, dict) else None
+        if name in digests and digests[name] != wanted:
+            wrong.append(name)
+    _tell(findings, "checksum", wrong, "is not as it was written: its checksum differs")
+    # What a simulator reads beside the traces is its user's to change.
+    known = digests.keys() | {path.name for path in files.folder.iterdir() if path.suffix != ".et"}
+    _tell(findings, "missing-file", [n for n in entries if n not in known], "is missing")
+    extra = [path.name for path in files.traces.values() if path.name not in entries]
+    _tell(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
+    report.checks.append("checksums")
+    if not wrong:
+        _check_made(files, kinds, findings, report)
+
+
+def _digests(path: Path) -> dict[str, str]:
+    try:
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+    except OSError:
+        return {}
+
+
+def _tell(findings: Findings, code: str, names: Sequence[str], text: str) -> None:
+    if names:
+        shown = names[0] if len(names[0]) < 100 else names[0][:97] + "..."
+        findings.error(code, f"{shown!a} {text}", len(names))
+
+
+def _check_made(files: Files, kinds: Sequence[Kin], findings: Findings, report: Report) -> None:
+    """The files are what this version makes of the run that the manifest names."""
+    from stagewright.check.regenerate import difference, program_of
+
+    if files.manifest.get("stagewright") != __version__ or "run" not in files.manifest:
+        report.skipped.append("making the traces again: of another version, or without its run")
+        return
+    nodes = sum(kin.first.nodes for kin in kinds)
+    program = program_of(files.folder / MANIFEST, nodes)
+    if isinstance(program, str):
+        report.skipped.append(f"making the traces again: {program}")
+        return
+    told = difference(program, kinds)
+    if told:
+        findings.warn("not-as-made", told)
+    report.checks.append("made again from the manifest's run")
+
+
+# ---- all ranks -----------------------------------------------------------------------------------
+
+
+def _check_together(
+    files: Files,
+    comm_group: Path | str | None,
+    kinds: Sequence[Kin],
+    findings: Findings,
+    report: Report,
+) -> None:
+    size = max(files.traces) + 1
+    said = files.manifest.get("world_size")
+    partial = isinstance(said, int) and size <= said <= 1 << 24 and said > len(files.traces)
+    if partial:
+        size = cast("int", said)
+    report.world_size = size
+    missing = 0 if partial else size - len(files.traces)
+    if missing:
+        first = next(nth for nth, rank in enumerate((*files.traces, -1)) if nth != rank)
+        text = f"rank {first} has no file, but rank {size - 1} has"
+        findings.error("missing-rank", text, missing)
+    if missing > MOST_MISSING:
+        report.skipped.append("groups, messages and the run: nearly all ranks are missing")
+        return
+    groups = _groups(files, comm_group, size, findings)
+    parts = [
+        Part(
+            np.array(kin.ranks),
+            kin.first.exchange,
+            np.stack(kin.partner),
+            TraceSource(kin.first.path),
+        )
+        for kin in kinds
+        if kin.first.exchange is not None
+    ]
+    if not parts:
+        report.skipped.append("groups, messages and the run: no rank could be read whole")
+        return
+    if groups is None and any(_names_groups(part) for part in parts):
+        findings.warn(
+            "no-groups",
+            f"there is no {GROUPS} (see --comm-group): groups are taken to be who uses them",
+        )
+    world = World(parts, size, groups, findings)
+    match = check_world(world)
+    report.checks += ["groups", "messages"]
+    _check_order(world, kinds, report)
+    if groups is not None:
+        check_ids(world, groups)
+    _check_run(world, match, len(files.traces), report)
+
+
+def _names_groups(part: Part) -> bool:
+    """Whether it has collectives on less than all ranks."""
+    return bool((part.partner[:, part.exchange.slot_kind == Kind.COLLECTIVE] != ALL).any())
+
+
+def _check_run(world: World, match: Match, files: int, report: Report) -> None:
+    """Whether everything comes to its end."""
+    findings = world.findings
+    if not world.whole:
+        there = int((world.part_of >= 0).sum())
+        why = "could be read whole" if there < files else "are here"
+        report.skipped.append(f"the run: only {there} of {world.size} ranks {why}")
+        return
+    report.checks.append("run")
+    if runs_in_order(world, match) and not any(code in findings for code in UNMET):
+        return
+    if sum(part.exchange.events.row.max(initial=0) for part in world.parts) > MOST_EXPLAINED:
+        findings.error("hang", "it does not run to its end; it is too large to say why")
+        return
+    why = explain(world, match)
+    if why is not None:
+        findings.error("hang", f"it never ends: {why}")
+
+
+def _groups(
+    files: Files, comm_group: Path | str | None, size: int, findings: Findings
+) -> dict[int, Int] | None:
+    """The communicator groups; None if there is no file of them."""
+    if comm_group is not None:
+        path = Path(comm_group)
+        if not path.is_file():
+            raise UserError(f"{path}: no such file")
+        return read_groups(path, size, findings)
+    found = default_groups(next(iter(files.traces.values())))
+    return None if found is None else read_groups(found, size, findings)
+
+
+def _check_order(world: World, kinds: Sequence[Kin], report: Report) -> None:
+    """Whether dependencies put the communication of each rank in order."""
+    open_ = [part for part in world.parts if part.exchange.breaks.pairs]
+    if not open_:
+        return
+    part = open_[0]
+    pairs, one, two = part.exchange.breaks
+    nodes = sum(kin.first.nodes * len(kin.ranks) for kin in kinds)
+    text = (
+        f"rank {part.ranks[0]}: nothing orders {part.source.label(one)} and "
+        f"{part.source.label(two)}{f', nor {pairs - 1} more pairs' if pairs > 1 else ''}: ranks "
+        "that run one communication at a time may choose differently, and then wait for ever"
+    )
+    if nodes <= MOST_SEARCHED and world.whole and not world.findings.errors:
+        found = search(world, max(1, min(8, 2 * MOST_SEARCHED // max(1, nodes))))
+        if found:
+            text += f". It hangs, for one, if {found}"
+    count = sum(len(part.ranks) for part in open_)
+    world.findings.add(Finding("warning", "order-left-to-timing", text, nodes=pairs, ranks=count))

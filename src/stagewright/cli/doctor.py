@@ -1,0 +1,75 @@
+"""The command that looks at the machine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from stagewright.evidence.doctor import Examination, Package
+
+
+@click.command()
+@click.argument("directory", default=".")
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@click.option("--speed/--no-speed", default=True, help="Write 300 MB and remove them. [on]")
+def doctor(directory: str, as_json: bool, speed: bool) -> int:
+    """Say what is installed, what is missing, and how fast this machine writes traces.
+
+    DIRECTORY is where traces would be written. [.] Exits with 0 if nothing that is needed is
+    missing, else with 1.
+    """
+    from stagewright.evidence.doctor import examine
+
+    found = examine(directory, speed=speed)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(found)
+    return int(bool(found.problems))
+
+
+def _print(found: Examination) -> None:
+    from stagewright import numbers as words
+    from stagewright.evidence.doctor import USES
+
+    def quantity(number: float, unit: str) -> str:
+        return words.quantity(round(number), unit)
+
+    click.echo(f"stagewright {found.stagewright}  {found.location}")
+    click.echo(f"python      {found.python}")
+    click.echo(f"system      {found.system}, {found.cores} cores")
+    for package in found.packages:
+        click.echo(f"{_mark(package.ok)} {_told(package)}")
+    for name, packages in found.extras.items():
+        missing = [package for package in packages if not package.ok]
+        click.echo(f"{_mark(not missing, 'yellow')} extra {name}: {USES.get(name, '')}")
+        if missing:
+            names = ", ".join(map(_told, missing))
+            click.echo(f"        missing: {names}; pip install 'stagewright[{name}]'")
+    speed = found.speed
+    if speed is not None:
+        click.echo(
+            f"compile     {speed.compile_seconds:.2f} s for 64 ranks of llama3.1-70b\n"
+            f"generate    {speed.nodes_per_second / 1e6:.2f} million nodes/s, "
+            f"{quantity(speed.bytes_per_second, 'B/s')} in {speed.directory}, with checksums\n"
+            f"disk        {quantity(speed.write_bytes_per_second, 'B/s')} written, "
+            f"{quantity(speed.sync_bytes_per_second, 'B/s')} until it is on the disk, "
+            f"{quantity(speed.free_bytes, 'B')} free\n"
+            f"SHA-256     {quantity(speed.sha256_bytes_per_second, 'B/s')} by one core"
+        )
+    for note in found.notes:
+        click.echo(f"note: {note}")
+    for problem in found.problems:
+        click.echo(f"{_mark(False)} {problem}")
+    click.echo("something is missing" if found.problems else "all that is needed is here")
+
+
+def _mark(ok: bool, color: str = "red") -> str:
+    return click.style("ok     " if ok else "MISSING", fg="green" if ok else color)
+
+
+def _told(package: Package) -> str:
+    return f"{package.name} {package.version or '-'} (wanted {package.wanted or 'any'})"

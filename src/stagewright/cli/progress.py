@@ -1,0 +1,99 @@
+"""What people are told of long work: how far it is, how fast, how long it takes; what is done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, Task
+    from rich.text import Text
+
+
+class Bar:
+    """A line on stderr; without a terminal, nothing."""
+
+    def __init__(self, progress: Progress | None = None, what: str = "ranks") -> None:
+        """`what` is counted."""
+        self._progress, self._what = progress, what
+        self._task = None if progress is None else progress.add_task("", total=None, rate="")
+
+    def say(self, text: str) -> None:
+        """Name what goes on, without a measure of it."""
+        if self._progress is not None and self._task is not None:
+            self._progress.reset(self._task, total=None, description=text, rate="")
+
+    def __call__(self, done: int, total: int, size: int = 0) -> None:
+        """So many are done of so many, and so many bytes."""
+        if self._progress is None or self._task is None:
+            return
+        task = self._progress.tasks[0]
+        if task.total is None:
+            self._progress.reset(self._task, total=total, description="")
+        rate = _rate(done, total, size, task.elapsed or 0.0, self._what)
+        self._progress.update(self._task, completed=done, total=total, rate=rate)
+
+
+def _rate(done: int, total: int, size: int, seconds: float, what: str) -> str:
+    """How far and how fast; without bytes where there are none.
+
+    >>> _rate(50, 200, 3_000_000, 2.0, "ranks")
+    '50 of 200 ranks, 25/s, 3 MB, 1.5 MB/s'
+    """
+    from stagewright.numbers import quantity
+
+    told = f"{done:,} of {total:,} {what}"
+    speed = f"{quantity(int(size / seconds), 'B')}/s" if seconds and size else ""
+    per_second = f"{done / seconds:,.0f}/s" if seconds else ""
+    moved = quantity(size, "B") if size else ""
+    return ", ".join(filter(None, (told, per_second, moved, speed)))
+
+
+@contextmanager
+def shown(what: str = "ranks") -> Generator[Bar]:
+    """A bar that goes when the work is done."""
+    if not sys.stderr.isatty():
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    text = TextColumn("{task.description}{task.fields[rate]}")
+    columns = (SpinnerColumn(), BarColumn(bar_width=24), text, _left()())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield Bar(progress, what)
+
+
+def _left() -> type:
+    """A column with the time left, or the time that has passed if nobody knows what is left."""
+    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
+    class Left(TimeRemainingColumn):
+        def render(self, task: Task) -> Text:
+            if task.total is None:
+                return TimeElapsedColumn().render(task)
+            return super().render(task)
+
+    return Left
+
+
+def told(written: Mapping[str, Any], out: str, seconds: float) -> str:
+    """What has been written, in one line."""
+    from stagewright.numbers import quantity
+    from stagewright.program.columns import Kind
+
+    nodes = sum(of["files"] * of[kind.name.lower()] for of in written["nodes"] for kind in Kind)
+    ranks = sum(of["files"] for of in written["nodes"])
+    size = quantity(written["files"].size, "B")
+    left = written.get("missing")
+    if left:
+        mine = len(written["files"])
+        return (
+            f"{out}: {mine} ranks of this share are written, {size}, {seconds:.1f} s; {left} ranks "
+            "of other shares are missing, and the last of these ends it"
+        )
+    return (
+        f"{out}: {ranks} of {written['world_size']} ranks, {nodes} nodes, {size}, {seconds:.1f} s"
+    )

@@ -1,0 +1,69 @@
+"""The command that puts published tables beside ours."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from stagewright.cli.help import Word
+from stagewright.cli.time import console
+from stagewright.cli.trace import JSON
+
+if TYPE_CHECKING:
+    from stagewright.evidence.reproduce import Case, Row
+
+
+@click.command()
+@click.argument("tables", metavar="stage-paper", type=Word(("stage-paper",)))
+@click.option("-o", "--out", metavar="FILE", help="Write the page (Markdown) and print nothing.")
+@JSON
+def reproduce(tables: str, out: str | None, as_json: bool) -> None:
+    """Print the tables of STAGE's paper beside what we compute.
+
+    Volumes of communication (Table VII), memory (Table V) and operations (Table I), with what the
+    paper leaves to be assumed.
+    """
+    from stagewright.evidence import reproduce
+
+    cases = list(reproduce.stage_paper())
+    if out is not None:
+        from stagewright.files import write_text
+
+        write_text(out, reproduce.markdown(cases))
+    elif as_json:
+        told = {name: text for name, text in reproduce.paper().items() if name != "cases"}
+        told["cases"] = [case._asdict() for case, _ in cases]
+        told["rows"] = [row._asdict() | {"error": row.error} for _, rows in cases for row in rows]
+        click.echo(json.dumps(told, indent=2))
+    else:
+        _print(cases)
+
+
+def _print(cases: list[tuple[Case, list[Row]]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from stagewright.evidence import reproduce
+
+    out = console()
+    for name, what in reproduce.TABLES.items():
+        of = [r for _, rows in cases for r in rows if r.table == name and reproduce.shows(r)]
+        table = Table(box=box.SIMPLE_HEAD, title=f"Table {name}: {what}", title_justify="left")
+        printed = ("measured", "STAGE") if name != "I" else ("printed",)
+        errors = ("error", "STAGE's") if name != "I" else ("error",)
+        for title in ("case", "", "ours", *printed, *errors):
+            table.add_column(title, justify="left" if title in ("case", "") else "right")
+        for row in of:
+            table.add_row(*reproduce.cells(row))
+        out.print(table)
+        for row in of:
+            if row.why:
+                out.print(f"  {row.row}, {row.quantity}: {row.why}")
+    out.print("\n[bold]What is assumed[/bold]")
+    for case, _ in cases:
+        out.print(f"  {case.name}: {case.assumed}")
+
+
+COMMANDS = (reproduce,)

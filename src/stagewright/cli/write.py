@@ -1,0 +1,87 @@
+"""How traces are written: the options that commands share, and the command `expand`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from stagewright.cli.help import Word
+from stagewright.cli.progress import shown, told
+from stagewright.errors import UserError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _shard(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[int, int] | None:
+    """`3/8` as two numbers."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text.strip())
+    if match is None:
+        raise UserError(f"--shard: got {text!r}, wanted a share such as 3/8")
+    return int(match[1]), int(match[2])
+
+
+OPTIONS = (
+    click.option("--force", is_flag=True, help="Replace what an earlier run wrote there."),
+    click.option(
+        "--workers", type=click.IntRange(1), metavar="N", help="Threads that write. [one per core]"
+    ),
+    click.option(
+        "--resume", is_flag=True, help="Go on with what a stopped run wrote; keep it if stopped."
+    ),
+    click.option(
+        "--shard",
+        metavar="I/N",
+        callback=_shard,
+        help="Write share I of N only, as a job array does; the last to end completes the output.",
+    ),
+    click.option(
+        "--engine",
+        type=Word(("local", "ray")),
+        default="local",
+        help="Who writes: threads of this process, or a Ray cluster. [local]",
+    ),
+    click.option("--address", metavar="ADDRESS", help="Of the Ray cluster: host:port, or auto."),
+)
+"""Fields of `write.How`, but for progress."""
+
+HOW = ("force", "workers", "resume", "shard", "engine", "address")
+
+
+def writing(command: _Command) -> _Command:
+    """Give a command the options that say how it writes."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("bundle")
+@click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
+@click.option("--ranks", metavar="LIST", help="These ranks, such as 0-7,131071. [all]")
+@click.option(
+    "--format", "format_", default="chakra", metavar="NAME", help="chakra, json or dot. [chakra]"
+)
+@writing
+def expand(bundle: str, out: str, ranks: str | None, format_: str, **how: Any) -> None:
+    """Write the traces of ranks of a bundle: the bytes that generate writes for them."""
+    from stagewright.cli.main import parse_ranks
+    from stagewright.trace.formats.bundle import Bundle
+    from stagewright.trace.unbundle import expand
+
+    started = time.perf_counter()
+    source = Bundle(bundle)
+    chosen = None if ranks is None else parse_ranks(ranks, source.world_size)
+    with shown() as bar:
+        written = expand(source, out, format=format_, ranks=chosen, progress=bar, **how)
+    click.echo(told(written, out, time.perf_counter() - started))
+
+
+COMMANDS = (expand,)

@@ -1,0 +1,119 @@
+"""Predictions beside measured kernels and collectives: rows of `data/measured/kernels.csv`.
+
+The rows are held out: no constant has been fitted to them (`benchmarks/fit_kernels.py` says which
+rows of the tables these are).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+
+from stagewright.errors import UserError
+from stagewright.evidence.errors_of import Outcome
+from stagewright.time.cost import attention_shape_seconds
+from stagewright.time.hardware import Hardware, resolve
+from stagewright.time.network import Machine, collective_seconds, placements
+from stagewright.time.roofline import (
+    Array,
+    copies_seconds,
+    gemm_seconds,
+    memory_seconds,
+    routing_seconds,
+)
+
+ITEM = {"bf16": 2, "fp8": 1}
+
+
+def validate(source: str | None = None) -> Iterator[Outcome]:
+    """Outcomes of all rows, or of those whose source contains a word."""
+    text = (files("stagewright") / "data" / "measured" / "kernels.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        if source is not None and source.lower() not in row["source"].lower():
+            continue
+        sizes = {k: int(v) for k, v in (word.split("=") for word in row["shape"].split())}
+        seconds = _seconds(row["kernel"], row["dtype"], sizes, resolve(row["hardware"]))
+        measured = float(row["measured_us"])
+        label = f"{row['hardware']} {row['kernel']} {row['dtype']} {row['shape']}"
+        error = seconds * 1e6 / measured - 1
+        yield Outcome(row["source"], label, "us", measured, seconds * 1e6, error, "", _REASON)
+
+
+_REASON = "one of many; the model is for medians"
+
+
+def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> float:
+    if kernel == "gemm":
+        return _gemm(size, dtype, on)
+    if kernel == "attention":
+        return _attention(size, dtype, on)
+    if kernel == "experts":
+        return _experts(size, dtype, on)
+    if "gpus" in size:
+        local = size["bytes"] // size["gpus"] if kernel == "all_gather" else size["bytes"]
+        machine = _machine(on.name, size["gpus"])
+        ranks = np.arange(size["gpus"], dtype=np.int64).reshape(1, -1)
+        return collective_seconds(kernel, local, placements(machine, ranks)[0], machine)[0]
+    raise UserError(f"kernels.csv: unknown kernel {kernel!r}")
+
+
+@cache
+def _machine(name: str, gpus: int) -> Machine:
+    # What runs in a node is part of one: the links of the whole node are there.
+    hardware = resolve(name)
+    return Machine.of(hardware, gpus=max(gpus, hardware.gpus_per_node))
+
+
+def _one(*values: float) -> list[np.ndarray]:
+    return [np.array([float(v)]) for v in values]
+
+
+def _gemm(size: dict[str, int], dtype: str, on: Hardware) -> float:
+    m, n, k = size["m"], size["n"], size["k"]
+    (traffic,) = _one(ITEM[dtype] * (m * k + k * n) + 2 * m * n)
+    seconds = gemm_seconds(*_one(1, m, n, k), traffic=traffic, dtype=dtype, on=on)
+    if dtype == "fp8":  # the rows include the kernel that quantizes the activations
+        moved, work = _one(3 * m * k, m * k)
+        seconds = seconds + memory_seconds(moved, work, on)
+    return float(seconds[0])
+
+
+def _attention(size: dict[str, int], dtype: str, on: Hardware) -> float:
+    b, h, kv, q, k, d = (size[x] for x in ("batch", "heads", "kv_heads", "q", "k", "d"))
+    shape = {"batch": b, "heads": h, "kv_heads": kv, "q": q, "k": k, "d": d, "v": d}
+    shape |= {"causal": 1, "window": 0}
+    arrays = {name: np.array([float(v)]) for name, v in shape.items()}
+    flops, traffic = _one(2 * b * h * q * k * d, 4 * b * (q * h + k * kv) * d)
+    return float(attention_shape_seconds(arrays, flops, traffic, dtype, on, False)[0])
+
+
+def _experts(size: dict[str, int], dtype: str, on: Hardware) -> float:
+    sizes = (size[x] for x in ("tokens", "m", "f", "top_k", "experts", "etp", "ep"))
+    return float(experts_seconds(*_one(*sizes), dtype=dtype, on=on)[0])
+
+
+def experts_seconds(
+    tokens: Array, h: Array, f: Array, top_k: Array, experts: Array, etp: Array, ep: Array,
+    *, dtype: str, on: Hardware,
+) -> Array:  # fmt: skip
+    """An MLP of evenly loaded experts on one of etp x ep ranks, all of which have all tokens.
+
+    Tokens are sorted by expert and copied; gate and up are one product; activation; down; sums.
+    """
+    copies, f = tokens * top_k / ep, f / etp
+    busy = np.minimum(experts / ep, copies)
+    each = np.maximum(copies / busy, 1)
+    up = 2 * (copies * h + busy * 2 * f * h + copies * 2 * f)
+    down = 2 * (copies * f + busy * f * h + copies * h)
+    return (
+        routing_seconds(tokens * top_k, on)
+        + copies_seconds(2 * 2 * copies * h, copies, on)
+        + gemm_seconds(busy, each, 2 * f, h, traffic=up, dtype=dtype, on=on)
+        + memory_seconds(2 * 3 * copies * f, copies, on)
+        + gemm_seconds(busy, each, h, f, traffic=down, dtype=dtype, on=on)
+        + copies_seconds(2 * (copies + tokens) * h, copies, on)
+    )

@@ -1,0 +1,119 @@
+"""Peaks of memory beside those that others have published.
+
+Rows are lines of `data/measured/memory.csv`: what was run, as in `validate`, and besides `measured`
+(bytes), `quantity`: `allocated` (torch's own count of what tensors take), `reserved` (what its
+allocator took from the device) or `reported`, where a paper does not say; `held`: bytes allocated
+between two steps; `workspace`: what libraries take by rule, see `docs/memory.md`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from typing import NamedTuple
+
+from stagewright.evidence.validate import asked
+from stagewright.lower.training import compile
+from stagewright.model.config import ModelConfig
+from stagewright.run.settings import Run
+
+STATES = ("parameters", "gradients", "optimizer")
+_TEXT = ("source", "row", "url", "hardware", "quantity", "measured", "held", "workspace", "reason")
+
+
+class Outcome(NamedTuple):
+    """A published peak and ours, in bytes; errors are ours / theirs - 1."""
+
+    source: str
+    row: str
+    hardware: str
+    quantity: str
+    measured: int
+    peak: int
+    workspace: int
+    held: int | None  # measured between steps
+    states: int  # ours between steps
+    reason: str
+
+    @property
+    def error(self) -> float:
+        """Of the peak with the workspace of libraries."""
+        return (self.peak + self.workspace) / self.measured - 1
+
+    @property
+    def error_of_states(self) -> float | None:
+        """Of what is held between steps."""
+        return None if self.held is None else (self.states + self.workspace) / self.held - 1
+
+
+def outcomes() -> Iterator[Outcome]:
+    """All rows, in their order."""
+    text = files("stagewright").joinpath("data/measured/memory.csv").read_text(encoding="utf-8")
+    settings = set(Run.model_fields)
+    known: dict[tuple[Run, ModelConfig, bool], tuple[int, int]] = {}
+    for row in csv.DictReader(text.splitlines()):
+        run, model = asked({k: v for k, v in row.items() if k not in _TEXT}, settings)
+        # Megatron-LM's log is that of the last rank; others give the largest of all.
+        last = row["quantity"] == "allocated"
+        key = _short(run, model), model, last
+        if key not in known:
+            known[key] = _held(*key)
+        peak, states = known[key]
+        yield Outcome(
+            row["source"],
+            row["row"],
+            row["hardware"],
+            row["quantity"],
+            int(row["measured"]),
+            peak,
+            int(row["workspace"] or 0),
+            int(row["held"]) if row["held"] else None,
+            states,
+            row["reason"],
+        )
+
+
+def _short(run: Run, model: ModelConfig) -> Run:
+    """The run with so few microbatches that as many are alive as ever are."""
+    run = run.resolved(model)
+    few = min(run.microbatches, run.pp * run.vpp)
+    return run.model_copy(update={"global_batch_size": few * run.micro_batch_size * run.dp})
+
+
+def _held(run: Run, model: ModelConfig, last: bool) -> tuple[int, int]:
+    classes = compile(run, model).program.classes
+    of = max(classes, key=lambda c: c.pipeline_rank if last else c.memory["peak"])
+    return of.memory["peak"], sum(of.memory[s] for s in STATES)
+
+
+class Summary(NamedTuple):
+    """Of the sizes of the errors of some outcomes."""
+
+    source: str
+    rows: int
+    mean: float
+    median: float
+    bias: float  # mean error, signed
+    worst: float  # signed
+
+
+def summary(some: Iterable[Outcome]) -> list[Summary]:
+    """Per source, in the order of the outcomes."""
+    by_source: dict[str, list[float]] = {}
+    for outcome in some:
+        by_source.setdefault(outcome.source, []).append(outcome.error)
+    return [_summary(source, errors) for source, errors in by_source.items()]
+
+
+def _summary(source: str, errors: list[float]) -> Summary:
+    sizes = sorted(abs(e) for e in errors)
+    middle = (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2
+    return Summary(
+        source,
+        len(errors),
+        sum(sizes) / len(sizes),
+        middle,
+        sum(errors) / len(errors),
+        max(errors, key=abs),
+    )

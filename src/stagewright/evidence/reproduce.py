@@ -1,0 +1,191 @@
+"""Published tables beside ours: what STAGE's paper measured and computed.
+
+`data/published/stage-paper.yaml` has its figures, each case's run, what we assume of it and why a
+figure of ours differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import yaml
+
+from stagewright.evidence.validate import variant
+from stagewright.graph.node import BYTES
+from stagewright.lower.training import compile
+from stagewright.program.columns import Kind, Program
+from stagewright.run.settings import Run
+
+VOLUMES = {
+    "send": ("send", "all_to_all"),
+    "recv": ("recv", "all_to_all"),
+    "all_reduce": ("all_reduce",),
+    "all_gather": ("all_gather",),
+    "reduce_scatter": ("reduce_scatter",),
+}
+"""Columns of Table VII and the operations that each counts: an all-to-all is its messages."""
+TABLES = {
+    "VII": "millions of elements that a rank of the first stage communicates in a step",
+    "V": "GB at the peak of a rank of the last stage",
+    "I": "operations of a rank of the first stage in a step",
+}
+
+
+class Case(NamedTuple):
+    """A model and its parallelism, as the paper names it, and as we run it."""
+
+    name: str
+    run: str
+    assumed: str
+    """What the paper does not print, and what it follows from."""
+
+
+class Row(NamedTuple):
+    """A figure: ours, what was measured (None: only one is printed) and what STAGE computed."""
+
+    table: str
+    row: str
+    quantity: str
+    ours: float
+    measured: float | None
+    stage: float
+    why: str
+    """Why ours differs, if it does."""
+
+    @property
+    def error(self) -> float | None:
+        """Ours / the figure - 1, of what was measured if that is printed; None: it is 0."""
+        return _error(self.ours, self.stage if self.measured is None else self.measured)
+
+    @property
+    def error_of_stage(self) -> float | None:
+        """Likewise, of what STAGE computed."""
+        return None if self.measured is None else _error(self.stage, self.measured)
+
+    @property
+    def same(self) -> bool:
+        """Whether ours is what is printed, to its last digit."""
+        figure = self.stage if self.measured is None else self.measured
+        return round(self.ours, 1) == figure
+
+
+def _error(value: float, figure: float) -> float | None:
+    return value / figure - 1 if figure else None
+
+
+def paper() -> dict[str, Any]:
+    """The file of figures."""
+    text = files("stagewright") / "data" / "published" / "stage-paper.yaml"
+    return yaml.safe_load(text.read_text(encoding="utf-8"))
+
+
+def stage_paper() -> Iterator[tuple[Case, list[Row]]]:
+    """Each case of the paper with its rows, in the order of its tables."""
+    for case in paper()["cases"]:
+        yield _case(case)
+
+
+def _case(case: Mapping[str, Any]) -> tuple[Case, list[Row]]:
+    run, model = variant({**case["run"], **case.get("model", {})}, set(Run.model_fields))
+    compiled = compile(run, model)
+    program = compiled.program
+    why = case.get("why", {})
+    rows: list[Row] = []
+    printed = cast("Mapping[str, list[float]]", case.get("volume", {}))
+    counts = {**VOLUMES, **case.get("counts", {})}
+    ours = volumes(program, data_parallel=case.get("data_parallel", False)) if printed else {}
+    for quantity in VOLUMES if printed else ():
+        amount = sum(ours.get(op, 0) for op in counts[quantity]) / 1e6
+        measured, stage = printed.get(quantity, (0, 0))
+        rows.append(Row("VII", case["name"], quantity, amount, measured, stage, ""))
+    if "memory" in case:
+        measured, stage = case["memory"]
+        peak = program.classes[-1].memory["peak"] / 1e9
+        measured -= case.get("context", 0)
+        rows.append(Row("V", case["name"], "memory", peak, measured, stage, ""))
+    for quantity, figure in case.get("operations", {}).items():
+        kinds = program.classes[0].tasks.kind
+        amount = int(np.count_nonzero((kinds == Kind.COMPUTE) == (quantity == "compute")))
+        rows.append(Row("I", case["name"], quantity, amount, None, figure, ""))
+    rows = [row._replace(why=str(why.get(row.quantity, ""))) for row in rows]
+    changed = (f"{field}={value}" for field, value in case.get("model", {}).items())
+    told = " ".join([compiled.run.describe(), *changed])
+    return Case(case["name"], told, case["assumed"]), rows
+
+
+def volumes(program: Program, data_parallel: bool) -> dict[str, int]:
+    """Elements that a rank of the first stage communicates, by operation.
+
+    `data_parallel`: with what is reduced and gathered over dp. All-gathers count the input shard.
+    """
+    tasks = program.classes[0].tasks
+    over = set(dict(program.mesh.groups).get("dp", ("dp",)))
+    held = [data_parallel or not over & {*c.axes} for c in program.communicators]
+    collective = tasks.kind == Kind.COLLECTIVE
+    exchange = tasks.ops.index("all_to_all") if "all_to_all" in tasks.ops else -1
+    counted = np.isin(tasks.kind, (Kind.SEND, Kind.RECV)) | (tasks.op == exchange)
+    counted[collective] |= np.array(held, bool)[tasks.slot[collective]]
+    sizes = np.array([BYTES[dtype] for dtype in tasks.dtypes])[tasks.dtype]
+    elements = np.where(counted, tasks.comm_bytes // sizes, 0)
+    return {op: int(elements[tasks.op == i].sum()) for i, op in enumerate(tasks.ops)}
+
+
+# ---- as text -------------------------------------------------------------------------------------
+
+_INTRODUCTION = """\
+# STAGE's tables, reproduced
+
+What stagewright computes beside what {paper} ({url})
+measured and computed. Written by `stagewright reproduce stage-paper -o docs/stage-paper.md`;
+figures and runs are in `src/stagewright/data/published/stage-paper.yaml`.
+
+An all-gather counts its input shard, a reduce-scatter its whole input, an all-to-all is sends and
+receives. What is reduced over data parallelism is in no column of the paper but for FSDP=8 and
+DeepSeek-MoE 16B, and is counted there only. Memory is less the GB of context that the paper takes
+off dense rows; the allocation of ours is ideal. Table I has one figure for each; our compute tasks
+are fused kernels.
+"""
+
+
+def markdown(cases: list[tuple[Case, list[Row]]]) -> str:
+    """The tables as a page."""
+    lines = [_INTRODUCTION.format(**paper())]
+    for table, what in TABLES.items():
+        shown = [r for _, rows in cases for r in rows if r.table == table and shows(r)]
+        lines += [f"## Table {table}: {what}", "", _HEAD[table != "I"]]
+        lines += [f"| {' | '.join(cells(row))} |" for row in shown]
+        lines += ["", *(f"- {r.row}, {r.quantity}: {r.why}." for r in shown if r.why), ""]
+    lines += ["## What is assumed", ""]
+    lines += [f"- {case.name}: {case.assumed}. `{case.run}`" for case, _ in cases]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = (
+    "| case | quantity | ours | printed | error |\n|---|---|---:|---:|---:|",
+    "| case | quantity | ours | measured | STAGE | error | STAGE's |\n"
+    "|---|---|---:|---:|---:|---:|---:|",
+)
+
+
+def shows(row: Row) -> bool:
+    """Whether there is anything to show: what nobody sends, does not."""
+    return max(row.ours, row.measured or 0, row.stage) >= 0.05
+
+
+def cells(row: Row) -> list[str]:
+    """Case, quantity, ours, measured and STAGE's (or the only one printed), errors of both."""
+    form = "{:,.0f}" if row.table == "I" else "{:,.1f}" if row.table == "VII" else "{:,.2f}"
+    printed = [row.stage] if row.measured is None else [row.measured, row.stage]
+    errors = [_percent(row.error, row.same)]
+    if row.measured is not None:
+        errors.append(_percent(row.error_of_stage, row.stage == row.measured))
+    return [row.row, row.quantity, *(form.format(n) for n in (row.ours, *printed)), *errors]
+
+
+def _percent(error: float | None, same: bool) -> str:
+    if same:
+        return "same"
+    return "" if error is None else f"{error:+.2%}"

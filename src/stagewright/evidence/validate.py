@@ -1,0 +1,222 @@
+"""Predictions beside measurements that others have published.
+
+Rows are lines of `data/measured/*.csv`: what was run (columns named as settings of `Run`, as
+fields of `ModelConfig` where the model is a variant of a preset, and `hardware`), the quantity that
+was measured, its source, and which constant of ours it has fitted, if any. One line adds a row.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import UserError, did_you_mean
+from stagewright.evidence.errors_of import Outcome
+from stagewright.files import read_text
+from stagewright.lower.training import compile
+from stagewright.model.config import ModelConfig
+from stagewright.model.config import resolve as resolve_model
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve as resolve_hardware
+from stagewright.time.network import Machine
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.step import executed, model_flops
+
+QUANTITIES = {
+    "step_s": "seconds per step",
+    "tokens_s_gpu": "tokens per second and GPU",
+    "tflops_gpu": "TFLOP/s per GPU of the model: no recompute, half for causal masks",
+}
+NEEDS_REASON = 0.25
+"""An error beyond this has its reason printed."""
+_TEXT = (
+    *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
+    *("no_overlap", "tp_comm_overlap", "overlap_moe_expert_parallel_comm"),
+    *("moe_flex_dispatcher", "attention_kernel"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One published number and the run that gave it."""
+
+    source: str
+    row: str
+    url: str
+    quantity: str
+    measured: float
+    hardware: str
+    fitted: str
+    """Constants of ours that this row has fitted; empty: none."""
+    reason: str
+    """What is assumed, or why the prediction is off."""
+    no_overlap: str
+    """Axes whose communication the framework does not overlap, such as `dp+pp`."""
+    tp_comm_overlap: str
+    """`true`: collectives over tp go in pieces beside their products; see `tensor_overlap`."""
+    overlap_moe_expert_parallel_comm: str
+    """`true`: two microbatches at a time; see `simulation.combined`."""
+    moe_flex_dispatcher: str
+    """`true`: a token goes once to each rank; see `network.dispatch_seconds`."""
+    attention_kernel: str
+    """One of the hardware's, where the framework does not run the default."""
+    run: Run
+    model: ModelConfig
+
+
+Predict = Callable[[Measurement, Machine], float]
+Progress = Callable[[int, int], None]
+
+
+def validate(
+    source: str | None = None,
+    predict: Predict | None = None,
+    progress: Progress | None = None,
+    rows: Iterable[Measurement] | None = None,
+) -> Iterator[Outcome]:
+    """Outcomes of training measurements, of those whose source contains a word.
+
+    `rows` None: those that the package carries.
+    """
+    predict = predict or step_seconds
+    chosen = select(measurements() if rows is None else rows, source)
+    for done, m in enumerate(chosen):
+        if progress is not None:
+            progress(done, len(chosen))
+        predicted = in_quantity(m, predict(m, machine_of(m)))
+        error = predicted / m.measured - 1
+        yield Outcome(m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason)
+
+
+def machine_of(m: Measurement) -> Machine:
+    """What a row ran on."""
+    hardware = resolve_hardware(m.hardware)
+    return Machine.of(hardware, gpus=m.run.world_size, attention_kernel=m.attention_kernel or None)
+
+
+def in_quantity(m: Measurement, seconds: float) -> float:
+    """A step time in the unit that was measured."""
+    if m.quantity == "step_s":
+        return seconds
+    run = m.run.resolved(m.model)
+    if m.quantity == "tflops_gpu":
+        return model_flops(run, m.model)[1] / seconds / run.world_size / 1e12
+    tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
+    return tokens / seconds / run.world_size
+
+
+def select(rows: Iterable[Measurement], source: str | None) -> list[Measurement]:
+    """Rows of a source, by any part of its name."""
+    rows = list(rows)
+    if source is None:
+        return rows
+    return [m for m in rows if source.lower() in m.source.lower()]
+
+
+def measurements() -> list[Measurement]:
+    """All training measurements that the package carries."""
+    folder = files("stagewright") / "data" / "measured"
+    result: list[Measurement] = []
+    for file in sorted(folder.iterdir(), key=lambda f: f.name):
+        if file.name.startswith("training") and file.name.endswith(".csv"):
+            result += read(file.read_text(encoding="utf-8"), file.name)
+    return result
+
+
+def load(path: str | Path) -> list[Measurement]:
+    """Measurements of a file of one's own, in the form of those carried."""
+    return read(read_text(path, "measurements in CSV"), str(path))
+
+
+def read(text: str, where: str) -> list[Measurement]:
+    """Measurements of a CSV file; unknown columns are refused by name."""
+    rows = csv.DictReader(text.splitlines(), restval="")
+    settings, sizes = set(Run.model_fields), {f.name for f in fields(ModelConfig)} - {"name"}
+    for column in rows.fieldnames or ():
+        if column not in {*_TEXT, *settings, *sizes}:
+            hint = did_you_mean(column, [*_TEXT, *settings, *sizes])
+            raise UserError(f"{where}: unknown column {column!r}{hint}")
+    for column in ("source", "row", "hardware", "quantity", "measured", "model"):
+        if column not in (rows.fieldnames or ()):
+            raise UserError(f"{where}: the column {column} is missing; docs/time.md shows a row")
+    return [_measurement(row, settings, f"{where}, line {i}") for i, row in enumerate(rows, 2)]
+
+
+def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Measurement:
+    if None in row:
+        raise UserError(f"{where}: has more cells than there are columns; quote what has commas")
+    if row["quantity"] not in QUANTITIES:
+        raise UserError(
+            f"{where}: quantity is {row['quantity']!r}"
+            f"{did_you_mean(row['quantity'], QUANTITIES)}; wanted one of {', '.join(QUANTITIES)}"
+        )
+    run, model = asked({k: v for k, v in row.items() if k not in _TEXT}, settings)
+    texts = {k: row.get(k) or "" for k in _TEXT if k != "measured"}
+    try:
+        measured = float(row["measured"])
+    except ValueError:
+        measured = 0.0
+    if not 0 < measured < math.inf:
+        raise UserError(f"{where}: measured is {row['measured']!r}, wanted a number above 0")
+    return Measurement(**texts, measured=measured, run=run, model=model)
+
+
+def asked(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
+    """The run of a row's settings, and its model: a preset, changed by the fields that remain."""
+    return variant({k: _value(v) for k, v in row.items() if v}, settings)
+
+
+def variant(given: Mapping[str, Any], settings: Container[str]) -> tuple[Run, ModelConfig]:
+    """Likewise, of values."""
+    model = resolve_model(str(given.get("model", "")))
+    changes = {k: v for k, v in given.items() if k not in settings}
+    if changes:
+        changes.setdefault("kv_channels", model.kv_channels)
+        model = replace(model, **changes)
+    return Run.load(None, {k: v for k, v in given.items() if k in settings}), model
+
+
+def _value(text: str) -> Any:
+    if max(map(len, text.split(","))) > 99:
+        raise UserError(f"cannot read {text[:40]!r}...; wanted a number or a word")
+    if text in ("true", "false"):
+        return text == "true"
+    if not text.isdecimal():
+        if text.replace(",", "").isdecimal():
+            return tuple(int(x) for x in text.split(","))
+        return tuple(text.split("+")) if "+" in text else text
+    return int(text)
+
+
+# ---- the prediction ------------------------------------------------------------------------------
+
+
+def step_seconds(m: Measurement, machine: Machine) -> float:
+    """Seconds of a step, simulated.
+
+    Once the pipeline is full, a step is linear in its microbatches: two programs of few stand for
+    one of many.
+    """
+    run = m.run.resolved(m.model)
+    how = Execution(
+        no_overlap=frozenset(m.no_overlap.split("+")) - {""},
+        tp_comm_overlap=m.tp_comm_overlap == "true",
+        overlap_moe_expert_parallel_comm=m.overlap_moe_expert_parallel_comm == "true",
+        moe_flex_dispatcher=m.moe_flex_dispatcher == "true",
+    )
+
+    def simulated(microbatches: int) -> float:
+        batch = microbatches * run.micro_batch_size * run.dp
+        part = run.model_copy(update={"global_batch_size": batch})
+        return executed(compile(part, m.model), machine, how).seconds
+
+    one, two = (1, 2) if run.pp == 1 else (run.pp, 2 * run.pp)
+    if run.microbatches <= two:
+        return simulated(run.microbatches)
+    first, second = simulated(one), simulated(two)
+    return second + (run.microbatches - two) * (second - first) / (two - one)

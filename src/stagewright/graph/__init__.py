@@ -1,0 +1,5 @@
+"""The graph of one block for one device, and the passes that rebuild it.
+
+In: ops on symbolic shapes. Out: the same graph with its gradient, with what is recomputed, and
+sharded: with a layout for every value and the collectives between layouts. Knows no model.
+"""

@@ -1,0 +1,191 @@
+"""The graph: immutable, interned nodes in execution order. Passes rebuild it and never change it.
+
+Two nodes with the same fields are the same object, so common subexpressions cannot exist and
+equality is `is`. Side tables keyed by node hold what analyses find out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any
+
+from stagewright.algebra.layout import Layout
+from stagewright.algebra.size import Size, product, size
+
+BYTES: dict[str, int | Fraction] = {
+    **{"fp32": 4, "bf16": 2, "fp8": 1, "int32": 4, "int64": 8, "uint8": 1},
+    # Weights as they are stored, with the scales of groups of them.
+    "fp8_b128": 1 + Fraction(4, 128 * 128),  # fp32 for 128 x 128 (DeepSeek-V3, arXiv 2412.19437)
+    "int4_g128": Fraction(1, 2) + Fraction(2, 128),  # fp16 for 128 in a row (GPTQ, AWQ: symmetric)
+    "nvfp4": Fraction(1, 2) + Fraction(1, 16),  # fp8 for 16 in a row (NVIDIA)
+    "mxfp4": Fraction(1, 2) + Fraction(1, 32),  # an exponent of 8 bit for 32 (OCP MX 1.0)
+}
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True, repr=False)
+class Node:
+    """One value and how it comes about.
+
+    `shape` is the logical shape: sharding changes `layout` and never `shape`. `phase` and `once`
+    are part of the identity: the same expression in two phases is computed twice. `once` marks what
+    happens once per step instead of once per microbatch. `name` is what strategies and people call
+    the value.
+    """
+
+    op: str
+    srcs: tuple[Node, ...]
+    attrs: tuple[tuple[str, Hashable], ...]
+    phase: str
+    once: bool
+    scope: str
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+    layout: Layout
+
+    def __getitem__(self, attr: str) -> Hashable:
+        for key, value in self.attrs:
+            if key == attr:
+                return value
+        raise KeyError(f"{self.op} has no attribute {attr!r}")
+
+    def get(self, attr: str, default: Hashable = None) -> Hashable:
+        """The attribute's value, or `default`."""
+        return next((value for key, value in self.attrs if key == attr), default)
+
+    def __repr__(self) -> str:
+        return f"{self.name or self.op}: {self.layout.show(tuple(map(str, self.shape)))}"
+
+    @property
+    def local_shape(self) -> tuple[Size, ...]:
+        """Sizes of the part that one rank holds, for splits that divide."""
+        dims = zip(self.shape, self.layout.dims, strict=True)
+        return tuple(d / product(size(a) for a in axes) if axes else d for d, axes in dims)
+
+
+_interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
+_FIELDS = tuple(f.name for f in fields(Node))
+
+
+def node(
+    op: str,
+    srcs: tuple[Node, ...],
+    *,
+    shape: tuple[Size, ...],
+    dtype: str,
+    layout: Layout,
+    attrs: Mapping[str, Hashable] | None = None,
+    phase: str = "forward",
+    once: bool = False,
+    scope: str = "",
+    name: str = "",
+) -> Node:
+    """The one node with these fields."""
+    key = (
+        op,
+        srcs,
+        tuple(sorted((attrs or {}).items())),
+        phase,
+        once,
+        scope,
+        name,
+        shape,
+        dtype,
+        layout,
+    )
+    found = _interned.get(key)
+    if found is None:
+        found = _interned[key] = Node(*key)
+    return found
+
+
+def replace(old: Node, **changes: Any) -> Node:
+    """`old` with some fields changed."""
+    key: tuple[Any, ...] = tuple(changes[f] if f in changes else getattr(old, f) for f in _FIELDS)
+    found = _interned.get(key)
+    if found is None:
+        found = _interned[key] = Node(*key)
+    return found
+
+
+def toposort(roots: Iterable[Node]) -> list[Node]:
+    """Every node that the roots need, once, inputs first, in the order the roots ask for them."""
+    order: dict[Node, None] = {}
+    stack = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        n, ready = stack.pop()
+        if n in order:
+            continue
+        if ready:
+            order[n] = None
+        else:
+            stack.append((n, True))
+            stack.extend((s, False) for s in reversed(n.srcs))
+    return list(order)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in execution order, and which of them the outside asks for, by name."""
+
+    nodes: tuple[Node, ...]
+    outputs: Mapping[str, Node]
+
+    @classmethod
+    def of(cls, order: Iterable[Node], outputs: Mapping[str, Node]) -> Graph:
+        """A graph of all that the outputs need, executed in the given order as far as possible."""
+        needed = set(toposort(outputs.values()))
+        wanted = (n for n in (*order, *outputs.values()) if n in needed)
+        return cls(tuple(toposort(wanted)), outputs)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def rebuild(
+        self, fn: Callable[[Node, tuple[Node, ...]], Node]
+    ) -> tuple[Graph, dict[Node, Node]]:
+        """The one way to write a pass: `fn(old, new_srcs) -> new`, once per node, inputs first.
+
+        Returns the new graph and the table from old to new nodes. New nodes that `fn` makes on the
+        way are executed just before the one it returns.
+        """
+        new: dict[Node, Node] = {}
+        for n in self.nodes:
+            new[n] = fn(n, tuple(new[s] for s in n.srcs))
+        order = toposort(new.values())
+        return Graph.of(order, {k: new[v] for k, v in self.outputs.items()}), new
+
+
+def verify(graph: Graph) -> None:
+    """Raise AssertionError unless the order respects dependencies and every output is there."""
+    seen: set[Node] = set()
+    for n in graph:
+        assert all(s in seen for s in n.srcs), f"{n} runs before one of its inputs"
+        assert len(n.shape) == len(n.layout.dims), f"{n} has a layout of another rank"
+        seen.add(n)
+    assert all(v in seen for v in graph.outputs.values())
+
+
+def text(graph: Graph) -> str:
+    """The graph in the paper's notation, one line per node: deterministic and diffable."""
+    labels: dict[Node, str] = {}
+    used: dict[str, int] = {}
+    lines: list[str] = []
+    for n in graph:
+        base = n.name or n.op
+        used[base] = count = used.get(base, 0) + 1
+        labels[n] = label = base if count == 1 else f"{base}.{count}"
+        typed = n.layout.show(tuple(map(str, n.shape)))
+        axes: Any = n.get("axes", ())
+        detail = n.get("spec") or "+".join(axes) or ""
+        args = ", ".join(labels[s] for s in n.srcs)
+        when = "" if n.phase == "forward" else f"  ; {n.phase}"
+        when += " once" if n.once else ""
+        dtype = "" if n.dtype == "bf16" else f" {n.dtype}"
+        lines.append(
+            f"{label}: {typed}{dtype} = {n.op}{f'[{detail}]' if detail else ''}({args}){when}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""What backward computes or gathers again instead of keeping it: one pass, several predicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from stagewright.graph.node import Graph, Node, replace, toposort
+
+
+def remat(
+    graph: Graph,
+    again: Callable[[Node], str | None],
+    primal: Mapping[Node, Node],
+    *,
+    rerun: Callable[[Node], bool] = lambda _: False,
+) -> tuple[Graph, dict[Node, Node]]:
+    """Backward uses copies of the forward nodes for which `again` names a phase to make them in.
+
+    Copies run just before their first user. `rerun` marks results that are made again whole though
+    forward's are kept, as by frameworks that call a module's forward again for its inner values:
+    their copies run before backward first reads something that they are made of. Returns the graph
+    and `primal` for its nodes.
+    """
+    copy: dict[Node, Node] = {}
+    forced: list[Node] = []
+    for n in graph:
+        if n.phase == "forward" and n.srcs and (phase := again(n)):
+            copy[n] = replace(n, srcs=tuple(copy.get(s, s) for s in n.srcs), phase=phase)
+            if rerun(n):
+                forced.append(n)
+    if not copy:
+        return graph, dict(primal)
+    kept = set(forced)
+
+    def visit(old: Node, srcs: tuple[Node, ...]) -> Node:
+        if old.phase != "forward":
+            pairs = zip(old.srcs, srcs, strict=True)
+            srcs = tuple(s if o in kept else copy.get(o, s) for o, s in pairs)
+        return replace(old, srcs=srcs)
+
+    new, table = graph.rebuild(visit)
+    outputs = {**new.outputs, **{f"rerun.{i}": copy[n] for i, n in enumerate(forced)}}
+    order: list[Node] = []
+    copies = set(copy.values())
+    waiting = [(copy[n], _made_of(copy[n], copies)) for n in forced]
+    for n in new:
+        if n.phase != "forward":
+            order += [c for c, made_of in waiting if not made_of.isdisjoint((n, *n.srcs))]
+        order.append(n)
+    return Graph.of([*order, *outputs.values()], outputs), {
+        table[g]: table[p] for g, p in primal.items() if g in table and p in table
+    }
+
+
+def _made_of(result: Node, copies: set[Node]) -> set[Node]:
+    """The copies that a copy needs, and all that they read."""
+    found = [n for n in toposort([result]) if n in copies]
+    return {*found, *(s for n in found for s in n.srcs)}

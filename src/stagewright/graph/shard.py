@@ -1,0 +1,311 @@
+"""Rebuild the graph with the layouts a strategy asks for and the collectives these imply.
+
+Operands propose, the wanted output breaks ties. A partial sum stays one until someone needs the
+value, or until its primal's split makes it smaller; then it is reduced straight into that layout
+(reduce-scatter, not all-reduce and slice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from stagewright.algebra.index import Dim, Spec, layout_of, parse
+from stagewright.algebra.layout import Layout, duplicated, steps
+from stagewright.graph.node import Graph, Node, replace
+from stagewright.graph.table import LEAVES, OPS, add, apply, letters
+from stagewright.graph.table import move as _move
+
+# What a strategy says of a value: the layout it shall have, or None to follow the operands. `have`
+# is the layout that follows, or None when the value is not computed yet.
+Want = Callable[[Node, Layout | None], Layout | None]
+Splits = dict[str, tuple[str, ...]]
+Offer = tuple[str, tuple[str, ...], bool]  # letter, axes that may split it, whether by a weight
+
+NOTHING: Mapping[Node, Node] = {}
+
+
+def shard(
+    graph: Graph,
+    want: Want,
+    primal: Mapping[Node, Node] = NOTHING,
+    *,
+    keep_gathered: bool = False,
+    inner: frozenset[str] = frozenset(),
+    model_axes: tuple[str, ...] = (),
+) -> Graph:
+    """The graph with every leaf and named value where `want` says, and collectives in between.
+
+    `primal` maps a gradient to the value it belongs to: it prefers that layout. `keep_gathered`
+    lets backward use what forward gathered, instead of gathering again. `inner` are the axes that
+    split the inner index of a dim such as `(gr)`: heads of one key-value group over ranks that each
+    hold that group. `model_axes` are those over which a norm of all parameters is a sum.
+    """
+    return _Sharding(want, primal, keep_gathered, inner, model_axes).run(graph)
+
+
+class _Sharding:
+    """One run over a graph; holds the layouts found so far."""
+
+    def __init__(
+        self,
+        want: Want,
+        primal: Mapping[Node, Node],
+        keep_gathered: bool,
+        inner: frozenset[str],
+        model_axes: tuple[str, ...],
+    ) -> None:
+        self.inner = inner
+        self.model_axes = model_axes
+        self.want = want
+        self.primal = primal
+        self.keep_gathered = keep_gathered
+        self.layout: dict[Node, Layout] = {}  # old node -> the layout it got
+        self.made: set[Node] = set()
+        self.demanded: set[Node] = set()  # old values that someone needs complete
+
+    def run(self, graph: Graph) -> Graph:
+        for n in graph:
+            if n.op not in LEAVES and not (OPS[n.op].linear or OPS[n.op].multilinear):
+                self.demanded.update(n.srcs)
+        new, _ = graph.rebuild(self.visit)
+        return new
+
+    def visit(self, old: Node, srcs: tuple[Node, ...]) -> Node:
+        if old.op in LEAVES:
+            new = replace(old, layout=self.want(old, None) or self.of_primal(old) or old.layout)
+        elif old.op == "identity":
+            new = srcs[0]
+        else:
+            new = self.compute(old, srcs)
+        target = self.want(old, new.layout) if old.op not in LEAVES else None
+        if target is not None:
+            new = self.reshard(new, target, old)
+        self.layout[old] = new.layout
+        self.made.add(new)
+        return new
+
+    def compute(self, old: Node, srcs: tuple[Node, ...]) -> Node:
+        spec_text = str(old["spec"])
+        olds = old.srcs
+        if old.op == "add":
+            olds, srcs = self.grouped(old, srcs)
+            x = letters(srcs[0])
+            spec_text = ",".join([x] * len(srcs)) + "->" + x
+            if len(srcs) == 1:
+                return srcs[0]
+        spec = parse(spec_text)
+        keep = self.kept(old, olds, srcs)
+        split_by = self.assign(old, spec, olds, srcs, keep)
+        args: list[Node] = []
+        for dims, s, sums in zip(spec.ins, srcs, keep, strict=True):
+            reduction = s.layout.reduction if sums else "sum"
+            target = Layout(layout_of(dims, split_by), sums, reduction)
+            args.append(self.reshard(s, target, old, operand=True))
+        fields: dict[str, Any] = {k: v for k, v in old.attrs if k != "spec"}
+        if "alone" in fields:
+            # A norm counts equal copies once: over every axis that splits nothing here.
+            fields["alone"] = tuple(a for a in self.model_axes if a not in args[0].layout.axes())
+        return apply(
+            old.op,
+            spec_text,
+            *args,
+            dtype=old.dtype,
+            out=old.shape,
+            split=split_by,
+            phase=old.phase,
+            once=old.once,
+            scope=old.scope,
+            name=old.name,
+            **fields,
+        )
+
+    def grouped(
+        self, old: Node, srcs: tuple[Node, ...]
+    ) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """Add what lives alike first, so that each group is reduced once."""
+        groups: dict[Layout, list[tuple[Node, Node]]] = {}
+        for o, s in zip(old.srcs, srcs, strict=True):
+            groups.setdefault(s.layout, []).append((o, s))
+        if len(groups) == 1:
+            return old.srcs, srcs
+        own = {"phase": old.phase, "once": old.once, "scope": old.scope}
+        summed = tuple(add(*(s for _, s in g), **own, name=g[0][1].name) for g in groups.values())
+        return tuple(g[0][0] for g in groups.values()), summed
+
+    def kept(
+        self, old: Node, olds: tuple[Node, ...], srcs: tuple[Node, ...]
+    ) -> list[frozenset[str]]:
+        """Per operand, the axes whose partial sum flows through the op."""
+        row = OPS[old.op]
+        none: list[frozenset[str]] = [frozenset()] * len(srcs)
+        if any(s.layout.reduction != "sum" for s in srcs):
+            return none
+        if row.linear:
+            shared = frozenset[str].intersection(*(s.layout.partial for s in srcs))
+            if len(srcs) == 1 and self.want(old, None) is None and "alone" not in dict(old.attrs):
+                # Reduced now where that makes it smaller, or where someone else reduces it anyway.
+                shared -= frozenset(self.home(olds[0]))
+                shared = frozenset[str]() if olds[0] in self.demanded else shared
+            return [shared] * len(srcs)
+        sums = [i for i, s in enumerate(srcs) if s.layout.partial]
+        if row.multilinear and len(sums) == 1 and olds[sums[0]] not in self.demanded:
+            (i,) = sums
+            spec = parse(str(old["spec"]))
+            elsewhere = {*self.home(old)}  # what may split the result or another operand
+            for dims, s in (x for j, x in enumerate(zip(spec.ins, srcs, strict=True)) if j != i):
+                splits = zip(dims, s.layout.dims, strict=True)
+                elsewhere |= {a for d, axes in splits if spec.whole.isdisjoint(d) for a in axes}
+            none[i] = srcs[i].layout.partial - elsewhere - frozenset(self.home(olds[i]))
+        return none
+
+    def home(self, old: Node) -> dict[str, int]:
+        """The axes that split the primal of a gradient, and the dim each splits."""
+        layout = self.layout.get(self.primal[old]) if old in self.primal else None
+        return {a: i for i, axes in enumerate(layout.dims) for a in axes} if layout else {}
+
+    def of_primal(self, old: Node) -> Layout | None:
+        """Where a gradient lives whose primal is a complete value: with it."""
+        layout = self.layout.get(self.primal[old]) if old in self.primal else None
+        return None if layout is None else Layout(layout.dims)
+
+    def assign(
+        self,
+        old: Node,
+        spec: Spec,
+        olds: tuple[Node, ...],
+        srcs: tuple[Node, ...],
+        keep: list[frozenset[str]],
+    ) -> Splits:
+        """Letter -> axes.
+
+        An axis splits one letter: the wanted output, then parameters, then operand order win.
+        """
+        like = (
+            self.want(old, None)
+            or self.layout.get(self.primal.get(old, old))
+            or duplicated(len(spec.out))
+        )
+        wanted = dict(
+            x for d, axes in zip(spec.out, like.dims, strict=True) for x in self.per_letter(d, axes)
+        )
+        offers: list[Offer] = []
+        for dims, o, s in zip(spec.ins, olds, srcs, strict=True):
+            # A gradient proposes the layout of its primal, everything else its own.
+            proposed = self.layout.get(self.primal.get(o, o)) or s.layout
+            if o in self.primal and _of_weight(self.primal[o]) and _refines(s.layout, proposed):
+                proposed = s.layout  # a gradient of slices is gathered when it is reduced
+            weight = _is_weight(o)
+            for dim, axes in zip(dims, proposed.dims, strict=True):
+                offers += [(x, some, weight) for x, some in self.per_letter(dim, axes) if some]
+        offers = [self.sliced(offer, offers) for offer in offers]
+        keys = ring[1] if (ring := OPS[old.op].ring) else ""  # split last: heads win over them
+        offers.sort(
+            key=lambda x: (x[0] == keys, not set(x[1]) & set(wanted.get(x[0], ())), not x[2])
+        )
+        known = {x for dims in spec.ins for d in dims for x in d}
+        offers[:0] = [(x, axes, False) for x, axes in wanted.items() if x not in known]
+        # What is whole and wanted split is sliced before the work, not after it.
+        offers += [(x, axes, False) for x, axes in wanted.items() if x in known and axes]
+        result = self.settle(old, spec, offers, frozenset[str]().union(*keep))
+        for dim in {d for dims in (*spec.ins, spec.out) for d in dims if len(d) > 1}:
+            # The inner index is split in contiguous parts only where the outer one is split up.
+            outer = [axes for x, axes, _ in offers if x == dim[0] and result[dim[1]]]
+            if any(axes != result[dim[0]] for axes in outer):
+                result[dim[1]] = ()
+        return result
+
+    def sliced(self, offer: Offer, offers: list[Offer]) -> Offer:
+        """A weight follows what splits it further: a slice moves nothing."""
+        letter, axes, weight = offer
+        further = [
+            other
+            for x, other, theirs in offers
+            if weight and not theirs and x == letter and other[: len(axes)] == axes
+        ]
+        return letter, max(further, key=len, default=axes), weight
+
+    def per_letter(self, dim: Dim, axes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+        """Who of a dim's indices the axes split."""
+        if len(dim) == 1:
+            return [(dim[0], axes)]
+        inner = tuple(a for a in axes if a in self.inner)
+        return [(dim[0], tuple(a for a in axes if a not in inner)), (dim[1], inner)]
+
+    def settle(
+        self,
+        old: Node,
+        spec: Spec,
+        offers: list[Offer],
+        taken: frozenset[str],
+    ) -> Splits:
+        """Grant the offers in order."""
+        ring, rows = OPS[old.op].ring, OPS[old.op].rows
+        result: Splits = {}
+        used: dict[str, str] = dict.fromkeys(taken, "")
+        for letter, axes, _ in offers:
+            if letter in spec.whole or letter in result or (rows and letter == rows[0]):
+                continue
+            # Splits nest: what an axis that is taken encloses goes with it.
+            free = tuple(takewhile(partial(_free, used, letter, ring), axes))
+            if free:
+                result[letter] = free
+                used.update(dict.fromkeys(free, letter))
+        if ring and result.get(ring[1]) != result.get(ring[0]):
+            # Keys are whole, or go round the ranks that the queries are split over.
+            result.pop(ring[1], None)
+        if rows:
+            # Rows stand in any order: the offered one, and inside it what leaves another dim for
+            # this one, which gives up its innermost split first.
+            of = [a for x in rows[1] for a in result.get(x, ())]
+            first = [a for x, axes, _ in offers if x == rows[0] for a in axes if a in of]
+            result[rows[0]] = tuple(dict.fromkeys([*first, *reversed(of)]))
+        known = (x for dims in (*spec.ins, spec.out) for d in dims for x in d)
+        return {x: result.get(x, ()) for x in known}
+
+    def reshard(self, n: Node, to: Layout, consumer: Node, *, operand: bool = False) -> Node:
+        """Collectives from where `n` lives to `to`; consumers with the same need share them."""
+        phase, once = consumer.phase, consumer.once
+        name = "" if operand else consumer.name
+        role = "" if operand else str(consumer.get("role", ""))
+        for step in steps(n.layout, to):
+            move = partial(_move, n, step, name=name, role=role)
+            earlier = (n.phase, n.once) != (phase, once) and move(phase=n.phase, once=n.once)
+            if (
+                earlier
+                and earlier in self.made
+                # Of keys, `remat` has said whether they are gathered again.
+                and (step.kind != "all_gather" or (self.keep_gathered and role != "keys"))
+            ):
+                n = earlier
+            else:
+                n = move(phase=phase, once=once)
+            self.made.add(n)
+        return n
+
+
+def _of_weight(n: Node) -> bool:
+    """A parameter, or what is made of one alone."""
+    while len(n.srcs) == 1:
+        n = n.srcs[0]
+    return n.op == "param"
+
+
+def _refines(finer: Layout, layout: Layout) -> bool:
+    """Whether every dim is split at least as in the other layout, and in the same order."""
+    pairs = zip(finer.dims, layout.dims, strict=True)
+    return all(now[: len(then)] == then for now, then in pairs)
+
+
+def _is_weight(n: Node) -> bool:
+    """A parameter, as it is stored or as the computation sees it: gathered, in low precision."""
+    while n.op in ("identity", "cast"):
+        (n,) = n.srcs
+    return n.op == "param"
+
+
+def _free(used: Mapping[str, str], letter: str, ring: tuple[str, str] | None, axis: str) -> bool:
+    """Whether `axis` may split `letter` besides what it splits already."""
+    return axis not in used or (ring is not None and {used[axis], letter} == set(ring))

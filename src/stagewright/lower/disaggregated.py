@@ -1,0 +1,378 @@
+"""Prefill and decode on ranks of their own: two programs side by side, and the cache sent across.
+
+The prompts of a decode step's requests are computed by a second group of ranks, whose parallelism
+is its own. When a prompt is done, every rank of decode gets the keys and values that it needs, of
+its requests, layers and heads, from ranks that hold them (as vLLM's NixlConnector, whose ranks read
+from those of prefill): a message a layer from each. Attention of a layer waits for its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.algebra.layout import Mesh
+from stagewright.errors import UserError
+from stagewright.graph.node import BYTES
+from stagewright.lower.per_rank import place_along
+from stagewright.lower.serving import compiled as one_mesh
+from stagewright.lower.training import Compiled
+from stagewright.model.config import ModelConfig, Reach
+from stagewright.parallel.degrees import parallelization
+from stagewright.program.columns import Communicator, Int, Kind, Peer, Program, RankClass, Tasks
+from stagewright.run import lengths as batch
+from stagewright.run.lengths import Group
+from stagewright.run.requests import cache_of, groups
+from stagewright.run.settings import Run, check
+
+SIDES = ("prefill", "decode")
+ACROSS = "cache"
+"""What the way between the two is called, where others are axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes(Mesh):
+    """Meshes behind each other: ranks of the first, then those of the second."""
+
+    parts: tuple[Mesh, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(part.world_size for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Joined(Program):
+    """A program whose groups and partners are listed, not worked out from one mesh."""
+
+    group_index: tuple[Int, ...] = ()  # per communicator and rank: which group; -1: none
+    partners: tuple[Int, ...] = ()  # per peer and rank; itself where it has none
+
+    def group_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """Id of the group that each of `ranks` is in for `slot`; 0 where it is in none."""
+        index = self.group_index[slot] if ranks is None else self.group_index[slot][ranks]
+        return np.where(index < 0, 0, self._ids(slot, index))
+
+    def group_count(self, slot: int) -> int:
+        """How many groups communicator `slot` has."""
+        return 1 + int(self.group_index[slot].max())
+
+    def members(self, slot: int, index: Int) -> Int:
+        """Ranks of the groups number `index` of communicator `slot`: a row each, ascending."""
+        ranks = np.argsort(self.group_index[slot], kind="stable")
+        ranks = ranks[np.count_nonzero(self.group_index[slot] < 0) :]
+        return ranks.reshape(self.group_count(slot), -1)[index]
+
+    def peer_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """The rank that each of `ranks` exchanges with on peer `slot`."""
+        return self.partners[slot] if ranks is None else self.partners[slot][ranks]
+
+
+class Message(NamedTuple):
+    """Part of the cache of one layer, from one rank of prefill to one of decode."""
+
+    layer: int
+    source: int
+    target: int  # both count the ranks of their own side
+    size: int  # bytes
+
+
+def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled:
+    """A step of a resolved run that has been checked, whose `prefill` is given."""
+    first = prefill_run(run).resolved(model)
+    check(first, model)
+    sides = one_mesh(first, model, table), one_mesh(run, model, table)
+    found = messages(first, run, model)
+    program = joined([side.program for side in sides], found, str(run.kv_cache_dtype))
+    blocks = {f"{name} {k}": g for name, s in zip(SIDES, sides, strict=True)
+              for k, g in s.blocks.items()}  # fmt: skip
+    return replace(sides[1], blocks=blocks, program=program)
+
+
+def prefill_run(run: Run) -> Run:
+    """The step that computes the prompts of a resolved decode run's requests."""
+    others = run.prefill_ranks
+    assert others is not None
+    asked = groups(run)
+    if any(not g.context_length for g in asked):
+        raise UserError(
+            "prefill computes the context of each request, but some have context_length=0; give "
+            "all at least one token"
+        )
+    same = ("model", "kv_cache_dtype", "kv_cache", "kv_block_size", "precision", "layers", "vocab")
+    same = (*same, "weight_precision", "make_vocab_size_divisible_by", "strategy", "order", "fuse")
+    return Run(
+        mode="prefill",
+        streams=run.streams,
+        requests=batch.merged([Group(g.count, 0, g.context_length) for g in asked], "requests"),
+        **{name: getattr(run, name) for name in same},
+        **others.model_dump(exclude_none=True),
+    )
+
+
+# ---- who sends what to whom ----------------------------------------------------------------------
+
+
+class _Side(NamedTuple):
+    """Where the ranks of one side are: their places along dp, tp and pp, and the rank of each."""
+
+    run: Run
+    dp: list[int]
+    tp: list[int]
+    pp: list[int]
+    rank: Mapping[tuple[int, int, int], int]
+
+    @classmethod
+    def of(cls, run: Run, model: ModelConfig) -> _Side:
+        mesh, plan = parallelization(run, model)
+        stage = place_along(mesh, ["pp"])
+        places = [place_along(mesh, plan.data), place_along(mesh, plan.tensor), stage]
+        dp, tp, pp = (place.tolist() for place in places)
+        return cls(run, dp, tp, pp, {at: r for r, at in enumerate(zip(dp, tp, pp, strict=True))})
+
+    def stage_of(self, layers: int) -> list[int]:
+        ends = list(accumulate(self.run.layers_per_stage or (layers,)))
+        return [next(s for s, end in enumerate(ends) if layer < end) for layer in range(layers)]
+
+
+def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
+    """Every message, by layer, target and source.
+
+    Requests are dealt in turn to the ranks of dp on both sides; tp splits key-value heads, or ranks
+    have copies of them, or of latents: ranks of decode then take turns in whom they ask.
+    """
+    one, two = _Side.of(first, model), _Side.of(second, model)
+    heads = 1 if model.kv_lora_rank else model.num_query_groups
+    width = model.kv_lora_rank + model.qk_rope_head_dim
+    of_head = (width if model.kv_lora_rank else 2 * model.kv_channels) * BYTES[
+        str(second.kv_cache_dtype)
+    ]
+    tokens = {reach: _tokens(first.dp, second, reach) for reach in model.reaches}
+    from_stage, to_stage = one.stage_of(model.num_layers), two.stage_of(model.num_layers)
+    overlaps = [held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
+    found: list[Message] = []
+    for layer in range(model.num_layers):
+        kept = tokens[model.reach(model.layer(layer).mixer)]
+        for target, (dp, tp, pp) in enumerate(zip(two.dp, two.tp, two.pp, strict=True)):
+            if pp != to_stage[layer]:
+                continue
+            for (sender, receiver), held in kept.items():
+                if receiver == dp and held:
+                    found += [
+                        Message(
+                            layer,
+                            one.rank[sender, at, from_stage[layer]],
+                            target,
+                            math.ceil(held * many * of_head),
+                        )
+                        for at, many in overlaps[tp]
+                    ]
+    return found
+
+
+def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
+    """Tokens of the requests that each rank of prefill's dp and of decode's have in common.
+
+    Whole blocks of a paged cache; of layers with a window or chunks what these still reach.
+    """
+    asked = [Group(g.count, g.context_length, 0) for g in groups(run)]
+    turns = math.lcm(ranks, run.dp)
+    column = batch.COLUMNS.index("slots" if run.kv_cache == "paged" else "keys")
+    sums = batch.dealt(asked, batch.each(asked, cache_of(run), reach), turns)[:, column]
+    found: dict[tuple[int, int], int] = {}
+    for turn, held in enumerate(sums.tolist()):
+        pair = turn % ranks, turn % run.dp
+        found[pair] = found.get(pair, 0) + held
+    return found
+
+
+def held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
+    """Which of `ranks` of tp send how many key-value heads to a place among others.
+
+    Where ranks hold copies of a head, neighbouring places ask different ones in turn, so that no
+    copy sends to more places than another by more than one: below, ranks 4 to 7 have head 1, and
+    of the places that want it, 2 asks rank 6 and 3 asks rank 7.
+
+    >>> held_by(8, 4, 0, 2), held_by(8, 2, 3, 4), held_by(2, 8, 3, 4)
+    ([(0, 2), (1, 2)], [(1, 2)], [(7, 1)])
+    """
+    copies = max(1, ranks // heads)
+    mine = range(place * heads // places, max((place + 1) * heads // places,
+                                              place * heads // places + 1))  # fmt: skip
+    count: dict[int, int] = {}
+    for head in mine:
+        holder = head * ranks // heads + place % copies
+        count[holder] = count.get(holder, 0) + 1
+    return list(count.items())
+
+
+# ---- two programs as one -------------------------------------------------------------------------
+
+
+def joined(programs: Sequence[Program], across: Sequence[Message], dtype: str) -> Joined:
+    """The ranks of both programs, with the messages that lead from the first to the second."""
+    first, second = programs
+    world = first.mesh.world_size + second.mesh.world_size
+    starts = (0, first.mesh.world_size)
+    group_index: list[Int] = []
+    partners: list[Int] = []
+    communicators: list[Communicator] = []
+    peers: list[Peer] = []
+    classes: list[RankClass] = []
+    here = [len(programs[0].communicators), len(programs[0].peers)]
+    for name, start, program in zip(SIDES, starts, programs, strict=True):
+        end = start + program.mesh.world_size
+        for slot, who in enumerate(program.communicators):
+            ids = program.group_of(slot)
+            index = np.full(world, -1, np.int64)
+            index[start:end] = np.where(
+                ids > 0, np.unique(ids, return_inverse=True)[1] - bool((ids == 0).any()), -1
+            )
+            group_index.append(index)
+            communicators.append(who._replace(axes=tuple(f"{name}.{a}" for a in who.axes)))
+        for slot, peer in enumerate(program.peers):
+            whom = np.arange(world)
+            whom[start:end] = program.peer_of(slot) + start
+            partners.append(whom)
+            peers.append(peer._replace(axis=f"{name}.{peer.axis}"))
+    for start, program, way in zip(starts, programs, (1, -1), strict=True):
+        by_rank: dict[int, list[Message]] = {}
+        for m in across:
+            by_rank.setdefault(m.source if way == 1 else m.target, []).append(m)
+        others = {r: sorted({m.target if way == 1 else m.source for m in some})
+                  for r, some in by_rank.items()}  # fmt: skip
+        slot = len(peers)
+        for nth in range(max(map(len, others.values()), default=0)):
+            whom = np.arange(world)
+            for r, some in others.items():
+                if nth < len(some):
+                    whom[start + r] = some[nth] + starts[1 if way == 1 else 0]
+            partners.append(whom)
+            peers.append(Peer(ACROSS, way * (nth + 1)))
+        for c in program.classes:
+            tasks = c.tasks if way == 1 else _shifted(c.tasks, *here)
+            alike: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+            for r in c.ranks.tolist():
+                rows = tuple(sorted(
+                    (m.layer, slot + others[r].index(m.target if way == 1 else m.source), m.size)
+                    for m in by_rank.get(r, ())
+                ))  # fmt: skip
+                alike.setdefault(rows, []).append(r + start)
+            add = _with_sends if way == 1 else _with_receives
+            for rows, ranks in alike.items():
+                more = add(tasks, rows, dtype) if rows else tasks
+                classes.append(replace(c, ranks=np.array(ranks, np.int64), tasks=more))
+    return Joined(
+        _side_by_side([p.mesh for p in programs]),
+        tuple(classes), tuple(communicators), tuple(peers), tuple(group_index), tuple(partners),
+    )  # fmt: skip
+
+
+def _side_by_side(meshes: Sequence[Mesh]) -> Meshes:
+    named = list(zip(SIDES, meshes, strict=True))
+    return Meshes(
+        tuple((f"{name}.{axis}", n) for name, mesh in named for axis, n in mesh.axes),
+        tuple(
+            (f"{name} {label}", tuple(f"{name}.{a}" for a in axes))
+            for name, mesh in named
+            for label, axes in mesh.groups
+        ),
+        parts=tuple(meshes),
+    )
+
+
+def _shifted(tasks: Tasks, communicators: int, peers: int) -> Tasks:
+    """The same with communicators and peers that are behind so many others."""
+    more = np.where(tasks.kind == Kind.COLLECTIVE, communicators, peers)
+    slot = np.where(tasks.slot < 0, -1, tasks.slot + more).astype(np.int16)
+    return replace(tasks, slot=slot)
+
+
+Row = tuple[int, int, int]  # layer, slot, bytes
+
+
+def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
+    """Behind all else, in one chain; each needs what has written its layer's cache."""
+    n = len(tasks)
+    data = [
+        (n + i, at)
+        for i, (layer, _, _) in enumerate(rows)
+        for at in _rows_of(tasks, "cache", layer)
+    ]
+    moves = np.flatnonzero((tasks.kind == Kind.COLLECTIVE) | (tasks.kind == Kind.SEND))
+    chain = [*moves[-1:].tolist(), *range(n, n + len(rows))]
+    order = list(zip(range(n + len(rows) - len(chain) + 1, n + len(rows)), chain, strict=False))
+    return _more(tasks, Kind.SEND, rows, dtype, n, data, order)
+
+
+def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
+    """Before all else, since they wait for nothing; attention of a layer needs its own."""
+    data = [
+        (len(rows) + at, i)
+        for i, (layer, _, _) in enumerate(rows)
+        for at in _rows_of(tasks, "cached_attention", layer)
+    ]
+    return _more(tasks, Kind.RECV, rows, dtype, 0, data, [])
+
+
+def _rows_of(tasks: Tasks, op: str, layer: int) -> list[int]:
+    """The kernels of a layer that an op is part of."""
+    fused = [i for i, ops in enumerate(tasks.ops) if op in ops.split("+")]
+    return np.flatnonzero((tasks.layer == layer) & np.isin(tasks.op, fused)).tolist()
+
+
+def _more(
+    tasks: Tasks, kind: Kind, rows: Sequence[Row], dtype: str, at: int,
+    data: Iterable[tuple[int, int]], order: Iterable[tuple[int, int]],
+) -> Tasks:  # fmt: skip
+    """Tasks with messages that stand from row `at` on; dependencies are pairs of new row numbers.
+
+    A message's tag is its layer: between two ranks there is one for each.
+    """
+    verb = kind.name.lower()
+    layer, slot, size = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    labels = [f"layer{i}.cache.{verb}" for i in layer.tolist()]
+    names = tuple(dict.fromkeys((*tasks.names, *labels)))
+    ops = tuple(dict.fromkeys((*tasks.ops, verb)))
+    place = {name: i for i, name in enumerate(names)}
+    zero, none = np.zeros(len(rows), np.int64), np.full(len(rows), -1)
+    stages = dict(zip(tasks.layer.tolist(), tasks.stage.tolist(), strict=True))
+    new: dict[str, Any] = {
+        "kind": zero + kind, "name": np.array([place[x] for x in labels]),
+        "op": zero + ops.index(verb), "phase": zero,
+        "stage": np.array([stages[i] for i in layer.tolist()]), "layer": layer,
+        "microbatch": none, "flops": zero, "traffic": zero, "collective": none,
+        "dtype": zero + tasks.dtypes.index(dtype), "comm_bytes": size, "slot": slot, "tag": layer,
+        "shape": none,
+    }  # fmt: skip
+    columns = {
+        name: np.insert(column, at, values.astype(column.dtype))
+        for name, values in new.items()
+        for column in [getattr(tasks, name)]
+    }
+    shift = len(rows) if at == 0 else 0
+    total = len(tasks) + len(rows)
+    data_ptr, data_rows = _linked(tasks.data_ptr, tasks.data, shift, total, data)
+    order_ptr, order_rows = _linked(tasks.order_ptr, tasks.order, shift, total, order)
+    return replace(
+        tasks, **columns, names=names, ops=ops,
+        data_ptr=data_ptr, data=data_rows, order_ptr=order_ptr, order=order_rows,
+    )  # fmt: skip
+
+
+def _linked(
+    ptr: Int, needed: Any, shift: int, total: int, more: Iterable[tuple[int, int]]
+) -> tuple[Int, Any]:
+    """Dependencies as CSR of rows that have moved by `shift`, with more of them."""
+    pairs = np.array(list(more), np.int64).reshape(-1, 2)
+    row = np.concatenate([np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)) + shift, pairs[:, 0]])
+    on = np.concatenate([needed + shift, pairs[:, 1]])
+    turn = np.argsort(row, kind="stable")
+    counts = np.bincount(row, minlength=total)
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), on[turn].astype(np.int32)

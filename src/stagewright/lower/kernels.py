@@ -1,0 +1,585 @@
+"""From one sharded block to the kernels and messages of one rank: numbers, fusion, buckets.
+
+Consecutive element-wise ops become one kernel, as a compiler or a hand-written fused kernel would
+have it; what stays inside a kernel is neither written nor read. Collectives that move weights or
+their gradients are gathered into buckets per block. Attention whose keys are split like its queries
+becomes the steps of a ring.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple, cast
+
+from stagewright.algebra.index import parse
+from stagewright.algebra.layout import Mesh
+from stagewright.algebra.size import Size, size
+from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS, indices, local, traffic
+from stagewright.program.columns import Kind, Shape
+from stagewright.program.shapes import shape_of
+
+Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
+
+
+class Carried(NamedTuple):
+    """A value that blocks hand on to those after them, or its gradient, which goes the other way.
+
+    The residual stream is "x". A block that does not make a value lets it pass.
+    """
+
+    name: str
+    gradient: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A row to be: a kernel, a collective or one end of a message; `part` is one of `PARTS`."""
+
+    name: str
+    op: str
+    kind: Kind
+    phase: str
+    part: str
+    flops: int = 0
+    traffic: int = 0
+    axes: tuple[str, ...] = ()  # COLLECTIVE: outermost first; SEND, RECV: the one axis
+    shift: int = 0  # SEND, RECV: distance to the peer along the axis
+    twin: Task | None = None  # RECV: the SEND that a rank the other way issues for it
+    comm_bytes: int = 0
+    dtype: str = ""
+    shape: Shape | None = None  # COMPUTE
+    # what it waits for: tasks, or what others hand on
+    deps: list[Dependency] = field(default_factory=list["Dependency"])
+    made: list[Node] = field(default_factory=list[Node])  # values that others see
+    reads: list[Node] = field(default_factory=list[Node])  # values of others
+
+
+Dependency = Task | Carried
+
+# When a task runs: weights gathered once per step or once per microbatch; forward; the same for
+# backward; gradients reduced once per step, and between the stages that share the embedding; norms
+# of gradients; updates.
+PARTS = (
+    "gather_once",
+    "gather",
+    "forward",
+    "gather_again",
+    "backward",
+    "reduce_once",
+    "tie",
+    "norm",
+    "update",
+)
+
+
+HEADS = frozenset(size(name) for name in ("A", "G", "Group", "Head"))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How large a dim is on one rank; a split that does not divide pads to the ceiling.
+
+    `means` are dims of which only the mean is known, which need not be whole: the rows of experts.
+    `rows` are axes that split heads and their channels as one dim, where they split channels: rows
+    of a linear's weight as PyTorch's FSDP shards them.
+    """
+
+    sizes: Mapping[str, int]
+    mesh: Mesh
+    means: Mapping[Size, Mean] = field(default_factory=dict[Size, Mean])
+    rows: frozenset[str] = frozenset()
+    known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = field(
+        default_factory=dict[tuple[Size, tuple[str, ...]], "int | Fraction"]
+    )
+
+    def __call__(self, dim: Size, axes: tuple[str, ...]) -> int | Fraction:
+        """Points of a dim that `axes` split."""
+        key = (dim, axes)
+        if key not in self.known:
+            ranks = self.mesh.size(*axes)
+            if dim in self.means:
+                mean = self.means[dim]
+                self.known[key] = mean / ranks if isinstance(mean, Fraction) else mean(axes)
+            else:
+                self.known[key] = -(-dim.value(self.sizes) // ranks)
+        return self.known[key]
+
+    def elements(self, n: Node) -> int:
+        """Elements of a value that one rank holds."""
+        dims = [*zip(n.shape, n.layout.dims, strict=True)]
+        last = len(dims) - 1
+        over = tuple(a for a in dims[-1][1] if a in self.rows) if dims else ()
+        if not over or n.shape[-1] in (size("M"), size("B")):
+            return math.ceil(local(n, self))
+        first = last
+        while first and n.shape[first - 1] in HEADS:
+            first -= 1
+        count = [self(d, tuple(a for a in axes if a not in over)) for d, axes in dims]
+        rows = math.ceil(math.prod(count[first:]))
+        return math.ceil(math.prod(count[:first])) * -(-rows // self.mesh.size(*over))
+
+
+def extent_of(
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    means: Mapping[Size, Mean] | None = None,
+    rows: frozenset[str] = frozenset(),
+) -> Extent:
+    """How large dims are on a rank of a mesh; see `Extent`."""
+    return Extent(sizes, mesh, means or {}, rows)
+
+
+def bytes_of(n: Node, extent: Extent) -> int:
+    """Bytes of the part of a value that one rank holds."""
+    return math.ceil(extent.elements(n) * BYTES[n.dtype])
+
+
+def kernels(
+    graph: Graph,
+    extent: Extent,
+    mesh: Mesh,
+    *,
+    fuse: bool = True,
+    bucket: str = "layer",
+    key_grads: str = "reduce_scatter",
+) -> tuple[list[Task], dict[Node, Dependency | None]]:
+    """The tasks of a block in execution order within each part, and which task makes each value.
+
+    `bucket` "step" is "layer", but for gradients that are reduced once per step.
+    """
+    lowering = _Lowering(graph, extent, mesh, fuse, bucket, key_grads)
+    return lowering.run(), lowering.at
+
+
+Cluster = list[Node]
+
+
+class _Lowering:
+    """One block on its way; `at`: the task that makes a value, or an interface outside."""
+
+    def __init__(
+        self, graph: Graph, extent: Extent, mesh: Mesh, fuse: bool, bucket: str, key_grads: str
+    ) -> None:
+        self.key_grads = key_grads
+        self.rings: dict[tuple[Node, ...], list[Task]] = {}
+        self.graph = graph
+        self.extent = extent
+        self.mesh = mesh
+        self.fuse = fuse
+        self.bucket = bucket
+        self.at: dict[Node, Dependency | None] = {}
+        self.users: dict[Node, list[Node]] = {}
+        for n in graph:
+            for s in n.srcs:
+                self.users.setdefault(s, []).append(n)
+        self.asked = set(graph.outputs.values())
+        self.light = _weights_only(graph)
+        self.norms = _before_norm(graph)
+        self.buckets: dict[tuple[object, ...], Task] = {}
+
+    def run(self) -> list[Task]:
+        tasks: list[Task] = []
+        for n in self.graph:
+            if n.op in LEAVES:
+                self.at[n] = interface(n)
+        for cluster in _in_order(self.clusters()):
+            tasks += self.lower(cluster)
+        return _sorted(tasks)
+
+    # Which nodes become one kernel.
+
+    def clusters(self) -> list[Cluster]:
+        result: list[Cluster] = []
+        open_: Cluster = []
+        behind: set[Node] = set()  # outside the open cluster, but in need of it
+        joint: dict[tuple[object, ...], Cluster] = {}
+        for n in self.graph:
+            if n.op in LEAVES:
+                continue
+            together = joint.get((n.op, n.srcs, n.phase)) if n.op not in COLLECTIVE_OPS else None
+            if together is not None and OPS[n.op].joint:
+                together.append(n)
+                continue
+            if n.op in COLLECTIVE_OPS or n.op in _VIEWS:
+                result.append([n])
+                if any(s in behind or s in open_ for s in n.srcs):
+                    behind.add(n)
+                continue
+            if open_ and self.joins(n, open_, behind):
+                open_.append(n)
+            else:
+                home = self.absorbs(n, result)
+                if home is not None:
+                    home.append(n)
+                    open_, behind = [], set()
+                    continue
+                result.append([n])
+                open_, behind = (result[-1], set()) if OPS[n.op].fuses else ([], set())
+            joint[n.op, n.srcs, n.phase] = next(c for c in reversed(result) if n in c)
+        return result
+
+    def joins(self, n: Node, cluster: Cluster, behind: set[Node]) -> bool:
+        """Whether an element-wise node continues the open kernel."""
+        last = cluster[-1]
+        return (
+            self.fuse
+            and OPS[n.op].fuses
+            and (n.phase, n.once) == (last.phase, last.once)
+            and self.part(n) == self.part(last)
+            and not any(s in behind for s in n.srcs)
+            and any(s in cluster or any(s in m.srcs for m in cluster) for s in n.srcs)
+        )
+
+    def absorbs(self, n: Node, clusters: list[Cluster]) -> Cluster | None:
+        """The product whose epilogue accumulates the gradient (Megatron-LM's fused wgrad)."""
+        if not (self.fuse and n.op in ("cast", "accumulate") and self.users.get(n.srcs[0]) == [n]):
+            return None
+        home = clusters[-1] if clusters else []
+        writes = n.op == "accumulate" or any(u.op == "accumulate" for u in self.users.get(n, []))
+        if not writes or not home or home[-1] is not n.srcs[0] or home[-1].phase != n.phase:
+            return None
+        return None if home[0].op in COLLECTIVE_OPS or home[0].op in _VIEWS else home
+
+    def part(self, n: Node) -> str:
+        if n.op == "tie":
+            return "tie"
+        if n.phase == "optimizer":
+            return "norm" if n in self.norms else "update"
+        if n.phase == "forward":
+            return "gather_once" if n.once else "gather" if n in self.light else "forward"
+        if n.once:
+            return "reduce_once"
+        return "gather_again" if n in self.light else "backward"
+
+    # What a cluster costs.
+
+    def lower(self, cluster: Cluster) -> list[Task]:
+        n = cluster[0]
+        if n.op == "slice" and n["role"] == "own":
+            self.at[n] = task = self.copy(n)
+            return [task]
+        if n.op in _VIEWS:
+            self.at[n] = self.at[n.srcs[0]]
+            if n.op == "tie":
+                return [self.message(n, "all_reduce", (TIED, str(n["tied"])))]
+            return []
+        if n.op in COLLECTIVE_OPS:
+            return self.collective(n)
+        task = self.kernel(cluster)
+        ring = _ring_axes(n)
+        if ring and self.mesh.size(*ring) > 1:
+            return self.ring(task, cluster, ring)
+        self.at.update(dict.fromkeys(cluster, task))
+        return [task]
+
+    def copy(self, n: Node) -> Task:
+        """A part of a value that is made as a value of its own."""
+        size = bytes_of(n, self.extent)
+        return Task(
+            n.name or n.op, n.op, Kind.COMPUTE, n.phase, self.part(n), traffic=2 * size,
+            dtype=n.dtype, deps=self.deps(n.srcs), made=[n], reads=[*n.srcs],
+        )  # fmt: skip
+
+    def kernel(self, cluster: Cluster) -> Task:
+        first, last = cluster[0], cluster[-1]
+        inside = set(cluster)
+        reads: dict[Node, int] = {}
+        seen = [
+            m
+            for m in cluster
+            if m in self.asked or any(u not in inside for u in self.users.get(m, []))
+        ]
+        flops = written = 0
+        for m in cluster:
+            work = traffic(m, self.extent)
+            flops += work.flops
+            if m in seen:
+                written += work.written
+            for s, read in zip(m.srcs, work.reads, strict=True):
+                if s not in inside:
+                    reads[s] = max(read, reads.get(s, 0))
+        labels = list(dict.fromkeys(m.name or m.op for m in (first, last)))
+        return Task(
+            name="+".join(labels),
+            op="+".join(dict.fromkeys(m.op for m in cluster)),
+            kind=Kind.COMPUTE,
+            phase=first.phase,
+            part=self.part(first),
+            flops=flops,
+            traffic=sum(reads.values()) + written,
+            dtype=first.srcs[0].dtype if first.srcs else first.dtype,
+            shape=shape_of(cluster, self.extent),
+            deps=self.deps(reads),
+            made=seen or [last],
+            reads=list(reads),
+        )
+
+    def deps(self, nodes: Iterable[Node]) -> list[Dependency]:
+        return list(dict.fromkeys(t for s in nodes if (t := self.at[s]) is not None))
+
+    def collective(self, n: Node) -> list[Task]:
+        axes = cast("tuple[str, ...]", n["axes"])
+        before = self.at[n.srcs[0]]
+        role, src = str(n["role"]), n.srcs[0]
+        if self.key_grads == "ring" and n.op == "reduce_scatter" and src.op == "attention_bwd":
+            return self.home(n, axes)
+        alone = n.op == src.op and self.users[src] == [n] and not role and not src["role"]
+        if alone and isinstance(before, Task) and before.part == self.part(n):
+            # Moves along one axis after the other are one along both.
+            before.axes = (*before.axes, *axes)
+            before.made = [n]
+            self.at[n] = before
+            return []
+        task = self.message(n, n.op, axes)
+        own = self.bucket == "parameter" or (self.bucket == "step" and task.part == "reduce_once")
+        if own or role in ("", "made", "read"):
+            return [task]
+        key = (task.part, role, n.op, axes, n.dtype)
+        together = self.buckets.setdefault(key, task)
+        self.at[n] = together
+        if together is task:
+            return [task]
+        together.comm_bytes += task.comm_bytes
+        together.deps = list(dict.fromkeys([*together.deps, *task.deps]))
+        together.made += task.made
+        together.reads += task.reads
+        together.name = f"{role}.{n.op}"
+        return []
+
+    def home(self, n: Node, axes: tuple[str, ...]) -> list[Task]:
+        """Gradients of keys and values go round the ring in fp32, each rank adding its part."""
+        src = n.srcs[0]
+        made = src.srcs  # gradients of one kernel travel together
+        ranks = self.mesh.size(*axes)
+        size = self.extent.elements(src) * BYTES["fp32"] // ranks
+        if made in self.rings:
+            together = self.rings[made]
+            for t in together:
+                t.comm_bytes += size
+            together[-1].made.append(n)
+            together[-1].reads.append(src)
+            self.at[n] = together[-1]
+            return []
+        common: dict[str, Any] = {"phase": n.phase, "part": self.part(n), "dtype": "fp32"}
+        common |= {"axes": axes, "comm_bytes": size}
+        tasks: list[Task] = []
+        deps: list[Dependency] = self.deps([src])
+        for step in range(ranks):
+            name = f"d_keys{step + 1}"
+            send = Task(f"{name}.send", "send", Kind.SEND, shift=1, deps=deps, **common)
+            recv = Task(f"{name}.recv", "recv", Kind.RECV, shift=-1, twin=send, **common)
+            tasks += [send, recv]
+            deps = [recv]
+        tasks[-1].made, tasks[-1].reads = [n], [src]
+        self.rings[made] = tasks
+        self.at[n] = tasks[-1]
+        return tasks
+
+    def message(self, n: Node, op: str, axes: tuple[str, ...]) -> Task:
+        """A collective; bytes are those of the local input, padded if a split does not divide."""
+        (src,) = n.srcs
+        size = bytes_of(src, self.extent)
+        if op == "reduce_scatter":
+            size = max(size, bytes_of(n, self.extent) * self.mesh.size(*axes))
+        task = Task(
+            name=f"{n.name or src.name or src.op}.{op}",
+            op=op,
+            kind=Kind.COLLECTIVE,
+            phase=n.phase,
+            part=self.part(n),
+            axes=axes,
+            comm_bytes=size,
+            dtype=n.dtype,
+            deps=self.deps([src]),
+            made=[n],
+            reads=[src],
+        )
+        self.at[n] = task
+        return task
+
+    def ring(self, whole: Task, cluster: Cluster, axes: tuple[str, ...]) -> list[Task]:
+        """Attention in a step per rank sharing the sequence; keys and values go round meanwhile.
+
+        Ring attention (arXiv 2310.01889); in backward the gradients of keys and values travel with
+        them and take one more step to come home.
+        """
+        first = cluster[0]
+        ranks = self.mesh.size(*axes)
+        spec = parse(str(first["spec"]))
+        keys = [s for s, dims in zip(first.srcs, spec.ins, strict=True) if ("k",) in dims]
+        size = sum(bytes_of(k, self.extent) for k in keys)
+        backward = first.op == "attention_bwd"
+        common: dict[str, Any] = {
+            "phase": whole.phase,
+            "part": whole.part,
+            "dtype": keys[0].dtype,
+            "axes": axes,
+            "comm_bytes": size,
+        }
+
+        def pair(label: str, deps: list[Dependency]) -> list[Task]:
+            send = Task(
+                f"{whole.name}.{label}.send", "send", Kind.SEND, shift=1, deps=deps, **common
+            )
+            return [
+                send,
+                Task(
+                    f"{whole.name}.{label}.recv", "recv", Kind.RECV, shift=-1, twin=send, **common
+                ),
+            ]
+
+        tasks: list[Task] = []
+        keys_here = self.deps(keys)
+        others = [d for d in whole.deps if d not in keys_here]
+        sums: list[
+            Task
+        ] = []  # the sum of key gradients that came with the block, sent on with ours
+        for step in range(ranks):
+            here = [*keys_here]
+            if step < ranks - 1:
+                sent = pair(f"keys{step + 1}", here)
+                tasks += sent
+                keys_here = [sent[1]]
+            compute = Task(
+                f"{whole.name}.step{step}", whole.op, Kind.COMPUTE, whole.phase, whole.part,
+                flops=whole.flops * (step + 1) // ranks - whole.flops * step // ranks,
+                traffic=whole.traffic * (step + 1) // ranks - whole.traffic * step // ranks,
+                dtype=whole.dtype, shape=whole.shape, deps=[*others, *here],
+            )  # fmt: skip
+            tasks.append(compute)
+            if backward:
+                sent = pair(f"d_keys{step + 1}", [compute, *sums])
+                for t in sent if self.key_grads == "ring" else ():
+                    t.dtype, t.comm_bytes = "fp32", t.comm_bytes * 4 // int(BYTES[t.dtype])
+                tasks += sent
+                sums = [sent[1]]
+        last = next(t for t in reversed(tasks) if t.kind == Kind.COMPUTE)
+        last.made, last.reads = whole.made, whole.reads
+        for m in cluster:
+            self.at[m] = tasks[-1] if m.get("wrt") in ("k", "v") else last
+        return tasks
+
+
+TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows
+STREAM, TABLE, MEMORY = "x", "wte", "memory"
+CLIP = Carried("clip_scale")  # the factor that clips gradients
+OUTPUTS = {
+    "y": Carried(STREAM),
+    MEMORY: Carried(MEMORY),  # what an encoder has made, which a decoder's layers look at
+    "dx": Carried(STREAM, gradient=True),
+    "tied_grad": Carried(TABLE, gradient=True),
+}
+_INPUTS = {
+    "x": Carried(STREAM),
+    "dy": Carried(STREAM, gradient=True),
+    "tied_grad": Carried(TABLE, gradient=True),
+    "clip_scale": CLIP,
+}
+
+
+def interface(n: Node) -> Carried | None:
+    """What a leaf stands for that others make: the stream, or as its attribute `carried` says."""
+    if n.op != "input":
+        return None
+    name: Any = n.get("carried")
+    return Carried(name, n.phase == "backward") if name else _INPUTS.get(n.name)
+
+
+def carried(graph: Graph) -> dict[str, Node]:
+    """What a block is handed by those before it besides the stream: leaves by name."""
+    found = ((c, n) for n in graph if (c := interface(n)) and not c.gradient)
+    return {c.name: n for c, n in found if c.name not in (STREAM, CLIP.name)}
+
+
+def handed_on(graph: Graph) -> dict[Carried, Node]:
+    """What a block makes for others: its outputs of these names.
+
+    Another value than the stream has that of its leaf, and its gradient `d_` and that.
+    """
+    names = {c.name for n in graph if (c := interface(n))}
+    names |= {str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
+    names -= {STREAM, TABLE, CLIP.name}
+    keys = OUTPUTS | {x: Carried(x) for x in names}
+    keys |= {f"d_{x}": Carried(x, gradient=True) for x in names}
+    return {keys[key]: n for key, n in graph.outputs.items() if key in keys}
+
+
+_VIEWS = frozenset({"slice", "tie"})
+
+
+def _ring_axes(n: Node) -> tuple[str, ...]:
+    ring = OPS[n.op].ring
+    if ring is None:
+        return ()
+    _, split_by = indices(n)
+    return tuple(a for a in split_by.get(ring[0], ()) if a in split_by.get(ring[1], ()))
+
+
+def _weights_only(graph: Graph) -> set[Node]:
+    """Moves of parameters that nothing was computed from but copies in the precision that is sent:
+    they may run ahead of the block."""
+    light: set[Node] = set()
+    for n in graph:
+        moves = n.op in COLLECTIVE_OPS or n.op == "slice" or n.get("role") == "sent"
+        if moves and n.phase != "optimizer" and (n.srcs[0].op == "param" or n.srcs[0] in light):
+            light.add(n)
+    return light
+
+
+def _before_norm(graph: Graph) -> set[Node]:
+    """What the norm of the gradients needs of the optimizer phase."""
+    stack = [graph.outputs["norm2"]] if "norm2" in graph.outputs else []
+    found: set[Node] = set()
+    while stack:
+        n = stack.pop()
+        if n.phase == "optimizer" and n not in found:
+            found.add(n)
+            stack += n.srcs
+    return found
+
+
+def _in_order(clusters: list[Cluster]) -> list[Cluster]:
+    home = {n: i for i, c in enumerate(clusters) for n in c}
+    needs = [
+        {home[s] for n in c for s in n.srcs if s in home and home[s] != i}
+        for i, c in enumerate(clusters)
+    ]
+    return [clusters[i] for i in _stable(needs)]
+
+
+def _sorted(tasks: list[Task]) -> list[Task]:
+    """Tasks after what they need: a bucket after its last member, its readers after the bucket.
+
+    A rank of a ring sends before it receives what the one before it sends then, too.
+    """
+    place = {t: i for i, t in enumerate(tasks)}
+    needs = [{place[d] for d in t.deps if isinstance(d, Task)} for t in tasks]
+    for i, t in enumerate(tasks):
+        if t.twin is not None:
+            needs[i].add(place[t.twin])
+    return [tasks[i] for i in _stable(needs)]
+
+
+def _stable(needs: list[set[int]]) -> list[int]:
+    """Items after what they need, otherwise in the order given: always the first that is ready."""
+    users: list[list[int]] = [[] for _ in needs]
+    for i, some in enumerate(needs):
+        for j in some:
+            users[j].append(i)
+    missing = [len(some) for some in needs]
+    ready = [i for i, n in enumerate(missing) if n == 0]  # ascending: a heap
+    order: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in users[i]:
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, j)
+    assert len(order) == len(needs), "a circle of dependencies"
+    return order

@@ -1,0 +1,71 @@
+"""What is kept in the memory of the host: optimizer states, and activations until backward.
+
+Both are rewrites of a block's tasks. Copies are tasks of their own (`Kind.STORE` to the host,
+`Kind.LOAD` back), one each way per block, and run beside kernels and collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stagewright.graph.node import Graph, Node
+from stagewright.lower.kernels import STREAM, Carried, Dependency, Task
+from stagewright.lower.lifetimes import OPTIMIZERS, root, stays
+from stagewright.program.columns import Kind
+
+_LATER = ("gather_again", "backward", "reduce_once")
+
+
+def activations(
+    graph: Graph, tasks: Sequence[Task], size: Mapping[Node, int]
+) -> tuple[list[Task], frozenset[Node]]:
+    """The tasks, with all that backward needs of forward on the host meanwhile; and what that is.
+
+    As in Megatron-LM's `--cpu-offloading-num-layers`: stored when the block's forward is done,
+    loaded while backward is at the block behind it.
+    """
+    made = {root(n) for t in tasks if t.part == "forward" for n in t.made}
+    made |= {n for n in graph if n.op == "input" and n.name == "x"}
+    later = [t for t in tasks if t.part in _LATER]
+    kept = dict.fromkeys(
+        root(n) for t in later for n in t.reads if root(n) in made and not stays(root(n))
+    )
+    total = sum(size[n] for n in kept)
+    if not total:
+        return [*tasks], frozenset()
+    dtype = next(iter(kept)).dtype
+    makers = [t for t in tasks if t.part == "forward" and any(root(n) in kept for n in t.made)]
+    stream = [Carried(STREAM)] if any(n.op == "input" for n in kept) else []
+    deps: list[Dependency] = [*makers, *stream]
+    store = Task("offload", "store", Kind.STORE, "forward", "forward",
+                 comm_bytes=total, dtype=dtype, deps=deps, reads=list(kept))  # fmt: skip
+    load = Task("reload", "load", Kind.LOAD, "backward", "gather_again",
+                comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
+    for t in later:
+        if any(root(n) in kept for n in t.reads):
+            t.deps.append(load)
+    return [*tasks, store, load], frozenset(kept)
+
+
+def states(tasks: Sequence[Task], size: Mapping[Node, int]) -> list[Task]:
+    """The tasks, with the optimizer on the host: gradients go there, parameters come back.
+
+    As in Megatron-LM's `--optimizer-cpu-offload`, the host holds master copies and moments and
+    makes the update, which is not a task of the device.
+    """
+    updates = [t for t in tasks if any(n.op in OPTIMIZERS for n in t.made)]
+    if not updates:
+        return [*tasks]
+    new = [n for t in updates for n in t.made]
+    old = [n.srcs[0] for n in new]  # gradients come first
+    store = Task("gradients.offload", "store", Kind.STORE, "optimizer", "update",
+                 comm_bytes=sum(size[n] for n in old), dtype=old[0].dtype,
+                 deps=list(dict.fromkeys(d for t in updates for d in t.deps)))  # fmt: skip
+    load = Task("parameters.reload", "load", Kind.LOAD, "optimizer", "update",
+                comm_bytes=sum(size[n] for n in new), dtype=new[0].dtype, deps=[store])  # fmt: skip
+    gone = set(updates)
+    rest = [t for t in tasks if t not in gone]
+    for t in rest:
+        t.deps = list(dict.fromkeys(load if d in gone else d for d in t.deps))
+    at = next(i for i, t in enumerate(tasks) if t in gone)
+    return [*(t for t in tasks[:at]), store, load, *(t for t in tasks[at:] if t not in gone)]

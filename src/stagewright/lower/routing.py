@@ -1,0 +1,291 @@
+"""How many copies of tokens ranks send to experts, and how many their own experts get.
+
+Evenly spread unless a file says otherwise (`--expert-load`): then ranks differ by the experts that
+they hold, and those with equal work in all layers make a class. What a rank does is a sum: what it
+does without copies, and so much for each one that it sends, and that it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.algebra.layout import Mesh
+from stagewright.algebra.size import size
+from stagewright.errors import UserError
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.placement import Plan
+from stagewright.program.columns import COLLECTIVES, Int, Kind, Program, RankClass, Shape, Values
+from stagewright.program.memory import at_peak
+from stagewright.run.expert_load import read_lines
+from stagewright.run.settings import Run
+
+ROWS = size("R")
+"""The dim of an expert's rows."""
+
+
+Rows = Callable[[tuple[str, ...]], Fraction]
+"""The mean of an expert's rows on a rank, by the axes that split them."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who sends copies of tokens to whom in a run: the ranks that hold the experts in turn."""
+
+    mesh: Mesh
+    experts: int
+    expert: tuple[str, ...]  # axes that split the experts, outermost first
+    tokens: tuple[str, ...]  # axes that split tokens
+    copies: int  # of a rank's tokens in a microbatch
+    capacity: int | None  # most copies that an expert gets from one rank
+    padded: bool
+
+    @classmethod
+    def of(cls, run: Run, model: ModelConfig, plan: Plan, tokens: int) -> Routing:
+        """The routing of a resolved run; `tokens` are those of all ranks in a microbatch."""
+        sequence = plan.context + (plan.tensor if plan.sequence_parallel else ())
+        axes = (*plan.data, *sequence)
+        copies = tokens // plan.mesh.size(*axes) * model.top_k
+        factor = run.moe_expert_capacity_factor
+        # As Megatron-LM's get_capacity rounds.
+        capacity = None if factor is None else math.ceil(copies / model.num_experts * factor)
+        padded = run.moe_pad_expert_input_to_capacity
+        return cls(plan.mesh, model.num_experts, plan.expert, axes, copies, capacity, padded)
+
+    @property
+    def positions(self) -> int:
+        """Ranks that share the experts; each holds as many, in order."""
+        return self.mesh.size(*self.expert)
+
+    @property
+    def held(self) -> int:
+        """Experts of a rank."""
+        return self.experts // self.positions
+
+    @property
+    def senders(self) -> int:
+        """Ranks with different tokens among those that share the experts."""
+        return self.mesh.size(*(a for a in self.expert if a in self.tokens))
+
+    def taken(self, share: Fraction) -> Fraction:
+        """Copies that an expert gets from one rank, if it is to get this part of all."""
+        if self.padded and self.capacity is not None:
+            return Fraction(self.capacity)
+        wanted = share * self.copies
+        return wanted if self.capacity is None else min(wanted, Fraction(self.capacity))
+
+    def rows(self, sent: Fraction | int, got: Fraction | int) -> Rows:
+        """The rows of experts on a rank that sends and gets so many copies.
+
+        Where copies wait to be sent, rows are split by all axes that split tokens; where they have
+        come, by all but those over which they came.
+        """
+        moving = {a for a in self.expert if a in self.tokens}
+        parts = self.mesh.size(*self.tokens)
+        before = Fraction(sent * parts, self.experts)
+        after = Fraction(got * parts, self.senders * self.held)
+
+        def rows(axes: tuple[str, ...]) -> Fraction:
+            waiting = bool(moving) and moving <= set(axes)
+            return (before if waiting else after) / self.mesh.size(*axes)
+
+        return rows
+
+    def even(self) -> Rows:
+        """The same where all experts get as many."""
+        each = self.taken(Fraction(1, self.experts))
+        return self.rows(self.experts * each, self.held * self.senders * each)
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Copies of tokens in a microbatch, by layer; those got also by place among the experts."""
+
+    routing: Routing
+    lines: Sequence[tuple[float, ...]]  # what the file says of each layer with experts, or of all
+    sent: Int  # [layers]; 0 in layers without experts
+    got: Int  # [layers, positions]
+
+    @classmethod
+    def read(
+        cls, given: str | Sequence[Sequence[object]], routing: Routing, model: ModelConfig
+    ) -> Load:
+        """The load that a file says, or these numbers for each layer with experts or for all."""
+        if not set(routing.expert) <= set(routing.tokens):
+            raise UserError(
+                "expert_load needs ranks that share experts to have tokens of their own, "
+                "but ep is over ranks of tp, which have the same; set sequence_parallel"
+            )
+        layers = [i for i in range(model.num_layers) if model.layer(i).mlp == "experts"]
+        lines = read_lines(given, model, layers)
+        sent = np.zeros(model.num_layers, np.int64)
+        got = np.zeros((model.num_layers, routing.positions), np.int64)
+        known: dict[tuple[float, ...], tuple[int, list[int]]] = {}
+        for layer, each in zip(layers, lines * (len(layers) // len(lines)), strict=True):
+            if each not in known:
+                total = sum(map(Fraction, each))
+                taken = [routing.taken(Fraction(number) / total) for number in each]
+                mine = [taken[i : i + routing.held] for i in range(0, len(taken), routing.held)]
+                most = [round(sum(some) * routing.senders) for some in mine]
+                known[each] = round(sum(taken)), most
+            sent[layer], got[layer] = known[each]
+        return cls(routing, lines, sent, got)
+
+    def position(self) -> Int:
+        """Place of every rank of the world among those that share the experts."""
+        mesh = self.routing.mesh
+        ranks, place = np.arange(mesh.world_size, dtype=np.int64), 0
+        for axis in self.routing.expert:
+            place = place * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
+        return place + np.zeros_like(ranks)
+
+    def programs(self, make: Callable[[Rows], Program]) -> Program:
+        """What ranks do with this load; `make` says what they do if all have the same rows.
+
+        Everything is so much without rows, and so much more for each row.
+        """
+        routing = self.routing
+        none, sent, got = (
+            make(routing.rows(*case)) for case in ((0, 0), (routing.experts, 0), (0, routing.held))
+        )
+        classes: list[RankClass] = []
+        for three in zip(none.classes, sent.classes, got.classes, strict=True):
+            classes += self._apart(_Growing.of(routing, *three))
+        return replace(none, classes=tuple(classes))
+
+    def _apart(self, growing: _Growing) -> list[RankClass]:
+        """The classes of ranks with equal work that a class falls into."""
+        place = self.position()[growing.none.ranks]
+        layers = np.unique(growing.layer)
+        work = np.concatenate([np.zeros((1, len(place)), np.int64), self.got[layers][:, place]])
+        _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
+        which = np.argsort(np.argsort(first))[which.ravel()]  # classes by their first rank
+        ranks, most = growing.none.ranks, self.got.max(axis=1)
+        return [
+            growing.with_load(ranks[which == nth], self.sent, self.got[:, place[at]], most)
+            for nth, at in enumerate(np.sort(first).tolist())
+        ]
+
+
+_COLUMNS = ("flops", "traffic", "comm_bytes")
+
+
+@dataclass(frozen=True, eq=False)
+class _Growing:
+    """A class of ranks without rows, and what is more for each copy sent and got."""
+
+    none: RankClass
+    rows: Int  # tasks that grow
+    layer: Int  # of each of these
+    tasks: Mapping[str, Int]  # column -> [rows, 2]
+    kind: Int  # of the shape of each of `rows`: index into `shapes`
+    shapes: Sequence[tuple[int, tuple[tuple[Fraction, Fraction], ...]]]  # old shape, its extents
+    values: Int  # what is held that grows
+    bytes: Int  # [values, 2]
+
+    @classmethod
+    def of(cls, routing: Routing, none: RankClass, sent: RankClass, got: RankClass) -> _Growing:
+        """From what ranks do without rows, and with one row sent or got by each expert."""
+
+        def more(column: Callable[[RankClass], Int]) -> Int:
+            start = column(none)
+            by_sent = (column(sent) - start) // routing.experts
+            return np.stack([by_sent, (column(got) - start) // routing.held], axis=1)
+
+        columns = {c: more(lambda of, c=c: getattr(of.tasks, c)) for c in _COLUMNS}
+        unlike = np.stack([of.tasks.shape for of in (none, sent, got)], axis=1)
+        kinds, kind = np.unique(unlike, axis=0, return_inverse=True)
+        three: list[list[int]] = kinds.tolist()
+        tables = none.tasks.shapes, sent.tasks.shapes, got.tasks.shapes
+        shapes = [(old[0], _extents(routing, tables, old)) for old in three]
+        grows = np.array([any(map(any, extents)) for _, extents in shapes])[kind.ravel()]
+        rows = np.flatnonzero(grows | np.any([c.any(axis=1) for c in columns.values()], axis=0))
+        size = more(lambda of: of.values.size)
+        held = np.flatnonzero(size.any(axis=1))
+        return cls(
+            none,
+            rows,
+            none.tasks.layer[rows].astype(np.int64),
+            {c: column[rows] for c, column in columns.items()},
+            kind.ravel()[rows],
+            shapes,
+            held,
+            size[held],
+        )
+
+    def with_load(self, ranks: Int, sent: Int, got: Int, most: Int) -> RankClass:
+        """Ranks that send and get so many copies, by layer; the busiest gets `most`.
+
+        An exchange takes as long as its busiest rank. It is as large as the even one that does,
+        since all members must name one size; `local_bytes` has what each really gives to it.
+        """
+        tasks, at = self.none.tasks, self.rows
+        many = np.stack([sent[self.layer], got[self.layer]], axis=1)
+        new = {c: getattr(tasks, c).copy() for c in _COLUMNS}
+        for c, more in self.tasks.items():
+            new[c][at] += (more * many).sum(axis=1)
+        local, size = new["comm_bytes"], new["comm_bytes"].copy()
+        moves = tasks.collective[at] == COLLECTIVES.index("all_to_all")
+        width = self.tasks["comm_bytes"][moves].sum(axis=1)
+        size[at[moves]] = width * np.maximum(sent, most)[self.layer[moves]]
+        kernel = tasks.kind[at] == Kind.COMPUTE
+        # A launch without rows; ASTRA-sim hangs where nothing is to be gathered.
+        new["traffic"][at[kernel]] = np.maximum(new["traffic"][at[kernel]], 1)
+        size[at[~kernel]] = np.maximum(size[at[~kernel]], 1)
+        shape, shapes = self._shapes(many)
+        loaded = replace(
+            tasks, flops=new["flops"], traffic=new["traffic"], comm_bytes=size, uneven_bytes=local,
+            shape=shape, shapes=shapes,
+        )  # fmt: skip
+        values = self._held(sent, got)
+        return replace(
+            self.none, ranks=ranks, tasks=loaded, values=values, memory=at_peak(values, len(tasks))
+        )
+
+    def _held(self, sent: Int, got: Int) -> Values:
+        values = self.none.values
+        layer = values.layer[self.values]
+        many = np.stack([sent[layer], got[layer]], axis=1)
+        size = values.size.copy()
+        size[self.values] += (self.bytes * many).sum(axis=1)
+        return replace(values, size=size)
+
+    def _shapes(self, many: Int) -> tuple[NDArray[np.int32], tuple[Shape, ...]]:
+        """The column of shapes and their table, with those of this load."""
+        tasks = self.none.tasks
+        number = {shape: i for i, shape in enumerate(tasks.shapes)}
+        unlike = np.concatenate([self.kind[:, None], many], axis=1)
+        loads, which = np.unique(unlike, axis=0, return_inverse=True)
+        new: list[int] = []
+        three: list[list[int]] = loads.tolist()
+        for kind, s, g in three:
+            old, more = self.shapes[kind]
+            if old >= 0:
+                shape = tasks.shapes[old]
+                grown = tuple(
+                    (name, extent + math.ceil(a * s + b * g))
+                    for (name, extent), (a, b) in zip(shape.extents, more, strict=True)
+                )
+                old = number.setdefault(Shape(shape.kernel, grown, shape.joint), len(number))
+            new.append(old)
+        column = tasks.shape.copy()
+        column[self.rows] = np.array(new, np.int32)[which.ravel()]
+        return column, tuple(number)
+
+
+def _extents(
+    routing: Routing, tables: Sequence[Sequence[Shape]], which: Sequence[int]
+) -> tuple[tuple[Fraction, Fraction], ...]:
+    """How much each extent of a shape is more for a copy sent, and for one got."""
+    if which[0] < 0:
+        return ()
+    none, sent, got = (table[i].extents for table, i in zip(tables, which, strict=True))
+    return tuple(
+        (Fraction(s - a, routing.experts), Fraction(g - a, routing.held))
+        for (_, a), (_, s), (_, g) in zip(none, sent, got, strict=True)
+    )

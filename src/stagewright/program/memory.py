@@ -1,0 +1,144 @@
+"""Bytes that a rank holds over the rows of its program: changes, timeline, peak, what is alive.
+
+Allocation is ideal: a value is there from before the row that makes it until after the last that
+reads it. Rows are taken in the order of the program, which is the order of issue.
+
+>>> from stagewright.lower.training import compile
+>>> from stagewright.run.settings import Run
+>>> (of,) = compile(Run(model="gpt2", layers=2, seq_length=64)).program.classes
+>>> over = timeline(of)
+>>> int(over.sum(axis=0).max()) == of.memory["peak"]
+True
+>>> [name for name, size in zip(CATEGORIES, over[:, -1], strict=True) if size > 99]
+['parameters', 'gradients', 'optimizer']
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.program.columns import CATEGORIES, Int, RankClass, Values
+
+_Ints = NDArray[np.integer[Any]]
+
+
+class Deltas(NamedTuple):
+    """Bytes by category, in the order of `CATEGORIES`: at the start, and row by row.
+
+    While row i runs, `start + allocated[:, : i + 1].sum(1) - freed[:, :i].sum(1)` are held. With
+    the times at which rows start and end, that is memory over time.
+    """
+
+    start: Int  # [categories]
+    allocated: Int  # [categories, rows], before the row
+    freed: Int  # [categories, rows], after the row
+
+
+def deltas(of: RankClass) -> Deltas:
+    """What every row of a rank class's program adds to what a rank holds, and gives back."""
+    rows, v = len(of.tasks), of.values
+    category, size = v.category[v.value].astype(np.int64), v.size[v.value]
+
+    def summed(row: _Ints, there: NDArray[np.bool_]) -> Int:
+        at = (category * rows + row)[there]
+        return _summed(at, size[there], len(CATEGORIES) * rows).reshape(len(CATEGORIES), rows)
+
+    before = v.first < 0
+    start = _summed(category[before], size[before], len(CATEGORIES))
+    return Deltas(start, summed(v.first, ~before), summed(v.last, v.last < rows))
+
+
+def timeline(of: RankClass) -> Int:
+    """Bytes by category held while each row runs: [categories, rows]."""
+    start, allocated, freed = deltas(of)
+    held = allocated.cumsum(axis=1) + start[:, None]
+    held[:, 1:] -= freed[:, :-1].cumsum(axis=1)
+    return held
+
+
+class Samples(NamedTuple):
+    """A timeline in few points: of each run of rows, the row while which most is held."""
+
+    rows: Int  # [points], ascending; the peak is among them
+    held: Int  # [categories, points]
+
+
+def samples(of: RankClass, points: int) -> Samples:
+    """At most `points` of the timeline, of runs of equal length."""
+    over = timeline(of)
+    total = over.sum(axis=0)
+    edges = [total.size * i // points for i in range(points + 1)]
+    most = [a + int(np.argmax(total[a:b])) for a, b in itertools.pairwise(edges) if b > a]
+    rows = np.array(most, dtype=np.int64)
+    return Samples(rows, over[:, rows])
+
+
+class Group(NamedTuple):
+    """Values of one name that are alive together."""
+
+    category: str
+    name: str
+    layers: tuple[int, ...]  # ascending; empty: outside the layers
+    microbatches: tuple[int, ...]  # ascending; empty: once per step
+    instances: int
+    bytes: int
+
+
+def groups(values: Values, row: int) -> list[Group]:
+    """What is alive while a row runs, by name: the largest first."""
+    there = alive(values, row)
+    value = values.value[there]
+    key = values.category[value].astype(np.int64) * len(values.names) + values.name[value]
+    found: list[Group] = []
+    for k in np.unique(key):
+        mine = np.flatnonzero(key == k)
+        category, name = divmod(int(k), len(values.names))
+        layers = np.unique(values.layer[value[mine]])
+        microbatches = np.unique(values.microbatch[there[mine]])
+        found.append(
+            Group(
+                CATEGORIES[category],
+                values.names[name],
+                tuple(layers[layers >= 0].tolist()),
+                tuple(microbatches[microbatches >= 0].tolist()),
+                len(mine),
+                int(values.size[value[mine]].sum()),
+            )
+        )
+    return sorted((g for g in found if g.bytes), key=lambda g: (-g.bytes, g.category, g.name))
+
+
+def live(values: Values, rows: int) -> Int:
+    """Bytes of all categories held while each row runs."""
+    size = values.size[values.value]
+    comes = _summed(np.maximum(values.first, 0), size, rows)
+    goes = _summed(values.last + 1, size, rows + 2)
+    return np.cumsum(comes - goes[:rows])
+
+
+def peak_row(values: Values, rows: int) -> int:
+    """The row while which most is held, the first of them."""
+    return int(np.argmax(live(values, rows))) if rows else 0
+
+
+def at_peak(values: Values, rows: int) -> dict[str, int]:
+    """Bytes by category while most is held, and their sum, `peak`."""
+    there = alive(values, peak_row(values, rows))
+    sizes = values.size[values.value[there]]
+    by = _summed(values.category[values.value[there]], sizes, len(CATEGORIES))
+    held = {name: int(size) for name, size in zip(CATEGORIES, by, strict=True)}
+    return held | {"peak": sum(held.values())}
+
+
+def alive(values: Values, row: int) -> _Ints:
+    """The instances that are there while a row runs."""
+    return np.flatnonzero((values.first <= row) & (values.last >= row))
+
+
+def _summed(at: _Ints, size: Int, length: int) -> Int:
+    # Sums of bytes of one rank are exact in double precision: they are far below 2**53.
+    return np.bincount(at, weights=size, minlength=length).astype(np.int64)

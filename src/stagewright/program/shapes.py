@@ -1,0 +1,70 @@
+"""The shape of a kernel: what a measured duration of it is looked up by, and a model computes from.
+
+>>> from stagewright.graph.table import einsum, leaf
+>>> x, w = leaf("input", ("B", "S", "M"), "bf16", "x"), leaf("param", ("M", "F"), "bf16", "w")
+>>> sizes = {"B": 2, "S": 1024, "M": 4096, "F": 16384}
+>>> print(shape_of([einsum("bsm,mf->bsf", x, w)], lambda dim, axes: dim.value(sizes)))
+gemm batch=1 m=2048 n=16384 k=4096
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stagewright.algebra.index import parse
+from stagewright.algebra.size import Size
+from stagewright.graph.node import Node
+from stagewright.graph.table import extents
+from stagewright.program.columns import Shape
+
+
+def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], Any]) -> Shape:
+    """The shape of some fused nodes, of which the first says what kind of kernel they are."""
+    n = cluster[0]
+    # Experts may share rows that do not divide: the longest are meant.
+    here = {x: math.ceil(extent_) for x, extent_ in extents(n, extent).items()}
+    if n.op == "einsum" and len(n.srcs) == 2:
+        joint: Any = n.get("joint") or ()
+        return Shape("gemm", _gemm(n, here), joint)
+    if n.op in ("attention", "attention_bwd"):
+        return Shape(n.op, _attention(n, here))
+    ops = "+".join(dict.fromkeys(m.op for m in cluster))
+    chunk: Any = n.get("chunk")
+    return Shape(ops, (*here.items(), *([("chunk", int(chunk))] if chunk else [])))
+
+
+def _gemm(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """A contraction as matrices: rows come from the operand whose index the result has first."""
+    spec = parse(str(n["spec"]))
+    first, second = ({x for dim in dims for x in dim} for dims in spec.ins)
+    kept = [x for dim in spec.out for x in dim]
+    outer = [x for x in kept if (x in first) != (x in second)]
+    if outer and outer[0] in second:
+        first, second = second, first
+    role = {x: "batch" if x in first and x in second else "m" if x in first else "n" for x in kept}
+    return tuple(
+        (name, math.prod(size for x, size in here.items() if role.get(x, "k") == name))
+        for name in ("batch", "m", "n", "k")
+    )
+
+
+def _attention(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    operands = parse(str(n["spec"])).ins
+    keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
+    heads = {x: size for x, size in here.items() if x not in "bqkdvj"}
+    window: Any = n.get("window") or 0
+    chunk: Any = n.get("chunk") or 0
+    return (
+        ("batch", here.get("b", 1)),
+        ("heads", math.prod(heads.values())),
+        ("kv_heads", math.prod(size for x, size in heads.items() if x in keys)),
+        ("q", here["q"]),
+        ("k", here["k"]),
+        ("d", here["d"]),
+        ("v", here.get("v", here["d"])),
+        ("causal", int(bool(n.get("causal")))),
+        ("window", int(window)),
+        *((("chunk", int(chunk)),) if chunk else ()),
+    )

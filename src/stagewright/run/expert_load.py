@@ -1,0 +1,124 @@
+"""Files of expert loads: how many tokens go to each expert of each layer, CSV or JSON.
+
+CSV: a line for each layer with experts, in order, or one line for all of them; a number for each
+expert, tokens or parts, of which only the ratios count; lines that begin with `#` are skipped.
+JSON: the same as a list of numbers or of lists, or an object from the index of each such layer to
+its list.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from reprlib import repr as shown  # short whatever the file holds
+from typing import cast
+
+from stagewright.errors import UserError
+from stagewright.files import from_json, read_text
+from stagewright.model.config import ModelConfig
+
+MOST_BYTES = 16_000_000
+"""No larger file is read: 1,000 layers of 1,000 experts have 7 MB."""
+
+
+def read_lines(
+    given: str | Sequence[Sequence[object]], model: ModelConfig, layers: Sequence[int]
+) -> list[tuple[float, ...]]:
+    """Numbers in the ratio of the copies that experts get, for each of these layers or for all.
+
+    `given` is a file, or has the numbers.
+    """
+    file = given if isinstance(given, str) else "expert_load"
+    lines = _read(Path(given), layers) if isinstance(given, str) else given
+    if len(lines) not in (1, len(layers)):
+        raise UserError(
+            f"{file}: has {len(lines)} lines, wanted one for each of the {len(layers)} layers of "
+            f"{model.name} with experts, or one for all"
+        )
+    alone = len(lines) == 1
+    return [
+        _numbers(f"{file}: {'all layers' if alone else f'layer {layer}'}", line, model)
+        for line, layer in zip(lines, layers, strict=not alone)
+    ]
+
+
+def _numbers(where: str, line: Sequence[object], model: ModelConfig) -> tuple[float, ...]:
+    if len(line) != model.num_experts:
+        raise UserError(
+            f"{where}: has {len(line)} numbers, wanted one for each of the {model.num_experts} "
+            f"experts of {model.name}"
+        )
+    numbers = tuple(_number(where, nth, value) for nth, value in enumerate(line))
+    total = sum(numbers)
+    if not total:
+        raise UserError(f"{where}: all experts get 0 tokens; wanted some above 0")
+    most = max(range(len(numbers)), key=numbers.__getitem__)
+    if numbers[most] * model.top_k > total * (1 + 1e-6):
+        raise UserError(
+            f"{where}: expert {most} gets {numbers[most] / total:.4g} of all copies, but of each "
+            f"token's {model.top_k} it gets at most one, so at most {1 / model.top_k:.4g} of all"
+        )
+    return numbers
+
+
+def _number(where: str, nth: int, value: object) -> float:
+    try:
+        number = float(cast("float", value)) if type(value) in (int, float, str) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number <= 1e18:
+        raise UserError(f"{where}: expert {nth} is {shown(value)}, wanted a number from 0 to 1e18")
+    return number
+
+
+def _read(file: Path, layers: Sequence[int]) -> list[Sequence[object]]:
+    text = read_text(file, _WANTED, MOST_BYTES)
+    if text.lstrip()[:1] in ("[", "{"):
+        return _from_json(file, from_json(text, file), layers)
+    lines = [line for line in text.splitlines() if line.strip() and line.lstrip()[0] != "#"]
+    if not lines:
+        raise UserError(f"{file}: is empty; wanted a line of numbers, one for each expert")
+    if len(lines) > max(1, len(layers)):
+        return [lines] * len(lines)  # too many, whatever is in them
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO("\n".join(lines)))]
+    except csv.Error as error:
+        raise UserError(f"{file}: not CSV: {error}; check the file") from None
+    return cast("list[Sequence[object]]", rows)
+
+
+_WANTED = "the loads of experts in CSV or JSON"
+
+
+def _from_json(file: Path, data: object, layers: Sequence[int]) -> list[Sequence[object]]:
+    if isinstance(data, dict):
+        named = cast("Mapping[str, object]", data)
+        strange = sorted(set(named) - {str(layer) for layer in layers})
+        if strange:
+            raise UserError(
+                f"{file}: {shown(strange[0])} is no layer with experts; wanted {_words(layers)}"
+            )
+        absent = [layer for layer in layers if str(layer) not in named]
+        if absent:
+            raise UserError(f"{file}: has no layer {absent[0]}; wanted {_words(layers)}")
+        return _lists(file, [named[str(layer)] for layer in layers])
+    values = _items(data)
+    return [values] if values and not isinstance(values[0], list) else _lists(file, data)
+
+
+def _items(data: object) -> list[object]:
+    return cast("list[object]", data) if isinstance(data, list) else []
+
+
+def _words(layers: Sequence[int]) -> str:
+    return f"all of {layers[0]} to {layers[-1]} that have experts ({len(layers)})"
+
+
+def _lists(file: Path, data: object) -> list[Sequence[object]]:
+    lists = _items(data)
+    if not lists or not all(isinstance(each, list) for each in lists):
+        raise UserError(f"{file}: holds {shown(data)}, wanted a list of numbers for each layer")
+    return cast("list[Sequence[object]]", lists)

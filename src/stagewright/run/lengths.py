@@ -1,0 +1,319 @@
+"""The requests that an inference step serves, dealt to data-parallel ranks and microbatches.
+
+A request has tokens whose keys and values are in the cache (`context_length`), and new tokens that
+the step computes: the prompt or a chunk of it in prefill, one token in decode, one more than the
+draft tokens in speculative decode. A step with both kinds is chunked prefill. So one rule serves
+them all: new token j of a request with c cached ones sees c + j + 1 keys, or a window of these.
+
+>>> chunk, decode = Group(1, context_length=512, new_tokens=256), Group(64, 4096, 1)
+>>> dict(zip(COLUMNS, each([chunk, decode], Cache(block_size=16)).T.tolist()))["pairs"]
+[163968, 4097]
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import UserError, either
+from stagewright.files import read_text
+from stagewright.model.config import Reach
+
+LARGEST = 2**31
+"""No count or length is larger."""
+MOST_ROWS = 1_000_000
+MOST_BYTES = 64_000_000
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests that are alike; None where a run says it for all."""
+
+    count: int = 1
+    context_length: int | None = None
+    """Tokens of each in the cache before the step."""
+    new_tokens: int | None = None
+    """Tokens of each that the step computes."""
+
+
+class Cache(NamedTuple):
+    """How the cache keeps tokens: in blocks, as vLLM's paged cache, or in a place of one length."""
+
+    block_size: int
+    """Tokens of a block; 0: not paged."""
+    reserved: int = 0
+    """Not paged: tokens that each request's place has room for."""
+    stripes: int = 1
+    """Ranks that share the tokens of a request: token t is with rank t % stripes (the
+    `cp_kv_cache_interleave_size` of 1 that is vLLM's default)."""
+
+
+Groups = tuple[Group, ...]
+ALL = Reach()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+_LEAST = {"count": 1, "context_length": 0, "new_tokens": 1}
+_NAMES = either(_LEAST)
+
+
+def read(path: str | Path) -> Groups:
+    """Groups from a CSV file with a header: any of `count`, `context_length` and `new_tokens`.
+
+    A row is `count` requests (1 where there is no such column). Raises UserError with the line.
+    """
+    text = read_text(path, "a CSV file of requests", MOST_BYTES)
+    lines = csv.reader(io.StringIO(text), strict=True)
+    try:
+        rows = [(row, lines.line_num) for row in lines]
+    except csv.Error as error:
+        raise UserError(f"{path}: is not a CSV file: {error}") from None
+    rows = [(row, line) for row, line in rows if any(cell.strip() for cell in row)]
+    if not rows:
+        raise UserError(f"{path}: is empty; wanted a header such as count,context_length, and rows")
+    if len(rows) > MOST_ROWS:
+        raise UserError(f"{path}: has {len(rows)} rows, wanted at most {MOST_ROWS}; use count")
+    head, line = rows[0]
+    names = [name.strip() for name in head]
+    for at, name in enumerate(names):
+        if name not in _LEAST:
+            raise UserError(f"{path}, line {line}: unknown column {shown(name)}; wanted {_NAMES}")
+        if name in names[:at]:
+            raise UserError(f"{path}, line {line}: column {name} comes twice; keep one")
+    groups: list[Group] = []
+    for row, line in rows[1:]:
+        where = f"{path}, line {line}"
+        if len(row) != len(names):
+            raise UserError(f"{where}: has {len(row)} cells, wanted {len(names)}, as the header")
+        values = {n: _number(cell.strip(), n, where) for n, cell in zip(names, row, strict=True)}
+        groups.append(Group(**values))
+    return merged(groups, str(path))
+
+
+def _number(text: str, name: str, where: str) -> int:
+    if not (text.isdecimal() and text.isascii() and len(text) <= 10):
+        raise UserError(f"{where}: {name} is {shown(text)}, wanted a whole number")
+    return _in_range(int(text), name, where)
+
+
+def _in_range(value: int, name: str, where: str) -> int:
+    if not _LEAST[name] <= value <= LARGEST:
+        raise UserError(
+            f"{where}: {name} is {value}, wanted a number from {_LEAST[name]} to {LARGEST}"
+        )
+    return value
+
+
+def given(rows: Sequence[Any]) -> Groups:
+    """Groups from the rows of a run file; UserError with the row for what is no such thing."""
+    groups: list[Group] = []
+    for i, row in enumerate(rows):
+        where = f"requests, row {i + 1}"
+        row = asdict(row) if isinstance(row, Group) else row
+        if not isinstance(row, Mapping):
+            raise UserError(f"{where}: got {shown(row)}, wanted such as context_length: 4096")
+        values: dict[str, int] = {}
+        pairs: Any = row.items()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        for name, value in pairs:
+            if name not in _LEAST:
+                raise UserError(f"{where}: unknown key {shown(name)}; wanted {_NAMES}")
+            if value is None:
+                continue
+            if type(value) is not int:
+                raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number")
+            values[name] = _in_range(value, name, where)
+        groups.append(Group(**values))
+    return merged(groups, "requests")
+
+
+def merged(groups: Sequence[Group], where: str) -> Groups:
+    """Neighbours that are alike as one."""
+    found: list[Group] = []
+    for g in groups:
+        if found and replace(found[-1], count=g.count) == g:
+            found[-1] = replace(g, count=found[-1].count + g.count)
+        else:
+            found.append(g)
+    if not found:
+        raise UserError(f"{where}: has no requests; wanted at least one row")
+    if total(found) > LARGEST:
+        raise UserError(f"{where}: has {total(found)} requests, wanted at most {LARGEST}")
+    return tuple(found)
+
+
+def total(groups: Sequence[Group]) -> int:
+    """Requests in all."""
+    return sum(g.count for g in groups)
+
+
+def length(group: Group) -> int:
+    """Tokens of one of the requests after the step."""
+    return (group.context_length or 0) + (group.new_tokens or 0)
+
+
+def told(groups: Sequence[Group], most: int = 4) -> str:
+    """Requests in few words.
+
+    >>> told([Group(64, 4096), Group(1, 0, 512)])
+    '64x4096,1x0+512'
+    """
+
+    def word(g: Group) -> str:
+        context = "" if g.context_length is None else str(g.context_length)
+        return f"{g.count}x{context}" + ("" if g.new_tokens is None else f"+{g.new_tokens}")
+
+    return ",".join([*map(word, groups[:most]), *(["..."] if len(groups) > most else [])])
+
+
+def apportioned(groups: Sequence[Group], requests: int) -> Groups:
+    """As many requests, in the same proportions: by largest remainder, the earlier row first.
+
+    >>> apportioned([Group(1, 100), Group(2, 200)], 4)
+    (Group(count=1, context_length=100, new_tokens=None), \
+Group(count=3, context_length=200, new_tokens=None))
+    """
+    whole_of = total(groups)
+    shares = [divmod(g.count * requests, whole_of) for g in groups]
+    left = requests - sum(whole for whole, _ in shares)
+    order = sorted(range(len(groups)), key=lambda i: -shares[i][1])
+    more = set(order[:left])
+    counts = (whole + (i in more) for i, (whole, _) in enumerate(shares))
+    return tuple(replace(g, count=n) for g, n in zip(groups, counts, strict=True) if n)
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+COLUMNS = (
+    *("requests", "tokens", "pairs", "keys", "slots", "blocks", "logits"),
+    *("stored", "prefix"),
+)
+
+
+def each(
+    groups: Sequence[Group],
+    cache: Cache,
+    reach: Reach = ALL,
+    logits: int = 0,
+    *,
+    stripe: int = 0,
+    multiple: int = 1,
+) -> Int:
+    """What attention over one request of each group adds up to: a row per group, exact.
+
+    The columns: `requests`, 1; `tokens` that are new; `pairs` of a query and a key it sees; `keys`
+    that any query sees; `slots` of the cache that hold its tokens after the step, and `blocks` of
+    these; `logits`: tokens of which the next one is predicted, all new ones where there are at most
+    `logits`, otherwise the last; `stored`: new tokens that are written; `prefix`: places for the
+    cached ones, as many on every stripe. What lies before the window or the chunk of `reach` is not
+    kept (vLLM's managers of such layers free these blocks when the step begins).
+
+    Where the tokens of a request are shared, pairs, keys and stored are those of one `stripe`;
+    blocks are as many on each. New tokens are padded to a `multiple`.
+    """
+    context = np.array([g.context_length for g in groups], np.int64)
+    new = np.array([g.new_tokens for g in groups], np.int64)
+    before, pairs = context, _in_stripe(context + new, cache.stripes, stripe)
+    pairs = pairs - _in_stripe(context, cache.stripes, stripe)
+    window, chunk = reach
+    assert cache.stripes == 1 or not (window or chunk)
+    if chunk:
+        before = context % chunk
+        pairs = _in_chunks(context + new, chunk) - _in_chunks(context, chunk)
+    if window:
+        before = np.minimum(context, window - 1)
+        rising = np.clip(window - context, 0, new)  # tokens that still see all before them
+        pairs = rising * context + rising * (rising + 1) // 2 + (new - rising) * window
+    shared = cache.block_size * cache.stripes  # tokens of a block of all
+    if cache.block_size:
+        blocks = -(-(context + new) // shared) - (context - before) // shared
+        slots = blocks * cache.block_size
+    else:
+        blocks = np.ones_like(new)
+        slots = np.full_like(new, -(-cache.reserved // cache.stripes))
+        kept = window or chunk
+        slots = np.minimum(slots, kept - 1 + new) if kept else slots
+    rows = np.where(new <= logits, new, 1)
+    keys, old = (_held(n, cache.stripes, stripe) for n in (before + new, before))
+    padded = -(-new // multiple) * multiple
+    columns = (
+        *(np.ones_like(new), padded, pairs, keys, slots, blocks, rows),
+        *(keys - old, -(-before // cache.stripes)),
+    )
+    return np.stack(columns, axis=1)
+
+
+SOURCE = ("source", "squares", "crossed", "slots", "blocks")
+
+
+def sources(groups: Sequence[Group], tokens: int, cache: Cache) -> Int:
+    """The same of an encoder that gives each request so many tokens, which all see each other.
+
+    `squares`: pairs of these; `crossed`: of each new token with all of them; `slots` and `blocks`
+    of the cache that holds them (vLLM's CrossAttentionManager).
+    """
+    new = np.array([g.new_tokens for g in groups], np.int64)
+    width = cache.block_size or tokens
+    blocks = -(-tokens // width)
+    alike = (tokens, tokens**2), (blocks * width, blocks)
+    columns = [np.full_like(new, n) for some in alike for n in some]
+    return np.stack([*columns[:2], new * tokens, *columns[2:]], axis=1)
+
+
+def _held(tokens: Int, stripes: int, stripe: int) -> Int:
+    """Of so many tokens of a request, those of one stripe.
+
+    >>> [int(_held(np.int64(10), 4, stripe)) for stripe in range(4)]
+    [3, 3, 2, 2]
+    """
+    return (tokens + stripes - 1 - stripe) // stripes
+
+
+def _in_stripe(tokens: Int, stripes: int, stripe: int) -> Int:
+    """Pairs of each of so many tokens and a key of one stripe that it sees.
+
+    >>> [int(_in_stripe(np.int64(3), 2, stripe)) for stripe in range(2)]
+    [4, 2]
+    """
+    whole, rest = np.divmod(tokens + stripes - 1 - stripe, stripes)
+    return stripes * (whole * (whole - 1) // 2) + whole * (rest + 1)
+
+
+def _in_chunks(tokens: Int, chunk: int) -> Int:
+    """Pairs of a query and a key of its chunk, up to it, of so many tokens."""
+    whole, rest = np.divmod(tokens, chunk)
+    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+
+
+def dealt(groups: Sequence[Group], values: Int, places: int) -> Int:
+    """Sums of the values of the requests that each place gets, dealt in turn in their order.
+
+    >>> groups = [Group(3, 10, 1), Group(2, 20, 1)]
+    >>> dealt(groups, each(groups, Cache(16)), 2)[:, :4].tolist()
+    [[3, 3, 43, 43], [2, 2, 32, 32]]
+    """
+    counts = np.array([g.count for g in groups], np.int64)
+    bound = np.abs(values.astype(float)).T @ counts
+    if bound.max(initial=0) > 2**62:
+        raise UserError(
+            "the requests of a step see more than 2**62 keys; use fewer or shorter ones"
+        )
+    result = np.zeros((places + 1, values.shape[1]), np.int64)
+    start = (np.cumsum(counts) - counts) % places
+    over = start + counts % places
+    # What is left of each group goes to the places from `start` on, round to the first ones.
+    for at, sign in ((start, 1), (np.minimum(over, places), -1)):
+        np.add.at(result, at, sign * values)
+    result[0] += values[over > places].sum(axis=0)
+    np.add.at(result, np.maximum(over - places, 0), -values * (over > places)[:, None])
+    return np.cumsum(result, axis=0)[:places] + (counts // places) @ values

@@ -1,0 +1,284 @@
+"""How long the tasks of a program take on a machine, each alone: kernels, collectives, messages.
+
+>>> import stagewright as sw
+>>> from stagewright.time.hardware import resolve
+>>> program = sw.compile(sw.Run(model="gpt2", dp=8)).program
+>>> (seconds,) = task_seconds(program, Machine.of(resolve("h100-sxm"), gpus=8))
+>>> len(seconds) == len(program.classes[0].tasks), bool((seconds >= 0).all())
+(True, True)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import UserError
+from stagewright.graph.node import BYTES
+from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
+from stagewright.time.fused_products import as_one
+from stagewright.time.hardware import Hardware
+from stagewright.time.network import (
+    Machine,
+    Placement,
+    collective_seconds,
+    dispatch_seconds,
+    level_of,
+    message_seconds,
+    placements,
+)
+from stagewright.time.roofline import (
+    QUERIES,
+    attention_seconds,
+    copies_seconds,
+    gemm_seconds,
+    memory_seconds,
+    routing_seconds,
+)
+from stagewright.time.tensor_overlap import in_pieces
+
+Seconds = NDArray[np.float64]
+
+
+class Routed(NamedTuple):
+    """How many experts there are, and to how many of them a token goes."""
+
+    experts: int
+    top_k: int
+
+
+def task_seconds(
+    program: Program,
+    machine: Machine,
+    *,
+    tp_comm_overlap: bool = False,
+    routed: Routed | None = None,
+) -> list[Seconds]:
+    """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
+
+    A collective takes as long as the group of the class that lies worst; SEND and RECV both carry
+    the duration of the message. `tp_comm_overlap`: what tensor parallelism gathers and scatters is
+    cut, and takes only what the products beside it leave of it (`tensor_overlap`). `routed`: a
+    token goes once to each rank that has experts for it (`network.dispatch_seconds`).
+    """
+    if program.mesh.world_size != machine.gpus:
+        raise UserError(
+            f"the program is for {program.mesh.world_size} ranks and the machine has "
+            f"{machine.gpus} GPUs; make them equal"
+        )
+    lying = _Lying(program, machine)
+    found = [_class_seconds(lying, which, routed) for which in program.classes]
+    if tp_comm_overlap:
+        each = zip(program.classes, found, strict=True)
+        found = [in_pieces(program, of.tasks, given, machine.hardware) for of, given in each]
+    return found
+
+
+class _Lying:
+    """Where the groups and peers of a program lie in a machine, found when first asked."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self.program = program
+        self.machine = machine
+        self.groups = [program.group_of(slot) for slot in range(len(program.communicators))]
+
+    def placements(self, slot: int, which: RankClass) -> list[Placement]:
+        """How the groups lie that have members among the ranks of a class."""
+        ids = self.groups[slot]
+        wanted = np.unique(ids[which.ranks])
+        ranks = np.flatnonzero(np.isin(ids, wanted[wanted > 0]))
+        ranks = ranks[np.argsort(ids[ranks], kind="stable")]
+        groups = len(wanted[wanted > 0])
+        return placements(self.machine, ranks.reshape(groups, -1).astype(np.int64))
+
+    def of_experts(self, slot: int) -> bool:
+        """Whether a communicator is that of ranks which share experts."""
+        label = self.program.label_of(slot)
+        return any("ep" in word.split("/") for word in label.split("+"))
+
+    def level(self, slot: int, which: RankClass) -> int:
+        """The outermost dimension that a message of the class passes."""
+        peers = self.program.peer_of(slot)[which.ranks]
+        return int(level_of(self.machine, which.ranks, peers).max(initial=0))
+
+
+def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None) -> Seconds:
+    tasks, machine = which.tasks, lying.machine
+    seconds = np.zeros(len(tasks))
+    computes = tasks.kind == Kind.COMPUTE
+    columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
+    rows, back = _unique(columns, computes)
+    seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
+    seconds = as_one(tasks, seconds, machine.hardware)
+    if tasks.duration is not None:  # what was measured wins
+        seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
+
+    moves = tasks.kind == Kind.COLLECTIVE
+    rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
+    lies = {int(s): lying.placements(int(s), which) for s in np.unique(tasks.slot[moves])}
+
+    def moved(i: int, group: Placement) -> float:
+        op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
+        if routed and op == "all_to_all" and lying.of_experts(int(tasks.slot[i])):
+            return dispatch_seconds(size, group, machine, *routed)
+        return collective_seconds(op, size, group, machine)[0]
+
+    each = [max(moved(int(i), group) for group in lies[int(tasks.slot[i])]) for i in rows]
+    seconds[moves] = np.array(each)[back] if each else 0.0
+
+    copies = (tasks.kind == Kind.LOAD) | (tasks.kind == Kind.STORE)
+    to_host = machine.hardware.host_bandwidth_gb_s * 1e9
+    seconds = np.where(copies, tasks.comm_bytes / to_host, seconds)
+
+    messages = (tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)
+    rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
+    levels = {int(s): lying.level(int(s), which) for s in np.unique(tasks.slot[messages])}
+    each = [
+        message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine) for i in rows
+    ]
+    seconds[messages] = np.array(each)[back] if each else 0.0
+    return seconds
+
+
+def _unique(
+    columns: tuple[NDArray[np.integer], ...], chosen: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows that stand for all alike among those chosen, and for each chosen its representative."""
+    where = np.flatnonzero(chosen)
+    table = np.stack([c[where].astype(np.int64) for c in columns], axis=1)
+    if not len(where):
+        return where, where
+    _, first, back = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    return where[first], back.reshape(-1)
+
+
+def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
+    """Duration of some COMPUTE rows of a table, by the shapes of their kernels."""
+    flops, traffic = tasks.flops[rows].astype(float), tasks.traffic[rows].astype(float)
+    seconds = memory_seconds(traffic, flops, hardware)
+    dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
+    kernels = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
+    for kernel, dtype in {(str(k), str(d)) for k, d in zip(kernels, dtypes, strict=True)}:
+        if kernel not in ("gemm", "attention", "attention_bwd", *CHUNKED, *COPYING, *SERVED):
+            continue
+        here = (kernels == kernel) & (dtypes == dtype)
+        shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
+        # An extent that a kernel need not have is 0 where it lacks it: chunks of attention.
+        names = dict.fromkeys(x for s in shapes for x in s)
+        size = {x: np.array([s.get(x, 0) for s in shapes], dtype=float) for x in names}
+        if kernel == "gemm":
+            seconds[here] = gemm_seconds(
+                size["batch"], size["m"], size["n"], size["k"],
+                traffic=traffic[here], dtype=dtype, on=hardware,
+            )  # fmt: skip
+        elif kernel in COPYING:
+            again = tasks.phase[rows[here]] == PHASES.index("backward")
+            seconds[here] = _copies(size, kernel, traffic[here], again, dtype, hardware)
+        elif kernel in SERVED:
+            seconds[here] = _served(size, flops[here], traffic[here], dtype, hardware)
+        elif kernel in CHUNKED:
+            # A step of decode has no chunks: it moves states.
+            here[here] = whole = size.get("chunk", np.zeros(len(shapes))) > 0
+            size = {x: column[whole] for x, column in size.items()}
+            if whole.any():
+                seconds[here] = _chunked(size, flops[here], traffic[here], dtype, hardware)
+        else:
+            seconds[here] = attention_shape_seconds(
+                size, flops[here], traffic[here], dtype, hardware, kernel == "attention_bwd"
+            )
+    return seconds / hardware.sustained_fraction
+
+
+CHUNKED = tuple(
+    f"{op}{way}" for op in ("linear_attention", "delta_rule") for way in ("", "_bwd", "_served")
+)
+"""Kernels whose work is matrix products inside and between chunks of tokens."""
+
+
+COPYING = ("dispatch", "combine")
+"""Kernels that copy tokens to experts, and add what comes back."""
+
+
+def _copies(
+    size: dict[str, NDArray[np.float64]],
+    kernel: str,
+    traffic: NDArray[np.float64],
+    again: NDArray[np.bool_],
+    dtype: str,
+    hardware: Hardware,
+) -> Seconds:
+    """Copies of tokens, which are sorted by expert first, but for those of backward."""
+    copies = size["e"] * size["r"]
+    if kernel == "combine":
+        return copies_seconds(traffic, copies, hardware)
+    moved = np.maximum(traffic, 2 * copies * size["m"] * float(BYTES[dtype]))
+    sorting = np.where(again, 0, routing_seconds(copies, hardware))
+    return copies_seconds(moved, copies, hardware) + sorting
+
+
+SERVED = ("cached_attention", "striped_attention", "varlen_attention")
+"""Attention of requests that have lengths of their own."""
+
+
+def _served(
+    size: dict[str, NDArray[np.float64]],
+    flops: NDArray[np.float64],
+    traffic: NDArray[np.float64],
+    dtype: str,
+    hardware: Hardware,
+) -> Seconds:
+    """Tiles of queries through the keys of their requests, as attention in training; several units
+    share the keys of one tile, so that none is waited for (flash decoding), or bytes take longer:
+    one token sees few queries for each key that is read."""
+    width = size["d"] + size.get("v", size["d"])
+    heads = math.prod([size.get(x, np.ones_like(width)) for x in "bagr"])
+    tiles = np.ceil(size["q"] / QUERIES) * heads
+    none = np.zeros_like(flops)
+    work = attention_seconds(
+        tiles, none, flops / (2 * width), 2 * width, traffic=none, dtype=dtype, on=hardware
+    )
+    return np.maximum(work, memory_seconds(traffic, none, hardware))
+
+
+def _chunked(
+    size: dict[str, NDArray[np.float64]],
+    flops: NDArray[np.float64],
+    traffic: NDArray[np.float64],
+    dtype: str,
+    hardware: Hardware,
+) -> Seconds:
+    """A recurrence in chunks as one product per chunk and head, of as many FLOPs: no fit of it."""
+    batch = np.ceil(size["s"] / size["chunk"]) * size["b"] * size["g"] * size["h"]
+    m, n = size["chunk"], size["p"]
+    k = flops / (2 * m * n * batch)
+    return gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtype, on=hardware)
+
+
+def attention_shape_seconds(
+    size: dict[str, NDArray[np.float64]],
+    flops: NDArray[np.float64],
+    traffic: NDArray[np.float64],
+    dtype: str,
+    hardware: Hardware,
+    backward: bool,
+) -> Seconds:
+    """Fused attention by its extents, an array each.
+
+    Forward does two products per pair of query and key, backward five.
+    """
+    d, v = size["d"], size["v"]
+    # Backward goes through the keys in tiles, each of which meets all queries.
+    rows, columns = (size["k"], size["q"]) if backward else (size["q"], size["k"])
+    reach = np.maximum(size["window"], size.get("chunk", 0))
+    seen = np.where(reach > 0, np.minimum(reach, columns), columns)
+    heads = size["batch"] * size["heads"]
+    tiles = np.ceil(rows / QUERIES) * heads
+    each = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)
+    # Masks are by tile: those on the diagonal are computed whole.
+    points = flops / each + size["causal"] * tiles * QUERIES**2 / 2
+    return attention_seconds(
+        tiles, seen, points, each, traffic=traffic, dtype=dtype, on=hardware, backward=backward
+    )

@@ -1,0 +1,140 @@
+"""Matrix products of one input that a framework runs as one: query, key and value; gate and up.
+
+Megatron-LM's `linear_qkv` and `linear_fc1`, and vLLM's `QKVParallelLinear`, hold the weights side
+by side. The graph keeps them apart, as papers and checkpoints do; here they are timed as one: a
+longer sum for the gradient of the input, which then needs no additions, and more columns for all
+else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.graph.node import BYTES
+from stagewright.program.columns import Int, Shape, Tasks
+from stagewright.time.hardware import Hardware
+from stagewright.time.roofline import bytes_per_second, gemm_seconds
+
+Floats = NDArray[np.float64]
+
+
+class Products(NamedTuple):
+    """Matrix products, a row each: those of all that is run as one, and how much of it a row is."""
+
+    batch: Floats
+    m: Floats
+    n: Floats
+    k: Floats
+    traffic: Floats  # bytes
+    dtype: Int  # index into `dtypes` of the tasks
+    share: Floats  # of the FLOPs
+
+
+class Parts(NamedTuple):
+    """Rows that are parts of products, and which: the parts of one have the same number."""
+
+    rows: Int
+    whole: Int
+    products: Products
+    summed: NDArray[np.bool_]  # the product is the sum of its parts: a gradient of the input
+    result: Floats  # bytes of the product's result
+
+
+def products(tasks: Tasks, rows: Int) -> Products:
+    """Those of some rows, parts of others as what they are part of."""
+    own, joint = _own(tasks, rows), parts(tasks)
+    at = np.full(len(tasks), -1)
+    at[joint.rows] = np.arange(len(joint.rows))
+    of = at[rows]
+    here = of >= 0
+    for column, whole in zip(own, joint.products, strict=True):
+        column[here] = whole[of[here]]
+    return own
+
+
+def parts(tasks: Tasks) -> Parts:
+    """All rows that are parts of a larger product, none of which was measured by itself."""
+    number: dict[tuple[str, ...], int] = {(): 0}
+    names = [number.setdefault(shape.joint, len(number)) for shape in tasks.shapes]
+    label = np.array([*names, 0], np.int64)[tasks.shape]  # the last is that of no shape
+    rows = np.flatnonzero(label)
+    if tasks.duration is not None:
+        rows = rows[tasks.duration[rows] == 0]
+    key = np.zeros(len(rows), np.int64)
+    for column in (label, tasks.stage, tasks.layer, tasks.microbatch, tasks.phase):
+        values = column[rows].astype(np.int64) - column[rows].min(initial=0)
+        key = key * (values.max(initial=0) + 1) + values
+    _, whole, count = np.unique(key, return_inverse=True, return_counts=True)
+    many = count[whole] > 1
+    rows = rows[many]
+    _, whole = np.unique(whole[many], return_inverse=True)
+    one = _own(tasks, rows)
+    summed = np.array([name[-1:] == ("input",) for name in number])[label[rows]]
+
+    def total(column: Floats) -> Floats:
+        return np.bincount(whole, column).astype(float)[whole] if len(rows) else column
+
+    # The input is read once, or its gradient written once.
+    width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[one.dtype]
+    result = one.batch * one.m * one.n * np.where(width < 2, 2, width)
+    once = np.where(summed, result, one.batch * one.m * one.k * width)
+    work = one.batch * one.m * one.n * one.k + 1  # experts may have no rows
+    return Parts(rows, whole, Products(
+        one.batch, one.m,
+        np.where(summed, one.n, total(one.n)), np.where(summed, total(one.k), one.k),
+        total(one.traffic - once) + once, one.dtype, work / total(work),
+    ), summed, result)  # fmt: skip
+
+
+def _own(tasks: Tasks, rows: Int) -> Products:
+    sizes = np.array([_extents(shape) for shape in tasks.shapes] or [(0.0,) * 4])
+    batch, m, n, k = sizes[tasks.shape[rows]].T.copy()
+    traffic, dtype = tasks.traffic[rows].astype(float), tasks.dtype[rows].astype(np.int64)
+    return Products(batch, m, n, k, traffic, dtype, np.ones(len(rows)))
+
+
+def _extents(shape: Shape) -> tuple[float, ...]:
+    return tuple(map(float, dict(shape.extents).values())) if shape.kernel == "gemm" else (0.0,) * 4
+
+
+def seconds_of(some: Products, dtypes: tuple[str, ...], on: Hardware) -> Floats:
+    """Duration of each row within a step: its share of the product."""
+    table = np.stack([*some[:-2], some.dtype.astype(float)], axis=1)
+    alike, back = np.unique(table, axis=0, return_inverse=True)
+    seconds = np.zeros(len(alike))
+    for i in np.unique(alike[:, -1]):
+        here = alike[:, -1] == i
+        batch, m, n, k, traffic, _ = alike[here].T
+        seconds[here] = gemm_seconds(
+            batch, m, n, k, traffic=traffic, dtype=dtypes[int(i)], on=on
+        )  # fmt: skip
+    return some.share * seconds[back.reshape(-1)] / on.sustained_fraction
+
+
+def as_one(tasks: Tasks, seconds: Floats, on: Hardware) -> Floats:
+    """Durations with products of one input run as one, without what would add up their parts."""
+    joint = parts(tasks)
+    if not len(joint.rows):
+        return seconds
+    result = seconds.copy()
+    result[joint.rows] = seconds_of(joint.products, tasks.dtypes, on)
+
+    # Who reads several parts of a sum adds them.
+    whole = np.full(len(tasks), -1)
+    whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
+    size = np.zeros(len(tasks))
+    size[joint.rows] = joint.result
+    owner, needed = tasks.reads
+    inputs = np.diff(tasks.data_ptr)
+    reads = whole[needed] >= 0
+    owner, needed = owner[reads], needed[reads]
+    _, first, count = np.unique(
+        np.stack([owner, whole[needed]], axis=1), axis=0, return_index=True, return_counts=True
+    )
+    owner, fewer = owner[first], (count - 1) * size[needed[first]]
+    left = result[owner] - fewer / (bytes_per_second(on) * on.sustained_fraction)
+    result[owner] = np.where((count > 1) & (count == inputs[owner]), 0.0, left)
+    return result

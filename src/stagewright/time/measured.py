@@ -1,0 +1,204 @@
+"""Measured durations of kernels in place of formulas: a CSV, by kernel, shape and data type.
+
+`stagewright show MODEL ... --kernels > kernels.csv` lists the kernels of a run; measure some, fill
+in their `duration_us`, and give the file to `generate --durations kernels.csv`. Rows without a
+duration are passed over, a row without a `dtype` is for all, the order of extents does not matter.
+
+>>> table = parse("kernel,shape,dtype,duration_us\\ngemm,m=64 n=8 k=2 batch=1,bf16,3.5\\n", "k.csv")
+>>> from stagewright.program.columns import Shape
+>>> table.of(Shape("gemm", (("batch", 1), ("m", 64), ("n", 8), ("k", 2))), "bf16")
+3500
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
+from stagewright.graph.node import BYTES
+from stagewright.program.columns import Int, Kind, Program, Shape, Tasks
+
+COLUMNS = ("kernel", "shape", "dtype", "duration_us")
+TOLD = ("count", "flops", "bytes")
+"""Columns that the list of kernels has for its reader; they are not read."""
+
+MOST_BYTES = 100_000_000
+MOST_SECONDS = 86_400
+
+Key = tuple[str, frozenset[tuple[str, int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Nanoseconds of kernels by name, extents and data type ("": all)."""
+
+    rows: Mapping[Key, int]
+
+    def of(self, shape: Shape, dtype: str) -> int:
+        """Nanoseconds of a kernel; 0 where there is no row for it."""
+        extents = frozenset(shape.extents)
+        exact = self.rows.get((shape.kernel, extents, dtype), 0)
+        return exact or self.rows.get((shape.kernel, extents, ""), 0)
+
+
+class Matched(NamedTuple):
+    """What of a program has a measured duration, in kernels of one rank of each class together."""
+
+    kernels: int
+    measured: int
+    missing: tuple[tuple[str, int], ...]  # "gemm batch=1 ... bf16", how many; the most first
+
+    def entry(self) -> dict[str, Any]:
+        """For a manifest; `missing` has the number of kernels by name, shape and data type."""
+        return {**self._asdict(), "missing": dict(self.missing)}
+
+
+def told(entry: Mapping[str, Any]) -> str:
+    """A manifest's entry in one line.
+
+    >>> told({"file": "k.csv", "kernels": 9, "measured": 8, "missing": {"gemm m=4 bf16": 1}})
+    'k.csv: durations of 8 of 9 kernels; no row for gemm m=4 bf16 (1)'
+    """
+    text = f"{entry['file']}: durations of {entry['measured']} of {entry['kernels']} kernels"
+    missing = [f"{name} ({count})" for name, count in entry["missing"].items()]
+    if missing:
+        text += f"; no row for {', '.join(missing[:3])}"
+        text += f" and {len(missing) - 3} more shapes" if len(missing) > 3 else ""
+    return text
+
+
+def load(path: str | Path) -> Durations:
+    """Read a file; every error is a UserError that names the line."""
+    text = read_text(path, "a list of kernels as CSV", MOST_BYTES)
+    return parse(text, str(path))
+
+
+def parse(text: str, path: str) -> Durations:
+    """Read the text of a file."""
+    lines = csv.reader(text.splitlines(), strict=True)
+    rows: dict[Key, int] = {}
+    try:
+        header = [name.strip() for name in next(lines, list[str]())]
+        _check_header(header, path)
+        for cells in lines:
+            if any(cell.strip() for cell in cells):
+                where = f"{path}, line {lines.line_num}"
+                _row(dict(zip(header, cells, strict=False)), len(cells), header, where, rows)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {lines.line_num}: {error}; wanted CSV") from None
+    return Durations(rows)
+
+
+def _check_header(header: list[str], path: str) -> None:
+    for name in ("kernel", "shape", "duration_us"):
+        if name not in header:
+            got = ", ".join(header)[:80]
+            raise UserError(f"{path}, line 1: no column {name!r} among {got!r}; wanted {COLUMNS}")
+    for name in header:
+        if name not in (*COLUMNS, *TOLD):
+            hint = did_you_mean(name, (*COLUMNS, *TOLD))
+            raise UserError(f"{path}, line 1: unknown column {name[:40]!r}{hint}")
+        if header.count(name) > 1:
+            raise UserError(f"{path}, line 1: column {name!r} comes twice")
+
+
+def _row(
+    row: dict[str, str], cells: int, header: list[str], where: str, rows: dict[Key, int]
+) -> None:
+    if cells != len(header):
+        raise UserError(f"{where}: {cells} cells, wanted {len(header)}")
+    text = row["duration_us"].strip()
+    if not text:
+        return
+    try:
+        seconds = float(text) / 1e6
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MOST_SECONDS:
+        raise UserError(f"{where}: duration_us is {text[:40]!r}, wanted microseconds above 0")
+    extents: dict[str, int] = {}
+    for word in row["shape"].split():
+        name, _, number = word.partition("=")
+        if not (name and number.isascii() and number.isdecimal() and len(number) < 19):
+            raise UserError(f"{where}: shape has {word[:40]!r}, wanted such as m=4096")
+        if extents.setdefault(name, int(number)) != int(number):
+            raise UserError(f"{where}: shape has {name} twice")
+    dtype = row.get("dtype", "").strip()
+    if dtype and dtype not in BYTES:
+        hint = did_you_mean(dtype, BYTES) or f"; use one of {', '.join(BYTES)}"
+        raise UserError(f"{where}: dtype is {dtype[:40]!r}{hint}")
+    key = row["kernel"].strip(), frozenset(extents.items()), dtype
+    if key in rows:
+        raise UserError(f"{where}: this kernel comes twice; keep one row")
+    rows[key] = max(1, round(seconds * 1e9))
+
+
+def kernels(program: Program) -> list[dict[str, Any]]:
+    """The distinct kernels of a program, most FLOPs in all first: rows of the CSV, no duration."""
+    found: dict[Key, dict[str, Any]] = {}
+    for of in program.classes:
+        tasks = of.tasks
+        for which, rows, counts in _distinct(tasks):
+            shape, dtype = tasks.shapes[which[0]], tasks.dtypes[which[1]]
+            extents = " ".join(f"{name}={n}" for name, n in shape.extents)
+            row = found.setdefault(
+                (shape.kernel, frozenset(shape.extents), dtype),
+                {"kernel": shape.kernel, "shape": extents, "dtype": dtype, "count": 0}
+                | {"flops": int(tasks.flops[rows]), "bytes": int(tasks.traffic[rows])},
+            )
+            row["count"] += counts * len(of.ranks)
+    order = sorted(found.values(), key=lambda row: -row["count"] * row["flops"])
+    return [{**row, "duration_us": ""} for row in order]
+
+
+def to_csv(program: Program) -> str:
+    """The distinct kernels as a file in which to fill in durations."""
+    text = io.StringIO()
+    columns: list[str] = ["kernel", "shape", "dtype", *TOLD, "duration_us"]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(kernels(program))
+    return text.getvalue()
+
+
+def _distinct(tasks: Tasks) -> list[tuple[tuple[int, int], int, int]]:
+    """Shape and data type of kernels, the first row of each, and how many there are."""
+    where = np.flatnonzero((tasks.kind == Kind.COMPUTE) & (tasks.shape >= 0))
+    keys = tasks.shape[where].astype(np.int64) * len(tasks.dtypes) + tasks.dtype[where]
+    unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    return [
+        (divmod(int(key), len(tasks.dtypes)), int(where[at]), int(count))
+        for key, at, count in zip(unique, first, counts, strict=True)
+    ]
+
+
+def measured(program: Program, table: Durations) -> tuple[Program, Matched]:
+    """The program with the durations of all kernels that have a row, and what has none."""
+    missing: dict[str, int] = {}
+    total = known = 0
+    classes = list(program.classes)
+    for i, of in enumerate(classes):
+        tasks = of.tasks
+        here = np.zeros((len(tasks.shapes) + 1, len(tasks.dtypes)), np.int64)  # last: no shape
+        for (shape, dtype), _, count in _distinct(tasks):
+            nanoseconds = table.of(tasks.shapes[shape], tasks.dtypes[dtype])
+            here[shape, dtype] = nanoseconds
+            total += count
+            known += count if nanoseconds else 0
+            if not nanoseconds:
+                name = f"{tasks.shapes[shape]} {tasks.dtypes[dtype]}"
+                missing[name] = missing.get(name, 0) + count
+        duration: Int = here[tasks.shape, tasks.dtype] * (tasks.kind == Kind.COMPUTE)
+        classes[i] = dataclasses.replace(of, tasks=dataclasses.replace(tasks, duration=duration))
+    order = tuple(sorted(missing.items(), key=lambda x: (-x[1], x[0])))
+    return dataclasses.replace(program, classes=tuple(classes)), Matched(total, known, order)

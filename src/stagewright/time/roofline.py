@@ -1,0 +1,150 @@
+"""How long a kernel takes, from its shape: a roofline, and what makes rooflines wrong.
+
+Matrix products run as tiles over the compute units of a GPU: the last wave of tiles is rarely
+full, a small tile reuses less of what it reads, and every tile starts and ends. Attention runs as
+tiles of 128 queries, each through all keys it sees. All else moves bytes; rows that are copied by
+index, tokens to experts and back, move more slowly than streams. Every kernel has a floor. The
+constants are per hardware, fitted to measured kernels (`benchmarks/fit_kernels.py`).
+
+>>> from stagewright.time.hardware import resolve
+>>> h100 = resolve("h100-sxm")
+>>> sizes = [np.array([x]) for x in (1.0, 8192, 8192, 8192)]
+>>> us = gemm_seconds(*sizes, traffic=np.array([3 * 2 * 8192**2]), dtype="bf16", on=h100)[0] * 1e6
+>>> bool(1300 < us < 1500)  # 1405 us measured
+True
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import UserError
+from stagewright.time.hardware import Gemm, Hardware
+
+Array = NDArray[np.float64]
+
+# Rows and columns of the tiles that libraries choose from, and into how many parts they may split
+# the sum (cuBLAS and CUTLASS kernels; the fastest is taken, as their heuristics try to).
+TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128), (64, 256), (256, 64),
+         (32, 64), (64, 32))  # fmt: skip
+SPLITS = (1, 2, 4, 8, 16)
+DEPTH = 64  # of one step along the sum
+
+
+def peak_flops(hardware: Hardware, dtype: str) -> float:
+    """Dense peak of matrix products in FLOP/s; fp32 is that of the vector units."""
+    known = {
+        "bf16": hardware.peak_bf16_tflops,
+        "fp8": hardware.peak_fp8_tflops,
+        "fp4": hardware.peak_fp4_tflops,
+        "fp32": hardware.peak_fp32_tflops,
+    }
+    peak = known.get(dtype)
+    if peak is None:
+        raise UserError(
+            f"{hardware.name} has no matrix products in {dtype}; use one of "
+            + ", ".join(name for name, value in known.items() if value)
+        )
+    return peak * 1e12
+
+
+def gemm_seconds(
+    batch: Array, m: Array, n: Array, k: Array, *, traffic: Array, dtype: str, on: Hardware
+) -> Array:
+    """Duration of matrix products: `batch` results of m x n, each a sum over k; traffic: bytes."""
+    fit = on.gemm.get(dtype) or on.gemm["bf16"]
+    memory = traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
+    unit = peak_flops(on, dtype) / on.compute_units
+    best = np.full(len(m), np.inf)
+    for rows, columns in TILES:
+        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+        rate = unit * fit.fraction * _reuse(fit, rows, columns)
+        for parts in SPLITS:
+            waves = _waves(tiles * parts / on.compute_units, fit.quantization)
+            depth = np.ceil(k / parts / DEPTH) * DEPTH
+            compute = waves * (2 * rows * columns * depth / rate + fit.tile_us * 1e-6)
+            moved = memory
+            if parts > 1:  # partial sums in fp32, written and read
+                compute = compute + fit.split_us * 1e-6
+                extra = 8 * parts * batch * m * n
+                moved = memory + extra / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
+            best = np.minimum(best, _either(compute, moved, fit.sharpness))
+    return fit.launch_us * 1e-6 + best
+
+
+def _reuse(fit: Gemm, rows: int, columns: int) -> float:
+    """How a tile compares with one of 128 x 256, which reads less per multiply-add than smaller."""
+    return (1 + fit.tile_factor * 0.75) / (1 + fit.tile_factor * (64 / rows + 64 / columns))
+
+
+def _waves(ratio: Array, quantization: float) -> Array:
+    """Rounds of tiles: the last one counts whole, or, as far as tiles overlap, its part."""
+    return np.where(ratio <= 1, 1.0, quantization * np.ceil(ratio) + (1 - quantization) * ratio)
+
+
+def _either(compute: Array, memory: Array, sharpness: float) -> Array:
+    """The longer of two that overlap; not quite, where they are alike."""
+    longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
+    return longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
+
+
+QUERIES = 128  # that a tile of attention holds
+
+
+def attention_seconds(
+    tiles: Array,
+    longest: Array,
+    points: Array,
+    flops_per_point: Array,
+    *,
+    traffic: Array,
+    dtype: str,
+    on: Hardware,
+    backward: bool = False,
+) -> Array:
+    """Duration of fused attention.
+
+    `tiles` blocks of 128 queries, the `longest` of which sees that many keys; `points` pairs of a
+    query and a key in all, each with its FLOPs and an exponential.
+    """
+    fit = on.attention
+    peak = on.peak_bf16_tflops if dtype not in ("fp8",) else on.peak_fp8_tflops
+    rate = (peak or on.peak_bf16_tflops) * 1e12 * fit.fraction / on.compute_units
+    if backward:
+        rate *= fit.bwd_ratio
+    point = flops_per_point / rate + fit.softmax_ps * 1e-12
+    even = points * point / on.compute_units
+    rounds = np.ceil(tiles / on.compute_units)
+    work = np.maximum(even, QUERIES * longest * point) + rounds * fit.tile_us * 1e-6
+    moved = fit.traffic_factor * traffic / (on.memory_bandwidth_gb_s * 1e9)
+    return fit.launch_us * 1e-6 + work + moved
+
+
+def bytes_per_second(on: Hardware) -> float:
+    """What streams of bytes reach."""
+    return on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction
+
+
+def memory_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
+    """Duration of kernels that move bytes and compute little."""
+    moved = traffic / bytes_per_second(on)
+    return on.kernel_launch_us * 1e-6 + np.maximum(moved, flops / (on.peak_fp32_tflops * 1e12))
+
+
+def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
+    """Duration of kernels that copy rows by index: tokens to their experts, and sums of them back.
+
+    `traffic` counts the row that is read for each copy that is written.
+    """
+    if on.experts is None:
+        return memory_seconds(traffic, flops, on)
+    moved = traffic / (on.memory_bandwidth_gb_s * 1e9 * on.experts.copy_fraction)
+    return on.kernel_launch_us * 1e-6 + moved
+
+
+def routing_seconds(choices: Array, on: Hardware) -> Array:
+    """Duration of the kernels that sort tokens by expert; `choices`: of an expert by a token."""
+    if on.experts is None:
+        return np.zeros_like(choices)
+    return on.experts.routing_us * 1e-6 + on.experts.routing_ns * 1e-9 * choices

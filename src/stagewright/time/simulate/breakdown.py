@@ -1,0 +1,215 @@
+"""Where the time of a step goes: kernels, communication that nothing hides, waiting; the long path.
+
+At each moment a rank either runs a kernel of its main stream, or its next kernel waits. What it
+waits for is followed back to the kernel before: while a collective or a message that it needs is on
+its way, communication along that axis is *exposed*; while others are not ready yet, the rank is in
+a *bubble*. The parts of a lane add up to the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.program.columns import PHASES, Int, Kind
+from stagewright.time.simulate.issue import axis_of
+from stagewright.time.simulate.timeline import TICK, Lane, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of a step on a rank; `kernels` by phase, `exposed` and `communication` by axis."""
+
+    kernels: Mapping[str, float]
+    exposed: Mapping[str, float]
+    bubble: float
+    communication: Mapping[str, float] = field(default_factory=dict[str, float])
+    """How long transfers run in all, hidden or not; a message counts where it is sent."""
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum(self.kernels.values()) + sum(self.exposed.values()) + self.bubble
+
+
+class Axes(NamedTuple):
+    """Which axis each place communicates along: indices into `names`, -1 for kernels."""
+
+    names: list[str]
+    of: Int
+
+
+def axes_of(line: Timeline, lane: Lane) -> Axes:
+    """The axes of a lane."""
+    found = axis_of(line.program, lane.of.tasks)
+    names = sorted({*found.values()})
+    tasks, rows = lane.of.tasks, lane.issue.rows
+    of = np.full(len(rows), -1, dtype=np.int64)
+    for (kind, slot, collective), axis in found.items():
+        mine = (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
+        of[mine[rows]] = names.index(axis)
+    # What is settled aside belongs to the communication that it follows.
+    for stream in np.unique(lane.issue.stream[lane.aside]):
+        mine = np.flatnonzero(lane.issue.stream == stream)
+        before = np.maximum.accumulate(np.where(lane.aside[mine], -1, np.arange(len(mine))))
+        of[mine] = of[mine[before]]
+    return Axes(names, of)
+
+
+def parts(line: Timeline, lane: Lane) -> Parts:
+    """The parts of one lane."""
+    axes = axes_of(line, lane)
+    kernel = np.flatnonzero(lane.main)
+    begin, end = lane.begin[kernel], lane.end[kernel]
+    phase = lane.of.tasks.phase[lane.issue.rows[kernel]]
+    busy = {name: int((end - begin)[phase == nth].sum()) * TICK for nth, name in enumerate(PHASES)}
+    # Gaps: before each kernel, and after the last; what ended last decided when they end.
+    low = np.concatenate([[0], end])
+    high = np.concatenate([begin, [line.ticks]])
+    last = int(np.argmax(lane.end))
+    cause = np.concatenate([_blockers(lane)[kernel], [last]])
+    exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)
+    bubble = int(line.ticks - lane.end[last])
+    high[-1] = lane.end[last]
+    bubble += _follow(lane, axes.of, low, high, cause, exposed)
+    return Parts(
+        {name: s for name, s in busy.items() if s},
+        {name: int(t) * TICK for name, t in zip(axes.names, exposed, strict=False) if t},
+        bubble * TICK,
+        _communication(lane, axes),
+    )
+
+
+def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
+    ticks = np.where(lane.kind == Kind.RECV, 0, lane.end - lane.begin)
+    sums = {name: int(ticks[axes.of == nth].sum()) * TICK for nth, name in enumerate(axes.names)}
+    return {name: s for name, s in sums.items() if s}
+
+
+def _follow(lane: Lane, axis: Int, low: Int, high: Int, cause: Int, exposed: Int) -> int:
+    """Follow what gaps wait for; adds to `exposed` by axis and returns the bubble."""
+    bubble = 0
+    blockers = _blockers(lane)
+    kind = lane.kind
+    while True:
+        open_ = high > low
+        bubble += int((high - low)[open_ & (cause < 0)].sum())
+        open_ &= cause >= 0
+        if not open_.any():
+            return bubble
+        low, high, cause = low[open_], high[open_], cause[open_]
+        begin = np.maximum(lane.begin[cause], low)
+        np.add.at(exposed, axis[cause], high - np.minimum(begin, high))
+        high = np.minimum(begin, high)
+        # A receive waits for the other rank; a collective from when this rank is ready.
+        late = (kind[cause] == Kind.RECV) & (lane.end[cause] > lane.ready[cause])
+        ready = np.where(late, low, np.maximum(lane.ready[cause], low))
+        bubble += int((high - np.minimum(ready, high)).sum())
+        high = np.minimum(ready, high)
+        cause = blockers[cause]
+
+
+def _blockers(lane: Lane) -> Int:
+    """For each place, what ended last of what it waits for; -1 if it waits for nothing."""
+    issue = lane.issue
+    owner = np.repeat(np.arange(len(issue)), np.diff(issue.pointer))
+    last = np.flatnonzero(lane.end[issue.needs] == lane.ready[owner])
+    result = np.full(len(issue), -1, dtype=np.int64)
+    result[owner[last][::-1]] = issue.needs[last][::-1]
+    return result
+
+
+RECV = int(Kind.RECV)
+_ALONE = int(Kind.COMPUTE), int(Kind.SEND), int(Kind.LOAD), int(Kind.STORE)
+
+
+class Link(NamedTuple):
+    """A task on the critical path: index of the lane, and place."""
+
+    lane: int
+    place: int
+
+
+def critical_path(line: Timeline) -> list[Link]:
+    """The tasks that the step waited for, each for the one before it, from first to last.
+
+    They touch: each begins when the one before it ends, the first at 0, and the last ends with the
+    step. A message is there as its SEND; of several that ended at the same time, one.
+    """
+    lanes = line.lanes
+    blockers: dict[int, Int] = {}
+    source = _Source(line)
+    at = max(range(len(lanes)), key=lambda n: int(lanes[n].end.max(initial=0)))
+    link = Link(at, int(np.argmax(lanes[at].end)))
+    path: list[Link] = []
+    while True:
+        link = source.of(link)
+        lane = lanes[link.lane]
+        if lane.kind[link.place] != RECV:
+            path.append(link)
+        if link.lane not in blockers:
+            blockers[link.lane] = _blockers(lane)
+        before = int(blockers[link.lane][link.place])
+        if before < 0:
+            return path[::-1]
+        link = Link(link.lane, before)
+
+
+class _Source:
+    """Which rank kept a task waiting."""
+
+    def __init__(self, line: Timeline) -> None:
+        self.line, self.who = line, line.partners
+        self.received = [
+            {place: row for row, place in enumerate(of.place.tolist())} for of in self.who.received
+        ]
+        self.met = {
+            (nth, place): meeting
+            for meeting in self.who.meetings
+            for nth, place in zip(meeting.classes, meeting.places, strict=True)
+        }
+
+    def of(self, link: Link) -> Link:
+        """The SEND of a message that came late, the last rank to be ready for a collective."""
+        lane = self.line.lanes[link.lane]
+        kind = lane.kind[link.place]
+        if kind in _ALONE:
+            return link
+        nth = int(self.who.class_of[link.lane])
+        slot = int(lane.of.tasks.slot[lane.issue.rows[link.place]])
+        if kind == RECV and lane.end[link.place] > lane.ready[link.place]:
+            received, row = self.who.received[nth], self.received[nth][link.place]
+            own = link.lane - int(self.who.lanes[nth][0])
+            return Link(int(received.sender[row, own]), int(received.sent[row, own]))
+        if lane.begin[link.place] > lane.ready[link.place]:
+            group = self.who.groups[slot]
+            meeting = self.met.get((nth, link.place))
+            for other in np.flatnonzero(group == group[link.lane]).tolist():
+                place = link.place
+                if meeting is not None:
+                    place = meeting.places[meeting.classes.index(int(self.who.class_of[other]))]
+                if self.line.lanes[other].ready[place] == lane.begin[link.place]:
+                    return Link(other, place)
+            raise AssertionError("a collective begins when no rank is ready")
+        return link
+
+
+def path_parts(line: Timeline, path: list[Link]) -> dict[str, float]:
+    """Seconds of the critical path by phase of its kernels and by axis of its communication."""
+    found: dict[str, int] = {}
+    lanes, places = np.array(path, dtype=np.int64).reshape(-1, 2).T
+    for nth in sorted({link.lane for link in path}):
+        lane, at = line.lanes[nth], places[lanes == nth]
+        names, of = axes_of(line, lane)
+        words = [*PHASES, *names]
+        word = lane.of.tasks.phase[lane.issue.rows[at]].astype(np.int64)
+        word = np.where(of[at] >= 0, len(PHASES) + of[at], word)
+        sums = np.zeros(len(words), dtype=np.int64)
+        np.add.at(sums, word, lane.end[at] - lane.begin[at])
+        for name, ticks in zip(words, sums, strict=True):
+            found[name] = found.get(name, 0) + int(ticks)
+    order = [*PHASES, *sorted(found.keys() - set(PHASES))]
+    return {name: found[name] * TICK for name in order if found.get(name)}

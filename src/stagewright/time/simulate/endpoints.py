@@ -1,0 +1,196 @@
+"""Which ranks behave alike, and who meets whom: messages, and collectives across rank classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.program.columns import Int, Kind, Program, RankClass
+from stagewright.time.simulate.issue import Issue
+
+
+def alike(program: Program, factor: NDArray[np.float64]) -> Int:
+    """For each rank the number of its lane: ranks that behave alike.
+
+    They are of one class, have one `factor`, and whom they meet behaves alike. Lanes count by
+    class, and within it by their first rank.
+    """
+    ranks = np.arange(program.mesh.world_size)
+    lane = np.zeros(len(ranks), dtype=np.int64)
+    for nth, of in enumerate(program.classes):
+        lane[of.ranks] = nth
+    pairs = np.stack([lane, np.unique(factor, return_inverse=True)[1]])
+    lane = _numbered(pairs)
+    groups = [program.group_of(slot) for slot in range(len(program.communicators))]
+    peers = [program.peer_of(slot) for slot in range(len(program.peers))]
+    # Which of its peers a rank is to its peers: on a ring the one before to the one after.
+    back = [one[other] == ranks for one in peers for other in peers]
+    if back:
+        lane = _numbered(np.stack([lane, *np.unique(back, axis=0).astype(np.int64)]))
+    while True:
+        columns = [lane, *(_members(lane, ids) for ids in groups), *(lane[to] for to in peers)]
+        finer = _numbered(np.stack(columns))
+        if finer.max() == lane.max():
+            return lane
+        lane = finer
+
+
+def _numbered(columns: Int) -> Int:
+    """Equal columns as equal numbers, ascending by the first row and then by first occurrence."""
+    _, first, number = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+    order = np.lexsort((first, columns[0, first]))
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return rank[number.ravel()]
+
+
+def _members(lane: Int, ids: Int) -> Int:
+    """For each rank a number for the lanes of its group; -1 where it is in none."""
+    result = np.full(len(lane), -1, dtype=np.int64)
+    inside = np.flatnonzero(ids > 0)
+    if len(inside):
+        order = inside[np.lexsort((lane[inside], ids[inside]))]
+        size = int((ids == ids[order[0]]).sum())
+        _, kind = np.unique(lane[order].reshape(-1, size), axis=0, return_inverse=True)
+        result[order] = np.repeat(kind.ravel(), size)
+    return result
+
+
+class Received(NamedTuple):
+    """What a class receives: where, and for each of its lanes from whom; a row per message."""
+
+    place: Int  # ascending
+    sender: Int  # (messages, lanes): lane
+    sent: Int  # (messages, lanes): place
+
+
+class Meeting(NamedTuple):
+    """One collective of ranks of several classes: its classes and the place in each."""
+
+    slot: int
+    classes: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partners:
+    """The lanes, and what joins them."""
+
+    lanes: tuple[Int, ...]  # by class: numbers of its lanes
+    example: Int  # by lane: its first rank
+    class_of: Int  # by lane
+    lane_of: Int  # by rank
+    received: tuple[Received, ...]  # by class
+    meetings: tuple[Meeting, ...]
+    groups: tuple[Int, ...]  # by slot, by lane: number of the lanes that meet; -1: in no group
+
+    @property
+    def count(self) -> int:
+        """How many lanes there are."""
+        return len(self.example)
+
+
+def partners(program: Program, issues: Sequence[Issue], lane_of: Int) -> Partners:
+    """Match what the classes of a program send, receive and do together."""
+    lanes = tuple(np.unique(lane_of[of.ranks]) for of in program.classes)
+    _, example = np.unique(lane_of, return_index=True)
+    class_of = np.repeat(np.arange(len(lanes)), [len(some) for some in lanes])
+    groups: list[Int] = []
+    for slot in range(len(program.communicators)):
+        ids = program.group_of(slot)
+        least = np.full(int(ids.max()) + 1, len(lane_of), dtype=np.int64)
+        np.minimum.at(least, ids, lane_of)
+        groups.append(np.where(ids > 0, least[ids], -1)[example])
+    meetings = tuple(_meetings(program, issues, groups, class_of))
+    received = tuple(_Messages(program, issues, lane_of, example, class_of).received(lanes))
+    return Partners(lanes, example, class_of, lane_of, received, meetings, tuple(groups))
+
+
+class _Messages:
+    """Matches sends with receives: between two ranks along an axis, the n-th of a tag."""
+
+    def __init__(
+        self, program: Program, issues: Sequence[Issue], lane_of: Int, example: Int, class_of: Int
+    ) -> None:
+        self.lane_of, self.example, self.class_of = lane_of, example, class_of
+        self.peers = [program.peer_of(slot) for slot in range(len(program.peers))]
+        self.axes = [peer.axis for peer in program.peers]
+        self.ends: list[dict[Kind, dict[int, tuple[Int, Int]]]] = [
+            {kind: self._ends(of, order, kind) for kind in (Kind.SEND, Kind.RECV)}
+            for of, order in zip(program.classes, issues, strict=True)
+        ]
+
+    def _ends(self, of: RankClass, order: Issue, kind: Kind) -> dict[int, tuple[Int, Int]]:
+        """Places and tags of a class's sends or receives, by slot."""
+        mine = np.flatnonzero(of.tasks.kind[order.rows] == kind)
+        slot, tag = of.tasks.slot[order.rows[mine]], of.tasks.tag[order.rows[mine]]
+        used = sorted({int(s) for s in slot})
+        return {s: (mine[slot == s], tag[slot == s].astype(np.int64)) for s in used}
+
+    def received(self, lanes: Sequence[Int]) -> Iterator[Received]:
+        """What each class receives."""
+        for numbers in lanes:
+            every = [self._of_lane(int(number)) for number in numbers]
+            place, sender, sent = (np.stack(column, axis=1) for column in zip(*every, strict=True))
+            yield Received(place[:, 0], sender, sent)
+
+    def _of_lane(self, lane: int) -> tuple[Int, Int, Int]:
+        """Where a lane receives, from which lane, and where that sends; by place."""
+        rank = int(self.example[lane])
+        ends = self.ends[int(self.class_of[lane])][Kind.RECV]
+        found: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
+        # On a ring of two, the one before is the one after.
+        for other, axis in sorted({(int(self.peers[s][rank]), self.axes[s]) for s in ends}):
+            mine = self._sorted(ends, rank, other, axis)
+            number = int(self.lane_of[other])
+            theirs = self.ends[int(self.class_of[number])][Kind.SEND]
+            at = self._sorted(theirs, other, rank, axis)
+            if not np.array_equal(mine[0], at[0]):
+                raise ValueError(
+                    f"rank {rank} receives {mine.shape[1]} messages from rank {other} along "
+                    f"{axis}, which sends {at.shape[1]}, or others"
+                )
+            found.append(np.stack([mine[1], np.full_like(mine[1], number), at[1]]))
+        table = np.concatenate(found, axis=1)
+        place, sender, sent = table[:, np.argsort(table[0])]
+        return place, sender, sent
+
+    def _sorted(self, ends: Mapping[int, tuple[Int, Int]], rank: int, other: int, axis: str) -> Int:
+        """Tags and places of the messages of a rank with another along an axis, by tag."""
+        some = [
+            np.stack([tag, place])
+            for slot, (place, tag) in ends.items()
+            if self.axes[slot] == axis and self.peers[slot][rank] == other
+        ]
+        table = np.concatenate([np.zeros((2, 0), dtype=np.int64), *some], axis=1)
+        return table[:, np.lexsort((table[1], table[0]))]
+
+
+def _meetings(
+    program: Program, issues: Sequence[Issue], groups: Sequence[Int], class_of_lane: Int
+) -> list[Meeting]:
+    """Collectives whose groups have ranks of several classes: the n-th of each with the n-th."""
+    result: list[Meeting] = []
+    for slot, group in enumerate(groups):
+        home = np.arange(len(program.classes))  # class -> the first class that it meets
+        for number in np.unique(group[group >= 0]).tolist():
+            met = np.unique(class_of_lane[group == number])
+            home[np.isin(home, home[met])] = home[met].min()
+        for first in np.unique(home).tolist():
+            classes = np.flatnonzero(home == first).tolist()
+            if len(classes) < 2:
+                continue
+            places: list[Int] = []
+            for nth in classes:
+                tasks, rows = program.classes[nth].tasks, issues[nth].rows
+                mine = (tasks.kind[rows] == Kind.COLLECTIVE) & (tasks.slot[rows] == slot)
+                places.append(np.flatnonzero(mine))
+            if len({len(at) for at in places}) > 1:
+                raise ValueError(f"classes {classes} do not meet on {program.label_of(slot)}")
+            table = np.stack(places, axis=1)
+            result += [Meeting(slot, tuple(classes), tuple(row)) for row in table.tolist()]
+    return result

@@ -1,0 +1,68 @@
+"""Two microbatches at a time, so that one computes while tokens of the other are with experts.
+
+Megatron-LM's `--overlap-moe-expert-parallel-comm`: once the pipeline is full, a rank goes through
+the backward pass of one microbatch and the forward pass of a later one together, layer by layer.
+The parts between all-to-alls alternate: while tokens of one are on their way, the other computes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stagewright.errors import UserError
+from stagewright.program.columns import COLLECTIVES, PHASES, Int, Tasks
+from stagewright.run.settings import Run
+
+_FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
+
+
+def order(tasks: Tasks) -> Int:
+    """Rows in issue order: each backward action and the forward action after it take turns.
+
+    An action is what a rank does for a microbatch of a stage, in one direction. A turn ends with an
+    all-to-all of rows; those of numbers that go with them, much smaller, end none.
+    """
+    action = _actions(tasks)
+    rows = np.arange(len(tasks))
+    first = np.flatnonzero(np.diff(action, prepend=-1))
+    forward = tasks.phase[first] == _FORWARD
+    inside = (tasks.microbatch[first] >= 0) & (tasks.phase[first] != _OPTIMIZER)
+    # Backward, and next to it forward: the second joins the first.
+    second = np.zeros(len(first), dtype=bool)
+    second[1:] = forward[1:] & ~forward[:-1] & inside[1:] & inside[:-1]
+    group = np.cumsum(~second) - 1
+
+    moves = tasks.collective == COLLECTIVES.index("all_to_all")
+    moves &= 2 * tasks.comm_bytes >= tasks.comm_bytes[moves].max(initial=0)
+    before = np.cumsum(moves) - moves
+    turn = before - before[first][action]
+    return np.lexsort((rows, second[action], turn, group[action]))
+
+
+def _actions(tasks: Tasks) -> Int:
+    """A number for each row, ascending; what happens once per step is in the action it is among."""
+    microbatch, phase = tasks.microbatch.astype(np.int64), tasks.phase.astype(np.int64)
+    way = np.where(phase == _OPTIMIZER, 2, phase != _FORWARD)
+    inside = (microbatch >= 0) | (way != 1)
+    at = np.maximum.accumulate(np.where(inside, np.arange(len(tasks)), 0))
+    columns = np.stack([tasks.stage[at].astype(np.int64), microbatch[at], way[at]])
+    return np.cumsum(np.append(False, (np.diff(columns, axis=1) != 0).any(axis=0)))
+
+
+def check(run: Run) -> None:
+    """Refuse what Megatron-LM refuses."""
+    name = "overlap_moe_expert_parallel_comm"
+    if run.mode != "train":
+        raise UserError(f"{name} is for training, not for mode={run.mode}; leave it off")
+    if run.ep == 1:
+        raise UserError(f"{name} needs experts on several ranks; ep is 1")
+    if run.moe_token_dispatcher_type != "alltoall":
+        got = run.moe_token_dispatcher_type
+        raise UserError(f"{name} needs moe_token_dispatcher_type=alltoall, got {got}")
+    if run.pp > 1 and run.vpp == 1:
+        raise UserError(f"{name} with pp={run.pp} needs several virtual stages; set vpp")
+    if run.recompute == "full":
+        raise UserError(f"{name} and recompute=full exclude each other")
+    if (run.mtp_num_layers or 0) > 1:
+        got = run.mtp_num_layers
+        raise UserError(f"{name} needs mtp_num_layers of 1 or none, got {got}")

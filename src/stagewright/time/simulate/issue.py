@@ -1,0 +1,356 @@
+"""What a rank issues, in which order, on which stream, and what each task waits for.
+
+A framework puts kernels on one stream of the GPU and the collectives of each communicator on a
+stream of their own (NCCL), messages to each peer on another. A task starts when the one before it
+on its stream and all that it needs have ended; what needs no data, as a gather of weights or a
+posted receive, waits for the kernel issued before it.
+
+The order is that of the program, but for what frameworks do beside the model's code:
+
+- sums of gradients that arrived reduced are added on the communication stream (FSDP2's
+  `foreach_reduce` in its reduce-scatter stream), so that no kernel of the model waits for them;
+- a gradient reduced a second time (norms of a sequence-parallel model over tp) waits until the
+  backward pass is over (Megatron-LM's `finalize_model_grads`);
+- where data parallelism does not overlap, so does every reduction that happens once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.algebra.layout import MIRROR
+from stagewright.errors import UserError, did_you_mean
+from stagewright.program.columns import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
+from stagewright.time.simulate import ep_overlap as combined
+
+Bool = NDArray[np.bool_]
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+_FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a framework runs a program; the defaults overlap whatever the program lets overlap."""
+
+    streams: Literal["separate", "one"] = "separate"
+    """`one`: kernels on one stream, all else on another, as written in traces for ASTRA-sim."""
+    no_overlap: frozenset[str] = frozenset()
+    """Axes whose communication kernels wait for, both ways."""
+    prefetch: int = 1
+    """Blocks ahead that sharded weights are gathered."""
+    overlap_param_gather: bool = False
+    """Parameters that the optimizer has updated in parts are gathered in the next step's forward
+    pass, block by block (Megatron-LM's name); here: at the start of this one."""
+    tp_comm_overlap: bool = False
+    """What tensor parallelism gathers and scatters goes in pieces beside the products that it feeds
+    or follows (Megatron-LM's name; PyTorch's async TP). It is durations that say so: those of
+    `cost.task_seconds`."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """The backward pass of a microbatch and the forward pass of a later one run together, and each
+    computes while tokens of the other are on their way (Megatron-LM's name); see `combined`."""
+    moe_flex_dispatcher: bool = False
+    """A token goes once to each node and rank that has experts for it, not once for each expert
+    (Megatron-LM's `--moe-token-dispatcher-type flex`: DeepEP, HybridEP). It is durations that say
+    so; traces have a copy for each expert."""
+    slowdown: float = 0.0
+    """Kernels take this much longer while a collective runs beside them."""
+
+    def __post_init__(self) -> None:
+        for axis in sorted(self.no_overlap - set(AXES)):
+            hint = did_you_mean(axis, AXES)
+            raise UserError(f"no_overlap: there is no axis {axis!r}; use {', '.join(AXES)}{hint}")
+        if self.prefetch < 0:
+            raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
+        if not 0 <= self.slowdown < 100:
+            raise UserError(f"slowdown is {self.slowdown}, wanted a fraction such as 0.1")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Issue:
+    """The tasks of a rank in issue order; place `i` holds row `rows[i]` of its `Tasks`.
+
+    `stream` is 0 for kernels and otherwise any number; receives have none, -1. Place `i` waits for
+    the places `needs[pointer[i]:pointer[i + 1]]`, all before it; what follows from others is left
+    out.
+    """
+
+    rows: Int
+    stream: Int
+    pointer: Int
+    needs: Int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
+    """The issue order of a rank class."""
+    owner, needed = tasks.reads
+    if how.overlap_param_gather and how.streams == "separate":
+        owner, needed = _gathered_next(tasks, owner, needed)
+    aside = _settles(tasks, owner, needed) if how.streams == "separate" else _none(tasks)
+    rows = _order(tasks, owner, needed, aside, how)
+    place = np.empty_like(rows)
+    place[rows] = np.arange(len(rows))
+    owner, needed = place[owner], place[needed]
+    kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
+    kernel = (kind == Kind.COMPUTE) & ~aside[rows]
+    stream = _stream(program, kind, slot, how)
+    if aside.any():
+        stream = _joined(stream, aside[rows], owner, needed)
+    blocking = _blocking(program, tasks, how)[rows]
+    pairs = [(owner, needed), *_chains(stream, blocking)]
+    # What came to the host is not fetched back at once, but when it is issued.
+    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == Kind.LOAD)
+    before = _before(kernel)
+    waits = np.flatnonzero(ahead & (kind != Kind.COMPUTE) & (before >= 0))
+    pairs.append((waits, before[waits]))
+    owner, needed = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    owner, needed = _without_implied(owner, needed, stream, kernel)
+    pointer = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
+    return Issue(rows, stream, pointer.astype(np.int64), needed)
+
+
+def _none(tasks: Tasks) -> Bool:
+    return np.zeros(len(tasks), dtype=bool)
+
+
+def _any(owner: Int, flag: Bool, size: int) -> Bool:
+    """For each row, whether `flag` holds for any of its pairs."""
+    result = np.zeros(size, dtype=bool)
+    result[owner[flag]] = True
+    return result
+
+
+def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
+    """Kernels that only add up gradients that a collective has reduced."""
+    size = len(tasks)
+    backward = tasks.phase == _BACKWARD
+    reduces = backward & (tasks.kind == Kind.COLLECTIVE)
+    reduces &= np.isin(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
+    found = backward & (tasks.kind == Kind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    while True:
+        other = _any(owner, ~(reduces | found)[needed], size)
+        used = np.zeros(size, dtype=bool)
+        used[needed[~found[owner] & (tasks.phase[owner] != _OPTIMIZER)]] = True
+        fewer = found & ~other & ~used
+        if np.array_equal(fewer, found):
+            return found
+        found = fewer
+
+
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -> Int:
+    """Rows in issue order."""
+    size = len(tasks)
+    if how.streams == "one":
+        return np.arange(size)
+    key = np.arange(size, dtype=np.float64)
+    if how.overlap_moe_expert_parallel_comm:
+        key[combined.order(tasks)] = np.arange(size)
+    gathers = (tasks.kind == Kind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
+    if how.prefetch == 1:
+        gathers &= tasks.phase == _OPTIMIZER  # the others are where they should be
+    if gathers.any():
+        _prefetch(tasks, owner, needed, aside, gathers, how.prefetch, key)
+    once = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
+    if "dp" in how.no_overlap:
+        late = once
+    else:
+        first = once & (tasks.kind == Kind.COLLECTIVE)
+        late = once & _any(owner, first[needed], size)
+        while not np.array_equal(more := late | (once & _any(owner, late[needed], size)), late):
+            late = more
+    step = np.flatnonzero(tasks.phase == _OPTIMIZER)
+    key[late] = (key[step[0]] if len(step) else size) - 0.5
+    return np.argsort(key, kind="stable")
+
+
+def _prefetch(
+    tasks: Tasks,
+    owner: Int,
+    needed: Int,
+    aside: Bool,
+    gathers: Bool,
+    depth: int,
+    key: NDArray[np.float64],
+) -> None:
+    """Move gathers to `depth` blocks before the block that needs them."""
+    size = len(tasks)
+    kernel = (tasks.kind == Kind.COMPUTE) & ~aside
+    at = np.flatnonzero(kernel)
+    new_action, new_block = _blocks(tasks, at)
+    begins, block = at[new_block], np.cumsum(new_block) - 1  # first kernels; block of each kernel
+    first_block = np.maximum.accumulate(np.where(new_action, block, 0))
+    user = np.full(size, size, dtype=np.int64)
+    np.minimum.at(user, needed, np.where(kernel[owner], owner, size))
+    mine = np.flatnonzero(gathers & (user < size))
+    nth = np.searchsorted(at, user[mine])
+    key[mine] = key[begins[np.maximum(block[nth] - depth, first_block[nth])]] - 0.5
+
+
+def _blocks(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
+    """Which kernels begin an action, and which a block of the model within one."""
+    backward = tasks.phase[kernels] != _FORWARD
+    action = np.stack([tasks.stage[kernels], tasks.microbatch[kernels], backward.astype(np.int32)])
+    new_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
+    return new_action, new_action | np.append(True, np.diff(tasks.layer[kernels]) != 0)
+
+
+def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
+    """Pairs in which a block's first forward kernel needs what the optimizer gathers for it.
+
+    Blocks are met in the same order by both, stage by stage.
+    """
+    gathers = (tasks.kind == Kind.COLLECTIVE) & (tasks.phase == _OPTIMIZER)
+    gathers &= tasks.collective == COLLECTIVES.index("all_gather")
+    kernels = np.flatnonzero((tasks.kind == Kind.COMPUTE) & (tasks.phase == _FORWARD))
+    first = kernels[_blocks(tasks, kernels)[1]]
+    blocks: dict[int, list[int]] = {}  # of each stage: first kernels of its first forward action
+    for row in first.tolist():
+        here = blocks.setdefault(int(tasks.stage[row]), [])
+        if not here or tasks.microbatch[here[0]] == tasks.microbatch[row]:
+            here.append(row)
+    moved: list[tuple[int, int]] = []  # kernel, gather
+    for stage, here in blocks.items():
+        at = 0
+        for gather in np.flatnonzero(gathers & (tasks.stage == stage)).tolist():
+            layers = tasks.layer[here[at:]] == tasks.layer[gather]
+            if layers.any():
+                at += int(layers.argmax())
+                moved.append((here[at], gather))
+    users, gone = np.array(moved, dtype=np.int64).reshape(-1, 2).T
+    kept = ~np.isin(owner, gone)
+    return np.concatenate([owner[kept], users]), np.concatenate([needed[kept], gone])
+
+
+def streams_of(program: Program) -> int:
+    """How many streams a rank may have: kernels, communicators, peers, and both ways to the host.
+
+    They are numbered in this order.
+    """
+    return 1 + len(program.communicators) + len(program.peers) + 2
+
+
+def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution) -> Int:
+    """Stream of each task by itself."""
+    if how.streams == "one":
+        stream = np.ones(len(kind), dtype=np.int64)
+    else:
+        stream = 1 + slot + np.where(kind == Kind.SEND, len(program.communicators), 0)
+        stream[kind == Kind.LOAD] = streams_of(program) - 2
+        stream[kind == Kind.STORE] = streams_of(program) - 1
+    stream[kind == Kind.COMPUTE] = 0
+    stream[kind == Kind.RECV] = -1
+    return stream
+
+
+def _joined(stream: Int, aside: Bool, owner: Int, needed: Int) -> Int:
+    """The stream of what is done aside: that of the collective it follows."""
+    stream = stream.copy()
+    mine = aside[owner]
+    stream[owner[mine]] = stream[needed[mine]]
+    return stream
+
+
+def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
+    """Communication that does not overlap with kernels."""
+    result = _none(tasks)
+    if not how.no_overlap or how.streams == "one":
+        return result
+    for (kind, slot, collective), axis in axis_of(program, tasks).items():
+        if _degree(axis) in how.no_overlap:
+            result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
+    return result
+
+
+def _degree(axis: str) -> str:
+    """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
+    alias = {"edp": "dp", "etp": "tp", MIRROR: "dp"}
+    each = [word.split()[-1] for word in axis.split("[")[0].split("+")]  # of `decode tp`: tp
+    words = {alias.get(word, word) for word in each}
+    return next((word for word in ("dp", "pp", "ep", "cp", "tp") if word in words), axis)
+
+
+def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], str]:
+    """What people call the axis that tasks communicate along, by (kind, slot, collective).
+
+    Where one set of ranks serves two degrees, dispatch and combine are the experts'.
+    """
+    columns = (tasks.kind, tasks.slot, tasks.collective)
+    moves = tasks.kind != Kind.COMPUTE
+    found: dict[tuple[int, int, int], str] = {}
+    for key in _distinct(columns, moves):
+        kind, slot, collective = key
+        if kind in (Kind.LOAD, Kind.STORE):
+            found[kind, slot, collective] = "host"
+            continue
+        if kind != Kind.COLLECTIVE:
+            label = program.mesh.label((program.peers[slot].axis,))
+        else:
+            label = program.label_of(slot)
+        experts = kind == Kind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
+        words = [_choose(word.split("/"), experts) for word in label.split("+")]
+        found[kind, slot, collective] = "+".join(dict.fromkeys(words))
+    return found
+
+
+def _choose(names: list[str], experts: bool) -> str:
+    return "ep" if experts and "ep" in names else names[0]
+
+
+def _distinct(columns: Sequence[NDArray[np.integer]], chosen: Bool) -> list[tuple[int, ...]]:
+    """The different rows of some columns of small numbers, -1 or more."""
+    key = np.zeros(int(chosen.sum()), dtype=np.int64)
+    sizes = [int(c[chosen].max(initial=0)) + 2 for c in columns]
+    for column, size in zip(columns, sizes, strict=True):
+        key = key * size + column[chosen] + 1
+    found = np.flatnonzero(np.bincount(key))
+    return [tuple(int(x) - 1 for x in np.unravel_index(k, sizes)) for k in found]
+
+
+def _chains(stream: Int, blocking: Bool) -> list[tuple[Int, Int]]:
+    """Each task after the one before it on its stream; what blocks is in the kernels' chain too."""
+    pairs: list[tuple[Int, Int]] = []
+    for nth in range(int(stream.max(initial=-1)) + 1):
+        mine = np.flatnonzero((stream == nth) | (blocking if nth == 0 else False))
+        pairs.append((mine[1:], mine[:-1]))
+    return pairs
+
+
+def _before(kernel: Bool) -> Int:
+    """The kernel before each place, -1 if there is none."""
+    at = np.maximum.accumulate(np.where(kernel, np.arange(len(kernel)), -1))
+    return np.concatenate([[-1], at[:-1]]) if len(kernel) else at
+
+
+def _without_implied(owner: Int, needed: Int, stream: Int, kernel: Bool) -> tuple[Int, Int]:
+    """Sorted pairs without those that follow from the chain of kernels.
+
+    Kernels run in order, so whoever waits for kernel k waits for all before it, and for all that
+    those waited for.
+    """
+    size = len(stream)
+    places = np.arange(size)
+    # The first kernel that is after the end of each place, and the last one before its start.
+    after = np.full(size, size, dtype=np.int64)
+    np.minimum.at(after, needed, np.where(kernel[owner], owner, size))
+    after[kernel] = places[kernel]
+    before = np.full(size, -1, dtype=np.int64)
+    np.maximum.at(before, owner, np.where(kernel[needed], needed, -1))
+    for nth in range(1, int(stream.max(initial=0)) + 1):
+        mine = np.flatnonzero(stream == nth)
+        before[mine] = np.maximum.accumulate(before[mine])
+    np.maximum.at(before, owner, before[needed])
+    needful = (after[needed] > before[owner]) | (needed == before[owner])
+    keys = np.sort(owner[needful] * size + needed[needful])
+    keys = keys[np.diff(keys, prepend=-1) > 0]
+    return keys // size, keys % size

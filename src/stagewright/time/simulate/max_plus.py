@@ -1,0 +1,116 @@
+"""Runs of tasks that repeat, as matrices over (max, +): long programs in few steps.
+
+Within a run of tasks of one rank, the end of each is the latest of what it waits for plus its
+duration. So every end is the maximum, over the few inputs of the run (ends of tasks before it, the
+arrival of a message), of the input plus a constant; and runs that are alike, as those of all
+microbatches, share the constants.
+
+Times are whole ticks, so that sums are exact and in any order the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.program.columns import Int
+from stagewright.time.simulate.issue import Bool, Issue
+
+NEVER = -(1 << 62)
+"""Before every time; to add durations to it does not overflow."""
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """What alike runs of tasks share; places count from where a run begins.
+
+    An input is the latest end of what one place waits for outside the run. After these come, where
+    it has them, the arrival of the message that the first place receives, and the start of time.
+    """
+
+    outside: Int  # of the run's needs, those outside it
+    starts: Int  # into `outside`: where those of the next place begin
+    arrives: bool
+    from_start: bool
+    matrix: Int  # (places, inputs): ticks from an input to the end of a place
+    ports: Int  # the places whose ends others need
+
+    def inputs(self, needs: Int, ends: Int, arrival: int) -> Int:
+        """The inputs of a run: `needs` are its own, `ends` those of all places."""
+        values = ends[needs[self.outside]]
+        if len(self.starts) != len(values):
+            values = np.maximum.reduceat(values, self.starts)
+        if self.arrives or self.from_start:
+            more = [arrival] * self.arrives + [0] * self.from_start
+            values = np.concatenate([values, np.array(more, dtype=np.int64)])
+        return values
+
+    def ends(self, inputs: Int) -> Int:
+        """Ends of all places, for many runs: (runs, inputs) to (runs, places)."""
+        result = np.full((len(inputs), len(self.matrix)), NEVER, dtype=np.int64)
+        for column, values in zip(self.matrix.T, inputs.T, strict=True):
+            np.maximum(result, values[:, None] + column[None, :], out=result)
+        return result
+
+
+@dataclass(slots=True, eq=False)
+class Pieces:
+    """All different pieces met so far."""
+
+    known: dict[tuple[object, ...], Piece] = field(default_factory=dict[tuple[object, ...], Piece])
+
+    def of(self, cuts: Int, issue: Issue, duration: Int, arrives: Bool, sent: Bool) -> list[Piece]:
+        """The piece from each of the places `cuts` to the next.
+
+        `arrives` are the places that wait for a message from elsewhere; each must begin a piece.
+        `sent` are those whose ends are asked for although no place of the rank needs them.
+        """
+        owner = np.repeat(np.arange(len(issue)), np.diff(issue.pointer))
+        begin = np.repeat(cuts[:-1], np.diff(cuts))
+        inside = (issue.needs - begin[owner]).astype(np.int32)
+        inside[issue.needs < begin[owner]] = -1
+        counts = np.diff(issue.pointer).astype(np.int32)
+        used = sent.copy()
+        used[issue.needs[inside < 0]] = True
+        found: list[Piece] = []
+        for b, e in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+            mine = slice(issue.pointer[b], issue.pointer[e])
+            parts = duration[b:e], counts[b:e], inside[mine], used[b:e]
+            key = (bool(arrives[b]), *(part.tobytes() for part in parts))
+            if key not in self.known:
+                self.known[key] = _piece(*parts, bool(arrives[b]))
+            found.append(self.known[key])
+        return found
+
+
+def _piece(
+    duration: Int,
+    counts: NDArray[np.int32],
+    needs: NDArray[np.int32],
+    used: Bool,
+    arrives: bool,
+) -> Piece:
+    """Work out one; `needs` are places in the run or -1."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    outside = np.flatnonzero(needs < 0)
+    places, starts = np.unique(owner[outside], return_index=True)
+    idle = counts == 0
+    columns = len(places) + arrives + bool(idle.any())
+    ends = np.full((len(counts), columns), NEVER, dtype=np.int64)
+    ends[places, np.arange(len(places))] = 0
+    if arrives:
+        ends[0, len(places)] = 0
+    ends[idle, columns - 1 if idle.any() else 0] = 0
+    inside = needs.tolist()
+    at = 0
+    for place, (count, ticks) in enumerate(zip(counts.tolist(), duration.tolist(), strict=True)):
+        here = ends[place]
+        for need in inside[at : at + count]:
+            if need >= 0:
+                np.maximum(here, ends[need], out=here)
+        here += ticks
+        at += count
+    np.maximum(ends, NEVER, out=ends)
+    return Piece(outside, starts, arrives, bool(idle.any()), ends, np.flatnonzero(used))

@@ -1,0 +1,64 @@
+"""Memory over time: what the values of a rank's program take while the step runs.
+
+A value is allocated when the first task that touches it could start, and freed when the last in
+issue order ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.program.columns import CATEGORIES, Int
+from stagewright.program.memory import Deltas, deltas
+from stagewright.time.simulate.timeline import TICK, Lane
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Bytes by category, in the order of `CATEGORIES`, from each of some times to the next."""
+
+    ticks: Int  # ascending
+    size: Int  # [categories, times]
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return int(self.size.sum(axis=0).max(initial=0))
+
+    def at_peak(self) -> dict[str, float]:
+        """When the most is held (`seconds`), the `peak`, and of what it consists."""
+        at = int(self.size.sum(axis=0).argmax())
+        parts = {name: int(b) for name, b in zip(CATEGORIES, self.size[:, at], strict=True) if b}
+        return {"seconds": int(self.ticks[at]) * TICK, "peak": self.peak, **parts}
+
+    def pairs(self) -> list[tuple[float, int]]:
+        """Seconds, and bytes in all."""
+        seconds = (self.ticks * TICK).tolist()
+        return list(zip(seconds, self.size.sum(axis=0).tolist(), strict=True))
+
+    def sampled(self, points: int) -> Held:
+        """In at most so many points: of each span of time, when most is held."""
+        if len(self.ticks) <= points:
+            return self
+        span = self.ticks * points // (int(self.ticks[-1]) + 1)
+        order = np.lexsort((self.size.sum(axis=0), span))
+        last = np.flatnonzero(np.diff(span[order], append=points))
+        chosen = order[last]
+        return Held(self.ticks[chosen], self.size[:, chosen])
+
+
+def held(lane: Lane, change: Deltas | None = None) -> Held:
+    """What a lane holds over the step; `change` are its class's `deltas`, if they are known."""
+    start, allocated, freed = change or deltas(lane.of)
+    rows = lane.issue.rows
+    ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
+    ready[rows], end[rows] = lane.ready, lane.end
+    come, go = allocated.any(axis=0), freed.any(axis=0)
+    ticks = np.concatenate([[0], end[go], ready[come]])
+    changes = np.concatenate([start[:, None], -freed[:, go], allocated[:, come]], axis=1)
+    order = np.argsort(ticks, kind="stable")  # at one time, what goes before what comes
+    ticks, size = ticks[order], changes[:, order].cumsum(axis=1)
+    last = np.flatnonzero(np.diff(ticks, append=ticks[-1] + 1))
+    return Held(ticks[last], size[:, last])

@@ -1,0 +1,291 @@
+"""A step on a machine: its time, its parts, and how well it uses the GPUs.
+
+>>> import stagewright as sw
+>>> from stagewright.time.hardware import resolve
+>>> compiled = sw.compile(sw.Run(model="llama3-8b", tp=8, seq_length=4096))
+>>> found = simulate(compiled, Machine.of(resolve("h100-sxm"), gpus=8))
+>>> found.tokens_per_second == 4096 / found.seconds, 0.1 < found.mfu < 1
+(True, True)
+
+Definitions:
+
+- *MFU*, model FLOPs utilization: the FLOPs that the model needs for the step's tokens, over what
+  all GPUs could do at the dense peak of the training's precision. The model needs three times the
+  matrix products of a forward pass, with attention counted as if nothing were masked, as PaLM
+  (arXiv 2204.02311, appendix B) has it: 6 N + 12 L H Q T per token, N without a table that is only
+  looked up. `mfu_causal` leaves out what a causal mask leaves out.
+- *HFU*, hardware FLOPs utilization: the FLOPs that the kernels execute, recomputation and padding
+  included, masked blocks of attention not, over the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from stagewright.errors import UserError
+from stagewright.model.config import ModelConfig
+from stagewright.numbers import duration
+from stagewright.program.columns import PHASES
+from stagewright.program.memory import deltas
+from stagewright.run.requests import groups
+from stagewright.run.settings import Run
+from stagewright.texttable import Table
+from stagewright.time.cost import Routed, task_seconds
+from stagewright.time.network import Machine
+from stagewright.time.power import Expense, expense
+from stagewright.time.roofline import peak_flops
+from stagewright.time.simulate import ep_overlap as combined
+from stagewright.time.simulate.breakdown import Parts, critical_path, parts, path_parts
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.memory import Held, held
+from stagewright.time.simulate.timeline import Progress, Timeline, timeline
+from stagewright.views import tables
+
+if TYPE_CHECKING:
+    from stagewright.lower.training import Compiled
+
+_POINTS = 200  # of memory over time, in JSON
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """A compiled run on a machine, and what came of it."""
+
+    compiled: Compiled
+    machine: Machine
+    line: Timeline
+
+    def __repr__(self) -> str:
+        return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
+
+    def _repr_html_(self) -> str:
+        from stagewright.views.pages.notebook import of_simulation
+
+        return of_simulation(self)
+
+    def where(self) -> Table:
+        """Where the time goes, as shares of the step: of the mean GPU and of each kind of ranks."""
+        return tables.parts(self)
+
+    def transfers(self) -> Table:
+        """How long the mean GPU communicates along each axis, and how much of it is hidden."""
+        return tables.transfers(self)
+
+    def tasks(self, lane: int = 0) -> Table:
+        """When the tasks of a lane (an index into `line.lanes`) run, in seconds."""
+        return tables.tasks_in_time(self, lane)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.line.seconds
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a step, of all ranks."""
+        run = self.compiled.run
+        if run.mode != "train":
+            return sum(g.count * (g.new_tokens or 0) for g in groups(run))
+        return (run.global_batch_size or 0) * (run.seq_length or 0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, attention counted in full."""
+        return self._utilization(self._needed[0])
+
+    @property
+    def mfu_causal(self) -> float:
+        """Model FLOPs utilization, without what masks leave out."""
+        return self._utilization(self._needed[1])
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization."""
+        classes = self.compiled.program.classes
+        return self._utilization(sum(float(of.tasks.flops.sum()) * len(of.ranks) for of in classes))
+
+    @cached_property
+    def parts(self) -> list[Parts]:
+        """Where the time of each lane goes."""
+        return [parts(self.line, lane) for lane in self.line.lanes]
+
+    @cached_property
+    def mean(self) -> Parts:
+        """The parts of the mean GPU."""
+        weights = [len(lane.ranks) / self.machine.gpus for lane in self.line.lanes]
+
+        def mean(name: str) -> dict[str, float]:
+            every = [getattr(part, name) for part in self.parts]
+            keys = dict.fromkeys(key for each in every for key in each)
+            return {
+                key: sum(w * each.get(key, 0.0) for w, each in zip(weights, every, strict=True))
+                for key in keys
+            }
+
+        bubble = sum(w * part.bubble for w, part in zip(weights, self.parts, strict=True))
+        return Parts(mean("kernels"), mean("exposed"), bubble, mean("communication"))
+
+    @cached_property
+    def memory(self) -> list[Held]:
+        """Memory over time of each lane."""
+        classes = itertools.groupby(self.line.lanes, key=lambda lane: id(lane.of))
+        found: list[Held] = []
+        for _, lanes in classes:
+            some = list(lanes)
+            change = deltas(some[0].of)
+            found += [held(lane, change) for lane in some]
+        return found
+
+    @property
+    def peaks(self) -> list[dict[str, int]]:
+        """What each lane holds when it holds the most, by category, any allowance included.
+
+        In inference, where all is held all the time, what the program says.
+        """
+        found: list[dict[str, int]] = []
+        for lane, over in zip(self.line.lanes, self.memory, strict=True):
+            peak = lane.of.memory
+            if over.peak:
+                at = {k: int(v) for k, v in over.at_peak().items()}
+                peak = at | {k: v for k, v in peak.items() if k == "allowance"}
+            found.append({k: v for k, v in peak.items() if k not in ("peak", "seconds") and v})
+        return found
+
+    @cached_property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the critical path, by phase of kernels and by axis of communication."""
+        return path_parts(self.line, critical_path(self.line))
+
+    @cached_property
+    def _needed(self) -> tuple[float, float]:
+        return model_flops(self.compiled.run, self.compiled.model)
+
+    def _utilization(self, flops: float) -> float:
+        peak = peak_flops(self.machine.hardware, self.compiled.run.precision)
+        return flops / (self.seconds * peak * self.machine.gpus)
+
+    def expense(self, price: float | None = None) -> Expense:
+        """Energy and cost of the step; `price` in USD per GPU and hour, None: the hardware's."""
+        busy = sum(self.mean.kernels.values()) / self.seconds
+        return expense(
+            self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
+            tokens=self.tokens, busy=busy, price=price,
+        )  # fmt: skip
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as one object for JSON; times in seconds, sizes in bytes.
+
+        `lanes` are ranks that behave alike; of their memory over time, `timeline` has pairs of a
+        time and what is held from then on, for each short span when most is.
+        """
+        run, training = self.compiled.run, self.compiled.run.mode == "train"
+        return {
+            "model": self.compiled.model.name,
+            "run": run.describe(),
+            "hardware": self.machine.hardware.name,
+            "machine": str(self.machine),
+            "world_size": self.machine.gpus,
+            "microbatches": run.microbatches,
+            "step_seconds": self.seconds,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second / self.machine.gpus,
+            **({"mfu": self.mfu, "mfu_causal": self.mfu_causal} if training else {}),
+            "hfu": self.hfu,
+            "power": self.expense()._asdict(),
+            "execution": asdict(self.line.how) | {"no_overlap": sorted(self.line.how.no_overlap)},
+            "mean": asdict(self.mean),
+            "critical_path": self.critical_path,
+            "lanes": [
+                {
+                    "pipeline_rank": lane.of.pipeline_rank,
+                    "ranks": lane.ranks.tolist(),
+                    **asdict(each),
+                    "memory": {
+                        "capacity": round(self.machine.hardware.memory_gb * 1e9),
+                        "at_peak": memory.at_peak(),
+                        "timeline": memory.sampled(_POINTS).pairs(),
+                    },
+                }
+                for lane, each, memory in zip(self.line.lanes, self.parts, self.memory, strict=True)
+            ],
+        }
+
+
+def simulate(
+    compiled: Compiled,
+    machine: Machine,
+    how: Execution | None = None,
+    factors: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
+) -> Simulation:
+    """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
+    line = executed(compiled, machine, how or Execution(), factors, progress)
+    return Simulation(compiled, machine, line)
+
+
+def executed(
+    compiled: Compiled,
+    machine: Machine,
+    how: Execution,
+    factors: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
+) -> Timeline:
+    """One step in time; a UserError if it cannot be run like that."""
+    if how.overlap_moe_expert_parallel_comm:
+        combined.check(compiled.run)
+    seconds = task_seconds(
+        compiled.program,
+        machine,
+        tp_comm_overlap=how.tp_comm_overlap,
+        routed=_routed(compiled.run, compiled.model) if how.moe_flex_dispatcher else None,
+    )
+    return timeline(compiled.program, seconds, how, factors, progress)
+
+
+def _routed(run: Run, model: ModelConfig) -> Routed:
+    """What sends tokens once has to know of them; refused where it would send none."""
+    if run.ep == 1:
+        raise UserError("moe_flex_dispatcher needs experts on several ranks; ep is 1")
+    if run.moe_token_dispatcher_type != "alltoall":
+        got = run.moe_token_dispatcher_type
+        raise UserError(
+            f"moe_flex_dispatcher and moe_token_dispatcher_type={got} exclude each other"
+        )
+    return Routed(model.num_experts + run.num_redundant_experts, model.top_k)
+
+
+def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
+    """FLOPs that a model needs for a training step: attention in full, and as masked.
+
+    Three times the matrix products of a forward pass; nothing twice, and nothing padded.
+    """
+    from stagewright.lower.training import compile
+
+    alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
+    alone = alone.model_copy(update={"decoder_seq_length": run.decoder_seq_length})
+    tasks = compile(alone, model).program.classes[0].tasks
+    forward = tasks.phase == PHASES.index("forward")
+    full = masked = 0.0
+    for nth, shape in enumerate(tasks.shapes):
+        rows = forward & (tasks.shape == nth)
+        if shape.kernel == "gemm":
+            full += float(tasks.flops[rows].sum())
+            masked += float(tasks.flops[rows].sum())
+        elif shape.kernel == "attention":
+            of = dict(shape.extents)
+            keys = min(of["window"] or of.get("chunk") or of["k"], of["k"])
+            pairs = of["batch"] * of["heads"] * of["q"] * keys
+            full += 2.0 * pairs * (of["d"] + of["v"]) * int(rows.sum())
+            masked += float(tasks.flops[rows].sum())
+    sequences = run.global_batch_size or 0
+    return 3 * full * sequences, 3 * masked * sequences

@@ -1,0 +1,333 @@
+"""Classes of ranks on their way: each runs until it needs what another has not done yet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import UserError
+from stagewright.program.columns import PHASES, Int, Kind, Program, Tasks
+from stagewright.time.simulate.endpoints import Partners
+from stagewright.time.simulate.issue import Execution, Issue
+from stagewright.time.simulate.max_plus import Pieces
+from stagewright.time.simulate.walk import Several, Single, Work, early, met
+
+Sent = tuple[int, int]
+"""A send: class and place."""
+
+Key = tuple[str, Sent | int]
+"""What a class waits for: a message, or a meeting by number."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with what is done and with all there is to do."""
+
+
+class Times(NamedTuple):
+    """When places are ready, begin and end: ticks, (places, lanes); see `timeline.Lane`."""
+
+    ready: Int
+    begin: Int
+    end: Int
+
+
+class System:
+    """All classes on their way: each runs until it needs what another has not done yet."""
+
+    def __init__(
+        self, program: Program, how: Execution, issues: Sequence[Issue], durations: Sequence[Int],
+        factor: NDArray[np.float64], who: Partners,
+    ) -> None:  # fmt: skip
+        """`issues` and `durations` by class, `factor` by lane."""
+        self.program, self.who = program, who
+        self.issues, self.durations = issues, durations
+        self.posted: dict[Sent, Int] = {}  # ends by lane of the sender's class
+        self.readiness: list[dict[int, Int]] = [{} for _ in who.meetings]
+        self.starts: list[Int | None] = [None] * len(who.meetings)
+        pieces = Pieces()
+        self.classes: list[ByPiece | ByTask] = []
+        self.first = [int(lanes[0]) for lanes in who.lanes]
+        awaited = _awaited(who)
+        for nth, lanes in enumerate(who.lanes):
+            ports = Ports.of(program, nth, issues[nth], who, awaited[nth])
+            if len(lanes) == 1 and how.slowdown == 0 and factor[lanes[0]] == 1:
+                self.classes.append(ByPiece(nth, self, ports, pieces))
+            else:
+                self.classes.append(ByTask(nth, self, ports, factor[lanes], how.slowdown))
+
+    def run(self, progress: Progress | None = None) -> None:
+        """Run all classes to their ends."""
+        total = sum(len(order) for order in self.issues)
+        waiting: dict[Key, list[int]] = {}
+        runnable = [*range(len(self.classes))][::-1]
+        self.woken: list[Key] = []
+        while runnable:
+            nth = runnable.pop()
+            key = self.classes[nth].advance()
+            if progress is not None:
+                progress(sum(each.passed for each in self.classes), total)
+            if key is not None:
+                waiting.setdefault(key, []).append(nth)
+            for woken in self.woken:
+                runnable += waiting.pop(woken, ())
+            self.woken.clear()
+        if waiting:
+            raise UserError(
+                "this schedule never ends: "
+                + "; ".join(f"{what} {which} is waited for" for what, which in [*waiting][:3])
+            )
+
+    def post(self, sent: Sent, end: Int) -> None:
+        """A message has been sent."""
+        self.posted[sent] = end
+        self.woken.append(("message", sent))
+
+    def meet(self, number: int, nth: int, ready: Int) -> Int | None:
+        """A class is ready for a meeting; returns when it starts, by lane, once all are."""
+        meeting, here = self.who.meetings[number], self.readiness[number]
+        here[nth] = ready
+        if len(here) < len(meeting.classes):
+            return None
+        start = self.starts[number]
+        if start is None:
+            start = np.full(self.who.count, -1, dtype=np.int64)
+            for each, at in here.items():
+                start[self.who.lanes[each]] = at
+            group = self.who.groups[meeting.slot]
+            most = np.full(int(group.max()) + 1, -1, dtype=np.int64)
+            np.maximum.at(most, group, start)
+            self.starts[number] = start = most[group]
+            self.woken.append(("meeting", number))
+        return start[self.who.lanes[nth]]
+
+
+def _awaited(who: Partners) -> list[set[int]]:
+    """By class: places of the sends that another class waits for."""
+    found: list[set[int]] = [set() for _ in who.lanes]
+    for nth, of in enumerate(who.received):
+        sender = who.class_of[of.sender]
+        for each in np.unique(sender[sender != nth]).tolist():
+            found[each] |= set(np.unique(of.sent[sender == each]).tolist())
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ports:
+    """Where a class meets others, by place."""
+
+    issue: Issue
+    kind: NDArray[np.uint8]
+    sends: set[int]  # to another class
+    receives: Mapping[int, int]  # row of `Received`, also of what the class sends to itself
+    meets: Mapping[int, int]  # number of the meeting
+
+    @classmethod
+    def of(cls, program: Program, nth: int, order: Issue, who: Partners, sends: set[int]) -> Ports:
+        """Those of a class."""
+        received = who.received[nth]
+        inside = who.class_of[received.sender] == nth
+        if (inside & (received.sent >= received.place[:, None])).any():
+            raise ValueError("a rank class receives what it has not sent yet")
+        meets = {
+            m.places[m.classes.index(nth)]: i
+            for i, m in enumerate(who.meetings)
+            if nth in m.classes
+        }
+        receives = {place: row for row, place in enumerate(received.place.tolist())}
+        return cls(order, program.classes[nth].tasks.kind[order.rows], sends, receives, meets)
+
+
+def _with(order: Issue, owner: Int, needed: Int) -> Issue:
+    """With more needs."""
+    if not len(owner):
+        return order
+    size = len(order)
+    before = np.repeat(np.arange(size), np.diff(order.pointer))
+    keys = np.unique(np.concatenate([before, owner]) * size + np.concatenate([order.needs, needed]))
+    pointer = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
+    return Issue(order.rows, order.stream, pointer.astype(np.int64), keys % size)
+
+
+class ByPiece:
+    """A class of one lane."""
+
+    def __init__(self, nth: int, system: System, ports: Ports, pieces: Pieces) -> None:
+        """Class number `nth`; `pieces` are those that the classes before it had."""
+        self.nth, self.system, self.ports = nth, system, ports
+        received, first = system.who.received[nth], system.first[nth]
+        local = received.sender[:, 0] == first
+        own = received.place[local], received.sent[local, 0]
+        order = self.issue = _with(ports.issue, *own)
+        sender = system.who.class_of[received.sender[:, 0]]
+        away = zip(sender[~local].tolist(), received.sent[~local, 0].tolist(), strict=True)
+        self.sources = dict(zip(received.place[~local].tolist(), away, strict=True))
+        tasks = system.program.classes[nth].tasks
+        # A message takes the time of its send.
+        self.duration = np.where(ports.kind == Kind.RECV, 0, system.durations[nth])
+        cuts = _cuts(tasks, order)
+        for place in ports.meets:
+            cuts += [place, place + 1]
+        cuts += [0, len(order), *self.sources]
+        self.cuts = np.unique(cuts)
+        arrives = np.zeros(len(order), dtype=bool)
+        arrives[[*self.sources]] = True
+        sent = np.zeros(len(order), dtype=bool)
+        sent[[*ports.sends, *ports.meets]] = True
+        self.pieces = pieces.of(self.cuts, order, self.duration, arrives, sent)
+        sends = np.array(sorted(ports.sends), dtype=np.int64)
+        at = np.searchsorted(sends, self.cuts)
+        self.sends = [sends[a:b].tolist() for a, b in itertools.pairwise(at.tolist())]
+        self.inputs: list[Int] = []
+        self.ends = np.zeros(len(order), dtype=np.int64)
+
+    @property
+    def passed(self) -> int:
+        """Places that are done."""
+        return int(self.cuts[len(self.inputs)])
+
+    def advance(self) -> Key | None:
+        """Run until something is missing; returns what."""
+        order, system = self.issue, self.system
+        while len(self.inputs) < len(self.pieces):
+            nth = len(self.inputs)
+            begin, piece = int(self.cuts[nth]), self.pieces[nth]
+            arrival = 0
+            if begin in self.sources:
+                sent = self.sources[begin]
+                if sent not in system.posted:
+                    return "message", sent
+                arrival = int(system.posted[sent][0])
+            mine = order.needs[order.pointer[begin] : order.pointer[self.cuts[nth + 1]]]
+            values = piece.inputs(mine, self.ends, arrival)
+            ends = (piece.matrix[piece.ports] + values).max(axis=1)
+            if begin in self.ports.meets:
+                ticks = int(self.duration[begin])
+                number = self.ports.meets[begin]
+                start = system.meet(number, self.nth, ends - ticks)
+                if start is None:
+                    return "meeting", number
+                # One input decides: as if it had come that late.
+                values = np.full_like(values, start[0])
+                ends = start + ticks
+            self.ends[begin + piece.ports] = ends
+            self.inputs.append(values)
+            for place in self.sends[nth]:
+                system.post((self.nth, place), self.ends[place : place + 1])
+        return None
+
+    def times(self) -> Times:
+        """The times of all places."""
+        runs: dict[int, list[int]] = {}
+        for nth, piece in enumerate(self.pieces):
+            runs.setdefault(id(piece), []).append(nth)
+        for mine in runs.values():
+            piece = self.pieces[mine[0]]
+            ends = piece.ends(np.stack([self.inputs[nth] for nth in mine]))
+            self.ends[self.cuts[mine][:, None] + np.arange(ends.shape[1])] = ends
+        return _times(self.system, self.nth, self.ports, self.ends[:, None])
+
+
+class ByTask:
+    """A class whose ranks differ, or whose kernels slow down."""
+
+    def __init__(
+        self, nth: int, system: System, ports: Ports, factor: NDArray[np.float64], slowdown: float
+    ) -> None:
+        """Class number `nth`; `factor` by lane of the class."""
+        self.nth, self.system, self.ports = nth, system, ports
+        lanes = system.who.lanes[nth]
+        tasks = system.program.classes[nth].tasks
+        numbers: dict[int, Int | None] = {-1: None}
+        slot = np.where(ports.kind == Kind.COLLECTIVE, tasks.slot[ports.issue.rows], -1)
+        for used in sorted({int(s) for s in slot} - {-1}):
+            group = system.who.groups[used][lanes]
+            numbers[used] = None if len(np.unique(group)) == len(lanes) else met(group)
+        groups = [numbers[int(s)] for s in slot]
+        duration = system.durations[nth]
+        work = Work(ports.issue, ports.kind, duration, groups, factor, slowdown)
+        self.walk = Single(work) if len(lanes) == 1 else Several(work)
+        self.order = [*range(len(slot))]
+        if slowdown:
+            fixed = (ports.kind == Kind.COMPUTE) | (ports.kind == Kind.RECV)
+            fixed[[*ports.meets]] = True
+            self.order = early(ports.issue, fixed)
+        joins = {*ports.meets, *ports.receives, *ports.sends}
+        self.stops = [nth for nth, place in enumerate(self.order) if place in joins]
+        self.stops.append(len(self.order))
+        self.passed = 0  # of order
+        self.stopped = 0  # of stops
+
+    def advance(self) -> Key | None:
+        """Run until something is missing; returns what."""
+        while True:
+            stop = self.stops[self.stopped]
+            self.walk.run(self.order[self.passed : stop])
+            self.passed = stop
+            if stop == len(self.order):
+                return None
+            key = self._join(self.order[stop])
+            if key is not None:
+                return key
+            self.passed, self.stopped = stop + 1, self.stopped + 1
+
+    def _join(self, place: int) -> Key | None:
+        """A place where others have a part; returns what is missing."""
+        walk, ports, system = self.walk, self.ports, self.system
+        if place in ports.meets:
+            start = system.meet(ports.meets[place], self.nth, walk.ready(place))
+            if start is None:
+                return "meeting", ports.meets[place]
+            walk.settle(place, start + int(system.durations[self.nth][place]))
+        elif place in ports.receives:
+            row = ports.receives[place]
+            received = system.who.received[self.nth]
+            arrival = np.zeros(received.sender.shape[1], dtype=np.int64)
+            for lane, (sender, sent) in enumerate(
+                zip(received.sender[row].tolist(), received.sent[row].tolist(), strict=True)
+            ):
+                nth = int(system.who.class_of[sender])
+                ends = walk.end(sent) if nth == self.nth else system.posted.get((nth, sent))
+                if ends is None:
+                    return "message", (nth, sent)
+                arrival[lane] = ends[sender - system.first[nth]]
+            walk.settle(place, np.maximum(walk.ready(place), arrival))
+        else:
+            walk.run([place])
+            system.post((self.nth, place), walk.end(place))
+        return None
+
+    def times(self) -> Times:
+        """The times of all places."""
+        return _times(self.system, self.nth, self.ports, self.walk.all_ends())
+
+
+def _times(system: System, nth: int, ports: Ports, ends: Int) -> Times:
+    """The times of all places, from when they end."""
+    order, duration = ports.issue, system.durations[nth][:, None]
+    ready = np.zeros_like(ends)
+    some = np.flatnonzero(np.diff(order.pointer))
+    if len(some):
+        ready[some] = np.maximum.reduceat(ends[order.needs], order.pointer[some], axis=0)
+    kernel = (ports.kind == Kind.COMPUTE)[:, None]
+    # A receive that finds its message there takes no time.
+    late = (ports.kind == Kind.RECV)[:, None] & (ends == ready)
+    return Times(ready, np.where(kernel | late, ready, ends - duration), ends)
+
+
+def _cuts(tasks: Tasks, order: Issue) -> list[int]:
+    """Where the work of each action begins, and that after all actions."""
+    rows = order.rows
+    microbatch, phase = tasks.microbatch[rows], tasks.phase[rows]
+    backward = phase != PHASES.index("forward")
+    some = np.flatnonzero(microbatch >= 0)
+    stage = tasks.stage[rows][some].astype(np.int64)
+    action = (stage * 2 + backward[some]) * (int(microbatch.max(initial=0)) + 1) + microbatch[some]
+    ordered = np.argsort(action, kind="stable")
+    first = ordered[np.diff(action[ordered], prepend=-1) != 0]
+    step = np.flatnonzero(phase == PHASES.index("optimizer"))
+    return [*some[first].tolist(), *step[:1].tolist()]

@@ -1,0 +1,134 @@
+"""When every task of a program starts and ends.
+
+One rank stands for all that behave alike, its *lane*: those of a class, unless factors make them
+differ. A class of one lane runs piece by piece (`pieces`), any other task by task (`walk`). What
+joins classes is messages, and collectives of ranks of several.
+
+>>> from stagewright.lower.training import compile
+>>> from stagewright.run.settings import Run
+>>> program = compile(Run(model="gpt2", pp=2, layers=2, seq_length=8)).program
+>>> line = timeline(program, [np.full(len(of.tasks), 1e-6) for of in program.classes])
+>>> [len(lane.ranks) for lane in line.lanes], round(line.seconds * 1e6)
+([1, 1], 168)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import UserError
+from stagewright.program.columns import Int, Kind, Program, RankClass
+from stagewright.time.simulate.endpoints import Partners, alike, partners
+from stagewright.time.simulate.issue import Bool, Execution, Issue, issue
+from stagewright.time.simulate.system import Progress, System
+
+TICK = 1e-12
+"""Seconds. Ticks are whole, and 64 bits hold a hundred days of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """Ranks that behave alike, and when their tasks run; arrays by place in issue order.
+
+    `ready` is when all that a task waits for on its rank has ended, `begin` when it runs: a
+    collective begins when its last rank is ready, a message when it is sent.
+    """
+
+    of: RankClass
+    ranks: Int
+    issue: Issue
+    kind: NDArray[np.uint8]
+    ready: Int  # ticks, as all times
+    begin: Int
+    end: Int
+
+    @property
+    def main(self) -> Bool:
+        """The kernels that the model's computation is made of, one at a time."""
+        return self.issue.stream == 0
+
+    @property
+    def aside(self) -> Bool:
+        """The kernels that settle gradients on a communication stream."""
+        return (self.kind == Kind.COMPUTE) & ~self.main
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """A step of all ranks."""
+
+    program: Program
+    how: Execution
+    lanes: tuple[Lane, ...]
+    partners: Partners
+
+    @cached_property
+    def ticks(self) -> int:
+        """When the last task ends."""
+        return max((int(lane.end.max(initial=0)) for lane in self.lanes), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """The same in seconds: the duration of the step."""
+        return self.ticks * TICK
+
+
+def timeline(
+    program: Program,
+    seconds: Sequence[NDArray[np.float64]],
+    how: Execution | None = None,
+    factors: Mapping[int, float] | None = None,
+    progress: Progress | None = None,
+) -> Timeline:
+    """Run a program whose tasks take `seconds`, an array by row for each class.
+
+    `factors` multiply the duration of kernels of some ranks: stragglers. The duration of a message
+    is that of its SEND; that of a collective of several classes the longest that they give.
+    `progress` is called now and then with the tasks done so far, of all classes, and in all.
+    """
+    how = how or Execution()
+    issues = [issue(program, of.tasks, how) for of in program.classes]
+    factor = _factors(program, factors or {})
+    who = partners(program, issues, alike(program, factor))
+    each = zip(program.classes, seconds, issues, strict=True)
+    durations = [_ticks(of, given, order) for of, given, order in each]
+    for meeting in who.meetings:  # which takes all its ranks equally long
+        met = list(zip(meeting.classes, meeting.places, strict=True))
+        longest = max(int(durations[nth][place]) for nth, place in met)
+        for nth, place in met:
+            durations[nth][place] = longest
+    system = System(program, how, issues, durations, factor[who.example], who)
+    system.run(progress)
+    lanes: list[Lane] = []
+    for each, of, numbers in zip(system.classes, program.classes, who.lanes, strict=True):
+        times = each.times()
+        for column, number in enumerate(numbers.tolist()):
+            ranks = of.ranks[who.lane_of[of.ranks] == number]
+            at = (t[:, column] for t in times)
+            lanes.append(Lane(of, ranks, issues[each.nth], each.ports.kind, *at))
+    return Timeline(program, how, tuple(lanes), who)
+
+
+def _factors(program: Program, given: Mapping[int, float]) -> NDArray[np.float64]:
+    world = program.mesh.world_size
+    factor = np.ones(world)
+    for rank, by in given.items():
+        if not 0 <= rank < world:
+            raise UserError(f"there is no rank {rank} to slow down; use 0 to {world - 1}")
+        if not 0 < by < 1e6:
+            raise UserError(f"rank {rank}: a factor of {by:g} is no slowdown; use one such as 1.1")
+        factor[rank] = by
+    return factor
+
+
+def _ticks(of: RankClass, seconds: NDArray[np.float64], order: Issue) -> Int:
+    if len(seconds) != len(of.tasks):
+        raise ValueError(f"{len(seconds)} durations for {len(of.tasks)} tasks")
+    if not (np.isfinite(seconds) & (seconds >= 0)).all() or seconds.sum() > 1e6:
+        raise ValueError("durations must be finite, not negative, and below 1e6 seconds in all")
+    return np.rint(seconds[order.rows] / TICK).astype(np.int64)

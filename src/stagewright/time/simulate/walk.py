@@ -1,0 +1,200 @@
+"""A rank class task by task, for all its lanes at once: where ranks differ, or kernels slow down.
+
+Communication is looked at as early as can be: when the turn of a kernel comes, all that may run
+beside it is known. Kernels slow down beside collectives; messages, and the few kernels that settle
+gradients on another stream, neither slow others down nor are slowed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.program.columns import Int, Kind
+from stagewright.time.simulate.issue import Bool, Issue
+
+
+class Work(NamedTuple):
+    """What a class has to do; all by place but `factor`, of kernels, by lane."""
+
+    issue: Issue
+    kind: NDArray[np.uint8]
+    duration: Int  # ticks
+    groups: Sequence[Int | None]  # with which lanes each meets, as `met`; None: each by itself
+    factor: NDArray[np.float64]
+    slowdown: float
+
+
+class Single:
+    """A class of one lane."""
+
+    def __init__(self, work: Work) -> None:
+        """Start at time 0."""
+        self.slowdown = work.slowdown
+        self.ends = [0] * len(work.issue)
+        pointer: list[int] = work.issue.pointer.tolist()
+        needs: list[int] = work.issue.needs.tolist()
+        self.needs = [needs[a:b] for a, b in itertools.pairwise(pointer)]
+        kernel = work.kind == Kind.COMPUTE
+        ticks = np.where(kernel, np.rint(work.duration * work.factor[0]), work.duration)
+        self.duration: list[int] = ticks.astype(np.int64).tolist()
+        self.slows: list[bool] = (kernel & (work.issue.stream == 0)).tolist()
+        self.collective: list[bool] = (work.kind == Kind.COLLECTIVE).tolist()
+        self.beside: list[tuple[int, int]] = []
+
+    def ready(self, place: int) -> Int:
+        """When all that a place waits for has ended, by lane."""
+        return np.array([max((self.ends[n] for n in self.needs[place]), default=0)])
+
+    def run(self, places: Iterable[int]) -> None:
+        """Kernels, and collectives of ranks of this class; all else is the caller's."""
+        ends, needs, duration = self.ends, self.needs, self.duration
+        for place in places:
+            start = 0
+            for need in needs[place]:
+                if ends[need] > start:
+                    start = ends[need]
+            end = start + duration[place]
+            if self.slowdown:
+                if self.collective[place]:
+                    self.beside.append((start, end))
+                elif self.slows[place] and self.beside:
+                    self.beside = [pair for pair in self.beside if pair[1] > start]
+                    end = stretched(start, duration[place], self.beside, self.slowdown)
+            ends[place] = end
+
+    def settle(self, place: int, end: Int) -> None:
+        """A transfer ends that others have a part in."""
+        self.ends[place] = int(end[0])
+        if self.collective[place]:
+            self.beside.append((int(end[0]) - self.duration[place], int(end[0])))
+
+    def end(self, place: int) -> Int:
+        """When a place ended, by lane."""
+        return np.array([self.ends[place]])
+
+    def all_ends(self) -> Int:
+        """By place and lane."""
+        return np.array(self.ends, dtype=np.int64)[:, None]
+
+
+class Several:
+    """A class of several lanes."""
+
+    def __init__(self, work: Work) -> None:
+        """Start at time 0."""
+        self.work = work
+        self.lanes = len(work.factor)
+        self.ends = np.zeros((len(work.issue), self.lanes), dtype=np.int64)
+        pointer: list[int] = work.issue.pointer.tolist()
+        needs: list[int] = work.issue.needs.tolist()
+        self.needs = [needs[a:b] for a, b in itertools.pairwise(pointer)]
+        self.duration: list[int] = work.duration.tolist()
+        self.kernel: list[bool] = (work.kind == Kind.COMPUTE).tolist()
+        self.slows: list[bool] = (work.issue.stream == 0).tolist()
+        self.beside: list[tuple[Int, Int]] = []
+        self.scaled: dict[int, Int] = {}
+
+    def ready(self, place: int) -> Int:
+        """When all that a place waits for has ended, by lane."""
+        some = self.needs[place]
+        if not some:
+            return np.zeros(self.lanes, dtype=np.int64)
+        latest_ = self.ends[some[0]]
+        for need in some[1:]:
+            latest_ = np.maximum(latest_, self.ends[need])
+        return latest_
+
+    def run(self, places: Iterable[int]) -> None:
+        """Kernels, and collectives of ranks of this class; all else is the caller's."""
+        for place in places:
+            start, ticks = self.ready(place), self.duration[place]
+            if self.kernel[place]:
+                work = self.scaled.get(ticks)
+                if work is None:
+                    work = np.rint(ticks * self.work.factor).astype(np.int64)
+                    self.scaled[ticks] = work
+                if self.beside and self.slows[place]:
+                    self.ends[place] = self._stretched(start, work)
+                else:
+                    np.add(start, work, out=self.ends[place])
+                continue
+            group = self.work.groups[place]
+            if group is not None:
+                start = start[group].max(axis=1)
+            self.settle(place, start + ticks)
+
+    def settle(self, place: int, end: Int) -> None:
+        """A transfer ends."""
+        self.ends[place] = end
+        if self.work.slowdown and self.work.kind[place] == Kind.COLLECTIVE:
+            self.beside.append((end - self.duration[place], end))
+
+    def end(self, place: int) -> Int:
+        """When a place ended, by lane."""
+        return self.ends[place]
+
+    def all_ends(self) -> Int:
+        """By place and lane."""
+        return self.ends
+
+    def _stretched(self, start: Int, work: Int) -> Int:
+        self.beside = [pair for pair in self.beside if (pair[1] > start).any()]
+        ends = np.empty_like(start)
+        for lane in range(self.lanes):
+            pairs = [(int(a[lane]), int(b[lane])) for a, b in self.beside]
+            ends[lane] = stretched(int(start[lane]), int(work[lane]), pairs, self.work.slowdown)
+        return ends
+
+
+def stretched(start: int, work: int, beside: Iterable[tuple[int, int]], slowdown: float) -> int:
+    """When `work` ticks end that start at `start` and go slower while something runs beside them.
+
+    `beside` are intervals in any order.
+
+    >>> stretched(0, 10, [(4, 10)], 0.5)  # 4 alone, 4 in 6 ticks, 2 alone
+    12
+    """
+    now, left = float(start), float(work)
+    for begin, end in sorted(beside):
+        if end <= now:
+            continue
+        if begin > now:
+            alone = begin - now
+            if left <= alone:
+                break
+            left -= alone
+            now = float(begin)
+        done = (end - now) / (1 + slowdown)
+        if left <= done:
+            return round(now + left * (1 + slowdown))
+        left -= done
+        now = float(end)
+    return round(now + left)
+
+
+def met(group: Int) -> Int:
+    """For each lane those of its number, itself again where they are fewer: (lanes, most).
+
+    >>> met(np.array([7, 5, 7])).tolist()
+    [[0, 2], [1, 1], [0, 2]]
+    """
+    mine = [np.flatnonzero(group == number) for number in group]
+    most = max(len(some) for some in mine)
+    return np.stack([np.pad(some, (0, most - len(some)), mode="edge") for some in mine])
+
+
+def early(issue: Issue, fixed: Bool) -> list[int]:
+    """Places in an order that puts those not `fixed` right after the last that they wait for."""
+    pointer: list[int] = issue.pointer.tolist()
+    needs: list[int] = issue.needs.tolist()
+    turn = [*range(len(issue))]
+    for place, stays in enumerate(fixed.tolist()):
+        if not stays:
+            mine = needs[pointer[place] : pointer[place + 1]]
+            turn[place] = max([turn[need] for need in mine], default=-1)
+    return sorted(range(len(turn)), key=turn.__getitem__)

@@ -1,0 +1,112 @@
+"""Collectives of tensor parallelism in pieces, beside the products that they feed or follow.
+
+Transformer Engine's user buffers (Megatron-LM's `--tp-comm-overlap`) and PyTorch's async TP cut a
+product so that one piece of it is sent while the next is computed, as Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition", ASPLOS 2023 (doi
+10.1145/3567955.3567959).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.graph.node import BYTES
+from stagewright.program.columns import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
+from stagewright.time.fused_products import products, seconds_of
+from stagewright.time.hardware import Hardware
+
+Seconds = NDArray[np.float64]
+_BACKWARD = PHASES.index("backward")
+
+
+def in_pieces(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
+    """Durations with tensor parallelism's collectives of layers cut, and their products.
+
+    A product in as many pieces as ranks takes g, longer than whole. Of it and a collective of c the
+    longer runs through, and one piece of the shorter stands before or after: max(c, g) + min(c, g)
+    / tp in all, of which the collective is given what is not g. Where that is no faster, nothing is
+    cut; a kernel that was measured is not, either.
+    """
+    beside = _beside(program, tasks)
+    if not len(beside.product):
+        return seconds
+    cut = seconds.copy()
+    rows, first = np.unique(beside.product, return_index=True)
+    cut[rows] = _piecewise(tasks, rows, beside.ranks[first], on)
+    if tasks.duration is not None:
+        cut = np.where(tasks.duration > 0, seconds, cut)
+
+    moves = np.unique(beside.collective)
+    tp = np.ones(len(tasks))
+    tp[beside.collective] = beside.ranks
+    size = len(tasks)
+    whole = np.bincount(beside.collective, seconds[beside.product], size)[moves]
+    g = np.bincount(beside.collective, cut[beside.product], size)[moves]
+    c = seconds[moves]
+    left = np.maximum(c - g, 0) + np.minimum(c, g) / tp[moves]
+    better = left + g < c + whole
+    result = seconds.copy()
+    result[moves[better]] = left[better]
+    inside = beside.product[np.isin(beside.collective, moves[better])]
+    result[inside] = cut[inside]
+    return result
+
+
+class _Beside(NamedTuple):
+    """Pairs of rows: a collective, a product that goes beside it, and the ranks of the group."""
+
+    collective: Int
+    product: Int
+    ranks: Int
+
+
+def _beside(program: Program, tasks: Tasks) -> _Beside:
+    """A gather and what it feeds, by way of a conversion too; a product and the scatter after it.
+
+    In backward a gather feeds two products, of which the first goes beside it; one of what forward
+    has kept waits for nothing in backward, and is hidden without being cut.
+    """
+    of = [program.mesh.label(c.axes) == "tp" for c in program.communicators]
+    sizes = [program.mesh.size(*c.axes) for c in program.communicators]
+    ranks = np.where(of, sizes, 1) if of else np.ones(1, np.int64)
+    chosen = (tasks.kind == Kind.COLLECTIVE) & (tasks.layer >= 0)
+    ranks = np.where(chosen, ranks[np.where(chosen, tasks.slot, 0)], 1)  # by task
+    chosen &= ranks > 1
+    gathers = chosen & (tasks.collective == COLLECTIVES.index("all_gather"))
+    scatters = chosen & (tasks.collective == COLLECTIVES.index("reduce_scatter"))
+    gemm = np.array([shape.kernel == "gemm" for shape in tasks.shapes] or [False])
+    product = gemm[tasks.shape] & (tasks.shape >= 0)
+    converts = np.array([op == "cast" for op in tasks.ops] or [False])[tasks.op]
+
+    owner, needed = tasks.reads
+    late = np.zeros(len(tasks), bool)
+    late[owner[tasks.phase[needed] == _BACKWARD]] = True
+    gathers &= (tasks.phase != _BACKWARD) | late
+    # A conversion stands for what it converts.
+    origin = np.arange(len(tasks))
+    through = converts[owner] & gathers[needed]
+    origin[owner[through]] = needed[through]
+
+    fed = product[owner] & gathers[origin[needed]]
+    source, fed_by = origin[needed[fed]], owner[fed]
+    order = np.lexsort((fed_by, source))
+    source, fed_by = source[order], fed_by[order]
+    again = np.zeros(len(source), bool)
+    again[1:] = (source[1:] == source[:-1]) & (tasks.phase[source[1:]] == _BACKWARD)
+    after = scatters[owner] & product[needed]
+    collective = np.concatenate([source[~again], owner[after]])
+    found = np.concatenate([fed_by[~again], needed[after]])
+    return _Beside(collective, found, ranks[collective])
+
+
+def _piecewise(tasks: Tasks, rows: Int, pieces: Int, on: Hardware) -> Seconds:
+    """Products of so many pieces, each of a part of the rows; each reads all of the weights."""
+    whole = products(tasks, rows)
+    weights = whole.batch * whole.n * whole.k
+    weights *= np.array([float(BYTES.get(d, 0)) for d in tasks.dtypes])[whole.dtype]
+    traffic = np.maximum(whole.traffic - weights, 0) / pieces + weights
+    piece = whole._replace(m=np.ceil(whole.m / pieces), traffic=traffic)
+    return pieces * seconds_of(piece, tasks.dtypes, on)

@@ -1,0 +1,430 @@
+"""Chakra execution traces, `workload.<rank>.et`, for ASTRA-sim and other readers of that schema.
+
+A file is `length | GlobalMetadata | (length | Node)*`; node id = row + 1. MLCommons' feeder reads
+one type per attribute and takes any other for 0, and it knows data_deps only. So:
+
+- the types below (int64_val, uint64_val, int32_val, ...) are those that it expects;
+- comm_size is equal on all members of a group, as ASTRA-sim demands; of an uneven all-to-all it is
+  that of the even one which takes as long, and local_bytes has what the rank gives to it;
+- data_deps are all dependencies, ctrl_deps those that the schedule demands (`Tasks.order`).
+
+Ranks of one class share all bytes but the names of their groups and the ranks of their partners.
+Those that also write these equally wide form a `Batch`: it is encoded once, as a `Template`, into
+which each rank patches its own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.errors import UserError
+from stagewright.program.columns import (
+    COLLECTIVES,
+    PHASES,
+    Kind,
+    Program,
+    RankClass,
+    Tasks,
+    Users,
+    among,
+)
+from stagewright.trace.formats import et_def, wire
+from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, Int, Pieces, Rows, Table
+from stagewright.trace.storage import aligned
+
+VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4
+BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
+
+# Enums NodeType and CollectiveCommType.
+NODE_TYPES = {
+    Kind.LOAD: 2,
+    Kind.STORE: 3,
+    Kind.COMPUTE: 4,
+    Kind.SEND: 5,
+    Kind.RECV: 6,
+    Kind.COLLECTIVE: 7,
+}
+COMM_TYPES = {
+    "all_reduce": 0,
+    "all_gather": 2,
+    "broadcast": 5,
+    "all_to_all": 6,
+    "reduce_scatter": 7,
+}
+# Field numbers in AttributeProto's oneof: the type of a value.
+_INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
+
+
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Batch]:
+    """The batches that write the files of `ranks`, ascending.
+
+    `provenance` goes into every file's metadata.
+    """
+    partners = Partners(program)
+    batches: list[Batch] = []
+    for of in program.classes:
+        mine = among(of.ranks, ranks)
+        if not len(mine):
+            continue
+        codes = partners.used(of.tasks)
+        header = metadata({**provenance, "pipeline_rank": of.pipeline_rank})
+        for widths, some in partners.alike(codes, mine):
+            batches.append(Batch(of, some, partners, dict(zip(codes, widths, strict=True)), header))
+    return batches
+
+
+def encode(program: Program, rank: int, provenance: Mapping[str, str | int]) -> bytes:
+    """The file of one rank."""
+    (batch,) = plan(program, np.array([rank]), provenance)
+    with batch.template().stamped(rank) as data:
+        return bytes(data)
+
+
+def read(path: Path) -> tuple[et_def.Metadata, Iterator[et_def.Node]]:
+    """The metadata and, one by one, the nodes of a trace that anybody wrote."""
+    return et_def.read(path)
+
+
+def comm_group(program: Program, users: Sequence[Users] | None = None) -> Iterator[bytes]:
+    """The groups that `pg_name` names, for ASTRA-sim: `{"<id>":[ranks], ...}`, one a line.
+
+    In pieces, since a million ranks have some ten million bytes of groups. `users` as in
+    `Program.blocks_of_groups`.
+    """
+    before = "{\n"
+    for ids, ranks in program.blocks_of_groups(users):
+        if not len(ids):
+            continue
+        lines = (
+            f'"{group}":[{",".join(map(str, members.tolist()))}]'
+            for group, members in zip(ids.tolist(), ranks, strict=True)
+        )
+        yield (before + ",\n".join(lines)).encode()
+        before = ",\n"
+    yield b"\n}\n" if before[0] == "," else b"{\n\n}\n"
+
+
+def metadata(provenance: Mapping[str, str | int]) -> bytes:
+    """The first message of a file. Readers skip it unseen, but take an empty one for the end."""
+    body = wire.field(1, VERSION.encode())
+    for name, value in provenance.items():
+        if isinstance(value, str):
+            body += wire.field(2, _text(name, value))
+        else:
+            body += wire.field(2, _value(name, _INT64, wire.varint(value)))
+    return wire.varint(len(body)) + body
+
+
+def _value(name: str, number: int, value: bytes) -> bytes:
+    """A message AttributeProto; `value` begins with its length where the type has one."""
+    wire_type = LENGTH if number == _STRING else VARINT
+    return wire.field(1, name.encode()) + wire.key(number, wire_type) + value
+
+
+def _text(name: str, text: str) -> bytes:
+    data = text.encode()
+    return _value(name, _STRING, wire.varint(len(data)) + data)
+
+
+def _attr(value: bytes) -> bytes:
+    """It as a field of a Node."""
+    return wire.field(10, value)
+
+
+def _number(name: str, number: int) -> Table:
+    """What precedes a numeric attribute's value, by the bytes that the value takes: 1 to 10."""
+    return Table([_attr(_value(name, number, bytes(n)))[:-n] for n in range(1, 11)])
+
+
+_NUM_OPS = _number("num_ops", _INT64)
+_TENSOR_SIZE = _number("tensor_size", _UINT64)
+_COMM_SIZE = _number("comm_size", _INT64)
+_LOCAL_BYTES = _number("local_bytes", _INT64)
+_COMM_TAG = _number("comm_tag", _INT32)
+_LAYER = _number("layer", _INT32)
+_MICROBATCH = _number("microbatch", _INT32)
+_COMM_TYPE = Table(
+    [_attr(_value("comm_type", _INT64, wire.varint(COMM_TYPES[name]))) for name in COLLECTIVES]
+)
+_IS_CPU_OP = _attr(_value("is_cpu_op", _BOOL, b"\0"))
+
+
+class Partners:
+    """What differs between the ranks of a class: groups, own rank and peers, each a *code*.
+
+    Code `s` is the group of communicator slot `s`; then comes the own rank; then the peers by slot.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Partners in a program."""
+        self._program = program
+        self.own = len(program.communicators)
+
+    def used(self, tasks: Tasks) -> list[int]:
+        """The codes that some task of a class needs, ascending."""
+        slots = tasks.slot.astype(np.int64)
+        groups = np.unique(slots[tasks.kind == Kind.COLLECTIVE])
+        peers = np.unique(slots[(tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)])
+        own = [self.own] if len(peers) else []
+        return [*groups.tolist(), *own, *(self.own + 1 + peers).tolist()]
+
+    def values(self, code: int, ranks: Int) -> Int:
+        """What a code means to each of some ranks."""
+        if code < self.own:
+            return self._program.group_of(code, ranks)
+        return ranks if code == self.own else self._program.peer_of(code - self.own - 1, ranks)
+
+    def alike(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
+        """Ranks that write the values of codes equally wide, and the bytes of each code's value."""
+        kind = np.zeros(len(ranks), np.int64)
+        for code in codes:
+            values = self.values(code, ranks)
+            # No value takes more than 19 digits; kinds are counted anew to stay small numbers.
+            kind = np.unique(kind * 20 + self._widths(code, values), return_inverse=True)[1]
+        order = np.argsort(kind, kind="stable")
+        for some in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1):
+            one = ranks[some[:1]]
+            widths = [int(self._widths(code, self.values(code, one))[0]) for code in codes]
+            yield widths, ranks[some]
+
+    def _widths(self, code: int, values: Int) -> Int:
+        """Bytes that values take in a file, as digits or as varints."""
+        if code >= self.own:
+            return wire.varints(values).lengths
+        if not values.all():
+            raise ValueError("a collective of a rank that is in no group of its communicator")
+        return np.searchsorted(10 ** np.arange(1, 19), values, side="right") + 1
+
+    def payloads(self, code: int, ranks: Int, width: int) -> Pieces:
+        """The bytes of a code's value in the files of some ranks, which take `width` each."""
+        values = self.values(code, ranks)
+        if code < self.own:
+            digits = values[:, None] // 10 ** np.arange(width - 1, -1, -1) % 10 + ord("0")
+            return np.ascontiguousarray(digits.astype(np.uint8)).view(f"V{width}")[:, 0]
+        pieces = wire.varints(values).pieces()
+        matrix = pieces.view(np.uint8).reshape(len(values), pieces.dtype.itemsize)
+        return np.ascontiguousarray(matrix[:, :width]).view(f"V{width}")[:, 0]
+
+
+class Patch(NamedTuple):
+    """The places in a file that hold values of one width."""
+
+    at: Int
+    which: Int  # by place, which column of values
+    values: Pieces  # a row per rank
+
+
+class Template:
+    """The bytes that the ranks of a batch share, and the places where they differ."""
+
+    def __init__(self, data: Bytes, patches: list[Patch], ranks: Int) -> None:
+        """Keep `data`, which the first of `ranks` patches in place."""
+        self.memory = len(data)
+        self._source = data
+        self._idle = [data]  # buffers that no rank is using
+        self._patches = patches
+        self._ranks = ranks
+
+    @contextmanager
+    def stamped(self, rank: int) -> Generator[memoryview]:
+        """The file of one rank, valid inside the block only; several threads may stamp at once."""
+        try:
+            buffer = self._idle.pop()
+        except IndexError:
+            # A copy taken while another rank patches the source serves as well: every place that
+            # differs is patched again.
+            buffer = aligned(self.memory)
+            buffer[:] = self._source
+        nth = self._ranks.searchsorted(rank)
+        try:
+            for at, which, values in self._patches:
+                wire.scatter(buffer, at, values[nth].take(which))
+            yield buffer.data
+        finally:
+            self._idle.append(buffer)
+
+
+class Mark(NamedTuple):
+    """Where some rows of a block hold the value of a code."""
+
+    at: Int  # from the start of the row
+    rows: Int
+    which: Int  # index into the codes of the batch
+
+
+class Batch:
+    """Ranks of one class that write the values of equal codes equally wide."""
+
+    def __init__(
+        self, of: RankClass, ranks: Int, partners: Partners, widths: dict[int, int], header: bytes
+    ) -> None:
+        """`widths`: bytes of the value of each code in use, ascending codes."""
+        self.ranks = ranks
+        self._tasks = of.tasks
+        self._partners = partners
+        self._codes = np.array(list(widths), np.int64)  # ascending
+        self._widths = np.array(list(widths.values()), np.int64)
+        self._header = header
+
+    @property
+    def at_most(self) -> int:
+        """A quick upper bound of `size`, two or three times as high."""
+        tasks = self._tasks
+        # 320: a send, the longest kind of node, with every number in ten bytes and empty strings.
+        name, op = _longest(tasks.names), _longest(tasks.ops)
+        needed = (len(tasks.data) + 2 * len(tasks.order)) * len(wire.varint(len(tasks)))
+        return len(self._header) + len(tasks) * (320 + name + op) + needed
+
+    @property
+    def size(self) -> int:
+        """Bytes of each rank's file; costs half as much as to encode it."""
+        return len(self._header) + sum(rows.size for rows, _ in self._blocks())
+
+    def template(self) -> Template:
+        """Encode what the ranks share; their own values are left zero."""
+        # Pages that stay untouched are free; to ask for `size` first would be half the work again.
+        data = aligned(self.at_most)
+        data[: len(self._header)] = np.frombuffer(self._header, np.uint8)
+        done = len(self._header)
+        at: list[Int] = []
+        which: list[Int] = []
+        for rows, marks in self._blocks():
+            starts, end = rows.write(data[done:])
+            for mark in marks:
+                at.append(mark.at + starts[mark.rows] + done)
+                which.append(mark.which)
+            done += end
+        patches = self._patches(np.concatenate(at), np.concatenate(which)) if at else []
+        return Template(data[:done], patches, self.ranks)
+
+    def _patches(self, at: Int, which: Int) -> list[Patch]:
+        patches: list[Patch] = []
+        for width in np.unique(self._widths).tolist():
+            equal = np.flatnonzero(self._widths == width)
+            some = np.flatnonzero(np.isin(which, equal))
+            codes = self._codes[equal].tolist()
+            values = [self._partners.payloads(code, self.ranks, width) for code in codes]
+            column = np.searchsorted(equal, which[some])
+            patches.append(Patch(at[some], column, np.stack(values, axis=1)))
+        return patches
+
+    def _blocks(self) -> Iterator[tuple[Rows, list[Mark]]]:
+        columns = Columns(self._tasks)
+        for first in range(0, len(self._tasks), BLOCK):
+            yield self._block(columns, slice(first, min(first + BLOCK, len(self._tasks))))
+
+    def _block(self, columns: Columns, span: slice) -> tuple[Rows, list[Mark]]:
+        tasks = self._tasks
+        rows = Rows(span.stop - span.start, tail=_IS_CPU_OP)
+        rows.put(columns.ids[span].keyed(wire.key(1, VARINT)))
+        rows.choose(columns.head, columns.head_of[span])
+        order = _keys(tasks.order_ptr, tasks.order, span)
+        every = _keys(tasks.data_ptr, tasks.data, span, order)
+        for number, keys in ((4, order), (5, every)):
+            owner, needed = keys >> 32, keys & 0xFFFFFFFF
+            rows.packed(wire.key(number, LENGTH), owner, columns.ids[needed])
+        if tasks.duration is not None:
+            where = np.flatnonzero(tasks.duration[span] > 0)
+            # Readers know microseconds only; 0 would be no duration.
+            micros = np.maximum((tasks.duration[span][where] + 500) // 1000, 1)
+            rows.put(wire.varints(micros).keyed(wire.key(7, VARINT)), where)
+        kind = tasks.kind[span]
+        where = np.flatnonzero(kind == Kind.COMPUTE)
+        _append(rows, _NUM_OPS, np.maximum(tasks.flops[span][where], 1), where)
+        _append(rows, _TENSOR_SIZE, np.maximum(tasks.traffic[span][where], 1), where)
+        where = np.flatnonzero((kind == Kind.LOAD) | (kind == Kind.STORE))
+        _append(rows, _TENSOR_SIZE, tasks.comm_bytes[span][where], where)
+        marks = [*self._collectives(rows, span), *self._transfers(rows, span)]
+        for before, column in ((_LAYER, tasks.layer), (_MICROBATCH, tasks.microbatch)):
+            where = np.flatnonzero(column[span] >= 0)
+            _append(rows, before, column[span][where].astype(np.int64), where)
+        rows.choose(columns.origin, columns.origin_of[span])
+        return rows, marks
+
+    def _collectives(self, rows: Rows, span: slice) -> list[Mark]:
+        tasks = self._tasks
+        where = np.flatnonzero(tasks.kind[span] == Kind.COLLECTIVE)
+        rows.choose(_COMM_TYPE, tasks.collective[span][where].astype(np.int64), where)
+        _append(rows, _COMM_SIZE, tasks.comm_bytes[span][where], where)
+        local = tasks.local_bytes[span]
+        uneven = where[local[where] != tasks.comm_bytes[span][where]]
+        _append(rows, _LOCAL_BYTES, local[uneven], uneven)
+        names = [_attr(_text("pg_name", "0" * int(width))) for width in self._widths]
+        return [self._code(rows, names, tasks.slot[span][where].astype(np.int64), where)]
+
+    def _transfers(self, rows: Rows, span: slice) -> list[Mark]:
+        tasks = self._tasks
+        sends = tasks.kind[span] == Kind.SEND
+        where = np.flatnonzero(sends | (tasks.kind[span] == Kind.RECV))
+        peer = tasks.slot[span][where].astype(np.int64) + self._partners.own + 1
+        marks: list[Mark] = []
+        for name, is_own in (("comm_src", sends), ("comm_dst", ~sends)):
+            entries = [_attr(_value(name, _INT32, bytes(int(width)))) for width in self._widths]
+            codes = np.where(is_own[where], self._partners.own, peer)
+            marks.append(self._code(rows, entries, codes, where))
+        _append(rows, _COMM_TAG, tasks.tag[span][where].astype(np.int64), where)
+        _append(rows, _COMM_SIZE, tasks.comm_bytes[span][where], where)
+        return marks
+
+    def _code(self, rows: Rows, entries: list[bytes], codes: Int, where: Int) -> Mark:
+        """Append the attribute of each row's code; its value, still zero, ends the attribute."""
+        which = np.searchsorted(self._codes, codes)
+        table = Table(entries)
+        at = rows.choose(table, which, where)
+        return Mark(at + (table.lengths - self._widths)[which], where, which)
+
+
+@lru_cache
+def _longest(texts: tuple[str, ...]) -> int:
+    """Bytes of the longest text; classes share their names."""
+    return max((len(text.encode()) for text in texts), default=0)
+
+
+class Columns:
+    """What every row of a class looks up: its id, and the fields that its names determine."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        """Encode the ids and every combination of names that occurs."""
+        self.ids = wire.varints(np.arange(1, len(tasks) + 1, dtype=np.int64))
+        kinds, phases = len(Kind), len(PHASES)
+
+        def head(code: int) -> bytes:
+            name, kind = tasks.names[code // kinds], Kind(code % kinds)
+            if "," in name:
+                raise UserError(
+                    f"task name {name!r} holds a comma, at which Chakra's tools split: rename it"
+                )
+            node_type = wire.key(3, VARINT) + wire.varint(NODE_TYPES[kind])
+            return wire.field(2, name.encode()) + node_type
+
+        def origin(code: int) -> bytes:
+            op, phase = tasks.ops[code // phases], PHASES[code % phases]
+            return _attr(_text("phase", phase)) + _attr(_text("op", op))
+
+        self.head, self.head_of = wire.dictionary(tasks.name * np.int64(kinds) + tasks.kind, head)
+        self.origin, self.origin_of = wire.dictionary(
+            tasks.op * np.int64(phases) + tasks.phase, origin
+        )
+
+
+def _append(rows: Rows, before: Table, values: Int, where: Int) -> None:
+    numbers = wire.varints(values)
+    rows.choose(before, numbers.lengths - 1, where)
+    rows.put(numbers, where)
+
+
+def _keys(pointer: Int, needed: Int | np.ndarray, span: slice, more: Int | None = None) -> Int:
+    """Dependencies of a block of rows as `row << 32 | needed row`: ascending, none twice."""
+    inside = pointer[span.start : span.stop + 1]
+    owner = np.repeat(np.arange(len(inside) - 1, dtype=np.int64), np.diff(inside))
+    keys = owner << 32 | needed[inside[0] : inside[-1]]
+    if more is not None:
+        keys = np.concatenate((keys, more))
+    keys.sort()
+    return keys[np.diff(keys, prepend=-1) > 0]

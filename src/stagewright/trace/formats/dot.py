@@ -1,0 +1,93 @@
+"""The program of a rank as a Graphviz drawing, `rank.<rank>.dot`: small graphs, to look at.
+
+Boxes are kernels, ellipses collectives, arrows messages; a solid edge is data, a dashed one
+order alone. Actions of the schedule are clusters. Draw with `dot -Tsvg rank.0.dot -o rank.0.svg`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from stagewright.errors import UserError
+from stagewright.program.columns import Program
+from stagewright.trace.formats import json as readable
+from stagewright.trace.formats.wire import Int
+
+MOST = 3000
+"""Nodes that a drawing may have: Graphviz takes minutes beyond, and nobody can read it."""
+
+_LOOKS = {
+    "compute": 'shape=box, fillcolor="#dbe9f6"',
+    "collective": 'shape=ellipse, fillcolor="#fde0c5"',
+    "send": 'shape=rarrow, fillcolor="#d9efd4"',
+    "recv": 'shape=larrow, fillcolor="#d9efd4"',
+    "load": 'shape=cds, fillcolor="#eeeeee"',
+    "store": 'shape=cds, fillcolor="#eeeeee"',
+}
+
+
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Drawing]:
+    """The batches that write the drawings of `ranks`; a rank with too many nodes is a UserError."""
+    most = max(len(of.tasks) for of in program.classes)
+    if most > MOST:
+        raise UserError(
+            f"a rank has {most} nodes, a dot drawing at most {MOST}: use fewer layers (--layers 2) "
+            "and microbatches (--global-batch-size), or --format json"
+        )
+    return [Drawing(batch) for batch in readable.plan(program, ranks, provenance)]
+
+
+class Drawing:
+    """Ranks of one class, drawn from what the JSON format says of their nodes."""
+
+    at_most = size = None  # bytes of a file: not known before it is made
+
+    def __init__(self, batch: readable.Batch) -> None:
+        """Draw the ranks of `batch`."""
+        self.ranks = batch.ranks
+        self._batch = batch
+
+    @property
+    def memory(self) -> int:
+        """Bytes that making a drawing takes."""
+        return self._batch.memory
+
+    def template(self) -> Drawing:
+        """What makes the files of these ranks."""
+        return self
+
+    @contextmanager
+    def stamped(self, rank: int) -> Generator[memoryview]:
+        """The file of one rank."""
+        yield memoryview(text(rank, list(self._batch.nodes_of(rank))).encode())
+
+
+def text(rank: int, nodes: Sequence[Mapping[str, Any]]) -> str:
+    """A drawing of the nodes of a rank, in the dot language."""
+    lines = [f'digraph "rank {rank}" {{', "  rankdir=LR; node [style=filled, fontname=Helvetica];"]
+    for i, ((phase, microbatch), group) in enumerate(itertools.groupby(nodes, _action)):
+        title = phase if microbatch is None else f"{phase}, microbatch {microbatch}"
+        lines.append(f'  subgraph cluster_{i} {{ label="{title}"; color=gray;')
+        lines += [f"    {n['id']} [label={_label(n)}, {_LOOKS[n['kind']]}];" for n in group]
+        lines.append("  }")
+    for n in nodes:
+        lines += [f"  {d} -> {n['id']};" for d in n["deps"]]
+        data = set(n["deps"])
+        lines += [f"  {d} -> {n['id']} [style=dashed];" for d in n["order"] if d not in data]
+    return "\n".join([*lines, "}", ""])
+
+
+def _action(n: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Backward and what is computed again for it are one action."""
+    phase = "backward" if n["phase"] == "recompute" else n["phase"]
+    return phase, n.get("microbatch")
+
+
+def _label(n: Mapping[str, Any]) -> str:
+    what = f"{n['flops']:.3g} FLOP" if n["kind"] == "compute" else f"{n['bytes']:,} B"
+    who = f"group {n['group']}" if "group" in n else f"rank {n['peer']}" if "peer" in n else ""
+    return json.dumps("\n".join(filter(None, (n["name"], what, who))))

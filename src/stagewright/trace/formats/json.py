@@ -1,0 +1,91 @@
+"""The program of a rank as JSON for people: `rank.<rank>.json`, a list of nodes, one a line.
+
+Ids count from 1, as in the Chakra trace of the same rank. What a node has no use for is left out:
+`layer` outside the layers, `microbatch` of what happens once per step. `bytes` are what a compute
+node reads and writes in device memory, and what the others communicate (`Tasks.comm_bytes`);
+`local_bytes` is there where a rank's own part of that differs. The ranks of a group are in
+comm_group.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks, among
+from stagewright.trace.formats.wire import Int
+
+
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Batch]:
+    """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
+    found = [(of, among(of.ranks, ranks)) for of in program.classes]
+    return [Batch(program, of, mine) for of, mine in found if len(mine)]
+
+
+class Batch:
+    """Ranks of one class. It is its own template: this format is for few ranks and has no haste."""
+
+    at_most = size = None  # bytes of a file: not known before it is made
+
+    def __init__(self, program: Program, of: RankClass, ranks: Int) -> None:
+        """`ranks` of a class of the program."""
+        self.ranks = ranks
+        self._program = program
+        self._tasks = of.tasks
+
+    @property
+    def memory(self) -> int:
+        """Bytes that making a file takes, some hundreds a node."""
+        return 400 * len(self._tasks)
+
+    def template(self) -> Batch:
+        """What makes the files of these ranks."""
+        return self
+
+    @contextmanager
+    def stamped(self, rank: int) -> Generator[memoryview]:
+        """The file of one rank."""
+        lines = [json.dumps(node) for node in self.nodes_of(rank)]
+        yield memoryview(("[\n" + ",\n".join(lines) + "\n]\n").encode())
+
+    def nodes_of(self, rank: int) -> Iterator[dict[str, object]]:
+        """The nodes of one rank."""
+        return nodes(self._program, self._tasks, rank)
+
+
+def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, object]]:
+    """The nodes of a rank, whose class has these tasks."""
+    one = np.array([rank], np.int64)
+    groups = [int(program.group_of(slot, one)[0]) for slot in range(len(program.communicators))]
+    peers = [int(program.peer_of(slot, one)[0]) for slot in range(len(program.peers))]
+    for row, kind in enumerate(map(Kind, tasks.kind.tolist())):
+        node: dict[str, object] = {
+            "id": row + 1,
+            "name": tasks.names[tasks.name[row]],
+            "kind": kind.name.lower(),
+            "op": tasks.ops[tasks.op[row]],
+            "phase": PHASES[tasks.phase[row]],
+            "stage": int(tasks.stage[row]),
+        }
+        if tasks.layer[row] >= 0:
+            node["layer"] = int(tasks.layer[row])
+        if tasks.microbatch[row] >= 0:
+            node["microbatch"] = int(tasks.microbatch[row])
+        node["dtype"] = tasks.dtypes[tasks.dtype[row]]
+        if kind is Kind.COMPUTE:
+            node |= {"flops": int(tasks.flops[row]), "bytes": int(tasks.traffic[row])}
+        else:
+            node["bytes"] = int(tasks.comm_bytes[row])
+            if tasks.local_bytes[row] != tasks.comm_bytes[row]:
+                node["local_bytes"] = int(tasks.local_bytes[row])
+        if kind is Kind.COLLECTIVE:
+            node["collective"] = COLLECTIVES[tasks.collective[row]]
+            node["group"] = groups[tasks.slot[row]]
+        elif kind in (Kind.SEND, Kind.RECV):
+            node |= {"peer": peers[tasks.slot[row]], "tag": int(tasks.tag[row])}
+        node["deps"] = (tasks.data[tasks.data_ptr[row] : tasks.data_ptr[row + 1]] + 1).tolist()
+        node["order"] = (tasks.order[tasks.order_ptr[row] : tasks.order_ptr[row + 1]] + 1).tolist()
+        yield node

@@ -1,0 +1,48 @@
+"""Ranks of a bundle as files: the bytes that `write` writes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Unpack
+
+from stagewright.errors import UserError, did_you_mean
+from stagewright.program.columns import among
+from stagewright.trace.formats.bundle import Bundle
+from stagewright.trace.manifest import head_of
+from stagewright.trace.templates import FORMATS
+from stagewright.trace.write import How, some_ranks, write_ranks
+
+
+def expand(
+    source: Bundle,
+    out: Path | str,
+    *,
+    format: str = "chakra",
+    ranks: Sequence[int] | None = None,
+    **how: Unpack[How],
+) -> dict[str, Any]:
+    """Write `ranks` of a bundle as `write` does those of its program; returns the manifest."""
+    if format not in FORMATS:
+        hint = did_you_mean(format, FORMATS)
+        raise UserError(f"format {format!r}: choose of {', '.join(FORMATS)}{hint}")
+    wanted = some_ranks(source.world_size, ranks)
+    given = source.manifest
+    nodes = [
+        {**of, "files": len(among(mine, wanted))}
+        for of, mine in zip(given.pop("nodes"), source.ranks, strict=True)
+    ]
+    del given["format"]
+    head = head_of(given, source.world_size, format, nodes)
+    program = source.program(wanted)
+    return write_ranks(program, out, wanted, head, users=source.users, **how)
+
+
+@contextmanager
+def traces(path: Path | str, ranks: Sequence[int]) -> Generator[list[Path]]:
+    """Traces of some ranks of a bundle, with their groups, for as long as the block lasts."""
+    with TemporaryDirectory(prefix="stagewright-") as folder:
+        expand(Bundle(path), f"{folder}/out", ranks=ranks)
+        yield [Path(folder, "out", FORMATS["chakra"].file.format(rank=rank)) for rank in ranks]

@@ -1,0 +1,283 @@
+"""What one should know of a run before buying it, in plain words: what does not fit, what it waits
+for, what is uneven.
+
+Each rule looks at one thing and gives remarks, the figures in them included. Where a rule asks
+whether something is *much*, its threshold is a named constant here: a matter of taste, that changes
+no number.
+
+>>> from stagewright.lower.training import compile
+>>> from stagewright.run.settings import Run
+>>> for remark in remarks(compile(Run(model="llama3-8b", pp=4, global_batch_size=8))):
+...     print(remark)
+warning: The pipeline: ranks are idle 27.3% of the step by the schedule alone: 8 microbatches \
+pass through 4 stages. More microbatches (global_batch_size), virtual stages (vpp) or another \
+schedule make that less.
+warning: Balance: stage 3 computes 18% more FLOPs than the mean stage, and the others wait for it; \
+layers_per_stage moves layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from stagewright.numbers import duration, plural, quantity, spans
+from stagewright.program.columns import Program, RankClass
+from stagewright.schedule.actions import bubble
+from stagewright.time.network import Machine, placements
+from stagewright.views.summary import total
+
+if TYPE_CHECKING:
+    from stagewright.lower.training import Compiled
+    from stagewright.run.settings import Run
+    from stagewright.time.simulate.step import Simulation
+
+LEVELS = ("problem", "warning", "note")
+
+MUCH_IDLE = 0.1
+"""Of the step."""
+MUCH_EXPOSED = 0.1
+"""Of the step, along one axis."""
+LOW_MFU = 0.35
+"""Llama 3 405B reached 38% to 43% on 8,192 and 16,384 H100 (arXiv 2407.21783, table 4)."""
+MUCH_UNEVEN = 0.1
+"""Work of the busiest beyond that of the mean."""
+NEARLY_FULL = 0.9
+"""Of a device's memory, by tensors alone: context, workspace and fragmentation take some more."""
+
+
+class Remark(NamedTuple):
+    """How much it matters, what it is about, and a sentence or two."""
+
+    level: str
+    about: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.about}: {self.text}"
+
+
+def remarks(compiled: Compiled, found: Simulation | None = None) -> list[Remark]:
+    """What there is to say of a run, and of its simulation; what matters most comes first."""
+    said = [
+        *_capacity(compiled),
+        *(_memory(found) if found else ()),
+        *(_crossings(compiled.program, found.machine) if found else ()),
+        *(_speed(found) if found else ()),
+        *(_exposed(found) if found else ()),
+        *_idle(compiled, found),
+        *_stages(compiled),
+        *_experts(compiled),
+        *_layers(compiled),
+    ]
+    return sorted(said, key=lambda remark: LEVELS.index(remark.level))
+
+
+def _capacity(compiled: Compiled) -> Iterator[Remark]:
+    fitting = compiled.capacity
+    if fitting and not fitting.fits:
+        yield Remark(
+            "problem",
+            "Memory",
+            f"this step does not fit: {quantity(fitting.device_memory, 'B')} hold "
+            f"{fitting.requests:,} such requests.",
+        )
+
+
+def _less(category: str, run: Run) -> str:
+    """What makes less of a category of memory."""
+    sharded = {"optimizer": 1, "gradients": 2, "parameters": 3}
+    if category in sharded:
+        zero = sharded[category]
+        if run.zero < zero and run.mode == "train":
+            over = "dp" if run.dp > 1 else "dp, of which there is 1"
+            return f"; less: zero={zero}, which shards it over {over}, or more of tp or pp"
+        return "; less: more of tp or pp" + (" or dp" if run.zero else "")
+    if category == "activations" and run.mode == "train":
+        return "; less: recompute, more of tp with sequence_parallel, more of cp"
+    return ""
+
+
+def _memory(found: Simulation) -> Iterator[Remark]:
+    room = round(found.machine.hardware.memory_gb * 1e9)
+    lanes = zip(found.line.lanes, found.peaks, strict=True)
+    held = [(sum(peak.values()), lane.of, peak) for lane, peak in lanes if peak]
+    over = [each for each in held if each[0] > room]
+    if over:
+        size, of, parts = max(over, key=lambda each: each[0])
+        largest = max(parts, key=lambda k: parts[k])
+        advice = _less(largest, found.compiled.run)
+        yield Remark(
+            "problem",
+            "Memory",
+            f"{quantity(size, 'B')} on ranks of stage {of.pipeline_rank}, and {_a(found)} has "
+            f"{quantity(room, 'B')}: it does not fit, on {len(over)} of "
+            f"{plural(len(held), 'kind', 'kinds')} of ranks. Most of it, "
+            f"{quantity(parts[largest], 'B')}, is "
+            f"{largest.replace('_', ' ')}{advice}.",
+        )
+        return
+    if not held:
+        return
+    size, of, _ = max(held, key=lambda each: each[0])
+    if size > NEARLY_FULL * room:
+        yield Remark(
+            "warning",
+            "Memory",
+            f"{quantity(size, 'B')} of {quantity(room, 'B')} on ranks of stage {of.pipeline_rank} "
+            "are tensors; the context, workspace of libraries and fragmentation need some, too.",
+        )
+
+
+def _a(found: Simulation) -> str:
+    return f"a {found.machine.hardware.name}"
+
+
+def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
+    """Groups of tensor, context and expert parallelism that do not lie within the fast links."""
+    if len(machine.dimensions) < 2:
+        return
+    near, far = machine.dimensions[0], machine.dimensions[1]
+    domain = "NVLink domain" if machine.hardware.vendor == "NVIDIA" else "scale-up domain"
+    told: set[str] = set()
+    for slot in range(len(program.communicators)):
+        label = program.label_of(slot)
+        kind = next((k for k in ("tp", "cp", "ep", "etp") if k in label.split("/")), "")
+        if not kind or kind in told or "+" in label:  # joint groups reduce gradients
+            continue
+        groups = program.members(slot, np.arange(program.group_count(slot), dtype=np.int64))
+        lying = [each for each in placements(machine, groups) if each.counts[0] < each.ranks]
+        if lying:
+            told.add(kind)
+            each = lying[0]
+            yield Remark(
+                "note" if kind == "cp" else "warning",
+                "Network",
+                f"{kind}={each.ranks} crosses the {domain} of {near.size} GPUs: its groups lie in "
+                f"{each.ranks // each.counts[0]} of them, {each.counts[0]} ranks in each, so that "
+                f"its collectives pass the network, at {far.bandwidth_gb_s:.3g} GB/s for each GPU "
+                f"instead of {near.bandwidth_gb_s:.3g} GB/s.",
+            )
+
+
+def _speed(found: Simulation) -> Iterator[Remark]:
+    if found.compiled.run.mode != "train" or found.mfu >= LOW_MFU:
+        return
+    mean, whole = found.mean, found.seconds
+    parts = {f"{axis} communication": s for axis, s in mean.exposed.items()}
+    parts["the pipeline's bubble and waiting"] = mean.bubble
+    recomputed = mean.kernels.get("recompute", 0.0)
+    if recomputed:
+        parts["recomputation"] = recomputed
+    largest = max(parts, key=lambda k: parts[k])
+    kernels = sum(mean.kernels.values()) / whole
+    yield Remark(
+        "warning",
+        "Speed",
+        f"MFU is {found.mfu:.1%}, which is low (large dense models reach 38% to 43%: Llama 3, "
+        f"arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the mean GPU; of "
+        f"the rest, most is lost to {largest}: {parts[largest] / whole:.1%}.",
+    )
+
+
+def _exposed(found: Simulation) -> Iterator[Remark]:
+    for axis, seconds in found.mean.exposed.items():
+        if seconds > MUCH_EXPOSED * found.seconds:
+            yield Remark(
+                "warning",
+                "Communication",
+                f"along {axis}, {duration(seconds)} of each step ({seconds / found.seconds:.1%}) "
+                "are not hidden behind kernels.",
+            )
+
+
+def _idle(compiled: Compiled, found: Simulation | None) -> Iterator[Remark]:
+    run = compiled.run
+    if run.pp < 2 or run.mode != "train":
+        return
+    idle = bubble(compiled.order)
+    so = "by the schedule alone"
+    if found is not None:
+        idle, so = found.mean.bubble / found.seconds, "in the simulation"
+    if idle > MUCH_IDLE:
+        stages = plural(run.virtual_stages, "stage", "stages")
+        yield Remark(
+            "warning",
+            "The pipeline",
+            f"ranks are idle {idle:.1%} of the step {so}: {run.microbatches} microbatches pass "
+            f"through {stages}. More microbatches (global_batch_size), virtual stages (vpp) or "
+            "another schedule make that less.",
+        )
+
+
+def _work(of: RankClass) -> int:
+    return total(of.tasks.flops)
+
+
+def _mean(some: Sequence[tuple[int, int]]) -> float:
+    """Of what ranks do, as (each, ranks)."""
+    return sum(each * ranks for each, ranks in some) / sum(ranks for _, ranks in some)
+
+
+def _stages(compiled: Compiled) -> Iterator[Remark]:
+    """A pipeline is as fast as its busiest stage."""
+    work: dict[int, list[tuple[int, int]]] = {}
+    for of in compiled.program.classes:
+        work.setdefault(of.pipeline_rank, []).append((_work(of), len(of.ranks)))
+    mean = {stage: _mean(some) for stage, some in work.items()}
+    if len(mean) < 2 or compiled.run.prefill is not None:
+        return
+    whole = sum(mean.values()) / len(mean)
+    busiest = max(mean, key=lambda stage: mean[stage])
+    if whole and mean[busiest] > (1 + MUCH_UNEVEN) * whole:
+        yield Remark(
+            "warning",
+            "Balance",
+            f"stage {busiest} computes {mean[busiest] / whole - 1:.0%} more FLOPs than the mean "
+            "stage, and the others wait for it; layers_per_stage moves layers.",
+        )
+
+
+def _experts(compiled: Compiled) -> Iterator[Remark]:
+    if not compiled.model.num_experts:
+        return
+    if compiled.load is None:
+        if compiled.run.ep > 1:
+            yield Remark(
+                "note",
+                "Experts",
+                "all are taken to get as many tokens; expert_load gives each its own, and the "
+                "busiest rank then sets the pace.",
+            )
+        return
+    by_stage = itertools.groupby(compiled.program.classes, key=lambda of: of.pipeline_rank)
+    worst, where = 0.0, 0
+    for stage, some in by_stage:
+        each = [(_work(of), len(of.ranks)) for of in some]
+        mean = _mean(each)
+        most = max(w for w, _ in each)
+        if mean and most / mean > worst:
+            worst, where = most / mean, stage
+    if worst > 1 + MUCH_UNEVEN:
+        yield Remark(
+            "warning",
+            "Experts",
+            f"loads are uneven: the busiest rank of stage {where} computes {worst - 1:.0%} more "
+            "FLOPs than the mean rank of it, and the others wait in each all-to-all.",
+        )
+
+
+def _layers(compiled: Compiled) -> Iterator[Remark]:
+    """Stages that differ in their number of layers."""
+    counts = compiled.run.layers_per_stage
+    if counts and min(counts) < max(counts):
+        fewer = [nth for nth, count in enumerate(counts) if count < max(counts)]
+        yield Remark(
+            "note",
+            "Balance",
+            f"stages hold {min(counts)} to {max(counts)} layers; fewer than the most: "
+            f"stage{'s' * (len(fewer) > 1)} {spans(fewer)}.",
+        )

@@ -1,0 +1,203 @@
+"""A timeline in the Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing.
+
+A process per lane (ranks that behave alike), a thread per stream, and one, `actions`, that shows
+what part of the schedule runs (`2F0`). Arrows lead from where a message is sent to where it is
+received. Times are microseconds, in whole nanoseconds; slices of a thread never overlap.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.files import whole
+from stagewright.program.columns import CATEGORIES, PHASES, Int, Kind
+from stagewright.time.simulate.issue import axis_of, streams_of
+from stagewright.time.simulate.memory import held
+from stagewright.time.simulate.timeline import Lane, Timeline
+
+_TICKS_PER_NS = 1000
+_POINTS = 2000  # of memory over time
+_ACTIONS, _KERNELS = 0, 1  # numbers of threads; streams of communication come after
+
+
+def write(line: Timeline, path: Path | str, title: str = "") -> None:
+    """Write a timeline to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
+    with ExitStack() as closed:
+        raw = closed.enter_context(open(closed.enter_context(whole(path)), "wb"))
+        packed = str(path).endswith(".gz")  # noting no time: the same bytes each time
+        data = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if packed else raw
+        file = closed.enter_context(io.TextIOWrapper(closed.enter_context(data), "utf-8"))
+        file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps({"title": title}))
+        file.write(',"traceEvents":[\n')
+        comma = ""
+        for text in events(line):
+            file.write(comma + text)
+            comma = ",\n"
+        file.write("\n]}\n")
+
+
+def events(line: Timeline) -> Iterator[str]:
+    """Every event as JSON."""
+    arrows = _arrows(line)
+    for nth, lane in enumerate(line.lanes):
+        yield from _names(line, nth, lane)
+        yield from _actions(nth, lane)
+        yield from _tasks(line, nth, lane, arrows[nth])
+        yield from _memory(nth, lane)
+
+
+def _event(**fields: object) -> str:
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _names(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
+    of, ranks = lane.of, lane.ranks
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}.. ({len(ranks)})"
+    title = f"pipeline rank {of.pipeline_rank}: {who}"
+    yield _event(ph="M", pid=nth, tid=0, name="process_name", args={"name": title})
+    yield _event(ph="M", pid=nth, tid=0, name="process_sort_index", args={"sort_index": nth})
+    for tid, name in _threads(line, lane).items():
+        yield _event(ph="M", pid=nth, tid=tid, name="thread_name", args={"name": name})
+        yield _event(ph="M", pid=nth, tid=tid, name="thread_sort_index", args={"sort_index": tid})
+
+
+def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
+    """The threads of a lane."""
+    names = {_ACTIONS: "actions", _KERNELS: "kernels"}
+    tasks = lane.of.tasks
+    thread = _thread(line, lane)
+    slots = tasks.slot[lane.issue.rows]
+    for (kind, slot, collective), axis in axis_of(line.program, tasks).items():
+        mine = (lane.kind == kind) & (slots == slot)
+        mine &= tasks.collective[lane.issue.rows] == collective
+        for tid in np.unique(thread[mine]):
+            if line.how.streams == "one" and kind != Kind.RECV:
+                names[int(tid)] = "communication"
+            elif kind in (Kind.LOAD, Kind.STORE):
+                names[int(tid)] = "to the host" if kind == Kind.STORE else "from the host"
+            elif kind == Kind.COLLECTIVE:
+                names.setdefault(int(tid), axis)
+            else:
+                shift = line.program.peers[slot].shift
+                what = "send to" if kind == Kind.SEND else "receive from"
+                names[int(tid)] = f"{axis}: {what} {shift:+d}"
+    return dict(sorted(names.items()))
+
+
+def _thread(line: Timeline, lane: Lane) -> Int:
+    """The thread of each place: streams in order, then receives by peer."""
+    slot = lane.of.tasks.slot[lane.issue.rows].astype(np.int64)
+    receives = _KERNELS + streams_of(line.program) + slot
+    return np.where(lane.kind == Kind.RECV, receives, lane.issue.stream + _KERNELS)
+
+
+def _nanoseconds(ticks: Int) -> Int:
+    return np.rint(ticks / _TICKS_PER_NS).astype(np.int64)
+
+
+def _micro(ns: int) -> str:
+    return f"{ns // 1000}.{ns % 1000:03d}"
+
+
+def _actions(nth: int, lane: Lane) -> Iterator[str]:
+    """What kernels of one stage, direction and microbatch follow each other, as one slice."""
+    place = np.flatnonzero(lane.main)
+    if not len(place):
+        return
+    tasks, rows = lane.of.tasks, lane.issue.rows[place]
+    step = tasks.phase[rows] == PHASES.index("optimizer")
+    backward = tasks.phase[rows] != PHASES.index("forward")
+    what = np.stack([tasks.stage[rows], backward, tasks.microbatch[rows], step]).astype(np.int64)
+    what[:3, step] = -1
+    new = np.append(True, (np.diff(what, axis=1) != 0).any(axis=0))
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(place)) - 1
+    begin, end = _nanoseconds(lane.begin[place[first]]), _nanoseconds(lane.end[place[last]])
+    for (stage, back, microbatch, is_step), b, e in zip(
+        what[:, first].T.tolist(), begin.tolist(), end.tolist(), strict=True
+    ):
+        name = "step" if is_step else f"{stage}{'FB'[back]}{microbatch}"
+        yield (
+            f'{{"ph":"X","pid":{nth},"tid":{_ACTIONS},"ts":{_micro(b)},"dur":{_micro(e - b)},'
+            f'"name":"{name}","cat":"action"}}'
+        )
+
+
+def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[str]:
+    """A slice per task, and the ends of arrows."""
+    tasks, rows = lane.of.tasks, lane.issue.rows
+    head = [json.dumps(name) for name in tasks.names]
+    columns = (
+        lane.kind, _thread(line, lane), arrows.begin, arrows.end, arrows.number,
+        tasks.name[rows], tasks.phase[rows], tasks.microbatch[rows],
+        tasks.flops[rows], tasks.traffic[rows] + tasks.comm_bytes[rows],
+    )  # fmt: skip
+    for row in zip(*(column.tolist() for column in columns), strict=True):
+        kind, tid, begin, end, number, name, phase, microbatch, flops, size = row
+        where = f'"pid":{nth},"tid":{tid}'
+        work = f'"flops":{flops},' if kind == Kind.COMPUTE else ""
+        yield (
+            f'{{"ph":"X",{where},"ts":{_micro(begin)},"dur":{_micro(end - begin)},'
+            f'"name":{head[name]},"cat":"{PHASES[phase]}",'
+            f'"args":{{"microbatch":{microbatch},{work}"bytes":{size}}}}}'
+        )
+        if number >= 0 and end > begin:
+            way = '"ph":"s"' if kind == Kind.SEND else '"ph":"f","bp":"e"'
+            at = begin if kind == Kind.SEND else end - 1
+            yield (
+                f'{{{way},{where},"ts":{_micro(at)},"id":{number},'
+                '"name":"message","cat":"message"}'
+            )
+
+
+def _memory(nth: int, lane: Lane) -> Iterator[str]:
+    """A counter, in bytes by category."""
+    if not len(lane.of.values.size):
+        return
+    found = held(lane).sampled(_POINTS)
+    there = [(name, size) for name, size in zip(CATEGORIES, found.size, strict=True) if size.any()]
+    for at, ns in enumerate(_nanoseconds(found.ticks).tolist()):
+        sizes = ",".join(f'"{name}":{size[at]}' for name, size in there)
+        yield f'{{"ph":"C","pid":{nth},"ts":{_micro(ns)},"name":"memory","args":{{{sizes}}}}}'
+
+
+class _Arrows(NamedTuple):
+    """By place: when slices begin and end in ns, and the numbers of messages, -1 for other tasks.
+
+    A receive is shown while its message is on the way, also where nothing waits for it.
+    """
+
+    begin: Int
+    end: Int
+    number: Int
+
+
+def _arrows(line: Timeline) -> list[_Arrows]:
+    """Of every lane."""
+    lanes, who = line.lanes, line.partners
+    found = [
+        _Arrows(
+            _nanoseconds(lane.begin), _nanoseconds(lane.end), np.full(len(lane.issue), -1, np.int64)
+        )
+        for lane in lanes
+    ]
+    number = 0
+    for nth, mine in enumerate(found):
+        of = int(who.class_of[nth])
+        received, own = who.received[of], nth - int(who.lanes[of][0])
+        senders = received.sender[:, own]
+        for sender in sorted({int(s) for s in senders}):
+            to, at = received.place[senders == sender], received.sent[senders == sender, own]
+            mine.begin[to] = found[sender].begin[at]
+            mine.end[to] = found[sender].end[at]
+            mine.number[to] = found[sender].number[at] = number + np.arange(len(to))
+            number += len(to)
+    return found

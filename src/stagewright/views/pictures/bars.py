@@ -1,0 +1,103 @@
+"""Bars made of parts, one below the other: memory by category, time by phase, bytes by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from stagewright.numbers import spans
+from stagewright.views.pictures import svg
+
+ROW, THICK, LEFT, RIGHT, TOP = 24, 17, 118, 84, 30
+MOST = 40
+"""Bars of a picture."""
+
+
+class Bar(NamedTuple):
+    """A name, and how much of each part."""
+
+    label: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+
+Format = Callable[[float], str]
+
+
+def merged(parts: Sequence[tuple[int, Mapping[str, float]]], what: str) -> list[Bar]:
+    """A bar for all numbered things whose parts are equal, in the order of the first of them.
+
+    >>> merged([(0, {"a": 2}), (1, {"a": 1}), (2, {"a": 1})], "stage")
+    [Bar(label='stage 0', parts={'a': 2}), Bar(label='stages 1-2', parts={'a': 1})]
+    """
+    found: dict[tuple[tuple[str, float], ...], list[int]] = {}
+    for number, some in parts:
+        found.setdefault(tuple(some.items()), []).append(number)
+    return [
+        Bar(f"{what}{'s' * (len(numbers) > 1)} {spans(numbers, 2)}", dict(key))
+        for key, numbers in found.items()
+    ]
+
+
+def picture(
+    bars: Sequence[Bar],
+    fills: Mapping[str, svg.Fill],
+    name: str,
+    label: str,
+    told: Format,
+    limit: tuple[float, str] | None = None,
+) -> svg.Picture:
+    """The bars, with what `told` makes of numbers; `limit` is a line across them, and its name.
+
+    Of more than `MOST` bars, the largest are shown.
+    """
+    left_out = max(0, len(bars) - MOST)
+    if left_out:
+        smallest = sorted(range(len(bars)), key=lambda nth: bars[nth].total)[:left_out]
+        bars = [bar for nth, bar in enumerate(bars) if nth not in set(smallest)]
+    unknown = dict.fromkeys((key for bar in bars for key in bar.parts), svg.Fill(svg.GREY, "x"))
+    fills = {**fills, **{key: fill for key, fill in unknown.items() if key not in fills}}
+    used = [key for key in fills if any(bar.parts.get(key) for bar in bars)]
+    chosen = svg.Fills(name, {key: fills[key] for key in used})
+    legend, top = chosen.legend(used)
+    top += 6 if limit is None else 24
+    most = max((bar.total for bar in bars), default=0.0)
+    if limit is not None and limit[0] < 3 * most:
+        most = max(most, limit[0])
+    scale = (svg.WIDTH - LEFT - RIGHT) / (most or 1)
+    rows = [_row(bar, chosen, top + nth * ROW, scale, told) for nth, bar in enumerate(bars)]
+    bottom = top + len(bars) * ROW
+    parts = [chosen.defs(), legend, *rows]
+    if limit is not None and limit[0] <= most * 1.001:
+        x = LEFT + limit[0] * scale
+        parts.append(svg.line(x, top - 4, x, bottom, 'stroke-width="2" stroke-dasharray="9 4"'))
+        anchor = "end" if x > svg.WIDTH / 2 else "start"
+        parts.append(svg.text(x, top - 9, limit[1], anchor))
+    if left_out:
+        bottom += 16
+        parts.append(svg.text(LEFT, bottom - 2, f"and {left_out} smaller ones"))
+    return svg.figure(bottom + 4, label, parts)
+
+
+def _row(bar: Bar, fills: svg.Fills, y: float, scale: float, told: Format) -> str:
+    parts = [svg.text(LEFT - 8, y + 13, bar.label, "end")]
+    x = float(LEFT)
+    for key, size in bar.parts.items():
+        wide = size * scale
+        if not size:
+            continue
+        words = told(size)
+        parts.append(
+            f'<rect x="{svg.number(x)}" y="{svg.number(y)}" width="{svg.number(max(wide, 0.3))}" '
+            f'height="{THICK}" fill="{fills[key]}">'
+            f"{svg.title(f'{bar.label}: {key} {words}'.replace('_', ' '))}</rect>"
+        )
+        if wide > svg.text_width(words) + 8:
+            parts.append(svg.text(x + wide / 2, y + 13, words, "middle", svg.ON_FILL))
+        x += wide
+    parts.append(svg.text(svg.WIDTH - 4, y + 13, told(bar.total), "end"))
+    return "".join(parts)

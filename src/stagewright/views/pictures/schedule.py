@@ -1,0 +1,134 @@
+"""A pipeline schedule: ranks down, time across, an action a box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from stagewright.schedule.actions import SLOTS, Action, Order, parts, play
+from stagewright.views.pictures import svg
+
+KINDS: dict[str, svg.Fill] = {
+    "F": svg.Fill(svg.SKY),
+    "B": svg.Fill(svg.ORANGE, "/"),
+    "I": svg.Fill(svg.VERMILLION, "-"),
+    "W": svg.Fill(svg.GREEN, "\\"),
+}
+NAMES = {
+    "F": "F forward",
+    "B": "B backward",
+    "I": "I gradient of the input",
+    "W": "W gradient of the weights",
+}
+LEFT, TOP, ROW = 52, 30, 20
+MOST = 6000
+"""Boxes in a picture; of more, the beginning and the end are shown."""
+MOST_RANKS = 32
+"""Rows; of more, the first and the last are shown."""
+
+
+class _Box(NamedTuple):
+    start: float
+    end: float
+    actions: tuple[Action, ...]
+
+
+def picture(order: Order, name: str = "schedule") -> svg.Picture:
+    """What each pipeline rank does when, if a backward takes two slots and everything else one."""
+    every = _rows(order)
+    rows = every
+    if len(every) > MOST_RANKS:
+        rows = every[: MOST_RANKS // 2] + every[-MOST_RANKS // 2 :]
+    end = max(row[-1].end for _, row in every)
+    busy = sum(box.end - box.start for _, row in every for box in row)
+    shown = _window(rows, end)
+    kinds = [k for k in KINDS if any(k == a.kind for _, r in every for b in r for a in b.actions)]
+    fills = svg.Fills(name, {NAMES[k]: KINDS[k] for k in kinds})
+    legend, top = fills.legend([NAMES[k] for k in kinds])
+    gap = 26.0 if len(shown) > 1 else 0.0
+    scale = (svg.WIDTH - LEFT - gap - 4) / sum(last - first for first, last in shown)
+    told = _names([a for _, row in rows for box in row for a in box.actions], scale)
+    drawn = [fills.defs(), legend]
+    x = float(LEFT)
+    for first, last in shown:
+        for nth, (_, row) in enumerate(rows):
+            boxes = [b for b in row if b.start >= first and b.end <= last]
+            at = x - first * scale, top + 6 + nth * ROW
+            drawn.append(_boxes(boxes, fills, at, scale, told))
+        x += (last - first) * scale + gap
+    bottom = top + 6 + len(rows) * ROW
+    for nth, (rank, _) in enumerate(rows):
+        drawn.append(svg.text(LEFT - 6, top + 6 + nth * ROW + 14, f"rank {rank}", "end"))
+    if gap:
+        middle = LEFT + (shown[0][1] - shown[0][0]) * scale + gap / 2
+        drawn.append(svg.text(middle, (top + bottom) / 2 + 4, "...", "middle"))
+    missing = _missing(len(every) - len(rows), shown, end)
+    if missing:
+        bottom += 18
+        drawn.append(svg.text(LEFT, bottom - 4, missing))
+    label = (
+        f"Pipeline schedule of {len(order)} ranks in {end:g} slots; ranks are idle "
+        f"{1 - busy / (end * len(every)):.1%} of the time"
+    )
+    return svg.figure(bottom + 4, label, drawn)
+
+
+def _missing(ranks: int, shown: Sequence[tuple[float, float]], end: float) -> str:
+    """What the picture does not show, in words; empty if it shows all."""
+    told = [f"{ranks} ranks in the middle"] if ranks else []
+    if len(shown) > 1:
+        told.append(f"slots {shown[0][1]:g} to {shown[1][0]:g} of {end:g}")
+    return "Not shown: " + "; ".join(told) if told else ""
+
+
+def _rows(order: Order) -> list[tuple[int, list[_Box]]]:
+    """Pipeline ranks and their boxes."""
+    times = play(order, SLOTS)
+    return [
+        (rank, [_Box(*times[parts(step)[0]], parts(step)) for step in steps])
+        for rank, steps in enumerate(order)
+    ]
+
+
+def _window(rows: Sequence[tuple[int, list[_Box]]], end: float) -> list[tuple[float, float]]:
+    """The slots that are shown: all, or as many from the beginning as to the end."""
+    # A box narrower than three units tells nothing.
+    most = min((svg.WIDTH - LEFT) / 3, MOST / len(rows))
+    if end <= most:
+        return [(0.0, end)]
+    half = most // 2
+    return [(0.0, half), (end - half, end)]
+
+
+_Names = Callable[[Action], str]
+
+
+def _names(actions: Sequence[Action], slot: float) -> _Names:
+    """What boxes are called, all in one form: the longest that fits into a slot."""
+    forms: list[_Names] = [str, lambda a: f"{a.kind}{a.microbatch}", lambda a: str(a.microbatch)]
+    for form in forms:
+        if svg.text_width("0" * max(len(form(a)) for a in actions), 10) + 1 < slot:
+            return form
+    return lambda action: ""
+
+
+def _boxes(
+    boxes: Sequence[_Box], fills: svg.Fills, at: tuple[float, float], scale: float, told: _Names
+) -> str:
+    """Boxes of one kind as one path, and what they are called."""
+    paths: dict[str, list[str]] = {}
+    words: list[str] = []
+    for start, end, actions in boxes:
+        each = (end - start) * scale / len(actions)
+        for nth, action in enumerate(actions):
+            x, y = at[0] + start * scale + nth * each, at[1]
+            wide = svg.number(max(each - 0.8, 0.6))
+            box = f"M{svg.number(x)} {svg.number(y)}h{wide}v{ROW - 3}h-{wide}z"
+            paths.setdefault(action.kind, []).append(box)
+            if name := told(action):
+                more = f'font-size="10" {svg.ON_FILL}'
+                words.append(svg.text(x + each / 2 - 0.4, y + 12.5, name, "middle", more))
+    drawn = "".join(
+        f'<path d="{"".join(some)}" fill="{fills[NAMES[kind]]}"/>' for kind, some in paths.items()
+    )
+    return drawn + "".join(words)

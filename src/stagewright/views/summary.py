@@ -1,0 +1,302 @@
+"""What a compiled run holds, in numbers: one JSON-able object, and the same as tables to read.
+
+`summary` has the keys `model`, `run` (what was asked for, as text), `world_size`, `microbatches`,
+`parameters` (`total`, `active` per token) and `rank_classes`. Ranks of a class run the same
+program; each class has
+
+- `ranks`: every rank of the class, ascending; `stage`: its pipeline rank, which several classes
+  have where experts have loads of their own; `layers`: how many layers it holds; `tasks`: the rows
+  of its program
+- `flops`: per phase (forward, recompute, backward, optimizer), 2 per multiply-add, of one rank
+- `collectives`: what one rank takes part in, one entry per phase, kind, communicator and data type:
+  `axis` (the mesh axes of the group, `+` between them), `group_size`, `dtype`, `count` and `bytes`,
+  summed over the step; bytes of the local input (all_gather: the shard that a rank gives)
+- `sends` and `receives`: one entry per phase and mesh axis, with `count` and `bytes`; with offload
+  also `stores` and `loads`, to and from the memory of the host, by phase
+- `memory`: bytes of one rank by category (`program.CATEGORIES`) while most is held, and their sum,
+  `peak`; with `memory_allowance`, beside them `allowance`
+- `memory_peak`: that moment: `row`, `task`, `phase`, `layer` (-1: none), `microbatch` (-1: once per
+  step), and `alive`, what is there: values of one name together, the largest first, each with
+  `category`, `name`, `layers`, `microbatches`, `instances` and `bytes`
+- `memory_timeline`: bytes by category over the rows of the program in few points, the largest of
+  each stretch of rows: `rows`, and `bytes`, a list for each category
+
+All bytes and FLOPs are exact integers of one step.
+
+In inference there are also `mode`; `batch`: `requests` of the step, their new `tokens`, and the
+`cached_tokens` that were there before (and `source_tokens` of their encoder); and, where
+`device_memory` is given, `capacity`: whether the step `fits`, the most `requests` that do, and how
+many `tokens` each of the step's may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import stagewright
+from stagewright.errors import UserError
+from stagewright.model import json as record
+from stagewright.model.config import ModelConfig
+from stagewright.numbers import plural, quantity
+from stagewright.program import memory
+from stagewright.program.columns import (
+    CATEGORIES,
+    COLLECTIVES,
+    PHASES,
+    Int,
+    Kind,
+    Program,
+    RankClass,
+    Tasks,
+)
+from stagewright.run import lengths as batch
+from stagewright.run.requests import groups
+from stagewright.run.settings import Run, recorded_model
+from stagewright.schedule.schedules import to_csv
+from stagewright.trace.formats.bundle import Bundle
+from stagewright.views.tables import communication, compute, peak, rich
+from stagewright.views.tables import memory as held
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stagewright.lower.capacity import Capacity
+    from stagewright.lower.training import Compiled
+
+Summary = dict[str, Any]
+
+
+class Recorded(NamedTuple):
+    """What a bundle holds of a run, as `summary` takes it."""
+
+    run: Run
+    model: ModelConfig
+    parameters: int
+    active_parameters: int
+    program: Program
+    capacity: Capacity | None
+
+
+def recorded(path: str) -> Recorded:
+    """The run and the program of a bundle that `generate` wrote."""
+    source = Bundle(path)
+    parameters, model = source.manifest.get("parameters"), recorded_model(path)
+    if not isinstance(parameters, dict) or model is None:
+        raise UserError(f"{path}: tells of no run; only verify, inspect, expand and diff read it")
+    total, active = (int(parameters.get(name, 0)) for name in ("total", "active"))  # pyright: ignore
+    run = Run.load(path)
+    fitting = None
+    if run.device_memory is not None:
+        from stagewright.lower.training import compile
+
+        fitting = compile(run, model).capacity
+    return Recorded(run, model, total, active, source.program(), fitting)
+
+
+def summary(compiled: Compiled | Recorded) -> Summary:
+    """What the ranks of a run compute, exchange and hold; the keys are described above."""
+    program = compiled.program
+    return {
+        "model": compiled.model.name,
+        "run": compiled.run.describe(),
+        "world_size": program.mesh.world_size,
+        "microbatches": compiled.run.microbatches,
+        "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
+        **(_served(compiled) if compiled.run.mode != "train" else {}),
+        "rank_classes": [_rank_class(program, of) for of in program.classes],
+    }
+
+
+def _served(compiled: Compiled | Recorded) -> Summary:
+    asked, source = groups(compiled.run), compiled.run.source_length
+    fitting = compiled.capacity
+    return {
+        "mode": compiled.run.mode,
+        "batch": {
+            "requests": batch.total(asked),
+            "tokens": sum(g.count * (g.new_tokens or 0) for g in asked),
+            "cached_tokens": sum(g.count * (g.context_length or 0) for g in asked),
+            **({"source_tokens": batch.total(asked) * source} if source else {}),
+        },
+        **({"capacity": fitting._asdict()} if fitting else {}),
+    }
+
+
+def manifest(compiled: Compiled) -> dict[str, Any]:
+    """What is written beside the traces: everything that the result depends on, to repeat the run.
+
+    `stagewright generate --config manifest.json` does so.
+    """
+    schedule = compiled.run.schedule or ""
+    loads = {"expert_load": compiled.load.lines} if compiled.load else {}
+    modules = compiled.model.modules
+    return {
+        "stagewright": stagewright.__version__,
+        # A file may change or vanish; a schedule by name follows from the run.
+        "run": compiled.run.model_dump(mode="json") | loads,
+        **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
+        "model": record.to_json(compiled.model),
+        **({"modules": {m.name: m.text for m in modules}} if modules else {}),
+        "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
+        "mesh": dict(compiled.program.mesh.axes),
+    }
+
+
+def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
+    tasks = of.tasks
+    return {
+        "ranks": [int(rank) for rank in of.ranks],
+        "stage": of.pipeline_rank,
+        "layers": len(np.unique(tasks.layer[tasks.layer >= 0])),
+        "tasks": len(tasks),
+        "flops": {
+            phase: total(tasks.flops[tasks.phase == index]) for index, phase in enumerate(PHASES)
+        },
+        "collectives": _collectives(program, tasks),
+        "sends": _exchanges(program, tasks, Kind.SEND),
+        "receives": _exchanges(program, tasks, Kind.RECV),
+        **_copies(tasks),
+        "memory": {category: int(size) for category, size in of.memory.items()},
+        **_over_time(of),
+    }
+
+
+POINTS = 64
+"""Of a timeline in JSON."""
+
+
+def _over_time(of: RankClass) -> dict[str, Any]:
+    """The timeline and the peak; nothing in inference, where all is held all the time."""
+    tasks, values = of.tasks, of.values
+    if not len(values.value):
+        return {}
+    row = memory.peak_row(values, len(tasks))
+    points = memory.samples(of, POINTS)
+    held = {name: by.tolist() for name, by in zip(CATEGORIES, points.held, strict=True) if by.any()}
+    return {
+        "memory_peak": {
+            "row": row,
+            "task": tasks.names[tasks.name[row]],
+            "phase": PHASES[tasks.phase[row]],
+            "layer": int(tasks.layer[row]),
+            "microbatch": int(tasks.microbatch[row]),
+            "alive": [
+                g._asdict() | {"layers": list(g.layers), "microbatches": list(g.microbatches)}
+                for g in memory.groups(values, row)
+            ],
+        },
+        "memory_timeline": {"rows": points.rows.tolist(), "bytes": held},
+    }
+
+
+def _collectives(program: Program, tasks: Tasks) -> list[dict[str, Any]]:
+    rows = np.flatnonzero(tasks.kind == Kind.COLLECTIVE)
+    keys = (tasks.phase, tasks.collective, tasks.slot, tasks.dtype)
+    found: list[dict[str, Any]] = []
+    for (phase, kind, slot, dtype), count, size in _grouped(rows, keys, tasks.local_bytes):
+        who = program.communicators[slot]
+        found.append(
+            {
+                "phase": PHASES[phase],
+                "kind": COLLECTIVES[kind],
+                "axis": program.label_of(slot),
+                "group_size": program.mesh.size(*who.axes) if who.only is None else len(who.only),
+                "dtype": tasks.dtypes[dtype],
+                "count": count,
+                "bytes": size,
+            }
+        )
+    return found
+
+
+def _copies(tasks: Tasks) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, kind in (("stores", Kind.STORE), ("loads", Kind.LOAD)):
+        rows = np.flatnonzero(tasks.kind == kind)
+        if len(rows):
+            found[name] = [
+                {"phase": PHASES[phase], "count": count, "bytes": size}
+                for (phase,), count, size in _grouped(rows, (tasks.phase,), tasks.comm_bytes)
+            ]
+    return found
+
+
+def _exchanges(program: Program, tasks: Tasks, kind: Kind) -> list[dict[str, Any]]:
+    rows = np.flatnonzero(tasks.kind == kind)
+    # Peers of one axis (the next and the previous rank) are one line of a report.
+    axes = sorted({peer.axis for peer in program.peers})
+    axis_of = np.array([axes.index(peer.axis) for peer in program.peers] or [0], dtype=np.int64)
+    axis = axis_of[np.where(tasks.kind == kind, tasks.slot, 0)]
+    return [
+        {"phase": PHASES[phase], "axis": axes[at], "count": count, "bytes": size}
+        for (phase, at), count, size in _grouped(rows, (tasks.phase, axis), tasks.comm_bytes)
+    ]
+
+
+def _grouped(
+    rows: Int, keys: Sequence[np.ndarray[Any, Any]], sizes: Int
+) -> Iterable[tuple[tuple[int, ...], int, int]]:
+    """For each combination of keys among `rows`, ascending: the keys, how many rows, all bytes."""
+    if not len(rows):
+        return
+    table = np.stack([key[rows].astype(np.int64) for key in keys])
+    order = np.lexsort(table[::-1])
+    table, rows = table[:, order], rows[order]
+    starts = [0, *(np.flatnonzero(np.any(table[:, 1:] != table[:, :-1], axis=0)) + 1)]
+    for first, last in zip(starts, [*starts[1:], len(rows)], strict=True):
+        key = tuple(int(value) for value in table[:, first])
+        yield key, int(last - first), total(sizes[rows[first:last]])
+
+
+def total(column: Int) -> int:
+    """The exact sum of a column, also where it is beyond 64 bits.
+
+    >>> total(np.array([2**62, 2**62, 2**62, 1]))
+    13835058055282163713
+    """
+    low = np.int64(2**31 - 1)
+    return (int((column >> 31).sum()) << 31) + int((column & low).sum())
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def tables(of: Summary, console: Console) -> None:
+    """Print a summary for people: numbers of one rank and one step."""
+    from rich.text import Text
+
+    parameters = of["parameters"]
+    active = f" ({parameters['active']:,} active per token)"
+    sparse = parameters["active"] != parameters["total"]
+    console.print(Text(of["run"], style="bold"))
+    console.print(
+        f"{parameters['total']:,} parameters{active if sparse else ''}, "
+        f"{plural(of['world_size'], 'rank', 'ranks')}, "
+        f"{plural(of['microbatches'], 'microbatch', 'microbatches')} per step; "
+        "every number below is of one rank and one step",
+        highlight=False,
+    )
+    if "batch" in of:
+        console.print(_batch_line(of), highlight=False)
+    for found in (each(of) for each in (compute, held, peak, communication)):
+        if len(found):
+            console.print(rich(found, title_style="bold"))
+
+
+def _batch_line(of: Summary) -> str:
+    step, fitting = of["batch"], of.get("capacity")
+    line = (
+        f"{of['mode']}: {plural(step['requests'], 'request', 'requests')}, "
+        f"{step['tokens']:,} new tokens, {step['cached_tokens']:,} in the cache before"
+    )
+    if "source_tokens" in step:
+        line += f", {step['source_tokens']:,} of their sources"
+    if fitting is None:
+        return line
+    most = f"{quantity(fitting['device_memory'], 'B')} hold {fitting['requests']:,} such requests"
+    long = fitting["tokens"]
+    longest = f", or these with up to {long:,} tokens each" if long else ""
+    return f"{line}\n{most}{longest}{'' if fitting['fits'] else ': this step does not fit'}"

@@ -1,0 +1,287 @@
+"""What a summary and a simulation tell, as tables: for the terminal, pages and notebooks alike.
+
+Numbers are of one rank and one step. Of a stage with many classes of ranks, those with the least
+and with the most work are told of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stagewright.errors import UserError
+from stagewright.numbers import quantity, spans
+from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, RankClass
+from stagewright.texttable import Table
+
+if TYPE_CHECKING:
+    from stagewright.time.simulate.breakdown import Parts
+    from stagewright.time.simulate.step import Simulation
+    from stagewright.time.simulate.timeline import Lane
+
+Class = dict[str, Any]
+"""One of a summary's `rank_classes`."""
+
+MOST_CLASSES = 4
+"""As many classes of a stage are told of; of more, those with the least and with the most work."""
+
+
+def told(of: dict[str, Any]) -> list[tuple[str, Class]]:
+    """The classes that tables show, with their stages in words."""
+    found: list[tuple[str, Class]] = []
+    for stage, some in itertools.groupby(of["rank_classes"], key=lambda each: each["stage"]):
+        mine = list(some)
+        if len(mine) > MOST_CLASSES:
+            by_work = sorted(mine, key=lambda each: sum(each["flops"].values()))
+            found += [(f"{stage} least", by_work[0]), (f"{stage} most", by_work[-1])]
+        else:
+            several = len(mine) > 1
+            found += [
+                (f"{stage}: {spans(each['ranks'])}" if several else str(stage), each)
+                for each in mine
+            ]
+    return found
+
+
+def _stage_column(classes: Sequence[tuple[str, Class]]) -> list[Any]:
+    """Numbers, where each stage has one class."""
+    plain = all(name.isdecimal() for name, _ in classes)
+    return [each["stage"] if plain else name for name, each in classes]
+
+
+def compute(of: dict[str, Any]) -> Table:
+    """Layers, tasks and FLOPs of each stage."""
+    phases = PHASES if "batch" not in of else ("forward",)
+    classes = told(of)
+    columns: dict[str, list[Any]] = {
+        "stage": _stage_column(classes),
+        "ranks": [f"{len(each['ranks'])}: {spans(each['ranks'])}" for _, each in classes],
+        "layers": [each["layers"] for _, each in classes],
+        "tasks": [each["tasks"] for _, each in classes],
+        **{phase: [each["flops"][phase] for _, each in classes] for phase in phases},
+    }
+    units = {"layers": "", "tasks": "", **dict.fromkeys(phases, "FLOP")}
+    return Table("Compute", columns, units)
+
+
+def memory(of: dict[str, Any]) -> Table:
+    """Bytes by category while most is held."""
+    classes = told(of)
+    held = [each["memory"] for _, each in classes]
+    categories = list(dict.fromkeys(c for each in held for c, size in each.items() if size))
+    by = {c.replace("_", " "): [each.get(c, 0) for each in held] for c in categories}
+    columns = {"stage": _stage_column(classes), **by}
+    return Table("Memory", columns, dict.fromkeys(by, "B"))
+
+
+def tasks(program: Program, rank: int) -> Table:
+    """All that one rank does, a row a task, in the order of issue."""
+    if not 0 <= rank < program.mesh.world_size:
+        raise UserError(f"there is no rank {rank}; use 0 to {program.mesh.world_size - 1}")
+    (of,) = (of for of in program.classes if rank in of.ranks)
+    return _tasks(f"Tasks of rank {rank}", program, of)
+
+
+_TASK_UNITS = {
+    **dict.fromkeys(("task", "stage", "layer", "microbatch"), ""),
+    **{"flops": "FLOP", "memory_bytes": "B", "bytes": "B"},
+}
+
+
+def _tasks(title: str, program: Program, of: RankClass) -> Table:
+    t = of.tasks
+    groups = np.array([*map(program.label_of, range(len(program.communicators))), ""])
+    peers = np.array([*(f"{axis} {shift:+d}" for axis, shift in program.peers), ""])
+    collective, message = t.kind == Kind.COLLECTIVE, np.isin(t.kind, (Kind.SEND, Kind.RECV))
+    kinds = np.array([kind.name.lower() for kind in Kind])[t.kind]
+    group = groups[np.where(collective, t.slot, -1)]
+    columns = {
+        "task": np.arange(len(t)),
+        "name": np.array(t.names)[t.name],
+        "kind": np.where(collective, np.array([*COLLECTIVES, ""])[t.collective], kinds),
+        "op": np.array(t.ops)[t.op],
+        "phase": np.array(PHASES)[t.phase],
+        "stage": t.stage,
+        "layer": t.layer,
+        "microbatch": t.microbatch,
+        "dtype": np.array(t.dtypes)[t.dtype],
+        "flops": t.flops,
+        "memory_bytes": t.traffic,
+        "with": np.where(collective, group, peers[np.where(message, t.slot, -1)]),
+        "bytes": t.comm_bytes,
+    }
+    return Table(title, {name: column.tolist() for name, column in columns.items()}, _TASK_UNITS)
+
+
+_SHOWN = 4  # of what is alive at the peak
+
+
+def peak(of: dict[str, Any]) -> Table:
+    """When most is held, and of what it consists, in words; empty where memory does not change."""
+    rows: list[tuple[str, str, str]] = []
+    for each in of["rank_classes"]:
+        if "memory_peak" in each:
+            at = each["memory_peak"]
+            of_microbatch = f" of microbatch {at['microbatch']}" if at["microbatch"] >= 0 else ""
+            largest = "; ".join(alive_in_words(g) for g in at["alive"][:_SHOWN])
+            rows.append((str(each["stage"]), at["task"] + of_microbatch, largest))
+    return _of_rows("At the peak", ("stage", "while", "most of it"), rows)
+
+
+def alive_in_words(group: dict[str, Any]) -> str:
+    """Values that are there, in a line.
+
+    >>> alive_in_words({"name": "act", "instances": 4, "layers": [0, 1], "microbatches": [2, 3],
+    ...     "bytes": 4000})
+    '4 kB act of layers 0-1, microbatches 2-3'
+    """
+    parts = [
+        f"{one if len(group[key]) == 1 else key} {spans(group[key])}"
+        for key, one in (("layers", "layer"), ("microbatches", "microbatch"))
+        if group[key]
+    ]
+    return f"{quantity(group['bytes'], 'B')} {group['name']}" + (
+        f" of {', '.join(parts)}" if parts else ""
+    )
+
+
+def communication(of: dict[str, Any], *, merged: bool = True) -> Table:
+    """Collectives, messages and copies; stages that communicate alike share rows if `merged`."""
+    classes = told(of)
+    groups: list[tuple[Any, list[tuple[Any, ...]]]] = [*_alike(classes)]
+    if not merged:
+        rows_of = [_communication_rows(each) for _, each in classes]
+        groups = [*zip(_stage_column(classes), rows_of, strict=True)]
+    rows = [(stage, *row) for stage, some in groups for row in some]
+    names = ("stage", "phase", "what", "axis", "group", "count", "bytes")
+    units = {"group": "", "count": "", "bytes": "B"}
+    return _of_rows("Communication", names, rows, units, grouped="stage")
+
+
+def _communication_rows(each: Class) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = [
+        (row["phase"], f"{row['kind']} {row['dtype']}", row["axis"], row["group_size"],
+         row["count"], row["bytes"])
+        for row in each["collectives"]
+    ]  # fmt: skip
+    for what, key in (("send", "sends"), ("receive", "receives")):
+        rows += [
+            (row["phase"], what, row["axis"], None, row["count"], row["bytes"]) for row in each[key]
+        ]
+    for what, key in (("store", "stores"), ("load", "loads")):
+        rows += [
+            (row["phase"], what, "host", None, row["count"], row["bytes"])
+            for row in each.get(key, ())
+        ]
+    return rows
+
+
+def _alike(classes: Sequence[tuple[str, Class]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """The communication of each class as rows; stages that communicate alike share them."""
+    found: dict[str, tuple[dict[str, int], list[tuple[Any, ...]]]] = {}
+    for stage, each in classes:
+        rows = _communication_rows(each)
+        found.setdefault(json.dumps(rows), ({}, rows))[0].setdefault(stage, each["stage"])
+    return [(_stages(stages), rows) for stages, rows in found.values()]
+
+
+def _stages(stages: dict[str, int]) -> str:
+    plain = all(name.isdecimal() for name in stages)
+    return spans(list(stages.values())) if plain else ", ".join(stages)
+
+
+# ---- of a simulation -----------------------------------------------------------------------------
+
+_MOST_ROWS = 32
+_TICK = 1e-12  # seconds, as in `simulation.timeline`
+
+
+def parts(found: Simulation) -> Table:
+    """The parts of the mean GPU and of every lane, as shares of the step."""
+    mean, whole = found.mean, found.seconds
+    phases, axes = list(mean.kernels), list(mean.exposed)
+    names = [*phases, *(f"{axis} exposed" for axis in axes), "bubble"]
+
+    def shares(of: Parts) -> tuple[float, ...]:
+        some = [of.kernels.get(phase, 0.0) for phase in phases]
+        some += [of.exposed.get(axis, 0.0) for axis in axes]
+        return tuple(s / whole for s in [*some, of.bubble])
+
+    rows: list[tuple[Any, ...]] = [(f"mean of {found.machine.gpus}", *shares(mean))]
+    each = [(lane, shares(of)) for lane, of in zip(found.line.lanes, found.parts, strict=True)]
+    shown = itertools.groupby(each, key=lambda row: tuple(f"{s:.1%}" for s in row[1]))
+    alike = [list(group) for _, group in shown]
+    if len(each) > 1:
+        for group in alike[:_MOST_ROWS]:
+            rows.append((lanes_in_words([lane for lane, _ in group]), *group[0][1]))
+    if len(alike) > _MOST_ROWS:
+        rows.append((f"... {len(alike) - _MOST_ROWS} more", *[None] * len(names)))
+    units = dict.fromkeys(names, "share")
+    return _of_rows("where the time of a GPU goes", ["GPUs", *names], rows, units)
+
+
+def lanes_in_words(lanes: Sequence[Lane]) -> str:
+    """Lanes, one after the other, as people call them."""
+    count = sum(len(lane.ranks) for lane in lanes)
+    first, last = lanes[0].of.pipeline_rank, lanes[-1].of.pipeline_rank
+    if count == 1:
+        return f"rank {lanes[0].ranks[0]}"
+    return f"{count} of pipeline rank {first}" + (f" to {last}" if last > first else "")
+
+
+def transfers(found: Simulation) -> Table:
+    """How long the mean GPU communicates along each axis, and how much of that nothing hides."""
+    mean = found.mean
+    rows = [
+        (axis, busy, exposed, max(0.0, 1 - exposed / busy))
+        for axis, busy in mean.communication.items()
+        for exposed in [mean.exposed.get(axis, 0.0)]
+    ]
+    units = {"busy": "s", "exposed": "s", "hidden": "whole share"}
+    names = ("axis", "busy", "exposed", "hidden")
+    return _of_rows("communication of the mean GPU", names, rows, units)
+
+
+def tasks_in_time(found: Simulation, lane: int) -> Table:
+    """The tasks of a lane with the seconds between which each runs, in the order of issue."""
+    count = len(found.line.lanes)
+    if not 0 <= lane < count:
+        raise UserError(f"there is no lane {lane}; use 0 to {count - 1}")
+    of = found.line.lanes[lane]
+    table = _tasks(f"Tasks of {lanes_in_words([of])}", found.line.program, of.of)
+    rows = of.issue.rows.tolist()
+    columns = {name: [column[row] for row in rows] for name, column in table.columns.items()}
+    times = {"begin": (of.begin * _TICK).tolist(), "end": (of.end * _TICK).tolist()}
+    return Table(table.title, {**columns, **times}, {**table.units, "begin": "s", "end": "s"})
+
+
+def _of_rows(
+    title: str,
+    names: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    units: dict[str, str] | None = None,
+    grouped: str = "",
+) -> Table:
+    columns = [*zip(*rows, strict=True)] or [()] * len(names)
+    by = {name: list(column) for name, column in zip(names, columns, strict=True)}
+    return Table(title, by, units or {}, grouped)
+
+
+def rich(table: Table, **looks: Any) -> Any:
+    """The table for a terminal."""
+    from rich import box
+    from rich.table import Table as Rich
+
+    found = Rich(title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, **looks)
+    for name in table.columns:
+        if table.is_number(name):
+            found.add_column(name, justify="right")
+        else:
+            found.add_column(name, overflow="fold")
+    for row, last in zip(table.text_rows(), table.ends(), strict=True):
+        found.add_row(*row, end_section=last)
+    return found
