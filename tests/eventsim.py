@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR
-from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.time.simulate.issue import Execution
 
 
@@ -25,7 +25,7 @@ from stagewright.time.simulate.issue import Execution
 class Rank:
     """What one rank has to do, and how far it is."""
 
-    kind: list[Kind]
+    kind: list[TaskKind]
     duration: list[int]
     queues: list[list[int]]  # per stream its rows, in order
     needs: list[set[int]]
@@ -52,7 +52,7 @@ def simulate(
         queues, needs = issued(program, of.tasks, how)
         for r in of.ranks.tolist():
             ranks[r] = Rank(
-                [Kind(k) for k in of.tasks.kind],
+                [TaskKind(k) for k in of.tasks.kind],
                 duration.tolist(),
                 queues,
                 needs,
@@ -85,13 +85,13 @@ class Clock:
         self.size: dict[object, int] = defaultdict(int)
         for r in ranks:
             for group in {
-                p for k, p in zip(r.kind, r.partner, strict=True) if k == Kind.COLLECTIVE
+                p for k, p in zip(r.kind, r.partner, strict=True) if k == TaskKind.COLLECTIVE
             }:
                 self.size[group] += 1
         self.sent: dict[object, list[Fraction]] = defaultdict(list)  # arrivals not yet received
         self.posted: dict[object, list[tuple[int, int, Fraction]]] = defaultdict(list)
         self.begun: set[tuple[int, int]] = set()
-        self.receives = [[i for i, k in enumerate(r.kind) if k == Kind.RECV] for r in ranks]
+        self.receives = [[i for i, k in enumerate(r.kind) if k == TaskKind.RECV] for r in ranks]
 
     def run(self) -> list[tuple[list[Fraction], list[Fraction]]]:
         now = Fraction(0)
@@ -104,9 +104,9 @@ class Clock:
                 if version != rank.version or rank.kernel != row:
                     continue
                 rank.kernel = -1
-            elif rank.kind[row] == Kind.COLLECTIVE:
+            elif rank.kind[row] == TaskKind.COLLECTIVE:
                 self.rate(r, now, -1)
-            elif rank.kind[row] == Kind.SEND:
+            elif rank.kind[row] == TaskKind.SEND:
                 self.arrive(rank.partner[row], now)
             self.finish(r, row, now)
         for r, ends in enumerate(self.end):
@@ -146,15 +146,15 @@ class Clock:
 
     def begin(self, r: int, row: int, now: Fraction) -> None:
         rank = self.ranks[r]
-        if rank.kind[row] == Kind.COMPUTE and rank.stream[row] == 0:
+        if rank.kind[row] == TaskKind.COMPUTE and rank.stream[row] == 0:
             self.start[r][row] = now
             rank.kernel, rank.since = row, now
             rank.left = Fraction(round(rank.duration[row] * rank.factor))
             self.plan(r, now)
-        elif rank.kind[row] == Kind.COMPUTE:
+        elif rank.kind[row] == TaskKind.COMPUTE:
             self.start[r][row] = now
             self.push(now + round(rank.duration[row] * rank.factor), "aside", r, row)
-        elif rank.kind[row] in (Kind.SEND, Kind.LOAD, Kind.STORE):
+        elif rank.kind[row] in (TaskKind.SEND, TaskKind.LOAD, TaskKind.STORE):
             self.start[r][row] = now
             self.push(now + rank.duration[row], "send", r, row)
         else:
@@ -195,13 +195,13 @@ def _partners(program: Program, tasks: Tasks, rank: int) -> list[object]:
     result: list[object] = []
     for row, kind in enumerate(tasks.kind.tolist()):
         slot = int(tasks.slot[row])
-        if kind == Kind.COLLECTIVE:
+        if kind == TaskKind.COLLECTIVE:
             result.append(("group", int(program.group_of(slot)[rank])))
-        elif kind not in (Kind.SEND, Kind.RECV):
+        elif kind not in (TaskKind.SEND, TaskKind.RECV):
             result.append(None)
         else:
             peer = int(program.peer_of(slot)[rank])
-            ends = (rank, peer) if kind == Kind.SEND else (peer, rank)
+            ends = (rank, peer) if kind == TaskKind.SEND else (peer, rank)
             result.append((*ends, program.peers[slot].axis, int(tasks.tag[row])))
     return result
 
@@ -223,19 +223,21 @@ def issued(
     for row, some in enumerate(needs):
         for need in some:
             users[need].append(row)
-    kind = [Kind(k) for k in tasks.kind]
+    kind = [TaskKind(k) for k in tasks.kind]
     phase = [PHASES[p] for p in tasks.phase]
 
     def reduction(row: int) -> bool:
         return (
-            kind[row] == Kind.COLLECTIVE
+            kind[row] == TaskKind.COLLECTIVE
             and phase[row] == "backward"
             and COLLECTIVES[tasks.collective[row]] in ("all_reduce", "reduce_scatter")
         )
 
     # Sums of reduced gradients.
     aside = {
-        r for r in range(size) if kind[r] == Kind.COMPUTE and phase[r] == "backward" and needs[r]
+        r
+        for r in range(size)
+        if kind[r] == TaskKind.COMPUTE and phase[r] == "backward" and needs[r]
     }
     changed = True
     while changed and not one:
@@ -253,7 +255,9 @@ def issued(
     late: set[int] = set()
     for r in range(size):
         if once[r] and not one:
-            second = any(once[n] and (kind[n] == Kind.COLLECTIVE or n in late) for n in needs[r])
+            second = any(
+                once[n] and (kind[n] == TaskKind.COLLECTIVE or n in late) for n in needs[r]
+            )
             if second or "dp" in how.no_overlap:
                 late.add(r)
     early = [r for r in range(size) if phase[r] != "optimizer" and r not in late]
@@ -262,9 +266,9 @@ def issued(
         rows = _prefetched(tasks, kind, phase, needs, aside, rows, how, moved)
 
     def stream(r: int) -> object:
-        if kind[r] == Kind.COMPUTE and r not in aside:
+        if kind[r] == TaskKind.COMPUTE and r not in aside:
             return "kernels"
-        if kind[r] == Kind.RECV:
+        if kind[r] == TaskKind.RECV:
             return None
         if one:
             return "communication"
@@ -280,14 +284,14 @@ def issued(
         s = stream(r)
         if s is not None:
             queues.setdefault(s, []).append(r)
-        blocks = kind[r] != Kind.COMPUTE and _blocks(program, tasks, r, how)
+        blocks = kind[r] != TaskKind.COMPUTE and _blocks(program, tasks, r, how)
         if s == "kernels" or blocks:
             if main >= 0:
                 needs[r].add(main)
             main = r
         if s == "kernels":
             last = r
-        elif kind[r] != Kind.COMPUTE and (empty[r] or kind[r] == Kind.LOAD) and last >= 0:
+        elif kind[r] != TaskKind.COMPUTE and (empty[r] or kind[r] == TaskKind.LOAD) and last >= 0:
             needs[r].add(last)
     return [*queues.values()], needs
 
@@ -301,9 +305,9 @@ def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
     if not how.no_overlap or how.streams == "one":
         return False
     slot = int(tasks.slot[row])
-    if tasks.kind[row] in (Kind.LOAD, Kind.STORE):
+    if tasks.kind[row] in (TaskKind.LOAD, TaskKind.STORE):
         return False
-    if tasks.kind[row] == Kind.COLLECTIVE:
+    if tasks.kind[row] == TaskKind.COLLECTIVE:
         axes = program.communicators[slot].axes
         exchange = COLLECTIVES[tasks.collective[row]] == "all_to_all"
     else:
@@ -334,7 +338,7 @@ def _next_forward(tasks: Tasks, needs: list[set[int]]) -> set[int]:
     forward = [
         r
         for r in range(len(tasks))
-        if tasks.kind[r] == Kind.COMPUTE and PHASES[tasks.phase[r]] == "forward"
+        if tasks.kind[r] == TaskKind.COMPUTE and PHASES[tasks.phase[r]] == "forward"
     ]
     moved = set[int]()
     for stage in {int(tasks.stage[r]) for r in forward}:
@@ -346,7 +350,7 @@ def _next_forward(tasks: Tasks, needs: list[set[int]]) -> set[int]:
                 tasks.stage[row] != stage
                 or PHASES[tasks.phase[row]] != "optimizer"
                 or COLLECTIVES[tasks.collective[row]] != "all_gather"
-                or tasks.kind[row] != Kind.COLLECTIVE
+                or tasks.kind[row] != TaskKind.COLLECTIVE
             ):
                 continue
             while tasks.layer[mine[begin]] != tasks.layer[row]:
@@ -358,19 +362,21 @@ def _next_forward(tasks: Tasks, needs: list[set[int]]) -> set[int]:
 
 
 def _prefetched(tasks, kind, phase, needs, aside, rows, how, moved):  # type: ignore[no-untyped-def]
-    gathers = [r for r in rows if kind[r] == Kind.COLLECTIVE and not needs[r]]
+    gathers = [r for r in rows if kind[r] == TaskKind.COLLECTIVE and not needs[r]]
     gathers = [r for r in gathers if how.prefetch != 1 or r in moved]
     rest = [r for r in rows if r not in gathers]
     blocks: list[tuple[object, object, int]] = []  # (action, block, first kernel)
     for r in rest:
-        if kind[r] != Kind.COMPUTE or r in aside:
+        if kind[r] != TaskKind.COMPUTE or r in aside:
             continue
         action = (tasks.stage[r], tasks.microbatch[r], phase[r] != "forward")
         if not blocks or blocks[-1][:2] != (action, tasks.layer[r]):
             blocks.append((action, tasks.layer[r], r))
     before: dict[int, list[int]] = defaultdict(list)
     for g in gathers:
-        users = [r for r in rest if kind[r] == Kind.COMPUTE and r not in aside and g in needs[r]]
+        users = [
+            r for r in rest if kind[r] == TaskKind.COMPUTE and r not in aside and g in needs[r]
+        ]
         user = rest.index(users[0])
         nth = max(i for i, b in enumerate(blocks) if rest.index(b[2]) <= user)
         to = nth

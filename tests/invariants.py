@@ -19,15 +19,15 @@ from stagewright.program.columns import (
     CATEGORIES,
     COLLECTIVES,
     PHASES,
-    Kind,
     Program,
     RankClass,
+    TaskKind,
     Tasks,
 )
 
 MAX_TAG = 500_000_000
 SMALL_WORLD = 64
-COMPUTE, COLLECTIVE, SEND, RECV, LOAD, STORE = (int(k) for k in Kind)
+COMPUTE, COLLECTIVE, SEND, RECV, LOAD, STORE = (int(k) for k in TaskKind)
 
 
 class Broken(AssertionError):
@@ -86,7 +86,8 @@ def check_values(c: RankClass) -> None:
 def describe(t: Tasks, row: int) -> str:
     """A row as people speak of it."""
     where = f" microbatch {t.microbatch[row]}" if t.microbatch[row] >= 0 else ""
-    return f"#{row} {Kind(t.kind[row]).name} {t.names[t.name[row]]} ({PHASES[t.phase[row]]}{where})"
+    kind = TaskKind(t.kind[row]).name
+    return f"#{row} {kind} {t.names[t.name[row]]} ({PHASES[t.phase[row]]}{where})"
 
 
 def edges(t: Tasks) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stagewright.lower.training import compile
-from stagewright.program.columns import PHASES, Kind, Program, Tasks
+from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import critical_path, parts, path_parts
 from stagewright.time.simulate.issue import Execution
@@ -38,7 +38,7 @@ def test_parts_of_every_lane_add_up_to_the_step(run: str, way: str) -> None:
             for axis, s in found.exposed.items():
                 # What waits is in no transfer; settling gradients aside counts to their axis.
                 aside = int((lane.end - lane.begin)[lane.aside].sum()) * TICK
-                received = lane.kind == Kind.RECV
+                received = lane.kind == TaskKind.RECV
                 message = int((lane.end - lane.begin)[received].sum()) * TICK
                 assert s <= found.communication.get(axis, 0) + aside + message + 1e-12
 
@@ -66,8 +66,8 @@ def _even(tasks: Tasks, forward: float, backward: float) -> NDArray[np.float64]:
     for stage in np.unique(tasks.stage[tasks.stage >= 0]):
         for phase, total in (("forward", forward), ("backward", backward)):
             mine = (tasks.stage == stage) & (tasks.phase == PHASES.index(phase))
-            mine &= (tasks.kind == Kind.COMPUTE) & (tasks.microbatch == 0)
-            rows = np.isin(tasks.name, tasks.name[mine]) & (tasks.kind == Kind.COMPUTE)
+            mine &= (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch == 0)
+            rows = np.isin(tasks.name, tasks.name[mine]) & (tasks.kind == TaskKind.COMPUTE)
             rows &= (tasks.stage == stage) & (tasks.phase == PHASES.index(phase))
             seconds[rows] = total / mine.sum()
     return seconds
@@ -95,7 +95,7 @@ def test_reductions_hide_behind_the_backward_pass_but_the_last() -> None:
     run: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "dp": 2}
     program = compile(Run(**run, clip_grad=False)).program
     (tasks,) = (of.tasks for of in program.classes)
-    moves = tasks.kind == Kind.COLLECTIVE
+    moves = tasks.kind == TaskKind.COLLECTIVE
     assert moves.sum() == 4
     kernels = np.where(moves, 0, 1e-3)
     alone = timeline(program, [kernels]).seconds
@@ -110,7 +110,7 @@ def test_a_straggler_holds_up_those_it_meets() -> None:
     run: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "dp": 8}
     program = compile(Run(**run, clip_grad=False)).program
     (tasks,) = (of.tasks for of in program.classes)
-    seconds = [np.where(tasks.kind == Kind.COMPUTE, 1e-3, 0)]
+    seconds = [np.where(tasks.kind == TaskKind.COMPUTE, 1e-3, 0)]
     plain, slow = timeline(program, seconds), timeline(program, seconds, factors={3: 1.2})
     # What comes before the last reduction is held up by a fifth; the optimizer step is not.
     step = (tasks.phase == PHASES.index("optimizer")).sum() * 1e-3

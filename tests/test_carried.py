@@ -19,7 +19,7 @@ from stagewright import blocks as nn
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
-from stagewright.lower.kernels import Carried, handed_on, interface
+from stagewright.lower.kernels import LiveValue, handed_on, interface
 from stagewright.lower.training import (
     Kind,
     block_of,
@@ -33,7 +33,7 @@ from stagewright.lower.training import (
 from stagewright.model.config import PRESETS, ModelConfig
 from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import Kind as Row
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.run.settings import check as check_run
 from stagewright.schedule.schedules import make as make_order
@@ -101,7 +101,7 @@ class Whole:
 
     def forward(self, own: list[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
         """The loss, and what every block is given."""
-        handed: dict[Carried, Any] = {}
+        handed: dict[LiveValue, Any] = {}
         inputs: list[dict[str, Any]] = []
         loss = 0.0
         for graph, made, values in zip(self.ahead, self.made, own, strict=True):
@@ -114,7 +114,7 @@ class Whole:
     def backward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Every block's outputs with the gradients that the others hand it."""
         found: list[dict[str, Any]] = []
-        handed: dict[Carried, Any] = {}
+        handed: dict[LiveValue, Any] = {}
         every = list(zip(self.graphs, self.made, inputs, strict=True))
         for graph, made, values in reversed(every):
             out = single(graph, self.sizes, values | self.given(graph, handed) | {"d_loss": 1.0})
@@ -122,7 +122,7 @@ class Whole:
             found.insert(0, out)
         return found
 
-    def given(self, graph: Graph, handed: dict[Carried, Any]) -> dict[str, Any]:
+    def given(self, graph: Graph, handed: dict[LiveValue, Any]) -> dict[str, Any]:
         leaves = {n.name: interface(n) for n in graph if n.op in LEAVES}
         return {name: handed[c] for name, c in leaves.items() if c in handed}
 
@@ -257,11 +257,11 @@ def test_keys_of_both_sequences_go_round() -> None:
     c = PRESETS["t5-3b"]
     run = {"model": c.name, "cp": 4, "seq_length": 512, "decoder_seq_length": 256}
     t = sw.compile(Run(**run)).program.classes[0].tasks
-    sent = t.comm_bytes[(t.kind == Row.SEND) & (t.phase == 0)]
+    sent = t.comm_bytes[(t.kind == TaskKind.SEND) & (t.phase == 0)]
     of_token = 2 * c.num_attention_heads * c.kv_channels * 2
     tokens = c.encoder_num_layers * 512 + c.num_layers * (256 + 512)
     assert int(sent.sum()) == 3 * tokens // 4 * of_token
-    assert not ((t.kind == Row.COLLECTIVE) & (t.phase == 0)).any()
+    assert not ((t.kind == TaskKind.COLLECTIVE) & (t.phase == 0)).any()
 
 
 # ---- multi-token prediction ----------------------------------------------------------------------
@@ -324,7 +324,8 @@ def test_one_message_between_stages() -> None:
         sw.compile(Run(model="llama3-8b", layers=4, pp=2, mtp_num_layers=n)) for n in (0, 2)
     )
     counts = [
-        [int((c.tasks.kind == Row.SEND).sum()) for c in x.program.classes] for x in (plain, more)
+        [int((c.tasks.kind == TaskKind.SEND).sum()) for c in x.program.classes]
+        for x in (plain, more)
     ]
     assert counts[0] == counts[1]
 
@@ -353,7 +354,7 @@ def t5(**settings: Any) -> sw.Compiled:
 
 def moved(compiled: sw.Compiled, rank: int) -> set[tuple[str, int]]:
     t = compiled.program.classes[rank].tasks
-    some = np.isin(t.kind, (Row.SEND, Row.RECV))
+    some = np.isin(t.kind, (TaskKind.SEND, TaskKind.RECV))
     return {(t.names[i], int(n)) for i, n in zip(t.name[some], t.comm_bytes[some], strict=True)}
 
 

@@ -10,7 +10,7 @@ import pytest
 import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.evidence import validate
-from stagewright.program.columns import COLLECTIVES, Kind, Program, Tasks
+from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.time.simulate import ep_overlap as combined
 from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
@@ -32,7 +32,7 @@ def rows_sent(t: Tasks) -> np.ndarray:
 def turns(t: Tasks) -> list[tuple[int, str]]:
     """Microbatch and direction of the kernels in issue order, each run of them once."""
     rows = combined.order(t)
-    rows = rows[(t.kind[rows] == Kind.COMPUTE) & (t.microbatch[rows] >= 0)]
+    rows = rows[(t.kind[rows] == TaskKind.COMPUTE) & (t.microbatch[rows] >= 0)]
     each = [(int(t.microbatch[i]), "FB"[int(t.phase[i] > 0)]) for i in rows]
     return [x for i, x in enumerate(each) if i == 0 or x != each[i - 1]]
 
@@ -65,9 +65,9 @@ def test_only_the_first_and_the_last_microbatch_wait() -> None:
     def run(microbatches: int, how: Execution) -> tuple[float, float]:
         p = program(global_batch_size=2 * microbatches, micro_batch_size=1)
         (t,) = (of.tasks for of in p.classes)
-        seconds = np.where((t.kind == Kind.COMPUTE) & (t.microbatch >= 0), 1.0, 0.0)
+        seconds = np.where((t.kind == TaskKind.COMPUTE) & (t.microbatch >= 0), 1.0, 0.0)
         seconds[rows_sent(t)] = 0.75
-        return float(seconds[t.kind == Kind.COMPUTE].sum()), timeline(p, [seconds], how).seconds
+        return float(seconds[t.kind == TaskKind.COMPUTE].sum()), timeline(p, [seconds], how).seconds
 
     kernels, alone = run(1, Execution())
     exposed = alone - kernels
@@ -85,7 +85,7 @@ def test_what_cannot_be_hidden_is_not() -> None:
     (of,) = p.classes
     t = of.tasks
     moves = rows_sent(t)
-    seconds = np.where(moves, 100.0, np.where(t.kind == Kind.COMPUTE, 1e-3, 0.0))
+    seconds = np.where(moves, 100.0, np.where(t.kind == TaskKind.COMPUTE, 1e-3, 0.0))
     assert timeline(p, [seconds], ON).seconds == pytest.approx(seconds[moves].sum(), rel=0.01)
 
 

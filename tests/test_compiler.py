@@ -16,7 +16,7 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.model.config import resolve
-from stagewright.program.columns import Communicator, Kind, Program, Tasks
+from stagewright.program.columns import Communicator, Program, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.schedule import schedules as pipeline
 
@@ -202,7 +202,7 @@ def test_many_ranks() -> None:
     few, many = (compile(Run(**LLAMA, tp=8, pp=4, dp=dp)).program for dp in (1, 4096))
     assert sum(len(c.ranks) for c in many.classes) == 131_072
     for a, b in zip(few.classes, many.classes, strict=True):
-        kernels = [t.kind == Kind.COMPUTE for t in (a.tasks, b.tasks)]
+        kernels = [t.kind == TaskKind.COMPUTE for t in (a.tasks, b.tasks)]
         assert np.array_equal(a.tasks.flops[kernels[0]], b.tasks.flops[kernels[1]])
     assert Communicator(("dp",)) in many.communicators
 

@@ -19,7 +19,7 @@ from stagewright.cli import main as cli
 from stagewright.cli import trace as cli_trace
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 
 
@@ -50,7 +50,7 @@ def test_inspect_adds_up_what_the_program_says(folder: Path):
     sent = sum(one.bytes for key, one in totals.items() if key.type != "comp")
     assert sent == int(tasks.comm_bytes.sum())
     counts = Counter(key.type for key, one in totals.items() for _ in range(one.nodes))
-    kinds = [int((tasks.kind == kind).sum()) for kind in (Kind.COMPUTE, Kind.COLLECTIVE)]
+    kinds = [int((tasks.kind == kind).sum()) for kind in (TaskKind.COMPUTE, TaskKind.COLLECTIVE)]
     assert [counts["comp"], counts["comm_coll"]] == kinds
     assert {key.group for key in totals if key.type == "comm_coll"} == {2, 4}
     assert {key.phase for key in totals} == {"forward", "backward", "optimizer"}

@@ -16,7 +16,7 @@ from stagewright.errors import UserError
 from stagewright.lower.disaggregated import held_by, messages, prefill_run
 from stagewright.lower.training import Compiled, compile
 from stagewright.model.config import PRESETS
-from stagewright.program.columns import COLLECTIVES, Kind
+from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.views.summary import summary
 
@@ -48,7 +48,7 @@ def case(request: pytest.FixtureRequest) -> Compiled:
     return compile(asked(context_length=CONTEXT, **CASES[request.param]))
 
 
-def moved(compiled: Compiled, kind: Kind) -> Counter[int]:
+def moved(compiled: Compiled, kind: TaskKind) -> Counter[int]:
     """Bytes that each rank sends or receives, across."""
     found: Counter[int] = Counter()
     for c in compiled.program.classes:
@@ -73,7 +73,7 @@ def test_every_rank_gets_its_part_of_the_cache(case: Compiled) -> None:
         4096 if model.layer(i).mixer == "local" else CONTEXT for i in range(model.num_layers)
     )
     start = run.world_size - run.tp * run.dp * run.pp
-    got, gave = moved(case, Kind.RECV), moved(case, Kind.SEND)
+    got, gave = moved(case, TaskKind.RECV), moved(case, TaskKind.SEND)
     want = requests * kept // run.pp * held * of_head
     assert got == dict.fromkeys(range(start, run.world_size), want)
     assert sum(gave.values()) == sum(got.values())
@@ -112,12 +112,12 @@ def test_what_waits_for_what() -> None:
     def needed(tasks: Any, row: int) -> list[int]:
         return tasks.data[tasks.data_ptr[row] : tasks.data_ptr[row + 1]].tolist()
 
-    for row in np.flatnonzero(first.kind == Kind.SEND):
+    for row in np.flatnonzero(first.kind == TaskKind.SEND):
         layer = first.layer[row]
         writes = [i for i in needed(first, row) if first.layer[i] == layer]
         assert ["cache" in first.ops[first.op[i]].split("+") for i in writes] == [True] * 2
-        assert row > np.flatnonzero(first.kind == Kind.COMPUTE)[-1]
-    for row in np.flatnonzero(second.kind == Kind.RECV):
+        assert row > np.flatnonzero(first.kind == TaskKind.COMPUTE)[-1]
+    for row in np.flatnonzero(second.kind == TaskKind.RECV):
         users = [i for i in range(len(second)) if row in needed(second, i)]
         assert [second.ops[second.op[i]] for i in users] == ["cached_attention"]
         assert not needed(second, row)

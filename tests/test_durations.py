@@ -15,7 +15,7 @@ import stagewright as sw
 from stagewright.check.files.reader import Reader
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.time.measured import kernels, load, measured, parse
 
@@ -46,14 +46,14 @@ def test_all_kernels_get_theirs(tmp_path: Path) -> None:
     for c in program.classes:
         t = c.tasks
         assert t.duration is not None
-        for i in np.flatnonzero(t.kind == Kind.COMPUTE):
+        for i in np.flatnonzero(t.kind == TaskKind.COMPUTE):
             if t.shape[i] < 0:
                 scalar += t.duration[i] == 0
                 continue
             shape = t.shapes[t.shape[i]]
             extents = frozenset(f"{name}={n}" for name, n in shape.extents)
             assert t.duration[i] == order[shape.kernel, extents, t.dtypes[t.dtype[i]]] * 1000
-        assert not t.duration[t.kind != Kind.COMPUTE].any()
+        assert not t.duration[t.kind != TaskKind.COMPUTE].any()
     assert matched.kernels == matched.measured > 0
     assert matched.missing == ()
     assert sum(r["count"] for r in rows) == 2 * (matched.kernels)  # two ranks a class

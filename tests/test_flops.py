@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stagewright.lower.training import Compiled, compile
-from stagewright.program.columns import PHASES, Kind
+from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 
 CORE = ("scores", "core", "d_probs", "d_scores", "d_q_core", "d_k_core", "d_v_core")
@@ -23,7 +23,7 @@ def work(compiled: Compiled) -> Counter[tuple[str, str]]:
     for c in compiled.program.classes:
         t = c.tasks
         for phase, op in {(int(p), int(o)) for p, o in zip(t.phase, t.op, strict=True)}:
-            mine = (t.phase == phase) & (t.op == op) & (t.kind == Kind.COMPUTE)
+            mine = (t.phase == phase) & (t.op == op) & (t.kind == TaskKind.COMPUTE)
             found[PHASES[phase], t.ops[op]] += int(t.flops[mine].sum()) * len(c.ranks)
     return found
 

@@ -21,10 +21,10 @@ from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
     Communicator,
-    Kind,
     Peer,
     Program,
     RankClass,
+    TaskKind,
     Tasks,
 )
 from stagewright.trace.formats import chakra, et_def, wire
@@ -65,11 +65,18 @@ def tasks(rows: Sequence[Mapping[str, Any]]) -> Tasks:
 def example_program() -> Program:
     """Two pipeline stages of two ranks, with one node of each kind."""
     rows: list[dict[str, Any]] = [
-        {"kind": Kind.COMPUTE, "flops": 300, "traffic": 7, "layer": 0, "microbatch": 200},
-        {"kind": Kind.COLLECTIVE, "collective": 1, "comm_bytes": 1000, "slot": 0, "data": [0]},
-        {"kind": Kind.SEND, "comm_bytes": 64, "slot": 0, "tag": 5, "data": [1, 0], "order": [1]},
-        {"kind": Kind.RECV, "comm_bytes": 64, "slot": 1, "tag": 6, "phase": 2, "order": [2, 0]},
-        {"kind": Kind.COMPUTE, "phase": 3, "data": [3]},
+        {"kind": TaskKind.COMPUTE, "flops": 300, "traffic": 7, "layer": 0, "microbatch": 200},
+        {"kind": TaskKind.COLLECTIVE, "collective": 1, "comm_bytes": 1000, "slot": 0, "data": [0]},
+        {
+            "kind": TaskKind.SEND,
+            "comm_bytes": 64,
+            "slot": 0,
+            "tag": 5,
+            "data": [1, 0],
+            "order": [1],
+        },
+        {"kind": TaskKind.RECV, "comm_bytes": 64, "slot": 1, "tag": 6, "phase": 2, "order": [2, 0]},
+        {"kind": TaskKind.COMPUTE, "phase": 3, "data": [3]},
     ]
     made = tasks(rows)
     return Program(
@@ -106,7 +113,7 @@ def programs(draw: st.DrawFn) -> Program:
 @st.composite
 def row(draw: st.DrawFn, nth: int, names: int, ops: int) -> dict[str, object]:
     """A task that needs some of the `nth` before it."""
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(TaskKind))
     earlier = st.lists(st.integers(0, nth - 1), max_size=6) if nth else st.just([])
     found: dict[str, object] = {
         "kind": kind,
@@ -118,13 +125,13 @@ def row(draw: st.DrawFn, nth: int, names: int, ops: int) -> dict[str, object]:
         "data": draw(earlier),
         "order": draw(earlier),
     }
-    if kind is Kind.COMPUTE:
+    if kind is TaskKind.COMPUTE:
         return found | {"flops": draw(SIZE), "traffic": draw(SIZE)}
     found["comm_bytes"] = draw(SIZE)
-    if kind is Kind.COLLECTIVE:
+    if kind is TaskKind.COLLECTIVE:
         kinds = st.integers(0, len(COLLECTIVES) - 1)
         return found | {"collective": draw(kinds), "slot": draw(st.integers(0, 2))}
-    if kind in (Kind.LOAD, Kind.STORE):
+    if kind in (TaskKind.LOAD, TaskKind.STORE):
         return found
     return found | {"slot": draw(st.integers(0, 1)), "tag": draw(st.integers(0, 2**31 - 1))}
 
@@ -143,7 +150,7 @@ def plainly_encoded(program: Program, rank: int) -> bytes:
 
 def plain_node(program: Program, t: Tasks, rank: int, i: int) -> Any:
     """One Node out of the columns, as the contract's table of types demands."""
-    kind = Kind(t.kind[i])
+    kind = TaskKind(t.kind[i])
     data = {int(d) + 1 for d in t.data[t.data_ptr[i] : t.data_ptr[i + 1]]}
     order = {int(d) + 1 for d in t.order[t.order_ptr[i] : t.order_ptr[i + 1]]}
     node = et_def.message("Node")(
@@ -155,12 +162,12 @@ def plain_node(program: Program, t: Tasks, rank: int, i: int) -> Any:
         ctrl_deps=sorted(order),
         data_deps=sorted(data | order),
     )
-    if kind is Kind.COMPUTE:
+    if kind is TaskKind.COMPUTE:
         node.attr.add(name="num_ops", int64_val=max(1, int(t.flops[i])))
         node.attr.add(name="tensor_size", uint64_val=max(1, int(t.traffic[i])))
-    elif kind in (Kind.LOAD, Kind.STORE):
+    elif kind in (TaskKind.LOAD, TaskKind.STORE):
         node.attr.add(name="tensor_size", uint64_val=int(t.comm_bytes[i]))
-    elif kind is Kind.COLLECTIVE:
+    elif kind is TaskKind.COLLECTIVE:
         types = {"all_reduce": 0, "all_gather": 2, "reduce_scatter": 7, "all_to_all": 6}
         number = types.get(COLLECTIVES[int(t.collective[i])], 5)
         node.attr.add(name="comm_type", int64_val=number)
@@ -168,7 +175,7 @@ def plain_node(program: Program, t: Tasks, rank: int, i: int) -> Any:
         node.attr.add(name="pg_name", string_val=str(program.group_of(t.slot[i])[rank]))
     else:
         peer = int(program.peer_of(t.slot[i])[rank])
-        ends = (rank, peer) if kind is Kind.SEND else (peer, rank)
+        ends = (rank, peer) if kind is TaskKind.SEND else (peer, rank)
         node.attr.add(name="comm_src", int32_val=ends[0])
         node.attr.add(name="comm_dst", int32_val=ends[1])
         node.attr.add(name="comm_tag", int32_val=int(t.tag[i]))

@@ -20,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.lower.capacity import Capacity
 from stagewright.lower.training import Compiled, compile
 from stagewright.model.config import PRESETS, Reach
-from stagewright.program.columns import COLLECTIVES, Kind
+from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run import lengths as batch
 from stagewright.run.lengths import Cache, Group
 from stagewright.run.settings import Run
@@ -48,7 +48,7 @@ def work(compiled: Compiled, column: str = "flops") -> Counter[str]:
     found: Counter[str] = Counter()
     for c in compiled.program.classes:
         t = c.tasks
-        for row in np.flatnonzero(t.kind == Kind.COMPUTE):
+        for row in np.flatnonzero(t.kind == TaskKind.COMPUTE):
             op = t.ops[t.op[row]].split("+")[0]
             found[op] += int(getattr(t, column)[row]) * len(c.ranks)
     return found
@@ -339,7 +339,7 @@ def test_the_paper_s_deepseek_r1_cases(path: Path) -> None:
     program = compiled.program
     assert {len(c.ranks) for c in program.classes} == {int(gpus) * 7 // 9, int(gpus) * 2 // 9}
     for c in program.classes:
-        sizes = c.tasks.comm_bytes[c.tasks.kind == Kind.COLLECTIVE]
+        sizes = c.tasks.comm_bytes[c.tasks.kind == TaskKind.COLLECTIVE]
         assert sizes.tolist() == [math.ceil(tokens * 8 / int(gpus) * 7168) * 2] * 58 * 2
     assert compiled.capacity is not None
     assert compiled.capacity.fits
@@ -446,7 +446,7 @@ def collectives(compiled: Compiled) -> Counter[str]:
     t = c.tasks
     return Counter(
         f"{COLLECTIVES[t.collective[i]]} {t.comm_bytes[i]}"
-        for i in np.flatnonzero(t.kind == Kind.COLLECTIVE)
+        for i in np.flatnonzero(t.kind == TaskKind.COLLECTIVE)
     )
 
 
@@ -513,7 +513,7 @@ def test_a_pipeline_passes_on_microbatches() -> None:
     program = run(pp=4, batch_size=10, **DECODE).program  # 3, 3, 2 and 2 requests
     for c, (receives, sends) in zip(program.classes, ((0, 1), (1, 1), (1, 1), (1, 0)), strict=True):
         t = c.tasks
-        for kind, there in ((Kind.RECV, receives), (Kind.SEND, sends)):
+        for kind, there in ((TaskKind.RECV, receives), (TaskKind.SEND, sends)):
             sizes = t.comm_bytes[t.kind == kind].tolist()
             assert sizes == [n * 8192 * 2 for n in (3, 3, 2, 2)] * there
     assert program.peers == ((("pp", 1)), (("pp", -1)))

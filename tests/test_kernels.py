@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stagewright.lower.training import compile
-from stagewright.program.columns import PHASES, Kind, Tasks
+from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.settings import Run
 
 LLAMA = {"model": "llama3.1-8b", "layers": 2, "seq_length": 96}
@@ -41,7 +41,7 @@ def find(t: Tasks, name: str, phase: str = "forward") -> int:
     return rows[0]
 
 
-def of_layer(t: Tasks, kind: Kind, phase: str) -> np.ndarray:
+def of_layer(t: Tasks, kind: TaskKind, phase: str) -> np.ndarray:
     """Rows of layer 0."""
     return np.flatnonzero((t.kind == kind) & (t.phase == PHASES.index(phase)) & (t.layer == 0))
 
@@ -58,12 +58,12 @@ def test_fusion_saves_traffic_and_nothing_else(
     for phase in range(len(PHASES)):
         a, b = one.phase == phase, many.phase == phase
         assert one.flops[a].sum() == many.flops[b].sum()
-        assert (one.kind[a] == Kind.COMPUTE).sum() <= (many.kind[b] == Kind.COMPUTE).sum()
+        assert (one.kind[a] == TaskKind.COMPUTE).sum() <= (many.kind[b] == TaskKind.COMPUTE).sum()
         assert one.traffic[a].sum() <= many.traffic[b].sum()
     assert one.traffic.sum() < many.traffic.sum()
     for t in (one, many):
-        moves = t.kind != Kind.COMPUTE
-        assert sorted(t.comm_bytes[moves]) == sorted(one.comm_bytes[one.kind != Kind.COMPUTE])
+        moves = t.kind != TaskKind.COMPUTE
+        assert sorted(t.comm_bytes[moves]) == sorted(one.comm_bytes[one.kind != TaskKind.COMPUTE])
 
 
 def test_products_stay_alone_but_for_their_epilogue() -> None:
@@ -95,7 +95,7 @@ def test_accumulation_is_absorbed() -> None:
 def test_what_stays_in_a_kernel_is_not_counted() -> None:
     """gpt2: bias, dropout, residual sum and norm after attention, as one kernel."""
     t = tasks(**GPT)
-    rows = of_layer(t, Kind.COMPUTE, "forward")
+    rows = of_layer(t, TaskKind.COMPUTE, "forward")
     (row,) = (i for i in rows if op(t, i) == "bias+random_mask+dropout+add+norm")
     x, h = 96 * 768, 768
     reads = 2 * x + 2 * x + 2 * h + 2 * h + 2 * h  # product, residual, bias, norm's weight and bias
@@ -152,7 +152,7 @@ def test_buckets_carry_the_same_bytes(model: dict[str, Any], split: dict[str, An
         t = program.classes[0].tasks
         volume: Counter[tuple[Any, ...]] = Counter()
         count: Counter[tuple[Any, ...]] = Counter()
-        for i in np.flatnonzero(t.kind == Kind.COLLECTIVE):
+        for i in np.flatnonzero(t.kind == TaskKind.COLLECTIVE):
             who = program.communicators[t.slot[i]]
             key = (who, op(t, i), PHASES[t.phase[i]], int(t.layer[i]), int(t.microbatch[i]))
             volume[key] += int(t.comm_bytes[i])
@@ -185,7 +185,7 @@ def test_data_parallel_volume(
     t = tasks(**LLAMA, dp=4, zero=zero, global_batch_size=12)
     layer = 218_112_000  # parameters
     found: Counter[str] = Counter()
-    for i in np.flatnonzero((t.kind == Kind.COLLECTIVE) & (t.layer >= 0)):
+    for i in np.flatnonzero((t.kind == TaskKind.COLLECTIVE) & (t.layer >= 0)):
         found[op(t, i)] += int(t.comm_bytes[i])
     wanted = {scatter[0]: 2 * layer * scatter[1] * scatter[2]}
     if gather:
@@ -205,7 +205,7 @@ def test_every_gradient_is_reduced(model: dict[str, Any], zero: int, times: int)
     """In fp32, once per step, or with ZeRO-2 and 3 once for each of the two microbatches."""
     compiled = compile(Run(**model, dp=4, zero=zero, global_batch_size=8))
     t = compiled.program.classes[0].tasks
-    mine = (t.kind == Kind.COLLECTIVE) & (t.phase == PHASES.index("backward"))
+    mine = (t.kind == TaskKind.COLLECTIVE) & (t.phase == PHASES.index("backward"))
     mine &= [op(t, i) != "all_gather" for i in range(len(t))]
     assert t.comm_bytes[mine].sum() == pytest.approx(4 * compiled.parameters * times, rel=1e-5)
 
@@ -219,15 +219,15 @@ def test_ring(cp: int, tp: int) -> None:
     """Keys take cp - 1 steps; in backward again, and their gradients one more to come home."""
     t = tasks(**LLAMA, cp=cp, tp=tp)
     block = 2 * (96 // cp) * 2 * 8 * 128 // tp  # K and V of a rank in bf16
-    for kind in (Kind.SEND, Kind.RECV):
+    for kind in (TaskKind.SEND, TaskKind.RECV):
         forward, backward = of_layer(t, kind, "forward"), of_layer(t, kind, "backward")
         assert t.comm_bytes[forward].tolist() == [block] * (cp - 1)
         assert t.comm_bytes[backward].tolist() == [block] * (cp - 1 + cp)
     whole = tasks(**LLAMA, tp=tp)
     for phase, name in (("forward", "attention"), ("backward", "attention_bwd")):
-        steps = [i for i in of_layer(t, Kind.COMPUTE, phase) if op(t, i) == name]
+        steps = [i for i in of_layer(t, TaskKind.COMPUTE, phase) if op(t, i) == name]
         assert len(steps) == cp
-        (alone,) = (i for i in of_layer(whole, Kind.COMPUTE, phase) if op(whole, i) == name)
+        (alone,) = (i for i in of_layer(whole, TaskKind.COMPUTE, phase) if op(whole, i) == name)
         assert t.flops[steps].sum() * cp == whole.flops[alone]
         assert np.ptp(t.flops[steps]) <= 1  # zigzag order: all steps do alike
 
@@ -235,12 +235,12 @@ def test_ring(cp: int, tp: int) -> None:
 def test_a_step_waits_for_its_keys_and_no_more() -> None:
     """The first needs no message; the next keys travel while it runs."""
     t = tasks(**LLAMA, cp=4)
-    steps = [i for i in of_layer(t, Kind.COMPUTE, "forward") if op(t, i) == "attention"]
-    received = of_layer(t, Kind.RECV, "forward").tolist()
+    steps = [i for i in of_layer(t, TaskKind.COMPUTE, "forward") if op(t, i) == "attention"]
+    received = of_layer(t, TaskKind.RECV, "forward").tolist()
     for n, step in enumerate(steps):
         reads = set(t.data[t.data_ptr[step] : t.data_ptr[step + 1]].tolist())
         assert reads & set(received) == set(received[n - 1 : n] if n else [])
-    sent = of_layer(t, Kind.SEND, "forward").tolist()
+    sent = of_layer(t, TaskKind.SEND, "forward").tolist()
     assert sent[0] < steps[0]
     for n, send in enumerate(sent):  # what came is passed on
         reads = set(t.data[t.data_ptr[send] : t.data_ptr[send + 1]].tolist())
@@ -265,10 +265,10 @@ def test_context_parallel_collectives(
     t = tasks(**LLAMA, cp=4, cp_comm_type=kind, bucket=bucket)
     own = t.comm_bytes < 2**20  # not the gradients of weights
     for phase, wanted in (("forward", forward), ("backward", backward)):
-        rows = of_layer(t, Kind.COLLECTIVE, phase)
+        rows = of_layer(t, TaskKind.COLLECTIVE, phase)
         rows = [i for i in rows if own[i] and "weight.grad" not in t.names[t.name[i]]]
         assert Counter(op(t, i) for i in rows) == wanted
-    sends = (t.kind == Kind.SEND) | (t.kind == Kind.RECV)
+    sends = (t.kind == TaskKind.SEND) | (t.kind == TaskKind.RECV)
     assert sends.any() == (kind == "p2p")
 
 
@@ -283,7 +283,7 @@ def test_context_parallel_collectives(
 )
 def test_context_parallel_volume(kind: str, elements: int) -> None:
     t = tasks(**LLAMA, cp=4, cp_comm_type=kind)
-    mine = (t.layer == 0) & (t.phase == 0) & (t.kind != Kind.RECV)
+    mine = (t.layer == 0) & (t.phase == 0) & (t.kind != TaskKind.RECV)
     assert t.comm_bytes[mine].sum() == 2 * elements
 
 
@@ -315,7 +315,9 @@ def test_tensor_parallel_collectives(
 ) -> None:
     t = tasks(**model, tp=2, **settings)
     for phase, wanted in (("forward", forward), ("backward", backward)):
-        rows = [i for i in of_layer(t, Kind.COLLECTIVE, phase) if t.comm_bytes[i] >= 2 * 48 * 768]
+        rows = [
+            i for i in of_layer(t, TaskKind.COLLECTIVE, phase) if t.comm_bytes[i] >= 2 * 48 * 768
+        ]
         assert Counter(op(t, i) for i in rows) == wanted
 
 
@@ -323,7 +325,7 @@ def test_parallel_block_needs_half_the_collectives() -> None:
     """And, once, a sum of the gradients of the one head of keys and values, which ranks share."""
     t = tasks(**LLAMA | {"model": "palm-8b"}, tp=2)
     found = [
-        [(op(t, i), int(t.comm_bytes[i])) for i in of_layer(t, Kind.COLLECTIVE, phase)]
+        [(op(t, i), int(t.comm_bytes[i])) for i in of_layer(t, TaskKind.COLLECTIVE, phase)]
         for phase in ("forward", "backward")
     ]
     one = ("all_reduce", 2 * 96 * 4096)
@@ -367,7 +369,7 @@ def test_shapes_are_those_of_one_rank() -> None:
 def test_shapes_explain_the_flops(run: dict[str, Any]) -> None:
     t = tasks(**run)
     seen = Counter[str]()
-    for row in np.flatnonzero(t.kind == Kind.COMPUTE):
+    for row in np.flatnonzero(t.kind == TaskKind.COMPUTE):
         if t.shape[row] < 0:
             continue
         kernel, extents = t.shapes[t.shape[row]]
@@ -385,4 +387,4 @@ def test_shapes_explain_the_flops(run: dict[str, Any]) -> None:
             assert t.flops[row] == 2 * of["batch"] * of["heads"] * pairs * width
     assert seen["gemm"]
     assert seen["attention"] == (0 if "flash_attention" in run else run["layers"])
-    assert (t.shape[t.kind != Kind.COMPUTE] == -1).all()
+    assert (t.shape[t.kind != TaskKind.COMPUTE] == -1).all()

@@ -10,7 +10,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.training import Compiled, compile
-from stagewright.program.columns import COLLECTIVES, Communicator, Kind, Peer, Tasks
+from stagewright.program.columns import COLLECTIVES, Communicator, Peer, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import Action, Overlap, flat
 
@@ -118,25 +118,25 @@ def test_once_per_step() -> None:
     c = compiled(**LLAMA, **plain)
     for rank in c.program.classes:
         t = rank.tasks
-        reduced = (t.kind == Kind.COLLECTIVE) & (t.phase == BACKWARD)
+        reduced = (t.kind == TaskKind.COLLECTIVE) & (t.phase == BACKWARD)
         assert set(t.microbatch[reduced].tolist()) == {-1}
         for i in np.flatnonzero(reduced):
             assert {int(t.microbatch[r]) for r in reads(t, i)} == {3}
     c = compiled(**LLAMA, **plain, zero=3, reshard_after_forward=False)
     for rank in c.program.classes:
         t = rank.tasks
-        gathers = (t.kind == Kind.COLLECTIVE) & (t.phase == FORWARD)
+        gathers = (t.kind == TaskKind.COLLECTIVE) & (t.phase == FORWARD)
         assert set(t.microbatch[gathers].tolist()) == {-1}
         for i in np.flatnonzero(gathers):  # in the first microbatch's action
             assert set(t.microbatch[:i][t.stage[:i] == t.stage[i]].tolist()) <= {-1, 0}
-        reduced = (t.kind == Kind.COLLECTIVE) & (t.phase == BACKWARD)
+        reduced = (t.kind == TaskKind.COLLECTIVE) & (t.phase == BACKWARD)
         assert set(t.microbatch[reduced].tolist()) == {0, 1, 2, 3}  # ZeRO-3: sharded at once
         products = [
             i for i in range(len(t)) if name(t, i).endswith(".gate") and t.phase[i] == FORWARD
         ]
         assert len(products) == 2 * 4
         for i in products:
-            (gather,) = (r for r in reads(t, i) if t.kind[r] == Kind.COLLECTIVE)
+            (gather,) = (r for r in reads(t, i) if t.kind[r] == TaskKind.COLLECTIVE)
             assert gathers[gather]
             assert t.layer[gather] == t.layer[i]
 
@@ -148,7 +148,7 @@ def test_gathers_run_ahead() -> None:
         gathers = {
             int(t.layer[i]): int(i)
             for i in np.flatnonzero(
-                (t.phase == phase) & (t.kind == Kind.COLLECTIVE) & (t.layer >= 0)
+                (t.phase == phase) & (t.kind == TaskKind.COLLECTIVE) & (t.layer >= 0)
             )
             if op(t, i) == "all_gather"
         }
@@ -156,7 +156,7 @@ def test_gathers_run_ahead() -> None:
         for layer, gather in gathers.items():
             if layer - step not in gathers:
                 continue
-            mine = (t.phase == phase) & (t.kind == Kind.COMPUTE)
+            mine = (t.phase == phase) & (t.kind == TaskKind.COMPUTE)
             kernels = np.flatnonzero(mine & (t.layer == layer - step))
             assert gather < kernels[0]
             assert kernels[0] not in behind(t, gather)
@@ -201,7 +201,7 @@ def test_updates_wait_for_their_gradients(split: dict[str, Any], clip: bool) -> 
 def test_last_gradient_kernel_is_what_is_reduced() -> None:
     """The all-reduce of a layer's gradients waits for its sums of the last microbatch."""
     t = compiled(**LLAMA, dp=2, global_batch_size=4).program.classes[0].tasks
-    rows = [i for i in range(len(t)) if t.kind[i] == Kind.COLLECTIVE and t.layer[i] == 1]
+    rows = [i for i in range(len(t)) if t.kind[i] == TaskKind.COLLECTIVE and t.layer[i] == 1]
     (reduce,) = (i for i in rows if t.phase[i] == BACKWARD)
     sums = [i for i in range(len(t)) if "accumulate" in op(t, i) and t.layer[i] == 1]
     assert set(reads(t, reduce)) == {i for i in sums if t.microbatch[i] == 1}
@@ -213,9 +213,9 @@ def test_receives_are_posted_in_time() -> None:
     c = compiled(**GPT, pp=4, global_batch_size=8)
     for rank in c.program.classes:
         t = rank.tasks
-        for i in np.flatnonzero(t.kind == Kind.RECV):
+        for i in np.flatnonzero(t.kind == TaskKind.RECV):
             assert reads(t, i) == []
-            before = np.flatnonzero(t.kind[:i] == Kind.COMPUTE)
+            before = np.flatnonzero(t.kind[:i] == TaskKind.COMPUTE)
             assert waits(t, i) == before[-1:].tolist()
 
 
@@ -224,8 +224,10 @@ def test_streams() -> None:
     settings = LLAMA | {"tp": 2, "dp": 2, "pp": 2}
     for streams in ("one", "separate"):
         t = compiled(**settings, streams=streams).program.classes[0].tasks
-        moves = (t.kind == Kind.COLLECTIVE) | (t.kind == Kind.SEND)
-        stream = np.where(t.kind == Kind.SEND, -1, t.slot) if streams == "separate" else 0 * t.slot
+        moves = (t.kind == TaskKind.COLLECTIVE) | (t.kind == TaskKind.SEND)
+        stream = (
+            np.where(t.kind == TaskKind.SEND, -1, t.slot) if streams == "separate" else 0 * t.slot
+        )
         for i in np.flatnonzero(moves):
             earlier = [r for r in range(i) if moves[r] and stream[r] == stream[i]]
             chained = [r for r in waits(t, i) if moves[r]]
@@ -244,15 +246,15 @@ def test_boundaries(tp: int) -> None:
     for rank in program.classes:
         t = rank.tasks
         for kind, phase, ends in (
-            (Kind.SEND, FORWARD, 3),
-            (Kind.RECV, FORWARD, 0),
-            (Kind.SEND, BACKWARD, 0),
-            (Kind.RECV, BACKWARD, 3),
+            (TaskKind.SEND, FORWARD, 3),
+            (TaskKind.RECV, FORWARD, 0),
+            (TaskKind.SEND, BACKWARD, 0),
+            (TaskKind.RECV, BACKWARD, 3),
         ):
             rows = np.flatnonzero((t.kind == kind) & (t.phase == phase))
             assert len(rows) == (0 if rank.pipeline_rank == ends else 6)
             assert (t.comm_bytes[rows] == size).all()
-            onward = (kind == Kind.SEND) == (phase == FORWARD)
+            onward = (kind == TaskKind.SEND) == (phase == FORWARD)
             assert {program.peers[s] for s in t.slot[rows]} <= {Peer("pp", 1 if onward else -1)}
 
 
@@ -262,7 +264,7 @@ def test_chunks_go_round() -> None:
     assert program.peers == (Peer("pp", 1),)  # of two ranks, the other
     program = compiled(**GPT | {"layers": 6}, pp=3, vpp=2).program
     last = program.classes[-1].tasks
-    sends = np.flatnonzero((last.kind == Kind.SEND) & (last.phase == FORWARD))
+    sends = np.flatnonzero((last.kind == TaskKind.SEND) & (last.phase == FORWARD))
     assert {program.peers[s] for s in last.slot[sends]} == {Peer("pp", 1)}
     assert program.peer_of(program.peers.index(Peer("pp", 1))).tolist() == [1, 2, 0]
     assert set(last.stage[sends].tolist()) == {2}
@@ -273,9 +275,9 @@ def test_a_stage_without_layers_passes_on() -> None:
     c = compiled(**GPT | {"layers": 2}, pp=4, layers_per_stage=(0, 1, 1, 0), dropout=False)
     first, last = c.program.classes[0].tasks, c.program.classes[-1].tasks
     assert set(first.layer.tolist()) == set(last.layer.tolist()) == {-1}
-    (send, *_) = np.flatnonzero(first.kind == Kind.SEND)
+    (send, *_) = np.flatnonzero(first.kind == TaskKind.SEND)
     assert [name(first, r) for r in reads(first, send)] == ["embedding.summed"]
-    (send, *_) = np.flatnonzero(last.kind == Kind.SEND)
+    (send, *_) = np.flatnonzero(last.kind == TaskKind.SEND)
     (made,) = reads(last, send)
     assert name(last, made).startswith("head.")
     assert last.phase[made] == BACKWARD
@@ -291,7 +293,7 @@ def test_tied_embedding(pp: int, who: Communicator) -> None:
     for rank in program.classes:
         t = rank.tasks
         rows = np.flatnonzero(
-            (t.kind == Kind.COLLECTIVE) & (t.microbatch < 0) & (t.phase == BACKWARD)
+            (t.kind == TaskKind.COLLECTIVE) & (t.microbatch < 0) & (t.phase == BACKWARD)
         )
         if rank.pipeline_rank not in (0, pp - 1):
             assert len(rows) == 0
@@ -299,13 +301,13 @@ def test_tied_embedding(pp: int, who: Communicator) -> None:
         assert [program.communicators[t.slot[i]] for i in rows] == [who]
         assert t.comm_bytes[rows].tolist() == [4 * 50304 * 768 // 2]
     alone = compiled(**GPT).program  # one stage has one table
-    assert not (alone.classes[0].tasks.kind == Kind.COLLECTIVE).any()
+    assert not (alone.classes[0].tasks.kind == TaskKind.COLLECTIVE).any()
 
 
 def test_tags() -> None:
     """Both ends of a message have one; no two messages of a step between two ranks share it."""
     t = compiled(**LLAMA, pp=2, cp=2, vpp=2, global_batch_size=4).program.classes[0].tasks
-    sends = np.flatnonzero(t.kind == Kind.SEND)
+    sends = np.flatnonzero(t.kind == TaskKind.SEND)
     pairs = {(int(t.slot[i]), int(t.tag[i])) for i in sends}
     assert len(pairs) == len(sends)
 
@@ -379,7 +381,7 @@ def test_halves_are_the_whole(model: str, settings: dict[str, Any]) -> None:
         for m in (0, 3):
             mine = np.flatnonzero(back & (t.microbatch == m))
             (send,) = (i for i in mine if name(t, i) == "backward.send")
-            sends = [i for i in mine if t.kind[i] == Kind.SEND and i <= send]  # a ring's too
+            sends = [i for i in mine if t.kind[i] == TaskKind.SEND and i <= send]  # a ring's too
             needed = set.union(*(behind_data(t, i) for i in sends)) & set(mine.tolist())
             # The first half ends with the message; nothing after it is needed by it.
             assert max(needed) < send
@@ -389,7 +391,9 @@ def test_halves_are_the_whole(model: str, settings: dict[str, Any]) -> None:
             after = [i for i in mine if i > send]
             assert {"accumulate"} <= {o for i in after for o in op(t, i).split("+")}
             # What runs before the message and is not needed by it, is computed again whole.
-            idle = [i for i in mine if i < send and i not in needed and t.kind[i] == Kind.COMPUTE]
+            idle = [
+                i for i in mine if i < send and i not in needed and t.kind[i] == TaskKind.COMPUTE
+            ]
             assert {int(t.phase[i]) for i in idle} <= {RECOMPUTE}
 
 
@@ -407,7 +411,7 @@ def behind_data(t: Tasks, row: int) -> set[int]:
 def test_reduction_waits_for_the_last_weight_gradients() -> None:
     """A half of backward that comes last reduces what all microbatches added up."""
     t = compiled(**LLAMA | HALVES, dp=2).program.classes[3].tasks
-    for reduce in np.flatnonzero((t.kind == Kind.COLLECTIVE) & (t.phase == BACKWARD)):
+    for reduce in np.flatnonzero((t.kind == TaskKind.COLLECTIVE) & (t.phase == BACKWARD)):
         sums = reads(t, reduce)
         assert sums
         for i in sums:
@@ -425,7 +429,7 @@ def test_the_turn_of_a_v_needs_no_message(schedule: str) -> None:
     for rank in c.program.classes:
         t, r = rank.tasks, rank.pipeline_rank
         ends = {0: 1, 3: 1}.get(r, 2)  # of the model, or of the V
-        for kind in (Kind.SEND, Kind.RECV):
+        for kind in (TaskKind.SEND, TaskKind.RECV):
             for phase in (FORWARD, BACKWARD):
                 rows = (t.kind == kind) & (t.phase == phase)
                 assert rows.sum() == ends * microbatches
@@ -476,7 +480,7 @@ def test_dualpipe_reduces_gradients_between_its_replicas() -> None:
 
     def reduced(c: Compiled, rank: int) -> int:
         t = c.program.classes[rank].tasks
-        return int(t.comm_bytes[(t.kind == Kind.COLLECTIVE) & (t.microbatch < 0)].sum())
+        return int(t.comm_bytes[(t.kind == TaskKind.COLLECTIVE) & (t.microbatch < 0)].sum())
 
     for rank, of in enumerate(c.program.classes):
         t = of.tasks
@@ -532,7 +536,7 @@ def test_overlapping_actions_take_turns() -> None:
             if (t.phase[i] == FORWARD) != (a.kind == "F"):
                 continue
             user = next(j for j in range(i, len(t)) if i in reads(t, j))
-            between = t.microbatch[i:user][t.kind[i:user] == Kind.COMPUTE]
+            between = t.microbatch[i:user][t.kind[i:user] == TaskKind.COMPUTE]
             other = int((between != t.microbatch[i]).sum())
             hidden, exposed = hidden + (other > 0), exposed + (other == 0)
     assert hidden > 8 * exposed

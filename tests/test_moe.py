@@ -25,7 +25,7 @@ from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.placement import EXPERTS, strategy
-from stagewright.program.columns import PHASES, Kind
+from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.run.settings import check as check_run
 
@@ -396,7 +396,7 @@ def products(compiled: Compiled) -> Counter[str]:
     for c in compiled.program.classes:
         t = c.tasks
         for row in range(len(t)):
-            if t.kind[row] == Kind.COMPUTE and t.ops[t.op[row]] == "einsum":
+            if t.kind[row] == TaskKind.COMPUTE and t.ops[t.op[row]] == "einsum":
                 found[PHASES[t.phase[row]]] += int(t.flops[row]) * len(c.ranks)
     return found
 

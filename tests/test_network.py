@@ -10,7 +10,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.time import hardware
 from stagewright.time.cost import task_seconds
@@ -154,7 +154,7 @@ def task_time(run: Run, machine: Machine) -> float:
     tasks = program.classes[0].tasks
     (seconds,) = task_seconds(program, machine)
     over = [program.label_of(i) == "tp" for i in range(len(program.communicators))]
-    mine = (tasks.kind == Kind.COLLECTIVE) & np.array([*over, False])[tasks.slot]
+    mine = (tasks.kind == TaskKind.COLLECTIVE) & np.array([*over, False])[tasks.slot]
     return float(seconds[mine].sum())
 
 

@@ -13,7 +13,7 @@ import pytest
 import stagewright as sw
 from notebooks import execute, notebook, text
 from stagewright.evidence.errors_of import Outcome, table, totals
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.texttable import SHOWN, Table
 from stagewright.views.pages.shell import page_of
 from stagewright.views.pictures import layer, schedule
@@ -122,7 +122,7 @@ def test_tasks_are_those_of_the_rank(compiled: sw.Compiled):
     assert len(rows) == len(last.tasks)
     assert sum(row["flops"] for row in rows) == int(last.tasks.flops.sum())
     sends = [row for row in rows if row["kind"] == "send"]
-    assert len(sends) == int(np.count_nonzero(last.tasks.kind == Kind.SEND))
+    assert len(sends) == int(np.count_nonzero(last.tasks.kind == TaskKind.SEND))
     assert {row["with"] for row in sends} == {"pp +1"}  # round the ring
     assert {row["with"] for row in rows if row["kind"] == "all_reduce"} == {"tp", "dp", "pp+tp"}
     with pytest.raises(sw.UserError, match="there is no rank 8; use 0 to 7"):

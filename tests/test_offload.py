@@ -16,7 +16,7 @@ from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.training import Compiled, compile
 from stagewright.program import memory
-from stagewright.program.columns import CATEGORIES, Kind, Tasks
+from stagewright.program.columns import CATEGORIES, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.time.cost import task_seconds
 from stagewright.time.hardware import resolve
@@ -33,7 +33,7 @@ def run(**settings: Any) -> Compiled:
     return compile(Run(**{**GPT, **settings}))
 
 
-def copies(t: Tasks, kind: Kind, phase: str) -> list[int]:
+def copies(t: Tasks, kind: TaskKind, phase: str) -> list[int]:
     phases = ("forward", "recompute", "backward", "optimizer")
     mine = (t.kind == kind) & (t.phase == phases.index(phase))
     return t.comm_bytes[mine].tolist()
@@ -42,10 +42,10 @@ def copies(t: Tasks, kind: Kind, phase: str) -> list[int]:
 def test_activations_go_and_come_back() -> None:
     """34 s b h a layer (Korthikanti et al., with flash attention), once each way per microbatch."""
     (of,) = run(**ACTIVATIONS, global_batch_size=3).program.classes
-    for kind, phase in ((Kind.STORE, "forward"), (Kind.LOAD, "backward")):
+    for kind, phase in ((TaskKind.STORE, "forward"), (TaskKind.LOAD, "backward")):
         assert copies(of.tasks, kind, phase) == [34 * SBH] * LAYERS * 3
     (some,) = run(cpu_offloading_num_layers=1).program.classes
-    assert copies(some.tasks, Kind.STORE, "forward") == [34 * SBH]
+    assert copies(some.tasks, TaskKind.STORE, "forward") == [34 * SBH]
 
 
 def test_activations_of_two_layers_are_there_at_a_time() -> None:
@@ -61,15 +61,15 @@ def test_activations_of_two_layers_are_there_at_a_time() -> None:
 
 def test_recomputed_layers_offload_their_input() -> None:
     (of,) = run(**ACTIVATIONS, recompute="full").program.classes
-    assert copies(of.tasks, Kind.STORE, "forward") == [2 * SBH] * LAYERS
+    assert copies(of.tasks, TaskKind.STORE, "forward") == [2 * SBH] * LAYERS
 
 
 def test_the_optimizer_is_on_the_host() -> None:
     """fp32 gradients there, bf16 parameters back; no update on the device, no states."""
     on, off = run(**STATES), run()
     (of,), (other,) = on.program.classes, off.program.classes
-    assert sum(copies(of.tasks, Kind.STORE, "optimizer")) == 4 * on.parameters
-    assert sum(copies(of.tasks, Kind.LOAD, "optimizer")) == 2 * on.parameters
+    assert sum(copies(of.tasks, TaskKind.STORE, "optimizer")) == 4 * on.parameters
+    assert sum(copies(of.tasks, TaskKind.LOAD, "optimizer")) == 2 * on.parameters
     assert of.memory["optimizer"] == 0
     assert other.memory["optimizer"] == 12 * on.parameters
     assert "adamw" not in {of.tasks.ops[i] for i in np.unique(of.tasks.op)}
@@ -82,7 +82,7 @@ def test_a_fraction_of_the_optimizer() -> None:
     (all_,) = run(**STATES, dp=2, zero=1).program.classes
     (none,) = run(**STATES, optimizer_offload_fraction=0.0, dp=2, zero=1).program.classes
     assert all_.memory["optimizer"] == 0 < of.memory["optimizer"] < none.memory["optimizer"]
-    stored = sum(copies(of.tasks, Kind.STORE, "optimizer"))
+    stored = sum(copies(of.tasks, TaskKind.STORE, "optimizer"))
     assert stored * 3 == none.memory["optimizer"] - of.memory["optimizer"]
 
 
@@ -110,12 +110,14 @@ def test_traces(tmp_path: Path) -> None:
     compiled = run(**EVERY[3])
     written = stagewright.generate(compiled, tmp_path / "et")
     t = compiled.program.classes[0].tasks
-    assert written["nodes"][0]["load"] == int((t.kind == Kind.LOAD).sum()) == LAYERS + LAYERS + 2
+    assert (
+        written["nodes"][0]["load"] == int((t.kind == TaskKind.LOAD).sum()) == LAYERS + LAYERS + 2
+    )
     assert verify(tmp_path / "et").ok
     stagewright.generate(compiled, tmp_path / "json", format="json")
     (path,) = (tmp_path / "json").glob("*.0.json")
     nodes = json.loads(path.read_text())
-    for kind, name in ((Kind.LOAD, "load"), (Kind.STORE, "store")):
+    for kind, name in ((TaskKind.LOAD, "load"), (TaskKind.STORE, "store")):
         mine = [n for n in nodes if n["kind"] == name]
         assert [n["bytes"] for n in mine] == t.comm_bytes[t.kind == kind].tolist()
 
@@ -126,7 +128,7 @@ def test_time() -> None:
     hardware = resolve("h100-sxm")
     (seconds,) = task_seconds(compiled.program, Machine.of(hardware, gpus=1))
     t = compiled.program.classes[0].tasks
-    mine = (t.kind == Kind.LOAD) | (t.kind == Kind.STORE)
+    mine = (t.kind == TaskKind.LOAD) | (t.kind == TaskKind.STORE)
     link = hardware.host_bandwidth_gb_s * 1e9
     assert np.allclose(seconds[mine], t.comm_bytes[mine] / link)
 

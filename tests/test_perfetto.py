@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from stagewright.lower.training import compile
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
@@ -95,7 +95,7 @@ def test_traces_follow_the_format(run: str, way: Any, tmp_path: Path) -> None:
         events = trace["traceEvents"]
         tasks = [e for e in events if e["ph"] == "X" and e["cat"] != "action"]
         assert len(tasks) == sum(len(lane.issue) for lane in line.lanes)
-        sends = sum(int((lane.kind == Kind.SEND).sum()) for lane in line.lanes)
+        sends = sum(int((lane.kind == TaskKind.SEND).sum()) for lane in line.lanes)
         assert sum(e["ph"] == "s" for e in events) == sends
         assert max(e["ts"] + e["dur"] for e in tasks) == pytest.approx(line.seconds * 1e6, abs=1e-3)
 

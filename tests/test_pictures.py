@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from stagewright.program.columns import COLLECTIVES, Kind, Program
+from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 from stagewright.schedule.actions import flat
 from stagewright.schedule.schedules import make
 from stagewright.time import traffic
@@ -74,12 +74,12 @@ def exact(program: Program, axis: str | None = None) -> np.ndarray:
     for of in program.classes:
         tasks = of.tasks
         for row in range(len(tasks)):
-            slot, kind = int(tasks.slot[row]), Kind(tasks.kind[row])
+            slot, kind = int(tasks.slot[row]), TaskKind(tasks.kind[row])
             for rank in of.ranks.tolist():
                 one = np.array([rank])
-                if kind == Kind.SEND and axis in (None, program.peers[slot].axis):
+                if kind == TaskKind.SEND and axis in (None, program.peers[slot].axis):
                     found[rank, program.peer_of(slot, one)[0]] += tasks.comm_bytes[row]
-                if kind == Kind.COLLECTIVE and axis in (None, program.label_of(slot)):
+                if kind == TaskKind.COLLECTIVE and axis in (None, program.label_of(slot)):
                     members = groups[int(program.group_of(slot, one)[0])]
                     size, what = tasks.local_bytes[row], COLLECTIVES[tasks.collective[row]]
                     each = {"all_gather": size, "all_reduce": 2 * size / len(members)}.get(

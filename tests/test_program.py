@@ -14,7 +14,15 @@ from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
-from stagewright.program.columns import Communicator, Kind, Peer, Program, RankClass, Tasks, folded
+from stagewright.program.columns import (
+    Communicator,
+    Peer,
+    Program,
+    RankClass,
+    TaskKind,
+    Tasks,
+    folded,
+)
 from stagewright.run.settings import Run
 from stagewright.trace.formats import chakra
 
@@ -95,16 +103,16 @@ def test_groups_come_in_blocks_of_any_size(program: Program, block: int):
 # ---- folding -------------------------------------------------------------------------------------
 
 
-def talking(kinds: list[tuple[Kind, int, int]]) -> Tasks:
+def talking(kinds: list[tuple[TaskKind, int, int]]) -> Tasks:
     """Tasks of (kind, slot, tag), each after the one before."""
     n = len(kinds)
     kind = np.array([k for k, _, _ in kinds], np.uint8)
-    moves = kind != Kind.COMPUTE
+    moves = kind != TaskKind.COMPUTE
     zero, none = np.zeros(n, np.int64), np.full(n, -1)
     columns: dict[str, Any] = {
         "kind": kind, "name": zero, "op": zero, "phase": zero, "stage": zero, "layer": none,
         "microbatch": none, "flops": zero, "traffic": np.where(moves, 0, 8),
-        "collective": np.where(kind == Kind.COLLECTIVE, 0, -1), "dtype": zero,
+        "collective": np.where(kind == TaskKind.COLLECTIVE, 0, -1), "dtype": zero,
         "comm_bytes": np.where(moves, 64, 0), "slot": np.array([s for _, s, _ in kinds]),
         "tag": np.array([t for _, _, t in kinds]), "shape": none,
         "data_ptr": np.zeros(n + 1, np.int64), "data": zero[:0],
@@ -119,14 +127,19 @@ def rings(draw: st.DrawFn) -> Program:
     mesh = draw(meshes())
     peers = [Peer(draw(st.sampled_from(AXES)), draw(st.integers(-2, 2))) for _ in range(2)]
     back = [Peer(axis, -shift + draw(st.sampled_from([0, 0, 0, 1]))) for axis, shift in peers]
-    moves = [(Kind.SEND, 0, 1), (Kind.SEND, 1, 2), (Kind.RECV, 2, 1), (Kind.RECV, 3, 2)]
+    moves = [
+        (TaskKind.SEND, 0, 1),
+        (TaskKind.SEND, 1, 2),
+        (TaskKind.RECV, 2, 1),
+        (TaskKind.RECV, 3, 2),
+    ]
     who = (Communicator(("dp",)), Communicator(("tp", "pp")))
-    collectives = [(Kind.COLLECTIVE, slot, -1) for slot in (0, 1)]
+    collectives = [(TaskKind.COLLECTIVE, slot, -1) for slot in (0, 1)]
     classes: list[RankClass] = []
     for stage in range(mesh.size("pp")):
-        rows = [(Kind.COMPUTE, -1, -1), *draw(st.permutations(collectives)), *moves]
+        rows = [(TaskKind.COMPUTE, -1, -1), *draw(st.permutations(collectives)), *moves]
         if draw(st.booleans()):
-            rows.append((Kind.COLLECTIVE, 0, -1))
+            rows.append((TaskKind.COLLECTIVE, 0, -1))
         at = np.arange(mesh.world_size) // mesh.stride("pp") % mesh.size("pp") == stage
         classes.append(RankClass(np.flatnonzero(at), stage, talking(rows), {}))
     return Program(mesh, tuple(classes), who, (*peers, *back))
@@ -218,6 +231,6 @@ def test_no_group_of_one_and_none_unused():
         used = {
             int(slot)
             for of in program.classes
-            for slot in of.tasks.slot[of.tasks.kind == Kind.COLLECTIVE]
+            for slot in of.tasks.slot[of.tasks.kind == TaskKind.COLLECTIVE]
         }
         assert used == set(range(len(program.communicators)))

@@ -26,7 +26,7 @@ from stagewright.lower.stages import Placed
 from stagewright.lower.training import Compiled, compile, lowered, place_blocks, sizes_of
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import COLLECTIVES, Kind, Program, RankClass
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind
 from stagewright.run.settings import Run
 from test_moe import MOE
 
@@ -177,7 +177,7 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
     for c in load.programs(make).classes:
         place = int(load.position()[c.ranks[0]])
         same = make(routing.rows(32, int(got[0, place]))).classes[c.pipeline_rank]
-        kernel = c.tasks.kind == Kind.COMPUTE
+        kernel = c.tasks.kind == TaskKind.COMPUTE
         assert (c.tasks.flops == same.tasks.flops).all()
         assert (c.tasks.traffic == np.where(kernel, np.maximum(same.tasks.traffic, 1), 0)).all()
         assert (c.tasks.local_bytes == same.tasks.comm_bytes).all()
@@ -401,6 +401,6 @@ def test_a_layer_without_rows_still_runs(run: Any) -> None:
     """An idle expert's kernels are launched; its rank gives nothing to the exchange back."""
     compiled = run([3, 1, 4, 0], dp=4, ep=4)
     idle = next(c for c in compiled.program.classes if 3 in c.ranks)
-    assert idle.tasks.traffic[idle.tasks.kind == Kind.COMPUTE].min() >= 1
+    assert idle.tasks.traffic[idle.tasks.kind == TaskKind.COMPUTE].min() >= 1
     assert exchanged(idle, 0)["returned"] == 0
     check_invariants(compiled.program)

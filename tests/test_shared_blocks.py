@@ -18,8 +18,7 @@ from stagewright.errors import UserError
 from stagewright.lower.training import parameters
 from stagewright.model.config import PRESETS
 from stagewright.model.shared_blocks import SharedBlocks
-from stagewright.program.columns import PHASES
-from stagewright.program.columns import Kind as Row
+from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 
 SMALL = PRESETS["zamba2-1.2b"]
@@ -70,7 +69,7 @@ def test_stages_hold_copies_whose_gradients_are_summed() -> None:
     check_program(found.program, seeds=(0,))
     copies = {
         c.pipeline_rank: Counter(
-            c.tasks.names[i] for i in c.tasks.name[c.tasks.kind == Row.COLLECTIVE]
+            c.tasks.names[i] for i in c.tasks.name[c.tasks.kind == TaskKind.COLLECTIVE]
         )
         for c in found.program.classes
     }
@@ -128,7 +127,7 @@ def test_stages_send_the_embedded_tokens_along() -> None:
     few = replace(SMALL, num_layers=8, shared_blocks=SharedBlocks(layers=(0, 0, 0, 1, 0, 0, 0, 0)))
     found = sw.compile(Run(model=few.name, pp=4, seq_length=64, global_batch_size=4), few)
     sent = {
-        c.pipeline_rank: {c.tasks.names[i] for i in c.tasks.name[c.tasks.kind == Row.SEND]}
+        c.pipeline_rank: {c.tasks.names[i] for i in c.tasks.name[c.tasks.kind == TaskKind.SEND]}
         for c in found.program.classes
     }
     assert sent == {
@@ -139,7 +138,7 @@ def test_stages_send_the_embedded_tokens_along() -> None:
     }
     size = 64 * few.hidden_size * 2
     assert all(
-        set(c.tasks.comm_bytes[c.tasks.kind == Row.SEND].tolist()) == {size}
+        set(c.tasks.comm_bytes[c.tasks.kind == TaskKind.SEND].tolist()) == {size}
         for c in found.program.classes
     )
 
@@ -150,7 +149,7 @@ def test_collectives_of_a_layer(model: str, adapters: int) -> None:
     sum of squares of the mixer's one group."""
     program = compiled(model, seq_length=64, tp=2, layers=13).program
     t = program.classes[0].tasks
-    here = (t.kind == Row.COLLECTIVE) & (t.layer == 12 - (model == "zamba2-1.2b"))
+    here = (t.kind == TaskKind.COLLECTIVE) & (t.layer == 12 - (model == "zamba2-1.2b"))
     found = Counter((PHASES[t.phase[i]], t.ops[t.op[i]]) for i in here.nonzero()[0])
     assert found["forward", "all_reduce"] == 4
     assert found["forward", "all_gather"] == adapters

@@ -21,8 +21,7 @@ from stagewright.lower.training import compile as compile_run
 from stagewright.model.config import PRESETS, ModelConfig, resolve
 from stagewright.model.state_space import StateSpace
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import PHASES
-from stagewright.program.columns import Kind as TaskKind
+from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.run.settings import check as check_run
 from stagewright.time.cost import kernel_seconds

@@ -23,7 +23,7 @@ from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.training import Kind, recipe_of, sharded, sizes_of, table_of
 from stagewright.model.config import Layer, ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import Kind as TaskKind
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -14,7 +14,7 @@ from rich.console import Console
 from stagewright.algebra.layout import Mesh
 from stagewright.model.config import PRESETS
 from stagewright.numbers import quantity, spans
-from stagewright.program.columns import Communicator, Kind, Peer, Program, RankClass, Tasks
+from stagewright.program.columns import Communicator, Peer, Program, RankClass, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import gpipe
 from stagewright.views.summary import manifest, summary, tables, total
@@ -53,16 +53,22 @@ def compiled() -> Any:
     first = tasks(
         [
             {"flops": 10, "layer": 0},
-            {"kind": Kind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 100},
-            {"kind": Kind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 100, "dtype": 1},
+            {"kind": TaskKind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 100},
+            {
+                "kind": TaskKind.COLLECTIVE,
+                "collective": 0,
+                "slot": 0,
+                "comm_bytes": 100,
+                "dtype": 1,
+            },
             {"flops": 5, "layer": 1, "phase": 1},
-            {"kind": Kind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 50},
-            {"kind": Kind.SEND, "slot": 0, "comm_bytes": 7},
-            {"kind": Kind.RECV, "slot": 1, "comm_bytes": 8, "phase": 2},
-            {"kind": Kind.COLLECTIVE, "collective": 2, "slot": 1, "comm_bytes": 3, "phase": 3},
+            {"kind": TaskKind.COLLECTIVE, "collective": 0, "slot": 0, "comm_bytes": 50},
+            {"kind": TaskKind.SEND, "slot": 0, "comm_bytes": 7},
+            {"kind": TaskKind.RECV, "slot": 1, "comm_bytes": 8, "phase": 2},
+            {"kind": TaskKind.COLLECTIVE, "collective": 2, "slot": 1, "comm_bytes": 3, "phase": 3},
         ]
     )
-    last = tasks([{"kind": Kind.RECV, "slot": 1, "comm_bytes": 7}, {"flops": 20, "phase": 2}])
+    last = tasks([{"kind": TaskKind.RECV, "slot": 1, "comm_bytes": 7}, {"flops": 20, "phase": 2}])
     program = Program(
         mesh=Mesh((("tp", 2), ("pp", 2))),
         classes=(

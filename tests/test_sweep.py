@@ -28,7 +28,7 @@ from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.training import Compiled, compile
 from stagewright.model.config import PRESETS, ModelConfig
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 
@@ -281,7 +281,7 @@ def products(compiled: Compiled) -> list[int]:
     for c in compiled.program.classes:
         t = c.tasks
         wanted = [n for n, op in enumerate(t.ops) if op in PRODUCTS]
-        some = (t.kind == Kind.COMPUTE) & [op in wanted for op in t.op.tolist()]
+        some = (t.kind == TaskKind.COMPUTE) & [op in wanted for op in t.op.tolist()]
         for nth in range(3):
             found[nth] += int(t.flops[some & (t.phase == nth)].sum()) * len(c.ranks)
     return found

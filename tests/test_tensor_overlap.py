@@ -10,7 +10,7 @@ import pytest
 
 from stagewright.evidence import validate
 from stagewright.lower.training import compile
-from stagewright.program.columns import Kind, Program
+from stagewright.program.columns import Program, TaskKind
 from stagewright.run.settings import Run
 from stagewright.time.cost import task_seconds
 from stagewright.time.hardware import resolve
@@ -56,12 +56,12 @@ def test_what_is_cut(precision: str, joint: bool, left: int) -> None:
     """
     program, whole, cut = both(precision=precision, joint_projections=joint)
     t = program.classes[0].tasks
-    moves = t.kind == Kind.COLLECTIVE
+    moves = t.kind == TaskKind.COLLECTIVE
     changed = moves & (cut != whole)
     assert (cut[moves] <= whole[moves]).all()
     assert changed.sum() == 2 * (4 + 2 - left)
     assert (t.layer[changed] >= 0).all()
-    kernels = t.kind == Kind.COMPUTE
+    kernels = t.kind == TaskKind.COMPUTE
     assert (cut[kernels] >= whole[kernels]).all()
 
 
@@ -76,7 +76,7 @@ def test_nothing_to_cut(settings: dict[str, Any]) -> None:
 def test_what_was_measured_stays() -> None:
     program, _, _ = both()
     (of,) = program.classes
-    measured = np.where(of.tasks.kind == Kind.COMPUTE, 10**6, 0)
+    measured = np.where(of.tasks.kind == TaskKind.COMPUTE, 10**6, 0)
     tasks = replace(of.tasks, duration=measured)
     known = replace(program, classes=(replace(of, tasks=tasks),))
     (cut,) = task_seconds(known, MACHINE, tp_comm_overlap=True)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stagewright.lower.training import compile
-from stagewright.program.columns import Kind, Program
+from stagewright.program.columns import Program, TaskKind
 from stagewright.run.settings import Run
 from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
@@ -76,7 +76,7 @@ def compare(
             start, end = truth[rank]
             rows = lane.issue.rows
             assert abs(lane.end - np.array([int(end[r]) for r in rows])).max() <= slack
-            own = lane.kind != Kind.RECV
+            own = lane.kind != TaskKind.RECV
             begin = np.array([int(start[r]) for r in rows])
             assert abs(lane.begin - begin)[own].max() <= slack
             seen += 1

@@ -21,7 +21,15 @@ import pytest
 import stagewright
 from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
-from stagewright.program.columns import PHASES, Communicator, Kind, Peer, Program, RankClass, Tasks
+from stagewright.program.columns import (
+    PHASES,
+    Communicator,
+    Peer,
+    Program,
+    RankClass,
+    TaskKind,
+    Tasks,
+)
 from stagewright.trace.formats import chakra
 from stagewright.trace.storage import Local
 from stagewright.trace.write import write
@@ -42,13 +50,13 @@ def tasks(count: int) -> Tasks:
         stage=np.zeros(count, np.int32),
         layer=(row % 3 - 1).astype(np.int32),
         microbatch=none.astype(np.int32),
-        flops=np.where(kind == Kind.COMPUTE, row * 1000, 0),
-        traffic=np.where(kind == Kind.COMPUTE, row * 10, 0),
-        collective=np.where(kind == Kind.COLLECTIVE, 0, -1).astype(np.int8),
+        flops=np.where(kind == TaskKind.COMPUTE, row * 1000, 0),
+        traffic=np.where(kind == TaskKind.COMPUTE, row * 10, 0),
+        collective=np.where(kind == TaskKind.COLLECTIVE, 0, -1).astype(np.int8),
         dtype=np.zeros(count, np.int8),
-        comm_bytes=np.where(kind != Kind.COMPUTE, 64, 0),
-        slot=np.where(kind == Kind.COMPUTE, -1, 0).astype(np.int16),
-        tag=np.where(kind >= Kind.SEND, row // 4, -1).astype(np.int32),
+        comm_bytes=np.where(kind != TaskKind.COMPUTE, 64, 0),
+        slot=np.where(kind == TaskKind.COMPUTE, -1, 0).astype(np.int16),
+        tag=np.where(kind >= TaskKind.SEND, row // 4, -1).astype(np.int32),
         shape=np.full(count, -1, np.int32),
         data_ptr=np.maximum(np.arange(-1, count), 0),
         data=row[:-1].astype(np.int32),

@@ -19,7 +19,7 @@ import numpy as np
 
 from stagewright.lower.training import Compiled, compile
 from stagewright.model.config import ModelConfig
-from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, Kind, RankClass
+from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, RankClass, TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import flat
 
@@ -128,9 +128,9 @@ def collectives(case: Case, compiled: Compiled) -> dict[tuple[Any, ...], Traffic
     named = AXES | ({"edp": "efsdp", "dp": "efsdp_ep"} if "efsdp" in mesh else {})
     found: Counter[tuple[Any, ...]] = Counter()
     size: Counter[tuple[Any, ...]] = Counter()
-    for i in np.flatnonzero(t.kind != Kind.COMPUTE):
+    for i in np.flatnonzero(t.kind != TaskKind.COMPUTE):
         phase = PHASES[t.phase[i]].replace("recompute", "backward")
-        if t.kind[i] == Kind.COLLECTIVE:
+        if t.kind[i] == TaskKind.COLLECTIVE:
             axes = program.communicators[t.slot[i]].axes
             kind = COLLECTIVES[t.collective[i]]
         else:
@@ -188,7 +188,7 @@ def flops(case: Case, compiled: Compiled) -> dict[tuple[str, str], int]:
     found: Counter[tuple[str, str]] = Counter()
     for phase in range(len(PHASES)):
         name = PHASES[phase].replace("recompute", "backward")
-        mine = (t.phase == phase) & (t.kind == Kind.COMPUTE)
+        mine = (t.phase == phase) & (t.kind == TaskKind.COMPUTE)
         found[name, "matmul"] += int(t.flops[mine & (kernel == "gemm")].sum())
         attends = np.isin(kernel, ("attention", "attention_bwd")) & mine
         found[name, "attention"] += int(t.flops[attends].sum() * all_pairs)

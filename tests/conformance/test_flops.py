@@ -12,7 +12,7 @@ import pytest
 
 from stagewright.lower.training import compile
 from stagewright.model.config import Vision, resolve
-from stagewright.program.columns import PHASES, Kind
+from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 
 RECORDED = json.loads(Path(__file__).with_name("flops.json").read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def counted(case: str) -> dict[tuple[str, str], tuple[int, int]]:
         op, phase = t.ops[t.op[i]], PHASES[t.phase[i]]
         kind = "products" if op == "einsum" else op
         key = "forward" if phase == "forward" else "backward", kind
-        if t.kind[i] == Kind.COMPUTE and phase != "optimizer":
+        if t.kind[i] == TaskKind.COMPUTE and phase != "optimizer":
             flops[key] += int(t.flops[i])
             moved[key] += int(t.traffic[i])
     return {key: (flops[key], moved[key]) for key in flops}

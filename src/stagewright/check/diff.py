@@ -21,7 +21,7 @@ from stagewright.check.files.templates import Kin
 from stagewright.check.inspect import group_sizes, readable
 from stagewright.check.verify import find, read
 from stagewright.errors import UserError
-from stagewright.program.columns import Int, Kind
+from stagewright.program.columns import Int, TaskKind
 from stagewright.trace.formats.bundle import Bundle, is_bundle
 from stagewright.trace.unbundle import traces
 from stagewright.views.summary import total
@@ -182,12 +182,12 @@ def _bundle(path: Path) -> Side:
     for of in program.classes:
         tasks = of.tasks
         for slot in range(len(program.communicators)):
-            mine = (tasks.kind == Kind.COLLECTIVE) & (tasks.slot == slot)
+            mine = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
             if mine.any():
                 what = int(mine.sum()), total(tasks.comm_bytes[mine])
                 used |= dict.fromkeys(np.unique(program.group_of(slot, of.ranks)).tolist(), what)
         for slot in range(len(program.peers)):
-            count = int(((tasks.kind == Kind.SEND) & (tasks.slot == slot)).sum())
+            count = int(((tasks.kind == TaskKind.SEND) & (tasks.slot == slot)).sum())
             if count:
                 pairs.append((of.ranks, program.peer_of(slot, of.ranks), count))
     groups = program.groups()
@@ -255,7 +255,7 @@ def _groups(path: Path, kinds: list[Kin], trace: Path) -> dict[tuple[int, ...], 
             continue
         events, kind = kin.first.exchange.events, kin.first.exchange.slot_kind
         partner = np.stack(kin.partner)
-        for slot in np.flatnonzero(kind == Kind.COLLECTIVE).tolist():
+        for slot in np.flatnonzero(kind == TaskKind.COLLECTIVE).tolist():
             mine = events.slot == slot
             what = int(mine.sum()), int(events.size[mine].sum())
             used |= dict.fromkeys(np.unique(partner[:, slot]).tolist(), what)
@@ -270,7 +270,7 @@ def _pairs(kinds: list[Kin]) -> Pairs:
         events, kind = kin.first.exchange.events, kin.first.exchange.slot_kind
         count = np.bincount(events.slot, minlength=len(kind)).tolist()
         ranks, partner = np.array(kin.ranks), np.stack(kin.partner)
-        for slot in np.flatnonzero(kind == Kind.SEND).tolist():
+        for slot in np.flatnonzero(kind == TaskKind.SEND).tolist():
             pieces.append((ranks, partner[:, slot], count[slot]))
     return Pairs.of(pieces)
 

@@ -23,7 +23,7 @@ from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import check_world
 from stagewright.check.files.world import Match, Nodes, Part, World, runs_in_order
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVES, Kind, Program, RankClass, Tasks, folded
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind, Tasks, folded
 from stagewright.trace.formats.chakra import COMM_TYPES
 
 SMALL = 50_000  # events of all ranks: a world so small also runs rank by rank
@@ -93,8 +93,8 @@ def _raise(findings: Findings) -> None:
 def _check_columns(of: RankClass) -> None:
     """Dependencies point to earlier rows, numbers are in range."""
     tasks = of.tasks
-    compute, collective = tasks.kind == Kind.COMPUTE, tasks.kind == Kind.COLLECTIVE
-    message = (tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)
+    compute, collective = tasks.kind == TaskKind.COMPUTE, tasks.kind == TaskKind.COLLECTIVE
+    message = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
     rules = {
         "a kernel with negative FLOPs or no traffic": compute
         & ((tasks.flops < 0) | (tasks.traffic < 1)),
@@ -126,19 +126,19 @@ def _fault(of: RankClass, text: str, rows: Int) -> None:
 def _part(program: Program, of: RankClass) -> Part:
     """A rank class as a part of the world."""
     tasks = of.tasks
-    rows = np.flatnonzero(np.isin(tasks.kind, (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)))
+    rows = np.flatnonzero(np.isin(tasks.kind, (TaskKind.COLLECTIVE, TaskKind.SEND, TaskKind.RECV)))
     kind = tasks.kind[rows].astype(np.int64)
     planned, slot = np.unique(kind << 32 | tasks.slot[rows], return_inverse=True)
     slot_kind = planned >> 32
     partner = np.zeros((len(of.ranks), len(planned)), np.int64)
     for nth, (which, at) in enumerate(zip(slot_kind, (planned & 0xFFFF).tolist(), strict=True)):
-        partners = program.group_of if which == Kind.COLLECTIVE else program.peer_of
+        partners = program.group_of if which == TaskKind.COLLECTIVE else program.peer_of
         partner[:, nth] = partners(at, of.ranks)
     # Two slots with the same partners, as both directions of a ring of two, are one.
     whole = np.concatenate([slot_kind[None, :], partner])
     _, same, which = np.unique(whole, axis=1, return_index=True, return_inverse=True)
     slot_kind, partner = slot_kind[same], partner[:, same]
-    collective = kind == Kind.COLLECTIVE
+    collective = kind == TaskKind.COLLECTIVE
     number = np.array([COMM_TYPES[name] for name in COLLECTIVES])
     op = np.where(collective, number[tasks.collective[rows]], -1)
     tag = np.where(collective, -1, tasks.tag[rows].astype(np.int64))
@@ -147,7 +147,7 @@ def _part(program: Program, of: RankClass) -> Part:
     graph = joined((tasks.data_ptr, tasks.order_ptr), needed)
     # The generator links what it orders: to follow dependencies any further would take a second.
     events, loose, breaks = arranged(
-        graph, np.arange(graph.count), events, rows[kind != Kind.RECV], exact=False
+        graph, np.arange(graph.count), events, rows[kind != TaskKind.RECV], exact=False
     )
     exchange = Exchange(events, slot_kind.astype(np.uint8), partner[0], loose, breaks)
     return Part(of.ranks, exchange, partner, TaskSource(tasks, graph))

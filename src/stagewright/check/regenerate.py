@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.check.files.reader import Reader
 from stagewright.check.files.templates import Kin
 from stagewright.errors import UserError
-from stagewright.program.columns import Kind, Program
+from stagewright.program.columns import Program, TaskKind
 from stagewright.trace.formats.et_def import values
 
 
@@ -74,7 +74,7 @@ def _wrong_partner(program: Program, kin: Kin) -> int | None:
     events, partner = kin.first.exchange.events, np.stack(kin.partner)
     pairs = np.stack([events.slot, of.tasks.slot[events.row].astype(np.int64)], axis=1)
     for slot, planned in np.unique(pairs, axis=0).tolist():
-        collective = kin.first.exchange.slot_kind[slot] == Kind.COLLECTIVE
+        collective = kin.first.exchange.slot_kind[slot] == TaskKind.COLLECTIVE
         wanted = (program.group_of if collective else program.peer_of)(planned, ranks)
         wrong = np.flatnonzero(wanted != partner[:, slot])
         if len(wrong):

@@ -37,7 +37,7 @@ from stagewright.check.files.search import search
 from stagewright.check.files.templates import Kin, Task, TraceSource, check_files, joined
 from stagewright.check.files.world import Match, Part, World, runs_in_order
 from stagewright.errors import UserError
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.bundle import is_bundle
 from stagewright.trace.manifest import GROUPS, MANIFEST
 
@@ -357,7 +357,7 @@ def _check_together(
 
 def _names_groups(part: Part) -> bool:
     """Whether it has collectives on less than all ranks."""
-    return bool((part.partner[:, part.exchange.slot_kind == Kind.COLLECTIVE] != ALL).any())
+    return bool((part.partner[:, part.exchange.slot_kind == TaskKind.COLLECTIVE] != ALL).any())
 
 
 def _check_run(world: World, match: Match, files: int, report: Report) -> None:

@@ -82,9 +82,9 @@ def _left() -> type:
 def told(written: Mapping[str, Any], out: str, seconds: float) -> str:
     """What has been written, in one line."""
     from stagewright.numbers import quantity
-    from stagewright.program.columns import Kind
+    from stagewright.program.columns import TaskKind
 
-    nodes = sum(of["files"] * of[kind.name.lower()] for of in written["nodes"] for kind in Kind)
+    nodes = sum(of["files"] * of[kind.name.lower()] for of in written["nodes"] for kind in TaskKind)
     ranks = sum(of["files"] for of in written["nodes"])
     size = quantity(written["files"].size, "B")
     left = written.get("missing")

@@ -16,7 +16,7 @@ import yaml
 from stagewright.evidence.validate import variant
 from stagewright.graph.node import BYTES
 from stagewright.lower.training import compile
-from stagewright.program.columns import Kind, Program
+from stagewright.program.columns import Program, TaskKind
 from stagewright.run.settings import Run
 
 VOLUMES = {
@@ -108,7 +108,7 @@ def _case(case: Mapping[str, Any]) -> tuple[Case, list[Row]]:
         rows.append(Row("V", case["name"], "memory", peak, measured, stage, ""))
     for quantity, figure in case.get("operations", {}).items():
         kinds = program.classes[0].tasks.kind
-        amount = int(np.count_nonzero((kinds == Kind.COMPUTE) == (quantity == "compute")))
+        amount = int(np.count_nonzero((kinds == TaskKind.COMPUTE) == (quantity == "compute")))
         rows.append(Row("I", case["name"], quantity, amount, None, figure, ""))
     rows = [row._replace(why=str(why.get(row.quantity, ""))) for row in rows]
     changed = (f"{field}={value}" for field, value in case.get("model", {}).items())
@@ -124,9 +124,9 @@ def volumes(program: Program, data_parallel: bool) -> dict[str, int]:
     tasks = program.classes[0].tasks
     over = set(dict(program.mesh.groups).get("dp", ("dp",)))
     held = [data_parallel or not over & {*c.axes} for c in program.communicators]
-    collective = tasks.kind == Kind.COLLECTIVE
+    collective = tasks.kind == TaskKind.COLLECTIVE
     exchange = tasks.ops.index("all_to_all") if "all_to_all" in tasks.ops else -1
-    counted = np.isin(tasks.kind, (Kind.SEND, Kind.RECV)) | (tasks.op == exchange)
+    counted = np.isin(tasks.kind, (TaskKind.SEND, TaskKind.RECV)) | (tasks.op == exchange)
     counted[collective] |= np.array(held, bool)[tasks.slot[collective]]
     sizes = np.array([BYTES[dtype] for dtype in tasks.dtypes])[tasks.dtype]
     elements = np.where(counted, tasks.comm_bytes // sizes, 0)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.lower.kernels import CLIP, Dependency, Task
+from stagewright.lower.kernels import CLIP, Dependency, Kernel
 from stagewright.lower.lifetimes import Touch, Where, collect
 from stagewright.lower.stages import (
     BACKWARD,
@@ -40,7 +40,7 @@ from stagewright.lower.stages import (
     Tables,
     crossings,
 )
-from stagewright.program.columns import PHASES, Int, Kind, Program, RankClass, Tasks, Values
+from stagewright.program.columns import PHASES, Int, Program, RankClass, TaskKind, Tasks, Values
 from stagewright.program.memory import at_peak
 from stagewright.schedule.actions import Order, Place, Step, flat, parts, places
 
@@ -199,7 +199,7 @@ class _Rank:
         forward = rows.columns["phase"][keep] == PHASES.index("forward")
         pipeline_slots = [i for p, i in tables.peers.table.items() if p.axis == "pp"]
         pipeline = np.isin(slot, pipeline_slots) & (local >= 0)
-        receives = rows.columns["kind"][keep] == Kind.RECV
+        receives = rows.columns["kind"][keep] == TaskKind.RECV
         # A message between stages is numbered by the earlier one.
         boundary = stage - (pipeline & (receives == forward))
         one = (boundary * 2 + ~forward) * tables.messages + local
@@ -268,14 +268,14 @@ def _streams(
     kind = columns["kind"]
     n = len(kind)
     rows = np.arange(n)
-    compute = kind == Kind.COMPUTE
+    compute = kind == TaskKind.COMPUTE
     before = np.maximum.accumulate(np.where(compute, rows, -1)) if n else rows
     previous = np.concatenate([[-1], before[:-1]])  # the kernel before each row
-    copies = (kind == Kind.LOAD) | (kind == Kind.STORE)
-    moves = (kind == Kind.COLLECTIVE) | (kind == Kind.SEND) | copies
+    copies = (kind == TaskKind.LOAD) | (kind == TaskKind.STORE)
+    moves = (kind == TaskKind.COLLECTIVE) | (kind == TaskKind.SEND) | copies
     slot = np.asarray(columns["slot"], dtype=np.int64)
     key = (
-        np.where(kind == Kind.SEND, -1, slot)
+        np.where(kind == TaskKind.SEND, -1, slot)
         if streams == "separate"
         else np.zeros(n, dtype=np.int64)
     )
@@ -285,7 +285,7 @@ def _streams(
     for k in np.unique(key[moves]):
         mine = np.flatnonzero(moves & (key == k))
         chain[mine[1:]] = mine[:-1]
-    ahead = (counts == 0) | (kind == Kind.LOAD)
+    ahead = (counts == 0) | (kind == TaskKind.LOAD)
     waits = np.where(compute | ahead, previous, -1)
     pairs = np.stack([waits, chain], axis=1)
     there = pairs >= 0
@@ -328,7 +328,7 @@ def _optimizer(
                         b.deps += [(row, STEP, -1, clip_row)] if clip_row >= 0 else []
                     elif (c, i, d) in place:
                         b.deps.append((row, STEP, -1, place[c, i, d]))
-                    elif isinstance(d, Task):
+                    elif isinstance(d, Kernel):
                         b.deps.append(s.from_step(row, i, d))
             if part == "norm" and tasks:
                 norms.append(len(b.rows) - 1)
@@ -338,17 +338,17 @@ def _optimizer(
 def _clip(b: Builder, norms: list[int], exchanged: Sequence[tuple[tuple[str, ...], int]]) -> int:
     """Gradient clipping by the global norm: add up, all-reduce one number or many, scale."""
     size = len(norms)
-    add = Task("grad_norm", "add", Kind.COMPUTE, "optimizer", "norm",
+    add = Kernel("grad_norm", "add", TaskKind.COMPUTE, "optimizer", "norm",
                flops=size, traffic=4 * (size + 1), dtype="fp32")  # fmt: skip
     row = b.add(add, "", -1, -1)
     b.deps += [(row, STEP, -1, n) for n in norms]
     for axes, width in exchanged:
-        t = Task("grad_norm.all_reduce", "all_reduce", Kind.COLLECTIVE, "optimizer", "norm",
+        t = Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer", "norm",
                  axes=axes, comm_bytes=width, dtype="fp32")  # fmt: skip
         reduced = b.add(t, "", -1, -1)
         b.deps.append((reduced, STEP, -1, row))
         row = reduced
-    scale = Task("clip_scale", "divide", Kind.COMPUTE, "optimizer", "norm",
+    scale = Kernel("clip_scale", "divide", TaskKind.COMPUTE, "optimizer", "norm",
                  flops=3, traffic=8, dtype="fp32")  # fmt: skip
     last = b.add(scale, "", -1, -1)
     b.deps.append((last, STEP, -1, row))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from stagewright.lower.kernels import Task
+from stagewright.lower.kernels import Kernel
 from stagewright.lower.lifetimes import moves_gradients
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 
-Item = tuple[int, Task]  # a block of the stage, and what it does
+Item = tuple[int, Kernel]  # a block of the stage, and what it does
 Group = list[Item]
 
 FIRST_BUCKET = 2**20
@@ -59,7 +59,7 @@ def _gathered_later(items: Sequence[Item]) -> Group:
     return [*before, *items[start:at], *gathers, *items[at:]] if gathers else [*items]
 
 
-def _multiplies(t: Task) -> bool:
+def _multiplies(t: Kernel) -> bool:
     return t.shape is not None and t.shape.kernel == "gemm"
 
 
@@ -71,11 +71,11 @@ def bucketed(items: Sequence[Item], cap: int) -> list[Group]:
     """
     groups: list[Group] = []
     open_: Group = []
-    waiting = set[Task]()
+    waiting = set[Kernel]()
     after: Group = []
     limit = min(FIRST_BUCKET, cap)
     for i, t in items:
-        if not waiting.isdisjoint(d for d in t.deps if isinstance(d, Task)):
+        if not waiting.isdisjoint(d for d in t.deps if isinstance(d, Kernel)):
             waiting.add(t)
             after.append((i, t))
         elif t.part == "reduce_once" and moves_gradients(t) and (not open_ or _alike(t, open_)):
@@ -83,36 +83,36 @@ def bucketed(items: Sequence[Item], cap: int) -> list[Group]:
             waiting.add(t)
             if sum(t.comm_bytes for _, t in open_) >= limit:
                 groups += [open_, *alone(after)]
-                open_, after, waiting, limit = [], [], set[Task](), cap
+                open_, after, waiting, limit = [], [], set[Kernel](), cap
         else:
             groups.append([(i, t)])
     return [*groups, *([open_] if open_ else []), *alone(after)]
 
 
-def joined(group: Group) -> Task:
+def joined(group: Group) -> Kernel:
     """One message in place of several."""
     first = group[0][1]
     if len(group) == 1:
         return first
     name = f"{'bucket' if first.part == 'reduce_once' else 'root'}.{first.op}"
     size = sum(t.comm_bytes for _, t in group)
-    return Task(name, first.op, first.kind, first.phase, first.part, axes=first.axes,
+    return Kernel(name, first.op, first.kind, first.phase, first.part, axes=first.axes,
                 comm_bytes=size, dtype=first.dtype)  # fmt: skip
 
 
-def _key(t: Task) -> tuple[object, ...]:
+def _key(t: Kernel) -> tuple[object, ...]:
     return t.op, t.axes, t.dtype, t.phase
 
 
-def _alike(t: Task, group: Group) -> bool:
+def _alike(t: Kernel, group: Group) -> bool:
     return _key(t) == _key(group[0][1])
 
 
 def _late(items: Sequence[Item]) -> Group:
     """Reductions of gradients, what waits for them, and what they are cast from."""
-    found: dict[Task, int] = {}
+    found: dict[Kernel, int] = {}
     for i, t in items:
-        waits = any(isinstance(d, Task) and d in found for d in t.deps)
+        waits = any(isinstance(d, Kernel) and d in found for d in t.deps)
         if t.part in ("backward", "reduce_once") and (waits or moves_gradients(t)):
             found[t] = i
     needed = {d for t in found if moves_gradients(t) for d in t.deps}
@@ -123,7 +123,7 @@ def _together(items: Sequence[Item]) -> list[Group]:
     """Messages that are alike go as one, when the last of them can."""
     groups: dict[tuple[object, ...], Group] = {}
     for n, (i, t) in enumerate(items):
-        key = _key(t) if t.kind == Kind.COLLECTIVE else (n,)
+        key = _key(t) if t.kind == TaskKind.COLLECTIVE else (n,)
         group = groups.pop(key, [])
         groups[key] = [*group, (i, t)]
     return _after_what_they_need([*groups.values()])
@@ -139,5 +139,5 @@ def _after_what_they_need(groups: Sequence[Group]) -> list[Group]:
     return done
 
 
-def _needs(group: Group, home: dict[Task, int]) -> set[int]:
-    return {home[d] for _, t in group for d in t.deps if isinstance(d, Task) and d in home}
+def _needs(group: Group, home: dict[Kernel, int]) -> set[int]:
+    return {home[d] for _, t in group for d in t.deps if isinstance(d, Kernel) and d in home}

@@ -24,7 +24,7 @@ from stagewright.lower.serving import compiled as one_mesh
 from stagewright.lower.training import Compiled
 from stagewright.model.config import ModelConfig, Reach
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import Communicator, Int, Kind, Peer, Program, RankClass, Tasks
+from stagewright.program.columns import Communicator, Int, Peer, Program, RankClass, TaskKind, Tasks
 from stagewright.run import lengths as batch
 from stagewright.run.lengths import Group
 from stagewright.run.requests import cache_of, groups
@@ -289,7 +289,7 @@ def _side_by_side(meshes: Sequence[Mesh]) -> Meshes:
 
 def _shifted(tasks: Tasks, communicators: int, peers: int) -> Tasks:
     """The same with communicators and peers that are behind so many others."""
-    more = np.where(tasks.kind == Kind.COLLECTIVE, communicators, peers)
+    more = np.where(tasks.kind == TaskKind.COLLECTIVE, communicators, peers)
     slot = np.where(tasks.slot < 0, -1, tasks.slot + more).astype(np.int16)
     return replace(tasks, slot=slot)
 
@@ -305,10 +305,10 @@ def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
         for i, (layer, _, _) in enumerate(rows)
         for at in _rows_of(tasks, "cache", layer)
     ]
-    moves = np.flatnonzero((tasks.kind == Kind.COLLECTIVE) | (tasks.kind == Kind.SEND))
+    moves = np.flatnonzero((tasks.kind == TaskKind.COLLECTIVE) | (tasks.kind == TaskKind.SEND))
     chain = [*moves[-1:].tolist(), *range(n, n + len(rows))]
     order = list(zip(range(n + len(rows) - len(chain) + 1, n + len(rows)), chain, strict=False))
-    return _more(tasks, Kind.SEND, rows, dtype, n, data, order)
+    return _more(tasks, TaskKind.SEND, rows, dtype, n, data, order)
 
 
 def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
@@ -318,7 +318,7 @@ def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
         for i, (layer, _, _) in enumerate(rows)
         for at in _rows_of(tasks, "cached_attention", layer)
     ]
-    return _more(tasks, Kind.RECV, rows, dtype, 0, data, [])
+    return _more(tasks, TaskKind.RECV, rows, dtype, 0, data, [])
 
 
 def _rows_of(tasks: Tasks, op: str, layer: int) -> list[int]:
@@ -328,7 +328,7 @@ def _rows_of(tasks: Tasks, op: str, layer: int) -> list[int]:
 
 
 def _more(
-    tasks: Tasks, kind: Kind, rows: Sequence[Row], dtype: str, at: int,
+    tasks: Tasks, kind: TaskKind, rows: Sequence[Row], dtype: str, at: int,
     data: Iterable[tuple[int, int]], order: Iterable[tuple[int, int]],
 ) -> Tasks:  # fmt: skip
     """Tasks with messages that stand from row `at` on; dependencies are pairs of new row numbers.

@@ -20,13 +20,13 @@ from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS, indices, local, traffic
-from stagewright.program.columns import Kind, Shape
+from stagewright.program.columns import Shape, TaskKind
 from stagewright.program.shapes import shape_of
 
 Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
 
 
-class Carried(NamedTuple):
+class LiveValue(NamedTuple):
     """A value that blocks hand on to those after them, or its gradient, which goes the other way.
 
     The residual stream is "x". A block that does not make a value lets it pass.
@@ -37,19 +37,19 @@ class Carried(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class Kernel:
     """A row to be: a kernel, a collective or one end of a message; `part` is one of `PARTS`."""
 
     name: str
     op: str
-    kind: Kind
+    kind: TaskKind
     phase: str
     part: str
     flops: int = 0
     traffic: int = 0
     axes: tuple[str, ...] = ()  # COLLECTIVE: outermost first; SEND, RECV: the one axis
     shift: int = 0  # SEND, RECV: distance to the peer along the axis
-    twin: Task | None = None  # RECV: the SEND that a rank the other way issues for it
+    twin: Kernel | None = None  # RECV: the SEND that a rank the other way issues for it
     comm_bytes: int = 0
     dtype: str = ""
     shape: Shape | None = None  # COMPUTE
@@ -59,7 +59,7 @@ class Task:
     reads: list[Node] = field(default_factory=list[Node])  # values of others
 
 
-Dependency = Task | Carried
+Dependency = Kernel | LiveValue
 
 # When a task runs: weights gathered once per step or once per microbatch; forward; the same for
 # backward; gradients reduced once per step, and between the stages that share the embedding; norms
@@ -147,7 +147,7 @@ def kernels(
     fuse: bool = True,
     bucket: str = "layer",
     key_grads: str = "reduce_scatter",
-) -> tuple[list[Task], dict[Node, Dependency | None]]:
+) -> tuple[list[Kernel], dict[Node, Dependency | None]]:
     """The tasks of a block in execution order within each part, and which task makes each value.
 
     `bucket` "step" is "layer", but for gradients that are reduced once per step.
@@ -166,7 +166,7 @@ class _Lowering:
         self, graph: Graph, extent: Extent, mesh: Mesh, fuse: bool, bucket: str, key_grads: str
     ) -> None:
         self.key_grads = key_grads
-        self.rings: dict[tuple[Node, ...], list[Task]] = {}
+        self.rings: dict[tuple[Node, ...], list[Kernel]] = {}
         self.graph = graph
         self.extent = extent
         self.mesh = mesh
@@ -180,10 +180,10 @@ class _Lowering:
         self.asked = set(graph.outputs.values())
         self.light = _weights_only(graph)
         self.norms = _before_norm(graph)
-        self.buckets: dict[tuple[object, ...], Task] = {}
+        self.buckets: dict[tuple[object, ...], Kernel] = {}
 
-    def run(self) -> list[Task]:
-        tasks: list[Task] = []
+    def run(self) -> list[Kernel]:
+        tasks: list[Kernel] = []
         for n in self.graph:
             if n.op in LEAVES:
                 self.at[n] = interface(n)
@@ -258,7 +258,7 @@ class _Lowering:
 
     # What a cluster costs.
 
-    def lower(self, cluster: Cluster) -> list[Task]:
+    def lower(self, cluster: Cluster) -> list[Kernel]:
         n = cluster[0]
         if n.op == "slice" and n["role"] == "own":
             self.at[n] = task = self.copy(n)
@@ -277,15 +277,15 @@ class _Lowering:
         self.at.update(dict.fromkeys(cluster, task))
         return [task]
 
-    def copy(self, n: Node) -> Task:
+    def copy(self, n: Node) -> Kernel:
         """A part of a value that is made as a value of its own."""
         size = bytes_of(n, self.extent)
-        return Task(
-            n.name or n.op, n.op, Kind.COMPUTE, n.phase, self.part(n), traffic=2 * size,
+        return Kernel(
+            n.name or n.op, n.op, TaskKind.COMPUTE, n.phase, self.part(n), traffic=2 * size,
             dtype=n.dtype, deps=self.deps(n.srcs), made=[n], reads=[*n.srcs],
         )  # fmt: skip
 
-    def kernel(self, cluster: Cluster) -> Task:
+    def kernel(self, cluster: Cluster) -> Kernel:
         first, last = cluster[0], cluster[-1]
         inside = set(cluster)
         reads: dict[Node, int] = {}
@@ -304,10 +304,10 @@ class _Lowering:
                 if s not in inside:
                     reads[s] = max(read, reads.get(s, 0))
         labels = list(dict.fromkeys(m.name or m.op for m in (first, last)))
-        return Task(
+        return Kernel(
             name="+".join(labels),
             op="+".join(dict.fromkeys(m.op for m in cluster)),
-            kind=Kind.COMPUTE,
+            kind=TaskKind.COMPUTE,
             phase=first.phase,
             part=self.part(first),
             flops=flops,
@@ -322,14 +322,14 @@ class _Lowering:
     def deps(self, nodes: Iterable[Node]) -> list[Dependency]:
         return list(dict.fromkeys(t for s in nodes if (t := self.at[s]) is not None))
 
-    def collective(self, n: Node) -> list[Task]:
+    def collective(self, n: Node) -> list[Kernel]:
         axes = cast("tuple[str, ...]", n["axes"])
         before = self.at[n.srcs[0]]
         role, src = str(n["role"]), n.srcs[0]
         if self.key_grads == "ring" and n.op == "reduce_scatter" and src.op == "attention_bwd":
             return self.home(n, axes)
         alone = n.op == src.op and self.users[src] == [n] and not role and not src["role"]
-        if alone and isinstance(before, Task) and before.part == self.part(n):
+        if alone and isinstance(before, Kernel) and before.part == self.part(n):
             # Moves along one axis after the other are one along both.
             before.axes = (*before.axes, *axes)
             before.made = [n]
@@ -351,7 +351,7 @@ class _Lowering:
         together.name = f"{role}.{n.op}"
         return []
 
-    def home(self, n: Node, axes: tuple[str, ...]) -> list[Task]:
+    def home(self, n: Node, axes: tuple[str, ...]) -> list[Kernel]:
         """Gradients of keys and values go round the ring in fp32, each rank adding its part."""
         src = n.srcs[0]
         made = src.srcs  # gradients of one kernel travel together
@@ -367,12 +367,12 @@ class _Lowering:
             return []
         common: dict[str, Any] = {"phase": n.phase, "part": self.part(n), "dtype": "fp32"}
         common |= {"axes": axes, "comm_bytes": size}
-        tasks: list[Task] = []
+        tasks: list[Kernel] = []
         deps: list[Dependency] = self.deps([src])
         for step in range(ranks):
             name = f"d_keys{step + 1}"
-            send = Task(f"{name}.send", "send", Kind.SEND, shift=1, deps=deps, **common)
-            recv = Task(f"{name}.recv", "recv", Kind.RECV, shift=-1, twin=send, **common)
+            send = Kernel(f"{name}.send", "send", TaskKind.SEND, shift=1, deps=deps, **common)
+            recv = Kernel(f"{name}.recv", "recv", TaskKind.RECV, shift=-1, twin=send, **common)
             tasks += [send, recv]
             deps = [recv]
         tasks[-1].made, tasks[-1].reads = [n], [src]
@@ -380,16 +380,16 @@ class _Lowering:
         self.at[n] = tasks[-1]
         return tasks
 
-    def message(self, n: Node, op: str, axes: tuple[str, ...]) -> Task:
+    def message(self, n: Node, op: str, axes: tuple[str, ...]) -> Kernel:
         """A collective; bytes are those of the local input, padded if a split does not divide."""
         (src,) = n.srcs
         size = bytes_of(src, self.extent)
         if op == "reduce_scatter":
             size = max(size, bytes_of(n, self.extent) * self.mesh.size(*axes))
-        task = Task(
+        task = Kernel(
             name=f"{n.name or src.name or src.op}.{op}",
             op=op,
-            kind=Kind.COLLECTIVE,
+            kind=TaskKind.COLLECTIVE,
             phase=n.phase,
             part=self.part(n),
             axes=axes,
@@ -402,7 +402,7 @@ class _Lowering:
         self.at[n] = task
         return task
 
-    def ring(self, whole: Task, cluster: Cluster, axes: tuple[str, ...]) -> list[Task]:
+    def ring(self, whole: Kernel, cluster: Cluster, axes: tuple[str, ...]) -> list[Kernel]:
         """Attention in a step per rank sharing the sequence; keys and values go round meanwhile.
 
         Ring attention (arXiv 2310.01889); in backward the gradients of keys and values travel with
@@ -422,22 +422,27 @@ class _Lowering:
             "comm_bytes": size,
         }
 
-        def pair(label: str, deps: list[Dependency]) -> list[Task]:
-            send = Task(
-                f"{whole.name}.{label}.send", "send", Kind.SEND, shift=1, deps=deps, **common
+        def pair(label: str, deps: list[Dependency]) -> list[Kernel]:
+            send = Kernel(
+                f"{whole.name}.{label}.send", "send", TaskKind.SEND, shift=1, deps=deps, **common
             )
             return [
                 send,
-                Task(
-                    f"{whole.name}.{label}.recv", "recv", Kind.RECV, shift=-1, twin=send, **common
+                Kernel(
+                    f"{whole.name}.{label}.recv",
+                    "recv",
+                    TaskKind.RECV,
+                    shift=-1,
+                    twin=send,
+                    **common,
                 ),
             ]
 
-        tasks: list[Task] = []
+        tasks: list[Kernel] = []
         keys_here = self.deps(keys)
         others = [d for d in whole.deps if d not in keys_here]
         sums: list[
-            Task
+            Kernel
         ] = []  # the sum of key gradients that came with the block, sent on with ours
         for step in range(ranks):
             here = [*keys_here]
@@ -445,8 +450,8 @@ class _Lowering:
                 sent = pair(f"keys{step + 1}", here)
                 tasks += sent
                 keys_here = [sent[1]]
-            compute = Task(
-                f"{whole.name}.step{step}", whole.op, Kind.COMPUTE, whole.phase, whole.part,
+            compute = Kernel(
+                f"{whole.name}.step{step}", whole.op, TaskKind.COMPUTE, whole.phase, whole.part,
                 flops=whole.flops * (step + 1) // ranks - whole.flops * step // ranks,
                 traffic=whole.traffic * (step + 1) // ranks - whole.traffic * step // ranks,
                 dtype=whole.dtype, shape=whole.shape, deps=[*others, *here],
@@ -458,7 +463,7 @@ class _Lowering:
                     t.dtype, t.comm_bytes = "fp32", t.comm_bytes * 4 // int(BYTES[t.dtype])
                 tasks += sent
                 sums = [sent[1]]
-        last = next(t for t in reversed(tasks) if t.kind == Kind.COMPUTE)
+        last = next(t for t in reversed(tasks) if t.kind == TaskKind.COMPUTE)
         last.made, last.reads = whole.made, whole.reads
         for m in cluster:
             self.at[m] = tasks[-1] if m.get("wrt") in ("k", "v") else last
@@ -467,27 +472,27 @@ class _Lowering:
 
 TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows
 STREAM, TABLE, MEMORY = "x", "wte", "memory"
-CLIP = Carried("clip_scale")  # the factor that clips gradients
+CLIP = LiveValue("clip_scale")  # the factor that clips gradients
 OUTPUTS = {
-    "y": Carried(STREAM),
-    MEMORY: Carried(MEMORY),  # what an encoder has made, which a decoder's layers look at
-    "dx": Carried(STREAM, gradient=True),
-    "tied_grad": Carried(TABLE, gradient=True),
+    "y": LiveValue(STREAM),
+    MEMORY: LiveValue(MEMORY),  # what an encoder has made, which a decoder's layers look at
+    "dx": LiveValue(STREAM, gradient=True),
+    "tied_grad": LiveValue(TABLE, gradient=True),
 }
 _INPUTS = {
-    "x": Carried(STREAM),
-    "dy": Carried(STREAM, gradient=True),
-    "tied_grad": Carried(TABLE, gradient=True),
+    "x": LiveValue(STREAM),
+    "dy": LiveValue(STREAM, gradient=True),
+    "tied_grad": LiveValue(TABLE, gradient=True),
     "clip_scale": CLIP,
 }
 
 
-def interface(n: Node) -> Carried | None:
+def interface(n: Node) -> LiveValue | None:
     """What a leaf stands for that others make: the stream, or as its attribute `carried` says."""
     if n.op != "input":
         return None
     name: Any = n.get("carried")
-    return Carried(name, n.phase == "backward") if name else _INPUTS.get(n.name)
+    return LiveValue(name, n.phase == "backward") if name else _INPUTS.get(n.name)
 
 
 def carried(graph: Graph) -> dict[str, Node]:
@@ -496,7 +501,7 @@ def carried(graph: Graph) -> dict[str, Node]:
     return {c.name: n for c, n in found if c.name not in (STREAM, CLIP.name)}
 
 
-def handed_on(graph: Graph) -> dict[Carried, Node]:
+def handed_on(graph: Graph) -> dict[LiveValue, Node]:
     """What a block makes for others: its outputs of these names.
 
     Another value than the stream has that of its leaf, and its gradient `d_` and that.
@@ -504,8 +509,8 @@ def handed_on(graph: Graph) -> dict[Carried, Node]:
     names = {c.name for n in graph if (c := interface(n))}
     names |= {str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
     names -= {STREAM, TABLE, CLIP.name}
-    keys = OUTPUTS | {x: Carried(x) for x in names}
-    keys |= {f"d_{x}": Carried(x, gradient=True) for x in names}
+    keys = OUTPUTS | {x: LiveValue(x) for x in names}
+    keys |= {f"d_{x}": LiveValue(x, gradient=True) for x in names}
     return {keys[key]: n for key, n in graph.outputs.items() if key in keys}
 
 
@@ -552,13 +557,13 @@ def _in_order(clusters: list[Cluster]) -> list[Cluster]:
     return [clusters[i] for i in _stable(needs)]
 
 
-def _sorted(tasks: list[Task]) -> list[Task]:
+def _sorted(tasks: list[Kernel]) -> list[Kernel]:
     """Tasks after what they need: a bucket after its last member, its readers after the bucket.
 
     A rank of a ring sends before it receives what the one before it sends then, too.
     """
     place = {t: i for i, t in enumerate(tasks)}
-    needs = [{place[d] for d in t.deps if isinstance(d, Task)} for t in tasks]
+    needs = [{place[d] for d in t.deps if isinstance(d, Kernel)} for t in tasks]
     for i, t in enumerate(tasks):
         if t.twin is not None:
             needs[i].add(place[t.twin])

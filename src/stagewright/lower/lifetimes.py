@@ -15,8 +15,8 @@ import numpy as np
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.table import COLLECTIVE_OPS
-from stagewright.lower.kernels import Task
-from stagewright.program.columns import CATEGORIES, Int, Kind, Values
+from stagewright.lower.kernels import Kernel
+from stagewright.program.columns import CATEGORIES, Int, TaskKind, Values
 
 Touch = tuple[int, int, int]  # whose rows (see `stages`), stage, place there
 
@@ -104,23 +104,23 @@ class Use(NamedTuple):
 
 
 def uses(
-    tasks: Sequence[Task],
+    tasks: Sequence[Kernel],
     size: Mapping[Node, int],
     graph: Graph | None = None,
     gradients: Gradients = BUFFERS,
-) -> dict[Task, Use]:
+) -> dict[Kernel, Use]:
     """The values of a block's tasks; `size` in bytes of one rank.
 
     With `gradients` as they are made, the `graph` says which values these are.
     """
-    result: dict[Task, Use] = {}
+    result: dict[Kernel, Use] = {}
     held = set[Node]()
     if gradients.as_made and graph is not None:
         updates = [n for n in graph if n.op in OPTIMIZERS]
         held = {root(n.srcs[0], gradients) for n in updates}  # gradients come first
     for t in tasks:
         made = tuple(n for n in t.made if root(n, gradients) is n and not stays(n, gradients))
-        alone = t.kind != Kind.COLLECTIVE or len(made) < 2
+        alone = t.kind != TaskKind.COLLECTIVE or len(made) < 2
         together: list[tuple[Node, ...]] = [(n,) for n in made] if alone else [made]
         new: list[New] = []
         for some in together:
@@ -163,15 +163,15 @@ def static(
     return {what: sum(size[n] for n in nodes) for what, nodes in held.items() if nodes}
 
 
-def _category(t: Task) -> str:
+def _category(t: Kernel) -> str:
     if t.part.startswith("gather"):
         return "gathered_parameters"
-    return "workspace" if t.kind == Kind.COMPUTE else "communication"
+    return "workspace" if t.kind == TaskKind.COMPUTE else "communication"
 
 
-def moves_gradients(t: Task) -> bool:
+def moves_gradients(t: Kernel) -> bool:
     """Whether a task is a collective of gradients of weights."""
-    return t.kind == Kind.COLLECTIVE and any(n.get("role") in _GRADIENT for n in t.made)
+    return t.kind == TaskKind.COLLECTIVE and any(n.get("role") in _GRADIENT for n in t.made)
 
 
 class Where(NamedTuple):

@@ -1,7 +1,7 @@
 """What is kept in the memory of the host: optimizer states, and activations until backward.
 
-Both are rewrites of a block's tasks. Copies are tasks of their own (`Kind.STORE` to the host,
-`Kind.LOAD` back), one each way per block, and run beside kernels and collectives.
+Both are rewrites of a block's tasks. Copies are tasks of their own (`TaskKind.STORE` to the host,
+`TaskKind.LOAD` back), one each way per block, and run beside kernels and collectives.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stagewright.graph.node import Graph, Node
-from stagewright.lower.kernels import STREAM, Carried, Dependency, Task
+from stagewright.lower.kernels import STREAM, Dependency, Kernel, LiveValue
 from stagewright.lower.lifetimes import OPTIMIZERS, root, stays
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 
 _LATER = ("gather_again", "backward", "reduce_once")
 
 
 def activations(
-    graph: Graph, tasks: Sequence[Task], size: Mapping[Node, int]
-) -> tuple[list[Task], frozenset[Node]]:
+    graph: Graph, tasks: Sequence[Kernel], size: Mapping[Node, int]
+) -> tuple[list[Kernel], frozenset[Node]]:
     """The tasks, with all that backward needs of forward on the host meanwhile; and what that is.
 
     As in Megatron-LM's `--cpu-offloading-num-layers`: stored when the block's forward is done,
@@ -35,11 +35,11 @@ def activations(
         return [*tasks], frozenset()
     dtype = next(iter(kept)).dtype
     makers = [t for t in tasks if t.part == "forward" and any(root(n) in kept for n in t.made)]
-    stream = [Carried(STREAM)] if any(n.op == "input" for n in kept) else []
+    stream = [LiveValue(STREAM)] if any(n.op == "input" for n in kept) else []
     deps: list[Dependency] = [*makers, *stream]
-    store = Task("offload", "store", Kind.STORE, "forward", "forward",
+    store = Kernel("offload", "store", TaskKind.STORE, "forward", "forward",
                  comm_bytes=total, dtype=dtype, deps=deps, reads=list(kept))  # fmt: skip
-    load = Task("reload", "load", Kind.LOAD, "backward", "gather_again",
+    load = Kernel("reload", "load", TaskKind.LOAD, "backward", "gather_again",
                 comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
     for t in later:
         if any(root(n) in kept for n in t.reads):
@@ -47,7 +47,7 @@ def activations(
     return [*tasks, store, load], frozenset(kept)
 
 
-def states(tasks: Sequence[Task], size: Mapping[Node, int]) -> list[Task]:
+def states(tasks: Sequence[Kernel], size: Mapping[Node, int]) -> list[Kernel]:
     """The tasks, with the optimizer on the host: gradients go there, parameters come back.
 
     As in Megatron-LM's `--optimizer-cpu-offload`, the host holds master copies and moments and
@@ -58,10 +58,10 @@ def states(tasks: Sequence[Task], size: Mapping[Node, int]) -> list[Task]:
         return [*tasks]
     new = [n for t in updates for n in t.made]
     old = [n.srcs[0] for n in new]  # gradients come first
-    store = Task("gradients.offload", "store", Kind.STORE, "optimizer", "update",
+    store = Kernel("gradients.offload", "store", TaskKind.STORE, "optimizer", "update",
                  comm_bytes=sum(size[n] for n in old), dtype=old[0].dtype,
                  deps=list(dict.fromkeys(d for t in updates for d in t.deps)))  # fmt: skip
-    load = Task("parameters.reload", "load", Kind.LOAD, "optimizer", "update",
+    load = Kernel("parameters.reload", "load", TaskKind.LOAD, "optimizer", "update",
                 comm_bytes=sum(size[n] for n in new), dtype=new[0].dtype, deps=[store])  # fmt: skip
     gone = set(updates)
     rest = [t for t in tasks if t not in gone]

@@ -20,7 +20,15 @@ from stagewright.algebra.size import size
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.placement import Plan
-from stagewright.program.columns import COLLECTIVES, Int, Kind, Program, RankClass, Shape, Values
+from stagewright.program.columns import (
+    COLLECTIVES,
+    Int,
+    Program,
+    RankClass,
+    Shape,
+    TaskKind,
+    Values,
+)
 from stagewright.program.memory import at_peak
 from stagewright.run.expert_load import read_lines
 from stagewright.run.settings import Run
@@ -233,7 +241,7 @@ class _Growing:
         moves = tasks.collective[at] == COLLECTIVES.index("all_to_all")
         width = self.tasks["comm_bytes"][moves].sum(axis=1)
         size[at[moves]] = width * np.maximum(sent, most)[self.layer[moves]]
-        kernel = tasks.kind[at] == Kind.COMPUTE
+        kernel = tasks.kind[at] == TaskKind.COMPUTE
         # A launch without rows; ASTRA-sim hangs where nothing is to be gathered.
         new["traffic"][at[kernel]] = np.maximum(new["traffic"][at[kernel]], 1)
         size[at[~kernel]] = np.maximum(size[at[~kernel]], 1)

@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.graph.node import Graph, Node
 from stagewright.lower.assemble import lower
 from stagewright.lower.capacity import capacity
-from stagewright.lower.kernels import Extent, Task, bytes_of, carried, extent_of, handed_on
+from stagewright.lower.kernels import Extent, Kernel, bytes_of, carried, extent_of, handed_on
 from stagewright.lower.per_rank import place_along, shared
 from stagewright.lower.serving_memory import ServedFootprint, served_footprint, served_memory
 from stagewright.lower.stages import Placed
@@ -77,7 +77,7 @@ class _Step:
     order: Order
     places: Sequence[Sequence[tuple[Kind, int]]]
     graphs: Mapping[Kind, Graph]
-    tasks: dict[Kind, Sequence[Task]] = field(default_factory=dict[Kind, Sequence[Task]])
+    tasks: dict[Kind, Sequence[Kernel]] = field(default_factory=dict[Kind, Sequence[Kernel]])
     footprints: dict[tuple[int, ...], dict[Kind, ServedFootprint]] = field(
         default_factory=dict[tuple[int, ...], dict[Kind, ServedFootprint]]
     )

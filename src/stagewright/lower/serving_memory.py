@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from stagewright.graph.node import Graph, Node
-from stagewright.lower.kernels import Extent, Task, bytes_of, carried
+from stagewright.lower.kernels import Extent, Kernel, bytes_of, carried
 
 
 class ServedFootprint(NamedTuple):
@@ -21,7 +21,7 @@ class ServedFootprint(NamedTuple):
     peak: int  # most that lives besides
 
 
-def served_footprint(graph: Graph, tasks: Sequence[Task], extent: Extent) -> ServedFootprint:
+def served_footprint(graph: Graph, tasks: Sequence[Kernel], extent: Extent) -> ServedFootprint:
     """What a block needs in inference."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
@@ -51,7 +51,7 @@ def served_memory(microbatches: Sequence[Sequence[ServedFootprint]]) -> dict[str
 
 
 def _peak(
-    tasks: Sequence[Task], static: set[Node], before: set[Node], after: set[Node], extent: Extent
+    tasks: Sequence[Kernel], static: set[Node], before: set[Node], after: set[Node], extent: Extent
 ) -> int:
     """Most bytes alive while the tasks run; `before` live at the start, `after` are not freed."""
     last: dict[Node, int] = {}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from stagewright.algebra.layout import MIRROR
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.lower import buckets as units
-from stagewright.lower.kernels import STREAM, TIED, Carried, Task, interface
+from stagewright.lower.kernels import STREAM, TIED, Kernel, LiveValue, interface
 from stagewright.lower.kernels import Dependency as Need
 from stagewright.lower.lifetimes import (
     BUFFERS,
@@ -33,7 +33,15 @@ from stagewright.lower.lifetimes import (
     root,
     stays,
 )
-from stagewright.program.columns import COLLECTIVES, PHASES, Communicator, Int, Kind, Peer, Shape
+from stagewright.program.columns import (
+    COLLECTIVES,
+    PHASES,
+    Communicator,
+    Int,
+    Peer,
+    Shape,
+    TaskKind,
+)
 from stagewright.schedule.actions import Place
 
 DTYPES = tuple(BYTES)
@@ -61,13 +69,13 @@ class LoweredBlock:
     """A block as tasks, with the graph they came from."""
 
     graph: Graph
-    tasks: Sequence[Task]
-    makes: Mapping[Carried, Need | None]  # who makes what the block hands on
-    made: Mapping[Carried, Node]  # and which values these are
+    tasks: Sequence[Kernel]
+    makes: Mapping[LiveValue, Need | None]  # who makes what the block hands on
+    made: Mapping[LiveValue, Node]  # and which values these are
     wants: Mapping[str, tuple[int, str]]  # of values handed to it, bytes and dtype on one rank
-    weight: frozenset[Task]  # the second half of a backward that is split
+    weight: frozenset[Kernel]  # the second half of a backward that is split
     size: Mapping[Node, int]  # bytes of one rank
-    uses: Mapping[Task, Use]
+    uses: Mapping[Kernel, Use]
     stays: Mapping[str, int]  # bytes that are there all the time, by category
     offloaded: frozenset[Node] = frozenset()  # on the host between forward and backward
     gradients: Gradients = BUFFERS
@@ -80,7 +88,7 @@ class LoweredBlock:
         return frozenset(str(n["tied"]) for n in copies)
 
 
-def weight_half(tasks: Sequence[Task], handed: Sequence[Need | None]) -> frozenset[Task]:
+def weight_half(tasks: Sequence[Kernel], handed: Sequence[Need | None]) -> frozenset[Kernel]:
     """The tasks of a block's backward that only gradients of weights need.
 
     `handed` make the gradients that the block hands on.
@@ -90,13 +98,13 @@ def weight_half(tasks: Sequence[Task], handed: Sequence[Need | None]) -> frozens
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]
-    stack += [t for t in handed if isinstance(t, Task)]
-    first: set[Task] = set()
+    stack += [t for t in handed if isinstance(t, Kernel)]
+    first: set[Kernel] = set()
     while stack:
         t = stack.pop()
         if t not in first:
             first.add(t)
-            stack += (d for d in t.deps if isinstance(d, Task))
+            stack += (d for d in t.deps if isinstance(d, Kernel))
             stack += [t.twin] if t.twin else []  # what another rank waits for in this half
     return frozenset(t for t in tasks if t.part in _BACKWARD_PARTS and t not in first)
 
@@ -172,9 +180,9 @@ class Tables:
     communicators: Numbers[Communicator] = field(default_factory=Numbers[Communicator])
     peers: Numbers[Peer] = field(default_factory=Numbers[Peer])
 
-    def slot(self, t: Task) -> int:
+    def slot(self, t: Kernel) -> int:
         """Whom a task talks to."""
-        if t.kind == Kind.COLLECTIVE:
+        if t.kind == TaskKind.COLLECTIVE:
             # Of two pipeline ranks, the replicas are all.
             pairs = "pp" if self.pipeline_ranks == 2 else MIRROR
             who = Communicator(tuple(sorted(pairs if a == MIRROR else a for a in t.axes)))
@@ -183,7 +191,7 @@ class Tables:
                 only = only if len(only) < self.pipeline_ranks else None
                 who = Communicator(("pp",), only)
             return self.communicators(who)
-        if t.kind in (Kind.SEND, Kind.RECV):
+        if t.kind in (TaskKind.SEND, TaskKind.RECV):
             return self.peers(Peer(t.axes[0], t.shift))
         return -1
 
@@ -214,9 +222,9 @@ class Builder:
         self.rows: list[tuple[int, ...]] = []
         self.deps: list[Dependency] = []
 
-    def add(self, t: Task, label: str, layer: int, stage: int, tag: int = -1) -> int:
+    def add(self, t: Kernel, label: str, layer: int, stage: int, tag: int = -1) -> int:
         """One row; the microbatch is filled in later. `tag` numbers the messages of an action."""
-        collective = COLLECTIVES.index(t.op) if t.kind == Kind.COLLECTIVE else -1
+        collective = COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1
         name = f"{label}.{t.name}" if label else t.name
         self.rows.append(
             (t.kind, self.tables.names(name), self.tables.ops(t.op), PHASES.index(t.phase), stage,
@@ -235,8 +243,8 @@ class Builder:
         place = np.arange(len(table))
         kind = columns["kind"]
         inside = deps[(deps[:, 1] == here[0]) & (deps[:, 2] == here[1])]
-        arrivals = inside[kind[inside[:, 3]] != Kind.COMPUTE, 0]
-        waits = np.isin(place, arrivals) & (kind == Kind.COMPUTE)
+        arrivals = inside[kind[inside[:, 3]] != TaskKind.COMPUTE, 0]
+        waits = np.isin(place, arrivals) & (kind == TaskKind.COMPUTE)
         row, whose, stage, at = deps.T
         flags = np.isin(place, once), np.isin(place, weight), waits
         return Rows(columns, row, whose, stage, at, *flags)
@@ -265,7 +273,7 @@ class Stage:
         unit = frozenset(i for i, p in enumerate(blocks) if p.block.root)
         self.unit = unit if len(unit) > 1 else frozenset[int]()  # blocks that gather together
         # per block: task -> (whose, place)
-        self.where: list[dict[Task, tuple[int, int]]] = [{} for _ in blocks]
+        self.where: list[dict[Kernel, tuple[int, int]]] = [{} for _ in blocks]
         self.parts = [_by_part(p.block.tasks) for p in blocks]
         self.here: Mapping[int, Stage] = {self.stage: self}
         self.values = [
@@ -274,7 +282,7 @@ class Stage:
             for what, size in p.block.stays.items()
         ]
         self.held: list[dict[Node, Value]] = [{} for _ in blocks]  # per block, by their root
-        self.messages: dict[Carried, Value] = {}  # what arrives from other ranks
+        self.messages: dict[LiveValue, Value] = {}  # what arrives from other ranks
         self.sent: list[Value] = []  # gradients that unit `sender` has reduced
         self.sender = -1
         self.reloads: dict[int, Value] = {}  # per block, what comes back from the host
@@ -294,26 +302,26 @@ class Stage:
         weight: list[int] = []
         # The messages of an action have numbers: first what stages hand on.
         message = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
-        numbers: dict[tuple[int, Task], int] = {}
+        numbers: dict[tuple[int, Kernel], int] = {}
         last_row: dict[int, int] = {}  # of each block
         source, target = (self.place.before, self.place.after)[:: 1 if forward else -1]
         incoming, outgoing = (self.arriving, self.leaving)[:: 1 if forward else -1]
         if source is not None and source != self.place.rank:
             for nth, value in enumerate(incoming):
-                t = self._message(Kind.RECV, source, forward, value)
+                t = self._message(TaskKind.RECV, source, forward, value)
                 row = b.add(t, "", -1, self.stage, tag=nth)
                 name = t.name.removesuffix("recv") + "received"
                 size = t.comm_bytes * max(1, self.tables.caches)
                 fixed = bool(self.tables.caches)
                 arrived = Value(name, -1, t.phase, "communication", size, fixed=fixed)
                 arrived.touch((whose, self.stage, row), t.phase)
-                self.messages[Carried(value.name, not forward)] = arrived
+                self.messages[LiveValue(value.name, not forward)] = arrived
                 self.values.append(arrived)
 
         for group in self._groups(ahead, main, forward):
             t, (i, _) = units.joined(group), group[0]
             pair = i, t.twin or t
-            if t.kind in (Kind.SEND, Kind.RECV) and pair not in numbers:
+            if t.kind in (TaskKind.SEND, TaskKind.RECV) and pair not in numbers:
                 message += 1  # of either end, the one that stands first
                 numbers[pair] = message
             together = len(group) > 1
@@ -339,8 +347,8 @@ class Stage:
             self._drop(last_row)
         if target is not None and target != self.place.rank:
             for nth, value in enumerate(outgoing):
-                handed = Carried(value.name, not forward)
-                t = self._message(Kind.SEND, target, forward, value)
+                handed = LiveValue(value.name, not forward)
+                t = self._message(TaskKind.SEND, target, forward, value)
                 row = b.add(t, "", -1, self.stage, tag=nth)
                 found = self.handed(row, handed, here)
                 b.deps += [found] if found is not None else []
@@ -366,11 +374,11 @@ class Stage:
         else:
             self.backward = rows
 
-    def handed(self, row: int, c: Carried, here: Mapping[int, Stage]) -> Dependency | None:
+    def handed(self, row: int, c: LiveValue, here: Mapping[int, Stage]) -> Dependency | None:
         """A dependency of a row on what the stage hands on: forward, or a gradient back."""
         return self._arriving(row, -1 if c.gradient else len(self.blocks), c, here)
 
-    def touch(self, i: int, t: Task, at: Touch) -> None:
+    def touch(self, i: int, t: Kernel, at: Touch) -> None:
         """Note what a task of block `i` makes and reads, `at` its row."""
         placed, held = self.blocks[i], self.held[i]
         block, layer, _ = placed
@@ -387,7 +395,7 @@ class Stage:
             v = Value(_name(placed, f"{t.name}.temporary"), layer, t.phase, "workspace", scratch)
             v.touch(at, t.phase)
             self.values.append(v)
-        if t.kind == Kind.LOAD and t.part != "update":
+        if t.kind == TaskKind.LOAD and t.part != "update":
             v = Value(_name(placed, t.name), layer, t.phase, "activations", t.comm_bytes)
             v.touch(at, t.phase)
             self.values.append(v)
@@ -401,12 +409,12 @@ class Stage:
                 v.touch(at, t.phase)
                 if gradients and v.category == "workspace":
                     v.category = "communication"
-                elif t.kind == Kind.STORE and v.category == "workspace":
+                elif t.kind == TaskKind.STORE and v.category == "workspace":
                     v.category = "activations"
 
-    def _hold(self, i: int, t: Task, whose: int) -> None:
+    def _hold(self, i: int, t: Kernel, whose: int) -> None:
         """What one unit of FSDP2 has reduced stays until the next unit reduces."""
-        mine = [self.where[i][d][1] for d in t.deps if isinstance(d, Task) and d.op == "cast"]
+        mine = [self.where[i][d][1] for d in t.deps if isinstance(d, Kernel) and d.op == "cast"]
         before = whose, self.stage, min([*mine, self.where[i][t][1]]) - 1
         for v in self.sent if self.sender != i else ():
             v.touches.append(before)
@@ -429,7 +437,7 @@ class Stage:
                     begins[i] = min(row, begins.get(i, row))
                 elif of == whose and t.part == _GATHERS[whose]:
                     ahead.add(row)
-                    if t.kind == Kind.COLLECTIVE:
+                    if t.kind == TaskKind.COLLECTIVE:
                         new = self.blocks[i].block.uses[t].new
                         moved[i] = moved.get(i, 0) + sum(value.size for value in new)
         quiet = [row for row in every if row not in ahead]
@@ -473,7 +481,7 @@ class Stage:
             if v.category == "activations" and at[2] >= 0:
                 v.touches.append(at)
         for value in self.arriving:
-            given = self._handed_value(Carried(value.name, True))
+            given = self._handed_value(LiveValue(value.name, True))
             if given is not None:
                 given.lasts_halved = True
 
@@ -526,12 +534,12 @@ class Stage:
         self.values.append(v)
         return v
 
-    def _maker(self, i: int, c: Carried) -> int | None:
+    def _maker(self, i: int, c: LiveValue) -> int | None:
         """The block of this stage that makes what block `i` is handed: the nearest that does."""
         ahead = range(i + 1, len(self.blocks)) if c.gradient else range(i - 1, -1, -1)
         return next((j for j in ahead if c in self.blocks[j].block.makes), None)
 
-    def _carried(self, i: int, c: Carried) -> Value | None:
+    def _carried(self, i: int, c: LiveValue) -> Value | None:
         """What holds a value that block `i` is handed."""
         maker = self._maker(i, c)
         if maker is not None:
@@ -541,50 +549,50 @@ class Stage:
         other = self._beside(c)
         return other._handed_value(c) if other else None
 
-    def _handed_value(self, c: Carried) -> Value | None:
+    def _handed_value(self, c: LiveValue) -> Value | None:
         """What holds a value that the stage hands on."""
         return self._carried(-1 if c.gradient else len(self.blocks), c)
 
-    def _beside(self, c: Carried) -> Stage | None:
+    def _beside(self, c: LiveValue) -> Stage | None:
         """The stage on this rank that a value comes from."""
         return self.here.get(self.stage + (1 if c.gradient else -1))
 
     def _outputs(self) -> list[Value]:
         """What the stage's model returns: what it sends on, or of the last, not yet the loss."""
         if self.place.after is not None:
-            found = [self._handed_value(Carried(value.name)) for value in self.leaving]
+            found = [self._handed_value(LiveValue(value.name)) for value in self.leaving]
             return [v for v in found if v is not None]
         last = len(self.blocks) - 1
         graph = self.blocks[last].block.graph
         logits = [n for n in graph if _is_logits(n)]
         return [v for n in logits if (v := self.value(last, n)) is not None]
 
-    def from_step(self, row: int, i: int, d: Task) -> Dependency:
+    def from_step(self, row: int, i: int, d: Kernel) -> Dependency:
         """A dependency of row `row` after all actions on a task of block `i`."""
         whose, place = self.where[i][d]
         return row, FIRST if whose == FORWARD else LAST, self.stage, place
 
-    def _message(self, kind: Kind, other: int, forward: bool, value: Crossing) -> Task:
+    def _message(self, kind: TaskKind, other: int, forward: bool, value: Crossing) -> Kernel:
         """One end of a message between stages: a value, or its gradient."""
         phase = "forward" if forward else "backward"
-        op = "send" if kind == Kind.SEND else "recv"
+        op = "send" if kind == TaskKind.SEND else "recv"
         ranks = self.tables.pipeline_ranks
         shift = (other - self.place.rank) % ranks
         shift -= ranks if shift > ranks // 2 else 0
         which = "" if value.name == STREAM else f"{value.name}."
-        return Task(
+        return Kernel(
             f"{phase}.{which}{op}", op, kind, phase, phase,
             axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
     def _resolve(self, row: int, i: int, d: Need, here: Mapping[int, Stage]) -> Dependency | None:
         """A dependency of a row of block `i`."""
-        if isinstance(d, Carried):
+        if isinstance(d, LiveValue):
             return self._arriving(row, i, d, here)
         return self._value(row, i, d, here)
 
     def _arriving(
-        self, row: int, i: int, c: Carried, here: Mapping[int, Stage]
+        self, row: int, i: int, c: LiveValue, here: Mapping[int, Stage]
     ) -> Dependency | None:
         """What block `i` is handed: of this stage, from another rank or a stage beside it."""
         maker = self._maker(i, c)
@@ -602,7 +610,7 @@ class Stage:
     def _value(
         self, row: int, i: int, d: Need | None, here: Mapping[int, Stage]
     ) -> Dependency | None:
-        if isinstance(d, Carried):  # the value passes through the block
+        if isinstance(d, LiveValue):  # the value passes through the block
             return self._resolve(row, i, d, here)
         if d is None:
             return None
@@ -619,8 +627,8 @@ def _is_logits(n: Node) -> bool:
     return n.name == "logits" and n.op == "einsum"
 
 
-def _by_part(tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    result: dict[str, list[Task]] = {}
+def _by_part(tasks: Sequence[Kernel]) -> dict[str, list[Kernel]]:
+    result: dict[str, list[Kernel]] = {}
     for t in tasks:
         result.setdefault(t.part, []).append(t)
     return result

@@ -25,7 +25,7 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
-class Kind(IntEnum):
+class TaskKind(IntEnum):
     """What a task does: computes, or moves bytes between ranks, or to and from the host."""
 
     COMPUTE = 0
@@ -107,7 +107,7 @@ class Tasks:
     wait for so that the schedule holds: one compute stream, one or several communication streams).
     """
 
-    kind: NDArray[np.uint8]  # Kind
+    kind: NDArray[np.uint8]  # TaskKind
     name: NDArray[np.int32]  # index into names
     op: NDArray[np.int32]  # index into ops
     phase: NDArray[np.uint8]  # index into PHASES
@@ -219,7 +219,7 @@ class RankClass:
     @property
     def users(self) -> Users:
         """Its ranks and what they communicate on."""
-        slots = np.unique(self.tasks.slot[self.tasks.kind == Kind.COLLECTIVE])
+        slots = np.unique(self.tasks.slot[self.tasks.kind == TaskKind.COLLECTIVE])
         return Users(self.ranks, tuple(slots.tolist()))
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import UserError, either
-from stagewright.program.columns import COLLECTIVES, Int, Kind, Program, RankClass
+from stagewright.program.columns import COLLECTIVES, Int, Program, RankClass, TaskKind
 from stagewright.run.settings import Run
 from stagewright.time import network
 from stagewright.time.hardware import resolve
@@ -413,7 +413,7 @@ def task_seconds(program: Program, system: AstraSim) -> list[Seconds]:
 def _class_seconds(of: RankClass, system: AstraSim, groups: list[Int], peers: list[Int]) -> Seconds:
     tasks = of.tasks
     ns = np.zeros(len(tasks), dtype=np.int64)
-    kernel = tasks.kind == Kind.COMPUTE
+    kernel = tasks.kind == TaskKind.COMPUTE
     ns[kernel] = system.kernel_ns(tasks.flops[kernel], tasks.traffic[kernel])
     rows = np.flatnonzero(~kernel)
     columns = (tasks.kind, tasks.collective, tasks.slot, tasks.comm_bytes)
@@ -421,18 +421,18 @@ def _class_seconds(of: RankClass, system: AstraSim, groups: list[Int], peers: li
     found, which = np.unique(table, axis=0, return_inverse=True)
     each: list[int] = []
     for kind, collective, slot, size in ((int(x) for x in row) for row in found):
-        if kind == Kind.COLLECTIVE:
+        if kind == TaskKind.COLLECTIVE:
             ids = groups[slot]
             ranks = np.flatnonzero(np.isin(ids, ids[of.ranks]))
             ranks = ranks[np.argsort(ids[ranks], kind="stable")]
             members = ranks.reshape(len(np.unique(ids[of.ranks])), -1)
             each.append(system.collective_ns(COLLECTIVES[collective], size, members))
-        elif kind in (Kind.LOAD, Kind.STORE):
+        elif kind in (TaskKind.LOAD, TaskKind.STORE):
             raise UserError(
                 "copies to the host are remote memory in ASTRA-sim, whose configuration is not "
                 "read here; drop cpu_offloading_num_layers and optimizer_cpu_offload"
             )
-        elif kind == Kind.SEND:
+        elif kind == TaskKind.SEND:
             each.append(system.message_ns(size, of.ranks, peers[slot][of.ranks]))
         else:
             each.append(system.message_ns(size, peers[slot][of.ranks], of.ranks))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.time.fused_products import as_one
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import (
@@ -108,7 +108,7 @@ class _Lying:
 def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None) -> Seconds:
     tasks, machine = which.tasks, lying.machine
     seconds = np.zeros(len(tasks))
-    computes = tasks.kind == Kind.COMPUTE
+    computes = tasks.kind == TaskKind.COMPUTE
     columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
     rows, back = _unique(columns, computes)
     seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
@@ -116,7 +116,7 @@ def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None
     if tasks.duration is not None:  # what was measured wins
         seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
 
-    moves = tasks.kind == Kind.COLLECTIVE
+    moves = tasks.kind == TaskKind.COLLECTIVE
     rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
     lies = {int(s): lying.placements(int(s), which) for s in np.unique(tasks.slot[moves])}
 
@@ -129,11 +129,11 @@ def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None
     each = [max(moved(int(i), group) for group in lies[int(tasks.slot[i])]) for i in rows]
     seconds[moves] = np.array(each)[back] if each else 0.0
 
-    copies = (tasks.kind == Kind.LOAD) | (tasks.kind == Kind.STORE)
+    copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
     to_host = machine.hardware.host_bandwidth_gb_s * 1e9
     seconds = np.where(copies, tasks.comm_bytes / to_host, seconds)
 
-    messages = (tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)
+    messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
     rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
     levels = {int(s): lying.level(int(s), which) for s in np.unique(tasks.slot[messages])}
     each = [

@@ -26,7 +26,7 @@ import numpy as np
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import Int, Kind, Program, Shape, Tasks
+from stagewright.program.columns import Int, Program, Shape, TaskKind, Tasks
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
 TOLD = ("count", "flops", "bytes")
@@ -173,7 +173,7 @@ def to_csv(program: Program) -> str:
 
 def _distinct(tasks: Tasks) -> list[tuple[tuple[int, int], int, int]]:
     """Shape and data type of kernels, the first row of each, and how many there are."""
-    where = np.flatnonzero((tasks.kind == Kind.COMPUTE) & (tasks.shape >= 0))
+    where = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.shape >= 0))
     keys = tasks.shape[where].astype(np.int64) * len(tasks.dtypes) + tasks.dtype[where]
     unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
     return [
@@ -198,7 +198,7 @@ def measured(program: Program, table: Durations) -> tuple[Program, Matched]:
             if not nanoseconds:
                 name = f"{tasks.shapes[shape]} {tasks.dtypes[dtype]}"
                 missing[name] = missing.get(name, 0) + count
-        duration: Int = here[tasks.shape, tasks.dtype] * (tasks.kind == Kind.COMPUTE)
+        duration: Int = here[tasks.shape, tasks.dtype] * (tasks.kind == TaskKind.COMPUTE)
         classes[i] = dataclasses.replace(of, tasks=dataclasses.replace(tasks, duration=duration))
     order = tuple(sorted(missing.items(), key=lambda x: (-x[1], x[0])))
     return dataclasses.replace(program, classes=tuple(classes)), Matched(total, known, order)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Int, Program, TaskKind, Tasks
 from stagewright.time.fused_products import products, seconds_of
 from stagewright.time.hardware import Hardware
 
@@ -72,7 +72,7 @@ def _beside(program: Program, tasks: Tasks) -> _Beside:
     of = [program.mesh.label(c.axes) == "tp" for c in program.communicators]
     sizes = [program.mesh.size(*c.axes) for c in program.communicators]
     ranks = np.where(of, sizes, 1) if of else np.ones(1, np.int64)
-    chosen = (tasks.kind == Kind.COLLECTIVE) & (tasks.layer >= 0)
+    chosen = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.layer >= 0)
     ranks = np.where(chosen, ranks[np.where(chosen, tasks.slot, 0)], 1)  # by task
     chosen &= ranks > 1
     gathers = chosen & (tasks.collective == COLLECTIVES.index("all_gather"))

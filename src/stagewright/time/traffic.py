@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.program.columns import COLLECTIVES, Int, Kind, Program
+from stagewright.program.columns import COLLECTIVES, Int, Program, TaskKind
 
 MOST = 64
 """Rows of a matrix."""
@@ -41,7 +41,10 @@ def axes(program: Program) -> list[str]:
     sums: dict[str, float] = defaultdict(float)
     for of in program.classes:
         tasks = of.tasks
-        for kind, names in ((Kind.COLLECTIVE, _groups(program)), (Kind.SEND, _peers(program))):
+        for kind, names in (
+            (TaskKind.COLLECTIVE, _groups(program)),
+            (TaskKind.SEND, _peers(program)),
+        ):
             for slot, axis in enumerate(names):
                 mine = (tasks.kind == kind) & (tasks.slot == slot)
                 sums[axis] += float(tasks.comm_bytes[mine].sum()) * len(of.ranks)
@@ -100,7 +103,7 @@ def _add_groups(found: NDArray[np.float64], program: Program, slot: int, of_rank
     sent = np.zeros(len(ids))  # to each other member of the group
     for of in program.classes:
         tasks = of.tasks
-        mine = (tasks.kind == Kind.COLLECTIVE) & (tasks.slot == slot)
+        mine = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
         for number, kind in enumerate(COLLECTIVES):
             size = float(tasks.local_bytes[mine & (tasks.collective == number)].sum(dtype=float))
             if size:
@@ -129,7 +132,7 @@ def _add_groups(found: NDArray[np.float64], program: Program, slot: int, of_rank
 def _add_messages(found: NDArray[np.float64], program: Program, slot: int, of_rank: Int) -> None:
     for of in program.classes:
         tasks = of.tasks
-        mine = (tasks.kind == Kind.SEND) & (tasks.slot == slot)
+        mine = (tasks.kind == TaskKind.SEND) & (tasks.slot == slot)
         size = float(tasks.comm_bytes[mine].sum(dtype=float))
         if size:
             peers = program.peer_of(slot, of.ranks)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright import __version__
-from stagewright.program.columns import Int, Kind, Program, among
+from stagewright.program.columns import Int, Program, TaskKind, among
 from stagewright.trace.storage import Written
 
 MANIFEST = "manifest.json"
@@ -153,7 +153,7 @@ def counts(program: Program, ranks: Int) -> list[dict[str, object]]:
         {
             "pipeline_rank": of.pipeline_rank,
             "files": len(among(of.ranks, ranks)),
-            **{kind.name.lower(): int((of.tasks.kind == kind).sum()) for kind in Kind},
+            **{kind.name.lower(): int((of.tasks.kind == kind).sum()) for kind in TaskKind},
         }
         for of in program.classes
     ]

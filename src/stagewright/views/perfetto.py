@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.files import whole
-from stagewright.program.columns import CATEGORIES, PHASES, Int, Kind
+from stagewright.program.columns import CATEGORIES, PHASES, Int, TaskKind
 from stagewright.time.simulate.issue import axis_of, streams_of
 from stagewright.time.simulate.memory import held
 from stagewright.time.simulate.timeline import Lane, Timeline
@@ -79,15 +79,15 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
         mine = (lane.kind == kind) & (slots == slot)
         mine &= tasks.collective[lane.issue.rows] == collective
         for tid in np.unique(thread[mine]):
-            if line.how.streams == "one" and kind != Kind.RECV:
+            if line.how.streams == "one" and kind != TaskKind.RECV:
                 names[int(tid)] = "communication"
-            elif kind in (Kind.LOAD, Kind.STORE):
-                names[int(tid)] = "to the host" if kind == Kind.STORE else "from the host"
-            elif kind == Kind.COLLECTIVE:
+            elif kind in (TaskKind.LOAD, TaskKind.STORE):
+                names[int(tid)] = "to the host" if kind == TaskKind.STORE else "from the host"
+            elif kind == TaskKind.COLLECTIVE:
                 names.setdefault(int(tid), axis)
             else:
                 shift = line.program.peers[slot].shift
-                what = "send to" if kind == Kind.SEND else "receive from"
+                what = "send to" if kind == TaskKind.SEND else "receive from"
                 names[int(tid)] = f"{axis}: {what} {shift:+d}"
     return dict(sorted(names.items()))
 
@@ -96,7 +96,7 @@ def _thread(line: Timeline, lane: Lane) -> Int:
     """The thread of each place: streams in order, then receives by peer."""
     slot = lane.of.tasks.slot[lane.issue.rows].astype(np.int64)
     receives = _KERNELS + streams_of(line.program) + slot
-    return np.where(lane.kind == Kind.RECV, receives, lane.issue.stream + _KERNELS)
+    return np.where(lane.kind == TaskKind.RECV, receives, lane.issue.stream + _KERNELS)
 
 
 def _nanoseconds(ticks: Int) -> Int:
@@ -143,15 +143,15 @@ def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[st
     for row in zip(*(column.tolist() for column in columns), strict=True):
         kind, tid, begin, end, number, name, phase, microbatch, flops, size = row
         where = f'"pid":{nth},"tid":{tid}'
-        work = f'"flops":{flops},' if kind == Kind.COMPUTE else ""
+        work = f'"flops":{flops},' if kind == TaskKind.COMPUTE else ""
         yield (
             f'{{"ph":"X",{where},"ts":{_micro(begin)},"dur":{_micro(end - begin)},'
             f'"name":{head[name]},"cat":"{PHASES[phase]}",'
             f'"args":{{"microbatch":{microbatch},{work}"bytes":{size}}}}}'
         )
         if number >= 0 and end > begin:
-            way = '"ph":"s"' if kind == Kind.SEND else '"ph":"f","bp":"e"'
-            at = begin if kind == Kind.SEND else end - 1
+            way = '"ph":"s"' if kind == TaskKind.SEND else '"ph":"f","bp":"e"'
+            at = begin if kind == TaskKind.SEND else end - 1
             yield (
                 f'{{{way},{where},"ts":{_micro(at)},"id":{number},'
                 '"name":"message","cat":"message"}'

@@ -47,9 +47,9 @@ from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
     Int,
-    Kind,
     Program,
     RankClass,
+    TaskKind,
     Tasks,
 )
 from stagewright.run import lengths as batch
@@ -156,8 +156,8 @@ def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
             phase: total(tasks.flops[tasks.phase == index]) for index, phase in enumerate(PHASES)
         },
         "collectives": _collectives(program, tasks),
-        "sends": _exchanges(program, tasks, Kind.SEND),
-        "receives": _exchanges(program, tasks, Kind.RECV),
+        "sends": _exchanges(program, tasks, TaskKind.SEND),
+        "receives": _exchanges(program, tasks, TaskKind.RECV),
         **_copies(tasks),
         "memory": {category: int(size) for category, size in of.memory.items()},
         **_over_time(of),
@@ -193,7 +193,7 @@ def _over_time(of: RankClass) -> dict[str, Any]:
 
 
 def _collectives(program: Program, tasks: Tasks) -> list[dict[str, Any]]:
-    rows = np.flatnonzero(tasks.kind == Kind.COLLECTIVE)
+    rows = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
     keys = (tasks.phase, tasks.collective, tasks.slot, tasks.dtype)
     found: list[dict[str, Any]] = []
     for (phase, kind, slot, dtype), count, size in _grouped(rows, keys, tasks.local_bytes):
@@ -214,7 +214,7 @@ def _collectives(program: Program, tasks: Tasks) -> list[dict[str, Any]]:
 
 def _copies(tasks: Tasks) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, kind in (("stores", Kind.STORE), ("loads", Kind.LOAD)):
+    for name, kind in (("stores", TaskKind.STORE), ("loads", TaskKind.LOAD)):
         rows = np.flatnonzero(tasks.kind == kind)
         if len(rows):
             found[name] = [
@@ -224,7 +224,7 @@ def _copies(tasks: Tasks) -> dict[str, Any]:
     return found
 
 
-def _exchanges(program: Program, tasks: Tasks, kind: Kind) -> list[dict[str, Any]]:
+def _exchanges(program: Program, tasks: Tasks, kind: TaskKind) -> list[dict[str, Any]]:
     rows = np.flatnonzero(tasks.kind == kind)
     # Peers of one axis (the next and the previous rank) are one line of a report.
     axes = sorted({peer.axis for peer in program.peers})

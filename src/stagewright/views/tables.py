@@ -15,7 +15,7 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.numbers import quantity, spans
-from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, RankClass
+from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind
 from stagewright.texttable import Table
 
 if TYPE_CHECKING:
@@ -96,8 +96,11 @@ def _tasks(title: str, program: Program, of: RankClass) -> Table:
     t = of.tasks
     groups = np.array([*map(program.label_of, range(len(program.communicators))), ""])
     peers = np.array([*(f"{axis} {shift:+d}" for axis, shift in program.peers), ""])
-    collective, message = t.kind == Kind.COLLECTIVE, np.isin(t.kind, (Kind.SEND, Kind.RECV))
-    kinds = np.array([kind.name.lower() for kind in Kind])[t.kind]
+    collective, message = (
+        t.kind == TaskKind.COLLECTIVE,
+        np.isin(t.kind, (TaskKind.SEND, TaskKind.RECV)),
+    )
+    kinds = np.array([kind.name.lower() for kind in TaskKind])[t.kind]
     group = groups[np.where(collective, t.slot, -1)]
     columns = {
         "task": np.arange(len(t)),

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.check.files.graph import Graph, Int
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 
 
 class Events(NamedTuple):
     """Collectives, sends and receives of a rank."""
 
     row: Int  # which node, or task
-    kind: Int  # Kind
+    kind: Int  # TaskKind
     op: Int  # COLLECTIVE: index into `et_def.COMM_TYPES`; else -1
     size: Int  # bytes
     tag: Int  # SEND, RECV; else -1
@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
     """Events in an order that the dependencies allow, receives as late as they do."""
 
     events: Events
-    slot_kind: NDArray[np.uint8]  # Kind
+    slot_kind: NDArray[np.uint8]  # TaskKind
     partner: Int  # by slot: id of a group (0: all ranks), or a rank
     loose: frozenset[int]  # slots of groups whose collectives can come in another order
     breaks: Breaks
@@ -70,7 +70,7 @@ def arranged(
     `slotted`: rows that take turns: collectives, sends, memory nodes. Unless `exact`, only those
     that need the one before directly count as ordered.
     """
-    key = graph.late(order, events.row[events.kind == Kind.RECV])
+    key = graph.late(order, events.row[events.kind == TaskKind.RECV])
     events = events.at(np.argsort(key[events.row], kind="stable"))
     chain = slotted[np.argsort(key[slotted])]
     gaps = graph.unordered(order, chain) if exact else graph.unlinked(chain)
@@ -78,7 +78,7 @@ def arranged(
         return events, frozenset(), Breaks(0)
     loose = [
         slot
-        for slot in np.unique(events.slot[events.kind == Kind.COLLECTIVE]).tolist()
+        for slot in np.unique(events.slot[events.kind == TaskKind.COLLECTIVE]).tolist()
         if len(graph.unordered(order, events.row[events.slot == slot]))
     ]
     first = Breaks(len(gaps), int(chain[gaps[0] - 1]), int(chain[gaps[0]]))

@@ -15,7 +15,7 @@ from stagewright.check.files.rules import group_id
 from stagewright.check.files.world import World
 from stagewright.errors import UserError
 from stagewright.files import from_json, read_bytes
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.trace.manifest import GROUPS
 
 MOST_JSON = 1 << 24  # bytes of a file of groups, or a manifest, and so many more per rank:
@@ -79,7 +79,7 @@ def _ranks(members: Any) -> list[int] | None:
 
 def check_ids(world: World, groups: Mapping[int, Int]) -> None:
     """ASTRA-sim confuses groups of equal id modulo 500 if they share two ranks."""
-    used = np.unique(world.pairs(Kind.COLLECTIVE)[1])
+    used = np.unique(world.pairs(TaskKind.COLLECTIVE)[1])
     unused = len(set(groups) - set(used.tolist())) if world.whole else 0
     if unused:
         world.findings.warn(

@@ -12,7 +12,7 @@ import numpy as np
 
 from stagewright.check.files.matching import check_world
 from stagewright.check.files.world import Match, Nodes, World
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 
 MOST_STEPS = 64  # of a story
 MOST_NODES = 20_000_000  # of a run rank by rank, in some 50 bytes each
@@ -120,9 +120,9 @@ class _Run:
         self.issued.add(event)
         meeting = int(self.match.barrier[event])
         kind = int(self.world.kind[event])
-        if kind == Kind.RECV:
+        if kind == TaskKind.RECV:
             self.receive(event)
-        elif kind == Kind.SEND or meeting < 0:
+        elif kind == TaskKind.SEND or meeting < 0:
             self.end(event)
             for recv in self.needed.get(event, ()):
                 if recv in self.issued:
@@ -164,7 +164,7 @@ class _Run:
             blocker = self.blocker(wanted) if wanted is not None else None
             if blocker is None or len(lines) == MOST_STEPS:
                 return "; ".join(lines)
-            sent = self.world.kind[event] == Kind.RECV
+            sent = self.world.kind[event] == TaskKind.RECV
             lines[-1] += f", which has not {'sent' if sent else 'reached'} it"
             rank, event = other, blocker
         circle = lines[seen[rank, event] :]
@@ -179,7 +179,7 @@ class _Run:
         world = self.world
         slot = int(world.slot[event])
         partner, label = world.partner(rank, slot), world.label(event)
-        if world.kind[event] == Kind.RECV:
+        if world.kind[event] == TaskKind.RECV:
             text = f"rank {rank} waits in recv from {partner} (tag {world.tag[event]}, {label})"
             there = int(world.part_of[partner]) if partner < world.size else -1
             sends = [send for send in self.needs.get(event, ()) if world.part(send) == there]
@@ -197,7 +197,7 @@ class _Run:
     def absent(self, group: int, event: int) -> tuple[int, int | None]:
         """A member that has not issued its part of a collective, and that part if there is one."""
         world, meeting = self.world, self.match.barrier[event]
-        ranks, groups, slots = world.pairs(Kind.COLLECTIVE)
+        ranks, groups, slots = world.pairs(TaskKind.COLLECTIVE)
         for member, slot in zip(ranks[groups == group], slots[groups == group], strict=True):
             events = world.of_slot[int(slot)]
             mine = [int(e) for e in events if self.match.barrier[e] == meeting]

@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.check.files.columns import Bool
 from stagewright.check.files.graph import Int
 from stagewright.check.files.world import Match, World
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 
 ALL = 0  # the group of all ranks
 
@@ -29,7 +29,7 @@ class _Members:
     """Which rank uses which group by which slot, by group."""
 
     def __init__(self, world: World) -> None:
-        rank, group, slot = world.pairs(Kind.COLLECTIVE)
+        rank, group, slot = world.pairs(TaskKind.COLLECTIVE)
         by_group = np.argsort(group, kind="stable")
         self.rank, self.group, self.slot = rank[by_group], group[by_group], slot[by_group]
         self.used, self.begin = np.unique(self.group, return_index=True)
@@ -119,7 +119,7 @@ def _sequences(world: World) -> tuple[Int, Int, Bool]:
     exact, anyhow = np.zeros(len(world.of_slot), np.int64), np.zeros(len(world.of_slot), np.int64)
     known: dict[bytes, int] = {}
     for nth, events in enumerate(world.of_slot):
-        if len(events) and world.kind[events[0]] == Kind.COLLECTIVE:
+        if len(events) and world.kind[events[0]] == TaskKind.COLLECTIVE:
             rows = np.stack([world.op[events], world.bytes[events]])
             exact[nth] = known.setdefault(rows.tobytes(), len(known))
             rows = rows[:, np.lexsort(rows)]
@@ -188,9 +188,11 @@ def _root(root: list[int], nth: int) -> int:
 
 def _check_messages(world: World) -> tuple[Int, Int]:
     """Sends and receives that meet."""
-    (sent, send_slot), (received, recv_slot) = (_ends(world, k) for k in (Kind.SEND, Kind.RECV))
-    _tell_lonely(world, sent, send_slot, received, Kind.SEND)
-    _tell_lonely(world, received, recv_slot, sent, Kind.RECV)
+    (sent, send_slot), (received, recv_slot) = (
+        _ends(world, k) for k in (TaskKind.SEND, TaskKind.RECV)
+    )
+    _tell_lonely(world, sent, send_slot, received, TaskKind.SEND)
+    _tell_lonely(world, received, recv_slot, sent, TaskKind.RECV)
     both = np.intersect1d(sent, received)
     faces = np.stack(
         [send_slot[np.searchsorted(sent, both)], recv_slot[np.searchsorted(received, both)]]
@@ -199,7 +201,7 @@ def _check_messages(world: World) -> tuple[Int, Int]:
     return _check_channels(world, channels, both[example])
 
 
-def _ends(world: World, kind: Kind) -> tuple[Int, Int]:
+def _ends(world: World, kind: TaskKind) -> tuple[Int, Int]:
     """From whom to whom, as one number each, ascending, and the slots of ranks that are there."""
     rank, partner, slot = world.pairs(kind)
 
@@ -211,14 +213,14 @@ def _ends(world: World, kind: Kind) -> tuple[Int, Int]:
     world.tell("no-rank", np.flatnonzero(~inside), text)
     inside[inside] = world.part_of[partner[inside]] >= 0
     rank, partner, slot = rank[inside], partner[inside], slot[inside]
-    ends = (rank, partner) if kind is Kind.SEND else (partner, rank)
+    ends = (rank, partner) if kind is TaskKind.SEND else (partner, rank)
     key = ends[0] * world.size + ends[1]
     order = np.argsort(key)
     return key[order], slot[order]
 
 
-def _tell_lonely(world: World, keys: Int, slot: Int, others: Int, kind: Kind) -> None:
-    sends = kind is Kind.SEND
+def _tell_lonely(world: World, keys: Int, slot: Int, others: Int, kind: TaskKind) -> None:
+    sends = kind is TaskKind.SEND
 
     def text(nth: int) -> str:
         source, target = divmod(int(keys[nth]), world.size)

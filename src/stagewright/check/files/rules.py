@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from stagewright.check.files.columns import BOOL, LARGEST, STRING, Bool, Int, Words
 from stagewright.check.files.findings import Level
 from stagewright.check.files.reader import Column
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.trace.formats import et_def
 
 MOST_TAG = 500_000_000  # ASTRA-sim takes tags modulo this
 
 INVALID, METADATA, LOAD, STORE, COMP, SEND, RECV, COLL = range(8)
-COMM = {COLL: Kind.COLLECTIVE, SEND: Kind.SEND, RECV: Kind.RECV}
+COMM = {COLL: TaskKind.COLLECTIVE, SEND: TaskKind.SEND, RECV: TaskKind.RECV}
 ALL_GATHER, BROADCAST = (et_def.COMM_TYPES.index(name) for name in ("ALL_GATHER", "BROADCAST"))
 SIMULATED = [
     et_def.COMM_TYPES.index(name)

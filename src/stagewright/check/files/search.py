@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.check.files.hang import Running, running
 from stagewright.check.files.matching import check_world
 from stagewright.check.files.world import Match, World
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 
 
 def search(world: World, tries: int) -> str | None:
@@ -62,7 +62,7 @@ class _Run:
         self.recv_of = dict(zip(send, recv, strict=True))
         self.queues = [[] for _ in self.ranks]
         self.turn = [None] * len(self.ranks)
-        groups, counts = np.unique(self.world.pairs(Kind.COLLECTIVE)[1], return_counts=True)
+        groups, counts = np.unique(self.world.pairs(TaskKind.COLLECTIVE)[1], return_counts=True)
         self.users = dict(zip(groups.tolist(), counts.tolist(), strict=True))
 
     def go(self) -> str | None:
@@ -80,7 +80,7 @@ class _Run:
     def get_ready(self, nth: int, row: int) -> None:
         """A row whose dependencies are done."""
         event = self.ranks[nth].event_of(row)
-        if event is not None and self.world.kind[event] == Kind.RECV:
+        if event is not None and self.world.kind[event] == TaskKind.RECV:
             self.posted.add(event)
             if self.send_of.get(event) in self.sent:
                 self.under_way.append((nth, row))
@@ -96,7 +96,7 @@ class _Run:
         _, row = heapq.heappop(self.queues[nth])
         self.turn[nth] = row
         event = self.ranks[nth].event_of(row)
-        if event is None or self.world.kind[event] == Kind.SEND:
+        if event is None or self.world.kind[event] == TaskKind.SEND:
             self.under_way.append((nth, row))
             return
         group = self.world.partner(self.rank(nth), int(self.world.slot[event]))
@@ -112,7 +112,7 @@ class _Run:
         """A row is over."""
         rank = self.ranks[nth]
         event = rank.event_of(row)
-        if event is not None and self.world.kind[event] == Kind.SEND:
+        if event is not None and self.world.kind[event] == TaskKind.SEND:
             self.sent.add(event)
             recv = self.recv_of.get(event)
             if recv is not None and recv in self.posted:
@@ -165,7 +165,7 @@ class _Run:
             if not self.alike(event, other):
                 there = self.rank(world.part(other))
                 return f"{text}, but rank {there} there begins {world.what(other)}", None
-        ranks, groups, _ = world.pairs(Kind.COLLECTIVE)
+        ranks, groups, _ = world.pairs(TaskKind.COLLECTIVE)
         came = {world.part(e) for e in here}
         members = (int(world.part_of[rank]) for rank in ranks[groups == group].tolist())
         absent = next(part for part in members if part not in came)

@@ -22,7 +22,7 @@ from stagewright.check.files.rank import Checked, check_trace
 from stagewright.check.files.reader import Block, Damaged, Reader
 from stagewright.check.files.rules import LOAD, STORE, group_id, label
 from stagewright.check.files.world import Nodes
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 
 MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
 MOST_KINDS = 8  # of the files that one call compares
@@ -147,14 +147,14 @@ class _Stamp:
             found = data[place]
             if (found != found[0]).any():
                 return None
-            if slot >= 0 and self.kind[slot] == Kind.COLLECTIVE:
+            if slot >= 0 and self.kind[slot] == TaskKind.COLLECTIVE:
                 value = group_id(bytes(found[0]).decode("latin-1"))
             else:
                 value = _number(bytes(found[0]))
             if value is None or (slot < 0 and value != rank):
                 return None
             if slot >= 0:
-                if self.kind[slot] != Kind.COLLECTIVE and value == rank:
+                if self.kind[slot] != TaskKind.COLLECTIVE and value == rank:
                     return None
                 partner[slot] = value
         return partner

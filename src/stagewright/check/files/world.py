@@ -22,7 +22,7 @@ from stagewright.check.files.columns import Bool
 from stagewright.check.files.exchange import Events, Exchange
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.graph import Graph, Int
-from stagewright.program.columns import Kind
+from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.et_def import COMM_TYPES
 
 
@@ -131,7 +131,7 @@ class World:
         part = int(self.part_of[rank])
         return int(self.parts[part].partner[self.row_of[rank], slot - self.first_slot[part]])
 
-    def pairs(self, kind: Kind) -> tuple[Int, Int, Int]:
+    def pairs(self, kind: TaskKind) -> tuple[Int, Int, Int]:
         """Every rank's slots of a kind: rank, partner, slot."""
         ranks: list[Int] = []
         partners: list[Int] = []
@@ -151,13 +151,13 @@ class World:
 
     def word(self, event: int) -> str:
         """What it is: `all_reduce`, `send` or `recv`."""
-        if self.kind[event] == Kind.COLLECTIVE:
+        if self.kind[event] == TaskKind.COLLECTIVE:
             return COMM_TYPES[int(self.op[event])].lower()
-        return "send" if self.kind[event] == Kind.SEND else "recv"
+        return "send" if self.kind[event] == TaskKind.SEND else "recv"
 
     def what(self, event: int) -> str:
         """An event without its partner."""
-        tag = f"tag {self.tag[event]}, " if self.kind[event] != Kind.COLLECTIVE else ""
+        tag = f"tag {self.tag[event]}, " if self.kind[event] != TaskKind.COLLECTIVE else ""
         return f"{self.word(event)} of {self.bytes[event]} bytes ({tag}{self.label(event)})"
 
     def tell(self, code: str, which: Int, text: Callable[[int], str]) -> None:

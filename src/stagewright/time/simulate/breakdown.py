@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.program.columns import PHASES, Int, Kind
+from stagewright.program.columns import PHASES, Int, TaskKind
 from stagewright.time.simulate.issue import axis_of
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
@@ -84,7 +84,7 @@ def parts(line: Timeline, lane: Lane) -> Parts:
 
 
 def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
-    ticks = np.where(lane.kind == Kind.RECV, 0, lane.end - lane.begin)
+    ticks = np.where(lane.kind == TaskKind.RECV, 0, lane.end - lane.begin)
     sums = {name: int(ticks[axes.of == nth].sum()) * TICK for nth, name in enumerate(axes.names)}
     return {name: s for name, s in sums.items() if s}
 
@@ -105,7 +105,7 @@ def _follow(lane: Lane, axis: Int, low: Int, high: Int, cause: Int, exposed: Int
         np.add.at(exposed, axis[cause], high - np.minimum(begin, high))
         high = np.minimum(begin, high)
         # A receive waits for the other rank; a collective from when this rank is ready.
-        late = (kind[cause] == Kind.RECV) & (lane.end[cause] > lane.ready[cause])
+        late = (kind[cause] == TaskKind.RECV) & (lane.end[cause] > lane.ready[cause])
         ready = np.where(late, low, np.maximum(lane.ready[cause], low))
         bubble += int((high - np.minimum(ready, high)).sum())
         high = np.minimum(ready, high)
@@ -122,8 +122,8 @@ def _blockers(lane: Lane) -> Int:
     return result
 
 
-RECV = int(Kind.RECV)
-_ALONE = int(Kind.COMPUTE), int(Kind.SEND), int(Kind.LOAD), int(Kind.STORE)
+RECV = int(TaskKind.RECV)
+_ALONE = int(TaskKind.COMPUTE), int(TaskKind.SEND), int(TaskKind.LOAD), int(TaskKind.STORE)
 
 
 class Link(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.program.columns import Int, Kind, Program, RankClass
+from stagewright.program.columns import Int, Program, RankClass, TaskKind
 from stagewright.time.simulate.issue import Issue
 
 
@@ -119,12 +119,12 @@ class _Messages:
         self.lane_of, self.example, self.class_of = lane_of, example, class_of
         self.peers = [program.peer_of(slot) for slot in range(len(program.peers))]
         self.axes = [peer.axis for peer in program.peers]
-        self.ends: list[dict[Kind, dict[int, tuple[Int, Int]]]] = [
-            {kind: self._ends(of, order, kind) for kind in (Kind.SEND, Kind.RECV)}
+        self.ends: list[dict[TaskKind, dict[int, tuple[Int, Int]]]] = [
+            {kind: self._ends(of, order, kind) for kind in (TaskKind.SEND, TaskKind.RECV)}
             for of, order in zip(program.classes, issues, strict=True)
         ]
 
-    def _ends(self, of: RankClass, order: Issue, kind: Kind) -> dict[int, tuple[Int, Int]]:
+    def _ends(self, of: RankClass, order: Issue, kind: TaskKind) -> dict[int, tuple[Int, Int]]:
         """Places and tags of a class's sends or receives, by slot."""
         mine = np.flatnonzero(of.tasks.kind[order.rows] == kind)
         slot, tag = of.tasks.slot[order.rows[mine]], of.tasks.tag[order.rows[mine]]
@@ -141,13 +141,13 @@ class _Messages:
     def _of_lane(self, lane: int) -> tuple[Int, Int, Int]:
         """Where a lane receives, from which lane, and where that sends; by place."""
         rank = int(self.example[lane])
-        ends = self.ends[int(self.class_of[lane])][Kind.RECV]
+        ends = self.ends[int(self.class_of[lane])][TaskKind.RECV]
         found: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
         # On a ring of two, the one before is the one after.
         for other, axis in sorted({(int(self.peers[s][rank]), self.axes[s]) for s in ends}):
             mine = self._sorted(ends, rank, other, axis)
             number = int(self.lane_of[other])
-            theirs = self.ends[int(self.class_of[number])][Kind.SEND]
+            theirs = self.ends[int(self.class_of[number])][TaskKind.SEND]
             at = self._sorted(theirs, other, rank, axis)
             if not np.array_equal(mine[0], at[0]):
                 raise ValueError(
@@ -187,7 +187,7 @@ def _meetings(
             places: list[Int] = []
             for nth in classes:
                 tasks, rows = program.classes[nth].tasks, issues[nth].rows
-                mine = (tasks.kind[rows] == Kind.COLLECTIVE) & (tasks.slot[rows] == slot)
+                mine = (tasks.kind[rows] == TaskKind.COLLECTIVE) & (tasks.slot[rows] == slot)
                 places.append(np.flatnonzero(mine))
             if len({len(at) for at in places}) > 1:
                 raise ValueError(f"classes {classes} do not meet on {program.label_of(slot)}")

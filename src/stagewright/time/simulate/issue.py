@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR
 from stagewright.errors import UserError, did_you_mean
-from stagewright.program.columns import COLLECTIVES, PHASES, Int, Kind, Program, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Int, Program, TaskKind, Tasks
 from stagewright.time.simulate import ep_overlap as combined
 
 Bool = NDArray[np.bool_]
@@ -100,16 +100,16 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     place[rows] = np.arange(len(rows))
     owner, needed = place[owner], place[needed]
     kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
-    kernel = (kind == Kind.COMPUTE) & ~aside[rows]
+    kernel = (kind == TaskKind.COMPUTE) & ~aside[rows]
     stream = _stream(program, kind, slot, how)
     if aside.any():
         stream = _joined(stream, aside[rows], owner, needed)
     blocking = _blocking(program, tasks, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
     # What came to the host is not fetched back at once, but when it is issued.
-    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == Kind.LOAD)
+    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == TaskKind.LOAD)
     before = _before(kernel)
-    waits = np.flatnonzero(ahead & (kind != Kind.COMPUTE) & (before >= 0))
+    waits = np.flatnonzero(ahead & (kind != TaskKind.COMPUTE) & (before >= 0))
     pairs.append((waits, before[waits]))
     owner, needed = (np.concatenate(each) for each in zip(*pairs, strict=True))
     owner, needed = _without_implied(owner, needed, stream, kernel)
@@ -132,9 +132,9 @@ def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
     """Kernels that only add up gradients that a collective has reduced."""
     size = len(tasks)
     backward = tasks.phase == _BACKWARD
-    reduces = backward & (tasks.kind == Kind.COLLECTIVE)
+    reduces = backward & (tasks.kind == TaskKind.COLLECTIVE)
     reduces &= np.isin(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
-    found = backward & (tasks.kind == Kind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    found = backward & (tasks.kind == TaskKind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
     while True:
         other = _any(owner, ~(reduces | found)[needed], size)
         used = np.zeros(size, dtype=bool)
@@ -156,7 +156,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     key = np.arange(size, dtype=np.float64)
     if how.overlap_moe_expert_parallel_comm:
         key[combined.order(tasks)] = np.arange(size)
-    gathers = (tasks.kind == Kind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
+    gathers = (tasks.kind == TaskKind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
     if how.prefetch == 1:
         gathers &= tasks.phase == _OPTIMIZER  # the others are where they should be
     if gathers.any():
@@ -165,7 +165,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     if "dp" in how.no_overlap:
         late = once
     else:
-        first = once & (tasks.kind == Kind.COLLECTIVE)
+        first = once & (tasks.kind == TaskKind.COLLECTIVE)
         late = once & _any(owner, first[needed], size)
         while not np.array_equal(more := late | (once & _any(owner, late[needed], size)), late):
             late = more
@@ -185,7 +185,7 @@ def _prefetch(
 ) -> None:
     """Move gathers to `depth` blocks before the block that needs them."""
     size = len(tasks)
-    kernel = (tasks.kind == Kind.COMPUTE) & ~aside
+    kernel = (tasks.kind == TaskKind.COMPUTE) & ~aside
     at = np.flatnonzero(kernel)
     new_action, new_block = _blocks(tasks, at)
     begins, block = at[new_block], np.cumsum(new_block) - 1  # first kernels; block of each kernel
@@ -210,9 +210,9 @@ def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
 
     Blocks are met in the same order by both, stage by stage.
     """
-    gathers = (tasks.kind == Kind.COLLECTIVE) & (tasks.phase == _OPTIMIZER)
+    gathers = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == _OPTIMIZER)
     gathers &= tasks.collective == COLLECTIVES.index("all_gather")
-    kernels = np.flatnonzero((tasks.kind == Kind.COMPUTE) & (tasks.phase == _FORWARD))
+    kernels = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.phase == _FORWARD))
     first = kernels[_blocks(tasks, kernels)[1]]
     blocks: dict[int, list[int]] = {}  # of each stage: first kernels of its first forward action
     for row in first.tolist():
@@ -245,11 +245,11 @@ def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution
     if how.streams == "one":
         stream = np.ones(len(kind), dtype=np.int64)
     else:
-        stream = 1 + slot + np.where(kind == Kind.SEND, len(program.communicators), 0)
-        stream[kind == Kind.LOAD] = streams_of(program) - 2
-        stream[kind == Kind.STORE] = streams_of(program) - 1
-    stream[kind == Kind.COMPUTE] = 0
-    stream[kind == Kind.RECV] = -1
+        stream = 1 + slot + np.where(kind == TaskKind.SEND, len(program.communicators), 0)
+        stream[kind == TaskKind.LOAD] = streams_of(program) - 2
+        stream[kind == TaskKind.STORE] = streams_of(program) - 1
+    stream[kind == TaskKind.COMPUTE] = 0
+    stream[kind == TaskKind.RECV] = -1
     return stream
 
 
@@ -286,18 +286,18 @@ def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], str]:
     Where one set of ranks serves two degrees, dispatch and combine are the experts'.
     """
     columns = (tasks.kind, tasks.slot, tasks.collective)
-    moves = tasks.kind != Kind.COMPUTE
+    moves = tasks.kind != TaskKind.COMPUTE
     found: dict[tuple[int, int, int], str] = {}
     for key in _distinct(columns, moves):
         kind, slot, collective = key
-        if kind in (Kind.LOAD, Kind.STORE):
+        if kind in (TaskKind.LOAD, TaskKind.STORE):
             found[kind, slot, collective] = "host"
             continue
-        if kind != Kind.COLLECTIVE:
+        if kind != TaskKind.COLLECTIVE:
             label = program.mesh.label((program.peers[slot].axis,))
         else:
             label = program.label_of(slot)
-        experts = kind == Kind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
+        experts = kind == TaskKind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
         words = [_choose(word.split("/"), experts) for word in label.split("+")]
         found[kind, slot, collective] = "+".join(dict.fromkeys(words))
     return found

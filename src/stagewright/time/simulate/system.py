@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import UserError
-from stagewright.program.columns import PHASES, Int, Kind, Program, Tasks
+from stagewright.program.columns import PHASES, Int, Program, TaskKind, Tasks
 from stagewright.time.simulate.endpoints import Partners
 from stagewright.time.simulate.issue import Execution, Issue
 from stagewright.time.simulate.max_plus import Pieces
@@ -168,7 +168,7 @@ class ByPiece:
         self.sources = dict(zip(received.place[~local].tolist(), away, strict=True))
         tasks = system.program.classes[nth].tasks
         # A message takes the time of its send.
-        self.duration = np.where(ports.kind == Kind.RECV, 0, system.durations[nth])
+        self.duration = np.where(ports.kind == TaskKind.RECV, 0, system.durations[nth])
         cuts = _cuts(tasks, order)
         for place in ports.meets:
             cuts += [place, place + 1]
@@ -243,7 +243,7 @@ class ByTask:
         lanes = system.who.lanes[nth]
         tasks = system.program.classes[nth].tasks
         numbers: dict[int, Int | None] = {-1: None}
-        slot = np.where(ports.kind == Kind.COLLECTIVE, tasks.slot[ports.issue.rows], -1)
+        slot = np.where(ports.kind == TaskKind.COLLECTIVE, tasks.slot[ports.issue.rows], -1)
         for used in sorted({int(s) for s in slot} - {-1}):
             group = system.who.groups[used][lanes]
             numbers[used] = None if len(np.unique(group)) == len(lanes) else met(group)
@@ -253,7 +253,7 @@ class ByTask:
         self.walk = Single(work) if len(lanes) == 1 else Several(work)
         self.order = [*range(len(slot))]
         if slowdown:
-            fixed = (ports.kind == Kind.COMPUTE) | (ports.kind == Kind.RECV)
+            fixed = (ports.kind == TaskKind.COMPUTE) | (ports.kind == TaskKind.RECV)
             fixed[[*ports.meets]] = True
             self.order = early(ports.issue, fixed)
         joins = {*ports.meets, *ports.receives, *ports.sends}
@@ -313,9 +313,9 @@ def _times(system: System, nth: int, ports: Ports, ends: Int) -> Times:
     some = np.flatnonzero(np.diff(order.pointer))
     if len(some):
         ready[some] = np.maximum.reduceat(ends[order.needs], order.pointer[some], axis=0)
-    kernel = (ports.kind == Kind.COMPUTE)[:, None]
+    kernel = (ports.kind == TaskKind.COMPUTE)[:, None]
     # A receive that finds its message there takes no time.
-    late = (ports.kind == Kind.RECV)[:, None] & (ends == ready)
+    late = (ports.kind == TaskKind.RECV)[:, None] & (ends == ready)
     return Times(ready, np.where(kernel | late, ready, ends - duration), ends)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import UserError
-from stagewright.program.columns import Int, Kind, Program, RankClass
+from stagewright.program.columns import Int, Program, RankClass, TaskKind
 from stagewright.time.simulate.endpoints import Partners, alike, partners
 from stagewright.time.simulate.issue import Bool, Execution, Issue, issue
 from stagewright.time.simulate.system import Progress, System
@@ -55,7 +55,7 @@ class Lane:
     @property
     def aside(self) -> Bool:
         """The kernels that settle gradients on a communication stream."""
-        return (self.kind == Kind.COMPUTE) & ~self.main
+        return (self.kind == TaskKind.COMPUTE) & ~self.main
 
 
 @dataclass(frozen=True, eq=False)

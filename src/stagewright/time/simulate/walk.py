@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.program.columns import Int, Kind
+from stagewright.program.columns import Int, TaskKind
 from stagewright.time.simulate.issue import Bool, Issue
 
 
@@ -39,11 +39,11 @@ class Single:
         pointer: list[int] = work.issue.pointer.tolist()
         needs: list[int] = work.issue.needs.tolist()
         self.needs = [needs[a:b] for a, b in itertools.pairwise(pointer)]
-        kernel = work.kind == Kind.COMPUTE
+        kernel = work.kind == TaskKind.COMPUTE
         ticks = np.where(kernel, np.rint(work.duration * work.factor[0]), work.duration)
         self.duration: list[int] = ticks.astype(np.int64).tolist()
         self.slows: list[bool] = (kernel & (work.issue.stream == 0)).tolist()
-        self.collective: list[bool] = (work.kind == Kind.COLLECTIVE).tolist()
+        self.collective: list[bool] = (work.kind == TaskKind.COLLECTIVE).tolist()
         self.beside: list[tuple[int, int]] = []
 
     def ready(self, place: int) -> Int:
@@ -94,7 +94,7 @@ class Several:
         needs: list[int] = work.issue.needs.tolist()
         self.needs = [needs[a:b] for a, b in itertools.pairwise(pointer)]
         self.duration: list[int] = work.duration.tolist()
-        self.kernel: list[bool] = (work.kind == Kind.COMPUTE).tolist()
+        self.kernel: list[bool] = (work.kind == TaskKind.COMPUTE).tolist()
         self.slows: list[bool] = (work.issue.stream == 0).tolist()
         self.beside: list[tuple[Int, Int]] = []
         self.scaled: dict[int, Int] = {}
@@ -131,7 +131,7 @@ class Several:
     def settle(self, place: int, end: Int) -> None:
         """A transfer ends."""
         self.ends[place] = end
-        if self.work.slowdown and self.work.kind[place] == Kind.COLLECTIVE:
+        if self.work.slowdown and self.work.kind[place] == TaskKind.COLLECTIVE:
             self.beside.append((end - self.duration[place], end))
 
     def end(self, place: int) -> Int:

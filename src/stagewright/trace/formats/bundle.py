@@ -31,11 +31,11 @@ from stagewright.program.columns import (
     PHASES,
     Communicator,
     Int,
-    Kind,
     Peer,
     Program,
     RankClass,
     Shape,
+    TaskKind,
     Tasks,
     Users,
     Values,
@@ -403,7 +403,7 @@ class Bundle:
         columns, tables = self._typed(nth, "tasks", columns), self.contents.tables[of.tables]
         kind, slot = columns["kind"], columns["slot"]
         peers, rows = len(self.contents.peers), len(kind)
-        self._check(nth, "kind", kind, 0, len(Kind))
+        self._check(nth, "kind", kind, 0, len(TaskKind))
         self._check(nth, "phase", columns["phase"], 0, len(PHASES))
         self._check(nth, "collective", columns["collective"], -1, len(COLLECTIVES))
         self._check(nth, "name", columns["name"], 0, len(tables.names))
@@ -412,8 +412,8 @@ class Bundle:
         self._check(nth, "shape", columns["shape"], -1, len(tables.shapes))
         self._check(nth, "data", columns["data"], 0, rows)
         self._check(nth, "order", columns["order"], 0, rows)
-        self._check(nth, "slot of a message", slot[kind >= Kind.SEND], 0, peers)
-        used = np.unique(slot[kind == Kind.COLLECTIVE]).tolist()
+        self._check(nth, "slot of a message", slot[kind >= TaskKind.SEND], 0, peers)
+        used = np.unique(slot[kind == TaskKind.COLLECTIVE]).tolist()
         if used != [*of.communicators]:
             raise self._damaged(f"class {nth} uses communicators {used}, not {of.communicators}")
         return Tasks(

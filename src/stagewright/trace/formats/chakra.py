@@ -27,9 +27,9 @@ from stagewright.errors import UserError
 from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
-    Kind,
     Program,
     RankClass,
+    TaskKind,
     Tasks,
     Users,
     among,
@@ -43,12 +43,12 @@ BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
 
 # Enums NodeType and CollectiveCommType.
 NODE_TYPES = {
-    Kind.LOAD: 2,
-    Kind.STORE: 3,
-    Kind.COMPUTE: 4,
-    Kind.SEND: 5,
-    Kind.RECV: 6,
-    Kind.COLLECTIVE: 7,
+    TaskKind.LOAD: 2,
+    TaskKind.STORE: 3,
+    TaskKind.COMPUTE: 4,
+    TaskKind.SEND: 5,
+    TaskKind.RECV: 6,
+    TaskKind.COLLECTIVE: 7,
 }
 COMM_TYPES = {
     "all_reduce": 0,
@@ -169,8 +169,8 @@ class Partners:
     def used(self, tasks: Tasks) -> list[int]:
         """The codes that some task of a class needs, ascending."""
         slots = tasks.slot.astype(np.int64)
-        groups = np.unique(slots[tasks.kind == Kind.COLLECTIVE])
-        peers = np.unique(slots[(tasks.kind == Kind.SEND) | (tasks.kind == Kind.RECV)])
+        groups = np.unique(slots[tasks.kind == TaskKind.COLLECTIVE])
+        peers = np.unique(slots[(tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)])
         own = [self.own] if len(peers) else []
         return [*groups.tolist(), *own, *(self.own + 1 + peers).tolist()]
 
@@ -335,10 +335,10 @@ class Batch:
             micros = np.maximum((tasks.duration[span][where] + 500) // 1000, 1)
             rows.put(wire.varints(micros).keyed(wire.key(7, VARINT)), where)
         kind = tasks.kind[span]
-        where = np.flatnonzero(kind == Kind.COMPUTE)
+        where = np.flatnonzero(kind == TaskKind.COMPUTE)
         _append(rows, _NUM_OPS, np.maximum(tasks.flops[span][where], 1), where)
         _append(rows, _TENSOR_SIZE, np.maximum(tasks.traffic[span][where], 1), where)
-        where = np.flatnonzero((kind == Kind.LOAD) | (kind == Kind.STORE))
+        where = np.flatnonzero((kind == TaskKind.LOAD) | (kind == TaskKind.STORE))
         _append(rows, _TENSOR_SIZE, tasks.comm_bytes[span][where], where)
         marks = [*self._collectives(rows, span), *self._transfers(rows, span)]
         for before, column in ((_LAYER, tasks.layer), (_MICROBATCH, tasks.microbatch)):
@@ -349,7 +349,7 @@ class Batch:
 
     def _collectives(self, rows: Rows, span: slice) -> list[Mark]:
         tasks = self._tasks
-        where = np.flatnonzero(tasks.kind[span] == Kind.COLLECTIVE)
+        where = np.flatnonzero(tasks.kind[span] == TaskKind.COLLECTIVE)
         rows.choose(_COMM_TYPE, tasks.collective[span][where].astype(np.int64), where)
         _append(rows, _COMM_SIZE, tasks.comm_bytes[span][where], where)
         local = tasks.local_bytes[span]
@@ -360,8 +360,8 @@ class Batch:
 
     def _transfers(self, rows: Rows, span: slice) -> list[Mark]:
         tasks = self._tasks
-        sends = tasks.kind[span] == Kind.SEND
-        where = np.flatnonzero(sends | (tasks.kind[span] == Kind.RECV))
+        sends = tasks.kind[span] == TaskKind.SEND
+        where = np.flatnonzero(sends | (tasks.kind[span] == TaskKind.RECV))
         peer = tasks.slot[span][where].astype(np.int64) + self._partners.own + 1
         marks: list[Mark] = []
         for name, is_own in (("comm_src", sends), ("comm_dst", ~sends)):
@@ -392,10 +392,10 @@ class Columns:
     def __init__(self, tasks: Tasks) -> None:
         """Encode the ids and every combination of names that occurs."""
         self.ids = wire.varints(np.arange(1, len(tasks) + 1, dtype=np.int64))
-        kinds, phases = len(Kind), len(PHASES)
+        kinds, phases = len(TaskKind), len(PHASES)
 
         def head(code: int) -> bytes:
-            name, kind = tasks.names[code // kinds], Kind(code % kinds)
+            name, kind = tasks.names[code // kinds], TaskKind(code % kinds)
             if "," in name:
                 raise UserError(
                     f"task name {name!r} holds a comma, at which Chakra's tools split: rename it"

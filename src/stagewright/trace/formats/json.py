@@ -15,7 +15,15 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from stagewright.program.columns import COLLECTIVES, PHASES, Kind, Program, RankClass, Tasks, among
+from stagewright.program.columns import (
+    COLLECTIVES,
+    PHASES,
+    Program,
+    RankClass,
+    TaskKind,
+    Tasks,
+    among,
+)
 from stagewright.trace.formats.wire import Int
 
 
@@ -61,7 +69,7 @@ def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, objec
     one = np.array([rank], np.int64)
     groups = [int(program.group_of(slot, one)[0]) for slot in range(len(program.communicators))]
     peers = [int(program.peer_of(slot, one)[0]) for slot in range(len(program.peers))]
-    for row, kind in enumerate(map(Kind, tasks.kind.tolist())):
+    for row, kind in enumerate(map(TaskKind, tasks.kind.tolist())):
         node: dict[str, object] = {
             "id": row + 1,
             "name": tasks.names[tasks.name[row]],
@@ -75,16 +83,16 @@ def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, objec
         if tasks.microbatch[row] >= 0:
             node["microbatch"] = int(tasks.microbatch[row])
         node["dtype"] = tasks.dtypes[tasks.dtype[row]]
-        if kind is Kind.COMPUTE:
+        if kind is TaskKind.COMPUTE:
             node |= {"flops": int(tasks.flops[row]), "bytes": int(tasks.traffic[row])}
         else:
             node["bytes"] = int(tasks.comm_bytes[row])
             if tasks.local_bytes[row] != tasks.comm_bytes[row]:
                 node["local_bytes"] = int(tasks.local_bytes[row])
-        if kind is Kind.COLLECTIVE:
+        if kind is TaskKind.COLLECTIVE:
             node["collective"] = COLLECTIVES[tasks.collective[row]]
             node["group"] = groups[tasks.slot[row]]
-        elif kind in (Kind.SEND, Kind.RECV):
+        elif kind in (TaskKind.SEND, TaskKind.RECV):
             node |= {"peer": peers[tasks.slot[row]], "tag": int(tasks.tag[row])}
         node["deps"] = (tasks.data[tasks.data_ptr[row] : tasks.data_ptr[row + 1]] + 1).tolist()
         node["order"] = (tasks.order[tasks.order_ptr[row] : tasks.order_ptr[row + 1]] + 1).tolist()
