@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stagewright.algebra.layout import MIRROR
+from stagewright.arrays import Int
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.time.simulate.issue import Execution
 
@@ -42,7 +40,7 @@ class Rank:
 
 def simulate(
     program: Program,
-    ticks: Sequence[NDArray[np.int64]],
+    ticks: Sequence[Int],
     how: Execution,
     factors: Mapping[int, float],
 ) -> list[tuple[list[Fraction], list[Fraction]]]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from stagewright.arrays import Float
 from stagewright.lower.training import compile
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.settings import Run
@@ -56,12 +56,12 @@ def test_critical_path_is_a_chain_through_the_step(run: str, way: str) -> None:
         assert sum(path_parts(line, path).values()) == pytest.approx(line.seconds, rel=1e-9)
 
 
-def even(program: Program, forward: float, backward: float) -> list[NDArray[np.float64]]:
+def even(program: Program, forward: float, backward: float) -> list[Float]:
     """Kernels such that every stage's forward and backward take as given; all else takes none."""
     return [_even(of.tasks, forward, backward) for of in program.classes]
 
 
-def _even(tasks: Tasks, forward: float, backward: float) -> NDArray[np.float64]:
+def _even(tasks: Tasks, forward: float, backward: float) -> Float:
     seconds = np.zeros(len(tasks))
     for stage in np.unique(tasks.stage[tasks.stage >= 0]):
         for phase, total in (("forward", forward), ("backward", backward)):

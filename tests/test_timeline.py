@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from stagewright.arrays import Int
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.run.settings import Run
@@ -52,11 +52,11 @@ def programs(name: str) -> Program:
     return compile(Run(**RUNS[name])).program
 
 
-def durations(program: Program, seed: int, alike: bool) -> list[NDArray[np.int64]]:
+def durations(program: Program, seed: int, alike: bool) -> list[Int]:
     """Ticks by class and row; `alike`: rows of one name take the same."""
     random = np.random.default_rng(seed)
     by_name = random.integers(1, 10**7, 10**4)
-    result: list[NDArray[np.int64]] = []
+    result: list[Int] = []
     for of in program.classes:
         t = of.tasks
         ticks = by_name[t.name] if alike else random.integers(1, 10**7, len(t))
@@ -65,7 +65,7 @@ def durations(program: Program, seed: int, alike: bool) -> list[NDArray[np.int64
 
 
 def compare(
-    program: Program, ticks: list[NDArray[np.int64]], how: Execution, factors: dict[int, float]
+    program: Program, ticks: list[Int], how: Execution, factors: dict[int, float]
 ) -> Timeline:
     line = timeline(program, [t * TICK for t in ticks], how, factors)
     truth = eventsim.simulate(program, ticks, how, factors)

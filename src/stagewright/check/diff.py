@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import Key, Profile, Totals, added, profile
@@ -21,7 +22,7 @@ from stagewright.check.files.templates import Kin
 from stagewright.check.inspect import group_sizes, readable
 from stagewright.check.verify import find, read
 from stagewright.errors import UserError
-from stagewright.program.columns import Int, TaskKind
+from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.bundle import Bundle, is_bundle
 from stagewright.trace.unbundle import traces
 from stagewright.views.summary import total

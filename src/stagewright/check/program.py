@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.check.files.exchange import Events, Exchange, arranged
 from stagewright.check.files.findings import Findings
-from stagewright.check.files.graph import Graph, Int, joined
+from stagewright.check.files.graph import Graph, joined
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import check_world
 from stagewright.check.files.world import Match, Nodes, Part, World, runs_in_order

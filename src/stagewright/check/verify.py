@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from stagewright import __version__
+from stagewright.arrays import Int
 from stagewright.check.files.findings import Finding, Findings
-from stagewright.check.files.graph import Int
 from stagewright.check.files.groups import check_ids, default_groups, read_groups, read_json
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import ALL, check_world

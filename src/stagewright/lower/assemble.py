@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
+from stagewright.arrays import Int
 from stagewright.lower.kernels import CLIP, Dependency, Kernel
 from stagewright.lower.lifetimes import Touch, Where, collect
 from stagewright.lower.stages import (
@@ -40,7 +41,7 @@ from stagewright.lower.stages import (
     Tables,
     crossings,
 )
-from stagewright.program.columns import PHASES, Int, Program, RankClass, TaskKind, Tasks, Values
+from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks, Values
 from stagewright.program.memory import at_peak
 from stagewright.schedule.actions import Order, Place, Step, flat, parts, places
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.algebra.layout import Mesh
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.lower.per_rank import place_along
@@ -24,7 +25,7 @@ from stagewright.lower.serving import compiled as one_mesh
 from stagewright.lower.training import Compiled
 from stagewright.model.config import ModelConfig, Reach
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import Communicator, Int, Peer, Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import Communicator, Peer, Program, RankClass, TaskKind, Tasks
 from stagewright.run import lengths as batch
 from stagewright.run.lengths import Group
 from stagewright.run.requests import cache_of, groups

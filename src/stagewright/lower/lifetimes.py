@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.kernels import Kernel
-from stagewright.program.columns import CATEGORIES, Int, TaskKind, Values
+from stagewright.program.columns import CATEGORIES, TaskKind, Values
 
 Touch = tuple[int, int, int]  # whose rows (see `stages`), stage, place there
 

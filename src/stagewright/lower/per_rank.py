@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.program.columns import Int, Program, RankClass, Shape, Tasks
+from stagewright.arrays import Int
+from stagewright.program.columns import Program, RankClass, Shape, Tasks
 
 Memory = Callable[[int, tuple[int, ...]], Mapping[str, int]]
 """Bytes by category: of a pipeline rank, given the set of sizes that each microbatch has."""

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import size
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.placement import Plan
 from stagewright.program.columns import (
     COLLECTIVES,
-    Int,
     Program,
     RankClass,
     Shape,

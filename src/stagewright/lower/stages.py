@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR
+from stagewright.arrays import Bool, Int
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.lower import buckets as units
 from stagewright.lower.kernels import STREAM, TIED, Kernel, LiveValue, interface
@@ -37,7 +37,6 @@ from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
     Communicator,
-    Int,
     Peer,
     Shape,
     TaskKind,
@@ -205,9 +204,9 @@ class Rows:
     dep_whose: Int
     dep_stage: Int
     dep_at: Int
-    once: NDArray[np.bool_]  # in the stage's first forward or last backward action only
-    weight: NDArray[np.bool_]  # in the second half of a backward that is split
-    waits: NDArray[np.bool_]  # kernels that need what was communicated in the same action
+    once: Bool  # in the stage's first forward or last backward action only
+    weight: Bool  # in the second half of a backward that is split
+    waits: Bool  # kernels that need what was communicated in the same action
 
     def __len__(self) -> int:
         return len(self.columns["kind"])

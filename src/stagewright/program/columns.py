@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR, Mesh
-
-Int = NDArray[np.int64]
+from stagewright.arrays import Bool, Int
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -188,12 +187,12 @@ class Values:
         return f"<{len(self.value)} values of a step>"
 
 
-def _nothing() -> Values:
+def _no_values() -> Values:
     none, number = np.zeros(0, np.int32), np.zeros(0, np.int64)
     return Values(none, none, none, none.astype(np.uint8), number, none, none, none, none, ())
 
 
-NOTHING = _nothing()
+NO_VALUES = _no_values()
 
 
 class Users(NamedTuple):
@@ -211,7 +210,7 @@ class RankClass:
     pipeline_rank: int
     tasks: Tasks
     memory: Mapping[str, int]  # bytes per rank at the peak, by category, and their sum, `peak`
-    values: Values = NOTHING
+    values: Values = NO_VALUES
 
     def __repr__(self) -> str:
         return f"<stage {self.pipeline_rank}: {len(self.ranks)} ranks, {len(self.tasks)} tasks>"
@@ -329,7 +328,7 @@ class Program:
     def _all(self) -> Int:
         return np.arange(self.mesh.world_size, dtype=np.int64)
 
-    def _used(self, slot: int, users: Sequence[Users]) -> NDArray[np.bool_]:
+    def _used(self, slot: int, users: Sequence[Users]) -> Bool:
         """Which groups of a communicator some rank uses.
 
         A stage without layers has no use for what only layers use.

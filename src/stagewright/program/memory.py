@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.program.columns import CATEGORIES, Int, RankClass, Values
+from stagewright.arrays import Bool, Int
+from stagewright.program.columns import CATEGORIES, RankClass, Values
 
 _Ints = NDArray[np.integer[Any]]
 
@@ -43,7 +44,7 @@ def deltas(of: RankClass) -> Deltas:
     rows, v = len(of.tasks), of.values
     category, size = v.category[v.value].astype(np.int64), v.size[v.value]
 
-    def summed(row: _Ints, there: NDArray[np.bool_]) -> Int:
+    def summed(row: _Ints, there: Bool) -> Int:
         at = (category * rows + row)[there]
         return _summed(at, size[there], len(CATEGORIES) * rows).reshape(len(CATEGORIES), rows)
 

@@ -21,8 +21,8 @@ from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError, either
 from stagewright.files import read_text
 from stagewright.model.config import Reach
@@ -31,8 +31,6 @@ LARGEST = 2**31
 """No count or length is larger."""
 MOST_ROWS = 1_000_000
 MOST_BYTES = 64_000_000
-
-Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.algebra.size import Size, size
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run import lengths as batch
@@ -186,7 +186,7 @@ class Loads(NamedTuple):
     """What ranks compute in each microbatch: distinct sizes, and who has which."""
 
     sizes: tuple[dict[str, int], ...]
-    of: NDArray[np.int64]  # [rank of dp and place among those that share a cache, microbatch]
+    of: Int  # [rank of dp and place among those that share a cache, microbatch]
 
 
 def loads(run: Run, model: ModelConfig) -> Loads:

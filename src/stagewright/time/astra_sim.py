@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Float, Int
 from stagewright.errors import UserError, either
-from stagewright.program.columns import COLLECTIVES, Int, Program, RankClass, TaskKind
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind
 from stagewright.run.settings import Run
 from stagewright.time import network
 from stagewright.time.hardware import resolve
@@ -42,7 +42,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENDPOINT_NS = 10  # per message, and once more at the end of a collective
 _GIB_PER_S = 2**30 / 1e9  # bytes per ns
 
-Seconds = NDArray[np.float64]
+Seconds = Float
 
 
 class Dimension(NamedTuple):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Bool, Float
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
@@ -40,7 +41,7 @@ from stagewright.time.roofline import (
 )
 from stagewright.time.tensor_overlap import in_pieces
 
-Seconds = NDArray[np.float64]
+Seconds = Float
 
 
 class Routed(NamedTuple):
@@ -144,7 +145,7 @@ def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None
 
 
 def _unique(
-    columns: tuple[NDArray[np.integer], ...], chosen: NDArray[np.bool_]
+    columns: tuple[NDArray[np.integer], ...], chosen: Bool
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Rows that stand for all alike among those chosen, and for each chosen its representative."""
     where = np.flatnonzero(chosen)
@@ -203,10 +204,10 @@ COPYING = ("dispatch", "combine")
 
 
 def _copies(
-    size: dict[str, NDArray[np.float64]],
+    size: dict[str, Float],
     kernel: str,
-    traffic: NDArray[np.float64],
-    again: NDArray[np.bool_],
+    traffic: Float,
+    again: Bool,
     dtype: str,
     hardware: Hardware,
 ) -> Seconds:
@@ -224,9 +225,9 @@ SERVED = ("cached_attention", "striped_attention", "varlen_attention")
 
 
 def _served(
-    size: dict[str, NDArray[np.float64]],
-    flops: NDArray[np.float64],
-    traffic: NDArray[np.float64],
+    size: dict[str, Float],
+    flops: Float,
+    traffic: Float,
     dtype: str,
     hardware: Hardware,
 ) -> Seconds:
@@ -244,9 +245,9 @@ def _served(
 
 
 def _chunked(
-    size: dict[str, NDArray[np.float64]],
-    flops: NDArray[np.float64],
-    traffic: NDArray[np.float64],
+    size: dict[str, Float],
+    flops: Float,
+    traffic: Float,
     dtype: str,
     hardware: Hardware,
 ) -> Seconds:
@@ -258,9 +259,9 @@ def _chunked(
 
 
 def attention_shape_seconds(
-    size: dict[str, NDArray[np.float64]],
-    flops: NDArray[np.float64],
-    traffic: NDArray[np.float64],
+    size: dict[str, Float],
+    flops: Float,
+    traffic: Float,
     dtype: str,
     hardware: Hardware,
     backward: bool,

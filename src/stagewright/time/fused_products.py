@@ -11,26 +11,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import Int, Shape, Tasks
+from stagewright.program.columns import Shape, Tasks
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, gemm_seconds
-
-Floats = NDArray[np.float64]
 
 
 class Products(NamedTuple):
     """Matrix products, a row each: those of all that is run as one, and how much of it a row is."""
 
-    batch: Floats
-    m: Floats
-    n: Floats
-    k: Floats
-    traffic: Floats  # bytes
+    batch: Float
+    m: Float
+    n: Float
+    k: Float
+    traffic: Float  # bytes
     dtype: Int  # index into `dtypes` of the tasks
-    share: Floats  # of the FLOPs
+    share: Float  # of the FLOPs
 
 
 class Parts(NamedTuple):
@@ -39,8 +37,8 @@ class Parts(NamedTuple):
     rows: Int
     whole: Int
     products: Products
-    summed: NDArray[np.bool_]  # the product is the sum of its parts: a gradient of the input
-    result: Floats  # bytes of the product's result
+    summed: Bool  # the product is the sum of its parts: a gradient of the input
+    result: Float  # bytes of the product's result
 
 
 def products(tasks: Tasks, rows: Int) -> Products:
@@ -74,7 +72,7 @@ def parts(tasks: Tasks) -> Parts:
     one = _own(tasks, rows)
     summed = np.array([name[-1:] == ("input",) for name in number])[label[rows]]
 
-    def total(column: Floats) -> Floats:
+    def total(column: Float) -> Float:
         return np.bincount(whole, column).astype(float)[whole] if len(rows) else column
 
     # The input is read once, or its gradient written once.
@@ -100,7 +98,7 @@ def _extents(shape: Shape) -> tuple[float, ...]:
     return tuple(map(float, dict(shape.extents).values())) if shape.kernel == "gemm" else (0.0,) * 4
 
 
-def seconds_of(some: Products, dtypes: tuple[str, ...], on: Hardware) -> Floats:
+def seconds_of(some: Products, dtypes: tuple[str, ...], on: Hardware) -> Float:
     """Duration of each row within a step: its share of the product."""
     table = np.stack([*some[:-2], some.dtype.astype(float)], axis=1)
     alike, back = np.unique(table, axis=0, return_inverse=True)
@@ -114,7 +112,7 @@ def seconds_of(some: Products, dtypes: tuple[str, ...], on: Hardware) -> Floats:
     return some.share * seconds[back.reshape(-1)] / on.sustained_fraction
 
 
-def as_one(tasks: Tasks, seconds: Floats, on: Hardware) -> Floats:
+def as_one(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     """Durations with products of one input run as one, without what would add up their parts."""
     joint = parts(tasks)
     if not len(joint.rows):

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import Int, Program, Shape, TaskKind, Tasks
+from stagewright.program.columns import Program, Shape, TaskKind, Tasks
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
 TOLD = ("count", "flops", "bytes")

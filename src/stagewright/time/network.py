@@ -20,12 +20,11 @@ from enum import IntEnum
 from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.time.hardware import Hardware, ScaleOut, ScaleUp
 
-Int = NDArray[np.int64]
 Algorithm = Literal["best", "ring", "tree", "hierarchical", "direct", "in_network"]
 
 

@@ -17,12 +17,12 @@ True
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Float
 from stagewright.errors import UserError
 from stagewright.time.hardware import Gemm, Hardware
 
-Array = NDArray[np.float64]
+Array = Float
 
 # Rows and columns of the tiles that libraries choose from, and into how many parts they may split
 # the sum (cuBLAS and CUTLASS kernels; the fastest is taken, as their heuristics try to).

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Float, Int
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import COLLECTIVES, PHASES, Int, Program, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.time.fused_products import products, seconds_of
 from stagewright.time.hardware import Hardware
 
-Seconds = NDArray[np.float64]
+Seconds = Float
 _BACKWARD = PHASES.index("backward")
 
 

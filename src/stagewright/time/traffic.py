@@ -19,9 +19,9 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stagewright.program.columns import COLLECTIVES, Int, Program, TaskKind
+from stagewright.arrays import Float, Int
+from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 
 MOST = 64
 """Rows of a matrix."""
@@ -33,7 +33,7 @@ class Matrix(NamedTuple):
 
     axis: str
     edges: Int  # block i holds the ranks from edges[i] to edges[i + 1] - 1
-    bytes: NDArray[np.float64]
+    bytes: Float
 
 
 def axes(program: Program) -> list[str]:
@@ -95,7 +95,7 @@ def _peers(program: Program) -> list[str]:
 _TIMES = {"all_reduce": 2.0, "all_gather": 0.0, "broadcast": 1.0}
 
 
-def _add_groups(found: NDArray[np.float64], program: Program, slot: int, of_rank: Int) -> None:
+def _add_groups(found: Float, program: Program, slot: int, of_rank: Int) -> None:
     """Groups meet blocks: what members in one block send, times how many are in another."""
     ids = program.group_of(slot)
     known, group = np.unique(ids, return_inverse=True)
@@ -129,7 +129,7 @@ def _add_groups(found: NDArray[np.float64], program: Program, slot: int, of_rank
     np.subtract.at(found, (of_rank[busy], of_rank[busy]), sent[busy])
 
 
-def _add_messages(found: NDArray[np.float64], program: Program, slot: int, of_rank: Int) -> None:
+def _add_messages(found: Float, program: Program, slot: int, of_rank: Int) -> None:
     for of in program.classes:
         tasks = of.tasks
         mine = (tasks.kind == TaskKind.SEND) & (tasks.slot == slot)

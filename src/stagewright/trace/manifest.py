@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright import __version__
-from stagewright.program.columns import Int, Program, TaskKind, among
+from stagewright.arrays import Bool, Int
+from stagewright.program.columns import Program, TaskKind, among
 from stagewright.trace.storage import Written
 
 MANIFEST = "manifest.json"
@@ -42,7 +43,7 @@ class Done(NamedTuple):
         whole = Done(np.concatenate(ranks), np.concatenate(sizes), np.concatenate(digests))
         return whole.at(np.unique(whole.ranks, return_index=True)[1])
 
-    def at(self, which: Int | NDArray[np.bool_]) -> Done:
+    def at(self, which: Int | Bool) -> Done:
         """Some of them."""
         return Done(self.ranks[which], self.sizes[which], self.digests[which])
 

@@ -13,8 +13,9 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError
-from stagewright.program.columns import Int, Program
+from stagewright.program.columns import Program
 from stagewright.trace.manifest import Done
 from stagewright.trace.storage import Local, Place, place
 from stagewright.trace.templates import FORMATS, Batch, stamp_some

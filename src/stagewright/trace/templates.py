@@ -13,7 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-from stagewright.program.columns import Int, Program
+from stagewright.arrays import Int
+from stagewright.program.columns import Program
 from stagewright.trace.formats import chakra, dot
 from stagewright.trace.formats import json as readable
 from stagewright.trace.manifest import Done

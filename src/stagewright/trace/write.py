@@ -20,8 +20,9 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.errors import Stopped, UserError, did_you_mean
-from stagewright.program.columns import Int, Program, Users, among
+from stagewright.program.columns import Program, Users, among
 from stagewright.trace import ray_engine
 from stagewright.trace.formats import bundle, chakra
 from stagewright.trace.manifest import (

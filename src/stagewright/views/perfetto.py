@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.files import whole
-from stagewright.program.columns import CATEGORIES, PHASES, Int, TaskKind
+from stagewright.program.columns import CATEGORIES, PHASES, TaskKind
 from stagewright.time.simulate.issue import axis_of, streams_of
 from stagewright.time.simulate.memory import held
 from stagewright.time.simulate.timeline import Lane, Timeline

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import stagewright
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model import json as record
 from stagewright.model.config import ModelConfig
@@ -46,7 +47,6 @@ from stagewright.program.columns import (
     CATEGORIES,
     COLLECTIVES,
     PHASES,
-    Int,
     Program,
     RankClass,
     TaskKind,

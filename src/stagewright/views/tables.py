@@ -17,6 +17,7 @@ from stagewright.errors import UserError
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind
 from stagewright.texttable import Table
+from stagewright.time.simulate.timeline import TICK
 
 if TYPE_CHECKING:
     from stagewright.time.simulate.breakdown import Parts
@@ -200,7 +201,6 @@ def _stages(stages: dict[str, int]) -> str:
 # ---- of a simulation -----------------------------------------------------------------------------
 
 _MOST_ROWS = 32
-_TICK = 1e-12  # seconds, as in `simulation.timeline`
 
 
 def parts(found: Simulation) -> Table:
@@ -258,7 +258,7 @@ def tasks_in_time(found: Simulation, lane: int) -> Table:
     table = _tasks(f"Tasks of {lanes_in_words([of])}", found.line.program, of.of)
     rows = of.issue.rows.tolist()
     columns = {name: [column[row] for row in rows] for name, column in table.columns.items()}
-    times = {"begin": (of.begin * _TICK).tolist(), "end": (of.end * _TICK).tolist()}
+    times = {"begin": (of.begin * TICK).tolist(), "end": (of.end * TICK).tolist()}
     return Table(table.title, {**columns, **times}, {**table.units, "begin": "s", "end": "s"})
 
 

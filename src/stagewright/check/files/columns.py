@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Bool, Int
 from stagewright.trace.formats.et_def import VALUES
 
-Int = NDArray[np.int64]
 Words = NDArray[np.uint64]
-Bool = NDArray[np.bool_]
 
 MOST_BYTES = 1 << 26  # of one message
 STRING, BOOL, NOTHING = VALUES["string"], VALUES["bool"], 0

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.check.files.graph import Graph, Int
+from stagewright.arrays import Int
+from stagewright.check.files.graph import Graph
 from stagewright.program.columns import TaskKind
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Int = NDArray[np.int64]
+from stagewright.arrays import Int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.check.files.findings import Findings
-from stagewright.check.files.graph import Int
 from stagewright.check.files.rules import group_id
 from stagewright.check.files.world import World
 from stagewright.errors import UserError

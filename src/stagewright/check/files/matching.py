@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from stagewright.check.files.columns import Bool
-from stagewright.check.files.graph import Int
+from stagewright.arrays import Bool, Int
 from stagewright.check.files.world import Match, World
 from stagewright.program.columns import TaskKind
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Int
 from stagewright.check.files.columns import STRING
-from stagewright.check.files.graph import Graph, Int
+from stagewright.check.files.graph import Graph
 from stagewright.check.files.reader import Block, Reader
 from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, dense, group_id
 from stagewright.trace.formats import et_def

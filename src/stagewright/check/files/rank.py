@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.check.files.columns import STRING, Bool, Words
+from stagewright.arrays import Bool, Int
+from stagewright.check.files.columns import STRING, Words
 from stagewright.check.files.exchange import Events, Exchange, Spots, arranged, slots
 from stagewright.check.files.findings import Finding, Findings, Level
-from stagewright.check.files.graph import Graph, Int
+from stagewright.check.files.graph import Graph
 from stagewright.check.files.reader import Block, Damaged, Reader
 from stagewright.check.files.rules import (
     ATTRIBUTES,

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Int
 from stagewright.check.files import columns as scan
 from stagewright.check.files.columns import (
     LARGEST,
@@ -29,7 +30,6 @@ from stagewright.check.files.columns import (
     STRING,
     Data,
     Fields,
-    Int,
     Lists,
     Odd,
     Words,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.check.files.columns import BOOL, LARGEST, STRING, Bool, Int, Words
+from stagewright.arrays import Bool, Int
+from stagewright.check.files.columns import BOOL, LARGEST, STRING, Words
 from stagewright.check.files.findings import Level
 from stagewright.check.files.reader import Column
 from stagewright.program.columns import TaskKind

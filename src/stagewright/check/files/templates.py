@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Bool, Int
 from stagewright.check.files.findings import Finding
-from stagewright.check.files.graph import Graph, Int
+from stagewright.check.files.graph import Graph
 from stagewright.check.files.rank import Checked, check_trace
 from stagewright.check.files.reader import Block, Damaged, Reader
 from stagewright.check.files.rules import LOAD, STORE, group_id, label
@@ -229,7 +230,7 @@ class TraceSource:
 
 def _bare(
     block: Block,
-) -> tuple[NDArray[np.uint64], Int, NDArray[np.bool_], Int, NDArray[np.uint64]]:
+) -> tuple[NDArray[np.uint64], Int, Bool, Int, NDArray[np.uint64]]:
     rows = np.arange(len(block))
     child = np.concatenate(
         [np.repeat(rows, np.diff(some.ptr)) for some in (block.ctrl, block.data)]

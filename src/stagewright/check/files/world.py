@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from stagewright.check.files.columns import Bool
+from stagewright.arrays import Bool, Int
 from stagewright.check.files.exchange import Events, Exchange
 from stagewright.check.files.findings import Findings
-from stagewright.check.files.graph import Graph, Int
+from stagewright.check.files.graph import Graph
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.et_def import COMM_TYPES
 

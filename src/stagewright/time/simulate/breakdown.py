@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.program.columns import PHASES, Int, TaskKind
+from stagewright.arrays import Int
+from stagewright.program.columns import PHASES, TaskKind
 from stagewright.time.simulate.issue import axis_of
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stagewright.program.columns import Int, Program, RankClass, TaskKind
+from stagewright.arrays import Float, Int
+from stagewright.program.columns import Program, RankClass, TaskKind
 from stagewright.time.simulate.issue import Issue
 
 
-def alike(program: Program, factor: NDArray[np.float64]) -> Int:
+def alike(program: Program, factor: Float) -> Int:
     """For each rank the number of its lane: ranks that behave alike.
 
     They are of one class, have one `factor`, and whom they meet behaves alike. Lanes count by

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVES, PHASES, Int, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Tasks
 from stagewright.run.settings import Run
 
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")

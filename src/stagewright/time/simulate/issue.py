@@ -24,11 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR
+from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError, did_you_mean
-from stagewright.program.columns import COLLECTIVES, PHASES, Int, Program, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.time.simulate import ep_overlap as combined
-
-Bool = NDArray[np.bool_]
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 _FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
@@ -181,7 +180,7 @@ def _prefetch(
     aside: Bool,
     gathers: Bool,
     depth: int,
-    key: NDArray[np.float64],
+    key: Float,
 ) -> None:
     """Move gathers to `depth` blocks before the block that needs them."""
     size = len(tasks)

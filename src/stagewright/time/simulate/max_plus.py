@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.program.columns import Int
-from stagewright.time.simulate.issue import Bool, Issue
+from stagewright.arrays import Bool, Int
+from stagewright.time.simulate.issue import Issue
 
 NEVER = -(1 << 62)
 """Before every time; to add durations to it does not overflow."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.program.columns import CATEGORIES, Int
+from stagewright.arrays import Int
+from stagewright.program.columns import CATEGORIES
 from stagewright.program.memory import Deltas, deltas
 from stagewright.time.simulate.timeline import TICK, Lane
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
-from stagewright.program.columns import PHASES, Int, Program, TaskKind, Tasks
+from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.time.simulate.endpoints import Partners
 from stagewright.time.simulate.issue import Execution, Issue
 from stagewright.time.simulate.max_plus import Pieces
@@ -41,7 +42,7 @@ class System:
 
     def __init__(
         self, program: Program, how: Execution, issues: Sequence[Issue], durations: Sequence[Int],
-        factor: NDArray[np.float64], who: Partners,
+        factor: Float, who: Partners,
     ) -> None:  # fmt: skip
         """`issues` and `durations` by class, `factor` by lane."""
         self.program, self.who = program, who
@@ -236,7 +237,7 @@ class ByTask:
     """A class whose ranks differ, or whose kernels slow down."""
 
     def __init__(
-        self, nth: int, system: System, ports: Ports, factor: NDArray[np.float64], slowdown: float
+        self, nth: int, system: System, ports: Ports, factor: Float, slowdown: float
     ) -> None:
         """Class number `nth`; `factor` by lane of the class."""
         self.nth, self.system, self.ports = nth, system, ports

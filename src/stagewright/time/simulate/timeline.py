@@ -21,10 +21,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
-from stagewright.program.columns import Int, Program, RankClass, TaskKind
+from stagewright.program.columns import Program, RankClass, TaskKind
 from stagewright.time.simulate.endpoints import Partners, alike, partners
-from stagewright.time.simulate.issue import Bool, Execution, Issue, issue
+from stagewright.time.simulate.issue import Execution, Issue, issue
 from stagewright.time.simulate.system import Progress, System
 
 TICK = 1e-12
@@ -80,7 +81,7 @@ class Timeline:
 
 def timeline(
     program: Program,
-    seconds: Sequence[NDArray[np.float64]],
+    seconds: Sequence[Float],
     how: Execution | None = None,
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
@@ -114,7 +115,7 @@ def timeline(
     return Timeline(program, how, tuple(lanes), who)
 
 
-def _factors(program: Program, given: Mapping[int, float]) -> NDArray[np.float64]:
+def _factors(program: Program, given: Mapping[int, float]) -> Float:
     world = program.mesh.world_size
     factor = np.ones(world)
     for rank, by in given.items():
@@ -126,7 +127,7 @@ def _factors(program: Program, given: Mapping[int, float]) -> NDArray[np.float64
     return factor
 
 
-def _ticks(of: RankClass, seconds: NDArray[np.float64], order: Issue) -> Int:
+def _ticks(of: RankClass, seconds: Float, order: Issue) -> Int:
     if len(seconds) != len(of.tasks):
         raise ValueError(f"{len(seconds)} durations for {len(of.tasks)} tasks")
     if not (np.isfinite(seconds) & (seconds >= 0)).all() or seconds.sum() > 1e6:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.program.columns import Int, TaskKind
-from stagewright.time.simulate.issue import Bool, Issue
+from stagewright.arrays import Bool, Float, Int
+from stagewright.program.columns import TaskKind
+from stagewright.time.simulate.issue import Issue
 
 
 class Work(NamedTuple):
@@ -25,7 +26,7 @@ class Work(NamedTuple):
     kind: NDArray[np.uint8]
     duration: Int  # ticks
     groups: Sequence[Int | None]  # with which lanes each meets, as `met`; None: each by itself
-    factor: NDArray[np.float64]
+    factor: Float
     slowdown: float
 
 

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 
 from stagewright.algebra.layout import MIRROR, Mesh
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.program.columns import (
     CATEGORIES,
     COLLECTIVES,
     PHASES,
     Communicator,
-    Int,
     Peer,
     Program,
     RankClass,

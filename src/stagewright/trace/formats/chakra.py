@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.program.columns import (
     COLLECTIVES,
@@ -35,7 +36,7 @@ from stagewright.program.columns import (
     among,
 )
 from stagewright.trace.formats import et_def, wire
-from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, Int, Pieces, Rows, Table
+from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, Pieces, Rows, Table
 from stagewright.trace.storage import aligned
 
 VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4

@@ -12,10 +12,10 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.program.columns import Program
 from stagewright.trace.formats import json as readable
-from stagewright.trace.formats.wire import Int
 
 MOST = 3000
 """Nodes that a drawing may have: Graphviz takes minutes beyond, and nobody can read it."""

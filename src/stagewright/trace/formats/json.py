@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
@@ -24,7 +25,6 @@ from stagewright.program.columns import (
     Tasks,
     among,
 )
-from stagewright.trace.formats.wire import Int
 
 
 def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Batch]:

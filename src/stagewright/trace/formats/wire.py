@@ -25,8 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Int
+
 Bytes = NDArray[np.uint8]
-Int = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Pieces = NDArray[np.void]  # fixed-width runs of bytes
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.numbers import duration, quantity
 from stagewright.program import memory
-from stagewright.program.columns import CATEGORIES, PHASES, Int, RankClass
+from stagewright.program.columns import CATEGORIES, PHASES, RankClass
 from stagewright.time.simulate.memory import Held
 from stagewright.time.simulate.timeline import TICK
 from stagewright.views.pictures import svg

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Bool, Float, Int
 from stagewright.numbers import duration, plural
-from stagewright.program.columns import PHASES, Int
+from stagewright.program.columns import PHASES
 from stagewright.time.simulate.breakdown import Axes, axes_of
 from stagewright.time.simulate.timeline import Lane, Timeline
 from stagewright.views.pictures import svg
@@ -22,8 +23,6 @@ MOST = 16
 """Lanes of a picture; of more, some from first to last."""
 LEAST = 0.001
 """Of the step: an axis along which less time passes has no strip."""
-
-_Shares = NDArray[np.float64]
 
 
 def picture(line: Timeline, name: str = "timeline") -> svg.Picture:
@@ -97,14 +96,14 @@ def _has(lane: Lane, phase: int) -> bool:
     return bool((lane.main & (_phase(lane) == phase)).any())
 
 
-def _busy(lane: Lane, mine: NDArray[np.bool_], edges: _Shares) -> _Shares:
+def _busy(lane: Lane, mine: Bool, edges: Float) -> Float:
     """The part of each column in which some of a lane's tasks run."""
     begin, end = lane.begin[mine], lane.end[mine]
     until = _passed(end, edges) - _passed(begin, edges)
     return np.clip(np.diff(until) / np.diff(edges), 0, 1)
 
 
-def _passed(moments: Int, edges: _Shares) -> _Shares:
+def _passed(moments: Int, edges: Float) -> Float:
     """For each edge, the sum over moments of what comes first, the edge or the moment.
 
     The difference between this for ends and for begins is the time that has run by then.
@@ -116,7 +115,7 @@ def _passed(moments: Int, edges: _Shares) -> _Shares:
     return sums[before] + (len(moments) - before) * edges
 
 
-def _strip(low: _Shares, high: _Shares, bottom: float, height: float, fill: str, name: str) -> str:
+def _strip(low: Float, high: Float, bottom: float, height: float, fill: str, name: str) -> str:
     """Columns from one height to another, as one path; half units of height."""
     tops = np.rint(high * height * 2) / 2
     bases = np.rint(low * height * 2) / 2
