@@ -363,9 +363,10 @@ def _config_compiled(path: Path) -> object:
 def _run_file(path: Path) -> object:
     from stagewright.model.config import resolve
     from stagewright.parallel.degrees import parallelization
-    from stagewright.run.settings import Run, check, recorded_model
+    from stagewright.run.settings import check
+    from stagewright.trace.recorded import load_run, recorded_model
 
-    run = Run.load(path)
+    run = load_run(path)
     run.describe()
     model = recorded_model(path) or resolve(run.model)
     model = model.with_overrides(num_layers=run.layers, vocab_size=run.vocab)

@@ -14,7 +14,8 @@ import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.model.config import PRESETS, resolve
 from stagewright.model.json import from_json, to_json
-from stagewright.run.settings import Run, recorded_model
+from stagewright.run.settings import Run
+from stagewright.trace.recorded import recorded_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig, resolve
-from stagewright.run.settings import Run, check, even_split, recorded_model
+from stagewright.run.settings import Run, check, even_split
+from stagewright.trace.recorded import recorded_model
 
 SIZES: dict[str, Any] = {
     "name": "toy",

@@ -149,7 +149,7 @@ def test_a_manifest_repeats_a_module(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "one" / "manifest.json").read_text())
     found["run"]["model"] = "gone.stg"
     again.write_text(json.dumps(found))
-    from stagewright.run.settings import recorded_model
+    from stagewright.trace.recorded import recorded_model
 
     model = recorded_model(again)
     assert model is not None

@@ -12,12 +12,21 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stagewright.algebra.layout import Mesh
+from stagewright.arrays import exact_sum
 from stagewright.model.config import PRESETS
 from stagewright.numbers import quantity, spans
-from stagewright.program.columns import Communicator, Peer, Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import (
+    Communicator,
+    Peer,
+    Program,
+    RankClass,
+    TaskKind,
+    Tasks,
+)
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import gpipe
-from stagewright.views.summary import manifest, summary, tables, total
+from stagewright.trace.recorded import manifest
+from stagewright.views.summary import summary, tables
 
 
 def column(rows: list[dict[str, int]], name: str, default: int, dtype: type) -> Any:
@@ -176,7 +185,7 @@ def test_tables_join_classes_that_communicate_alike():
 
 @given(st.lists(st.integers(0, 2**63 - 1)))
 def test_total_is_exact(values: list[int]):
-    assert total(np.array(values, dtype=np.int64)) == sum(values)
+    assert exact_sum(np.array(values, dtype=np.int64)) == sum(values)
 
 
 @pytest.mark.parametrize(

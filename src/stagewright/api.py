@@ -16,17 +16,24 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from stagewright.check.program import check_program
 from stagewright.errors import UserError
+from stagewright.files import write_text
 from stagewright.lower import training as compiler
 from stagewright.lower.training import Compiled
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
+from stagewright.time.astra_sim import beside
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.measured import load, measured
 from stagewright.time.network import Algorithm, Machine
 from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.step import Simulation
 from stagewright.time.simulate.step import simulate as run_on
+from stagewright.trace.recorded import manifest
+from stagewright.trace.write import write
+from stagewright.views.pages.report import page
 
 if TYPE_CHECKING:
     from stagewright.time.simulate.timeline import Progress
@@ -117,6 +124,34 @@ def filled(
     return run
 
 
+def generate(
+    compiled: Compiled,
+    out: str,
+    *,
+    format: str = "chakra",
+    durations: str | None = None,
+    astra_sim: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Write the trace of every rank into a directory; returns what its manifest.json holds.
+
+    Options are `ranks` (default: all) and those of `stagewright.trace.write.How`. `durations` is a
+    CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the hardware on which
+    ASTRA-sim shall run the traces: its configuration and a script are written beside them. The
+    manifest has all that repeats the run, and what was checked of the program before it was
+    written.
+    """
+    program = compiled.program
+    record = {**manifest(compiled), "checks": check_program(program)}
+    if durations is not None:
+        program, matched = measured(program, load(durations))
+        record["durations"] = {"file": durations, **matched.entry()}
+    if astra_sim is not None:
+        options["beside"] = beside(compiled.run, astra_sim)
+        record["astra_sim"] = {"hardware": astra_sim}
+    return write(program, out, format=format, manifest=record, **options)
+
+
 def report(
     what: Asked | Compiled | Simulation,
     out: str | os.PathLike[str] | None = None,
@@ -126,9 +161,6 @@ def report(
 
     With a `hardware` among the settings, or of a simulation, it tells of time, too.
     """
-    from stagewright.files import write_text
-    from stagewright.views.pages.report import page
-
     found = None
     if isinstance(what, Simulation):
         found, what = what, what.compiled

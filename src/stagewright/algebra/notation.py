@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_text
 
 DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 """What may split a dim. `edp` are the ranks that hold the same experts."""
@@ -109,8 +110,6 @@ _ROW = re.compile(r"\s*([^\s\[\]#]+)\s*(\[[^\]#]*\])\s*(?:#.*)?$")
 
 def table(path: str | Path) -> dict[str, Tensor]:
     """A strategy as a file: a name and where it lives per line, such as `wq [M, A/tp, D]`."""
-    from stagewright.files import read_text  # brings along yaml, which models do not need
-
     text = read_text(path, "rows such as wq [M, A/tp, D]").replace("\r\n", "\n")
     rows: dict[str, Tensor] = {}
     start = 0

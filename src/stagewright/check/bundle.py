@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from stagewright import __version__
 from stagewright.check.files.findings import Findings
 from stagewright.check.program import Unsound, check_program
 from stagewright.check.regenerate import program_of
@@ -21,6 +20,7 @@ from stagewright.errors import UserError
 from stagewright.program.columns import Program, Tasks, Values
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.manifest import counts
+from stagewright.version import __version__
 
 
 def check_bundle(path: Path | str) -> Report:

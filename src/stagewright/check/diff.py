@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, exact_sum
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import Key, Profile, Totals, added, profile
@@ -25,7 +25,6 @@ from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.bundle import Bundle, is_bundle
 from stagewright.trace.unbundle import traces
-from stagewright.views.summary import total
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,7 +184,7 @@ def _bundle(path: Path) -> Side:
         for slot in range(len(program.communicators)):
             mine = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
             if mine.any():
-                what = int(mine.sum()), total(tasks.comm_bytes[mine])
+                what = int(mine.sum()), exact_sum(tasks.comm_bytes[mine])
                 used |= dict.fromkeys(np.unique(program.group_of(slot, of.ranks)).tolist(), what)
         for slot in range(len(program.peers)):
             count = int(((tasks.kind == TaskKind.SEND) & (tasks.slot == slot)).sum())

@@ -21,10 +21,10 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
     believed.
     """
     from stagewright.lower.training import compile
-    from stagewright.run.settings import Run, recorded_model
+    from stagewright.trace.recorded import load_run, recorded_model
 
     try:
-        run, model = Run.load(manifest), recorded_model(manifest)
+        run, model = load_run(manifest), recorded_model(manifest)
         if model is not None:
             run = run.resolved(model)
             if run.microbatches * (run.layers or model.num_layers) > 64 * nodes:

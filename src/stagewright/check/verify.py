@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from stagewright import __version__
 from stagewright.arrays import Int
 from stagewright.check.files.findings import Finding, Findings
 from stagewright.check.files.groups import check_ids, default_groups, read_groups, read_json
@@ -40,6 +39,7 @@ from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.bundle import is_bundle
 from stagewright.trace.manifest import GROUPS, MANIFEST
+from stagewright.version import __version__
 
 MOST_EXPLAINED = 20_000_000  # nodes of a run that looks for what hangs
 MOST_SEARCHED = 200_000  # nodes, of all ranks, of a search for an order that hangs

@@ -439,18 +439,18 @@ def parse_ranks(text: str, world_size: int) -> list[int]:
 
 
 def _load(model: str | None, config: str | None, settings: dict[str, Any]) -> Run:
-    from stagewright.run.settings import Run
+    from stagewright.trace.recorded import load_run
 
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
-    return Run.load(config, given)
+    return load_run(config, given)
 
 
 def _compile(run: Run, model: str | None, config: str | None) -> Compiled:
     """Compile; a manifest of an earlier run brings its model along unless another is named."""
     from stagewright.lower.training import compile
-    from stagewright.run.settings import recorded_model
+    from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None
     return compile(run, recorded)

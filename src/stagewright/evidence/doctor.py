@@ -18,8 +18,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
-from stagewright import __version__
+from stagewright.check.program import check_program
 from stagewright.errors import UserError
+from stagewright.lower.training import compile
+from stagewright.run.settings import Run
+from stagewright.trace.recorded import manifest
+from stagewright.trace.write import write
+from stagewright.version import __version__
 
 USES = {
     "ray": "generate --engine ray: write with the machines of a cluster",
@@ -205,19 +210,16 @@ def _protobuf() -> str:
 
 def measure(directory: Path) -> Speed:
     """Make and write traces in a directory, and plain files; all is removed again."""
-    from stagewright import generate
-    from stagewright.lower.training import compile
-    from stagewright.run.settings import Run
-
     with _scratch(directory) as folder:
         began = time.perf_counter()
         compiled = compile(Run(model="llama3.1-70b", tp=8, pp=4, dp=2, global_batch_size=32))
         made = time.perf_counter()
-        written = generate(compiled, str(folder / "traces"))
+        record = {**manifest(compiled), "checks": check_program(compiled.program)}
+        written = write(compiled.program, str(folder / "traces"), manifest=record)
         seconds = time.perf_counter() - made
         nodes = sum(len(of.tasks) * len(of.ranks) for of in compiled.program.classes)
         size = sum(file["bytes"] for file in written["files"].values())
-        write, sync = _plain(folder)
+        plain, sync = _plain(folder)
         return Speed(
             directory=str(directory),
             free_bytes=shutil.disk_usage(directory).free,
@@ -225,7 +227,7 @@ def measure(directory: Path) -> Speed:
             nodes_per_second=nodes / seconds,
             bytes_per_second=size / seconds,
             sha256_bytes_per_second=_hashed(),
-            write_bytes_per_second=write,
+            write_bytes_per_second=plain,
             sync_bytes_per_second=sync,
         )
 

@@ -28,9 +28,10 @@ from stagewright.lower.training import (
 )
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.experts import mean_expert_sizes
 from stagewright.parallel.placement import Plan
 from stagewright.program.columns import Program
-from stagewright.run.requests import experts, loads
+from stagewright.run.requests import loads
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import Order, forward_only
 
@@ -92,7 +93,7 @@ class _Step:
         }
 
     def extent(self, sizes: Sizes) -> Extent:
-        means = experts(self.run, self.model, self.plan, sizes.get("routed", 0))
+        means = mean_expert_sizes(self.run, self.model, self.plan, sizes.get("routed", 0))
         return extent_of({**sizes_of(self.run, self.model), **sizes}, self.plan.mesh, means)
 
     def program(self, sizes: Sizes) -> Program:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from stagewright.algebra.size import Size, size
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
@@ -18,7 +16,6 @@ from stagewright.run import lengths as batch
 from stagewright.run.lengths import Group, Groups
 
 if TYPE_CHECKING:
-    from stagewright.parallel.placement import Plan
     from stagewright.run.settings import Run
 
 MOST_MEMORY = 2**60
@@ -268,24 +265,6 @@ def prefixed(run: Run) -> bool:
     rows = _rows(run) or (Group(),)
     known = [run.context_length if g.context_length is None else g.context_length for g in rows]
     return run.mode == "decode" or any(known)
-
-
-def experts(run: Run, model: ModelConfig, plan: Plan, routed: int) -> dict[Size, Fraction]:
-    """Means of what experts get and are read, of `routed` tokens on all ranks: evenly spread.
-
-    R rows for each expert; `touched`, how many experts some token goes to. A token leaves out an
-    expert with the probability 1 - top_k / experts, all of them with a power of it.
-    """
-    if not model.num_experts:
-        return {}
-    held = model.num_experts + run.num_redundant_experts
-    # Ranks that hold the same experts share the tokens.
-    ours = routed / plan.mesh.size(*(a for a in plan.tokens if a not in plan.expert))
-    part = 1.0
-    if model.top_k < held:
-        part = -math.expm1(ours * math.log1p(-model.top_k / held))
-    exact = Fraction(round(part * 2**32), 2**32)  # the same on all machines
-    return {size("R"): Fraction(routed * model.top_k, held), size("touched"): held * exact}
 
 
 SIZES = dict(

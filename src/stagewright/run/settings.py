@@ -38,7 +38,6 @@ from stagewright.run import frameworks
 from stagewright.run import lengths as batch
 from stagewright.run import requests as serving
 from stagewright.schedule import schedules as pipeline
-from stagewright.trace.formats.bundle import Bundle, is_bundle
 
 LARGEST = 2**31
 """No setting is larger: columns of the program index with 32 bits."""
@@ -351,18 +350,28 @@ class Run(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Self:
-        """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
+        """A run from a YAML file, or an earlier run's manifest; overrides replace.
 
         Every error is a UserError that names the setting, and the file if it came from there.
+        `stagewright.trace.recorded.load_run` reads bundles, too.
         """
-        values = {} if path is None else _read(path)
+        return cls.of({} if path is None else read_settings(path), overrides, path)
+
+    @classmethod
+    def of(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        path: str | Path | None = None,
+    ) -> Self:
+        """A run from settings by name or a manifest; `path` is where they stood, for errors."""
         overrides = dict(overrides or {})
         try:
             if _is_manifest(values):
                 values = cls.model_validate(values["run"]).asked().model_dump()
                 if overrides.get("framework", values["framework"]) != values["framework"]:
                     values = frameworks.without_defaults(values)
-            return cls.model_validate(values | overrides)
+            return cls.model_validate({**values, **overrides})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             from_file = path is not None and first["loc"][0] not in overrides
@@ -485,9 +494,8 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 # ---- run files -----------------------------------------------------------------------------------
 
 
-def recorded_model(path: str | Path) -> ModelConfig | None:
-    """The model in an earlier run's manifest or bundle; None for a run file, which names it."""
-    values = _read(path)
+def recorded_model(values: Mapping[str, Any], path: str | Path) -> ModelConfig | None:
+    """The model in an earlier run's manifest; None for a run file, which names it."""
     if not _is_manifest(values):
         return None
     try:
@@ -496,9 +504,8 @@ def recorded_model(path: str | Path) -> ModelConfig | None:
         raise UserError(f"{path}: cannot read the model of this manifest: {error}") from None
 
 
-def _read(path: str | Path) -> dict[str, Any]:
-    if is_bundle(path):
-        return Bundle(path).manifest
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """What a run file in YAML or an earlier run's manifest holds."""
     # A manifest lists every file: json reads in a second what yaml reads in a minute.
     if Path(path).suffix == ".json":
         values = manifest_head(path, "a run file, or the manifest of an earlier run")

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright import __version__
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import Program, TaskKind, among
 from stagewright.trace.storage import Written
+from stagewright.version import __version__
 
 MANIFEST = "manifest.json"
 GROUPS = "comm_group.json"

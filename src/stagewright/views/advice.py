@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import exact_sum
 from stagewright.numbers import duration, plural, quantity, spans
 from stagewright.program.columns import Program, RankClass
 from stagewright.schedule.actions import bubble
 from stagewright.time.network import Machine, placements
-from stagewright.views.summary import total
 
 if TYPE_CHECKING:
     from stagewright.lower.training import Compiled
@@ -214,7 +214,7 @@ def _idle(compiled: Compiled, found: Simulation | None) -> Iterator[Remark]:
 
 
 def _work(of: RankClass) -> int:
-    return total(of.tasks.flops)
+    return exact_sum(of.tasks.flops)
 
 
 def _mean(some: Sequence[tuple[int, int]]) -> float:

@@ -36,10 +36,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-import stagewright
-from stagewright.arrays import Int
+from stagewright.arrays import Int, exact_sum
 from stagewright.errors import UserError
-from stagewright.model import json as record
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural, quantity
 from stagewright.program import memory
@@ -54,9 +52,9 @@ from stagewright.program.columns import (
 )
 from stagewright.run import lengths as batch
 from stagewright.run.requests import groups
-from stagewright.run.settings import Run, recorded_model
-from stagewright.schedule.schedules import to_csv
+from stagewright.run.settings import Run
 from stagewright.trace.formats.bundle import Bundle
+from stagewright.trace.recorded import load_run, recorded_model
 from stagewright.views.tables import communication, compute, peak, rich
 from stagewright.views.tables import memory as held
 
@@ -87,7 +85,7 @@ def recorded(path: str) -> Recorded:
     if not isinstance(parameters, dict) or model is None:
         raise UserError(f"{path}: tells of no run; only verify, inspect, expand and diff read it")
     total, active = (int(parameters.get(name, 0)) for name in ("total", "active"))  # pyright: ignore
-    run = Run.load(path)
+    run = load_run(path)
     fitting = None
     if run.device_memory is not None:
         from stagewright.lower.training import compile
@@ -125,26 +123,6 @@ def _served(compiled: Compiled | Recorded) -> Summary:
     }
 
 
-def manifest(compiled: Compiled) -> dict[str, Any]:
-    """What is written beside the traces: everything that the result depends on, to repeat the run.
-
-    `stagewright generate --config manifest.json` does so.
-    """
-    schedule = compiled.run.schedule or ""
-    loads = {"expert_load": compiled.load.lines} if compiled.load else {}
-    modules = compiled.model.modules
-    return {
-        "stagewright": stagewright.__version__,
-        # A file may change or vanish; a schedule by name follows from the run.
-        "run": compiled.run.model_dump(mode="json") | loads,
-        **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
-        "model": record.to_json(compiled.model),
-        **({"modules": {m.name: m.text for m in modules}} if modules else {}),
-        "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
-        "mesh": dict(compiled.program.mesh.axes),
-    }
-
-
 def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
     tasks = of.tasks
     return {
@@ -153,7 +131,8 @@ def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
         "layers": len(np.unique(tasks.layer[tasks.layer >= 0])),
         "tasks": len(tasks),
         "flops": {
-            phase: total(tasks.flops[tasks.phase == index]) for index, phase in enumerate(PHASES)
+            phase: exact_sum(tasks.flops[tasks.phase == index])
+            for index, phase in enumerate(PHASES)
         },
         "collectives": _collectives(program, tasks),
         "sends": _exchanges(program, tasks, TaskKind.SEND),
@@ -248,17 +227,7 @@ def _grouped(
     starts = [0, *(np.flatnonzero(np.any(table[:, 1:] != table[:, :-1], axis=0)) + 1)]
     for first, last in zip(starts, [*starts[1:], len(rows)], strict=True):
         key = tuple(int(value) for value in table[:, first])
-        yield key, int(last - first), total(sizes[rows[first:last]])
-
-
-def total(column: Int) -> int:
-    """The exact sum of a column, also where it is beyond 64 bits.
-
-    >>> total(np.array([2**62, 2**62, 2**62, 1]))
-    13835058055282163713
-    """
-    low = np.int64(2**31 - 1)
-    return (int((column >> 31).sum()) << 31) + int((column & low).sum())
+        yield key, int(last - first), exact_sum(sizes[rows[first:last]])
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import stagewright
 from stagewright.numbers import count, duration, plural, quantity, spans
 from stagewright.program.columns import PHASES, RankClass
 from stagewright.schedule.actions import bubble
 from stagewright.time import traffic
+from stagewright.version import __version__
 from stagewright.views import tables
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages import memory as memory_page
@@ -374,5 +374,5 @@ def _about(found: Simulation | None) -> Section:
             f"{found.machine.hardware.name}` tells where each figure is from, and `stagewright "
             "validate` how far predictions are from measurements."
         )
-    lines.append(f"Made by Stagewright {stagewright.__version__}.")
+    lines.append(f"Made by Stagewright {__version__}.")
     return Section("about", "About", "".join(paragraph(each) for each in lines))

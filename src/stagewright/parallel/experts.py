@@ -1,0 +1,32 @@
+"""How many tokens each expert of an inference step computes, and how many experts compute any."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from stagewright.algebra.size import Size, size
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.placement import Plan
+from stagewright.run.settings import Run
+
+
+def mean_expert_sizes(
+    run: Run, model: ModelConfig, plan: Plan, routed: int
+) -> dict[Size, Fraction]:
+    """Means of the sizes that routing decides, for `routed` tokens on all ranks, spread evenly.
+
+    `R` is the number of rows of each expert, `touched` the number of experts that any token goes
+    to. A token leaves out an expert with probability p = 1 - top_k / experts; n tokens all leave it
+    out with probability p^n.
+    """
+    if not model.num_experts:
+        return {}
+    experts = model.num_experts + run.num_redundant_experts
+    # Ranks that hold the same experts share the tokens.
+    tokens = routed / plan.mesh.size(*(a for a in plan.tokens if a not in plan.expert))
+    share = 1.0
+    if model.top_k < experts:
+        share = -math.expm1(tokens * math.log1p(-model.top_k / experts))
+    exact = Fraction(round(share * 2**32), 2**32)  # the same on all machines
+    return {size("R"): Fraction(routed * model.top_k, experts), size("touched"): experts * exact}
