@@ -23,8 +23,9 @@ import numpy as np
 from scipy.optimize import minimize
 
 from stagewright.evidence.kernels import experts_seconds
-from stagewright.time.hardware import Experts, Hardware, resolve
-from stagewright.time.network import Machine, Placement, collective_seconds
+from stagewright.time.collectives import collective_seconds
+from stagewright.time.hardware import ExpertFit, Hardware, resolve
+from stagewright.time.network import Machine, Placement
 from stagewright.time.roofline import attention_seconds, gemm_seconds, memory_seconds
 
 SYSTEMS = {
@@ -186,7 +187,7 @@ def experts(folder: Path, hardware: Hardware, system: str) -> None:
              "moe_ep_size")  # fmt: skip
 
     def predict(constants: Constants, some: Rows) -> np.ndarray:
-        changed = hardware.model_copy(update={"experts": Experts(**constants)})
+        changed = hardware.model_copy(update={"experts": ExpertFit(**constants)})
         sizes = (column(some, name) for name in names)
         return experts_seconds(*sizes, dtype="bf16", on=changed)
 

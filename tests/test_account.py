@@ -11,7 +11,7 @@ from stagewright.arrays import Float
 from stagewright.lower.training import compile
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.settings import Run
-from stagewright.time.simulate.breakdown import critical_path, parts, path_parts
+from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts
 from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import Timeline, timeline
 
@@ -31,7 +31,7 @@ def lines(run: str, way: str) -> list[Timeline]:
 def test_parts_of_every_lane_add_up_to_the_step(run: str, way: str) -> None:
     for line in lines(run, way):
         for lane in line.lanes:
-            found = parts(line, lane)
+            found = breakdown(line, lane)
             assert found.total == pytest.approx(line.seconds, rel=1e-9)
             assert found.bubble >= 0
             assert all(s >= 0 for s in found.exposed.values())
@@ -86,7 +86,7 @@ def test_bubble_of_even_stages(schedule: str, pp: int, vpp: int, microbatches: i
     ideal = microbatches * vpp * 3e-3
     assert line.seconds == pytest.approx(ideal * (1 + (pp - 1) / (vpp * microbatches)), rel=1e-6)
     for lane in line.lanes:
-        assert parts(line, lane).bubble == pytest.approx((pp - 1) * 3e-3, rel=1e-6)
+        assert breakdown(line, lane).bubble == pytest.approx((pp - 1) * 3e-3, rel=1e-6)
 
 
 def test_reductions_hide_behind_the_backward_pass_but_the_last() -> None:
@@ -100,7 +100,7 @@ def test_reductions_hide_behind_the_backward_pass_but_the_last() -> None:
     kernels = np.where(moves, 0, 1e-3)
     alone = timeline(program, [kernels]).seconds
     beside = timeline(program, [kernels + moves * 0.8e-3])
-    assert parts(beside, beside.lanes[0]).exposed == {"dp": pytest.approx(0.8e-3)}
+    assert breakdown(beside, beside.lanes[0]).exposed == {"dp": pytest.approx(0.8e-3)}
     assert beside.seconds == pytest.approx(alone + 0.8e-3)
     after = timeline(program, [kernels + moves * 0.8e-3], Execution(no_overlap=frozenset({"dp"})))
     assert after.seconds == pytest.approx(alone + 4 * 0.8e-3)
@@ -119,4 +119,4 @@ def test_a_straggler_holds_up_those_it_meets() -> None:
     held = (plain.seconds - step) * 1.2
     assert others.end.max() * TICK == pytest.approx(held + step, rel=1e-3)
     assert slow.seconds == pytest.approx(plain.seconds * 1.2)
-    assert parts(slow, others).bubble == pytest.approx(0.2 * plain.seconds, rel=1e-3)
+    assert breakdown(slow, others).bubble == pytest.approx(0.2 * plain.seconds, rel=1e-3)

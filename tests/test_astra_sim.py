@@ -15,8 +15,9 @@ import yaml
 import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.time.astra_sim import OPS, AstraSim, Dimension, beside, task_seconds
+from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import names, resolve
-from stagewright.time.network import Machine, collective_seconds, placements
+from stagewright.time.network import Machine, placements
 from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
 

@@ -8,7 +8,7 @@ import pytest
 from stagewright.lower.training import compile
 from stagewright.program.memory import timeline as by_row
 from stagewright.run.settings import Run
-from stagewright.time.simulate.memory import held
+from stagewright.time.simulate.memory import memory_timeline
 from stagewright.time.simulate.timeline import Lane, timeline
 
 from .test_timeline import RUNS, durations
@@ -33,7 +33,7 @@ def test_memory_over_time_is_what_is_there(run: str) -> None:
     line = timeline(program, [t * 1e-12 for t in durations(program, 1, True)])
     random = np.random.default_rng(1)
     for lane in line.lanes:
-        found = held(lane)
+        found = memory_timeline(lane)
         assert found.size.min() >= 0
         assert (np.diff(found.ticks) > 0).all()
         for tick in random.integers(0, line.ticks, 20).tolist():
@@ -48,7 +48,7 @@ def test_without_overlap_it_is_memory_over_rows() -> None:
     program = compile(Run(**RUNS["dp"] | {"dp": 1, "global_batch_size": 1})).program
     (of,) = program.classes
     (lane,) = timeline(program, [np.full(len(of.tasks), 1e-6)]).lanes
-    found = held(lane)
+    found = memory_timeline(lane)
     assert found.peak == by_row(of).sum(axis=0).max()
     assert all(
         of.memory[name] == size for name, size in found.at_peak().items() if name in of.memory

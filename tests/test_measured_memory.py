@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.evidence.memory import Outcome, outcomes, summary
+from stagewright.evidence.memory import PeakPrediction, predictions, summary
 from stagewright.lower.training import compile
 from stagewright.model.config import resolve
 from stagewright.run.settings import Run
@@ -25,11 +25,11 @@ ZERO_BUBBLE = "Zero Bubble, arXiv 2401.10241, Table 4"
 
 
 @cache
-def found() -> tuple[Outcome, ...]:
-    return tuple(outcomes())
+def found() -> tuple[PeakPrediction, ...]:
+    return tuple(predictions())
 
 
-def of(source: str) -> list[Outcome]:
+def of(source: str) -> list[PeakPrediction]:
     return [o for o in found() if o.source == source]
 
 

@@ -318,7 +318,7 @@ def test_microbatches_alive_over_the_schedule() -> None:
 def test_what_is_alive_at_the_peak_is_the_peak() -> None:
     for of in classes(**RUNS[1]):
         row = over_time.peak_row(of.values, len(of.tasks))
-        found = over_time.groups(of.values, row)
+        found = over_time.groups_alive(of.values, row)
         assert sum(g.bytes for g in found) == of.memory["peak"]
         for category in CATEGORIES:
             here = sum(g.bytes for g in found if g.category == category)

@@ -13,18 +13,14 @@ from stagewright.lower.training import compile
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.time import hardware
-from stagewright.time.cost import task_seconds
-from stagewright.time.network import (
-    Dimension,
-    Machine,
-    Placement,
+from stagewright.time.collectives import (
     collective_seconds,
+    destinations,
     dispatch_seconds,
-    distinct,
-    level_of,
     message_seconds,
-    placements,
 )
+from stagewright.time.cost import task_seconds
+from stagewright.time.network import Machine, Placement, Tier, placements, tier_of
 from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.step import simulate
 
@@ -32,14 +28,14 @@ H100 = hardware.resolve("h100-sxm")
 GB = 10**9
 
 
-def ideal(*dimensions: Dimension, algorithm: str = "best") -> Machine:
+def ideal(*tiers: Tier, algorithm: str = "best") -> Machine:
     """Links without latency that reach their bandwidth."""
-    gpus = math.prod(d.size for d in dimensions)
-    return Machine(H100, gpus, dimensions, algorithm)  # pyright: ignore
+    gpus = math.prod(d.size for d in tiers)
+    return Machine(H100, gpus, tiers, algorithm)  # pyright: ignore
 
 
-NODE = Dimension("switch", 8, 400.0, 0.0)
-OUT = Dimension("fat_tree", 4, 50.0, 0.0)
+NODE = Tier("switch", 8, 400.0, 0.0)
+OUT = Tier("fat_tree", 4, 50.0, 0.0)
 
 
 def whole(machine: Machine) -> Placement:
@@ -77,20 +73,20 @@ def test_what_leaves_a_node_bounds_all_to_all() -> None:
 
 
 def test_all_to_all_on_a_ring_goes_a_quarter_of_it() -> None:
-    machine = ideal(Dimension("ring", 8, 100.0, 0.0))
+    machine = ideal(Tier("ring", 8, 100.0, 0.0))
     seconds, _ = collective_seconds("all_to_all", GB, whole(machine), machine)
     assert seconds == pytest.approx(GB * 7 / 8 * 8 / 4 / 100e9)
 
 
 def test_half_of_a_full_mesh_has_half_of_its_links() -> None:
-    machine = ideal(Dimension("fully_connected", 8, 448.0, 0.0), algorithm="ring")
+    machine = ideal(Tier("fully_connected", 8, 448.0, 0.0), algorithm="ring")
     seconds, _ = collective_seconds("all_gather", GB // 2, Placement(2, (2,), (1,)), machine)
     assert seconds == pytest.approx(GB / 2 / (448e9 / 7))
 
 
 def test_switches_that_add_need_one_pass() -> None:
     """NVLS: (n + 1) / n of the bytes where a ring moves 2 (n - 1) / n."""
-    machine = ideal(Dimension("switch", 8, 400.0, 0.0, in_network_gb_s=400.0))
+    machine = ideal(Tier("switch", 8, 400.0, 0.0, in_network_gb_s=400.0))
     seconds, name = collective_seconds("all_reduce", GB, whole(machine), machine)
     assert name == "in_network"
     assert seconds == pytest.approx(9 / 8 * GB / 400e9)
@@ -102,7 +98,7 @@ def test_switches_that_add_need_one_pass() -> None:
 def test_oversubscription_slows_what_passes_the_top() -> None:
     out = H100.scale_out.model_copy(update={"gpus_per_leaf": 32, "oversubscription": 4.0})
     tapered = Machine.of(H100.model_copy(update={"scale_out": out}), gpus=128)
-    assert [d.size for d in tapered.dimensions] == [8, 4, 4]
+    assert [d.size for d in tapered.tiers] == [8, 4, 4]
     even = Machine.of(H100, gpus=128)
     group = placements(tapered, np.arange(128).reshape(1, -1))[0]
     slow = collective_seconds("all_to_all", GB, group, tapered)[0]
@@ -112,16 +108,14 @@ def test_oversubscription_slows_what_passes_the_top() -> None:
 
 def test_one_flat_domain_is_as_fast_as_a_node() -> None:
     flat = Machine.of(H100, gpus=128, topology="fullflat")
-    assert [d.size for d in flat.dimensions] == [128]
-    assert (
-        flat.dimensions[0].bandwidth_gb_s == Machine.of(H100, gpus=8).dimensions[0].bandwidth_gb_s
-    )
+    assert [d.size for d in flat.tiers] == [128]
+    assert flat.tiers[0].bandwidth_gb_s == Machine.of(H100, gpus=8).tiers[0].bandwidth_gb_s
 
 
 def test_a_message_takes_the_links_it_passes() -> None:
     machine = Machine.of(H100, gpus=32)
     a, b = np.array([0, 0, 7]), np.array([1, 8, 8])
-    assert level_of(machine, a, b).tolist() == [0, 1, 1]
+    assert tier_of(machine, a, b).tolist() == [0, 1, 1]
     near, far = (message_seconds(GB, level, machine) for level in (0, 1))
     assert far / near == pytest.approx(369 / 46, rel=0.06)  # but for the latency
 
@@ -194,7 +188,7 @@ def test_distinct_ranks_of_a_token(experts: int, parts: int, top_k: int) -> None
     held = experts // parts
     choices = [*itertools.combinations(range(experts), top_k)]
     mean = sum(len({e // held for e in chosen}) for chosen in choices) / len(choices)
-    assert distinct(experts, parts, top_k) == pytest.approx(mean)
+    assert destinations(experts, parts, top_k) == pytest.approx(mean)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +203,7 @@ def test_tokens_sent_once_beside_deepep(gpu: str, ep: int, parts: int, gb_s: flo
     (group,) = placements(machine, np.arange(ep).reshape(1, -1))
     row = 2 * 7168
     seconds = dispatch_seconds(4096 * row * 8, group, machine, 256, 8)
-    found = 4096 * row * distinct(256, parts, 8) / seconds / 1e9
+    found = 4096 * row * destinations(256, parts, 8) / seconds / 1e9
     assert gb_s < found < 1.3 * gb_s
     whole = collective_seconds("all_to_all", 4096 * row * 8, group, machine)[0]
     assert seconds < whole

@@ -193,7 +193,7 @@ def steps(have: Layout, to: Layout) -> tuple[Step, ...]:
     """
     key = (have, to)
     if key not in _memo:
-        _memo[key] = tuple(_merged(_single_steps(have, to)))
+        _memo[key] = tuple(_merge_neighbours(_single_steps(have, to)))
     return _memo[key]
 
 
@@ -230,7 +230,7 @@ def _next_step(have: Layout, to: Layout) -> Step | None:
     return Step(kind, (axis,), src, dst)
 
 
-def _merged(singles: Iterator[Step]) -> Iterator[Step]:
+def _merge_neighbours(singles: Iterator[Step]) -> Iterator[Step]:
     last: Step | None = None
     for step in singles:
         if (

@@ -306,7 +306,7 @@ def generate(
     if durations is not None:
         from stagewright.time import measured
 
-        click.echo(measured.told(written["durations"]))
+        click.echo(measured.describe(written["durations"]))
 
 
 @commands.command()

@@ -16,7 +16,7 @@ from stagewright.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stagewright.evidence.errors_of import Outcome
+    from stagewright.evidence.predictions import Prediction
 
 
 @click.command()
@@ -84,8 +84,8 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
     own = None if rows is None else validate.load(rows)
     kernels = list(validate_kernels.validate(source)) if own is None else []
     with _progress() as progress:
-        outcomes = list(validate.validate(source, progress=progress, rows=own))
-    if not kernels and not outcomes:
+        predictions = list(validate.validate(source, progress=progress, rows=own))
+    if not kernels and not predictions:
         carried = validate.measurements() if own is None else own
         known = dict.fromkeys(m.source for m in carried)
         known |= dict.fromkeys(o.source for o in validate_kernels.validate() if own is None)
@@ -95,21 +95,21 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
         )
     if as_json:
         keys = ("source", "row", "quantity", "measured", "predicted", "error", "fitted")
-        listed = [{k: getattr(o, k) for k in keys} for o in (*outcomes, *kernels)]
+        listed = [{k: getattr(o, k) for k in keys} for o in (*predictions, *kernels)]
         click.echo(json.dumps({"rows": listed}, indent=2))
         return
-    _print_outcomes(outcomes if source is None else [*outcomes, *kernels])
-    _print_totals([*outcomes, *kernels])
+    _print_predictions(predictions if source is None else [*predictions, *kernels])
+    _print_totals([*predictions, *kernels])
 
 
-def _print_outcomes(outcomes: Iterable[Outcome]) -> None:
-    from stagewright.evidence.errors_of import table
+def _print_predictions(predictions: Iterable[Prediction]) -> None:
+    from stagewright.evidence.predictions import table
     from stagewright.evidence.validate import NEEDS_REASON
     from stagewright.views.tables import rich
 
     out = console()
-    by_source: dict[str, list[Outcome]] = {}
-    for o in outcomes:
+    by_source: dict[str, list[Prediction]] = {}
+    for o in predictions:
         by_source.setdefault(o.source, []).append(o)
     shown = ("row", "quantity", "measured", "predicted", "error", "fitted")
     for source, some in by_source.items():
@@ -119,11 +119,11 @@ def _print_outcomes(outcomes: Iterable[Outcome]) -> None:
                 out.print(f"  {o.error:+.0%} {o.row}: {o.reason or 'no reason known'}")
 
 
-def _print_totals(outcomes: Iterable[Outcome]) -> None:
-    from stagewright.evidence.errors_of import totals
+def _print_totals(predictions: Iterable[Prediction]) -> None:
+    from stagewright.evidence.predictions import totals
     from stagewright.views.tables import rich
 
-    console().print(rich(totals(outcomes)))
+    console().print(rich(totals(predictions)))
 
 
 @contextmanager

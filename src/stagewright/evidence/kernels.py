@@ -14,10 +14,11 @@ from importlib.resources import files
 import numpy as np
 
 from stagewright.errors import UserError
-from stagewright.evidence.errors_of import Outcome
+from stagewright.evidence.predictions import Prediction
+from stagewright.time.collectives import collective_seconds
 from stagewright.time.cost import attention_shape_seconds
 from stagewright.time.hardware import Hardware, resolve
-from stagewright.time.network import Machine, collective_seconds, placements
+from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import (
     Array,
     copies_seconds,
@@ -29,8 +30,8 @@ from stagewright.time.roofline import (
 ITEM = {"bf16": 2, "fp8": 1}
 
 
-def validate(source: str | None = None) -> Iterator[Outcome]:
-    """Outcomes of all rows, or of those whose source contains a word."""
+def validate(source: str | None = None) -> Iterator[Prediction]:
+    """Predictions of all rows, or of those whose source contains a word."""
     text = (files("stagewright") / "data" / "measured" / "kernels.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
         if source is not None and source.lower() not in row["source"].lower():
@@ -40,7 +41,7 @@ def validate(source: str | None = None) -> Iterator[Outcome]:
         measured = float(row["measured_us"])
         label = f"{row['hardware']} {row['kernel']} {row['dtype']} {row['shape']}"
         error = seconds * 1e6 / measured - 1
-        yield Outcome(row["source"], label, "us", measured, seconds * 1e6, error, "", _REASON)
+        yield Prediction(row["source"], label, "us", measured, seconds * 1e6, error, "", _REASON)
 
 
 _REASON = "one of many; the model is for medians"

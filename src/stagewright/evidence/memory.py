@@ -22,7 +22,7 @@ STATES = ("parameters", "gradients", "optimizer")
 _TEXT = ("source", "row", "url", "hardware", "quantity", "measured", "held", "workspace", "reason")
 
 
-class Outcome(NamedTuple):
+class PeakPrediction(NamedTuple):
     """A published peak and ours, in bytes; errors are ours / theirs - 1."""
 
     source: str
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
         return None if self.held is None else (self.states + self.workspace) / self.held - 1
 
 
-def outcomes() -> Iterator[Outcome]:
+def predictions() -> Iterator[PeakPrediction]:
     """All rows, in their order."""
     text = files("stagewright").joinpath("data/measured/memory.csv").read_text(encoding="utf-8")
     settings = set(Run.model_fields)
@@ -60,7 +60,7 @@ def outcomes() -> Iterator[Outcome]:
         if key not in known:
             known[key] = _held(*key)
         peak, states = known[key]
-        yield Outcome(
+        yield PeakPrediction(
             row["source"],
             row["row"],
             row["hardware"],
@@ -88,7 +88,7 @@ def _held(run: Run, model: ModelConfig, last: bool) -> tuple[int, int]:
 
 
 class Summary(NamedTuple):
-    """Of the sizes of the errors of some outcomes."""
+    """Of the sizes of the errors of some predictions."""
 
     source: str
     rows: int
@@ -98,8 +98,8 @@ class Summary(NamedTuple):
     worst: float  # signed
 
 
-def summary(some: Iterable[Outcome]) -> list[Summary]:
-    """Per source, in the order of the outcomes."""
+def summary(some: Iterable[PeakPrediction]) -> list[Summary]:
+    """Per source, in the order of the predictions."""
     by_source: dict[str, list[float]] = {}
     for outcome in some:
         by_source.setdefault(outcome.source, []).append(outcome.error)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.evidence.errors_of import Outcome
+from stagewright.evidence.predictions import Prediction
 from stagewright.files import read_text
 from stagewright.lower.training import compile
 from stagewright.model.config import ModelConfig
@@ -60,9 +60,9 @@ class Measurement:
     tp_comm_overlap: str
     """`true`: collectives over tp go in pieces beside their products; see `tensor_overlap`."""
     overlap_moe_expert_parallel_comm: str
-    """`true`: two microbatches at a time; see `simulation.combined`."""
+    """`true`: two microbatches at a time; see `time.simulate.ep_overlap`."""
     moe_flex_dispatcher: str
-    """`true`: a token goes once to each rank; see `network.dispatch_seconds`."""
+    """`true`: a token goes once to each rank; see `collectives.dispatch_seconds`."""
     attention_kernel: str
     """One of the hardware's, where the framework does not run the default."""
     run: Run
@@ -78,8 +78,8 @@ def validate(
     predict: Predict | None = None,
     progress: Progress | None = None,
     rows: Iterable[Measurement] | None = None,
-) -> Iterator[Outcome]:
-    """Outcomes of training measurements, of those whose source contains a word.
+) -> Iterator[Prediction]:
+    """Predictions of training measurements, of those whose source contains a word.
 
     `rows` None: those that the package carries.
     """
@@ -90,7 +90,9 @@ def validate(
             progress(done, len(chosen))
         predicted = in_quantity(m, predict(m, machine_of(m)))
         error = predicted / m.measured - 1
-        yield Outcome(m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason)
+        yield Prediction(
+            m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason
+        )
 
 
 def machine_of(m: Measurement) -> Machine:

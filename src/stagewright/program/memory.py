@@ -78,7 +78,7 @@ def samples(of: RankClass, points: int) -> Samples:
     return Samples(rows, over[:, rows])
 
 
-class Group(NamedTuple):
+class ValueGroup(NamedTuple):
     """Values of one name that are alive together."""
 
     category: str
@@ -89,19 +89,19 @@ class Group(NamedTuple):
     bytes: int
 
 
-def groups(values: Values, row: int) -> list[Group]:
+def groups_alive(values: Values, row: int) -> list[ValueGroup]:
     """What is alive while a row runs, by name: the largest first."""
     there = alive(values, row)
     value = values.value[there]
     key = values.category[value].astype(np.int64) * len(values.names) + values.name[value]
-    found: list[Group] = []
+    found: list[ValueGroup] = []
     for k in np.unique(key):
         mine = np.flatnonzero(key == k)
         category, name = divmod(int(k), len(values.names))
         layers = np.unique(values.layer[value[mine]])
         microbatches = np.unique(values.microbatch[there[mine]])
         found.append(
-            Group(
+            ValueGroup(
                 CATEGORIES[category],
                 values.names[name],
                 tuple(layers[layers >= 0].tolist()),

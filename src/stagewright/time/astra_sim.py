@@ -119,7 +119,7 @@ class AstraSim:
         its links; behind a switch, all_to_all sends one message after the other.
         """
         dimensions: list[Dimension] = []
-        for each in machine.dimensions:
+        for each in machine.tiers:
             dimensions += _dimensions(each)
         hardware = machine.hardware
         side = np.array([8192.0])
@@ -327,7 +327,7 @@ class AstraSim:
         return total + (len(way) + 1) * ENDPOINT_NS + adds
 
 
-def _dimensions(of: network.Dimension) -> list[Dimension]:
+def _dimensions(of: network.Tier) -> list[Dimension]:
     """A dimension of a machine as one of ASTRA-sim's, or as many as it has rings."""
     rings = [ring for ring in of.shape if ring > 1] or [of.size]
     topology = _TOPOLOGY.get(of.topology, "Switch")
@@ -336,7 +336,7 @@ def _dimensions(of: network.Dimension) -> list[Dimension]:
     for size in rings:
         if size < 2:
             continue
-        step = 1000 * (of.hop_us + 1e6 * of.start(network.Size.LARGE) / (2 * (size - 1)))
+        step = 1000 * (of.hop_us + 1e6 * of.start(network.MessageSize.LARGE) / (2 * (size - 1)))
         latency = max(0.0, step - ENDPOINT_NS) / (2 if topology == "Switch" else 1)
         rate = of.bandwidth_gb_s / links / _GIB_PER_S
         found.append(Dimension(topology, size, round(rate, 3), round(latency, 1)))

@@ -20,17 +20,10 @@ from stagewright.arrays import Bool, Float
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
-from stagewright.time.fused_products import as_one
+from stagewright.time.collectives import collective_seconds, dispatch_seconds, message_seconds
+from stagewright.time.fused_products import with_fused_products
 from stagewright.time.hardware import Hardware
-from stagewright.time.network import (
-    Machine,
-    Placement,
-    collective_seconds,
-    dispatch_seconds,
-    level_of,
-    message_seconds,
-    placements,
-)
+from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.roofline import (
     QUERIES,
     attention_seconds,
@@ -39,7 +32,7 @@ from stagewright.time.roofline import (
     memory_seconds,
     routing_seconds,
 )
-from stagewright.time.tensor_overlap import in_pieces
+from stagewright.time.tensor_overlap import with_tp_overlap
 
 Seconds = Float
 
@@ -60,28 +53,29 @@ def task_seconds(
 ) -> list[Seconds]:
     """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
 
-    A collective takes as long as the group of the class that lies worst; SEND and RECV both carry
+    A collective takes as long as the group of the class that where worst; SEND and RECV both carry
     the duration of the message. `tp_comm_overlap`: what tensor parallelism gathers and scatters is
     cut, and takes only what the products beside it leave of it (`tensor_overlap`). `routed`: a
-    token goes once to each rank that has experts for it (`network.dispatch_seconds`).
+    token goes once to each rank that has experts for it (`collectives.dispatch_seconds`).
     """
     if program.mesh.world_size != machine.gpus:
         raise UserError(
             f"the program is for {program.mesh.world_size} ranks and the machine has "
             f"{machine.gpus} GPUs; make them equal"
         )
-    lying = _Lying(program, machine)
-    found = [_class_seconds(lying, which, routed) for which in program.classes]
+    placed = Placements(program, machine)
+    found = [_class_seconds(placed, which, routed) for which in program.classes]
     if tp_comm_overlap:
         each = zip(program.classes, found, strict=True)
-        found = [in_pieces(program, of.tasks, given, machine.hardware) for of, given in each]
+        found = [with_tp_overlap(program, of.tasks, given, machine.hardware) for of, given in each]
     return found
 
 
-class _Lying:
-    """Where the groups and peers of a program lie in a machine, found when first asked."""
+class Placements:
+    """Maps communicator groups and peers of a program onto the tiers of a machine, on request."""
 
     def __init__(self, program: Program, machine: Machine) -> None:
+        """Compute the groups of each communicator; all else is computed on request."""
         self.program = program
         self.machine = machine
         self.groups = [program.group_of(slot) for slot in range(len(program.communicators))]
@@ -103,31 +97,31 @@ class _Lying:
     def level(self, slot: int, which: RankClass) -> int:
         """The outermost dimension that a message of the class passes."""
         peers = self.program.peer_of(slot)[which.ranks]
-        return int(level_of(self.machine, which.ranks, peers).max(initial=0))
+        return int(tier_of(self.machine, which.ranks, peers).max(initial=0))
 
 
-def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None) -> Seconds:
-    tasks, machine = which.tasks, lying.machine
+def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None = None) -> Seconds:
+    tasks, machine = which.tasks, placed.machine
     seconds = np.zeros(len(tasks))
     computes = tasks.kind == TaskKind.COMPUTE
     columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
     rows, back = _unique(columns, computes)
     seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
-    seconds = as_one(tasks, seconds, machine.hardware)
+    seconds = with_fused_products(tasks, seconds, machine.hardware)
     if tasks.duration is not None:  # what was measured wins
         seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
 
     moves = tasks.kind == TaskKind.COLLECTIVE
     rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
-    lies = {int(s): lying.placements(int(s), which) for s in np.unique(tasks.slot[moves])}
+    where = {int(s): placed.placements(int(s), which) for s in np.unique(tasks.slot[moves])}
 
     def moved(i: int, group: Placement) -> float:
         op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
-        if routed and op == "all_to_all" and lying.of_experts(int(tasks.slot[i])):
+        if routed and op == "all_to_all" and placed.of_experts(int(tasks.slot[i])):
             return dispatch_seconds(size, group, machine, *routed)
         return collective_seconds(op, size, group, machine)[0]
 
-    each = [max(moved(int(i), group) for group in lies[int(tasks.slot[i])]) for i in rows]
+    each = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
     seconds[moves] = np.array(each)[back] if each else 0.0
 
     copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
@@ -136,7 +130,7 @@ def _class_seconds(lying: _Lying, which: RankClass, routed: Routed | None = None
 
     messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
     rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
-    levels = {int(s): lying.level(int(s), which) for s in np.unique(tasks.slot[messages])}
+    levels = {int(s): placed.level(int(s), which) for s in np.unique(tasks.slot[messages])}
     each = [
         message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine) for i in rows
     ]

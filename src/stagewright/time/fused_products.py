@@ -19,7 +19,7 @@ from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, gemm_seconds
 
 
-class Products(NamedTuple):
+class Gemms(NamedTuple):
     """Matrix products, a row each: those of all that is run as one, and how much of it a row is."""
 
     batch: Float
@@ -31,19 +31,19 @@ class Products(NamedTuple):
     share: Float  # of the FLOPs
 
 
-class Parts(NamedTuple):
+class FusedGemms(NamedTuple):
     """Rows that are parts of products, and which: the parts of one have the same number."""
 
     rows: Int
     whole: Int
-    products: Products
+    products: Gemms
     summed: Bool  # the product is the sum of its parts: a gradient of the input
     result: Float  # bytes of the product's result
 
 
-def products(tasks: Tasks, rows: Int) -> Products:
+def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
     """Those of some rows, parts of others as what they are part of."""
-    own, joint = _own(tasks, rows), parts(tasks)
+    own, joint = _separate_gemms(tasks, rows), fused_gemms(tasks)
     at = np.full(len(tasks), -1)
     at[joint.rows] = np.arange(len(joint.rows))
     of = at[rows]
@@ -53,7 +53,7 @@ def products(tasks: Tasks, rows: Int) -> Products:
     return own
 
 
-def parts(tasks: Tasks) -> Parts:
+def fused_gemms(tasks: Tasks) -> FusedGemms:
     """All rows that are parts of a larger product, none of which was measured by itself."""
     number: dict[tuple[str, ...], int] = {(): 0}
     names = [number.setdefault(shape.joint, len(number)) for shape in tasks.shapes]
@@ -69,7 +69,7 @@ def parts(tasks: Tasks) -> Parts:
     many = count[whole] > 1
     rows = rows[many]
     _, whole = np.unique(whole[many], return_inverse=True)
-    one = _own(tasks, rows)
+    one = _separate_gemms(tasks, rows)
     summed = np.array([name[-1:] == ("input",) for name in number])[label[rows]]
 
     def total(column: Float) -> Float:
@@ -80,25 +80,25 @@ def parts(tasks: Tasks) -> Parts:
     result = one.batch * one.m * one.n * np.where(width < 2, 2, width)
     once = np.where(summed, result, one.batch * one.m * one.k * width)
     work = one.batch * one.m * one.n * one.k + 1  # experts may have no rows
-    return Parts(rows, whole, Products(
+    return FusedGemms(rows, whole, Gemms(
         one.batch, one.m,
         np.where(summed, one.n, total(one.n)), np.where(summed, total(one.k), one.k),
         total(one.traffic - once) + once, one.dtype, work / total(work),
     ), summed, result)  # fmt: skip
 
 
-def _own(tasks: Tasks, rows: Int) -> Products:
+def _separate_gemms(tasks: Tasks, rows: Int) -> Gemms:
     sizes = np.array([_extents(shape) for shape in tasks.shapes] or [(0.0,) * 4])
     batch, m, n, k = sizes[tasks.shape[rows]].T.copy()
     traffic, dtype = tasks.traffic[rows].astype(float), tasks.dtype[rows].astype(np.int64)
-    return Products(batch, m, n, k, traffic, dtype, np.ones(len(rows)))
+    return Gemms(batch, m, n, k, traffic, dtype, np.ones(len(rows)))
 
 
 def _extents(shape: Shape) -> tuple[float, ...]:
     return tuple(map(float, dict(shape.extents).values())) if shape.kernel == "gemm" else (0.0,) * 4
 
 
-def seconds_of(some: Products, dtypes: tuple[str, ...], on: Hardware) -> Float:
+def gemms_seconds(some: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
     """Duration of each row within a step: its share of the product."""
     table = np.stack([*some[:-2], some.dtype.astype(float)], axis=1)
     alike, back = np.unique(table, axis=0, return_inverse=True)
@@ -112,13 +112,13 @@ def seconds_of(some: Products, dtypes: tuple[str, ...], on: Hardware) -> Float:
     return some.share * seconds[back.reshape(-1)] / on.sustained_fraction
 
 
-def as_one(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
+def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     """Durations with products of one input run as one, without what would add up their parts."""
-    joint = parts(tasks)
+    joint = fused_gemms(tasks)
     if not len(joint.rows):
         return seconds
     result = seconds.copy()
-    result[joint.rows] = seconds_of(joint.products, tasks.dtypes, on)
+    result[joint.rows] = gemms_seconds(joint.products, tasks.dtypes, on)
 
     # Who reads several parts of a sum adds them.
     whole = np.full(len(tasks), -1)

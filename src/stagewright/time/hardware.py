@@ -26,11 +26,11 @@ Topology = Literal["switch", "fully_connected", "ring", "torus"]
 Fabric = Literal["rail_optimized", "fat_tree", "dragonfly"]
 
 
-class _Data(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
 
-class _Link(_Data):
+class _Link(_Frozen):
     """Figures per GPU. A message starts within `latency_us` and passes slowly, or, where that takes
     longer, somewhat later and faster: as NCCL's protocols LL, LL128 and Simple do."""
 
@@ -77,7 +77,7 @@ class ScaleOut(_Link):
     """GPUs that meet below the oversubscribed level."""
 
 
-class Gemm(_Data):
+class GemmFit(_Frozen):
     """Constants of matrix products in one precision; see `roofline.gemm_seconds`."""
 
     fraction: float = Field(gt=0, le=1.2)
@@ -93,7 +93,7 @@ class Gemm(_Data):
     sharpness: float = Field(ge=1)
 
 
-class Attention(_Data):
+class AttentionFit(_Frozen):
     """Constants of fused attention; see `roofline.attention_seconds`."""
 
     fraction: float = Field(gt=0, le=3)
@@ -108,7 +108,7 @@ class Attention(_Data):
     """FLOP/s of backward over those of forward."""
 
 
-class Experts(_Data):
+class ExpertFit(_Frozen):
     """Constants of what goes on around the products of experts; see `roofline.copies_seconds`."""
 
     routing_us: float = Field(ge=0)
@@ -119,7 +119,7 @@ class Experts(_Data):
     """Of the bandwidth, by kernels that copy rows by index."""
 
 
-class Hardware(_Data):
+class Hardware(_Frozen):
     """An accelerator and its system. TFLOP/s are dense, GB are 1e9 bytes, bandwidths are GB/s."""
 
     name: str
@@ -140,12 +140,12 @@ class Hardware(_Data):
     host_bandwidth_gb_s: float = Field(gt=0)
     """To the memory of the host, one direction."""
 
-    gemm: Mapping[str, Gemm]
+    gemm: Mapping[str, GemmFit]
     """By precision; bf16 stands in for those that are not named."""
-    attention: Attention
-    attention_kernels: Mapping[str, Attention] = Field(default_factory=dict)
+    attention: AttentionFit
+    attention_kernels: Mapping[str, AttentionFit] = Field(default_factory=dict)
     """Others that frameworks run, by name, such as `fa2`."""
-    experts: Experts | None = None
+    experts: ExpertFit | None = None
     """None: not measured; copies as fast as all else, and routing is its launches."""
     memory_bandwidth_fraction: float = Field(gt=0, le=1)
     """Of the bandwidth, by a large element-wise kernel."""
@@ -212,14 +212,14 @@ def _folder() -> Any:
 
 
 def _load(text: str, where: str) -> Hardware:
-    values, sources = _merged(text, where)
+    values, sources = _with_base(text, where)
     try:
         return Hardware(**values, sources=sources)
     except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error)}") from None
+        raise UserError(f"{where}: {_describe_error(error)}") from None
 
 
-def _merged(
+def _with_base(
     text: str, where: str, seen: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values and their sources, those of the base below them."""
@@ -234,7 +234,7 @@ def _merged(
     texts = {str(name): text for name, text in cast("dict[object, Any]", texts).items()}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    _take(given, texts, where, "", values, sources)
+    _split_sources(given, texts, where, "", values, sources)
     if base is None:
         return values, sources
     if base not in names() or base in seen:
@@ -243,21 +243,21 @@ def _merged(
             f"wanted {either(n for n in names() if n not in seen)}"
         )
     below = (_folder() / f"{base}.yaml").read_text(encoding="utf-8")
-    under, under_sources = _merged(below, str(base), (*seen, str(base)))
+    under, under_sources = _with_base(below, str(base), (*seen, str(base)))
     for key in [k for k in under_sources if k.split(".")[0] in values and "." not in k]:
         del under_sources[key]
-    return _over(under, values), under_sources | sources
+    return _overlay(under, values), under_sources | sources
 
 
-def _over(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _overlay(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(under)
     for key, value in values.items():
         nested = isinstance(value, dict) and isinstance(under.get(key), dict)
-        result[key] = _over(under[key], cast("dict[str, Any]", value)) if nested else value
+        result[key] = _overlay(under[key], cast("dict[str, Any]", value)) if nested else value
     return result
 
 
-def _take(
+def _split_sources(
     given: Mapping[str, Any],
     texts: Mapping[str, str],
     where: str,
@@ -273,7 +273,9 @@ def _take(
             continue
         if isinstance(value, dict):
             values[key] = {}
-            _take(cast("dict[str, Any]", value), texts, where, f"{path}.", values[key], sources)
+            _split_sources(
+                cast("dict[str, Any]", value), texts, where, f"{path}.", values[key], sources
+            )
         elif isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):  # pyright: ignore
             number, source = cast("list[Any]", value)
             values[key], sources[path] = number, _source(str(source), path, texts, where)
@@ -291,7 +293,7 @@ def _source(key: str, path: str, texts: Mapping[str, str], where: str) -> str:
     return texts[key]
 
 
-def _explain(error: ValidationError) -> str:
+def _describe_error(error: ValidationError) -> str:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     known: Iterable[str] = {

@@ -30,7 +30,7 @@ from stagewright.graph.node import BYTES
 from stagewright.program.columns import Program, Shape, TaskKind, Tasks
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
-TOLD = ("count", "flops", "bytes")
+UNREAD = ("count", "flops", "bytes")
 """Columns that the list of kernels has for its reader; they are not read."""
 
 MOST_BYTES = 100_000_000
@@ -64,10 +64,10 @@ class Matched(NamedTuple):
         return {**self._asdict(), "missing": dict(self.missing)}
 
 
-def told(entry: Mapping[str, Any]) -> str:
+def describe(entry: Mapping[str, Any]) -> str:
     """A manifest's entry in one line.
 
-    >>> told({"file": "k.csv", "kernels": 9, "measured": 8, "missing": {"gemm m=4 bf16": 1}})
+    >>> describe({"file": "k.csv", "kernels": 9, "measured": 8, "missing": {"gemm m=4 bf16": 1}})
     'k.csv: durations of 8 of 9 kernels; no row for gemm m=4 bf16 (1)'
     """
     text = f"{entry['file']}: durations of {entry['measured']} of {entry['kernels']} kernels"
@@ -106,8 +106,8 @@ def _check_header(header: list[str], path: str) -> None:
             got = ", ".join(header)[:80]
             raise UserError(f"{path}, line 1: no column {name!r} among {got!r}; wanted {COLUMNS}")
     for name in header:
-        if name not in (*COLUMNS, *TOLD):
-            hint = did_you_mean(name, (*COLUMNS, *TOLD))
+        if name not in (*COLUMNS, *UNREAD):
+            hint = did_you_mean(name, (*COLUMNS, *UNREAD))
             raise UserError(f"{path}, line 1: unknown column {name[:40]!r}{hint}")
         if header.count(name) > 1:
             raise UserError(f"{path}, line 1: column {name!r} comes twice")
@@ -165,7 +165,7 @@ def kernels(program: Program) -> list[dict[str, Any]]:
 def to_csv(program: Program) -> str:
     """The distinct kernels as a file in which to fill in durations."""
     text = io.StringIO()
-    columns: list[str] = ["kernel", "shape", "dtype", *TOLD, "duration_us"]
+    columns: list[str] = ["kernel", "shape", "dtype", *UNREAD, "duration_us"]
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(kernels(program))

@@ -20,7 +20,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.time.hardware import Gemm, Hardware
+from stagewright.time.hardware import GemmFit, Hardware
 
 Array = Float
 
@@ -73,7 +73,7 @@ def gemm_seconds(
     return fit.launch_us * 1e-6 + best
 
 
-def _reuse(fit: Gemm, rows: int, columns: int) -> float:
+def _reuse(fit: GemmFit, rows: int, columns: int) -> float:
     """How a tile compares with one of 128 x 256, which reads less per multiply-add than smaller."""
     return (1 + fit.tile_factor * 0.75) / (1 + fit.tile_factor * (64 / rows + 64 / columns))
 

@@ -15,14 +15,14 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
-from stagewright.time.fused_products import products, seconds_of
+from stagewright.time.fused_products import gemms_of, gemms_seconds
 from stagewright.time.hardware import Hardware
 
 Seconds = Float
 _BACKWARD = PHASES.index("backward")
 
 
-def in_pieces(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
+def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
     """Durations with tensor parallelism's collectives of layers cut, and their products.
 
     A product in as many pieces as ranks takes g, longer than whole. Of it and a collective of c the
@@ -30,32 +30,32 @@ def in_pieces(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) ->
     / tp in all, of which the collective is given what is not g. Where that is no faster, nothing is
     cut; a kernel that was measured is not, either.
     """
-    beside = _beside(program, tasks)
-    if not len(beside.product):
+    pairs = _overlap_pairs(program, tasks)
+    if not len(pairs.product):
         return seconds
     cut = seconds.copy()
-    rows, first = np.unique(beside.product, return_index=True)
-    cut[rows] = _piecewise(tasks, rows, beside.ranks[first], on)
+    rows, first = np.unique(pairs.product, return_index=True)
+    cut[rows] = _split_gemm_seconds(tasks, rows, pairs.ranks[first], on)
     if tasks.duration is not None:
         cut = np.where(tasks.duration > 0, seconds, cut)
 
-    moves = np.unique(beside.collective)
+    moves = np.unique(pairs.collective)
     tp = np.ones(len(tasks))
-    tp[beside.collective] = beside.ranks
+    tp[pairs.collective] = pairs.ranks
     size = len(tasks)
-    whole = np.bincount(beside.collective, seconds[beside.product], size)[moves]
-    g = np.bincount(beside.collective, cut[beside.product], size)[moves]
+    whole = np.bincount(pairs.collective, seconds[pairs.product], size)[moves]
+    g = np.bincount(pairs.collective, cut[pairs.product], size)[moves]
     c = seconds[moves]
     left = np.maximum(c - g, 0) + np.minimum(c, g) / tp[moves]
     better = left + g < c + whole
     result = seconds.copy()
     result[moves[better]] = left[better]
-    inside = beside.product[np.isin(beside.collective, moves[better])]
+    inside = pairs.product[np.isin(pairs.collective, moves[better])]
     result[inside] = cut[inside]
     return result
 
 
-class _Beside(NamedTuple):
+class _OverlapPairs(NamedTuple):
     """Pairs of rows: a collective, a product that goes beside it, and the ranks of the group."""
 
     collective: Int
@@ -63,7 +63,7 @@ class _Beside(NamedTuple):
     ranks: Int
 
 
-def _beside(program: Program, tasks: Tasks) -> _Beside:
+def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
     """A gather and what it feeds, by way of a conversion too; a product and the scatter after it.
 
     In backward a gather feeds two products, of which the first goes beside it; one of what forward
@@ -99,14 +99,14 @@ def _beside(program: Program, tasks: Tasks) -> _Beside:
     after = scatters[owner] & product[needed]
     collective = np.concatenate([source[~again], owner[after]])
     found = np.concatenate([fed_by[~again], needed[after]])
-    return _Beside(collective, found, ranks[collective])
+    return _OverlapPairs(collective, found, ranks[collective])
 
 
-def _piecewise(tasks: Tasks, rows: Int, pieces: Int, on: Hardware) -> Seconds:
+def _split_gemm_seconds(tasks: Tasks, rows: Int, pieces: Int, on: Hardware) -> Seconds:
     """Products of so many pieces, each of a part of the rows; each reads all of the weights."""
-    whole = products(tasks, rows)
+    whole = gemms_of(tasks, rows)
     weights = whole.batch * whole.n * whole.k
     weights *= np.array([float(BYTES.get(d, 0)) for d in tasks.dtypes])[whole.dtype]
     traffic = np.maximum(whole.traffic - weights, 0) / pieces + weights
     piece = whole._replace(m=np.ceil(whole.m / pieces), traffic=traffic)
-    return pieces * seconds_of(piece, tasks.dtypes, on)
+    return pieces * gemms_seconds(piece, tasks.dtypes, on)

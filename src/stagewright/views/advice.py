@@ -138,9 +138,9 @@ def _a(found: Simulation) -> str:
 
 def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
     """Groups of tensor, context and expert parallelism that do not lie within the fast links."""
-    if len(machine.dimensions) < 2:
+    if len(machine.tiers) < 2:
         return
-    near, far = machine.dimensions[0], machine.dimensions[1]
+    near, far = machine.tiers[0], machine.tiers[1]
     domain = "NVLink domain" if machine.hardware.vendor == "NVIDIA" else "scale-up domain"
     told: set[str] = set()
     for slot in range(len(program.communicators)):

@@ -21,7 +21,7 @@ from stagewright.arrays import Int
 from stagewright.files import whole
 from stagewright.program.columns import CATEGORIES, PHASES, TaskKind
 from stagewright.time.simulate.issue import axis_of, streams_of
-from stagewright.time.simulate.memory import held
+from stagewright.time.simulate.memory import memory_timeline
 from stagewright.time.simulate.timeline import Lane, Timeline
 
 _TICKS_PER_NS = 1000
@@ -163,7 +163,7 @@ def _memory(nth: int, lane: Lane) -> Iterator[str]:
     """A counter, in bytes by category."""
     if not len(lane.of.values.size):
         return
-    found = held(lane).sampled(_POINTS)
+    found = memory_timeline(lane).sampled(_POINTS)
     there = [(name, size) for name, size in zip(CATEGORIES, found.size, strict=True) if size.any()]
     for at, ns in enumerate(_nanoseconds(found.ticks).tolist()):
         sizes = ",".join(f'"{name}":{size[at]}' for name, size in there)
@@ -183,7 +183,7 @@ class _Arrows(NamedTuple):
 
 def _arrows(line: Timeline) -> list[_Arrows]:
     """Of every lane."""
-    lanes, who = line.lanes, line.partners
+    lanes, who = line.lanes, line.endpoints
     found = [
         _Arrows(
             _nanoseconds(lane.begin), _nanoseconds(lane.end), np.full(len(lane.issue), -1, np.int64)

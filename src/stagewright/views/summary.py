@@ -164,7 +164,7 @@ def _over_time(of: RankClass) -> dict[str, Any]:
             "microbatch": int(tasks.microbatch[row]),
             "alive": [
                 g._asdict() | {"layers": list(g.layers), "microbatches": list(g.microbatches)}
-                for g in memory.groups(values, row)
+                for g in memory.groups_alive(values, row)
             ],
         },
         "memory_timeline": {"rows": points.rows.tolist(), "bytes": held},

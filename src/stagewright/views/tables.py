@@ -20,7 +20,7 @@ from stagewright.texttable import Table
 from stagewright.time.simulate.timeline import TICK
 
 if TYPE_CHECKING:
-    from stagewright.time.simulate.breakdown import Parts
+    from stagewright.time.simulate.breakdown import Breakdown
     from stagewright.time.simulate.step import Simulation
     from stagewright.time.simulate.timeline import Lane
 
@@ -209,7 +209,7 @@ def parts(found: Simulation) -> Table:
     phases, axes = list(mean.kernels), list(mean.exposed)
     names = [*phases, *(f"{axis} exposed" for axis in axes), "bubble"]
 
-    def shares(of: Parts) -> tuple[float, ...]:
+    def shares(of: Breakdown) -> tuple[float, ...]:
         some = [of.kernels.get(phase, 0.0) for phase in phases]
         some += [of.exposed.get(axis, 0.0) for axis in axes]
         return tuple(s / whole for s in [*some, of.bubble])

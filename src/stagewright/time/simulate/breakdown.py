@@ -21,7 +21,7 @@ from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Breakdown:
     """Seconds of a step on a rank; `kernels` by phase, `exposed` and `communication` by axis."""
 
     kernels: Mapping[str, float]
@@ -60,7 +60,7 @@ def axes_of(line: Timeline, lane: Lane) -> Axes:
     return Axes(names, of)
 
 
-def parts(line: Timeline, lane: Lane) -> Parts:
+def breakdown(line: Timeline, lane: Lane) -> Breakdown:
     """The parts of one lane."""
     axes = axes_of(line, lane)
     kernel = np.flatnonzero(lane.main)
@@ -76,7 +76,7 @@ def parts(line: Timeline, lane: Lane) -> Parts:
     bubble = int(line.ticks - lane.end[last])
     high[-1] = lane.end[last]
     bubble += _follow(lane, axes.of, low, high, cause, exposed)
-    return Parts(
+    return Breakdown(
         {name: s for name, s in busy.items() if s},
         {name: int(t) * TICK for name, t in zip(axes.names, exposed, strict=False) if t},
         bubble * TICK,
@@ -127,14 +127,14 @@ RECV = int(TaskKind.RECV)
 _ALONE = int(TaskKind.COMPUTE), int(TaskKind.SEND), int(TaskKind.LOAD), int(TaskKind.STORE)
 
 
-class Link(NamedTuple):
+class PathTask(NamedTuple):
     """A task on the critical path: index of the lane, and place."""
 
     lane: int
     place: int
 
 
-def critical_path(line: Timeline) -> list[Link]:
+def critical_path(line: Timeline) -> list[PathTask]:
     """The tasks that the step waited for, each for the one before it, from first to last.
 
     They touch: each begins when the one before it ends, the first at 0, and the last ends with the
@@ -142,28 +142,28 @@ def critical_path(line: Timeline) -> list[Link]:
     """
     lanes = line.lanes
     blockers: dict[int, Int] = {}
-    source = _Source(line)
+    causes = _Causes(line)
     at = max(range(len(lanes)), key=lambda n: int(lanes[n].end.max(initial=0)))
-    link = Link(at, int(np.argmax(lanes[at].end)))
-    path: list[Link] = []
+    task = PathTask(at, int(np.argmax(lanes[at].end)))
+    path: list[PathTask] = []
     while True:
-        link = source.of(link)
-        lane = lanes[link.lane]
-        if lane.kind[link.place] != RECV:
-            path.append(link)
-        if link.lane not in blockers:
-            blockers[link.lane] = _blockers(lane)
-        before = int(blockers[link.lane][link.place])
+        task = causes.of(task)
+        lane = lanes[task.lane]
+        if lane.kind[task.place] != RECV:
+            path.append(task)
+        if task.lane not in blockers:
+            blockers[task.lane] = _blockers(lane)
+        before = int(blockers[task.lane][task.place])
         if before < 0:
             return path[::-1]
-        link = Link(link.lane, before)
+        task = PathTask(task.lane, before)
 
 
-class _Source:
+class _Causes:
     """Which rank kept a task waiting."""
 
     def __init__(self, line: Timeline) -> None:
-        self.line, self.who = line, line.partners
+        self.line, self.who = line, line.endpoints
         self.received = [
             {place: row for row, place in enumerate(of.place.tolist())} for of in self.who.received
         ]
@@ -173,36 +173,36 @@ class _Source:
             for nth, place in zip(meeting.classes, meeting.places, strict=True)
         }
 
-    def of(self, link: Link) -> Link:
+    def of(self, task: PathTask) -> PathTask:
         """The SEND of a message that came late, the last rank to be ready for a collective."""
-        lane = self.line.lanes[link.lane]
-        kind = lane.kind[link.place]
+        lane = self.line.lanes[task.lane]
+        kind = lane.kind[task.place]
         if kind in _ALONE:
-            return link
-        nth = int(self.who.class_of[link.lane])
-        slot = int(lane.of.tasks.slot[lane.issue.rows[link.place]])
-        if kind == RECV and lane.end[link.place] > lane.ready[link.place]:
-            received, row = self.who.received[nth], self.received[nth][link.place]
-            own = link.lane - int(self.who.lanes[nth][0])
-            return Link(int(received.sender[row, own]), int(received.sent[row, own]))
-        if lane.begin[link.place] > lane.ready[link.place]:
+            return task
+        nth = int(self.who.class_of[task.lane])
+        slot = int(lane.of.tasks.slot[lane.issue.rows[task.place]])
+        if kind == RECV and lane.end[task.place] > lane.ready[task.place]:
+            received, row = self.who.received[nth], self.received[nth][task.place]
+            own = task.lane - int(self.who.lanes[nth][0])
+            return PathTask(int(received.sender[row, own]), int(received.sent[row, own]))
+        if lane.begin[task.place] > lane.ready[task.place]:
             group = self.who.groups[slot]
-            meeting = self.met.get((nth, link.place))
-            for other in np.flatnonzero(group == group[link.lane]).tolist():
-                place = link.place
+            meeting = self.met.get((nth, task.place))
+            for other in np.flatnonzero(group == group[task.lane]).tolist():
+                place = task.place
                 if meeting is not None:
                     place = meeting.places[meeting.classes.index(int(self.who.class_of[other]))]
-                if self.line.lanes[other].ready[place] == lane.begin[link.place]:
-                    return Link(other, place)
+                if self.line.lanes[other].ready[place] == lane.begin[task.place]:
+                    return PathTask(other, place)
             raise AssertionError("a collective begins when no rank is ready")
-        return link
+        return task
 
 
-def path_parts(line: Timeline, path: list[Link]) -> dict[str, float]:
+def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
     """Seconds of the critical path by phase of its kernels and by axis of its communication."""
     found: dict[str, int] = {}
     lanes, places = np.array(path, dtype=np.int64).reshape(-1, 2).T
-    for nth in sorted({link.lane for link in path}):
+    for nth in sorted({task.lane for task in path}):
         lane, at = line.lanes[nth], places[lanes == nth]
         names, of = axes_of(line, lane)
         words = [*PHASES, *names]

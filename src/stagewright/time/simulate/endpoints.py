@@ -13,7 +13,7 @@ from stagewright.program.columns import Program, RankClass, TaskKind
 from stagewright.time.simulate.issue import Issue
 
 
-def alike(program: Program, factor: Float) -> Int:
+def lane_of_rank(program: Program, factor: Float) -> Int:
     """For each rank the number of its lane: ranks that behave alike.
 
     They are of one class, have one `factor`, and whom they meet behaves alike. Lanes count by
@@ -77,7 +77,7 @@ class Meeting(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partners:
+class Endpoints:
     """The lanes, and what joins them."""
 
     lanes: tuple[Int, ...]  # by class: numbers of its lanes
@@ -94,7 +94,7 @@ class Partners:
         return len(self.example)
 
 
-def partners(program: Program, issues: Sequence[Issue], lane_of: Int) -> Partners:
+def endpoints(program: Program, issues: Sequence[Issue], lane_of: Int) -> Endpoints:
     """Match what the classes of a program send, receive and do together."""
     lanes = tuple(np.unique(lane_of[of.ranks]) for of in program.classes)
     _, example = np.unique(lane_of, return_index=True)
@@ -107,7 +107,7 @@ def partners(program: Program, issues: Sequence[Issue], lane_of: Int) -> Partner
         groups.append(np.where(ids > 0, least[ids], -1)[example])
     meetings = tuple(_meetings(program, issues, groups, class_of))
     received = tuple(_Messages(program, issues, lane_of, example, class_of).received(lanes))
-    return Partners(lanes, example, class_of, lane_of, received, meetings, tuple(groups))
+    return Endpoints(lanes, example, class_of, lane_of, received, meetings, tuple(groups))
 
 
 class _Messages:

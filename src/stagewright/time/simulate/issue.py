@@ -27,7 +27,7 @@ from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError, did_you_mean
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
-from stagewright.time.simulate import ep_overlap as combined
+from stagewright.time.simulate import ep_overlap
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 _FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
@@ -52,7 +52,7 @@ class Execution:
     `cost.task_seconds`."""
     overlap_moe_expert_parallel_comm: bool = False
     """The backward pass of a microbatch and the forward pass of a later one run together, and each
-    computes while tokens of the other are on their way (Megatron-LM's name); see `combined`."""
+    computes while tokens of the other are on their way (Megatron-LM's name); see `ep_overlap`."""
     moe_flex_dispatcher: bool = False
     """A token goes once to each node and rank that has experts for it, not once for each expert
     (Megatron-LM's `--moe-token-dispatcher-type flex`: DeepEP, HybridEP). It is durations that say
@@ -102,7 +102,7 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     kernel = (kind == TaskKind.COMPUTE) & ~aside[rows]
     stream = _stream(program, kind, slot, how)
     if aside.any():
-        stream = _joined(stream, aside[rows], owner, needed)
+        stream = _with_aside_streams(stream, aside[rows], owner, needed)
     blocking = _blocking(program, tasks, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
     # What came to the host is not fetched back at once, but when it is issued.
@@ -154,7 +154,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
         return np.arange(size)
     key = np.arange(size, dtype=np.float64)
     if how.overlap_moe_expert_parallel_comm:
-        key[combined.order(tasks)] = np.arange(size)
+        key[ep_overlap.order(tasks)] = np.arange(size)
     gathers = (tasks.kind == TaskKind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
     if how.prefetch == 1:
         gathers &= tasks.phase == _OPTIMIZER  # the others are where they should be
@@ -252,7 +252,7 @@ def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution
     return stream
 
 
-def _joined(stream: Int, aside: Bool, owner: Int, needed: Int) -> Int:
+def _with_aside_streams(stream: Int, aside: Bool, owner: Int, needed: Int) -> Int:
     """The stream of what is done aside: that of the collective it follows."""
     stream = stream.copy()
     mine = aside[owner]

@@ -23,7 +23,7 @@ NEVER = -(1 << 62)
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class SegmentMatrix:
     """What alike runs of tasks share; places count from where a run begins.
 
     An input is the latest end of what one place waits for outside the run. After these come, where
@@ -34,7 +34,7 @@ class Piece:
     starts: Int  # into `outside`: where those of the next place begin
     arrives: bool
     from_start: bool
-    matrix: Int  # (places, inputs): ticks from an input to the end of a place
+    ticks: Int  # (places, inputs): ticks from an input to the end of a place
     ports: Int  # the places whose ends others need
 
     def inputs(self, needs: Int, ends: Int, arrival: int) -> Int:
@@ -49,19 +49,23 @@ class Piece:
 
     def ends(self, inputs: Int) -> Int:
         """Ends of all places, for many runs: (runs, inputs) to (runs, places)."""
-        result = np.full((len(inputs), len(self.matrix)), NEVER, dtype=np.int64)
-        for column, values in zip(self.matrix.T, inputs.T, strict=True):
+        result = np.full((len(inputs), len(self.ticks)), NEVER, dtype=np.int64)
+        for column, values in zip(self.ticks.T, inputs.T, strict=True):
             np.maximum(result, values[:, None] + column[None, :], out=result)
         return result
 
 
 @dataclass(slots=True, eq=False)
-class Pieces:
-    """All different pieces met so far."""
+class SegmentMatrices:
+    """All different segments met so far."""
 
-    known: dict[tuple[object, ...], Piece] = field(default_factory=dict[tuple[object, ...], Piece])
+    known: dict[tuple[object, ...], SegmentMatrix] = field(
+        default_factory=dict[tuple[object, ...], SegmentMatrix]
+    )
 
-    def of(self, cuts: Int, issue: Issue, duration: Int, arrives: Bool, sent: Bool) -> list[Piece]:
+    def of(
+        self, cuts: Int, issue: Issue, duration: Int, arrives: Bool, sent: Bool
+    ) -> list[SegmentMatrix]:
         """The piece from each of the places `cuts` to the next.
 
         `arrives` are the places that wait for a message from elsewhere; each must begin a piece.
@@ -74,24 +78,24 @@ class Pieces:
         counts = np.diff(issue.pointer).astype(np.int32)
         used = sent.copy()
         used[issue.needs[inside < 0]] = True
-        found: list[Piece] = []
+        found: list[SegmentMatrix] = []
         for b, e in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             mine = slice(issue.pointer[b], issue.pointer[e])
             parts = duration[b:e], counts[b:e], inside[mine], used[b:e]
             key = (bool(arrives[b]), *(part.tobytes() for part in parts))
             if key not in self.known:
-                self.known[key] = _piece(*parts, bool(arrives[b]))
+                self.known[key] = _segment_matrix(*parts, bool(arrives[b]))
             found.append(self.known[key])
         return found
 
 
-def _piece(
+def _segment_matrix(
     duration: Int,
     counts: NDArray[np.int32],
     needs: NDArray[np.int32],
     used: Bool,
     arrives: bool,
-) -> Piece:
+) -> SegmentMatrix:
     """Work out one; `needs` are places in the run or -1."""
     owner = np.repeat(np.arange(len(counts)), counts)
     outside = np.flatnonzero(needs < 0)
@@ -113,4 +117,4 @@ def _piece(
         here += ticks
         at += count
     np.maximum(ends, NEVER, out=ends)
-    return Piece(outside, starts, arrives, bool(idle.any()), ends, np.flatnonzero(used))
+    return SegmentMatrix(outside, starts, arrives, bool(idle.any()), ends, np.flatnonzero(used))

@@ -17,7 +17,7 @@ from stagewright.time.simulate.timeline import TICK, Lane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class MemoryTimeline:
     """Bytes by category, in the order of `CATEGORIES`, from each of some times to the next."""
 
     ticks: Int  # ascending
@@ -39,7 +39,7 @@ class Held:
         seconds = (self.ticks * TICK).tolist()
         return list(zip(seconds, self.size.sum(axis=0).tolist(), strict=True))
 
-    def sampled(self, points: int) -> Held:
+    def sampled(self, points: int) -> MemoryTimeline:
         """In at most so many points: of each span of time, when most is held."""
         if len(self.ticks) <= points:
             return self
@@ -47,10 +47,10 @@ class Held:
         order = np.lexsort((self.size.sum(axis=0), span))
         last = np.flatnonzero(np.diff(span[order], append=points))
         chosen = order[last]
-        return Held(self.ticks[chosen], self.size[:, chosen])
+        return MemoryTimeline(self.ticks[chosen], self.size[:, chosen])
 
 
-def held(lane: Lane, change: Deltas | None = None) -> Held:
+def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:
     """What a lane holds over the step; `change` are its class's `deltas`, if they are known."""
     start, allocated, freed = change or deltas(lane.of)
     rows = lane.issue.rows
@@ -62,4 +62,4 @@ def held(lane: Lane, change: Deltas | None = None) -> Held:
     order = np.argsort(ticks, kind="stable")  # at one time, what goes before what comes
     ticks, size = ticks[order], changes[:, order].cumsum(axis=1)
     last = np.flatnonzero(np.diff(ticks, append=ticks[-1] + 1))
-    return Held(ticks[last], size[:, last])
+    return MemoryTimeline(ticks[last], size[:, last])

@@ -38,10 +38,10 @@ from stagewright.time.cost import Routed, task_seconds
 from stagewright.time.network import Machine
 from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
-from stagewright.time.simulate import ep_overlap as combined
-from stagewright.time.simulate.breakdown import Parts, critical_path, parts, path_parts
+from stagewright.time.simulate import ep_overlap
+from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.issue import Execution
-from stagewright.time.simulate.memory import Held, held
+from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
 from stagewright.time.simulate.timeline import Progress, Timeline, timeline
 from stagewright.views import tables
 
@@ -114,12 +114,12 @@ class Simulation:
         return self._utilization(sum(float(of.tasks.flops.sum()) * len(of.ranks) for of in classes))
 
     @cached_property
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[Breakdown]:
         """Where the time of each lane goes."""
-        return [parts(self.line, lane) for lane in self.line.lanes]
+        return [breakdown(self.line, lane) for lane in self.line.lanes]
 
     @cached_property
-    def mean(self) -> Parts:
+    def mean(self) -> Breakdown:
         """The parts of the mean GPU."""
         weights = [len(lane.ranks) / self.machine.gpus for lane in self.line.lanes]
 
@@ -132,17 +132,17 @@ class Simulation:
             }
 
         bubble = sum(w * part.bubble for w, part in zip(weights, self.parts, strict=True))
-        return Parts(mean("kernels"), mean("exposed"), bubble, mean("communication"))
+        return Breakdown(mean("kernels"), mean("exposed"), bubble, mean("communication"))
 
     @cached_property
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
         classes = itertools.groupby(self.line.lanes, key=lambda lane: id(lane.of))
-        found: list[Held] = []
+        found: list[MemoryTimeline] = []
         for _, lanes in classes:
             some = list(lanes)
             change = deltas(some[0].of)
-            found += [held(lane, change) for lane in some]
+            found += [memory_timeline(lane, change) for lane in some]
         return found
 
     @property
@@ -242,7 +242,7 @@ def executed(
 ) -> Timeline:
     """One step in time; a UserError if it cannot be run like that."""
     if how.overlap_moe_expert_parallel_comm:
-        combined.check(compiled.run)
+        ep_overlap.check(compiled.run)
     seconds = task_seconds(
         compiled.program,
         machine,

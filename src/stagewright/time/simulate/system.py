@@ -13,10 +13,16 @@ from numpy.typing import NDArray
 from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
-from stagewright.time.simulate.endpoints import Partners
+from stagewright.time.simulate.endpoints import Endpoints
 from stagewright.time.simulate.issue import Execution, Issue
-from stagewright.time.simulate.max_plus import Pieces
-from stagewright.time.simulate.walk import Several, Single, Work, early, met
+from stagewright.time.simulate.max_plus import SegmentMatrices
+from stagewright.time.simulate.walk import (
+    LaneWork,
+    SeveralLanes,
+    SingleLane,
+    earliest_order,
+    lanes_met,
+)
 
 Sent = tuple[int, int]
 """A send: class and place."""
@@ -42,7 +48,7 @@ class System:
 
     def __init__(
         self, program: Program, how: Execution, issues: Sequence[Issue], durations: Sequence[Int],
-        factor: Float, who: Partners,
+        factor: Float, who: Endpoints,
     ) -> None:  # fmt: skip
         """`issues` and `durations` by class, `factor` by lane."""
         self.program, self.who = program, who
@@ -50,14 +56,14 @@ class System:
         self.posted: dict[Sent, Int] = {}  # ends by lane of the sender's class
         self.readiness: list[dict[int, Int]] = [{} for _ in who.meetings]
         self.starts: list[Int | None] = [None] * len(who.meetings)
-        pieces = Pieces()
-        self.classes: list[ByPiece | ByTask] = []
+        matrices = SegmentMatrices()
+        self.classes: list[BySegment | ByTask] = []
         self.first = [int(lanes[0]) for lanes in who.lanes]
         awaited = _awaited(who)
         for nth, lanes in enumerate(who.lanes):
             ports = Ports.of(program, nth, issues[nth], who, awaited[nth])
             if len(lanes) == 1 and how.slowdown == 0 and factor[lanes[0]] == 1:
-                self.classes.append(ByPiece(nth, self, ports, pieces))
+                self.classes.append(BySegment(nth, self, ports, matrices))
             else:
                 self.classes.append(ByTask(nth, self, ports, factor[lanes], how.slowdown))
 
@@ -107,7 +113,7 @@ class System:
         return start[self.who.lanes[nth]]
 
 
-def _awaited(who: Partners) -> list[set[int]]:
+def _awaited(who: Endpoints) -> list[set[int]]:
     """By class: places of the sends that another class waits for."""
     found: list[set[int]] = [set() for _ in who.lanes]
     for nth, of in enumerate(who.received):
@@ -128,7 +134,7 @@ class Ports:
     meets: Mapping[int, int]  # number of the meeting
 
     @classmethod
-    def of(cls, program: Program, nth: int, order: Issue, who: Partners, sends: set[int]) -> Ports:
+    def of(cls, program: Program, nth: int, order: Issue, who: Endpoints, sends: set[int]) -> Ports:
         """Those of a class."""
         received = who.received[nth]
         inside = who.class_of[received.sender] == nth
@@ -154,11 +160,11 @@ def _with(order: Issue, owner: Int, needed: Int) -> Issue:
     return Issue(order.rows, order.stream, pointer.astype(np.int64), keys % size)
 
 
-class ByPiece:
+class BySegment:
     """A class of one lane."""
 
-    def __init__(self, nth: int, system: System, ports: Ports, pieces: Pieces) -> None:
-        """Class number `nth`; `pieces` are those that the classes before it had."""
+    def __init__(self, nth: int, system: System, ports: Ports, matrices: SegmentMatrices) -> None:
+        """Class number `nth`; `matrices` are those that the classes before it had."""
         self.nth, self.system, self.ports = nth, system, ports
         received, first = system.who.received[nth], system.first[nth]
         local = received.sender[:, 0] == first
@@ -179,7 +185,7 @@ class ByPiece:
         arrives[[*self.sources]] = True
         sent = np.zeros(len(order), dtype=bool)
         sent[[*ports.sends, *ports.meets]] = True
-        self.pieces = pieces.of(self.cuts, order, self.duration, arrives, sent)
+        self.matrices = matrices.of(self.cuts, order, self.duration, arrives, sent)
         sends = np.array(sorted(ports.sends), dtype=np.int64)
         at = np.searchsorted(sends, self.cuts)
         self.sends = [sends[a:b].tolist() for a, b in itertools.pairwise(at.tolist())]
@@ -194,9 +200,9 @@ class ByPiece:
     def advance(self) -> Key | None:
         """Run until something is missing; returns what."""
         order, system = self.issue, self.system
-        while len(self.inputs) < len(self.pieces):
+        while len(self.inputs) < len(self.matrices):
             nth = len(self.inputs)
-            begin, piece = int(self.cuts[nth]), self.pieces[nth]
+            begin, matrix = int(self.cuts[nth]), self.matrices[nth]
             arrival = 0
             if begin in self.sources:
                 sent = self.sources[begin]
@@ -204,8 +210,8 @@ class ByPiece:
                     return "message", sent
                 arrival = int(system.posted[sent][0])
             mine = order.needs[order.pointer[begin] : order.pointer[self.cuts[nth + 1]]]
-            values = piece.inputs(mine, self.ends, arrival)
-            ends = (piece.matrix[piece.ports] + values).max(axis=1)
+            values = matrix.inputs(mine, self.ends, arrival)
+            ends = (matrix.ticks[matrix.ports] + values).max(axis=1)
             if begin in self.ports.meets:
                 ticks = int(self.duration[begin])
                 number = self.ports.meets[begin]
@@ -215,7 +221,7 @@ class ByPiece:
                 # One input decides: as if it had come that late.
                 values = np.full_like(values, start[0])
                 ends = start + ticks
-            self.ends[begin + piece.ports] = ends
+            self.ends[begin + matrix.ports] = ends
             self.inputs.append(values)
             for place in self.sends[nth]:
                 system.post((self.nth, place), self.ends[place : place + 1])
@@ -224,11 +230,11 @@ class ByPiece:
     def times(self) -> Times:
         """The times of all places."""
         runs: dict[int, list[int]] = {}
-        for nth, piece in enumerate(self.pieces):
-            runs.setdefault(id(piece), []).append(nth)
+        for nth, matrix in enumerate(self.matrices):
+            runs.setdefault(id(matrix), []).append(nth)
         for mine in runs.values():
-            piece = self.pieces[mine[0]]
-            ends = piece.ends(np.stack([self.inputs[nth] for nth in mine]))
+            matrix = self.matrices[mine[0]]
+            ends = matrix.ends(np.stack([self.inputs[nth] for nth in mine]))
             self.ends[self.cuts[mine][:, None] + np.arange(ends.shape[1])] = ends
         return _times(self.system, self.nth, self.ports, self.ends[:, None])
 
@@ -247,16 +253,16 @@ class ByTask:
         slot = np.where(ports.kind == TaskKind.COLLECTIVE, tasks.slot[ports.issue.rows], -1)
         for used in sorted({int(s) for s in slot} - {-1}):
             group = system.who.groups[used][lanes]
-            numbers[used] = None if len(np.unique(group)) == len(lanes) else met(group)
+            numbers[used] = None if len(np.unique(group)) == len(lanes) else lanes_met(group)
         groups = [numbers[int(s)] for s in slot]
         duration = system.durations[nth]
-        work = Work(ports.issue, ports.kind, duration, groups, factor, slowdown)
-        self.walk = Single(work) if len(lanes) == 1 else Several(work)
+        work = LaneWork(ports.issue, ports.kind, duration, groups, factor, slowdown)
+        self.walk = SingleLane(work) if len(lanes) == 1 else SeveralLanes(work)
         self.order = [*range(len(slot))]
         if slowdown:
             fixed = (ports.kind == TaskKind.COMPUTE) | (ports.kind == TaskKind.RECV)
             fixed[[*ports.meets]] = True
-            self.order = early(ports.issue, fixed)
+            self.order = earliest_order(ports.issue, fixed)
         joins = {*ports.meets, *ports.receives, *ports.sends}
         self.stops = [nth for nth, place in enumerate(self.order) if place in joins]
         self.stops.append(len(self.order))

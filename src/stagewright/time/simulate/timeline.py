@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import Program, RankClass, TaskKind
-from stagewright.time.simulate.endpoints import Partners, alike, partners
+from stagewright.time.simulate.endpoints import Endpoints, endpoints, lane_of_rank
 from stagewright.time.simulate.issue import Execution, Issue, issue
 from stagewright.time.simulate.system import Progress, System
 
@@ -66,7 +66,7 @@ class Timeline:
     program: Program
     how: Execution
     lanes: tuple[Lane, ...]
-    partners: Partners
+    endpoints: Endpoints
 
     @cached_property
     def ticks(self) -> int:
@@ -95,7 +95,7 @@ def timeline(
     how = how or Execution()
     issues = [issue(program, of.tasks, how) for of in program.classes]
     factor = _factors(program, factors or {})
-    who = partners(program, issues, alike(program, factor))
+    who = endpoints(program, issues, lane_of_rank(program, factor))
     each = zip(program.classes, seconds, issues, strict=True)
     durations = [_ticks(of, given, order) for of, given, order in each]
     for meeting in who.meetings:  # which takes all its ranks equally long

@@ -19,7 +19,7 @@ from stagewright.program.columns import TaskKind
 from stagewright.time.simulate.issue import Issue
 
 
-class Work(NamedTuple):
+class LaneWork(NamedTuple):
     """What a class has to do; all by place but `factor`, of kernels, by lane."""
 
     issue: Issue
@@ -30,10 +30,10 @@ class Work(NamedTuple):
     slowdown: float
 
 
-class Single:
+class SingleLane:
     """A class of one lane."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LaneWork) -> None:
         """Start at time 0."""
         self.slowdown = work.slowdown
         self.ends = [0] * len(work.issue)
@@ -83,10 +83,10 @@ class Single:
         return np.array(self.ends, dtype=np.int64)[:, None]
 
 
-class Several:
+class SeveralLanes:
     """A class of several lanes."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LaneWork) -> None:
         """Start at time 0."""
         self.work = work
         self.lanes = len(work.factor)
@@ -178,10 +178,10 @@ def stretched(start: int, work: int, beside: Iterable[tuple[int, int]], slowdown
     return round(now + left)
 
 
-def met(group: Int) -> Int:
+def lanes_met(group: Int) -> Int:
     """For each lane those of its number, itself again where they are fewer: (lanes, most).
 
-    >>> met(np.array([7, 5, 7])).tolist()
+    >>> lanes_met(np.array([7, 5, 7])).tolist()
     [[0, 2], [1, 1], [0, 2]]
     """
     mine = [np.flatnonzero(group == number) for number in group]
@@ -189,7 +189,7 @@ def met(group: Int) -> Int:
     return np.stack([np.pad(some, (0, most - len(some)), mode="edge") for some in mine])
 
 
-def early(issue: Issue, fixed: Bool) -> list[int]:
+def earliest_order(issue: Issue, fixed: Bool) -> list[int]:
     """Places in an order that puts those not `fixed` right after the last that they wait for."""
     pointer: list[int] = issue.pointer.tolist()
     needs: list[int] = issue.needs.tolist()

@@ -73,7 +73,7 @@ def peak_in_words(of: RankClass) -> str:
 
 def alive(of: RankClass) -> str:
     """What there is at the peak, the largest first, for who opens it."""
-    groups = memory.groups(of.values, memory.peak_row(of.values, len(of.tasks)))[:_SHOWN]
+    groups = memory.groups_alive(of.values, memory.peak_row(of.values, len(of.tasks)))[:_SHOWN]
     columns = {
         "category": [g.category.replace("_", " ") for g in groups],
         "values": [alive_in_words(g._asdict()) for g in groups],

@@ -22,7 +22,7 @@ def of_compiled(compiled: Compiled) -> str:
     """A run: its memory and schedule."""
     told = compiled.summary()
     drawn = bars.picture(
-        bars.merged(peaks(compiled, None), "stage"), svg.CATEGORIES, "peak",
+        bars.merge_equal(peaks(compiled, None), "stage"), svg.CATEGORIES, "peak",
         "Memory at the peak by category", lambda size: quantity(round(size), "B"),
     )  # fmt: skip
     parts = [_head(compiled, None), _titled("Memory of a rank at its peak", drawn)]

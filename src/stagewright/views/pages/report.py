@@ -183,7 +183,7 @@ def _memory(
         room = found.machine.hardware.memory_gb
         limit = (room * 1e9, f"memory of a device: {room:g} GB")
     drawn = bars.picture(
-        bars.merged(held, "stage"), svg.CATEGORIES, "peak", "Memory at the peak by category",
+        bars.merge_equal(held, "stage"), svg.CATEGORIES, "peak", "Memory at the peak by category",
         lambda size: quantity(round(size), "B"), limit,
     )  # fmt: skip
     body = picture(drawn, "Bytes of one rank while it holds the most, by category.")
@@ -257,7 +257,7 @@ def _compute(told: Summary) -> Section:
         for each in told["rank_classes"]
     ]
     drawn = bars.picture(
-        bars.merged(work, "stage"), svg.PHASES, "flops", "FLOPs of a rank by phase",
+        bars.merge_equal(work, "stage"), svg.PHASES, "flops", "FLOPs of a rank by phase",
         lambda flops: quantity(round(flops), "FLOP"),
     )  # fmt: skip
     body = picture(drawn, "FLOPs of one rank in a step, two for each multiply-add.")

@@ -28,10 +28,10 @@ class Bar(NamedTuple):
 Format = Callable[[float], str]
 
 
-def merged(parts: Sequence[tuple[int, Mapping[str, float]]], what: str) -> list[Bar]:
+def merge_equal(parts: Sequence[tuple[int, Mapping[str, float]]], what: str) -> list[Bar]:
     """A bar for all numbered things whose parts are equal, in the order of the first of them.
 
-    >>> merged([(0, {"a": 2}), (1, {"a": 1}), (2, {"a": 1})], "stage")
+    >>> merge_equal([(0, {"a": 2}), (1, {"a": 1}), (2, {"a": 1})], "stage")
     [Bar(label='stage 0', parts={'a': 2}), Bar(label='stages 1-2', parts={'a': 1})]
     """
     found: dict[tuple[tuple[str, float], ...], list[int]] = {}
@@ -48,10 +48,10 @@ def picture(
     fills: Mapping[str, svg.Fill],
     name: str,
     label: str,
-    told: Format,
+    show: Format,
     limit: tuple[float, str] | None = None,
 ) -> svg.Picture:
-    """The bars, with what `told` makes of numbers; `limit` is a line across them, and its name.
+    """The bars, with what `show` makes of numbers; `limit` is a line across them, and its name.
 
     Of more than `MOST` bars, the largest are shown.
     """
@@ -69,7 +69,7 @@ def picture(
     if limit is not None and limit[0] < 3 * most:
         most = max(most, limit[0])
     scale = (svg.WIDTH - LEFT - RIGHT) / (most or 1)
-    rows = [_row(bar, chosen, top + nth * ROW, scale, told) for nth, bar in enumerate(bars)]
+    rows = [_row(bar, chosen, top + nth * ROW, scale, show) for nth, bar in enumerate(bars)]
     bottom = top + len(bars) * ROW
     parts = [chosen.defs(), legend, *rows]
     if limit is not None and limit[0] <= most * 1.001:
@@ -83,14 +83,14 @@ def picture(
     return svg.figure(bottom + 4, label, parts)
 
 
-def _row(bar: Bar, fills: svg.Fills, y: float, scale: float, told: Format) -> str:
+def _row(bar: Bar, fills: svg.Fills, y: float, scale: float, show: Format) -> str:
     parts = [svg.text(LEFT - 8, y + 13, bar.label, "end")]
     x = float(LEFT)
     for key, size in bar.parts.items():
         wide = size * scale
         if not size:
             continue
-        words = told(size)
+        words = show(size)
         parts.append(
             f'<rect x="{svg.number(x)}" y="{svg.number(y)}" width="{svg.number(max(wide, 0.3))}" '
             f'height="{THICK}" fill="{fills[key]}">'
@@ -99,5 +99,5 @@ def _row(bar: Bar, fills: svg.Fills, y: float, scale: float, told: Format) -> st
         if wide > svg.text_width(words) + 8:
             parts.append(svg.text(x + wide / 2, y + 13, words, "middle", svg.ON_FILL))
         x += wide
-    parts.append(svg.text(svg.WIDTH - 4, y + 13, told(bar.total), "end"))
+    parts.append(svg.text(svg.WIDTH - 4, y + 13, show(bar.total), "end"))
     return "".join(parts)

@@ -11,7 +11,7 @@ from stagewright.arrays import Int
 from stagewright.numbers import duration, quantity
 from stagewright.program import memory
 from stagewright.program.columns import CATEGORIES, PHASES, RankClass
-from stagewright.time.simulate.memory import Held
+from stagewright.time.simulate.memory import MemoryTimeline
 from stagewright.time.simulate.timeline import TICK
 from stagewright.views.pictures import svg
 
@@ -51,7 +51,7 @@ def over_rows(of: RankClass, points: int) -> Levels:
     return Levels(edges, _by(held), told, unit)
 
 
-def over_seconds(found: Held, end: float, points: int) -> Levels:
+def over_seconds(found: MemoryTimeline, end: float, points: int) -> Levels:
     """What a lane of a simulation holds; the step is over at `end` seconds."""
     some = found.sampled(points)
     starts = [int(t) * TICK for t in some.ticks]

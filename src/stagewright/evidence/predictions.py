@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.texttable import Table
 
 
-class Outcome(NamedTuple):
+class Prediction(NamedTuple):
     """A measurement and its prediction; `error` is predicted / measured - 1."""
 
     source: str
@@ -25,8 +25,8 @@ class Outcome(NamedTuple):
     """What is assumed, or why the prediction is off."""
 
 
-class Summary(NamedTuple):
-    """Of the errors of some outcomes."""
+class ErrorSummary(NamedTuple):
+    """Of the errors of some predictions."""
 
     source: str
     rows: int
@@ -36,18 +36,18 @@ class Summary(NamedTuple):
     worst: tuple[str, float]
 
 
-def table(outcomes: Iterable[Outcome], title: str = "Predictions") -> Table:
-    """Outcomes for people, and to convert."""
-    some = [*outcomes]
+def table(predictions: Iterable[Prediction], title: str = "Predictions") -> Table:
+    """Predictions for people, and to convert."""
+    some = [*predictions]
     columns = {
-        name: [getattr(o, name) for o in some] for name in Outcome._fields if name != "reason"
+        name: [getattr(o, name) for o in some] for name in Prediction._fields if name != "reason"
     }
     return Table(title, columns, {"measured": "figure", "predicted": "figure", "error": "error"})
 
 
-def totals(outcomes: Iterable[Outcome]) -> Table:
+def totals(predictions: Iterable[Prediction]) -> Table:
     """The errors of each source."""
-    found = summary(outcomes)
+    found = summary(predictions)
     columns = {
         "source": [s.source for s in found],
         "rows": [s.rows for s in found],
@@ -60,18 +60,18 @@ def totals(outcomes: Iterable[Outcome]) -> Table:
     return Table("", columns, units)
 
 
-def summary(outcomes: Iterable[Outcome]) -> list[Summary]:
-    """Per source, in the order of the outcomes, and in all."""
-    by_source: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_source.setdefault(outcome.source, []).append(outcome)
+def summary(predictions: Iterable[Prediction]) -> list[ErrorSummary]:
+    """Per source, in the order of the predictions, and in all."""
+    by_source: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        by_source.setdefault(prediction.source, []).append(prediction)
     return [_summary(source, some) for source, some in by_source.items()]
 
 
-def _summary(source: str, outcomes: list[Outcome]) -> Summary:
-    errors = np.array([o.error for o in outcomes])
-    worst = max(outcomes, key=lambda o: abs(o.error))
-    return Summary(
+def _summary(source: str, predictions: list[Prediction]) -> ErrorSummary:
+    errors = np.array([o.error for o in predictions])
+    worst = max(predictions, key=lambda o: abs(o.error))
+    return ErrorSummary(
         source,
         len(errors),
         float(np.abs(errors).mean()),

@@ -1,0 +1,235 @@
+"""How long collectives and messages take on a machine: models of their algorithms.
+
+>>> import numpy as np
+>>> from stagewright.time.hardware import resolve
+>>> from stagewright.time.network import placements
+>>> machine = Machine.of(resolve("h100-sxm"), gpus=32)
+>>> group = placements(machine, np.arange(32).reshape(2, 16))[0]
+>>> seconds, algorithm = collective_seconds("all_gather", 2**24, group, machine)
+>>> algorithm, 0.7e-3 < seconds < 1.2e-3
+('ring', True)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from stagewright.time.network import Machine, MessageSize, Placement, Tier
+
+
+def collective_seconds(
+    op: str, local_bytes: int, group: Placement, machine: Machine
+) -> tuple[float, str]:
+    """Seconds of a collective, and the algorithm taken; `local_bytes` as `Tasks.comm_bytes`."""
+    whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
+    if group.ranks < 2 or whole == 0:
+        return 0.0, "none"
+    uses = _tiers_used(group, machine)
+    options: dict[str, float] = {}
+    for name, model in _ALGORITHMS.items():
+        found = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
+        if found:
+            options[name] = min(found)
+    if machine.algorithm in options:
+        return options[machine.algorithm], machine.algorithm
+    best = min(options, key=options.__getitem__)
+    return options[best], best
+
+
+def destinations(experts: int, parts: int, top_k: int) -> float:
+    """To how many of `parts`, each with equally many experts, a token goes on average.
+
+    The token is routed to `top_k` different experts, all equally likely.
+
+    >>> round(destinations(256, 8, 8), 2)  # of the 8 ranks of a node
+    5.29
+    """
+    others = experts - experts // parts
+    missed = math.comb(others, top_k) / math.comb(experts, top_k)
+    return parts * (1 - missed)
+
+
+def dispatch_seconds(
+    local_bytes: int, group: Placement, machine: Machine, experts: int, top_k: int
+) -> float:
+    """Seconds of a dispatch that sends a token once to each rank with experts for it.
+
+    One copy goes to each node and is forwarded there, overlapped (DeepEP, HybridEP). `local_bytes`
+    count one copy for each of the `top_k` experts. The combine takes as long.
+    """
+    if group.ranks < 2 or local_bytes == 0:
+        return 0.0
+    uses = _tiers_used(group, machine)
+    slowest = 0.0
+    for use in uses:
+        copies = destinations(experts, use.ranks // use.below, top_k)
+        away = copies * (1 - 1 / use.positions)  # less the copies that stay at the same position
+        rate = use.tier.rate(MessageSize.LARGE) * use.share
+        slowest = max(slowest, local_bytes / top_k * away * _detour(use) / rate)
+    # Such kernels send by themselves, without NCCL's protocols.
+    start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
+    return start * 1e-6 + slowest
+
+
+def message_seconds(bytes_: int, nth_tier: int, machine: Machine) -> float:
+    """Seconds of one message between GPUs that meet in tier `nth_tier` of the machine."""
+    tier = machine.tiers[nth_tier]
+    # A message to one peer uses the one link to that peer.
+    share = 1 / max(1, tier.size - 1) if tier.topology == "fully_connected" else 1.0
+    if tier.topology in ("ring", "torus"):
+        share = 1 / (2 * max(1, len(tier.shape)))
+    return min(tier.start(size) + bytes_ / (tier.rate(size) * share) for size in MessageSize)
+
+
+# ---- algorithms: seconds for `whole` bytes; None where they cannot do the collective -------------
+
+
+class TierUse(NamedTuple):
+    """How one group uses a tier."""
+
+    tier: Tier
+    positions: int  # of the tier, over which the group spreads
+    below: int  # ranks of the group below one position
+    ranks: int  # of the whole group
+    share: float  # of the bandwidth that the group can use
+
+
+def _tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
+    """The tiers over which a group spreads, with their use."""
+    below = 1
+    result: list[TierUse] = []
+    for tier, count, stride in zip(machine.tiers, group.counts, group.strides, strict=True):
+        if count > 1:
+            share = _share(tier, count, stride)
+            result.append(TierUse(tier, count, below, group.ranks, share))
+        below *= count
+    return result
+
+
+def _share(tier: Tier, count: int, stride: int) -> float:
+    """The share of a GPU's links that a group of `count` positions, `stride` apart, can use.
+
+    Fully connected: the links to its members. Rings: the rings that the group lies in; interleaved
+    groups share links, and a part of a ring is a line, which lacks the way back.
+    """
+    if tier.topology == "fully_connected":
+        return (count - 1) / (tier.size - 1)
+    if tier.topology not in ("ring", "torus"):
+        return 1.0
+    shape = tier.shape or (tier.size,)
+    shares: list[float] = []
+    step, left = stride, count
+    for ring in shape:
+        if left > 1 and step < ring:
+            used = min(left, -(-ring // step))
+            closed = used * step >= ring
+            shares.append((1.0 if closed else 0.5) / step)
+            left, step = -(-left // used), 1
+        else:
+            step = max(1, step // ring)
+    return sum(shares) / len(shape) if shares else 0.5 / len(shape)
+
+
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
+
+
+def _ring(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+    """A ring through all ranks; in fact one per member of a node, each with its own NIC."""
+    if op not in PASSES:
+        return None
+    ranks = uses[0].ranks
+    rate = min(use.tier.rate(size) * use.share * use.below for use in uses)
+    hops = sum(
+        use.tier.hop_us * (ranks // use.below - ranks // (use.below * use.positions))
+        for use in uses
+    )
+    start = max(use.tier.start(size) for use in uses)
+    moved = whole * (ranks - 1) / ranks
+    return start + PASSES[op] * (hops * 1e-6 + moved / rate)
+
+
+def _tree(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+    """Two binary trees over nodes, chains within nodes (NCCL): an all_reduce of few steps."""
+    if op != "all_reduce" or len(uses) < 2:
+        return None
+    rate = min(use.tier.rate(size) * use.share * use.below for use in uses)
+    hops = sum(
+        use.tier.hop_us * (math.ceil(math.log2(use.positions)) if i else use.positions - 1)
+        for i, use in enumerate(uses)
+    )
+    start = max(use.tier.start(size) for use in uses)
+    return start + 2 * (hops * 1e-6 + whole / rate)
+
+
+def _hierarchical(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+    """Tier after tier: the parts scattered within a node are what nodes exchange."""
+    if op not in PASSES or op == "broadcast" or len(uses) < 2:
+        return None
+    seconds, part = 0.0, float(whole)
+    for use in uses:
+        moved = part * (use.positions - 1) / use.positions
+        transfer = use.tier.hop_us * 1e-6 * (use.positions - 1)
+        transfer += moved / (use.tier.rate(size) * use.share)
+        seconds += use.tier.start(size) + PASSES[op] * transfer
+        part /= use.positions
+    return seconds
+
+
+def _direct(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+    """Every rank sends to every other at once: all_to_all; the slowest tier decides."""
+    if op != "all_to_all":
+        return None
+    slowest = 0.0
+    for use in uses:
+        # All bytes that leave a block of this tier pass it, whichever tier they meet in.
+        leaves = whole * (use.ranks - use.below) / use.ranks
+        slowest = max(slowest, leaves * _detour(use) / (use.tier.rate(size) * use.share))
+    last = max(uses, key=lambda use: use.tier.start(size)).tier
+    return last.start(size) + last.hop_us * 1e-6 + slowest
+
+
+def _detour(use: TierUse) -> float:
+    """Links that a byte to a random member passes: a quarter of a ring; elsewhere one."""
+    if use.tier.topology not in ("ring", "torus"):
+        return 1.0
+    shape = use.tier.shape or (use.tier.size,)
+    longest = max(min(ring, use.positions) for ring in shape)
+    return max(1.0, longest / 4)
+
+
+def _in_network(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+    """Switches reduce and multicast: every byte goes up once and comes down once.
+
+    Where only the switches within nodes reduce, a ring of nodes exchanges the partial results.
+    """
+    inner = uses[0]
+    if op != "all_reduce" or size != MessageSize.LARGE or not inner.tier.in_network_gb_s:
+        return None
+    if inner.positions < 3 or inner.below > 1:
+        return None
+    # Each GPU also sends its own part: n + 1 of n parts (NCCL's NVLS).
+    moved = whole * (inner.positions + 1) / inner.positions
+    begin = (inner.tier.latency_us + inner.tier.in_network_us * inner.positions) * 1e-6
+    seconds = begin + moved / (inner.tier.in_network_gb_s * 1e9)
+    part = whole / inner.positions
+    for use in uses[1:]:
+        tier = use.tier
+        if tier.in_network_gb_s:
+            outside = part / (tier.in_network_gb_s * 1e9) + 2e-6 * tier.hop_us
+        else:
+            outside = 2 * part * (use.positions - 1) / use.positions / tier.rate(size)
+            outside += 2e-6 * tier.hop_us * (use.positions - 1)
+        # Nodes forward one part while they reduce the next: the slower of the two decides.
+        seconds = max(seconds, tier.start(size) + outside)
+        part /= use.positions
+    return seconds
+
+
+_ALGORITHMS = {
+    "ring": _ring,
+    "tree": _tree,
+    "hierarchical": _hierarchical,
+    "direct": _direct,
+    "in_network": _in_network,
+}
