@@ -331,7 +331,7 @@ class RandomLayouts:
         self.table: dict[object, tuple[Layout, float] | None] = {}
 
     def want(self, n: Node, have: Layout | None) -> Layout | None:
-        key = n.name, len(n.shape), n.get("role"), n.op in LEAVES  # two cores may be in a layer
+        key = n.name, len(n.shape), n.role, n.op in LEAVES  # two cores may be in a layer
         if key not in self.table:
             asked = n.op in LEAVES or (n.name and self.rng.random() < self.named)
             self.table[key] = (self.layout(n), self.rng.random()) if asked else None

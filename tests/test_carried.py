@@ -93,7 +93,7 @@ class Whole:
         shared: dict[str, Any] = {}
         for seed, graph in enumerate(self.graphs):
             values = random_values(graph, self.sizes, seed)
-            tied = {n.name: str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
+            tied = {n.name: n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
             for name in values:
                 if name in tied or name in BELOW:
                     values[name] = shared.setdefault(tied.get(name, name), values[name])
@@ -150,8 +150,8 @@ def test_a_whole_model_against_finite_differences(model: str, settings: dict[str
     together: dict[str, list[tuple[int, str]]] = {}
     for i, graph in enumerate(whole.graphs):
         for n in graph:
-            if n.op == "param" and not n.get("buffer"):
-                together.setdefault(str(n["tied"]), []).append((i, n.name))
+            if n.op == "param" and not n.binding.buffer:
+                together.setdefault(n.binding.tied, []).append((i, n.name))
     assert len(together) == 1 + TABLES.get(model, 1)
     for table, places in together.items():
         one = rng.normal(size=whole.own[places[0][0]][places[0][1]].shape)

@@ -58,7 +58,7 @@ def test_blocks_against_finite_differences(model: str, block: str, recipe: Recip
 def test_what_a_step_returns(model: str, block: str) -> None:
     c = case(model, block)
     params = {n.name: n for n in c.block.graph if n.op == "param"}
-    theirs = {p for p, n in params.items() if n["tied"] and block == "head"}
+    theirs = {p for p, n in params.items() if n.binding.tied and block == "head"}
     expect = {f"{what}.{p}" for p in params for what in ("grad", "new")} | {"norm2"}
     expect |= {"embedding": {"y"}, "layer": {"y", "dx"}, "head": {"loss", "dx"}}[block]
     assert set(c.truth) == expect

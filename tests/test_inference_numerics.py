@@ -23,6 +23,7 @@ from stagewright.algebra.layout import Layout, Mesh
 from stagewright.blocks import Block, Inference, Recipe
 from stagewright.graph.node import Graph, Node, toposort, verify
 from stagewright.graph.reference import FAR
+from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.training import sizes_of
@@ -88,7 +89,7 @@ def weights(model: str) -> Values:
         params = Graph.of([n for n in graph if n.op == "param"],
                           {n.name: n for n in graph if n.op == "param"})  # fmt: skip
         result[part, layer] = values = random_values(params, sizes, seed)
-        copies = {n.name: n["tied"] for n in params if n["tied"]}
+        copies = {n.name: n.binding.tied for n in params if n.binding.tied}
         values |= {name: tables.setdefault(of, values[name]) for name, of in copies.items()}
     return result
 
@@ -253,7 +254,7 @@ def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
             caches[part, layer] = {
                 next(s for s in n.srcs if s.op == "state").name: env[n][()]
                 for n in graph
-                if n.op == "cache" or (n.get("role") == "cache" and n.srcs)
+                if n.op == "cache" or (n.role is Role.CACHE and n.srcs)
             }
             x, original = truth["y"], truth.get("original", original)
 
@@ -387,7 +388,7 @@ def test_sharded(model: str, recipe: Recipe, name: str) -> None:
         verify(sharded)
         check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
         found = {n.name: n for n in sharded}
-        kept = [n for n in sharded if n.op == "state" and n.get("of")]
+        kept = [n for n in sharded if n.op == "state" and n.binding.split_as]
         assert all(n.layout.dims[0] == here.data for n in kept)
         if kept:
             # Every rank keeps the states of its own heads or channels.

@@ -56,7 +56,7 @@ def weights(model: str) -> list[Values]:
         params = [n for n in block_of(kind.block, config, recipe_of(run, config), kind.layer).graph
                   if n.op == "param"]  # fmt: skip
         own = random_values(Graph.of(params, {n.name: n for n in params}), sizes, seed)
-        tied = {n.name for n in params if n.get("tied")}
+        tied = {n.name for n in params if n.binding.tied}
         found.append({k: shared.setdefault(k, v) if k in tied else v for k, v in own.items()})
     return found
 

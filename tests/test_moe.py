@@ -19,6 +19,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Block, Recipe
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph, verify
+from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
@@ -245,11 +246,11 @@ def test_a_bias_follows_the_counts_of_all() -> None:
     values, truth = one_device(of.block, tuple(of.sizes.items()))
     assert (truth["new.router_bias"] == values["router_bias"]).all()  # all got as many
     graph = of.graph
-    moves = [n for n in graph if n.op == "all_reduce" and n.get("role") == "counted"]
+    moves = [n for n in graph if n.op == "all_reduce" and n.role is Role.COUNTED]
     assert [(n.once, str(n.dtype), of.mesh.label(n["axes"])) for n in moves] == [
         (True, "fp32", "dp/ep+tp/etp")
     ]
-    assert not any(n.get("param") == "router_bias" and "grad" in n.name for n in graph)
+    assert not any(n.binding.param == "router_bias" and "grad" in n.name for n in graph)
 
 
 REDUCED = {
@@ -279,7 +280,7 @@ def moved(model: str, settings: dict[str, Any]) -> Counter[str]:
     return Counter(
         f"{n.phase} {n.op} {mesh.label(n['axes'])}"
         for n in graph
-        if n.op in COLLECTIVE_OPS and n.scope == "mlp" and not n.once and not n.get("role")
+        if n.op in COLLECTIVE_OPS and n.scope == "mlp" and not n.once and n.role is None
     )
 
 
@@ -358,7 +359,7 @@ def reductions(settings: dict[str, Any]) -> dict[bool, Counter[str]]:
     _, graph, mesh, *_ = sharded("shared", settings)
     found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for n in graph:
-        if n.op in COLLECTIVE_OPS and n.get("role") == "synced" and n.scope == "mlp":
+        if n.op in COLLECTIVE_OPS and n.role is Role.STEP_GRADIENT and n.scope == "mlp":
             weight = str(n.srcs[0]["param"])
             if not weight.endswith("norm.weight"):
                 found[weight in EXPERTS][f"{n.op} {mesh.label(n['axes'])}"] += 1

@@ -13,6 +13,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Recipe
 from stagewright.graph.node import Graph, Node, verify
 from stagewright.graph.recompute import remat
+from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import flops
 from stagewright.lower.kernels import extent_of
@@ -24,9 +25,9 @@ WHAT: dict[str, Again] = {
     "norms": lambda n: "recompute" if n.op == "norm" else None,
     "attention": lambda n: "recompute" if n.scope == "attention.core" else None,
     "activations": lambda n: "recompute" if n.op in ("act", "glu") else None,
-    "weights": lambda n: "backward" if n.get("role") == "used" else None,
-    "weights and norms": lambda n: {"used": "backward"}.get(
-        str(n.get("role")), "recompute" if n.op == "norm" else None
+    "weights": lambda n: "backward" if n.role is Role.USED else None,
+    "weights and norms": lambda n: {Role.USED: "backward"}.get(
+        n.role, "recompute" if n.op == "norm" else None
     ),
 }
 MODELS = ["llama", "gpt2", "gemma2", "bert", "falcon-mqa"]
@@ -38,7 +39,7 @@ def never(n: Node) -> bool:
 
 def core(n: Node) -> bool:
     """The result of attention, which a checkpoint of attention keeps, and makes again whole."""
-    return n.get("role") == "core"
+    return n.role is Role.CORE
 
 
 def again(

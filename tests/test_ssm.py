@@ -67,7 +67,7 @@ def moved(name: str, settings: dict[str, Any]) -> Counter[str]:
     return Counter(
         f"{n.phase} {n.op} {'+'.join(n['axes'])}"  # pyright: ignore
         for n in graph
-        if n.op in COLLECTIVE_OPS and not n.once and not n.get("role")
+        if n.op in COLLECTIVE_OPS and not n.once and n.role is None
     )
 
 
@@ -125,7 +125,7 @@ def test_sums_of_squares_where_ranks_share_a_group() -> None:
     found = [
         (n.phase, tuple(map(str, n.shape)))
         for n in graph
-        if n.op == "all_reduce" and not n.once and not n.get("role")
+        if n.op == "all_reduce" and not n.once and n.role is None
     ]
     assert Counter(found) == {
         ("forward", ("B", "S", "Group")): 1,

@@ -17,6 +17,7 @@ from stagewright.blocks import PRECISIONS, Recipe, Tie
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES, Graph, Node, text, verify
 from stagewright.graph.recompute import remat
+from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.training import Kind, compile, recipe_of, sizes_of
@@ -134,7 +135,7 @@ SETUPS: dict[str, Setup] = {
 
 def again_when_sharded(n: Node) -> str | None:
     """ZeRO-3 gathers parameters again in backward."""
-    return "backward" if n.get("role") == "used" else None
+    return "backward" if n.role is Role.USED else None
 
 
 def sharded(
@@ -546,7 +547,7 @@ TEXTBOOK = [
             "backward reduce_scatter[cp]": 2,
             "backward/step all_reduce[cp]": LAYER,
         },
-        {"again": lambda n: "backward" if n.get("role") == "keys" else None},
+        {"again": lambda n: "backward" if n.role is Role.KEYS else None},
     ),
     Row(
         "Ulysses: all-to-all of q, k, v and o, and of their gradients",

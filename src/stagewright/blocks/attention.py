@@ -17,6 +17,7 @@ from stagewright.blocks.inference import (
     source_cached,
 )
 from stagewright.graph.node import Node
+from stagewright.graph.roles import Role
 from stagewright.graph.table import apply, cast, einsum, elementwise, identity, join, part
 from stagewright.model.config import Reach
 
@@ -52,7 +53,9 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
                 z = f"bs{x}D"
                 own: dict[str, Any] = {"fn": "rmsnorm", "name": f"{name}_norm_out", "scope": scope}
                 heads[name] = apply("norm", f"{z}->{z}", heads[name], **own)
-    q, k, v = (identity(x, f"{n}_core", role="" if n == "q" else "keys") for n, x in heads.items())
+    q, k, v = (
+        identity(x, f"{n}_core", role=None if n == "q" else Role.KEYS) for n, x in heads.items()
+    )
     if b.recipe.repeat_kv and g == "G":
         k, v = (_repeated(x, name, q) for x, name in ((k, "k"), (v, "v")))
         g = "A"
@@ -108,7 +111,8 @@ def cross_attention(b: Builder, h: Node) -> Node:
         k, v = (source_cached(b, name, heads.get(name), g) for name in ("k", "v"))
         return _crossed(b, cross_cached_attention(b, heads["q"], k, v))
     q, k, v = (
-        identity(x, f"cross_{n}_core", role="" if n == "q" else "keys") for n, x in heads.items()
+        identity(x, f"cross_{n}_core", role=None if n == "q" else Role.KEYS)
+        for n, x in heads.items()
     )
     qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
     return _crossed(b, _core(b, q, (k, v), Reach(), qd, kd, causal=False))
@@ -186,7 +190,7 @@ def _naive(
     q = join(plain, turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
     rows: Node | None = None
     if b.recipe.inference:
-        new = identity(_joined(latent, shared), "latent_core", role="keys")
+        new = identity(_joined(latent, shared), "latent_core", role=Role.KEYS)
         (kept,) = cached(b, {"latent": new}, reach)
         seen, rows = cached_rows(b, kept, new, reach)
         latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
@@ -199,7 +203,7 @@ def _naive(
         o = cached_attention(b, q, (k, v), reach, "bqa", "bka", "v", rows=rows)
         return identity(o, "context", scope="attention")
     q, k, v = (
-        identity(x, f"{n}_core", role="" if n == "q" else "keys")
+        identity(x, f"{n}_core", role=None if n == "q" else Role.KEYS)
         for n, x in (("q", q), ("k", k), ("v", v))
     )
     o = _core(b, q, (k, v), reach, "bqa", "bka", value="v")
@@ -218,7 +222,7 @@ def _absorbed(
     width = size("C") + size("Z")
     q = b.linear("bsan,can->bsac", plain, w_uk, "q_absorbed", scope="attention")
     q = identity(join(q, turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
-    keys = identity(_joined(latent, shared), "latent_core", role="keys")
+    keys = identity(_joined(latent, shared), "latent_core", role=Role.KEYS)
     o = identity(_core(b, q, (keys,), reach, "bqa", "bk", value="v"), "context", scope="attention")
     return b.linear("bsac,cau->bsau", o, w_uv, "absorbed", scope="attention")
 
@@ -253,7 +257,8 @@ def _core(
     out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
     if b.recipe.flash_attention:
         softcap = c.attention_softcap or 0
-        attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1), "role": "core"}
+        attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1)}
+        attrs |= {"out": out, "name": "core", "scope": scope}
         wide = value.upper()
         terms = [f"{qd}D", *(kd + x for x in ("D", wide)[: len(keys)])]
         # A query's bias is of all keys, also of those that are on their way.
@@ -262,9 +267,7 @@ def _core(
                 attrs[name] = True
                 terms.append(dims)
         spec = f"{','.join(terms)}->{qd}{wide}"
-        return apply(
-            "attention", spec, q, *keys, *bias, *sinks, out=out, name="core", scope=scope, **attrs
-        )
+        return apply("attention", spec, q, *keys, *bias, *sinks, role=Role.CORE, **attrs)
     k = keys[0]
     v = keys[1] if len(keys) == 2 else part(k, f"{kd}D->{kd}C", size("C"), first=True, name="v")
     scores = einsum(f"{qd}d,{kd}d->b{heads}qk", q, k, name="scores", scope=scope)
@@ -280,5 +283,5 @@ def _core(
     p = cast(p, low, name="probs_low", scope=scope)
     p = b.dropout(p, c.attention_dropout)
     return einsum(
-        f"b{heads}qk,{kd}{value}->{qd}{value}", p, v, name="core", scope=scope, role="core"
+        f"b{heads}qk,{kd}{value}->{qd}{value}", p, v, name="core", scope=scope, role=Role.CORE
     )

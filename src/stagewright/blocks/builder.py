@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.size import Size, size
 from stagewright.graph.node import Graph, Node, replace
+from stagewright.graph.roles import STREAM, Binding, Role
 from stagewright.graph.table import add, apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.model.config import ModelConfig
 
@@ -154,6 +155,11 @@ def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
     return Block(name, graph, primal)
 
 
+def stream(dims: tuple[str | Size, ...], dtype: str, name: str = "x", *, scope: str = "") -> Node:
+    """The residual stream as a block is handed it."""
+    return leaf("input", dims, dtype, name, scope=scope, binding=Binding(live_in=STREAM))
+
+
 @dataclass(slots=True)
 class Builder:
     """Collects the parameters of a block while its forward pass is written down."""
@@ -194,19 +200,20 @@ class Builder:
         if self.block and not own:
             name, tied = f"{SHARED}.{name}", f"{SHARED}{self.block}.{name}"
         if name not in self.params:
-            about: dict[str, Any] = {"role": "param", "tied": tied, "scope": scope}
+            bound: dict[str, Any] = {"scope": scope, "binding": Binding(param=name, tied=tied)}
             stored = dtype or self.recipe.precision.param or self.dtype
-            self.params[name] = p = leaf("param", dims, stored, name, param=name, **about)
-            used: dict[str, Any] = {"param": name, "once": self.recipe.gather_once, "scope": scope}
-            x = p if dtype else cast(p, self.dtype, name=name, role="sent", **used)
-            self.used[name] = identity(x, name, role="used", **used)
+            self.params[name] = p = leaf("param", dims, stored, name, role=Role.PARAMETER, **bound)
+            used: dict[str, Any] = {"once": self.recipe.gather_once, "scope": scope}
+            used["binding"] = Binding(param=name)
+            x = p if dtype else cast(p, self.dtype, name=name, role=Role.SENT, **used)
+            self.used[name] = identity(x, name, role=Role.USED, **used)
         return self.used[name]
 
     def take(self, name: str, *dims: str) -> Node:
         """What a block before has made; it passes on to those behind."""
         if name not in self.taken:
-            own = {"role": "input", "carried": name}
-            self.taken[name] = leaf("input", dims, self.dtype, name, **own)
+            live = Binding(live_in=name)
+            self.taken[name] = leaf("input", dims, self.dtype, name, binding=live)
         return self.taken[name]
 
     def make(self, name: str, value: Node) -> Node:
@@ -216,8 +223,9 @@ class Builder:
 
     def buffer(self, name: str, *dims: str, scope: str = "") -> Node:
         """An fp32 parameter that no gradient reaches; every rank has all of it."""
-        own = {"role": "param", "param": name, "tied": "", "buffer": True, "scope": scope}
-        self.params[name] = p = leaf("param", dims, "fp32", name, **own)
+        bound = Binding(param=name, buffer=True)
+        p = leaf("param", dims, "fp32", name, role=Role.PARAMETER, binding=bound, scope=scope)
+        self.params[name] = p
         return p
 
     def weight(self, name: str, *dims: str | Size, scope: str = "", own: bool = False) -> Node:
@@ -246,7 +254,7 @@ class Builder:
         if low and trained:
             once = self.recipe.cast_once
             x = cast(x, low, scope=x.scope, name=x.name)
-            w = cast(w, low, scope=x.scope, name=w.name, once=once, role="low")
+            w = cast(w, low, scope=x.scope, name=w.name, once=once, role=Role.LOW_PRECISION)
         if joint and self.recipe.joint_projections:
             fields["joint"] = (joint, "result")
         return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
@@ -313,7 +321,7 @@ class Builder:
 
     def positions(self) -> Node:
         """Where new tokens stand in their requests (inference)."""
-        return leaf("input", ("B", "S"), "int64", "token_positions", role="input")
+        return leaf("input", ("B", "S"), "int64", "token_positions")
 
     def act(self, x: Node, fn: str, **attrs: Any) -> Node:
         """An activation on every element."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from stagewright.algebra.size import size
 from stagewright.blocks.attention import attention
-from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.finish import finish
 from stagewright.blocks.mlp import mlp
 from stagewright.graph.node import Node
@@ -29,17 +29,16 @@ from stagewright.model.config import Layer, ModelConfig
 def noisy_patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """Patches of a latent image behind the sum of its step's and its class's embedding."""
     b = Builder(config, recipe)
-    own = {"role": "input", "scope": "embedding"}
-    pixels = leaf("input", ("B", "Patches", "Pixels"), b.dtype, "pixels", **own)
+    pixels = leaf("input", ("B", "Patches", "Pixels"), b.dtype, "pixels", scope="embedding")
     x = einsum("bpk,km->bpm", pixels, b.param("w_patch", "Pixels", "M", scope="embedding"))
-    grid = leaf("input", ("Patches", "M"), b.dtype, "grid", **own)  # sines, not learned
+    grid = leaf("input", ("Patches", "M"), b.dtype, "grid", scope="embedding")  # sines, not learned
     x = apply("bias", "bpm,pm->bpm", b.bias(x, "b_patch", "M"), grid, name="placed")
-    step = leaf("input", ("B", "Waves"), b.dtype, "steps", **own)
+    step = leaf("input", ("B", "Waves"), b.dtype, "steps", scope="embedding")
     w = b.param("w_step_in", "Waves", "M", scope="embedding")
     h = b.bias(einsum("bq,qm->bm", step, w, name="step_in"), "b_step_in", "M")
     w = b.param("w_step_out", "M", "M", scope="embedding")
     h = b.bias(einsum("bn,nm->bm", b.act(h, "silu"), w, name="step_out"), "b_step_out", "M")
-    kind = leaf("input", ("B",), "int64", "classes", **own)
+    kind = leaf("input", ("B",), "int64", "classes", scope="embedding")
     table = b.param("w_classes", "Classes", "M", scope="embedding")
     c = add(h, apply("embedding", "b,vm->bm", kind, table, dtype=b.dtype), name="condition")
     return finish("noisy_patches", b, None, _behind(c, x, "y"))
@@ -48,7 +47,7 @@ def noisy_patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 def conditioned_layer(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """Attention and MLP between shifts, scales and gates that come from the first position."""
     b = Builder(config, recipe)
-    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
+    x = stream(("B", "S", "M"), b.dtype)
     c, y = _apart(x)
     w = b.param("w_modulation", "M", "6", "M", scope="modulation")
     by = einsum("bn,nkm->bkm", b.act(c, "silu"), w, name="modulation", scope="modulation")
@@ -64,7 +63,7 @@ def conditioned_layer(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 def denoiser(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """To noise and its variance, and the squared error of it."""
     b = Builder(config, recipe)
-    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope="head")
+    x = stream(("B", "S", "M"), b.dtype, scope="head")
     c, y = _apart(x)
     w = b.param("w_final_modulation", "M", "2", "M", scope="head")
     by = einsum("bn,nkm->bkm", b.act(c, "silu"), w, name="modulation", scope="head")
@@ -72,7 +71,7 @@ def denoiser(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     h = _modulated(_norm(y, "head"), by, shift=0, scale=1)
     out = einsum("bpm,mo->bpo", h, b.param("w_final", "M", "Out", scope="head"), name="noise")
     out = cast(b.bias(out, "b_final", "Out"), "fp32", name="noise32")
-    wanted = leaf("input", out.shape, "fp32", "wanted", role="input", scope="head")
+    wanted = leaf("input", out.shape, "fp32", "wanted", scope="head")
     error = add(out, elementwise("scale", wanted, by=-1.0), name="error")
     squared = einsum("bpo,bpo->bpo", error, error, name="squared", dtype="fp32")
     loss = apply("mean", "bpo->", squared, name="loss")

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stagewright.blocks.attention import cross_attention
-from stagewright.blocks.builder import Block, Builder, Recipe, renamed
+from stagewright.blocks.builder import Block, Builder, Recipe, renamed, stream
 from stagewright.blocks.ends import embedding
 from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import idle
 from stagewright.blocks.layers import body, layer
-from stagewright.graph.table import leaf
 from stagewright.model.config import Layer, ModelConfig
 
 
@@ -32,7 +31,7 @@ def encoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
 def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """The encoder's last norm; what it yields is not the stream, which ends."""
     b = Builder(config, recipe)
-    x = leaf("input", ("B", "Source", "M"), b.dtype, "x", role="input", scope="encoder")
+    x = stream(("B", "Source", "M"), b.dtype, scope="encoder")
     h = b.norm(x, "encoder_norm", scope="encoder") if config.final_norm else x
     b.make("memory", b.dropout(h, config.hidden_dropout))
     end = finish("encoder_end", b, x, None)
@@ -42,7 +41,7 @@ def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 def decoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     """Attention to what is before, attention to the encoder's output, MLP."""
     b = Builder(config, recipe)
-    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
+    x = stream(("B", "S", "M"), b.dtype)
     return finish("decoder_layer", b, x, body(b, x, what, cross=cross_attention))
 
 

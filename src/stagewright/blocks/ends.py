@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import gathered, last_tokens
 from stagewright.graph.node import Node
+from stagewright.graph.roles import Binding
 from stagewright.graph.table import (
     add,
     apply,
@@ -23,20 +24,20 @@ def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") ->
     """Token ids to the residual stream; positions, token types and norm as the family has them."""
     b = Builder(config, recipe)
     width = "W" if config.embedding_size else "M"
-    own = {"role": "input", "scope": "embedding", "like": "tokens"}
-    ids = leaf("input", ("B", "S"), "int64", tokens, **own)
+    bound = Binding(like="tokens")
+    ids = leaf("input", ("B", "S"), "int64", tokens, scope="embedding", binding=bound)
     table = b.param("wte", "V", width, scope="embedding", tied=tied(config))
     x = apply("embedding", "bs,vm->bsm", ids, table, dtype=b.dtype, name="word")
     if config.embedding_size:
         x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
     if config.position == "learned":
-        at = leaf("input", ("S",), "int64", "positions", role="input", scope="embedding")
+        at = leaf("input", ("S",), "int64", "positions", scope="embedding")
         at, each = (b.positions(), "bs") if recipe.inference else (at, "s")
         rows = b.param("wpe", "P", "M", scope="embedding")
         rows = apply("embedding", f"{each},vm->{each}m", at, rows, dtype=b.dtype)
         x = apply("bias", f"bsm,{each}m->bsm", x, rows, name="summed")
     if config.token_types:
-        kind = leaf("input", ("B", "S"), "int64", "token_types", role="input", scope="embedding")
+        kind = leaf("input", ("B", "S"), "int64", "token_types", scope="embedding")
         types = b.param("wtt", "T", "M", scope="embedding")
         x = add(x, apply("embedding", "bs,vm->bsm", kind, types, dtype=b.dtype), name="summed")
     if config.position == "learned" or config.token_types:
@@ -61,7 +62,7 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
     """
     b = Builder(config, recipe)
     scope = "head"
-    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope=scope)
+    x = stream(("B", "S", "M"), b.dtype, scope=scope)
     predicted = [b.take(mtp_name(k + 1), "B", "S", "M") for k in range(config.mtp_num_layers)]
     # With more tokens to predict, the norm is a block of its own before that.
     h = b.norm(x, "final_norm", scope=scope) if config.final_norm and not predicted else x
@@ -147,8 +148,8 @@ def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Nod
 
     `eager`: as PyTorch's log_softmax and nll_loss, of "whole" logits or of such as may be "split".
     """
-    own = {"role": "input", "scope": "head", "like": "labels"}
-    labels = leaf("input", logits.shape[:-1], "int64", name, **own)
+    bound = Binding(like="labels")
+    labels = leaf("input", logits.shape[:-1], "int64", name, scope="head", binding=bound)
     t = "bs"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
     if eager == "whole":

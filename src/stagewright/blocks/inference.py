@@ -16,6 +16,7 @@ from typing import Any
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder
 from stagewright.graph.node import Graph, Node, toposort
+from stagewright.graph.roles import Binding, Role
 from stagewright.graph.table import apply, identity, join, leaf
 from stagewright.model.config import Reach
 
@@ -58,7 +59,7 @@ def cached(b: Builder, new: Mapping[str, Node], reach: Reach) -> list[Node]:
     for name, x in new.items():
         dims = ("B", *stripes, f"L{kind}", *x.shape[2:])
         dtype = b.recipe.inference.cache_dtype
-        old = leaf("state", dims, dtype, f"{name}_cache{kind}", role="cache", scope=x.scope)
+        old = leaf("state", dims, dtype, f"{name}_cache{kind}", role=Role.CACHE, scope=x.scope)
         rest = "agd"[3 - len(x.shape[2:]) :]
         spec = f"b{n}k{rest},bS{rest},bS->b{n}k{rest}"
         own: dict[str, Any] = {"name": f"{name}_cached", "stored": size(f"stored{kind}")}
@@ -76,15 +77,15 @@ def cached_rows(b: Builder, kept: Node, new: Node, reach: Reach) -> tuple[Node, 
     assert b.recipe.inference
     kind = kind_of(b, reach)
     if kind != "_striped":
-        at = leaf("input", ("B", f"keys{kind}"), "int64", f"key_slots{kind}", role="input")
+        at = leaf("input", ("B", f"keys{kind}"), "int64", f"key_slots{kind}")
         return apply("take", "bLw,bk->bkw", kept, at, dtype=b.dtype, name="seen"), at
     if not b.recipe.inference.prefix:
         return new, _slots(kind)
     stripes, prefix = size("Stripes"), size(f"prefix{kind}")
-    at = leaf("input", ("B", stripes, prefix), "int64", "prefix_slots", role="input")
+    at = leaf("input", ("B", stripes, prefix), "int64", "prefix_slots")
     rows = apply("take", "bnLw,bnK->b(nK)w", kept, at, dtype=b.dtype, name="prefix")
     many = stripes * prefix + size("S")
-    slots = leaf("input", ("B", many), "int64", "row_slots", role="input")
+    slots = leaf("input", ("B", many), "int64", "row_slots")
     return join(rows, new, "bPw,bSw->bKw", many, dim=1, name="seen"), slots
 
 
@@ -126,14 +127,14 @@ def source_cached(b: Builder, name: str, new: Node | None, heads: str) -> Node:
     """Keys or values of a request's source in their cache, where a step does not make them."""
     assert b.recipe.inference
     dims = ("B", "L_source", heads, "D")
-    own: dict[str, Any] = {"role": "cache", "scope": "attention"}
-    old = leaf("state", dims, b.recipe.inference.cache_dtype, f"{name}_cache_source", **own)
+    dtype, named = b.recipe.inference.cache_dtype, f"{name}_cache_source"
+    old = leaf("state", dims, dtype, named, role=Role.CACHE, scope="attention")
     if new is None:
         return old
-    at = leaf("input", ("B", "Source"), "int64", "source_slots", role="input")
-    own = {"name": f"cross_{name}_cached", "stored": size("Source")}
-    b.extra[own["name"]] = apply("cache", "bkgd,bSgd,bS->bkgd", old, new, at, **own)
-    return b.extra[own["name"]]
+    at = leaf("input", ("B", "Source"), "int64", "source_slots")
+    named, spec = f"cross_{name}_cached", "bkgd,bSgd,bS->bkgd"
+    b.extra[named] = apply("cache", spec, old, new, at, name=named, stored=size("Source"))
+    return b.extra[named]
 
 
 def cross_cached_attention(b: Builder, q: Node, k: Node, v: Node) -> Node:
@@ -232,14 +233,14 @@ def _reaching(b: Builder, reach: Reach) -> dict[str, Any]:
 
 def _where(kind: str, slots: str = "") -> tuple[Node, Node]:
     """The slots of new tokens, and whose a block of the cache is."""
-    table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}", role="input")
+    table = leaf("input", ("B", f"I{kind}"), "int32", f"block_table{kind}")
     if slots:
-        return leaf("input", ("B", "S"), "int64", slots, role="input"), table
+        return leaf("input", ("B", "S"), "int64", slots), table
     return _slots(kind), table
 
 
 def _slots(kind: str) -> Node:
-    return leaf("input", ("B", "S"), "int64", f"token_slots{kind}", role="input")
+    return leaf("input", ("B", "S"), "int64", f"token_slots{kind}")
 
 
 def with_state(
@@ -249,26 +250,27 @@ def with_state(
 
     `spec` is that of the op but for the states, [B, requests, ...], and whose each token is.
     """
-    ids = leaf("input", ("B", "S"), "int64", "token_requests", role="input")
+    ids = leaf("input", ("B", "S"), "int64", "token_requests")
     ins, out = spec.split("->")
     own = "br" + {4: "in", 6: "ghnp"}[len(state.shape)] if op != "conv1d_served" else ""
     own = own or f"br{ins.split(',')[0][2:]}u"
     operands = (*srcs, state, ids)
     terms = f"{ins},{own},bS"
-    new: dict[str, Any] = {**fields, "name": state.name, "dtype": state.dtype, "role": "cache"}
-    b.extra[state.name] = apply(op, f"{terms}->{own}", *operands, part="state", **new)
+    new: dict[str, Any] = {**fields, "name": state.name, "dtype": state.dtype, "part": "state"}
+    b.extra[state.name] = apply(op, f"{terms}->{own}", *operands, role=Role.CACHE, **new)
     return apply(op, f"{terms}->{out}", *operands, part="y", **fields)
 
 
 def state_of(b: Builder, name: str, of: str, *dims: str | Size) -> Node:
     """What a layer keeps of each request, split over ranks as the parameter `of` is."""
-    own = {"role": "cache", "of": of, "scope": "mixer"}
-    return leaf("state", ("B", "requests", *dims), b.dtype, f"{name}_state", **own)
+    dims = ("B", "requests", *dims)
+    own: dict[str, Any] = {"binding": Binding(split_as=of), "scope": "mixer"}
+    return leaf("state", dims, b.dtype, f"{name}_state", role=Role.CACHE, **own)
 
 
 def last_tokens(h: Node) -> Node:
     """The rows whose next token is predicted: of prompts the last, of verified drafts all."""
-    rows = leaf("input", ("B", "O"), "int64", "logit_rows", role="input", scope=h.scope)
+    rows = leaf("input", ("B", "O"), "int64", "logit_rows", scope=h.scope)
     return apply("take", "bSm,bo->bom", h, rows, name="last_tokens")
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from stagewright.algebra.size import size
 from stagewright.blocks.attention import attention
-from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.experts import experts
 from stagewright.blocks.finish import finish
 from stagewright.blocks.mlp import mlp
@@ -52,7 +52,7 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     b = Builder(config, recipe)
     if config.bare:
         return _bare(b, next(m for m in config.modules if m.name == what.mixer))
-    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input")
+    x = stream(("B", "S", "M"), b.dtype)
     return finish("layer", b, x, body(b, x, what))
 
 
@@ -127,8 +127,10 @@ def _bare(b: Builder, module: Module) -> Block:
     """A module by itself: what it reads comes from outside, and so do gradients of its output."""
     values: dict[str, Node] = {}
     for name, dims, dtype in module.inputs:
-        named = "x" if not values else f"{module.name}.{name}"
-        values[name] = leaf("input", dims, dtype or b.dtype, named, role="input")
+        if values:
+            values[name] = leaf("input", dims, dtype or b.dtype, f"{module.name}.{name}")
+        else:
+            values[name] = stream(dims, dtype or b.dtype)
     y = _built(module, b, values)
     x, *others = values.values()
     if b.config.num_layers > 1 and (x.shape, x.dtype) != (y.shape, y.dtype):

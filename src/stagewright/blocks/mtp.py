@@ -9,11 +9,12 @@ fetches the one at the border from its neighbour.
 from __future__ import annotations
 
 from stagewright.algebra.size import size
-from stagewright.blocks.builder import Block, Builder, Recipe
+from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.ends import mtp_name
 from stagewright.blocks.finish import finish
 from stagewright.blocks.layers import body
 from stagewright.graph.node import Node
+from stagewright.graph.roles import Binding
 from stagewright.graph.table import apply, identity, join, leaf
 from stagewright.model.config import Layer, ModelConfig
 
@@ -21,7 +22,7 @@ from stagewright.model.config import Layer, ModelConfig
 def final_norm(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """The norm before the output, where more than the output reads what it yields."""
     b = Builder(config, recipe)
-    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope="head")
+    x = stream(("B", "S", "M"), b.dtype, scope="head")
     y = b.norm(x, "final_norm", scope="head") if config.final_norm else x
     return finish("final_norm", b, x, identity(y, "y"))
 
@@ -29,13 +30,13 @@ def final_norm(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 def mtp(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     """One more token: what was known of the one before and this one's embedding, to a layer."""
     b = Builder(config, recipe)
-    own = {"role": "input", "scope": "mtp"}
     x: Node | None = None
     if what.ahead > 1:
         h = b.take(mtp_name(what.ahead - 1), "B", "S", "M")
     else:
-        h = x = leaf("input", ("B", "S", "M"), b.dtype, "x", **own)
-    tokens = leaf("input", ("B", "S"), "int64", f"tokens{what.ahead}", like="tokens", **own)
+        h = x = stream(("B", "S", "M"), b.dtype, scope="mtp")
+    bound = Binding(like="tokens")
+    tokens = leaf("input", ("B", "S"), "int64", f"tokens{what.ahead}", scope="mtp", binding=bound)
     table = b.param("wte", "V", "M", scope="mtp", tied="wte")
     e = apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype, name="word", scope="mtp")
     e = b.norm(identity(e, "embedded"), "enorm", scope="mtp")

@@ -19,13 +19,12 @@ def ranking(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     r = config.recommendation
     assert r is not None
     b = Builder(config, recipe)
-    own = {"role": "input", "scope": "tables"}
-    indices = leaf("input", ("B", "Tables"), "int64", "indices", **own)
+    indices = leaf("input", ("B", "Tables"), "int64", "indices", scope="tables")
     width = f"Bottom{len(r.bottom) - 1}"
     tables = b.param("tables", "Tables", "Rows", width, scope="tables")
     found = apply("embedding", "bt,tvd->btd", indices, tables, dtype=b.dtype, name="found")
     found = identity(found, "rows_found")
-    x = leaf("input", ("B", "Dense"), b.dtype, "features", role="input", scope="bottom")
+    x = leaf("input", ("B", "Dense"), b.dtype, "features", scope="bottom")
     x = _mlp(b, x, "bottom", len(r.bottom), last=True)
     every = join(x, found, "bd,bTd->bFd", size("Tables") + 1, dim=1, name="every")
     pairs = einsum("bfd,bgd->bfg", every, every, name="pairs", scope="interaction")

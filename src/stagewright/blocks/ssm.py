@@ -1,6 +1,6 @@
 """Layers that carry a state along the sequence: Mamba, Mamba-2, linear attention, delta rules.
 
-Values with the role "remade" are what the fused kernels make again in backward instead of keeping:
+Values with the role `REMADE` are what the fused kernels make again in backward instead of keeping:
 the results of convolutions and time steps (mamba_inner_fn and mamba_split_conv1d_scan_combined of
 state-spaces/mamba). States are never kept, and never whole in memory.
 """
@@ -13,6 +13,7 @@ from stagewright.algebra.size import size
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.inference import state_of, with_state
 from stagewright.graph.node import Node
+from stagewright.graph.roles import Role
 from stagewright.graph.table import add, apply, cast, einsum, elementwise, identity, letters, part
 
 SCOPE = "mixer"
@@ -30,7 +31,7 @@ def mamba(b: Builder, h: Node) -> Node:
     x, z = (
         identity(_into(b, h, "bsm,mi->bsi", "mamba", n, "Inner"), "channels_core") for n in "xz"
     )
-    x = _conv(b, x, "bSi", "mamba.conv", "Inner", role="remade")
+    x = _conv(b, x, "bSi", "mamba.conv", "Inner", role=Role.REMADE)
     w = _param(b, "mamba.w_select", "Inner", "Selection")
     made = identity(einsum("bsi,ij->bsj", x, w, name="select", scope=SCOPE), "selection")
     state, both = size("State"), 2 * size("State")
@@ -44,7 +45,7 @@ def mamba(b: Builder, h: Node) -> Node:
     dims = {"dt": "DtRank", "b": "State", "c": "State"}
     sources = {n: _inner_norm(b, s, n, dims[n]) for n, s in sources.items()}
     w = _param(b, "mamba.w_dt", "DtRank", "Inner")
-    dt = einsum("bsr,ri->bsi", sources["dt"], w, name="time_steps", role="remade", **own)
+    dt = einsum("bsr,ri->bsi", sources["dt"], w, name="time_steps", role=Role.REMADE, **own)
     dt = _softplus(b, dt, "mamba.dt_bias", "Inner")
     a = _decay_rate(b, "mamba.a_log", "Inner", "State")
     operands = (x, dt, a, sources["b"], sources["c"])
@@ -54,12 +55,12 @@ def mamba(b: Builder, h: Node) -> Node:
         own_core = {"name": "core", "scope": f"{SCOPE}.core", "dtype": x.dtype}
         y = with_state(b, "scan_served", spec, operands, kept, **own_core)
     elif b.recipe.flash_attention:
-        y = apply("scan", spec, *operands, name="core", role="core", scope=f"{SCOPE}.core")
+        y = apply("scan", spec, *operands, name="core", role=Role.CORE, scope=f"{SCOPE}.core")
     else:
         y = _plain_scan(*operands)
     skip = _times("bsi,i->bsi", x, _param(b, "mamba.d", "Inner"), name="skip")
     y = add(y, skip, name="skipped", **own)
-    y = elementwise("glu", z, y, fn="silu", name="gated", role="remade", **own)
+    y = elementwise("glu", z, y, fn="silu", name="gated", role=Role.REMADE, **own)
     y = identity(y, "channels_context", scope=SCOPE)
     return _out(b, y, "bsi,im->bsm", "mamba", "Inner")
 
@@ -72,14 +73,14 @@ def mamba2(b: Builder, h: Node) -> Node:
     z, x = (identity(_heads(b, h, "mamba2", n), "heads_core") for n in "zx")
     keys = {n: identity(_keys(b, h, "mamba2", n), "groups_core") for n in "bc"}
     dt = identity(_rates(b, h, "mamba2", "dt"), "rates_core")
-    x = _conv(b, x, "bSghp", "mamba2.conv_x", "Group", "Head", "Width", role="remade")
+    x = _conv(b, x, "bSghp", "mamba2.conv_x", "Group", "Head", "Width", role=Role.REMADE)
     keys = {
-        n: _conv(b, k, "bSgn", f"mamba2.conv_{n}", "Group", "State", role="remade")
+        n: _conv(b, k, "bSgn", f"mamba2.conv_{n}", "Group", "State", role=Role.REMADE)
         for n, k in keys.items()
     }
     dt = _softplus(b, dt, "mamba2.dt_bias", "Group", "Head")
     a = _decay_rate(b, "mamba2.a_log", "Group", "Head")
-    decay = _times("bsgh,gh->bsgh", dt, a, name="decay", role="remade")
+    decay = _times("bsgh,gh->bsgh", dt, a, name="decay", role=Role.REMADE)
     y = _chunked(b, "linear_attention", "ssd", keys["c"], keys["b"], x, dt, decay)
     skip = _times("bsghp,gh->bsghp", x, _param(b, "mamba2.d", "Group", "Head"), name="skip")
     y = elementwise("glu", z, add(y, skip, name="skipped", scope=SCOPE), fn="silu", name="gated")
@@ -122,7 +123,7 @@ def kimi_delta(b: Builder, h: Node) -> Node:
     f = identity(einsum("bsr,rghn->bsghn", low, w, name="f", scope=SCOPE), "heads_core")
     dt = _softplus(b, f, "delta.f_bias", "Group", "Head", "State")
     a = _decay_rate(b, "delta.a_log", "Group", "Head")
-    decay = _times("bsghn,gh->bsghn", dt, a, name="decay", role="remade")
+    decay = _times("bsghn,gh->bsghn", dt, a, name="decay", role=Role.REMADE)
     beta = _beta(identity(_rates(b, h, "delta", "beta"), "rates_core"))
     o = _delta_rule(b, "kimi", q, k, v, beta, decay)
     o = b.norm(identity(o, "heads_context"), "delta.norm", "Width", fn="rmsnorm")
@@ -167,7 +168,9 @@ def _out(b: Builder, y: Node, spec: str, kind: str, *dims: str) -> Node:
     return identity(out, "attn_reduced")
 
 
-def _conv(b: Builder, x: Node, x_spec: str, name: str, *dims: str, role: str = "") -> Node:
+def _conv(
+    b: Builder, x: Node, x_spec: str, name: str, *dims: str, role: Role | None = None
+) -> Node:
     """The causal convolution with silu, one kernel (Dao-AILab/causal-conv1d)."""
     state = b.config.state_space
     assert state is not None
@@ -183,18 +186,18 @@ def _conv(b: Builder, x: Node, x_spec: str, name: str, *dims: str, role: str = "
         kept = state_of(b, name, f"{name}.weight", *dims, size("Taps") - 1)
         own = {"fn": "silu", "name": name, "scope": SCOPE}
         return with_state(b, "conv1d_served", f"{spec}->{x_spec}", operands, kept, **own)
-    own: dict[str, Any] = {"fn": "silu", "role": role, "scope": SCOPE}
-    return apply("conv1d", f"{spec}->{x_spec}", *operands, name=name, **own)
+    spec = f"{spec}->{x_spec}"
+    return apply("conv1d", spec, *operands, name=name, role=role, scope=SCOPE, fn="silu")
 
 
 def _softplus(b: Builder, x: Node, bias: str, *dims: str) -> Node:
     """Time steps, which are above 0, in fp32."""
-    own: dict[str, Any] = {"role": "remade", "scope": SCOPE}
-    x = cast(x, "fp32", name=f"{x.name}32", **own)
+    own: dict[str, Any] = {"scope": SCOPE}
+    x = cast(x, "fp32", name=f"{x.name}32", role=Role.REMADE, **own)
     z = letters(x)
     spec = f"{z},{z[-len(dims) :]}->{z}"
-    x = apply("bias", spec, x, _param(b, bias, *dims), name="biased", **own)
-    return elementwise("act", x, fn="softplus", name="rate", **own)
+    x = apply("bias", spec, x, _param(b, bias, *dims), name="biased", role=Role.REMADE, **own)
+    return elementwise("act", x, fn="softplus", name="rate", role=Role.REMADE, **own)
 
 
 def _beta(x: Node) -> Node:
@@ -233,7 +236,7 @@ def _plain_scan(x: Node, dt: Node, a: Node, b: Node, c: Node) -> Node:
     db = apply("times", "bsi,bsn->bsin", dt, b, **own, name="db")
     fed = apply("times", "bsin,bsi->bsin", db, x, **own, name="fed")
     states = apply("pscan", "bSin,bSin->bSin", decay, fed, **own, dim=1, name="states")
-    return einsum("bsin,bsn->bsi", states, c, dtype=x.dtype, **own, name="core", role="core")
+    return einsum("bsin,bsn->bsi", states, c, dtype=x.dtype, **own, name="core", role=Role.CORE)
 
 
 def _rms(x: Node, spec: str, weight: Node | None = None) -> Node:
@@ -275,10 +278,8 @@ def _chunked(b: Builder, op: str, kernel: str, q: Node, k: Node, v: Node, *gates
         attrs |= {"chunk": 0} if served.decode else {}
         own = {"name": "core", "scope": f"{SCOPE}.core", "dtype": v.dtype}
         return with_state(b, f"{op}_served", spec, (q, k, v, *gates), kept, **own, **attrs)
-    attrs["role"] = "core"
-    return apply(
-        op, spec, q, k, v, *gates, dtype=v.dtype, name="core", scope=f"{SCOPE}.core", **attrs
-    )
+    attrs |= {"dtype": v.dtype, "name": "core", "scope": f"{SCOPE}.core"}
+    return apply(op, spec, q, k, v, *gates, role=Role.CORE, **attrs)
 
 
 def _delta_operands(b: Builder, h: Node) -> tuple[Node, Node, Node]:

@@ -29,6 +29,7 @@ from stagewright.blocks.builder import Builder
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES, Node
+from stagewright.graph.roles import Asked, Binding, Role
 from stagewright.graph.table import LEAVES, OPS, apply, identity, letters
 from stagewright.model.config import ModelConfig, Module, resolve
 
@@ -47,12 +48,14 @@ MODEL_SIZES = ("M", "A", "G", "D", "F", "V")
 """Sizes that a module may use without saying: those of the run, and of the model it is part of."""
 
 _ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
-    "attention": {"causal": True, "window": 0, "softcap": 0, "products": (1, 1), "role": "core"},
+    "attention": {"causal": True, "window": 0, "softcap": 0, "products": (1, 1)},
     "softmax": {"causal": False, "window": 0, "width": 1},
     "norm": {"fn": "rmsnorm"},
     "rope": {"inverse": False},
 }
 """What an op is told where a file says nothing else."""
+
+_ROLES: Mapping[str, Role] = {"attention": Role.CORE}
 
 
 class Name(NamedTuple):
@@ -541,9 +544,8 @@ class _Scope:
                 f"{of.op} leads where? write where its value lives, such as y[B/dp, S, M/tp] = ...",
                 of.at,
             )
-        more: dict[str, Any] = {"states": COLLECTIVES[of.op], "over": degrees}
-        more["where"] = where(self.text, of.at)
-        return identity(arguments[0], name, **more)
+        asked = Asked(COLLECTIVES[of.op], degrees, where(self.text, of.at))
+        return identity(arguments[0], name, binding=Binding(asked=asked))
 
     def op(self, of: Call, xs: list[Node], name: str, out: tuple[Size, ...] | None) -> Node:
         spec, _, more = of.bracket.partition(";") if "->" in of.bracket else ("", "", of.bracket)
@@ -558,8 +560,8 @@ class _Scope:
         hidden = out is not None and any(x not in shown for d in parsed.out for x in d)
         if of.op in ("einsum", "attention") and len({x.dtype for x in xs}) > 1:
             raise NotationError(f"{of.op} of {', '.join(x.dtype for x in xs)}; cast first", of.at)
-        attributes |= {"scope": self.module, "name": name}
-        return apply(of.op, spec, *xs, out=out if hidden else None, **attributes)
+        own: dict[str, Any] = {"scope": self.module, "name": name, "out": out if hidden else None}
+        return apply(of.op, spec, *xs, role=_ROLES.get(of.op), **own, **attributes)
 
 
 def _alike(xs: list[Node], attributes: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagewright.algebra.size import Size, size
-from stagewright.blocks.builder import Block, Builder, Recipe, renamed
+from stagewright.blocks.builder import Block, Builder, Recipe, renamed, stream
 from stagewright.blocks.ends import cross_entropy, tied
 from stagewright.blocks.finish import finish
 from stagewright.graph.table import apply, einsum, identity, join, leaf, part
@@ -17,8 +17,7 @@ def patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """
     assert config.vision is not None
     b = Builder(config, recipe)
-    own = {"role": "input", "scope": "embedding"}
-    pixels = leaf("input", ("B", "Patches", "Pixels"), b.dtype, "pixels", **own)
+    pixels = leaf("input", ("B", "Patches", "Pixels"), b.dtype, "pixels", scope="embedding")
     w = b.param("w_patch", "Pixels", "M", scope="embedding")
     x = einsum("bpk,km->bpm", pixels, w, name="patches")
     if config.vision.patch_bias:
@@ -35,7 +34,7 @@ def patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 def classifier(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """The first position to a class."""
     b = Builder(config, recipe)
-    x = leaf("input", ("B", "S", "M"), b.dtype, "x", role="input", scope="head")
+    x = stream(("B", "S", "M"), b.dtype, scope="head")
     h = b.norm(x, "final_norm", scope="head") if config.final_norm else x
     first = apply("first_token", "bsm->bm", h, name="first", scope="head")
     w = b.param("w_class", "M", "Classes", scope="head")
@@ -46,14 +45,13 @@ def classifier(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 def projector(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     """Patches become words by two layers (arXiv 2310.03744, section 3.3); the text follows them."""
     b = Builder(config, recipe)
-    own = {"role": "input", "scope": "embedding"}
-    x = leaf("input", ("B", "tower_S", "tower_M"), b.dtype, "x", **own)
+    x = stream(("B", "tower_S", "tower_M"), b.dtype, scope="embedding")
     seen = part(x, "bSm->bPm", size("tower_Patches"), first=False, dim=1, name="seen")
     h = einsum("bpm,mn->bpn", seen, b.param("w_in", "tower_M", "M", scope="embedding"), name="in")
     h = b.act(b.bias(h, "b_in", "M"), "gelu")
     h = einsum("bpm,mn->bpn", h, b.param("w_out", "M", "M", scope="embedding"), name="out")
     h = b.bias(h, "b_out", "M")
-    tokens = leaf("input", ("B", "Text"), "int64", "tokens", **own)
+    tokens = leaf("input", ("B", "Text"), "int64", "tokens", scope="embedding")
     table = b.param("wte", "V", "M", scope="embedding", tied=tied(config))
     words = identity(apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype), "words")
     y = join(h, words, "bPm,bTm->bSm", size("S"), dim=1, name="joined")

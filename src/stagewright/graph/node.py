@@ -14,6 +14,7 @@ from typing import Any
 
 from stagewright.algebra.layout import Layout
 from stagewright.algebra.size import Size, product, size
+from stagewright.graph.roles import UNBOUND, Binding, Role
 
 BYTES: dict[str, int | Fraction] = {
     **{"fp32": 4, "bf16": 2, "fp8": 1, "int32": 4, "int64": 8, "uint8": 1},
@@ -32,7 +33,8 @@ class Node:
     `shape` is the logical shape: sharding changes `layout` and never `shape`. `phase` and `once`
     are part of the identity: the same expression in two phases is computed twice. `once` marks what
     happens once per step instead of once per microbatch. `name` is what strategies and people call
-    the value.
+    the value. `attrs` are the op's own, as its row declares them; `role` and `binding` say what the
+    value stands for in the model, whatever computes it.
     """
 
     op: str
@@ -45,6 +47,8 @@ class Node:
     shape: tuple[Size, ...]
     dtype: str
     layout: Layout
+    role: Role | None = None
+    binding: Binding = UNBOUND
 
     def __getitem__(self, attr: str) -> Hashable:
         for key, value in self.attrs:
@@ -82,6 +86,8 @@ def node(
     once: bool = False,
     scope: str = "",
     name: str = "",
+    role: Role | None = None,
+    binding: Binding = UNBOUND,
 ) -> Node:
     """The one node with these fields."""
     key = (
@@ -95,6 +101,8 @@ def node(
         shape,
         dtype,
         layout,
+        role,
+        binding,
     )
     found = _interned.get(key)
     if found is None:

@@ -15,6 +15,7 @@ from typing import Any
 from stagewright.algebra.index import Dim, Spec, layout_of, parse
 from stagewright.algebra.layout import Layout, duplicated, steps
 from stagewright.graph.node import Graph, Node, replace
+from stagewright.graph.roles import Role
 from stagewright.graph.table import LEAVES, OPS, add, apply, letters
 from stagewright.graph.table import move as _move
 
@@ -119,6 +120,8 @@ class _Sharding:
             once=old.once,
             scope=old.scope,
             name=old.name,
+            role=old.role,
+            binding=old.binding,
             **fields,
         )
 
@@ -269,7 +272,7 @@ class _Sharding:
         """Collectives from where `n` lives to `to`; consumers with the same need share them."""
         phase, once = consumer.phase, consumer.once
         name = "" if operand else consumer.name
-        role = "" if operand else str(consumer.get("role", ""))
+        role = None if operand else consumer.role
         for step in steps(n.layout, to):
             move = partial(_move, n, step, name=name, role=role)
             earlier = (n.phase, n.once) != (phase, once) and move(phase=n.phase, once=n.once)
@@ -277,7 +280,7 @@ class _Sharding:
                 earlier
                 and earlier in self.made
                 # Of keys, `remat` has said whether they are gathered again.
-                and (step.kind != "all_gather" or (self.keep_gathered and role != "keys"))
+                and (step.kind != "all_gather" or (self.keep_gathered and role is not Role.KEYS))
             ):
                 n = earlier
             else:

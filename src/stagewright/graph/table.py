@@ -18,6 +18,7 @@ from stagewright.algebra.size import Size, product, size
 from stagewright.graph import reference as meaning
 from stagewright.graph import reference_state as scan
 from stagewright.graph.node import BYTES, Node, node
+from stagewright.graph.roles import UNBOUND, Binding, Role
 
 Grads = tuple["Node | None", ...]
 
@@ -56,25 +57,29 @@ def apply(
     dtype: str = "",
     out: tuple[Size, ...] | None = None,
     split: Mapping[str, tuple[str, ...]] | None = None,
-    **fields: Any,
+    phase: str = "forward",
+    once: bool = False,
+    scope: str | None = None,
+    name: str = "",
+    role: Role | None = None,
+    binding: Binding = UNBOUND,
+    **attrs: Any,
 ) -> Node:
-    """A node of the table. `fields` may set phase, once, scope, name; all else is an attribute.
+    """A node of the table, in the scope of its first operand where none is given.
 
     `out` is the shape of the result, for indices that no operand shows (a gradient scattered into
     a table), and `split` says which axes split them.
     """
     parsed = parse(spec)
     sizes = bind(parsed, [s.shape for s in srcs], out)
-    own: dict[str, Any] = {
-        k: fields.pop(k) for k in ("phase", "once", "scope", "name") if k in fields
-    }
-    own.setdefault("scope", srcs[0].scope)
-    attrs: dict[str, Hashable] = {"spec": spec, **fields}
+    scope = srcs[0].scope if scope is None else scope
+    attrs = {"spec": spec, **attrs}
     shape = tuple(product(sizes[x] for x in d) for d in parsed.out)
     layout = infer(op, parsed, [s.layout for s in srcs], attrs, split)
     return node(
-        op, srcs, shape=shape, dtype=dtype or srcs[0].dtype, layout=layout, attrs=attrs, **own
-    )
+        op, srcs, shape=shape, dtype=dtype or srcs[0].dtype, layout=layout, attrs=attrs,
+        phase=phase, once=once, scope=scope, name=name, role=role, binding=binding,
+    )  # fmt: skip
 
 
 def infer(
@@ -116,9 +121,11 @@ def infer(
     return Layout(dims, frozenset(lost) | next(iter(sums)), reduction)
 
 
-def move(n: Node, step: Step, *, phase: str, once: bool, name: str = "", role: str = "") -> Node:
-    """One collective or slice; `role` tells what kind of place asked for it."""
-    attrs: dict[str, Hashable] = {"axes": step.axes, "src": step.src, "dst": step.dst, "role": role}
+def move(
+    n: Node, step: Step, *, phase: str, once: bool, name: str = "", role: Role | None = None
+) -> Node:
+    """One collective or slice; `role` is that of the value that is moved there."""
+    attrs: dict[str, Hashable] = {"axes": step.axes, "src": step.src, "dst": step.dst}
     return node(
         step.kind,
         (n,),
@@ -130,23 +137,29 @@ def move(n: Node, step: Step, *, phase: str, once: bool, name: str = "", role: s
         once=once,
         scope=n.scope,
         name=name or n.name,
+        role=role,
     )
 
 
-def leaf(op: str, dims: tuple[Size | str | int, ...], dtype: str, name: str, **fields: Any) -> Node:
+def leaf(
+    op: str,
+    dims: tuple[Size | str | int, ...],
+    dtype: str,
+    name: str,
+    *,
+    phase: str = "forward",
+    once: bool = False,
+    scope: str = "",
+    role: Role | None = None,
+    binding: Binding = UNBOUND,
+) -> Node:
     """A value from outside: "input", "param" or "state"."""
-    own: dict[str, Any] = {k: fields.pop(k) for k in ("phase", "once", "scope") if k in fields}
     shape = tuple(size(d) for d in dims)
+    layout = duplicated(len(dims))
     return node(
-        op,
-        (),
-        shape=shape,
-        dtype=dtype,
-        layout=duplicated(len(dims)),
-        attrs=fields,
-        name=name,
-        **own,
-    )
+        op, (), shape=shape, dtype=dtype, layout=layout,
+        phase=phase, once=once, scope=scope, name=name, role=role, binding=binding,
+    )  # fmt: skip
 
 
 def letters(n: Node) -> str:

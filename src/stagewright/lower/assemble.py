@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
-from stagewright.lower.kernels import CLIP, Dependency, Kernel
+from stagewright.graph.roles import CLIP
+from stagewright.lower.kernels import Dependency, Kernel, LiveValue
 from stagewright.lower.lifetimes import Touch, Where, collect
 from stagewright.lower.stages import (
     BACKWARD,
@@ -325,7 +326,7 @@ def _optimizer(
                 place[c, i, t] = row
                 s.touch(i, t, (STEP, -1, row))
                 for d in t.deps:
-                    if d == CLIP:
+                    if isinstance(d, LiveValue) and d.name == CLIP:
                         b.deps += [(row, STEP, -1, clip_row)] if clip_row >= 0 else []
                     elif (c, i, d) in place:
                         b.deps.append((row, STEP, -1, place[c, i, d]))

@@ -19,6 +19,7 @@ from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
 from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.roles import CLIP, MEMORY, STREAM, TABLE, Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS, indices, local, traffic
 from stagewright.program.columns import Shape, TaskKind
 from stagewright.program.shapes import shape_of
@@ -260,13 +261,13 @@ class _Lowering:
 
     def lower(self, cluster: Cluster) -> list[Kernel]:
         n = cluster[0]
-        if n.op == "slice" and n["role"] == "own":
+        if n.op == "slice" and n.role is Role.OWN_ROWS:
             self.at[n] = task = self.copy(n)
             return [task]
         if n.op in _VIEWS:
             self.at[n] = self.at[n.srcs[0]]
             if n.op == "tie":
-                return [self.message(n, "all_reduce", (TIED, str(n["tied"])))]
+                return [self.message(n, "all_reduce", (TIED, n.binding.tied))]
             return []
         if n.op in COLLECTIVE_OPS:
             return self.collective(n)
@@ -325,10 +326,10 @@ class _Lowering:
     def collective(self, n: Node) -> list[Kernel]:
         axes = cast("tuple[str, ...]", n["axes"])
         before = self.at[n.srcs[0]]
-        role, src = str(n["role"]), n.srcs[0]
+        role, src = n.role, n.srcs[0]
         if self.key_grads == "ring" and n.op == "reduce_scatter" and src.op == "attention_bwd":
             return self.home(n, axes)
-        alone = n.op == src.op and self.users[src] == [n] and not role and not src["role"]
+        alone = n.op == src.op and self.users[src] == [n] and role is None and src.role is None
         if alone and isinstance(before, Kernel) and before.part == self.part(n):
             # Moves along one axis after the other are one along both.
             before.axes = (*before.axes, *axes)
@@ -337,7 +338,7 @@ class _Lowering:
             return []
         task = self.message(n, n.op, axes)
         own = self.bucket == "parameter" or (self.bucket == "step" and task.part == "reduce_once")
-        if own or role in ("", "made", "read"):
+        if own or role is None or role in (Role.SUM_OVER_MODEL, Role.READ):
             return [task]
         key = (task.part, role, n.op, axes, n.dtype)
         together = self.buckets.setdefault(key, task)
@@ -348,7 +349,7 @@ class _Lowering:
         together.deps = list(dict.fromkeys([*together.deps, *task.deps]))
         together.made += task.made
         together.reads += task.reads
-        together.name = f"{role}.{n.op}"
+        together.name = f"{role.value}.{n.op}"
         return []
 
     def home(self, n: Node, axes: tuple[str, ...]) -> list[Kernel]:
@@ -471,34 +472,24 @@ class _Lowering:
 
 
 TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows
-STREAM, TABLE, MEMORY = "x", "wte", "memory"
-CLIP = LiveValue("clip_scale")  # the factor that clips gradients
 OUTPUTS = {
     "y": LiveValue(STREAM),
     MEMORY: LiveValue(MEMORY),  # what an encoder has made, which a decoder's layers look at
     "dx": LiveValue(STREAM, gradient=True),
     "tied_grad": LiveValue(TABLE, gradient=True),
 }
-_INPUTS = {
-    "x": LiveValue(STREAM),
-    "dy": LiveValue(STREAM, gradient=True),
-    "tied_grad": LiveValue(TABLE, gradient=True),
-    "clip_scale": CLIP,
-}
 
 
 def interface(n: Node) -> LiveValue | None:
-    """What a leaf stands for that others make: the stream, or as its attribute `carried` says."""
-    if n.op != "input":
-        return None
-    name: Any = n.get("carried")
-    return LiveValue(name, n.phase == "backward") if name else _INPUTS.get(n.name)
+    """The live value that an input stands for; None for what comes from outside the model."""
+    name = n.binding.live_in
+    return LiveValue(name, n.phase == "backward") if n.op == "input" and name else None
 
 
 def carried(graph: Graph) -> dict[str, Node]:
     """What a block is handed by those before it besides the stream: leaves by name."""
     found = ((c, n) for n in graph if (c := interface(n)) and not c.gradient)
-    return {c.name: n for c, n in found if c.name not in (STREAM, CLIP.name)}
+    return {c.name: n for c, n in found if c.name not in (STREAM, CLIP)}
 
 
 def handed_on(graph: Graph) -> dict[LiveValue, Node]:
@@ -507,8 +498,8 @@ def handed_on(graph: Graph) -> dict[LiveValue, Node]:
     Another value than the stream has that of its leaf, and its gradient `d_` and that.
     """
     names = {c.name for n in graph if (c := interface(n))}
-    names |= {str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
-    names -= {STREAM, TABLE, CLIP.name}
+    names |= {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
+    names -= {STREAM, TABLE, CLIP}
     keys = OUTPUTS | {x: LiveValue(x) for x in names}
     keys |= {f"d_{x}": LiveValue(x, gradient=True) for x in names}
     return {keys[key]: n for key, n in graph.outputs.items() if key in keys}
@@ -530,7 +521,7 @@ def _weights_only(graph: Graph) -> set[Node]:
     they may run ahead of the block."""
     light: set[Node] = set()
     for n in graph:
-        moves = n.op in COLLECTIVE_OPS or n.op == "slice" or n.get("role") == "sent"
+        moves = n.op in COLLECTIVE_OPS or n.op == "slice" or n.role is Role.SENT
         if moves and n.phase != "optimizer" and (n.srcs[0].op == "param" or n.srcs[0] in light):
             light.add(n)
     return light

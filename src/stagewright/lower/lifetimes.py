@@ -15,6 +15,7 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.graph.node import Graph, Node
+from stagewright.graph.roles import Role
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.kernels import Kernel
 from stagewright.program.columns import CATEGORIES, TaskKind, Values
@@ -22,7 +23,7 @@ from stagewright.program.columns import CATEGORIES, TaskKind, Values
 Touch = tuple[int, int, int]  # whose rows (see `stages`), stage, place there
 
 _GRADIENT = frozenset(
-    {"made", "micro", "synced", "reduced"}
+    {Role.SUM_OVER_MODEL, Role.MICROBATCH_GRADIENT, Role.STEP_GRADIENT, Role.REDUCED}
 )  # roles of collectives that move gradients
 OPTIMIZERS = frozenset({"adamw", "sgd"})
 
@@ -67,7 +68,7 @@ BUFFERS = Gradients()
 def root(n: Node, gradients: Gradients = BUFFERS) -> Node:
     """The value whose bytes these are."""
     while True:
-        view = n.op == "tie" or (n.op == "slice" and n["role"] != "own")
+        view = n.op == "tie" or (n.op == "slice" and n.role is not Role.OWN_ROWS)
         if gradients.as_made and gradients.one and n.op == "accumulate":
             view = True
         # Gradients are reduced where they were summed up, parameters gathered where they are.
@@ -150,12 +151,12 @@ def static(
 ) -> dict[str, int]:
     """Bytes of a block that stay, by category; a table shared by two blocks belongs to one."""
     params = [n for n in graph if n.op == "param"]
-    updated = {str(n.get("param")) for n in graph if n.phase == "optimizer"}
+    updated = {n.binding.param for n in graph if n.phase == "optimizer"}
     shared = {n.name for n in params} - updated
     held = {
         "parameters": [n for n in params if n.name not in shared],
-        "gradients": [n for n in graph if n.op == "accumulate" and n["param"] not in shared],
-        "optimizer": [n for n in graph if n.op == "state" and n["role"] == "state"],
+        "gradients": [n for n in graph if n.op == "accumulate" and n.binding.param not in shared],
+        "optimizer": [n for n in graph if n.op == "state" and n.role is Role.STATE],
     }
     if states_on_host:
         del held["optimizer"]
@@ -172,7 +173,7 @@ def _category(t: Kernel) -> str:
 
 def moves_gradients(t: Kernel) -> bool:
     """Whether a task is a collective of gradients of weights."""
-    return t.kind == TaskKind.COLLECTIVE and any(n.get("role") in _GRADIENT for n in t.made)
+    return t.kind == TaskKind.COLLECTIVE and any(n.role in _GRADIENT for n in t.made)
 
 
 class Where(NamedTuple):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stagewright.graph.node import Graph, Node
-from stagewright.lower.kernels import STREAM, Dependency, Kernel, LiveValue
+from stagewright.graph.roles import STREAM
+from stagewright.lower.kernels import Dependency, Kernel, LiveValue, interface
 from stagewright.lower.lifetimes import OPTIMIZERS, root, stays
 from stagewright.program.columns import TaskKind
 
@@ -25,7 +26,7 @@ def activations(
     loaded while backward is at the block behind it.
     """
     made = {root(n) for t in tasks if t.part == "forward" for n in t.made}
-    made |= {n for n in graph if n.op == "input" and n.name == "x"}
+    made |= {n for n in graph if interface(n) == LiveValue(STREAM)}
     later = [t for t in tasks if t.part in _LATER]
     kept = dict.fromkeys(
         root(n) for t in later for n in t.reads if root(n) in made and not stays(root(n))

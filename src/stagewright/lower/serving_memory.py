@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from stagewright.graph.node import Graph, Node
+from stagewright.graph.roles import Role
 from stagewright.lower.kernels import Extent, Kernel, bytes_of, carried
 
 
@@ -26,11 +27,11 @@ def served_footprint(graph: Graph, tasks: Sequence[Kernel], extent: Extent) -> S
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
     # Written in place; what blocks hand on besides the stream is there longer than one of them.
-    static = {*params, *caches, *(n for n in graph if n.op == "cache" or n.get("role") == "cache")}
+    static = {*params, *caches, *(n for n in graph if n.op == "cache" or n.role is Role.CACHE)}
     static |= {*carried(graph).values()}
     return ServedFootprint(
-        sum(bytes_of(n, extent) for n in params if not n.get("tied")),
-        {str(n["tied"]): bytes_of(n, extent) for n in params if n.get("tied")},
+        sum(bytes_of(n, extent) for n in params if not n.binding.tied),
+        {n.binding.tied: bytes_of(n, extent) for n in params if n.binding.tied},
         sum(bytes_of(n, extent) for n in caches),
         _peak([t for t in tasks if t.part == "forward"], static, set(), set(), extent),
     )

@@ -20,8 +20,9 @@ import numpy as np
 from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Int
 from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.roles import STREAM, Role
 from stagewright.lower import buckets as units
-from stagewright.lower.kernels import STREAM, TIED, Kernel, LiveValue, interface
+from stagewright.lower.kernels import TIED, Kernel, LiveValue, interface
 from stagewright.lower.kernels import Dependency as Need
 from stagewright.lower.lifetimes import (
     BUFFERS,
@@ -83,8 +84,8 @@ class LoweredBlock:
     @property
     def tied(self) -> frozenset[str]:
         """The tables that other blocks have a copy of, too."""
-        copies = (n for n in self.graph if n.op == "param" and n.get("tied"))
-        return frozenset(str(n["tied"]) for n in copies)
+        copies = (n for n in self.graph if n.op == "param" and n.binding.tied)
+        return frozenset(n.binding.tied for n in copies)
 
 
 def weight_half(tasks: Sequence[Kernel], handed: Sequence[Need | None]) -> frozenset[Kernel]:
@@ -512,7 +513,7 @@ class Stage:
             for t in (t for part in parts for t in self.parts[i].get(part, ())):
                 for nodes, *_ in self.blocks[i].block.uses[t].new:
                     held = self.held[i][nodes[0]]
-                    if nodes[0].get("role") != "sent":
+                    if nodes[0].role is not Role.SENT:
                         held.touches.append((BACKWARD, self.stage, done))
 
     def value(self, i: int, n: Node) -> Value | None:

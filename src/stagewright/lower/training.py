@@ -17,6 +17,7 @@ from stagewright.algebra.notation import Tensor
 from stagewright.errors import UserError, did_you_mean
 from stagewright.graph.node import BYTES, Graph, Node, text, verify
 from stagewright.graph.recompute import remat
+from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.lower import offload
 from stagewright.lower.assemble import lower
@@ -277,7 +278,7 @@ def check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int
     found: set[str] = set()
     for kind in {kind for stage in place_blocks(run, model) for kind, _ in stage}:
         graph = block_of(kind.block, model, recipe_of(run, model, kind), kind.layer).graph
-        known |= {str(n.get("param") or n.name) for n in graph if n.phase != "optimizer"}
+        known |= {n.binding.param or n.name for n in graph if n.phase != "optimizer"}
         found |= rows_of(graph, plan, sizes, model.name)
     own = {name for module in model.modules for name in module.table}
     own |= {"x", "dx", "dy", *(f"d_{name}" for name in own)}  # those of modules may be unused
@@ -489,7 +490,7 @@ def sharded(
     block = block_of(kind.block, model, recipe, kind.layer)
     again = partial(_again, run=run, whole=kind.recomputed, root=kind.root)
     results = {n for c, n in handed_on(block.graph).items() if not c.gradient}
-    results = results if kind.recomputed else {n for n in block.graph if n.get("role") == "core"}
+    results = results if kind.recomputed else {n for n in block.graph if n.role is Role.CORE}
     if run.recompute_early_stop:
         results = set[Node]()
     graph, primal = remat(block.graph, again, block.primal, rerun=results.__contains__)
@@ -504,16 +505,15 @@ def sharded(
 
 def _again(n: Node, *, run: Run, whole: bool, root: bool) -> str | None:
     """The phase in which backward makes a forward value again, or None where it keeps it."""
-    role = n.get("role")
-    if role in ("sent", "used", "low"):  # a weight as the computation sees it
+    if n.role in (Role.SENT, Role.USED, Role.LOW_PRECISION):  # a weight as the computation sees it
         return "backward" if run.zero == 3 and run.reshard_after_forward and not root else None
     if whole:
         return None if n.once else "recompute"
     here = n.srcs[0] if n.op == "identity" and run.cp == 1 else n  # a place, and nothing moves
-    if here.get("role") == "remade":  # by the kernels that are trained with
+    if here.role is Role.REMADE:  # by the kernels that are trained with
         return "backward"
     gathers = run.activation_gather == "again" or run.cp_grad_comm_type == "ring"
-    if role == "keys" and run.cp_comm_type == "all_gather" and gathers:
+    if n.role is Role.KEYS and run.cp_comm_type == "all_gather" and gathers:
         return "backward"
     if run.recompute != "selective":
         return None
@@ -548,7 +548,7 @@ def lowered(
     }
     size = {n: bytes_of(n, extent) for n in graph}
     for n in graph if extent.rows else ():  # gathered with what they are padded with
-        if n.op == "all_gather" and n["role"] == "used":
+        if n.op == "all_gather" and n.role is Role.USED:
             over: Any = n["axes"]
             size[n] = size[n.srcs[0]] * mesh.size(*over)
     if run.operators == "eager":  # PyTorch's attention keeps an fp32 number for every row of scores
@@ -563,7 +563,7 @@ def lowered(
         tasks, offloaded = offload.activations(graph, tasks, size)
     if kind and kind.states_on_host:
         tasks = offload.states(tasks, size)
-    tied = {str(n["tied"]) for n in graph if n.op == "param" and n.get("tied")}
+    tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
     first = [t for c, t in makes.items() if c.gradient and c.name not in tied]
     held = static(
         graph, size, states_on_host=bool(kind and kind.states_on_host), gradients=gradients
@@ -602,9 +602,9 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
     total = active = 0
     for kind, count in Counter(kind for kind, _ in stages[0]).items():
         block = block_of(kind.block, model, recipe_of(run, model, kind), kind.layer)
-        updated = {n["param"] for n in block.graph if n.phase == "optimizer" and n.get("param")}
+        updated = {n.binding.param for n in block.graph if n.phase == "optimizer"}
         for n in block.graph:
-            if n.op == "param" and n.name in updated and not n.get("buffer"):
+            if n.op == "param" and n.name in updated and not n.binding.buffer:
                 number = count * math.prod(d.value(sizes) for d in n.shape)
                 total += number
                 active += number * model.top_k // model.num_experts if n.name in EXPERTS else number

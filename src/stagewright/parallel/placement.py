@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from stagewright.algebra.layout import Layout, Mesh
 from stagewright.algebra.notation import Tensor
 from stagewright.algebra.size import size
 from stagewright.errors import UserError, divisors
 from stagewright.graph.node import Graph, Node
+from stagewright.graph.roles import Role
 from stagewright.graph.shard import Want
 
 Dims = tuple[tuple[str, ...], ...]
@@ -182,60 +182,59 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     def stored(n: Node, dims: Dims) -> Dims:
         return _spread(n, dims, plan, sizes)
 
-    def parameter(n: Node, role: str, have: Layout | None) -> Layout | None:
+    def parameter(n: Node, have: Layout | None) -> Layout | None:
         if not n.shape:  # a count of steps
             return Layout(())
-        if n.get("buffer"):
-            return None if role == "count" else Layout(((),) * len(n.shape))
-        used = weight(str(n["param"]), len(n.shape))
+        role = n.role
+        if n.binding.buffer:
+            return None if role is Role.COUNT else Layout(((),) * len(n.shape))
+        used = weight(n.binding.param, len(n.shape))
         shared = stored(n, used)
         match role:
-            case "param" | "self":
-                return Layout(shared if plan.zero == 3 or (role == "self" and plan.zero) else used)
-            case "used":
+            case Role.PARAMETER:
+                return Layout(shared if plan.zero == 3 else used)
+            case Role.USED:
                 return Layout(used)
-            case "whole":
+            case Role.WHOLE_GRADIENT:
                 over = frozenset((*plan.data, *plan.context))
                 return Layout(((),) * len(n.shape), have.partial & over if have else frozenset())
-            case "own":
+            case Role.OWN_ROWS:
                 return Layout(used, have.partial) if have and plan.reduce_each_microbatch else None
-            case "made":
+            case Role.SUM_OVER_MODEL:
                 if have is None or n.once == plan.reduce_each_microbatch:
                     return None
                 return Layout(have.dims, have.partial & {*plan.data, *plan.context})
-            case "tied_grad":
+            case Role.TABLE_GRADIENT:
                 return Layout(used, frozenset((*plan.data, *plan.context)))
-            case "state":
+            case Role.STATE | Role.MASTER:
                 return Layout(shared if plan.zero else used)
-            case "updated":
+            case Role.UPDATED:
                 return Layout(shared if plan.zero == 3 else used)
-            case "micro" if plan.reduce_each_microbatch:
+            case Role.MICROBATCH_GRADIENT if plan.reduce_each_microbatch:
                 return _reduced(have, plan, shared if plan.zero >= 2 else used)
-            case "synced":
+            case Role.STEP_GRADIENT:
                 return _reduced(have, plan, shared if plan.zero else used)
-            case "reduced" if plan.sum_as_read and plan.sequence_parallel:
+            case Role.REDUCED if plan.sum_as_read and plan.sequence_parallel:
                 return None
-            case "read":
-                return Layout(have.dims) if have else None
-            case "reduced":
+            case Role.READ | Role.REDUCED:
                 return Layout(have.dims) if have else None
             case _:
                 return None
 
     def want(n: Node, have: Layout | None) -> Layout | None:
-        role = n.get("role")
-        if n.get("param"):
-            return parameter(n, str(role), have)
-        if role == "norm2":
+        bound = n.binding
+        if bound.param:
+            return parameter(n, have)
+        if n.role is Role.SQUARED_NORM:
             return None
-        if n.get("of"):  # a state of each request
-            return Layout((plan.data, (), *weight(str(n["of"]), len(n.shape) - 2)))
-        if n.get("states"):
+        if bound.split_as:  # a state of each request
+            return Layout((plan.data, (), *weight(bound.split_as, len(n.shape) - 2)))
+        if bound.asked:
             return _stated(n, have, own.get(n.name), plan)
         if n.name in own and len(own[n.name].dims) == len(n.shape):
             return own[n.name]
-        dims = rows.get(str(n.get("like") or n.name))
-        if dims is None and n.get("carried"):
+        dims = rows.get(bound.like or n.name)
+        if dims is None and bound.live_in and n.shape:
             own_dims = residual if n.shape[0] == BATCH else _of_scores(plan)
             # A value of all sequences: its gradients are sums until the one who made it has them.
             sums = plan.data if n.phase == "backward" and n.shape[0] != BATCH else ()
@@ -252,7 +251,7 @@ def rows_of(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: str) -> s
     found: set[str] = set()
     misfit: dict[str, str] = {}
     for n in graph:
-        name = str(n.get("param") or n.name)
+        name = n.binding.param or n.name
         row = plan.table.get(name)
         if row is None or n.phase == "optimizer":
             continue
@@ -281,15 +280,16 @@ def _stated(n: Node, have: Layout | None, to: Layout | None, plan: Plan) -> Layo
     """Where a value lives after a collective that a user's module names; the value must need it."""
     if have is None:
         return to
-    degrees: Any = n["over"]
+    asked = n.binding.asked
+    assert asked is not None
+    kind, degrees, where = asked
     over = plan.axes(Tensor((), (), degrees)).partial
-    kind = n["states"]
     here = have.partial if kind in ("all_reduce", "reduce_scatter") else have.axes() - have.partial
     if not over <= here:
         shown = have.show(tuple(map(str, n.shape)))
         lacks = "not a partial sum" if here is have.partial else "not split"
         raise UserError(
-            f"{n.name}, {n['where']}: {kind} of a value that is {lacks} over "
+            f"{n.name}, {where}: {kind} of a value that is {lacks} over "
             f"{'+'.join(degrees)}, {shown}"
         )
     if to is not None:
@@ -438,7 +438,7 @@ def _spread(n: Node, dims: Dims, plan: Plan, sizes: Mapping[str, int]) -> Dims:
     if not shard:
         return dims
     if plan.shard_rows:
-        at = 0 if n["param"] in (*EXPERTS, *TABLES) else len(dims) - 1
+        at = 0 if n.binding.param in (*EXPERTS, *TABLES) else len(dims) - 1
         return (*dims[:at], dims[at] + shard, *dims[at + 1 :])
     ranks = plan.mesh.size(*shard)
 
