@@ -19,10 +19,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from stagewright.evidence.errors_of import Outcome, summary
 
 from stagewright.evidence import kernels as validate_kernels
 from stagewright.evidence import reproduce, validate
-from stagewright.evidence.errors_of import Outcome, summary
 from stagewright.lower.training import parameters
 from stagewright.model.config import PRESETS
 
@@ -143,7 +143,7 @@ def flops() -> Part:
 
 def schedules() -> Part:
     """Orders of pipeline actions."""
-    of: Any = module(TESTS / "test_pipeline.py")
+    of: Any = module(TESTS / "unit/schedule/test_pipeline.py")
     assert of
     found: dict[str, list[bool]] = {}
     for row in of.RECORDED:
@@ -151,13 +151,13 @@ def schedules() -> Part:
         same = [" ".join(map(str, steps)) for steps in order] == row["ranks"]
         found.setdefault(row["schedule"], []).append(same)
     for p, m in ((4, 8), (8, 20)):
-        text = (of.DATA / f"deepseek-dualpipe-pp{p}-m{m}.csv").read_text()
+        text = (of.PUBLISHED / f"deepseek-dualpipe-pp{p}-m{m}.csv").read_text()
         found.setdefault("DualPipe (deepseek-ai)", []).append(of.to_csv(of.dualpipe(p, m)) == text)
     lines = [
         "Action by action, on every rank: what torch 2.13's schedule classes execute, and "
         "DeepSeek's published DualPipe. Bubbles equal the closed forms of 1F1B, (p-1)(F+B), ZB1P, "
         "(p-1)(F+B-2W), and DualPipe, (p/2-1)(F&B+B-3W), for many sizes and costs "
-        "(`tests/test_pipeline.py`).",
+        "(`tests/unit/schedule/test_pipeline.py`).",
         "",
         *table(("schedule", "orders:", "equal:"),
                [(name, len(some), sum(some)) for name, some in found.items()]),

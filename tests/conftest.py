@@ -1,5 +1,10 @@
-"""What all tests share: `--bless`, and modules beside the tests."""
+"""What all tests share: tiers, `--bless`, and modules beside the tests.
 
+A test is of the tier whose folder it lies in, or that it is marked with; one that lies in no folder
+of a tier, or is a doctest of the package, is of the unit tier. `pytest` alone runs that tier.
+"""
+
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -10,6 +15,10 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `spmd`
 
+TIERS = ("unit", "numerics", "slow")
+FOLDERS = {HERE / tier: tier for tier in TIERS} | {HERE / "conformance": "numerics"}
+"""Where the tests of a tier lie, but for those that are marked otherwise."""
+
 # A shell's background jobs are started deaf to Ctrl-C, and so would be what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,6 +26,33 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a path and an expression, the unit tier."""
+    option = config.option
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    if not (named or option.markexpr or option.keyword or getattr(option, "lf", False)):
+        option.markexpr = "unit"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders of which nothing would be run are not read: that takes longer than the unit tier."""
+    tier = FOLDERS.get(collection_path)
+    return True if config.option.markexpr == "unit" and tier not in (None, "unit") else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(tier) for tier in TIERS):
+            item.add_marker(next((FOLDERS[p] for p in item.path.parents if p in FOLDERS), "unit"))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays; the garbage collector need not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

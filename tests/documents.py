@@ -12,7 +12,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from paths import ROOT
+
 MADE = ROOT / "docs/reference"  # by Sphinx, out of the code
 WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if page.parent != MADE]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])

@@ -44,6 +44,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 
 import stagewright
+from paths import EXAMPLES, ROOT
 from stagewright.errors import UserError
 
 SECONDS = 10  # of a core, for one file
@@ -472,7 +473,7 @@ def _arguments(path: Path) -> object:
     return status
 
 
-CONFIGS = Path(__file__).parent.parent / "src" / "stagewright" / "data" / "configs"
+CONFIGS = ROOT / "src" / "stagewright" / "data" / "configs"
 
 
 def _configs() -> list[bytes]:
@@ -485,8 +486,7 @@ def _machines() -> list[bytes]:
 
 
 def _examples() -> list[bytes]:
-    folder = Path(__file__).parent.parent / "examples"
-    return [path.read_bytes() for path in sorted(folder.glob("*.stg"))]
+    return [path.read_bytes() for path in sorted(EXAMPLES.glob("*.stg"))]
 
 
 RUNS = (

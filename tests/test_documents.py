@@ -28,6 +28,7 @@ def name(value: object) -> str:
     return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_OUTPUT, ids=name)
 def test_commands_print_what_pages_show(page: Path, tmp_path: Path, request: pytest.FixtureRequest):
     folder = tmp_path / "clone"
@@ -57,6 +58,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", SPOKEN, ids=name)
 def test_python_of_pages_prints_what_they_show(
     page: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -217,6 +219,7 @@ def test_pictures_are_current(request: pytest.FixtureRequest):
 # ---- the reference, which Sphinx has made out of the code ----------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "names"),
     [

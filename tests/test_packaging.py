@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 import stagewright
-
-ROOT = Path(__file__).parents[1]
+from paths import ROOT
 
 
 def test_one_version():

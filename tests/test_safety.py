@@ -204,6 +204,7 @@ def watched(place: Path, *arguments: str) -> tuple[int, list[str]]:
 TOY = ("--layers", "1", "--seq-length", "8", "--vocab", "64", "--tp", "2")
 
 
+@pytest.mark.slow
 def test_output_stays_in_its_directory(tmp_path: Path):
     """Whatever a model is called: `..`, control characters, a path, words of a shell."""
     config = (SOURCE / "data" / "configs" / "llama-3.1-70b.json").read_bytes()
@@ -226,6 +227,7 @@ def test_output_stays_in_its_directory(tmp_path: Path):
             assert {path.parent for path in out.rglob("*")} == {out}
 
 
+@pytest.mark.slow
 def test_reading_commands_write_nothing(tmp_path: Path):
     stagewright.generate(compile(Run(model="gpt2", layers=1, seq_length=8, tp=2)), tmp_path / "out")
     for command in (

@@ -1,0 +1,1041 @@
+"""Inference steps against closed forms: FLOPs, bytes of caches, what fits, who does what."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stagewright as sw
+from paths import EXAMPLES
+from stagewright.check.program import check_program
+from stagewright.errors import UserError
+from stagewright.lower.capacity import Capacity
+from stagewright.lower.training import Compiled, compile
+from stagewright.model.config import PRESETS, Reach
+from stagewright.program.columns import COLLECTIVES, TaskKind
+from stagewright.run import lengths as batch
+from stagewright.run.lengths import Cache, Group
+from stagewright.run.settings import Run
+from stagewright.time.cost import kernel_seconds
+from stagewright.time.hardware import resolve
+from stagewright.views.summary import summary
+
+LLAMA70 = PRESETS["llama3.1-70b"]
+DECODE: dict[str, Any] = {"mode": "decode", "context_length": 4096}
+PREFILL: dict[str, Any] = {"mode": "prefill", "prompt_length": 1024}
+
+
+DENSE_V3 = replace(
+    PRESETS["deepseek-v3"], num_experts=0, top_k=0, moe_ffn_hidden_size=0, shared_ffn_hidden_size=0,
+    first_dense_layers=0, router="softmax", num_expert_groups=1, topk_groups=1, expert_bias=False,
+)  # fmt: skip
+
+
+def run(model: str = "llama3.1-70b", **fields: Any) -> Compiled:
+    return compile(Run(model=model, **fields), DENSE_V3 if model == "deepseek-v3-dense" else None)
+
+
+def work(compiled: Compiled, column: str = "flops") -> Counter[str]:
+    """Of all ranks, by op; fused kernels by the first."""
+    found: Counter[str] = Counter()
+    for c in compiled.program.classes:
+        t = c.tasks
+        for row in np.flatnonzero(t.kind == TaskKind.COMPUTE):
+            op = t.ops[t.op[row]].split("+")[0]
+            found[op] += int(getattr(t, column)[row]) * len(c.ranks)
+    return found
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------
+
+
+def test_a_token_costs_two_flops_per_parameter() -> None:
+    """Of all matrices; the embedding is looked up, and norms multiply elements."""
+    found = work(run(batch_size=16, tp=8, **DECODE))
+    norms = (2 * 80 + 1) * 8192
+    assert found["einsum"] == 16 * 2 * (70_553_706_496 - 128256 * 8192 - norms)
+    heads = 64 * 128
+    assert found["cached_attention"] == 16 * 80 * 4 * heads * (4096 + 1)
+
+
+def test_prefill_predicts_from_the_last_token() -> None:
+    found = work(run(batch_size=3, **PREFILL))
+    layers = 70_553_706_496 - 2 * 128256 * 8192 - (2 * 80 + 1) * 8192
+    assert found["einsum"] == 3 * 2 * (1024 * layers + 128256 * 8192)
+    assert found["cached_attention"] == 3 * 80 * 4 * 8192 * (1024 * 1025 // 2)
+
+
+def test_layers_do_what_they_do_in_training() -> None:
+    """But for the diagonal, of which training's causal attention counts half."""
+    fields: dict[str, Any] = {"fuse": False}
+    served = work(run(**PREFILL, **fields))
+    trained = run(seq_length=1024, **fields)
+    (c,) = trained.program.classes
+    forward = Counter[str]()
+    for row in np.flatnonzero((c.tasks.phase == 0) & (c.tasks.layer >= 0)):
+        forward[c.tasks.ops[c.tasks.op[row]]] += int(c.tasks.flops[row])
+    assert served["einsum"] - 2 * 128256 * 8192 == forward["einsum"]
+    assert served["cached_attention"] - forward["attention"] == 80 * 4 * 8192 * 1024 // 2
+    assert served["glu"] == forward["glu"]
+
+
+def test_drafts_are_verified() -> None:
+    """Each of k + 1 tokens sees those before it, and the next token of each is predicted."""
+    plain, drafted = run(**DECODE), run(num_speculative_tokens=3, **DECODE)
+    assert work(drafted)["einsum"] == 4 * work(plain)["einsum"]
+    pairs = sum(4096 + j + 1 for j in range(4))
+    assert work(drafted)["cached_attention"] == 80 * 4 * 8192 * pairs
+
+
+def test_a_chunk_of_a_prompt_beside_decode() -> None:
+    """The tokens of both are one batch; the chunk's last token is predicted from."""
+    both = run(batch_size=6, prompt_length=512, dp=2, **DECODE)
+    decode = run(batch_size=6, **DECODE)
+    chunk = run(mode="prefill", batch_size=2, prompt_length=512)
+    for op in ("einsum", "cached_attention"):
+        assert work(both)[op] == work(decode)[op] + work(chunk)[op]
+    (c,) = both.program.classes
+    assert len(c.ranks) == 2  # all ranks have three requests and a chunk
+
+
+@given(
+    st.lists(
+        st.builds(Group, st.integers(1, 5), st.integers(0, 20), st.integers(1, 6)), min_size=1
+    ),
+    st.integers(1, 5),
+    st.sampled_from([(0, 0), (1, 0), (4, 0), (9, 0), (0, 1), (0, 5), (0, 8)]),
+    st.sampled_from([1, 4, 16]),
+    st.integers(0, 3),
+    st.sampled_from([(0, 1), (0, 2), (1, 2), (3, 5)]),
+)
+@settings(max_examples=60, deadline=None)
+def test_sums_over_requests(
+    groups: list[Group], places: int, reach: tuple[int, int], block: int, logits: int,
+    stripes: tuple[int, int],
+) -> None:  # fmt: skip
+    """Counted one by one: pairs, keys, blocks, of requests dealt in turn and of one stripe."""
+    stripe, many = stripes
+    reach = reach if many == 1 else (0, 0)
+    window, chunk = reach
+    want = np.zeros((places, len(batch.COLUMNS)), np.int64)
+    turn = 0
+    for g in groups:
+        for _ in range(g.count):
+            context, new = g.context_length or 0, g.new_tokens or 0
+            seen = [
+                [
+                    k
+                    for k in range(p // chunk * chunk if chunk else 0, p + 1)
+                    if not window or k > p - window
+                ]
+                for p in range(context, context + new)
+            ]
+            keys = {k for some in seen for k in some}
+            blocks = (context + new - 1) // (block * many) - min(keys) // (block * many) + 1
+            here = [k for some in seen for k in some if k % many == stripe]
+            stored = [p for p in range(context, context + new) if p % many == stripe]
+            want[turn % places] += [
+                1, new, len(here), len({*here}), blocks * block, blocks,
+                new if new <= logits else 1, len(stored), math.ceil((len(keys) - new) / many),
+            ]  # fmt: skip
+            turn += 1
+    cache = Cache(block, stripes=many)
+    each = batch.each(groups, cache, Reach(*reach), logits, stripe=stripe)
+    found = batch.dealt(groups, each, places)
+    assert found.tolist() == want.tolist()
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "per_token"),
+    [
+        # 2 (keys and values) * layers * key-value heads * width of a head * 2 bytes
+        ("llama3.1-70b", 2 * 80 * 8 * 128 * 2),  # 327,680
+        ("llama3.1-8b", 2 * 32 * 8 * 128 * 2),  # 131,072
+        ("llama2-7b", 2 * 32 * 32 * 128 * 2),  # 524,288: multi-head
+        ("falcon-7b", 2 * 32 * 1 * 64 * 2),  # 8,192: multi-query
+    ],
+)
+def test_bytes_of_a_token(model: str, per_token: int) -> None:
+    fields: dict[str, Any] = {"mode": "decode", "batch_size": 4, "context_length": 999}
+    assert cached(model, kv_block_size=1, **fields) == [4 * 1000 * per_token]
+    assert cached(model, kv_cache_dtype="fp8", kv_block_size=1, **fields) == [2000 * per_token]
+    assert cached(model, **fields) == [4 * 1008 * per_token]  # 63 blocks of 16
+    assert cached(model, kv_cache="contiguous", **fields) == [4 * 1000 * per_token]
+    assert cached(model, kv_cache="contiguous", max_model_len=1500, **fields) == [
+        4 * 1500 * per_token
+    ]
+
+
+def test_latents_are_cached() -> None:
+    """DeepSeek-V3: 512 + 64 channels of each of 61 layers, on every rank of tp."""
+    fields: dict[str, Any] = {"mode": "decode", "context_length": 999, "kv_block_size": 1}
+    for tp in (1, 8):
+        assert cached("deepseek-v3", tp=tp, **fields) == [1000 * 70_272]
+    assert cached("deepseek-v3", mode="prefill", prompt_length=1000, kv_block_size=1) == [
+        1000 * 70_272
+    ]
+
+
+@pytest.mark.parametrize("mla", ["naive", "absorb"])
+def test_latent_attention(mla: str) -> None:
+    """vllm/v1/attention/backends/mla/common.py tells both forms; 128 heads, and keys that are seen.
+
+    Naive: heads of 192 and 128 channels, made of each cached latent; absorbed: of 576 and 512.
+    """
+    context, layers = 999, 61
+    found = work(run("deepseek-v3-dense", mode="decode", mla=mla, context_length=context))
+    of_keys = {"naive": 192 + 128, "absorb": 576 + 512}[mla]
+    assert found["cached_attention"] == layers * 2 * 128 * of_keys * (context + 1)
+    made = 2 * 512 * 128 * (128 + 128) * (context + 1 if mla == "naive" else 1)
+    others = 2 * (7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 7168)
+    mlp = 2 * 3 * 7168 * 18432
+    assert found["einsum"] == layers * (made + others + mlp) + 2 * 7168 * 129280
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "kept", "per_token"),
+    [
+        # The cases of vLLM's docs/serving/context_parallel_deployment.md: copies of each head.
+        ("deepseek-r1", 8, 1, 61 * 576 * 2),
+        ("kimi-k2", 16, 1, 61 * 576 * 2),
+        ("qwen3-235b-a22b", 8, 4, 94 * 2 * 128 * 2),
+    ],
+)
+def test_ranks_share_the_tokens_of_a_cache(model: str, tp: int, kept: int, per_token: int) -> None:
+    """A block of `dcp` ranks has the next 16 x dcp tokens: as many blocks on each of them."""
+    fields: dict[str, Any] = {"mode": "decode", "tp": tp, "context_length": 9999, "batch_size": 2}
+    copies = tp // kept
+    for dcp in (n for n in (1, 2, 4, 8, 16) if n <= copies):
+        slots = math.ceil(10_000 / 16 / dcp) * 16
+        assert {*cached(model, dcp=dcp, **fields)} == {2 * slots * per_token}
+    with pytest.raises(UserError, match=f"copies of .* of {model}; use 1"):
+        run(model, dcp=2 * copies, **fields)
+
+
+@pytest.mark.parametrize(
+    "shared", [{"dcp": 8}, {"cp": 4}, {"cp": 2, "dcp": 8}, {"dcp": 4, "dp": 2}]
+)
+def test_stripes_do_all_the_work(shared: dict[str, int]) -> None:
+    """Of all ranks that share a cache, each does its own part, whatever the lengths."""
+    rows = tuple(Group(n, 100 * n + n, 1 + n % 3) for n in range(1, 7))
+    fields: dict[str, Any] = {"tp": 8, "layers": 3, "mode": "decode", "requests": rows}
+    whole = work(run("deepseek-v3-dense", **fields))["cached_attention"]
+    found = work(run("deepseek-v3-dense", **fields, **shared))["striped_attention"]
+    assert found == whole
+
+
+def test_a_rank_reads_its_stripe() -> None:
+    """Tokens 0 to 1000 of a request over 8 ranks: rank 0 has 126 of them, and not the last one."""
+    program = run("deepseek-v3-dense", layers=1, tp=8, dcp=8, mode="decode",
+                  context_length=1001).program  # fmt: skip
+    keys: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for c in program.classes:
+        t = c.tasks
+        of = {op: [i for i in range(len(t)) if t.ops[t.op[i]].endswith(op)]
+              for op in ("striped_attention", "cache")}  # fmt: skip
+        queries = 128 * (576 + 512) * 2 + 128 * 4  # all heads', their results and sums
+        blocks, slots = 8 * 4, 8
+        for r in c.ranks.tolist():
+            (core,), (kept,) = of["striped_attention"], of["cache"]
+            keys[r] = int(t.traffic[core]) - queries - blocks - slots
+            written[r] = int(t.traffic[kept])
+    assert keys == {r: (126 if r < 2 else 125) * 576 * 2 for r in range(8)}
+    assert {r for r, n in written.items() if n == max(written.values())} == {1001 % 8}
+
+
+def cached(model: str = "llama3.1-70b", **fields: Any) -> list[int]:
+    """Bytes of the cache on a rank of each class."""
+    return [c.memory["kv_cache"] for c in run(model, **fields).program.classes]
+
+
+# ---- mixtures of experts -------------------------------------------------------------------------
+
+V3: dict[str, Any] = {"model": "deepseek-v3", "dp": 32, "ep": 32}
+
+
+def test_wide_expert_parallelism() -> None:
+    """DeepSeek's layout: every rank has requests of its own, and some of the experts.
+
+    Of each token, a copy of 7168 channels goes to each of its 8 experts, and as much comes back.
+    """
+    found = collectives(run(**V3, batch_size=128, **DECODE))
+    assert found == {f"all_to_all {4 * 8 * 7168 * 2}": 58 * 2}
+    assert not collectives(run("deepseek-v3", dp=4, batch_size=128, layers=2, **DECODE))
+    # Ranks of tp have the same tokens: the sums of their experts' results are reduced.
+    found = collectives(run("deepseek-v3", tp=8, ep=8, etp=1, batch_size=5, **DECODE))
+    assert found == {
+        f"all_reduce {5 * 7168 * 2}": 1 + 61 + 3 + 58, f"all_gather {5 * 129280 // 8 * 2}": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("requests", "redundant"), [(32, 0), (64, 32), (4096, 0)])
+def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: int) -> None:
+    """Of E experts, T tokens with k each go to E (1 - (1 - k/E)^T) on average, if evenly spread."""
+    compiled = run(**V3, batch_size=requests, num_redundant_experts=redundant, **DECODE)
+    (c,) = compiled.program.classes
+    t = c.tasks
+    held = 256 + redundant
+    rows = requests * 8 / 32  # of a rank
+    touched = held * (1 - (1 - 8 / held) ** requests) / 32
+    for op, wide in (("up", 2048), ("mlp_out", 7168)):
+        (name,) = [i for i, n in enumerate(t.names) if n == f"layer9.{op}"]
+        row, _shared = np.flatnonzero(t.name == name)
+        assert t.flops[row] == rows * 2 * 7168 * 2048
+        weights = touched * 7168 * 2048 * 2
+        assert t.traffic[row] == pytest.approx(weights + rows * (7168 + 2048) * 2, abs=2)
+        assert t.shapes[t.shape[row]].extents[0] == ("batch", held // 32), wide
+
+
+def test_all_ranks_tokens_make_the_rows_of_experts() -> None:
+    """Ranks with 3 and with 2 requests: experts get the same from all."""
+    program = run(**V3, batch_size=80, layers=4, **DECODE).program
+    assert [len(c.ranks) for c in program.classes] == [16, 16]
+    for column in ("comm_bytes", "flops"):
+        seen: set[int] = set()
+        for c in program.classes:
+            name = c.tasks.names.index("layer3.up" if column == "flops"
+                                       else "layer3.dispatched.all_to_all")  # fmt: skip
+            seen.add(int(getattr(c.tasks, column)[np.flatnonzero(c.tasks.name == name)[0]]))
+        assert seen == {80 * 8 // 32 * 7168 * 2 * (2048 if column == "flops" else 1)}
+
+
+def test_redundant_experts_take_memory() -> None:
+    plain, more = (
+        run(**V3, num_redundant_experts=n, **DECODE).program.classes[0].memory["parameters"]
+        for n in (0, 32)
+    )
+    assert more - plain == 58 * 3 * 7168 * 2048 * 2
+
+
+R1 = sorted((EXAMPLES / "deepseek-r1").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", R1, ids=lambda p: p.stem)
+def test_the_paper_s_deepseek_r1_cases(path: Path) -> None:
+    """Tokens per second and GPU, times the step, both of the paper: the tokens of a GPU's batch."""
+    compiled = compile(Run.load(path))
+    assert check_program(compiled.program)["run"] == "rank by rank"
+    gpus = path.stem.split("-")[1]
+    rate, milliseconds = {
+        "decode-36": (62.5, 227.483), "decode-72": (75.9, 187.483), "decode-144": (86.9, 163.681),
+        "prefill-36": (7097, 2051.994), "prefill-72": (5081, 2866.145),
+        "prefill-144": (3911, 3723.360),
+    }[path.stem]  # fmt: skip
+    tokens = summary(compiled)["batch"]["tokens"]
+    assert tokens / int(gpus) == pytest.approx(rate * milliseconds / 1000, rel=1e-3)
+    # Two all-to-alls in each of 58 layers; rows of 8 of 288 experts.
+    program = compiled.program
+    assert {len(c.ranks) for c in program.classes} == {int(gpus) * 7 // 9, int(gpus) * 2 // 9}
+    for c in program.classes:
+        sizes = c.tasks.comm_bytes[c.tasks.kind == TaskKind.COLLECTIVE]
+        assert sizes.tolist() == [math.ceil(tokens * 8 / int(gpus) * 7168) * 2] * 58 * 2
+    assert compiled.capacity is not None
+    assert compiled.capacity.fits
+
+
+# ---- the precision of weights --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "bits"),
+    # Values, and the scale of a group: fp32 of 128 x 128, fp16 of 128, fp8 of 16, 8 bit of 32.
+    [("fp8", 8 + 32 / 128**2), ("int4", 4 + 16 / 128), ("fp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32)],
+)
+def test_weights_in_few_bits(precision: str, bits: float) -> None:
+    """Matrices of layers; norms, the embedding and the output projection stay as they are."""
+    plain = run(tp=8, batch_size=16, **DECODE)
+    few = run(tp=8, batch_size=16, weight_precision=precision, **DECODE)
+    matrices = (70_553_706_496 - 2 * 128256 * 8192 - (2 * 80 + 1) * 8192) // 8
+    saved = matrices * (16 - bits) / 8
+    (a,), (b,) = plain.program.classes, few.program.classes
+    assert a.memory["parameters"] - b.memory["parameters"] == pytest.approx(saved, abs=1000)
+    assert work(plain)["einsum"] == work(few)["einsum"]
+    # They are read in as many bits.
+    read = [int(c.tasks.traffic[c.tasks.op == c.tasks.ops.index("einsum")].sum()) for c in (a, b)]
+    low = precision == "fp8"  # products of fp8: operands are cast before, in kernels of others
+    inputs = 80 * 16 * (3 * 8192 + 8192 // 8 + 2 * 8192 + 28672 // 8) if low else 0
+    assert read[0] - read[1] == pytest.approx(saved + inputs, rel=1e-5)
+    kinds = Counter(
+        b.tasks.dtypes[i] for i in b.tasks.dtype[b.tasks.op == b.tasks.ops.index("einsum")]
+    )
+    assert kinds == ({"fp8": 80 * 7, "bf16": 1} if low else {"bf16": 80 * 7 + 1})
+
+
+def test_deepseek_v3_in_fp8() -> None:
+    """All matrices but the embedding, the output projection and routers, as its checkpoint has."""
+    stored = run("deepseek-v3", mode="prefill", prompt_length=8, weight_precision="fp8")
+    held = stored.program.classes[0].memory["parameters"]
+    norms_and_routers = 61 * (2 * 7168 + 1536 + 512) + 7168 + 58 * 7168 * 256
+    plain = 2 * 129280 * 7168 + norms_and_routers
+    assert held == pytest.approx((671_026_404_352 - plain) * (1 + 4 / 128**2) + 2 * plain, abs=1e5)
+
+
+def test_copies_of_tokens_go_out_in_fp8() -> None:
+    """As DeepSeek's DeepEP: dispatched in fp8, combined in bf16."""
+    found = collectives(run(**V3, batch_size=128, weight_precision="fp8", **DECODE))
+    assert found == {f"all_to_all {4 * 8 * 7168 * n}": 58 for n in (1, 2)}
+
+
+def test_ranks_share_the_heads() -> None:
+    """vLLM: key-value heads are split over tp; where there are fewer, ranks have copies."""
+    whole = 8 * 4112 * 327_680
+    for tp in (1, 2, 8):
+        assert cached(tp=tp, batch_size=8, **DECODE) == [whole // tp]
+    assert cached(tp=16, batch_size=8, **DECODE) == cached(tp=64, batch_size=8, **DECODE)
+    assert cached(tp=64, batch_size=8, **DECODE) == [whole // 8]
+
+
+def test_ranks_of_dp_have_their_requests() -> None:
+    assert cached(dp=4, batch_size=8, **DECODE) == [2 * 4112 * 327_680]
+    # Ten over four: two ranks have three, and run a program of their own.
+    program = run(dp=4, batch_size=10, **DECODE).program
+    found = {len(c.ranks): c.memory["kv_cache"] // (4112 * 327_680) for c in program.classes}
+    assert sorted(c.ranks.tolist() for c in program.classes) == [[0, 1], [2, 3]]
+    assert sorted(c.memory["kv_cache"] // (4112 * 327_680) for c in program.classes) == [2, 3]
+    assert found[2] in (2, 3)
+
+
+def test_stages_have_the_layers_they_hold() -> None:
+    """And the requests of all microbatches."""
+    assert cached(pp=4, batch_size=8, **DECODE) == [8 * 4112 * 327_680 // 4] * 4
+
+
+def test_a_window_keeps_what_it_needs() -> None:
+    """gemma2: every other layer sees 4096 tokens."""
+    model = PRESETS["gemma2-9b"]
+    assert model.sliding_window == 4096
+    per_layer = 2 * 8 * 256 * 2
+    fields: dict[str, Any] = {"mode": "decode", "context_length": 9000, "kv_block_size": 1}
+    assert cached("gemma2-9b", **fields) == [per_layer * 21 * (9001 + 4096)]
+    found = work(run("gemma2-9b", **fields))
+    assert found["cached_attention"] == 4 * 16 * 256 * 21 * (9001 + 4096)
+
+
+def test_attention_reads_the_keys_it_sees() -> None:
+    """Not the empty ends of blocks: each request's keys and values once, and new queries."""
+    fields: dict[str, Any] = {"mode": "decode", "batch_size": 2, "context_length": 1000}
+    found = run(layers=1, **fields)
+    (c,) = found.program.classes
+    rows = [i for i in range(len(c.tasks)) if c.tasks.ops[c.tasks.op[i]] == "cached_attention"]
+    keys = 2 * 1001 * 2 * 8 * 128 * 2
+    queries = 2 * 2 * 64 * 128 * 2  # read, and results written
+    blocks = 2 * 63 * 4
+    assert c.tasks.traffic[rows].tolist() == [keys + queries + blocks + 2 * 8]
+    written = [i for i in range(len(c.tasks)) if c.tasks.ops[c.tasks.op[i]] == "cache"]
+    assert c.tasks.traffic[written].tolist() == [2 * 2 * 8 * 128 * 2 + 2 * 8]  # values, and slots
+    assert Counter(c.tasks.ops[i] for i in c.tasks.op)["rope+cache"] == 1  # keys
+
+
+# ---- communication -------------------------------------------------------------------------------
+
+
+def collectives(compiled: Compiled) -> Counter[str]:
+    c, *_ = compiled.program.classes
+    t = c.tasks
+    return Counter(
+        f"{COLLECTIVES[t.collective[i]]} {t.comm_bytes[i]}"
+        for i in np.flatnonzero(t.kind == TaskKind.COLLECTIVE)
+    )
+
+
+def test_tensor_parallelism() -> None:
+    """Two all-reduces a layer, one of words; logits are gathered (vLLM's LogitsProcessor)."""
+    found = collectives(run(tp=8, batch_size=5, **DECODE))
+    assert found == {f"all_reduce {5 * 8192 * 2}": 161, f"all_gather {5 * 128256 // 8 * 2}": 1}
+    found = collectives(run(tp=8, batch_size=5, **PREFILL))
+    assert found == {
+        f"all_reduce {5 * 1024 * 8192 * 2}": 161,
+        f"all_gather {5 * 128256 // 8 * 2}": 1,
+    }
+
+
+def test_queries_go_to_the_keys() -> None:
+    """vLLM's `cp_lse_ag_out_rs`, after a gather of queries: heads of 576 channels come together,
+    fp32 sums too, and results of 512 channels are scattered to their heads."""
+    found = collectives(run("deepseek-v3-dense", tp=8, dcp=8, batch_size=5, **DECODE))
+    plain = collectives(run("deepseek-v3-dense", tp=8, batch_size=5, **DECODE))
+    assert found - plain == {
+        f"all_gather {5 * 16 * 576 * 2}": 61,
+        f"all_gather {5 * 16 * 8 * 4}": 61,
+        f"reduce_scatter {5 * 128 * 512 * 2}": 61,
+    }
+    assert not plain - found
+    # Ranks of cp have the queries, and each wants the result: `cp_lse_ag_out_ar`.
+    found = collectives(run(cp=4, batch_size=5, **DECODE))
+    assert found == {f"all_gather {5 * 64 * 4}": 80, f"all_reduce {5 * 64 * 128 * 2}": 80}
+
+
+def test_keys_of_a_prompt_are_gathered() -> None:
+    """With cp, each rank computes a part of every prompt, and sees the keys of all of it."""
+    found = collectives(run(cp=4, batch_size=2, mode="prefill", prompt_length=1000))
+    assert found == {
+        f"all_gather {2 * 1000 // 4 * 2 * 8 * 128 * 2}": 80,
+        f"all_gather {2 * 1000 // 4 * 8192 * 2}": 1,  # hidden states, before the last is taken
+    }
+    one, four = (work(run(cp=n, batch_size=2, mode="prefill", prompt_length=1000)) for n in (1, 4))
+    assert four["cached_attention"] == one["cached_attention"]
+    # Padded to two parts for each rank.
+    ragged = collectives(run(cp=4, mode="prefill", prompt_length=1001))
+    assert f"all_gather {1008 // 4 * 2 * 8 * 128 * 2}" in ragged
+
+
+@pytest.mark.parametrize("mla", ["naive", "absorb"])
+def test_a_cached_prefix_of_stripes(mla: str) -> None:
+    """Naive: latents of the prefix are gathered, an equal share of each rank; absorbed: queries."""
+    fields: dict[str, Any] = {"tp": 8, "mode": "prefill", "prompt_length": 64, "mla": mla}
+    found = collectives(run("deepseek-v3-dense", dcp=8, context_length=1001, **fields))
+    plain = collectives(run("deepseek-v3-dense", context_length=1001, **fields))
+    assert found - plain == ({f"all_gather {126 * 576 * 2}": 61} if mla == "naive" else {
+        f"all_gather {64 * 16 * 576 * 2}": 61,
+        f"all_gather {64 * 128 * 4}": 61,
+        f"reduce_scatter {64 * 128 * 512 * 2}": 61,
+    })  # fmt: skip
+    assert collectives(run("deepseek-v3-dense", dcp=8, **fields)) == plain  # nothing to gather
+
+
+def test_data_parallel_ranks_do_not_talk() -> None:
+    assert not collectives(run(dp=4, **DECODE))
+
+
+def test_a_pipeline_passes_on_microbatches() -> None:
+    program = run(pp=4, batch_size=10, **DECODE).program  # 3, 3, 2 and 2 requests
+    for c, (receives, sends) in zip(program.classes, ((0, 1), (1, 1), (1, 1), (1, 0)), strict=True):
+        t = c.tasks
+        for kind, there in ((TaskKind.RECV, receives), (TaskKind.SEND, sends)):
+            sizes = t.comm_bytes[t.kind == kind].tolist()
+            assert sizes == [n * 8192 * 2 for n in (3, 3, 2, 2)] * there
+    assert program.peers == ((("pp", 1)), (("pp", -1)))
+
+
+# ---- what fits -----------------------------------------------------------------------------------
+
+
+def capacity(**fields: Any) -> Capacity:
+    found = run(**fields).capacity
+    assert found is not None
+    return found
+
+
+def peak(**fields: Any) -> int:
+    return max(c.memory["peak"] for c in run(**fields).program.classes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp": 8, **DECODE},
+        {"tp": 4, "pp": 2, "dp": 2, "batch_size": 6, **DECODE},
+        {"tp": 8, **PREFILL},
+        {"tp": 8, "kv_cache": "contiguous", **DECODE},
+        {"tp": 8, "kv_cache_dtype": "fp8", "num_speculative_tokens": 2, **DECODE},
+        {"tp": 8, "cp": 2, **DECODE},
+    ],
+    ids=lambda f: Run(model="m", **f).describe(),
+)
+def test_one_more_does_not_fit(fields: dict[str, Any]) -> None:
+    found = capacity(device_memory="80e9", **fields)
+    dp = fields.get("dp", 1)
+    assert found.device_memory == 80 * 10**9
+    assert found.fits
+    assert found.requests % dp == 0
+    for requests, fits in ((found.requests, True), (found.requests + dp, False)):
+        assert (peak(**{**fields, "batch_size": requests}) <= 80e9) == fits
+    name = "context_length" if fields["mode"] == "decode" else "prompt_length"
+    new = 1 + fields.get("num_speculative_tokens", 0) if name == "context_length" else 0
+    assert found.tokens is not None
+    for tokens, fits in ((found.tokens, True), (found.tokens + 1, False)):
+        assert (peak(**{**fields, name: tokens - new}) <= 80e9) == fits
+
+
+def test_requests_that_fit_by_hand() -> None:
+    """80 GB less weights, by 4112 tokens of 40,960 bytes each, and what a token is made of."""
+    found = capacity(tp=8, device_memory="80e9", **DECODE)
+    (c,) = run(tp=8, **DECODE).program.classes
+    logits = 128256 * 2 * 9 // 8  # of a rank, and of all
+    assert c.memory["activations"] == logits
+    each = 4112 * 40_960 + logits
+    assert found.requests == (80 * 10**9 - c.memory["parameters"]) // each
+
+
+def test_nothing_fits() -> None:
+    found = capacity(device_memory="80e9", **DECODE)
+    assert found == Capacity(80_000_000_000, False, 0, 0)
+
+
+def test_of_requests_that_differ_none_is_the_longest() -> None:
+    rows = (Group(3, 1000), Group(1, 9000))
+    found = capacity(tp=8, device_memory="80e9", mode="decode", requests=rows)
+    assert found.tokens is None
+    assert found.requests > 100
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+def test_a_file_of_requests(tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    path.write_text("count,context_length\n3,100\n2,200\n\n1,300\n")
+    asked = run(mode="decode", requests=str(path), layers=2)
+    assert asked.run.requests == (Group(3, 100), Group(2, 200), Group(1, 300))
+    pairs = 3 * 101 + 2 * 201 + 301
+    assert work(asked)["cached_attention"] == 2 * 4 * 8192 * pairs
+    # As many as are asked for, in the file's proportions.
+    more = run(mode="decode", requests=str(path), layers=2, batch_size=12)
+    assert work(more)["cached_attention"] == 2 * 2 * 4 * 8192 * pairs
+
+
+def test_rows_say_all_of_a_mixed_step() -> None:
+    rows = [
+        {"count": 2, "context_length": 512, "new_tokens": 256},
+        {"count": 30, "context_length": 2048},
+    ]
+    asked = run(mode="decode", requests=rows, layers=2)
+    pairs = 2 * (256 * 512 + 256 * 257 // 2) + 30 * 2049
+    assert work(asked)["cached_attention"] == 2 * 4 * 8192 * pairs
+    told = summary(asked)
+    assert told["batch"] == {
+        "requests": 32, "tokens": 542, "cached_tokens": 2 * 512 + 30 * 2048,
+    }  # fmt: skip
+    (gather,) = [c for c in summary(run(mode="decode", requests=rows, layers=2, tp=2))
+                 ["rank_classes"][0]["collectives"] if c["kind"] == "all_gather"]  # fmt: skip
+    assert gather["bytes"] == 32 * 128256 // 2 * 2  # a row for each request
+
+
+def test_a_prefix_that_is_cached() -> None:
+    found = work(run(mode="prefill", prompt_length=100, context_length=900))
+    assert found["cached_attention"] == 80 * 4 * 8192 * (100 * 900 + 100 * 101 // 2)
+
+
+def test_apportioned_exactly() -> None:
+    groups = [Group(1, 1), Group(1, 2), Group(1, 3)]
+    assert [g.count for g in batch.apportioned(groups, 7)] == [3, 2, 2]
+    assert batch.apportioned(groups, 2) == (Group(1, 1), Group(1, 2))
+
+
+HOSTILE = {
+    "": "is empty; wanted a header such as count,context_length, and rows",
+    "count\n": "has no requests; wanted at least one row",
+    "length\n1\n": "line 1: unknown column 'length'; wanted count, context_length or new_tokens",
+    "count,count\n1,1\n": "line 1: column count comes twice; keep one",
+    "count,context_length\n1\n": "line 2: has 1 cells, wanted 2, as the header",
+    "count\n1\n\n-3\n": "line 4: count is '-3', wanted a whole number",
+    "count\n0\n": "line 2: count is 0, wanted a number from 1 to 2147483648",
+    "count\n\u0663\n": "line 2: count is '\u0663', wanted a whole number",
+    "count\n1e3\n": "line 2: count is '1e3', wanted a whole number",
+    "count\n9999999999\n": "line 2: count is 9999999999, wanted a number from 1 to 2147483648",
+    "count\n" + "9" * 5000 + "\n": "line 2: count is '99999",
+    "new_tokens\n0\n": "line 2: new_tokens is 0, wanted a number from 1 to 2147483648",
+    "count,context_length\n2000000000,1\n2000000000,2\n": "has 4000000000 requests, wanted at most",
+    'count\n"1\n': "is not a CSV file: unexpected end of data",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_files(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    path.write_text(text)
+    with pytest.raises(UserError) as info:
+        run(mode="decode", requests=str(path))
+    assert str(info.value).startswith(f"{path}")
+    assert HOSTILE[text] in str(info.value)
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe\x00", b"count\n\x00\n", None])
+def test_what_is_no_file(raw: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    if raw is not None:
+        path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"requests\.csv"):
+        run(mode="decode", requests=str(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([], "requests: has no requests; wanted at least one row"),
+        ([5], "requests, row 1: got 5, wanted such as context_length: 4096"),
+        (
+            [{"context": 5}],
+            "requests, row 1: unknown key 'context'; wanted count, context_length or new_tokens",
+        ),
+        ([{}, {"count": True}], "requests, row 2: count is True, wanted a whole number"),
+        ([{"count": 0}], "requests, row 1: count is 0, wanted a number from 1 to 2147483648"),
+    ],
+)
+def test_hostile_rows(rows: list[Any], wanted: str) -> None:
+    with pytest.raises(UserError) as info:
+        run(mode="decode", requests=rows)
+    assert str(info.value) == wanted
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        (
+            {"zero": 1, **DECODE},
+            "zero is a setting of training, got mode=decode: weights are not sharded over dp; "
+            "drop it",
+        ),
+        (
+            {"seq_length": 64, **PREFILL},
+            "seq_length is a setting of training, got mode=prefill: use prompt_length and "
+            "context_length; drop it",
+        ),
+        (
+            {"recompute": "full", **PREFILL},
+            "recompute is a setting of training, got mode=prefill: there is no backward pass; "
+            "drop it",
+        ),
+        (
+            {"batch_size": 4},
+            "batch_size is a setting of inference, got mode=train; set mode to prefill or decode, "
+            "or drop it",
+        ),
+        (
+            {"dp": 4, "batch_size": 3, **DECODE},
+            "3 requests leave some of the dp=4 ranks without one; use more requests, or a smaller "
+            "dp",
+        ),
+        (
+            {"model": "gpt2", "mode": "decode", "context_length": 1024},
+            "a request has 1025 tokens, context and new ones, more than the 1024 learned positions "
+            "of gpt2; use fewer",
+        ),
+        (
+            {"model": "bert-large", "mode": "prefill"},
+            "bert-large is an encoder, it generates nothing; use mode=train",
+        ),
+        (
+            {"model": "dlrm", "mode": "decode"},
+            "dlrm is no language model, it generates nothing; use mode=train",
+        ),
+        (
+            {"model": "llava-1.5-7b", "mode": "prefill", "prompt_length": 100},
+            "llava-1.5-7b: images before the text are there in training only; use mode=train, or "
+            "serve a preset of its language model",
+        ),
+        (
+            {"num_speculative_tokens": 2, **PREFILL},
+            "num_speculative_tokens=2 is about decode, got mode=prefill; drop it",
+        ),
+        (
+            {"kv_cache": "contiguous", "kv_block_size": 32, **DECODE},
+            "kv_block_size=32 is of a paged cache, got kv_cache=contiguous; drop either",
+        ),
+        (
+            {"max_model_len": 8192, **DECODE},
+            "max_model_len=8192 is the room of a request in a contiguous cache, got "
+            "kv_cache=paged, where a request takes blocks as it needs them; drop either",
+        ),
+        (
+            {"kv_cache": "contiguous", "max_model_len": 4096, **DECODE},
+            "max_model_len=4096, but a request has 4097 tokens, context and new ones; raise it",
+        ),
+        (
+            {"context_length": 5, "mode": "decode", "requests": [{"context_length": 4}]},
+            "context_length=5, but all requests have theirs; drop either",
+        ),
+        (
+            {"device_memory": "80 gigs", **DECODE},
+            "device_memory is '80 gigs', wanted bytes such as 80e9, 80GB or 80GiB",
+        ),
+        (
+            {"mode": "prefill", "prompt_length": 2**31, "batch_size": 2**31},
+            "the requests of a step see more than 2**62 keys; use fewer or shorter ones",
+        ),
+        (
+            {"tp": 3, **DECODE},
+            "tp=3 does not divide the 64 attention heads of llama3.1-70b; use 1, 2, 4, 8, 16, 32 "
+            "or 64",
+        ),
+        (
+            {"mla": "absorb", **DECODE},
+            "mla=absorb is a form of latent attention, llama3.1-70b has none; drop it",
+        ),
+        (
+            {"num_redundant_experts": 2, **DECODE},
+            "llama3.1-70b is a dense model; drop num_redundant_experts=2",
+        ),
+        (
+            {"model": "deepseek-v3", "dp": 36, "ep": 36, **DECODE},
+            "ep=36 does not divide the 256 experts of deepseek-v3; use 1, 2, 4",
+        ),
+        (
+            {"model": "mixtral-8x7b", "num_redundant_experts": 9, **DECODE},
+            "num_redundant_experts=9 is more than the 8 experts of mixtral-8x7b; use at most as "
+            "many",
+        ),
+        (
+            {"precision": "fp32", "weight_precision": "int4", **DECODE},
+            "weight_precision=int4 needs precision=bf16, got fp32; drop either",
+        ),
+        ({"sequence_parallel": True, **DECODE}, "sequence_parallel splits over tp, got tp=1"),
+        (
+            {"tp": 16, "dcp": 4, **DECODE},
+            "dcp=4 wants 4 ranks of tp to share a cache, but with tp=16 there are 2 copies of each "
+            "of 8 key-value heads of llama3.1-70b; use 1, 2",
+        ),
+        (
+            {"cp": 4, "dcp": 2, **DECODE},
+            "dcp=2 is no multiple of cp=4: ranks of cp share the cache of a request before those "
+            "of tp do; use dcp=1, or a multiple",
+        ),
+        ({"dcp": 2}, "dcp is a setting of inference, got mode=train"),
+        (
+            {"source_length": 99, **DECODE},
+            "source_length=99 is of an encoder and a decoder, but llama3.1-70b has no encoder; use",
+        ),
+        (
+            {"model": "t5-3b", "mode": "prefill", "context_length": 9},
+            "a prefill step of t5-3b begins with its encoder: nothing is in the cache before; use",
+        ),
+        (
+            {"model": "t5-3b", "mode": "decode", "prompt_length": 9},
+            "a decode step of t5-3b runs no encoder, which a new request's prompt needs; drop",
+        ),
+        (
+            {"model": "t5-3b", "mode": "decode", "pp": 2},
+            "pp=2: stages of t5-3b with layers of its encoder have nothing to do in a decode step",
+        ),
+        (
+            {"model": "t5-3b", "mode": "decode", "prefill": "tp=2", "context_length": 9},
+            "prefill sends what a decoder caches of its own, but that of t5-3b caches what its",
+        ),
+        (
+            {"cp": 2, "cp_comm_type": "a2a", **PREFILL},
+            "cp_comm_type is a setting of training, got mode=prefill: keys and values of new",
+        ),
+        (
+            {"cp": 2, "prompt_length": 64, **DECODE},
+            "ranks of cp=2 decode the same tokens, and would share those of a prompt; drop",
+        ),
+        (
+            {"cp": 2, "mode": "prefill", "prompt_length": 3},
+            "cp=2 splits a prompt into 4 parts, but a request has 3 new tokens; use longer ones",
+        ),
+        (
+            {"model": "jamba-v0.1", "cp": 2, **PREFILL},
+            "cp=2 splits prompts, but layers of jamba-v0.1 carry a state along them; use cp=1",
+        ),
+        (
+            {"model": "mamba-2.8b", "cp": 2, **DECODE},
+            "cp=2 splits keys and values by tokens, layers of mamba-2.8b keep none; use tp or dp",
+        ),
+        (
+            {"model": "phi3-mini", "dcp": 2, "mode": "decode", "context_length": 99},
+            "dcp=2 splits what layers keep of all tokens, but those of phi3-mini keep only windows",
+        ),
+        (
+            {"cp": 2, "prefill": "tp=2", **DECODE},
+            "prefill sends a cache that no ranks share, got cp=2 and dcp=2; drop either",
+        ),
+    ],
+    ids=str,
+)
+def test_refused(fields: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError) as info:
+        run(**fields)
+    assert str(info.value).startswith(wanted)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def attention_time(op: str, **fields: Any) -> float:
+    """Seconds of the first layer's attention on an H100."""
+    c = run("llama3.1-8b", layers=1, **fields).program.classes[0]
+    t = c.tasks
+    row = next(i for i in range(len(t)) if t.ops[t.op[i]] == op)
+    return float(kernel_seconds(t, np.array([row]), resolve("h100-sxm"))[0])
+
+
+def test_attention_over_a_cache_takes_as_long_as_its_products_or_its_bytes() -> None:
+    """A prompt's as in training, whose diagonal counts half; one token's as its keys are read."""
+    served = attention_time("cached_attention", mode="prefill", prompt_length=8192)
+    assert served == pytest.approx(attention_time("attention", seq_length=8192), rel=0.1)
+    fields: dict[str, Any] = {"mode": "decode", "context_length": 8191}
+    one, two = (attention_time("cached_attention", batch_size=n, **fields) for n in (64, 128))
+    read = 64 * 8192 * 2 * 8 * 128 * 2 / 3.35e12
+    assert 1 < (two - one) / read < 1.5
+    shared = attention_time("striped_attention", batch_size=64, cp=4, **fields)
+    assert shared == pytest.approx(one / 4, rel=0.05)
+
+
+# ---- whole programs ------------------------------------------------------------------------------
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "decode": {"tp": 2, "dp": 3, "pp": 2, "batch_size": 20, **DECODE},
+    "prefill": {"tp": 4, "pp": 4, "sequence_parallel": True, "batch_size": 9, **PREFILL},
+    "chunked": {"tp": 2, "dp": 2, "prompt_length": 128, **DECODE},
+    "drafts": {"pp": 3, "num_speculative_tokens": 4, "streams": "separate", **DECODE},
+    "lengths": {"dp": 3, "pp": 2, "mode": "decode", "requests": [
+        {"count": 5, "context_length": 10 * i} for i in range(1, 7)]},
+    "experts": {"model": "deepseek-v2", "dp": 4, "ep": 4, "tp": 2, "etp": 2, "batch_size": 10,
+                "pp": 2, **DECODE},
+    "unfused": {"tp": 2, "fuse": False, "order": "dp-tp-cp-ep-pp", "dp": 2, **DECODE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_rank_can_run(name: str) -> None:
+    compiled = run(**{"model": "llama3.1-8b", "layers": 6, **PROGRAMS[name]})
+    assert check_program(compiled.program)["run"] == "rank by rank"
+    total = Counter[str]()
+    for c in compiled.program.classes:
+        assert set(c.tasks.phase.tolist()) == {0}
+        assert c.memory["peak"] == sum(n for k, n in c.memory.items() if k != "peak")
+        total["flops"] += int(c.tasks.flops.sum()) * len(c.ranks)
+    ranks = np.concatenate([c.ranks for c in compiled.program.classes])
+    assert sorted(ranks.tolist()) == list(range(compiled.run.world_size))
+    # What requests need in all does not depend on who serves them.
+    alone = {k: v for k, v in PROGRAMS[name].items() if k not in ("tp", "pp", "sequence_parallel")}
+    if "dp" not in alone:
+        alone.setdefault("batch_size", compiled.run.batch_size)
+        one = work(run("llama3.1-8b", layers=6, **alone))
+        assert work(compiled)["einsum"] == one["einsum"]
+        assert work(compiled)["cached_attention"] == one["cached_attention"]
+
+
+def test_ranks_of_dp_together_do_the_batch() -> None:
+    rows = [{"count": 5, "context_length": 10 * i} for i in range(1, 7)]
+    fields: dict[str, Any] = {"layers": 6, "mode": "decode", "requests": rows}
+    many = work(run("llama3.1-8b", dp=3, pp=2, tp=2, **fields))
+    one = work(run("llama3.1-8b", **fields))
+    assert many["einsum"] == one["einsum"]
+    assert many["cached_attention"] == one["cached_attention"]
+
+
+def test_a_manifest_repeats_the_run(tmp_path: Path) -> None:
+    """Even when the file of requests is gone."""
+    path = tmp_path / "requests.csv"
+    path.write_text("context_length\n100\n200\n300\n")
+    compiled = run("gpt2", mode="decode", requests=str(path), dp=2, layers=2)
+    sw.generate(compiled, str(tmp_path / "one"))
+    path.unlink()
+    again = compile(Run.load(tmp_path / "one" / "manifest.json"))
+    sw.generate(again, str(tmp_path / "two"))
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+    told = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert told["run"]["mode"] == "decode"
+
+
+def test_generation_is_linear_in_ranks() -> None:
+    """Ranks that serve alike share a program, however many there are."""
+    program = run(dp=4096, tp=8, batch_size=4096 * 3 + 1, layers=2, **DECODE).program
+    assert [len(c.ranks) for c in program.classes] in ([8 * 4095, 8], [8, 8 * 4095])
+    assert math.prod(n for _, n in program.mesh.axes) == 8 * 4096
+
+
+# ---- an encoder and a decoder --------------------------------------------------------------------
+
+T5 = PRESETS["t5-3b"]
+HEADS = T5.num_attention_heads * T5.kv_channels
+MATRIX, MLP = T5.hidden_size * HEADS, 2 * T5.hidden_size * T5.ffn_hidden_size
+
+
+def test_caches_of_a_source_and_of_what_is_made() -> None:
+    """Each layer of the decoder has keys and values of both, in blocks of their own."""
+    token = T5.num_layers * 2 * HEADS * 2
+    fields: dict[str, Any] = {"batch_size": 3, "source_length": 500}
+    both = 3 * (512 + 112) * token
+    assert cached("t5-3b", mode="decode", context_length=99, **fields) == [both]
+    assert cached("t5-3b", mode="decode", context_length=99, tp=8, **fields) == [both // 8]
+    assert cached("t5-3b", mode="prefill", **fields) == [3 * (512 + 16) * token]
+    contiguous: dict[str, Any] = {"kv_cache": "contiguous", "max_model_len": 200}
+    fields |= contiguous
+    assert cached("t5-3b", mode="decode", context_length=99, **fields) == [3 * 700 * token]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_work_of_an_encoder_and_a_decoder(tp: int) -> None:
+    """A source is encoded once, and its keys are made for all layers of the decoder."""
+    fields: dict[str, Any] = {"batch_size": 3, "source_length": 500, "tp": tp}
+    logits = T5.vocab_size * T5.hidden_size
+    of_token = 24 * (6 * MATRIX + MLP) + logits  # queries, and all of self-attention
+    of_source = 24 * (4 * MATRIX + MLP) + 24 * 2 * MATRIX
+    found = work(run("t5-3b", mode="prefill", **fields))
+    assert found["einsum"] == 3 * 2 * (500 * of_source + of_token)
+    assert found["varlen_attention"] == 3 * 24 * 4 * HEADS * 500**2
+    assert found["cached_attention"] == 3 * 24 * 4 * HEADS * (1 + 500)
+    found = work(run("t5-3b", mode="decode", context_length=99, **fields))
+    assert found["einsum"] == 3 * 2 * of_token
+    assert found["cached_attention"] == 3 * 24 * 4 * HEADS * (100 + 500)
+    assert not found["varlen_attention"]
+
+
+def test_all_weights_are_held() -> None:
+    """The encoder's too while tokens are decoded; the table that both look up is one."""
+    compiled = run("t5-3b", mode="decode")
+    held = {run("t5-3b", mode=mode).program.classes[0].memory["parameters"]
+            for mode in ("prefill", "decode")}  # fmt: skip
+    assert held == {2 * compiled.parameters}
+
+
+# ---- layers that carry a state -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["mamba-2.8b", "mamba-codestral-7b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_states_of_a_request(model: str, tp: int) -> None:
+    """vLLM's `MambaStateShapeCalculator`: the last inputs of the convolutions and the states, in
+    the precision of the model. They do not grow with the context."""
+    c = PRESETS[model]
+    s = c.state_space
+    assert s is not None
+    held = [
+        run(model, mode="decode", tp=tp, batch_size=6, context_length=n, layers=4)
+        .program.classes[0]
+        .memory["kv_cache"]
+        for n in (0, 1000)
+    ]
+    convolved = s.inner + (0 if model == "mamba-2.8b" else 2 * s.groups * s.state)
+    layers = 3 if model.startswith("qwen") else 4
+    states = layers * 6 * 2 * (convolved * (s.conv - 1) + s.inner * s.state) // tp
+    attention = 2 * c.num_query_groups * c.kv_channels * 2 // tp if layers == 3 else 0
+    slots = [6 * 16, 6 * 1008]  # blocks of 16
+    assert held == [states + n * attention for n in slots]
+
+
+def test_a_state_is_decoded_in_its_memory() -> None:
+    """A token reads and writes its request's state, and does five operations on each number."""
+    s = PRESETS["mamba-codestral-7b"].state_space
+    assert s is not None
+    one, two = (run("mamba-codestral-7b", mode="decode", batch_size=n, layers=1) for n in (8, 16))
+    flops, traffic = (work(two, x)["linear_attention_served"] - work(one, x)[
+        "linear_attention_served"] for x in ("flops", "traffic"))  # fmt: skip
+    state = s.inner * s.state
+    assert flops == 8 * 5 * state
+    # And reads x, B, C, dt and the decay, and writes y.
+    own = 2 * (2 * s.inner + 2 * s.groups * s.state) + 4 * 2 * s.heads
+    assert traffic == 8 * (2 * 2 * state + own + 8)  # whose the token is: 8 bytes
+
+
+def test_chunks_of_a_prompt_cost_what_they_do_in_training() -> None:
+    c = "mamba-codestral-7b"
+    served = work(run(c, mode="prefill", prompt_length=2048, layers=1))["linear_attention_served"]
+    trained = work(run(c, seq_length=2048, layers=1))["linear_attention"]
+    assert served == trained
+
+
+def test_how_long_a_request_of_a_state_model_may_be_has_no_limit() -> None:
+    found = run("mamba-2.8b", mode="decode", device_memory="80e9").capacity
+    assert found is not None
+    assert found.tokens is None
+    assert found.requests > 1000

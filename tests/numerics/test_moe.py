@@ -1,0 +1,527 @@
+"""Mixture of experts and latent attention, sharded: what one device computes, textbook collectives,
+whole programs. The sizes are toys; the runs go through the settings that users have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from invariants import check as check_program
+from spmd import check as same_as_one_device
+from spmd import random_values, single
+from stagewright import blocks as nn
+from stagewright.algebra.layout import Mesh
+from stagewright.blocks import Block, Recipe
+from stagewright.errors import UserError
+from stagewright.graph.node import Graph, verify
+from stagewright.graph.roles import Role
+from stagewright.graph.shard import shard
+from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
+from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.placement import EXPERTS, strategy
+from stagewright.program.columns import PHASES, TaskKind
+from stagewright.run.settings import Run
+from stagewright.run.settings import check as check_run
+from toys import MOE
+
+LATENT: dict[str, Any] = {"num_query_groups": 4, "kv_channels": 6, "qk_rope_head_dim": 2}
+LATENT |= {"kv_lora_rank": 4, "v_head_dim": 4}
+MODELS = {
+    "moe": MOE,
+    "sigmoid": replace(MOE, router="sigmoid"),
+    "shared": replace(MOE, shared_ffn_hidden_size=8, router="sigmoid"),
+    "mla": replace(MOE, **LATENT, q_lora_rank=4, shared_ffn_hidden_size=8),
+    "mla, whole queries": replace(MOE, **LATENT),
+    "biased": replace(
+        MOE,
+        **dict.fromkeys(("mlp_bias", "router_bias", "attention_sinks"), True),
+        num_attention_heads=8,
+        router="sigmoid",
+    ),
+}
+SP: dict[str, Any] = {"sequence_parallel": True}
+GATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
+RUNS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "dp": {"dp": 4},
+    "ep": {"dp": 2, "ep": 2},
+    "ep inside dp": {"dp": 4, "ep": 2},
+    "one expert a rank": {"dp": 4, "ep": 4},
+    "tp inside experts": {"tp": 2, "dp": 2, "ep": 2},
+    "tp + sp inside experts": {"tp": 2, "dp": 2, "ep": 2} | SP,
+    "etp 1, sp": {"tp": 2, "dp": 2, "ep": 4, "etp": 1} | SP,
+    "ep over tp": {"tp": 2, "ep": 2, "etp": 1},
+    "ep over dp and cp": {"cp": 2, "dp": 2, "ep": 4},
+    "ep over cp": {"cp": 2, "dp": 2, "ep": 2, "cp_comm_type": "all_gather"},
+    "tp + sp + cp, zero 1": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "zero": 1} | SP,
+    "ulysses, etp 1, zero 1": {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "etp": 1, "zero": 1}
+    | {"cp_comm_type": "a2a"}
+    | SP,
+    "zero 1": {"dp": 4, "ep": 2, "zero": 1},
+    "zero 2": {"dp": 4, "ep": 2, "zero": 2},
+    "zero 3": {"dp": 4, "ep": 2, "zero": 3},
+    "zero 3, tp + sp": {"tp": 2, "dp": 2, "ep": 2, "zero": 3} | SP,
+    "hybrid zero 2": {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 2},
+    "hybrid zero 3": {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 3},
+    "edp fastest": {"dp": 4, "ep": 2, "order": "dp-tp-cp-ep-pp"},
+    "gates before": {"dp": 2, "ep": 2, "moe_apply_probs": "input"},
+    "gates after": {"dp": 2, "ep": 2, "moe_apply_probs": "output"},
+    "gates after, tp + sp": {"tp": 2, "dp": 2, "ep": 2, "moe_apply_probs": "output"} | SP,
+    "gathered": {"dp": 2, "ep": 2} | GATHER,
+    "gathered, tp + sp": {"tp": 2, "dp": 2, "ep": 2} | GATHER | SP,
+    "gathered over dp and cp": {"cp": 2, "dp": 2, "ep": 4} | GATHER,
+    "gathered, ep inside dp": {"dp": 4, "ep": 2} | GATHER,
+    "gathered, etp 1, sp": {"tp": 2, "dp": 2, "ep": 4, "etp": 1} | GATHER | SP,
+    "gathered, tp": {"tp": 2, "dp": 2, "ep": 2} | GATHER,
+    "gathered, zero 3": {"tp": 2, "dp": 2, "ep": 2, "zero": 3} | GATHER | SP,
+    "padded": {"dp": 2, "ep": 2, "moe_expert_capacity_factor": 1.0}
+    | {"moe_pad_expert_input_to_capacity": True},
+    "fp32 router": {"tp": 2, "dp": 2, "ep": 2, "moe_router_dtype": "fp32"} | SP,
+    "aux loss": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3} | SP,
+    "aux loss of two": {"dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3, "micro_batch_size": 2},
+    "aux loss of sequences": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3}
+    | SP
+    | {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "aux loss of all": {"tp": 2, "dp": 2, "moe_aux_loss_coeff": 0.3}
+    | SP
+    | {"moe_router_load_balancing_type": "global_aux_loss"},
+    "z-loss": {"tp": 2, "dp": 2, "ep": 2, "moe_z_loss_coeff": 0.3} | SP,
+    "bias": {"tp": 2, "dp": 2, "ep": 2, "moe_router_enable_expert_bias": True} | SP,
+    "bias, zero 3": {"cp": 2, "dp": 2, "ep": 2, "zero": 3, "moe_router_enable_expert_bias": True},
+    "kept gathers": {"tp": 2, "dp": 2, "ep": 2, "activation_gather": "keep"} | SP,
+}
+
+
+class Sharded(NamedTuple):
+    """A layer as a run shards it, and what one device computes with it."""
+
+    block: Block
+    graph: Graph
+    mesh: Mesh
+    run: Run
+    sizes: dict[str, int]
+
+    def check(self, naive: Block | None = None) -> None:
+        """Every rank computes what one device does, with this block or another form of it."""
+        block = naive or self.block
+        values, truth = one_device(block, tuple(self.sizes.items()))
+        axes = {a: n for a, n in reversed(self.mesh.axes) if n > 1}
+        same_as_one_device(block.graph, self.graph, axes, self.sizes, values, truth)
+
+
+@cache
+def one_device(
+    block: Block, sizes: tuple[tuple[str, int], ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    values = random_values(block.graph, dict(sizes))
+    truth = single(block.graph, dict(sizes), values)
+    truth.pop("splits", None)  # in the order of ranks, which one device has not
+    return values, truth
+
+
+@cache
+def built(model: str, recipe: Recipe) -> Block:
+    config = MODELS[model]
+    return nn.BLOCKS["layer"](config, recipe, config.layer(0))
+
+
+def sharded(model: str, settings: dict[str, Any], **form: bool) -> Sharded:
+    config = MODELS[model]
+    run = Run(model=model, seq_length=16, **settings).resolved(config)
+    check_run(run, config)
+    mesh, plan = parallelization(run, config)
+    block = built(model, replace(recipe_of(run, config), **form))
+    sizes = sizes_of(run, config)
+    keep = run.activation_gather == "keep"
+    graph = shard(
+        block.graph,
+        strategy(plan, sizes),
+        block.primal,
+        keep_gathered=keep,
+        inner=plan.inner,
+        model_axes=plan.model_axes,
+    )
+    verify(graph)
+    return Sharded(block, graph, mesh, run, sizes)
+
+
+# Experts are the same in all models: each of the others is tried with some runs.
+TRIED = [(model, name) for i, name in enumerate(RUNS) for model in ("shared", list(MODELS)[i % 4])]
+TRIED += [("biased", name) for name in RUNS]
+
+
+@pytest.mark.parametrize(("model", "name"), dict.fromkeys(TRIED))
+def test_a_sharded_layer_computes_what_one_device_does(model: str, name: str) -> None:
+    sharded(model, RUNS[name]).check()
+
+
+ABSORBED = [
+    "one rank",
+    "ep over dp and cp",
+    "ep over cp",
+    "tp + sp + cp, zero 1",
+    "ulysses, etp 1, zero 1",
+    "zero 3, tp + sp",
+]
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("name", ABSORBED)
+def test_latent_attention_may_work_in_the_space_of_the_latents(name: str, flash: bool) -> None:
+    """The same results and gradients, whichever side w_uk and w_uv are multiplied on."""
+    form = {"absorb": True, "flash_attention": flash}
+    naive = built("mla", recipe_of(sharded("mla", RUNS[name]).run, MODELS["mla"]))
+    sharded("mla", RUNS[name], **form).check(naive)
+
+
+# ---- losses beside the graph's own ---------------------------------------------------------------
+
+
+def balance(counts: Any, scores: Any, coeff: float) -> float:
+    """E sum(f P), arXiv 2101.03961, equations 4 to 6: of each row of counts, by its own tokens."""
+    parts = counts.shape[0]
+    tokens = scores.reshape(parts, -1, scores.shape[-1])
+    f = counts / (MOE.top_k * tokens.shape[1])
+    return coeff * MOE.num_experts * float((f * tokens.mean(1)).sum())
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("aux_loss", 2), ("seq_aux_loss", 4), ("global_aux_loss", 1)]
+)
+def test_losses_against_finite_differences(kind: str, parts: int, router: Any) -> None:
+    """The gradient is that of the layer's own output, and of both losses of the router."""
+    config = replace(MOE, router=router)
+    experts = nn.Experts(load_balancing_type=kind, aux_loss=3.0, z_loss=0.2)
+    block = nn.layer(config, Recipe(experts=experts), config.layer(0))
+    sizes = sizes_of(Run(model="moe", dp=2, micro_batch_size=2, seq_length=16), config)
+    values = random_values(block.graph, sizes)
+    truth = single(block.graph, sizes, values)
+    parts_of = {n.name: n for n in block.graph if n.name in ("scores", "balance_counts")}
+    # the logits are what the loss of their sizes passes on
+    parts_of["logits"] = next(n for n in block.graph if n.op == "z_loss")
+    outputs = {"y": block.graph.outputs["y"], **parts_of}
+    forward = Graph.of(block.graph.nodes, outputs)
+
+    def loss(changed: dict[str, Any]) -> float:
+        out = single(forward, sizes, values | changed)
+        counts = out["balance_counts"].reshape(-1, config.num_experts)
+        assert counts.shape[0] == parts
+        assert counts.sum() == 4 * 16 * config.top_k
+        z = np.log(np.exp(out["logits"]).sum(-1)) ** 2
+        own = balance(counts, out["scores"], 3.0)
+        return float((out["y"] * values["dy"]).sum()) + own + 0.2 * float(z.mean())
+
+    rng = np.random.default_rng(0)
+    for name, gradient in (("w_router", "grad.w_router"), ("x", "dx")):
+        way, h = rng.normal(size=values[name].shape), 1e-5
+        ends = [loss({name: values[name] + sign * h * way}) for sign in (1, -1)]
+        slope = (ends[0] - ends[1]) / (2 * h)
+        assert (truth[gradient] * way).sum() == pytest.approx(slope, rel=1e-6), name
+
+
+def test_a_bias_follows_the_counts_of_all() -> None:
+    """Experts that got fewer tokens than the mean are chosen more easily from then on."""
+    of = sharded("sigmoid", RUNS["bias"])
+    values, truth = one_device(of.block, tuple(of.sizes.items()))
+    assert (truth["new.router_bias"] == values["router_bias"]).all()  # all got as many
+    graph = of.graph
+    moves = [n for n in graph if n.op == "all_reduce" and n.role is Role.COUNTED]
+    assert [(n.once, str(n.dtype), of.mesh.label(n["axes"])) for n in moves] == [
+        (True, "fp32", "dp/ep+tp/etp")
+    ]
+    assert not any(n.binding.param == "router_bias" and "grad" in n.name for n in graph)
+
+
+REDUCED = {
+    "aux loss": ("cp+tp", "dp_parts"),
+    "aux loss of sequences": ("cp+tp", "B"),
+    "aux loss of all": ("dp+tp", ""),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_counts_are_added_up_over_the_ranks_that_share_tokens(name: str) -> None:
+    """As Megatron-LM: whole numbers, over tp and cp, or also dp; nothing in backward."""
+    of = sharded("moe", RUNS[name])
+    moves = [n for n in of.graph if n.name == "balance_counts" and n.op in COLLECTIVE_OPS]
+    axes, dim = REDUCED[name]
+    assert [(n.op, n.phase, n.dtype) for n in moves] == [("all_reduce", "forward", "int64")]
+    assert "+".join(sorted(str(moves[0]["axes"][i]) for i in range(2))) == axes
+    assert "".join(map(str, moves[0].shape)) == dim + "E"
+
+
+# ---- textbook collectives ------------------------------------------------------------------------
+
+
+def moved(model: str, settings: dict[str, Any]) -> Counter[str]:
+    """Collectives of the experts' half of a layer, by phase; those of parameters aside."""
+    _, graph, mesh, *_ = sharded(model, settings)
+    return Counter(
+        f"{n.phase} {n.op} {mesh.label(n['axes'])}"
+        for n in graph
+        if n.op in COLLECTIVE_OPS and n.scope == "mlp" and not n.once and n.role is None
+    )
+
+
+def each(count: int, *ops: str) -> dict[str, int]:
+    """So many in forward, and as many in backward."""
+    return {f"{phase} {op}": count for phase in ("forward", "backward") for op in ops}
+
+
+def added(*counts: dict[str, int]) -> dict[str, int]:
+    return dict(sum(map(Counter, counts), Counter[str]()))
+
+
+# What the names say is one axis for two uses: dp/ep is dp, all of which is ep.
+GATHERED = each(1, "all_gather tp/etp", "reduce_scatter tp/etp")
+PROBS = {"forward all_gather tp/etp": 1, "backward reduce_scatter tp/etp": 1}
+GATHER_ALL = {"forward all_gather dp/ep": 3, "forward reduce_scatter dp/ep": 1}
+GATHER_ALL |= {"backward reduce_scatter dp/ep": 2}
+# Megatron-Core 0.13's all-to-all dispatcher (arXiv 2504.14960 and its token_dispatcher.py): ranks
+# tell each other how many copies they have; copies go out, their gates, and results come back.
+
+
+def alltoall(ep: str, etp: str = "") -> dict[str, int]:
+    return each(3, f"all_to_all {ep}") | {f"forward all_gather {ep}{etp}": 1}
+
+
+TEXTBOOK: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    # GShard (arXiv 2006.16668): dispatch and combine, and the same for gradients;
+    # shared experts have all tokens where they are and add nothing.
+    **dict.fromkeys(("one rank", "dp"), ({}, {})),
+    **dict.fromkeys(("ep", "one expert a rank"), (alltoall("dp/ep"), {})),
+    **dict.fromkeys(
+        ("ep inside dp", "zero 1", "zero 2", "zero 3", "hybrid zero 2", "hybrid zero 3"),
+        (alltoall("ep"), {}),
+    ),
+    "ep over cp": (alltoall("cp/ep"), {}),
+    # Rows are gathered over etp before the experts and scattered after, in backward the other way
+    # round; shared experts do with sequences what a dense MLP does (arXiv 2205.05198, section
+    # 4.2.2).
+    **dict.fromkeys(
+        ("tp + sp inside experts", "zero 3, tp + sp"),
+        (added(alltoall("dp/ep", "+tp/etp"), GATHERED, PROBS), GATHERED),
+    ),
+    "tp + sp + cp, zero 1": (added(alltoall("cp/ep", "+tp/etp"), GATHERED, PROBS), GATHERED),
+    # Every rank of tp has the same rows: sums after the experts, and of gradients before them.
+    # Gradients of their copies stay sums until they are tokens again, where the shared ones' join.
+    "tp inside experts": (
+        added(alltoall("dp/ep"), each(1, "all_reduce tp/etp"), {"backward all_reduce tp/etp": 1}),
+        {"forward all_reduce tp/etp": 1},
+    ),
+    # Gates that are multiplied where the tokens are do not travel.
+    **dict.fromkeys(
+        ("gates before", "gates after"),
+        (added(each(2, "all_to_all dp/ep"), {"forward all_gather dp/ep": 1}), {}),
+    ),
+    # Megatron-Core's all-gather dispatcher: hidden states, gates and who goes where; sums back.
+    # The gather of the gradient is that of the residual stream, and not in this scope.
+    "gathered": (GATHER_ALL, {}),
+    "gathered, tp + sp": (
+        added(GATHER_ALL, {name.replace("dp/ep", "tp/etp"): n for name, n in GATHER_ALL.items()}),
+        GATHERED,
+    ),
+    # Padded to a capacity, nobody needs to know how many.
+    "padded": (each(3, "all_to_all dp/ep"), {}),
+}
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_textbook(name: str) -> None:
+    routed, shared = TEXTBOOK[name]
+    assert moved("moe", RUNS[name]) == routed
+    assert moved("shared", RUNS[name]) == Counter(routed) + Counter(shared)
+
+
+def reductions(settings: dict[str, Any]) -> dict[bool, Counter[str]]:
+    """How gradients of experts, and of the other matrices, are reduced over data parallelism."""
+    _, graph, mesh, *_ = sharded("shared", settings)
+    found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for n in graph:
+        if n.op in COLLECTIVE_OPS and n.role is Role.STEP_GRADIENT and n.scope == "mlp":
+            weight = str(n.srcs[0]["param"])
+            if not weight.endswith("norm.weight"):
+                found[weight in EXPERTS][f"{n.op} {mesh.label(n['axes'])}"] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "others"),
+    [
+        ("dp", "all_reduce dp/edp", "all_reduce dp/edp"),
+        ("ep", "", "all_reduce dp/ep"),
+        ("ep inside dp", "all_reduce edp", "all_reduce dp"),
+        ("edp fastest", "all_reduce edp", "all_reduce dp"),
+        ("ep over tp", "", ""),
+        ("etp 1, sp", "", "all_reduce dp"),
+        ("ep over cp", "all_reduce dp/edp", "all_reduce cp/ep+dp/edp"),
+        ("zero 1", "reduce_scatter edp", "reduce_scatter dp"),
+        ("tp + sp + cp, zero 1", "reduce_scatter dp/edp", "reduce_scatter cp/ep+dp/edp"),
+    ],
+)
+def test_gradients_of_experts_are_reduced_over_their_copies(
+    name: str, experts: str, others: str
+) -> None:
+    found = reductions(RUNS[name])
+    assert found[True] == ({experts: 3} if experts else {})  # up, gate, down
+    assert found[False] == ({others: 4} if others else {})  # the shared ones and the router
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+
+def products(compiled: Compiled) -> Counter[str]:
+    """FLOPs of matrix products of all ranks by phase."""
+    found: Counter[str] = Counter()
+    for c in compiled.program.classes:
+        t = c.tasks
+        for row in range(len(t)):
+            if t.kind[row] == TaskKind.COMPUTE and t.ops[t.op[row]] == "einsum":
+                found[PHASES[t.phase[row]]] += int(t.flops[row]) * len(c.ranks)
+    return found
+
+
+@pytest.mark.parametrize("model", ["moe", "mla"])
+@pytest.mark.parametrize("name", ["one rank", "ep inside dp", "zero 3, tp + sp", "etp 1, sp"])
+def test_experts_work_on_the_tokens_they_are_sent(model: str, name: str) -> None:
+    """2 per multiply-add, 3 matrices, forward; dX and dW in backward. By difference of widths."""
+    narrow, run = MODELS[model], Run(model=model, seq_length=16, fuse=False, **RUNS[name])
+    wide = replace(narrow, moe_ffn_hidden_size=3 * narrow.moe_ffn_hidden_size)
+    more = products(compile(run, wide)) - products(compile(run, narrow))
+    tokens = 16 * run.dp * run.microbatches * narrow.num_layers
+    width = wide.moe_ffn_hidden_size - narrow.moe_ffn_hidden_size
+    forward = 2 * 3 * tokens * narrow.top_k * narrow.hidden_size * width
+    assert more == {"forward": forward, "backward": 2 * forward}
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "turned"),
+    [("mla", 4 + 1, 2), ("moe", 4 + 2, 4), ("half", 4 + 2, 2)],
+)
+def test_rope_turns_its_part_of_heads(model: str, heads: int, turned: int) -> None:
+    """Of latent attention, the part that all heads' keys share; of others, a fraction of each."""
+    config = (MODELS | {"half": replace(MOE, rotary_fraction=0.5)})[model]
+    compiled = compile(Run(model=model, seq_length=16, fuse=False), config)
+    t = compiled.program.classes[0].tasks
+    rope = (t.op == t.ops.index("rope")) & (t.phase == PHASES.index("forward"))
+    assert t.flops[rope].sum() == 2 * 16 * heads * turned * 3  # two layers; x cos + y sin
+
+
+def test_a_rank_sends_the_rows_of_its_tokens() -> None:
+    """Every rank sends a copy of each of its tokens for each of its experts, itself included."""
+    compiled = compile(Run(model="moe", seq_length=16, dp=4, ep=2), MOE)
+    (c,) = compiled.program.classes
+    sent = c.tasks.comm_bytes[c.tasks.collective == 3].tolist()  # all_to_all
+    bf16 = 2
+    copies = 16 * MOE.top_k
+    row, gate = copies * MOE.hidden_size * bf16, copies * bf16
+    assert sorted(sent) == [gate] * 2 * MOE.num_layers + [row] * 4 * MOE.num_layers
+
+
+def test_rows_are_rounded_up_to_what_ranks_share_evenly() -> None:
+    run = Run(model="moe", seq_length=6, dp=4, ep=2)
+    few = replace(MOE, top_k=1)
+    assert sizes_of(run.resolved(few), few)["R"] == 4 * 2  # 24 tokens on 4 experts: 6, as 4 x 1.5
+
+
+# ---- whole programs ------------------------------------------------------------------------------
+
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ep, pp": ("moe", {"dp": 2, "ep": 2, "pp": 2, "global_batch_size": 8}),
+    "all but cp": ("shared", {"tp": 2, "dp": 4, "ep": 2, "pp": 2, "zero": 1} | SP),
+    "ep over dp and cp, zero 3": ("mla", {"cp": 2, "dp": 2, "ep": 4, "zero": 3}),
+    "interleaved": ("mla", {"dp": 2, "ep": 2, "pp": 2, "vpp": 2, "layers": 4}),
+    "recompute": ("mla, whole queries", {"dp": 4, "ep": 4, "recompute": "full"}),
+    "hybrid": ("shared", {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 3, "pp": 2}),
+    "streams": ("shared", {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "streams": "separate"} | SP),
+    "unfused": ("mla", {"tp": 2, "dp": 2, "ep": 2, "flash_attention": False}),
+    "dense first": ("dense first", {"dp": 2, "ep": 2, "pp": 2}),
+}
+
+
+@cache
+def compiled(name: str) -> Compiled:
+    model, settings = PROGRAMS[name]
+    models = MODELS | {"dense first": replace(MODELS["mla"], first_dense_layers=1)}
+    return compile(Run(model=model, seq_length=16, **settings), models[model])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_rank_can_run(name: str) -> None:
+    streams = str(PROGRAMS[name][1].get("streams", "one"))
+    check_program(compiled(name).program, streams=streams, seeds=(0,))
+
+
+def test_layers_of_both_kinds() -> None:
+    both = compiled("dense first")
+    assert [label for label in both.blocks if label.startswith("layer")] == [
+        "layer dense",
+        "layer experts",
+    ]
+    dense, mixture = (c.tasks for c in both.program.classes)
+    assert (sum(dense.collective == 3), sum(mixture.collective == 3)) == (0, 2 * 6)
+
+
+def test_groups_of_ep_and_of_the_copies_of_experts() -> None:
+    program = compile(Run(model="moe", seq_length=16, dp=4, tp=2, ep=2), MOE).program
+    groups = program.groups()
+    found: dict[str, list[list[int]]] = {}
+    for slot in range(len(program.communicators)):
+        ids = sorted({int(i) for i in program.group_of(slot)} - {0})
+        found[program.label_of(slot)] = [groups[i] for i in ids]
+    assert found["tp/etp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert found["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert found["edp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert found["dp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "wanted"),
+    [
+        ("moe", {"dp": 3, "ep": 3}, "ep=3 does not divide the 4 experts of moe; use 1, 2 or 4"),
+        (
+            "dense",
+            {"dp": 2, "ep": 2},
+            "dense is a dense model; ep=2 needs a mixture-of-experts model; use ep=1",
+        ),
+        (
+            "dense",
+            {"tp": 2, "etp": 2},
+            "dense is a dense model; etp=2 needs a mixture-of-experts model; use etp=1",
+        ),
+        (
+            "moe",
+            {"tp": 2, "ep": 2},
+            "etp=2 * ep=2 does not divide tp * cp * dp = 2: experts spread over the ranks of "
+            "these; use a smaller ep, or more dp",
+        ),
+        (
+            "moe",
+            {"dp": 3, "etp": 3},
+            "etp=3 does not divide the width 8 of an expert of moe; use 1, 2, 4 or 8",
+        ),
+        (
+            "moe",
+            {"tp": 4, "dp": 3, "ep": 2, "etp": 6},
+            "etp=6 does not divide the width 8 of an expert of moe; use 1, 2, 4 or 8",
+        ),
+    ],
+)
+def test_refused(model: str, settings: dict[str, Any], wanted: str) -> None:
+    dense = replace(MOE, name="dense", num_experts=0, top_k=0, moe_ffn_hidden_size=0)
+    with pytest.raises(UserError) as info:
+        compile(Run(model=model, seq_length=48, **settings), dense if model == "dense" else MOE)
+    assert str(info.value) == wanted
+
+
+def test_degrees_that_do_not_nest_are_refused() -> None:
+    wide = replace(MOE, num_experts=6, moe_ffn_hidden_size=12)
+    with pytest.raises(UserError, match=r"^ep=6 does not fit the ranks of dp=4: one must be a"):
+        compile(Run(model="moe", seq_length=48, dp=4, cp=3, ep=6, order="dp-tp-cp-ep-pp"), wide)

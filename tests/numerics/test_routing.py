@@ -1,0 +1,406 @@
+"""Loads of experts: who sends and gets how many copies of tokens, and what ranks then do.
+
+Toy sizes: two layers with experts, 4 experts, 2 of them for each of a rank's 16 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from invariants import check as check_invariants
+from stagewright import generate
+from stagewright.check.program import check_program
+from stagewright.check.verify import verify
+from stagewright.errors import UserError
+from stagewright.lower.assemble import lower
+from stagewright.lower.kernels import extent_of
+from stagewright.lower.routing import ROWS, Load, Routing, Rows
+from stagewright.lower.stages import Placed
+from stagewright.lower.training import Compiled, compile, lowered, place_blocks, sizes_of
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.degrees import parallelization
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind
+from stagewright.run.settings import Run
+from toys import MOE
+
+M, X, BF16, COPIES = MOE.hidden_size, MOE.moe_ffn_hidden_size, 2, 16 * 2
+SP: dict[str, Any] = {"sequence_parallel": True}
+STAGES = {"dp": 4, "ep": 4, "pp": 2}
+LOADS = {"even": [1, 1, 1, 1], "one idle": [3, 1, 4, 0], "halves": [1, 3, 2, 2]}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Compile the toy with these loads, a list of numbers or one for each layer."""
+
+    def compiled(load: object, model: ModelConfig = MOE, **settings: Any) -> Compiled:
+        file = tmp_path / "load.json"
+        file.write_text(json.dumps(load))
+        given = {"expert_load": str(file)} if load else {}
+        return compile(Run(model="moe", seq_length=16, **given, **settings), model)
+
+    return compiled
+
+
+def expert_flops(of: RankClass) -> int:
+    """Of the products with experts' weights, whose kernels have several matrices."""
+    t = of.tasks
+    shapes = [t.shapes[s] if s >= 0 else None for s in t.shape]
+    return sum(
+        int(t.flops[i])
+        for i, s in enumerate(shapes)
+        if s is not None and s.kernel == "gemm" and dict(s.extents)["batch"] == 2
+    )
+
+
+def exchanged(of: RankClass, layer: int) -> dict[str, int]:
+    """Bytes that a rank gives to each all-to-all of hidden states."""
+    t = of.tasks
+    mine = (t.collective == COLLECTIVES.index("all_to_all")) & (t.layer == layer)
+    names = {i: t.names[t.name[i]].split(".")[1] for i in np.flatnonzero(mine)}
+    return {name: int(t.local_bytes[i]) for i, name in names.items() if "probs" not in name}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_ranks_do_the_work_of_their_experts(run: Any, load: list[int]) -> None:
+    """Two ranks with two experts each; 2 ranks send 16 tokens to 2 experts each."""
+    compiled = run(load, dp=2, ep=2, fuse=False)
+    rows = [2 * COPIES * sum(mine) // sum(load) for mine in (load[:2], load[2:])]
+    classes = compiled.program.classes
+    assert len(classes) == len(set(rows))
+    for c in classes:
+        for rank in c.ranks.tolist():
+            # three products forward, six backward, in two layers
+            assert expert_flops(c) == 9 * 2 * 2 * rows[rank] * M * X
+            for layer in (0, 1):
+                sent, got = COPIES * M * BF16, rows[rank] * M * BF16
+                assert exchanged(c, layer) == {
+                    "dispatched": sent, "returned": got, "d_returned": sent, "d_expert_in": got,
+                }  # fmt: skip
+
+
+def test_members_of_a_group_name_one_size(run: Any) -> None:
+    """That of the even exchange in which every rank gets as much as the busiest one."""
+    compiled = run([[3, 3, 2, 0], [1, 1, 1, 1]], dp=2, ep=2)
+    busiest = {0: 48, 1: 32}
+    check_program(compiled.program)
+    for c in compiled.program.classes:
+        t = c.tasks
+        for i in np.flatnonzero(t.collective == COLLECTIVES.index("all_to_all")):
+            width = 1 if "probs" in t.names[t.name[i]] else M
+            assert t.comm_bytes[i] == busiest[int(t.layer[i])] * width * BF16
+
+
+@pytest.mark.parametrize(
+    ("load", "settings", "classes"),
+    [
+        ([1, 1, 1, 1], {"dp": 2, "ep": 2}, [[0, 1]]),
+        ([1, 3, 2, 2], {"dp": 2, "ep": 2}, [[0, 1]]),  # as many for both ranks
+        ([1, 3, 3, 1], {"dp": 4, "ep": 4}, [[0, 3], [1, 2]]),
+        ([[1, 2, 2, 1], [1, 1, 2, 2]], {"dp": 4, "ep": 4}, [[0], [1], [2], [3]]),
+        # the first stage has the first layer
+        ([[1, 2, 2, 1], [1, 1, 2, 2]], STAGES, [[0, 3], [1, 2], [4, 5], [6, 7]]),
+        ([1, 2, 2, 2], {"dp": 4, "ep": 2}, [[0, 2], [1, 3]]),
+        ([1, 2, 2, 2], {"tp": 2, "dp": 2, "ep": 2, **SP}, [[0, 1], [2, 3]]),
+        ([1, 2, 2, 2], {"tp": 2, "dp": 2, "ep": 4, "etp": 1, **SP}, [[0], [1, 2, 3]]),
+        ([1, 2, 2, 2], {"cp": 2, "dp": 2, "ep": 2}, [[0, 2], [1, 3]]),
+        ([1, 2, 2, 2], {"dp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather"}, [[0], [1]]),
+    ],
+)  # fmt: skip
+def test_classes_follow_the_load(
+    run: Any, load: list[Any], settings: dict[str, Any], classes: list[list[int]]
+) -> None:
+    program = run(load, **settings).program
+    assert [c.ranks.tolist() for c in program.classes] == classes
+    check_invariants(program, seeds=(0,))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dp": 4, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 2, "zero": 1, **SP},
+        {"cp": 2, "dp": 2, "ep": 4, "pp": 2},
+        {"dp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather", "recompute": "full"},
+        {"dp": 4, "ep": 4, "moe_expert_capacity_factor": 2.0},
+    ],
+)
+def test_an_even_load_is_none(run: Any, settings: dict[str, Any]) -> None:
+    """A file in which all experts get as many gives the same program, column by column."""
+    one, two = run([7, 7, 7, 7], **settings).program, run(None, **settings).program
+    assert one.communicators == two.communicators
+    for a, b in zip(one.classes, two.classes, strict=True):
+        assert a.memory == b.memory
+        assert (a.ranks == b.ranks).all()
+        for column in ("kind", "name", "flops", "traffic", "comm_bytes", "local_bytes", "data"):
+            assert (getattr(a.tasks, column) == getattr(b.tasks, column)).all(), column
+        mine, theirs = ([t.shapes[s] if s >= 0 else s for s in t.shape] for t in (a.tasks, b.tasks))
+        assert mine == theirs
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2, "dp": 2, "ep": 2, "zero": 1, **SP},
+        {"cp": 2, "dp": 2, "ep": 4},
+        {"dp": 2, "ep": 2, "pp": 2, "moe_token_dispatcher_type": "allgather", "recompute": "full"},
+    ],
+)
+def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) -> None:
+    """What is added up for each row is what a program has in which all have so many rows."""
+    asked = Run(model="moe", seq_length=16, fuse=fuse, **settings).resolved(MOE)
+    compiled = compile(asked, MOE)
+    mesh, plan = parallelization(asked, MOE)
+    routing, sizes = Routing.of(asked, MOE, plan, 2 * 16), sizes_of(asked, MOE)
+    order = compiled.order
+    stages = place_blocks(asked, MOE)
+    graphs = dict(
+        zip(dict.fromkeys(k for s in stages for k, _ in s), compiled.blocks.values(), strict=True)
+    )
+
+    def make(rows: Rows) -> Program:
+        extent = extent_of(sizes, mesh, {ROWS: rows})
+        blocks = {kind: lowered(graph, asked, mesh, extent) for kind, graph in graphs.items()}
+        placed = [[Placed(blocks[kind], i, "") for kind, i in stage] for stage in stages]
+        return lower(placed, order, mesh)
+
+    got = np.array([[24, 8, 40, 0][: routing.positions]] * 2) * routing.held
+    load = Load(routing, [], np.array([32, 32]), got)
+    for c in load.programs(make).classes:
+        place = int(load.position()[c.ranks[0]])
+        same = make(routing.rows(32, int(got[0, place]))).classes[c.pipeline_rank]
+        kernel = c.tasks.kind == TaskKind.COMPUTE
+        assert (c.tasks.flops == same.tasks.flops).all()
+        assert (c.tasks.traffic == np.where(kernel, np.maximum(same.tasks.traffic, 1), 0)).all()
+        assert (c.tasks.local_bytes == same.tasks.comm_bytes).all()
+        assert (c.values.size == same.values.size).all()
+        assert c.memory == same.memory
+        for one, two in zip(c.tasks.shape, same.tasks.shape, strict=True):
+            assert (one < 0) == (two < 0)
+            assert one < 0 or c.tasks.shapes[one] == same.tasks.shapes[two]
+
+
+def test_copies_that_do_not_divide(run: Any) -> None:
+    """16 tokens for 3 of 6 experts each: 8 rows an expert; of 5 tokens, 2.5."""
+    six = replace(MOE, num_experts=6, top_k=3, num_layers=1)
+    compiled = compile(Run(model="moe", seq_length=5, dp=2, ep=2), six)
+    (c,) = compiled.program.classes
+    assert exchanged(c, 0) == dict.fromkeys(
+        ("dispatched", "returned", "d_returned", "d_expert_in"), 5 * 3 * M * BF16
+    )
+
+
+# ---- capacity ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "factor", "padded", "rows"),
+    [  # 8 copies from each rank to each expert are an even share
+        (None, 0.5, False, [16, 16]),
+        (None, 1.5, False, [32, 32]),  # nothing to drop
+        (None, 1.5, True, [48, 48]),
+        (None, 1.1, True, [36, 36]),  # 8.8, rounded up
+        ([3, 1, 4, 0], 1.0, False, [2 * (8 + 4), 2 * (8 + 0)]),  # of 12, 4, 16, 0
+        ([3, 1, 4, 0], 1.75, False, [2 * (12 + 4), 2 * (14 + 0)]),
+        ([3, 1, 4, 0], 1.0, True, [32, 32]),
+    ],
+)
+def test_capacity(
+    run: Any, load: list[int] | None, factor: float, padded: bool, rows: list[int]
+) -> None:
+    settings = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": padded}
+    compiled = run(load, dp=2, ep=2, fuse=False, **settings)
+    for c in compiled.program.classes:
+        for rank in c.ranks.tolist():
+            assert expert_flops(c) == 9 * 2 * 2 * rows[rank] * M * X
+            sent, got = sum(rows) // 2 * M * BF16, rows[rank] * M * BF16
+            assert exchanged(c, 0) == {
+                "dispatched": sent, "returned": got, "d_returned": sent, "d_expert_in": got,
+            }  # fmt: skip
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "3,1,4,0\n"),
+        ("b.csv", "# tokens of each expert\n\n 3, 1 ,4,0\n3,1,4,0\n"),
+        ("c.json", "[3, 1, 4, 0]"),
+        ("d.json", "[[0.375, 0.125, 0.5, 0], [30, 10, 40, 0]]"),
+        ("e.json", '{"0": [3, 1, 4, 0], "1": [3e9, 1e9, 4e9, 0]}'),
+        ("f.txt", "\ufeff3e2,1e2,4e2,0"),
+    ],
+)
+def test_files(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    compiled = compile(
+        Run(model="moe", seq_length=16, dp=4, ep=4, expert_load=str(tmp_path / name)), MOE
+    )
+    assert compiled.load is not None
+    assert compiled.load.got.tolist() == [[48, 16, 64, 0]] * 2
+    assert compiled.load.sent.tolist() == [32, 32]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([3, 1, 4], "expert_load: all layers: has 3 numbers, wanted one for each of the 4 experts"),
+        ([[3, 1, 4, 0], 1], "expert_load: holds [[3, 1, 4, 0], 1], wanted a list for each layer"),
+        ([], "expert_load: holds [], wanted a list for each layer"),
+        ([[3, 1, "x", 0]], "expert_load: all layers: expert 2 is 'x', wanted a number"),
+    ],
+)
+def test_numbers_in_a_run(given: list[Any], wanted: str) -> None:
+    settings: dict[str, Any] = {"model": "moe", "seq_length": 16, "dp": 4, "ep": 4}
+    for numbers in ([3, 1, 4, 0], [[3, 1, 4, 0]], [[3, 1, 4, 0], [0.375, 0.125, 0.5, 0]]):
+        load = compile(Run(**settings, expert_load=numbers), MOE).load  # type: ignore[arg-type]
+        assert load is not None
+        assert load.got.tolist() == [[48, 16, 64, 0]] * 2
+    with pytest.raises(UserError) as info:
+        compile(Run(**settings, expert_load=given), MOE)  # type: ignore[arg-type]
+    assert str(info.value).startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "is empty; wanted a line of numbers, one for each expert"),
+        ("1,2,3", "all layers: has 3 numbers, wanted one for each of the 4 experts of moe"),
+        ("1,2,3,4\n" * 3, "has 3 lines, wanted one for each of the 2 layers of moe with experts"),
+        ("1,2,3,4\n1,2,x,4", "layer 1: expert 2 is 'x', wanted a number from 0 to 1e18"),
+        ("1,2,3,", "expert 3 is '', wanted a number"),
+        ("1,2,3,-4", "expert 3 is '-4', wanted a number"),
+        ("1,2,3,nan", "expert 3 is 'nan', wanted a number"),
+        ("1,2,3,1e309", "expert 3 is '1e309', wanted a number"),
+        ("0,0,0,0", "all layers: all experts get 0 tokens; wanted some above 0"),
+        ("1,1,1,4", "expert 3 gets 0.5714 of all copies, but of each token's 2 it gets"),
+        ("[1, 2", "not JSON: "),
+        ("[" * 100_000, "nested too deep; wanted plain JSON"),
+        ("[1, 2, 3, true]", "expert 3 is True, wanted a number"),
+        ("[1, 2, 3, [4]]", "expert 3 is [4], wanted a number"),
+        ("[[1, 2, 3, 4], 5]", "wanted a list of numbers for each layer"),
+        ("[]", "holds [], wanted a list of numbers for each layer"),
+        ("[1, 2, 3, " + "9" * 5000 + "]", "not JSON: Exceeds the limit"),
+        ("[1, 2, 3, 1" + "0" * 400 + "]", "wanted a number from 0 to 1e18"),
+        ('{"0": [1, 2, 3, 4]}', "has no layer 1; wanted all of 0 to 1 that have experts (2)"),
+        ('{"0": [1,2,3,4], "1": [1,2,3,4], "2": []}', "'2' is no layer with experts"),
+        ('"1,2,3,4"\n"', "has 1 numbers"),
+        ("1,2,3,4\n" * 100_000, "has 100000 lines"),
+    ],
+)  # fmt: skip
+def test_files_that_are_refused(tmp_path: Path, text: str, wanted: str) -> None:
+    file = tmp_path / "load"
+    file.write_text(text)
+    with pytest.raises(UserError) as info:
+        compile(Run(model="moe", seq_length=16, dp=2, ep=2, expert_load=str(file)), MOE)
+    assert str(info.value).startswith(f"{file}: ")
+    assert len(str(info.value)) < 400
+    assert wanted in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("none", "cannot be read: "),
+        (".", "cannot be read: "),
+        ("nul\0", "cannot be read: "),
+        ("bytes", "is not text in UTF-8; wanted the loads of experts in CSV or JSON"),
+        ("huge", "over 16000000 bytes; wanted the loads of experts in CSV or JSON"),
+    ],
+)
+def test_what_is_no_file_of_loads(tmp_path: Path, name: str, wanted: str) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe1,2")
+    (tmp_path / "huge").write_bytes(b"1" * 16_000_001)
+    with pytest.raises(UserError, match=wanted):
+        compile(Run(model="moe", seq_length=16, expert_load=str(tmp_path / name)), MOE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (
+            {"tp": 2, "ep": 2, "etp": 1, "expert_load": "x"},
+            "expert_load needs ranks that share experts to have tokens of their own, but ep is "
+            "over ranks of tp, which have the same; set sequence_parallel",
+        ),
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            "moe_pad_expert_input_to_capacity pads to moe_expert_capacity_factor; set it, or drop "
+            "moe_pad_expert_input_to_capacity",
+        ),
+        (
+            {"moe_token_dispatcher_type": "allgather", "moe_expert_capacity_factor": 1.5},
+            "moe_expert_capacity_factor=1.5 needs copies that go to their experts, got "
+            "moe_token_dispatcher_type=allgather; use alltoall, or drop the factor",
+        ),
+        (
+            {"moe_token_dispatcher_type": "allgather", "moe_apply_probs": "input"},
+            "moe_apply_probs=input needs moe_token_dispatcher_type=alltoall, got allgather; use "
+            "alltoall, or moe_apply_probs=experts",
+        ),
+        (
+            {"moe_router_load_balancing_type": "seq_aux_loss"},
+            "moe_router_load_balancing_type=seq_aux_loss does nothing with moe_aux_loss_coeff=0; "
+            "set moe_aux_loss_coeff, such as 0.01, or drop it",
+        ),
+    ],
+)
+def test_settings_that_contradict(settings: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError) as info:
+        compile(Run(model="moe", seq_length=16, **settings), MOE)
+    assert str(info.value) == wanted
+
+
+@pytest.mark.parametrize("name", ["expert_load", "moe_router_dtype", "moe_aux_loss_coeff"])
+def test_dense_models_have_no_experts_to_set(name: str) -> None:
+    value = {"expert_load": "x", "moe_router_dtype": "fp32", "moe_aux_loss_coeff": 0.5}[name]
+    with pytest.raises(UserError, match=f"gpt2 is a dense model; {name}={value} needs a mixture"):
+        compile(Run(model="gpt2", **{name: value}))
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
+    """Every rank's file has its own load; the manifest holds it, whatever becomes of the file."""
+    file = tmp_path / "load.csv"
+    file.write_text("5,1,2,4\n1,1,1,1\n")
+    asked = Run(model="moe", seq_length=16, dp=4, ep=4, pp=2, expert_load=str(file))
+    generate(compile(asked, MOE), tmp_path / "one")
+    report = verify(tmp_path / "one")
+    assert report.ok, report.findings
+    assert report.kinds > 4
+    file.unlink()
+    again = Run.load(tmp_path / "one" / "manifest.json")
+    assert "expert_load=..." in again.describe()
+    generate(compile(again, MOE), tmp_path / "two")
+    for rank in range(8):
+        one, two = (tmp_path / x / f"workload.{rank}.et" for x in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_shares_are_exact() -> None:
+    plan = parallelization(Run(model="moe", dp=2, ep=2), MOE)[1]
+    routing = Routing.of(Run(model="moe", dp=2, ep=2), MOE, plan, 2 * 16)
+    assert routing.taken(Fraction(1, 3)) == Fraction(32, 3)
+    assert routing.even()(("dp",)) == 8  # of an expert, from one rank
+    assert routing.even()(()) == 16
+
+
+def test_a_layer_without_rows_still_runs(run: Any) -> None:
+    """An idle expert's kernels are launched; its rank gives nothing to the exchange back."""
+    compiled = run([3, 1, 4, 0], dp=4, ep=4)
+    idle = next(c for c in compiled.program.classes if 3 in c.ranks)
+    assert idle.tasks.traffic[idle.tasks.kind == TaskKind.COMPUTE].min() >= 1
+    assert exchanged(idle, 0)["returned"] == 0
+    check_invariants(compiled.program)

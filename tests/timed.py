@@ -1,0 +1,54 @@
+"""Small runs, ways to execute them, and durations that are drawn: what timelines are tried with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from stagewright.arrays import Int
+from stagewright.program.columns import Program
+from stagewright.time.simulate.issue import Execution
+
+SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "streams": "separate"}
+SP = {"sequence_parallel": True}
+GPT = SMALL | {"model": "gpt2"}
+MIXTRAL = SMALL | {"model": "mixtral-8x7b"}
+RUNS: dict[str, dict[str, Any]] = {
+    "dp": SMALL | {"dp": 2, "global_batch_size": 4},
+    "sp": SMALL | SP | {"tp": 2, "dp": 2, "zero": 1, "global_batch_size": 4},
+    "pp": SMALL | {"layers": 4, "pp": 4, "global_batch_size": 6},
+    "vpp": SMALL | {"layers": 4, "pp": 2, "vpp": 2, "tp": 2, "dp": 2, "global_batch_size": 8},
+    "zb": SMALL | {"layers": 4, "pp": 4, "schedule": "zb-h1", "global_batch_size": 6},
+    "dual": SMALL | {"layers": 4, "pp": 4, "schedule": "dualpipe", "global_batch_size": 8},
+    "zero3": SMALL | {"dp": 2, "cp": 2, "zero": 3, "global_batch_size": 4},
+    "zero2": SMALL | {"dp": 2, "tp": 2, "zero": 2, "global_batch_size": 4},
+    "offload": SMALL | {"layers": 4, "cpu_offloading_num_layers": 2, "optimizer_cpu_offload": True,
+                        "dp": 2, "zero": 1, "global_batch_size": 4},
+    "apart": SMALL | {"mode": "decode", "prefill": {"tp": 2, "pp": 2}, "tp": 2, "dp": 2,
+                      "batch_size": 8, "context_length": 64, "seq_length": None},
+    "tied": GPT | {"layers": 4, "pp": 4, "dp": 2, "global_batch_size": 8},
+    "moe": MIXTRAL | SP | {"tp": 2, "dp": 4, "ep": 4, "zero": 1, "global_batch_size": 8},
+}  # fmt: skip
+WAYS = {
+    "overlap": Execution(),
+    "one": Execution(streams="one"),
+    "no dp": Execution(no_overlap=frozenset({"dp"})),
+    "none": Execution(no_overlap=frozenset({"tp", "cp", "ep", "dp", "pp"})),
+    "late": Execution(prefetch=0),
+    "ahead": Execution(prefetch=3),
+    "next": Execution(overlap_param_gather=True),
+    "slow": Execution(slowdown=0.25, overlap_param_gather=True),
+}
+
+
+def durations(program: Program, seed: int, alike: bool) -> list[Int]:
+    """Ticks by class and row; `alike`: rows of one name take the same."""
+    random = np.random.default_rng(seed)
+    by_name = random.integers(1, 10**7, 10**4)
+    result: list[Int] = []
+    for of in program.classes:
+        t = of.tasks
+        ticks = by_name[t.name] if alike else random.integers(1, 10**7, len(t))
+        result.append(np.where(t.slot >= 0, by_name[t.slot] % 997 + t.comm_bytes % 10**6, ticks))
+    return result

@@ -1,0 +1,388 @@
+"""Sizes: algebraic laws, text, substitution and compiled code, each against exact fractions."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagewright.algebra.size import Size, ceil_div, compile_sizes, maximum, product, size, total
+
+NAMES = ["B", "S", "H", "tp", "lambda"]  # A keyword of Python must not confuse generated code.
+Values = dict[str, int]
+relaxed = settings(deadline=None)  # Machines that run tests are busy.
+# A size beside its meaning: the same operations, done on fractions.
+Pair = tuple[Size, Callable[[Values], Fraction]]
+
+
+def pair(on_sizes: Callable[..., Size], on_fractions: Callable[..., Any], *args: Pair) -> Pair:
+    """Apply an operation to both sides."""
+    made = on_sizes(*[x for x, _ in args])
+    return made, lambda v: Fraction(on_fractions(*[meaning(v) for _, meaning in args]))
+
+
+def both(operation: Callable[..., Any], *args: Pair) -> Pair:
+    """Apply an operation that reads the same for sizes and fractions."""
+    return pair(operation, operation, *args)
+
+
+def rounded_up(a: Fraction, b: Fraction) -> int:
+    """What ceil_div means."""
+    return math.ceil(a / b)
+
+
+symbols: st.SearchStrategy[Pair] = st.sampled_from(NAMES).map(
+    lambda n: (size(n), lambda v: Fraction(v[n]))
+)
+numbers: st.SearchStrategy[Pair] = st.fractions(-3, 3, max_denominator=4).map(
+    lambda c: (size(c), lambda v: c)
+)
+divisors: st.SearchStrategy[Pair] = st.one_of(
+    symbols,
+    st.integers(1, 4).map(lambda c: (size(c), lambda v: Fraction(c))),
+    st.builds(lambda a, b: pair(ceil_div, rounded_up, a, b), symbols, symbols),
+    st.builds(lambda a, b: pair(maximum, max, a, b), symbols, symbols),
+)
+
+
+def grow(pairs: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:
+    """One more operation on top."""
+    return st.one_of(
+        st.builds(lambda a, b: both(lambda x, y: x + y, a, b), pairs, pairs),
+        st.builds(lambda a, b: both(lambda x, y: x - y, a, b), pairs, pairs),
+        st.builds(lambda a, b: both(lambda x, y: x * y, a, b), pairs, pairs),
+        st.builds(lambda a, b: both(lambda x, y: x / y, a, b), pairs, divisors),
+        st.builds(lambda a, n: both(lambda x: x**n, a), pairs, st.integers(0, 2)),
+        st.builds(lambda a, b: pair(ceil_div, rounded_up, a, b), pairs, divisors),
+        st.builds(lambda a, b: pair(maximum, max, a, b), pairs, pairs),
+    )
+
+
+pairs = st.recursive(symbols | numbers, grow, max_leaves=8)
+sizes = pairs.map(lambda p: p[0])
+values = st.fixed_dictionaries({n: st.integers(1, 6) for n in NAMES})
+
+
+@relaxed
+@given(sizes, sizes, sizes)
+def test_sizes_are_a_commutative_ring(a: Size, b: Size, c: Size) -> None:
+    assert a + b is b + a
+    assert a * b is b * a
+    assert (a + b) + c is a + (b + c)
+    assert (a * b) * c is a * (b * c)
+    assert a * (b + c) is a * b + a * c
+    assert a + 0 is a is a * 1
+    assert a - a == 0
+    assert a * 0 == 0
+    assert 0 - (0 - a) is a
+    assert a - b is -(b - a)
+
+
+@relaxed
+@given(sizes, divisors, st.integers(-3, 3), st.integers(-3, 3))
+def test_a_single_term_divides_exactly(a: Size, divisor: Pair, m: int, n: int) -> None:
+    d, _ = divisor
+    assert a / d * d is a
+    assert 1 / d is d**-1
+    assert d**m * d**n is d ** (m + n)
+
+
+@relaxed
+@given(sizes, sizes, sizes)
+def test_maximum_is_associative_commutative_and_idempotent(a: Size, b: Size, c: Size) -> None:
+    assert maximum(a, maximum(b, c)) is maximum(maximum(a, b), c) is maximum(c, a, b)
+    assert maximum(a, a) is a
+
+
+@relaxed
+@given(pairs, values)
+def test_values_are_those_of_exact_fractions(p: Pair, v: Values) -> None:
+    x, meaning = p
+    expected = meaning(v)
+    assert x.subs(v) == expected
+    assert hash(x.subs(v)) == hash(expected)
+    if expected.denominator == 1:
+        assert x.value(v) == expected
+        assert type(x.value(v)) is int
+    else:
+        with pytest.raises(ValueError, match="is not a whole number with"):
+            x.value(v)
+
+
+@relaxed
+@given(pairs, values, st.sets(st.sampled_from(NAMES)))
+def test_substitution_may_be_partial_and_by_sizes(p: Pair, v: Values, first: set[str]) -> None:
+    x, meaning = p
+    part = x.subs({n: v[n] for n in first})
+    assert part.symbols <= x.symbols - first
+    assert part.subs(v) == meaning(v)
+    swapped = x.subs({"S": 2 * size("H"), "H": "S"})  # All at once: the new H stays.
+    assert swapped.subs(v) == meaning({**v, "S": 2 * v["H"], "H": v["S"]})
+
+
+@relaxed
+@given(sizes)
+def test_text_reads_back(x: Size) -> None:
+    assert Size.parse(str(x)) is x
+    assert pickle.loads(pickle.dumps(x)) is x
+    assert copy.deepcopy(x) is x
+
+
+@relaxed
+@given(st.lists(sizes, max_size=6))
+def test_total_and_product_are_repeated_operations(xs: list[Size]) -> None:
+    assert total(xs) is sum(xs, size(0))
+    assert product(xs) is reduce(lambda a, b: a * b, xs, size(1))
+
+
+@relaxed
+@given(st.lists(pairs, max_size=5), st.lists(values, min_size=1, max_size=3))
+def test_compiled_code_agrees(ps: list[Pair], vs: list[Values]) -> None:
+    got = compile_sizes([x for x, _ in ps])({n: np.array([v[n] for v in vs]) for n in NAMES})
+    assert got.shape == (len(ps), len(vs))
+    for row, (x, meaning) in zip(got, ps, strict=True):
+        for cell, v in zip(row, vs, strict=True):
+            if got.dtype == np.int64:
+                assert cell == meaning(v)
+            else:
+                largest = max([abs(Size({t: c}).subs(v)._evaluate({})) for t, c in x.terms] or [0])
+                assert abs(cell - float(meaning(v))) <= 1e-9 * max(1, float(largest))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        "-3/2",
+        "B - 1",
+        "3/2*S",
+        "-S + 1",
+        "S^2",
+        "B*S/dp",
+        "2*B*S*H/tp",
+        "1/tp",
+        "3/2/tp",
+        "B*S/cp/tp^2",
+        "ceil(V/tp)*H",
+        "2*B*S/dp + ceil(V/tp)",
+        "B*S*ceil(V/tp) - 1/3*max(S, 1)^2",
+        "H/max(ceil(kv/tp), tp, 1)",
+        "S^2 + S/tp + H - 1/tp + 7",
+    ],
+)
+def test_normal_forms_print_as_written(text: str) -> None:
+    assert str(size(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("S*B", "B*S"),
+        ("(S + 1) * (S - 1)", "S^2 - 1"),
+        ("-(S - -2)^2", "-S^2 - 4*S - 4"),
+        ("S**2 * S^-1 / (2*S)", "1/2"),
+        ("ceil(7/2) + ceil(-7/2)", "1"),
+        ("ceil((V + 2*tp)/tp + S)", "S + ceil(V/tp) + 2"),
+        ("ceil(ceil(S/2))", "ceil(1/2*S)"),
+        ("ceil(max(S, H))", "max(H, S)"),
+        ("ceil(max(S/2, 1))", "ceil(max(1/2*S, 1))"),
+        ("max(S)", "S"),
+        ("max(3, S, 5, S - 1)", "max(S, 5)"),
+        ("max(B, max(S, H), S)", "max(B, H, S)"),
+        ("max", "max"),
+    ],
+)
+def test_expressions_come_to_one_normal_form(text: str, normal: str) -> None:
+    assert str(Size.parse(text)) == normal
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "column 1 should be a number, a symbol or a parenthesis"),
+        ("2*B +", r"size '2\*B \+': column 6 should be a number"),
+        ("B S", "column 3 should be an operator"),
+        ("(B", "column 3 should be an operator"),
+        ("B)", "column 2 should be an operator"),
+        ("0)", "column 2 should be an operator"),
+        ("2.5*B", "column 1 should be a number"),
+        ("2B", "column 1 should be a number"),
+        ("S^T", "column 2 should be an operator"),
+        ("2^3^2", "column 2 should be an operator"),
+        ("floor(S)", "column 6 should be an operator"),
+        ("ceil(S, T)", "ceil holds one size, got S, T"),
+        ("(S, T)", "a parenthesis holds one size, got S, T"),
+        ("H/(S + T)", r"cannot divide H by S \+ T: only a single term divides exactly"),
+    ],
+)
+def test_bad_text_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Size.parse(text)
+
+
+def test_numbers_equal_and_hash_as_sizes() -> None:
+    assert size(3) == 3 == size(Fraction(3))
+    assert size("S") != 3
+    assert size("S") != "S"
+    assert {size(3): "three"}[3] == "three"
+    assert hash(size(Fraction(1, 2))) == hash(Fraction(1, 2))
+    assert not size(0)
+    assert size(0).is_number
+    assert size("3/2").is_number
+    assert not size("S").is_number
+    assert size(np.int64(4)) == 4
+    assert np.int64(4) * size("S") is 4 * size("S")
+
+
+def test_symbols_are_found_inside_ceil_and_max() -> None:
+    assert size("B + ceil(V/tp)*max(S, ceil(H/cp))").symbols == {*"BVSH", "tp", "cp"}
+
+
+def test_errors_name_both_operands_and_the_values() -> None:
+    H, tp = size("H"), size("tp")
+    with pytest.raises(ValueError, match=r"cannot divide H by tp \+ 1: only a single term"):
+        H / (tp + 1)
+    with pytest.raises(ValueError, match="cannot divide H by 0"):
+        H / 0
+    with pytest.raises(ValueError, match=r"cannot divide 1 by tp \+ 1"):
+        (tp + 1) ** -2
+    with pytest.raises(ValueError, match=r"cannot divide H by cp \+ 1"):
+        (H / tp).subs({"tp": "cp + 1"})
+    with pytest.raises(
+        ValueError, match=r"^H/tp = 64/6 is not a whole number with {'H': 64, 'tp': 6}$"
+    ):
+        (H / tp).value({"H": 64, "tp": 6, "dp": 2})
+    with pytest.raises(ValueError, match=r"^H/tp needs a value for 'tp'; known: \['H', 'dp'\]$"):
+        (H / tp).value({"H": 64, "dp": 2})
+    with pytest.raises(ValueError, match=r"^H/tp: .*zero, with {'H': 64, 'tp': 0}"):
+        (H / tp).value({"H": 64, "tp": 0})
+    with pytest.raises(ValueError, match=r"^H: 'float' object .* with {'H': 2.5}"):
+        H.value({"H": 2.5})
+    with pytest.raises(ValueError, match="at least one size"):
+        maximum()
+    with pytest.raises(TypeError, match=r"a size is a whole number, a fraction or a str, not 1\.5"):
+        size(1.5)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        H + 1.5
+
+
+def test_values_do_not_overflow() -> None:
+    big = np.int64(2**62)
+    assert size("S^3").value({"S": big}) == 2**186
+
+
+@pytest.mark.numerics
+def test_large_and_deep_sizes_take_no_recursion() -> None:
+    terms = [f"{i + 1}*x{i}/tp" for i in range(5_000)]
+    wide = Size.parse(" + ".join(terms))
+    assert wide is total(terms)
+    assert wide.value({"tp": 1} | {f"x{i}": 1 for i in range(5_000)}) == sum(range(5_001))
+    assert len(product(f"x{i}" for i in range(5_000)).symbols) == 5_000
+    deep = size("S")
+    for _ in range(1_500):
+        deep = ceil_div(deep, 2)
+    assert deep.value({"S": 5}) == 1
+    assert deep.subs({"S": 2**1501}) == 2
+    assert Size.parse(str(deep)) is deep
+    assert compile_sizes([deep])({"S": 5}).tolist() == [[1]]
+
+
+def test_compiled_whole_sizes_are_exact_int64_while_they_fit() -> None:
+    f = compile_sizes(["3*B*S", "ceil(S/tp)", "5", "max(S, 7) - B"])
+    many = np.arange(1, 20_001)  # Several chunks, the last one not full.
+    got = f({"B": 2**40 + 1, "S": many, "tp": 3})
+    assert got.dtype == np.int64
+    assert got[0].tolist() == [3 * (2**40 + 1) * s for s in range(1, 20_001)]
+    assert got[1].tolist() == [-(-s // 3) for s in range(1, 20_001)]
+    assert set(got[2]) == {5}
+    assert got[3].tolist() == [max(s, 7) - 2**40 - 1 for s in range(1, 20_001)]
+    assert f({"B": 2**60, "S": many, "tp": 3}).dtype == np.float64
+    assert compile_sizes(["S/tp"])({"S": 1, "tp": 4}).tolist() == [[0.25]]
+
+
+def test_compiled_ceil_is_exact_where_rounding_would_push_it_up() -> None:
+    # In floats 1/3*a + 2/3*b can be one bit above a whole number.
+    x = size("1/2*S + ceil(1/3*S + 2/3*T - 1/7*S - 2/7*T)")
+    s, t = np.meshgrid(np.arange(1, 60), np.arange(1, 60))
+    got = compile_sizes([x])({"S": s.ravel(), "T": t.ravel()})[0]
+    exact = [x.subs({"S": int(a), "T": int(b)}) for a, b in zip(s.flat, t.flat, strict=True)]
+    assert [size(Fraction(v)) for v in got.tolist()] == exact
+
+
+def test_compiled_code_refuses_bad_values() -> None:
+    f = compile_sizes(["B", "H/tp + ceil(H/cp)"])
+    ones = {"B": 1, "H": 1, "tp": 1, "cp": 1}
+    with pytest.raises(ValueError, match="needs a value for 'cp', 'tp'; known:"):
+        f({"B": 1, "H": 2})
+    with pytest.raises(ValueError, match=r"one length, got {'B': 2, 'H': 3}"):
+        f({**ones, "B": np.arange(2), "H": np.arange(3)})
+    with pytest.raises(ValueError, match="'H' should be whole numbers in a row"):
+        f({**ones, "H": np.array([1.5])})
+    with pytest.raises(ValueError, match="'H' should be whole numbers in a row"):
+        f({**ones, "H": np.array([[1]])})
+    for zero in ({"tp": 0}, {"cp": np.array([1, 0])}):
+        with pytest.raises(
+            ValueError, match=f"a denominator is 0; .*{[*zero]}".replace("[", r"\[")
+        ):
+            f({**ones, **zero})
+    with pytest.raises(ValueError, match="a denominator is 0"):
+        compile_sizes(["ceil(H/cp)"])({"H": np.array([1, 2]), "cp": 0})
+    assert f({**ones, "B": np.arange(0)}).shape == (2, 0)
+    assert compile_sizes([])({}).shape == (0, 1)
+
+
+def test_common_subexpressions_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(a: Any, b: Any) -> Any:
+        calls.append(1)
+        return np.where(a > b, a, b)
+
+    monkeypatch.setattr(np, "maximum", counted)
+    f = compile_sizes(["max(H, S)", "2*max(S, H)", "ceil(max(H, S)/tp) + B"])
+    assert f({"H": 3, "S": 5, "B": 1, "tp": 2}).ravel().tolist() == [5, 10, 4]
+    assert len(calls) == 1
+
+
+def test_text_is_the_same_in_every_process_and_numpy_stays_out() -> None:
+    code = (
+        "import sys; from stagewright.algebra.size import *; "
+        "x = Size.parse('max(dp, B*S*H/tp, b + 1)*ceil(V/tp + H/cp)*s + c*b/a - B/b + 3'); "
+        "assert 'numpy' not in sys.modules; print(x)"
+    )
+    path = os.pathsep.join(p for p in sys.path if p)
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in "123"
+    }
+    assert len(texts) == 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(pairs, values)
+def test_sympy_agrees(p: Pair, v: Values) -> None:
+    sympy: Any = pytest.importorskip("sympy")
+    x, meaning = p
+    by_name = {s.name: s for s in x.to_sympy().free_symbols}
+    assert by_name.keys() <= x.symbols  # sympy may cancel more.
+    got = x.to_sympy().subs({s: v[n] for n, s in by_name.items()})
+    assert got == sympy.Rational(meaning(v).numerator, meaning(v).denominator)
+    assert isinstance(x.latex(), str)

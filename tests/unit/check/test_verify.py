@@ -1,0 +1,1084 @@
+"""Every damage to a directory of traces is found and said in words; sound ones pass."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import stagewright
+import stagewright.trace.write
+from handmade import (
+    COLL,
+    COMP,
+    RECV,
+    SEND,
+    STORE,
+    World,
+    add,
+    attribute,
+    collective,
+    drop,
+    generated,
+    kernel,
+    load,
+    recv,
+    renumber,
+    send,
+    set_to,
+    simple,
+)
+from stagewright.check.program import Unsound, check_program
+from stagewright.check.verify import Report, verify
+from stagewright.errors import UserError
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
+
+TOY: dict[str, Any] = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
+
+GRID: list[dict[str, Any]] = [
+    {},
+    {"tp": 2, "sequence_parallel": True},
+    {"dp": 4, "zero": 3, "global_batch_size": 8},
+    {"tp": 2, "pp": 2, "dp": 2, "global_batch_size": 8},
+    {"pp": 4, "global_batch_size": 8, "schedule": "gpipe"},
+    {"pp": 2, "vpp": 2, "tp": 2, "global_batch_size": 4},
+    {"cp": 4, "tp": 2, "pp": 2},
+    {"cp": 2, "dp": 2, "cp_comm_type": "a2a", "zero": 2},
+    {"cp": 2, "tp": 2, "cp_comm_type": "all_gather", "dp": 2, "order": "pp-dp-ep-cp-tp"},
+    {"dp": 4, "dp_shard": 2, "zero": 3, "tp": 2},
+    {"tp": 4, "pp": 4, "dp": 8, "global_batch_size": 32},
+]
+
+
+def codes(report: Report, level: str = "error") -> list[str]:
+    return [found.code for found in report.of(level)]
+
+
+# ---- sound traces --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", GRID, ids=lambda run: Run(**TOY | run).describe())
+def test_our_own_traces_are_sound(run: dict[str, Any], tmp_path: Path):
+    out = tmp_path / "out"
+    stagewright.generate(compile(Run(**TOY | run)), str(out))
+    report = verify(out)
+    assert report.findings == []
+    assert report.ok
+    assert report.ranks == report.world_size == Run(**TOY | run).world_size
+    assert "made again from the manifest's run" in report.checks
+    assert report.skipped == []
+    assert report.kinds <= 3 * (run.get("pp", 1))  # by pipeline rank, and digits of ranks
+
+
+def test_separate_streams_are_sound_but_left_to_timing(tmp_path: Path):
+    report = verify(generated(tmp_path / "out", tp=2, pp=2, dp=2, streams="separate"))
+    assert report.ok
+    assert codes(report, "warning") == ["order-left-to-timing"]
+    assert "It hangs, for one, if rank" in report.findings[0].message
+    assert report.findings[0].ranks == 8
+
+
+def test_some_ranks_of_a_run(tmp_path: Path):
+    program = compile(Run(**TOY, tp=2, pp=2, dp=2)).program
+    stagewright.trace.write.write(program, tmp_path / "out", ranks=[0, 1, 5], manifest={})
+    report = verify(tmp_path / "out")
+    assert report.ok
+    assert report.findings == []
+    assert report.world_size == 8
+    assert report.ranks == 3
+    assert "the run: only 3 of 8 ranks are here" in report.skipped
+
+
+def test_many_ranks_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("stagewright.check.verify.FEW_BYTES", 0)
+    monkeypatch.setattr("stagewright.check.verify.TASK_BYTES", 500_000)
+    folder = generated(tmp_path / "out", tp=4, dp=32, pp=2)
+    report = verify(folder, workers=2)
+    assert report.ok
+    assert report.ranks == 256
+    assert report.kinds <= 6
+    one = folder / "workload.77.et"
+    one.write_bytes(one.read_bytes().replace(b"all_reduce", b"all_reducf", 1))
+    report = verify(folder, workers=2)
+    assert codes(report) == ["checksum"]
+    assert "'workload.77.et'" in report.findings[0].message
+
+
+def test_places_of_traces(tmp_path: Path):
+    folder = generated(tmp_path / "out", tp=2)
+    assert verify(folder / "workload").ok
+    report = verify(folder / "workload.1.et")
+    assert report.ok
+    assert report.ranks == 1
+    assert report.skipped == ["groups, messages and the run: this is one rank"]
+    shutil.copy(folder / "workload.0.et", folder / "other.0.et")
+    for place, message in (
+        (folder, "several runs; name one of .*/other, .*/workload"),
+        (tmp_path / "none", "no such directory|holds no traces"),
+        (tmp_path, "holds no traces, that is files such as workload.0.et"),
+        (tmp_path / "a" / "b", "no such directory"),
+    ):
+        with pytest.raises(UserError, match=message):
+            verify(place)
+    with pytest.raises(UserError, match="no such file"):
+        verify(folder / "workload", folder / "groups.json")
+
+
+# ---- damages -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks, as a stranger's: without a manifest. Rank 0 sends to 2, 1 to 3; groups of tp."""
+    folder = generated(tmp_path_factory.mktemp("sound") / "w", tp=2, pp=2, global_batch_size=3)
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+Damage = Callable[[World], Any]
+DAMAGES: dict[str, tuple[Damage, str, str]] = {}
+
+
+def damage(code: str, message: str) -> Callable[[Damage], Damage]:
+    """Register a damage to `sound`, the code of the first error, and what the message says."""
+
+    def register(function: Damage) -> Damage:
+        DAMAGES[function.__name__.replace("_", " ")] = function, code, message
+        return function
+
+    return register
+
+
+@damage("no-nodes", "there are no nodes")
+def no_nodes(w: World):
+    w[1].nodes.clear()
+
+
+@damage("duplicate-id", "two nodes have id 7")
+def an_id_twice(w: World):
+    w[1].nodes[3].id = 7
+
+
+@damage("dangling", r"node 9 needs node 123456 \(data_deps\), which does not exist")
+def a_dependency_on_nothing(w: World):
+    w[1].by_id(9).data_deps.append(123456)
+
+
+@damage("cycle", "in a circle, which never runs: node 9 needs node 9; not by data_deps alone")
+def a_node_that_needs_itself(w: World):
+    w[1].by_id(9).ctrl_deps.append(9)
+
+
+@damage("cycle", r"never runs: node \d+ needs node \d+.* needs ")
+def a_circle_of_dependencies(w: World):
+    w[1].by_id(9).data_deps.append(19)
+
+
+@damage("invalid-node", 'node 9 ".*: type INVALID_NODE, or no type')
+def a_node_without_type(w: World):
+    w[1].by_id(9).ClearField("type")
+
+
+@damage("node-type", 'node 9 ".*: a type that Chakra does not have')
+def a_node_of_a_later_schema(w: World):
+    w[1].by_id(9).type = 9
+
+
+def _without(name: str, type_: int) -> Damage:
+    return lambda w: drop(w[1].of(type_)[1], name)
+
+
+for _name, _type in (
+    ("comm_type", COLL),
+    ("comm_size", COLL),
+    ("comm_size", SEND),
+    ("comm_dst", SEND),
+    ("comm_tag", SEND),
+    ("comm_src", RECV),
+    ("comm_tag", RECV),
+):
+    DAMAGES[f"type {_type} without {_name}"] = _without(_name, _type), f"no-{_name}", "has no comm_"
+
+
+@damage("no-work", "num_ops or tensor_size is missing, and nothing has a duration")
+def a_kernel_without_num_ops(w: World):
+    drop(w[1].of(COMP)[4], "num_ops")
+
+
+@damage("no-tensor_size", "has no tensor_size")
+def a_memory_node_without_size(w: World):
+    add(w[1], STORE, 1)
+
+
+@damage("zero-num_ops", "num_ops below 1: in ASTRA-sim it never ends")
+def a_kernel_without_work(w: World):
+    set_to(w[1].of(COMP)[4], "num_ops", int64_val=0)
+
+
+@damage("zero-tensor_size", "tensor_size below 1: in ASTRA-sim it stalls")
+def a_kernel_without_bytes(w: World):
+    set_to(w[1].of(COMP)[4], "tensor_size", uint64_val=0)
+
+
+def _typed(name: str, type_: int, **value: Any) -> Damage:
+    return lambda w: set_to(w[1].of(type_)[1], name, **value)
+
+
+for _name, _type, _value, _said in (
+    ("num_ops", COMP, {"string_val": "12"}, "num_ops is string_val, wanted int64_val"),
+    ("num_ops", COMP, {"double_val": 12.0}, "num_ops is double_val, wanted int64_val"),
+    ("tensor_size", COMP, {"int32_list": [1]}, "tensor_size is int32_list, wanted uint64_val"),
+    ("comm_size", COLL, {"float_val": 64.0}, "comm_size is float_val, wanted int64_val"),
+    ("comm_type", COLL, {"string_val": "ALL_REDUCE"}, "comm_type is string_val"),
+    ("comm_tag", SEND, {"bytes_val": b"1"}, "comm_tag is bytes_val, wanted int32_val"),
+    ("comm_src", RECV, {}, "comm_src is without a value, wanted int32_val"),
+    ("pg_name", COLL, {"int32_val": 1}, "pg_name is int32_val, wanted string_val"),
+    ("is_cpu_op", COMP, {"string_val": "false"}, "is_cpu_op is string_val, wanted bool_val"),
+):
+    DAMAGES[_said] = _typed(_name, _type, **_value), f"type-of-{_name}", _said
+
+
+@damage("group-name", "pg_name is 'tp', wanted a positive number")
+def a_group_with_a_word_for_a_name(w: World):
+    set_to(w[1].of(COLL)[2], "pg_name", string_val="tp")
+
+
+@damage("group-name", "pg_name is '-3', wanted a positive number")
+def a_negative_group(w: World):
+    set_to(w[1].of(COLL)[2], "pg_name", string_val="-3")
+
+
+@damage("comm-type", "no comm_type of Chakra's")
+def a_collective_of_no_type(w: World):
+    set_to(w[1].of(COLL)[2], "comm_type", int64_val=12)
+
+
+@damage("comm-size", "a negative comm_size")
+def a_negative_size(w: World):
+    set_to(w[1].of(COLL)[2], "comm_size", int64_val=-64)
+
+
+@damage("comm-size", "a comm_size of 2\\^63 or more")
+def a_gigantic_size(w: World):
+    set_to(w[1].of(COLL)[2], "comm_size", uint64_val=2**64 - 1)
+
+
+@damage("comm-size", "comm_size 0: nothing to send")
+def an_empty_message(w: World):
+    set_to(w[1].of(SEND)[0], "comm_size", int64_val=0)
+
+
+@damage("comm-size", "comm_size 0: nothing to send")
+def an_empty_all_gather(w: World):
+    node = w[1].of(COLL)[2]
+    set_to(node, "comm_type", int64_val=2)
+    set_to(node, "comm_size", int64_val=0)
+
+
+@damage("comm-tag", "a negative comm_tag")
+def a_negative_tag(w: World):
+    set_to(w[1].of(SEND)[0], "comm_tag", int32_val=-1)
+
+
+@damage("own-peer", "comm_dst is the rank itself")
+def a_send_to_itself(w: World):
+    set_to(w[1].of(SEND)[0], "comm_dst", int32_val=1)
+
+
+@damage("peer", "a negative comm_src")
+def a_receive_from_a_negative_rank(w: World):
+    set_to(w[1].of(RECV)[0], "comm_src", int32_val=-2)
+
+
+@damage("not-own", "comm_src is not the rank, 1, whose file this is")
+def a_send_in_the_name_of_another(w: World):
+    set_to(w[1].of(SEND)[0], "comm_src", int32_val=0)
+
+
+@damage("no-rank", r"rank 1: send of .*: there is no rank 9, of 4 ranks")
+def a_send_to_a_rank_beyond_the_last(w: World):
+    set_to(w[1].of(SEND)[0], "comm_dst", int32_val=9)
+
+
+# Between the ranks.
+
+
+@damage("no-group", r"rank 1: all_reduce of .* is on group 77, which the file of groups does not")
+def an_unknown_group(w: World):
+    set_to(w[1].of(COLL)[2], "pg_name", string_val="77")
+
+
+@damage("not-member", r"rank 1: all_reduce .* is on group 2, which does not have this rank")
+def a_group_of_others(w: World):
+    assert w.groups is not None
+    other = next(name for name, ranks in w.groups.items() if 1 not in ranks)
+    assert other == "2"
+    set_to(w[1].of(COLL)[2], "pg_name", string_val=other)
+
+
+@damage(
+    "idle-member", r"group \d+: rank 1 is a member but issues nothing on it, while rank 0 waits"
+)
+def a_member_that_never_comes(w: World):
+    for node in w[1].of(COLL):
+        w[1].remove(node)
+
+
+@damage(
+    "collectives-differ",
+    r"group 1: its collective 15 is all_reduce of \d+ bytes .* on rank 0, but missing on rank 1, "
+    "which issues only 14",
+)
+def a_collective_less(w: World):
+    w[1].remove(w[1].of(COLL)[14])
+
+
+@damage("collectives-differ", r"its collective 2 is missing on rank 0, .* but all_reduce of 64")
+def a_collective_more(w: World):
+    last = w[1].of(COLL)[-1]
+    name = attribute(last, "pg_name").string_val
+    collective(w[1], int(name), w[1].nodes[-1].id, name="one more")
+
+
+@damage(
+    "collectives-differ", r"its collective 3 is all_reduce of \d+ bytes .* but all_reduce of 3 "
+)
+def another_size(w: World):
+    set_to(w[1].of(COLL)[2], "comm_size", int64_val=3)
+
+
+@damage("collectives-differ", r"its collective 3 is all_reduce of .* but reduce_scatter of ")
+def another_kind(w: World):
+    set_to(w[1].of(COLL)[2], "comm_type", int64_val=7)
+
+
+@damage(
+    "collectives-differ", r"its collective \d+ is all_reduce of (\d+) bytes \(.*\) on rank 0, but"
+)
+def another_order(w: World):
+    sizes = [attribute(node, "comm_size") for node in w[1].of(COLL)]
+    one, two = next((a, b) for a, b in pairwise(sizes) if a.int64_val != b.int64_val)
+    one.int64_val, two.int64_val = two.int64_val, one.int64_val
+
+
+@damage("no-send", r"rank 3: recv of .* from rank 1, which sends no such message")
+def a_send_less(w: World):
+    w[1].remove(w[1].of(SEND)[0])
+
+
+@damage("lost-send", r"rank 1: send of .* to rank 3, which receives no such")
+def a_receive_less(w: World):
+    w[3].remove(w[3].of(RECV)[1])
+
+
+@damage("no-send", r"rank 3: recv of .*\(tag 0, .*from rank 1, .* but a send of .*\(tag 99, node")
+def another_tag(w: World):
+    set_to(w[1].of(SEND)[0], "comm_tag", int32_val=99)
+
+
+@damage("no-send", r"rank 3: recv of 24576 .* from rank 1, .* but a send of 5 bytes \(tag 0, ")
+def another_size_of_a_message(w: World):
+    set_to(w[1].of(SEND)[0], "comm_size", int64_val=5)
+
+
+@damage("lost-send", r"rank 1: send of .* to rank 2, which receives nothing from it")
+def a_send_to_the_wrong_rank(w: World):
+    for node in w[1].of(SEND):
+        set_to(node, "comm_dst", int32_val=2)
+
+
+@damage("hang", r"it never ends: rank 0 waits in recv from 2 .*so on in a circle of 2")
+def a_receive_before_what_it_answers(w: World):
+    """Rank 0 sends only after it has received what rank 2 makes of what it sends."""
+    first_send, first_recv = w[0].of(SEND)[0], w[0].of(RECV)[0]
+    assert first_send.id < first_recv.id
+    del first_recv.data_deps[:]
+    del first_recv.ctrl_deps[:]
+    first_send.data_deps.append(first_recv.id)
+
+
+# The file of groups.
+
+
+def _groups(**changed: Any) -> Damage:
+    def change(w: World) -> None:
+        assert w.groups is not None
+        w.groups |= changed
+
+    return change
+
+
+for _title, _change, _said in (
+    ("a group with a word for a key", {"tp": [0, 1]}, "group 'tp': no positive number"),
+    ("group 0", {"0": [0, 1]}, "group '0': no positive number, at which ASTRA-sim aborts"),
+    ("a group too large", {"99999999999": [0, 1]}, "no positive number"),
+    ("a group with a rank twice", {"9": [0, 1, 1]}, "has a rank twice, at which ASTRA-sim hangs"),
+    ("a group with a rank beyond", {"9": [0, 4]}, "group '9' has rank 4, of 4 ranks"),
+    ("a group that is a number", {"9": 3}, "is no list of ranks"),
+    ("a group of words", {"9": ["0", True]}, "is no list of ranks"),
+    ("a group twice", {"01": [0, 1]}, "group '01' and another are both 1, of which"),
+):
+    DAMAGES[_title] = _groups(**_change), "group-file", _said
+
+
+@damage("group-file", 'wanted {"1": \\[0, 1\\], ...}')
+def groups_as_torch_writes_them(w: World):
+    w.groups = [{"pg_name": "1", "ranks": [0, 1]}]  # type: ignore[assignment]
+
+
+@damage("one-member", "group 1 has one member, at which a collective on it hangs")
+def a_group_of_one(w: World):
+    w.groups = {"1": [0], "2": [2, 3]}
+
+
+@pytest.mark.parametrize("title", DAMAGES)
+def test_damage_is_found(title: str, sound: Path, tmp_path: Path):
+    change, code, message = DAMAGES[title]
+    world = load(sound)
+    change(world)
+    report = verify(world.save(tmp_path / "w"))
+    assert not report.ok
+    found = {each.code: each for each in report.of("error")}
+    assert code in found, report.findings
+    assert re.search(message, found[code].message), found[code].message
+    told = json.dumps(report.to_json())
+    assert "Traceback" not in told
+    assert len(told) < 20_000
+
+
+WARNINGS: dict[str, tuple[Damage, str, str]] = {}
+
+
+def warning(code: str, message: str) -> Callable[[Damage], Damage]:
+    """Register what is legal, and the warning about it."""
+
+    def register(function: Damage) -> Damage:
+        WARNINGS[function.__name__.replace("_", " ")] = function, code, message
+        return function
+
+    return register
+
+
+@warning("metadata-node", "a METADATA_NODE, at which ASTRA-sim aborts")
+def a_metadata_node(w: World):
+    add(w[1], 1)
+
+
+@warning("memory-node", "a memory node: ASTRA-sim then loses the statistics")
+def a_memory_node(w: World):
+    add(w[1], STORE, *(node.id for node in w[1].of(COLL)[-1:]), tensor_size=64)
+
+
+@warning("cpu-node", "a CPU node: ASTRA-sim then loses the statistics")
+def a_node_on_the_cpu(w: World):
+    set_to(w[1].by_id(kernel(w[1], 1)), "is_cpu_op", bool_val=True)
+
+
+@warning("cpu-comm", "a communication on the CPU, at which ASTRA-sim hangs")
+def a_collective_on_the_cpu(w: World):
+    set_to(w[1].by_id(collective(w[1], 1, 1)), "is_cpu_op", bool_val=True)
+
+
+@warning("only-duration", "num_ops or tensor_size is missing: runs by its duration")
+def a_kernel_with_a_duration_only(w: World):
+    node = w[1].of(COMP)[4]
+    drop(node, "num_ops")
+    node.duration_micros = 12
+
+
+@warning("unsupported-collective", "of type BARRIER, at which ASTRA-sim hangs")
+def a_barrier(w: World):
+    for rank in (0, 1):
+        collective(w[rank], 1, w[rank].nodes[-1].id, comm_type=9, size=1)
+
+
+@warning("broadcast", "ASTRA-sim only waits for duration_micros, and for nobody")
+def a_broadcast(w: World):
+    for rank in (0, 1):
+        collective(w[rank], 1, w[rank].nodes[-1].id, comm_type=5, size=1)
+
+
+@warning("zero-size", "a collective of 0 bytes")
+def an_empty_all_reduce(w: World):
+    for rank in (0, 1):
+        set_to(w[rank].of(COLL)[2], "comm_size", int64_val=0)
+
+
+@warning("type-of-involved_dim", "involved_dim is no bool_list, at which ASTRA-sim exits")
+def dimensions_as_a_number(w: World):
+    set_to(w[1].of(COLL)[2], "involved_dim", int32_val=1)
+
+
+@warning("no-dims", "involved_dim is all false: in ASTRA-sim it never ends")
+def no_dimensions(w: World):
+    for rank in w.ranks:
+        last = w[rank].nodes[-1].id
+        for dims in ([False, True], [False, False]):
+            last = collective(w[rank], 0, last)
+            set_to(w[rank].nodes[-1], "involved_dim", bool_list=dims)
+
+
+@warning("unportable-comm_priority", "comm_priority is int64_val, wanted int32_val")
+def a_long_priority(w: World):
+    set_to(w[1].of(COLL)[2], "comm_priority", int64_val=1)
+
+
+@warning("large-tag", "a comm_tag of 500000000 or more")
+def a_large_tag(w: World):
+    for rank, type_ in ((1, SEND), (3, RECV)):
+        set_to(w[rank].of(type_)[0], "comm_tag", int32_val=500_000_001)
+
+
+@warning("short-first", "a first kernel of less than 1 ns on a fast device")
+def a_tiny_first_kernel(w: World):
+    kernel(w[1], num_ops=5, tensor_size=8)
+
+
+@warning(
+    "unportable-num_ops", "num_ops is uint64_val, wanted int64_val: MLCommons' feeder takes it"
+)
+def another_integer(w: World):
+    set_to(w[1].of(COMP)[4], "num_ops", uint64_val=7)
+
+
+@warning("no-is-cpu-op", "no is_cpu_op: ASTRA-sim before November 2024")
+def no_is_cpu_op(w: World):
+    for node in w.everywhere():
+        drop(node, "is_cpu_op")
+
+
+@warning("empty-metadata", "the metadata are empty, at which Chakra's Python tools stop")
+def empty_metadata(w: World):
+    for trace in w.ranks.values():
+        trace.metadata.Clear()
+
+
+@warning(
+    "order-left-to-timing", "rank 0: nothing orders node .* and node .*free.*. It hangs, for one"
+)
+def a_collective_at_any_time(w: World):
+    for rank in (0, 1):
+        for size in (997, 998, 999):
+            collective(w[rank], 1, kernel(w[rank]), name="free", size=size)
+
+
+@warning("no-groups", "there is no comm_group.json .* groups are taken to be who uses them")
+def no_groups(w: World):
+    w.groups = None
+
+
+@warning("unused-groups", "1 groups that no rank uses; ASTRA-sim builds each of them on every rank")
+def an_unused_group(w: World):
+    assert w.groups is not None
+    w.groups["9"] = [0, 3]
+
+
+@warning("group-ids", "groups 1 and 501 have the same id modulo 500 and share ranks")
+def groups_of_one_residue(w: World):
+    assert w.groups is not None
+    w.groups["501"] = w.groups["1"]
+    for rank in w.groups["1"]:
+        collective(w[rank], 501, w[rank].nodes[-1].id)
+
+
+def test_no_groups_are_missed_where_all_ranks_meet(tmp_path: Path):
+    """As in ASTRA-sim's own examples: collectives on all ranks need no file of groups."""
+    w = simple(4, {})
+    w.groups = None
+    for rank in w.ranks:
+        collective(w[rank], 0)
+    assert verify(w.save(tmp_path / "w")).findings == []
+
+
+def test_what_is_not_checked_is_not_said_to_be(tmp_path: Path):
+    """As of the PyTorch traces in Chakra's repository, whose dependencies go in circles."""
+    w = simple(2, {"1": [0, 1]})
+    for rank in w.ranks:
+        w[rank].by_id(collective(w[rank], 1, 1))
+    report = verify(w.save(tmp_path / "w"))
+    assert codes(report) == ["cycle"]
+    assert report.checks == ["files"]
+    assert report.skipped == ["groups, messages and the run: no rank could be read whole"]
+
+
+@pytest.mark.parametrize("title", WARNINGS)
+def test_warning(title: str, sound: Path, tmp_path: Path):
+    change, code, message = WARNINGS[title]
+    world = load(sound)
+    change(world)
+    report = verify(world.save(tmp_path / "w"))
+    assert report.of("error") == []
+    found = {each.code: each for each in report.of("warning")}
+    assert set(found) <= {code, "order-left-to-timing"}
+    assert re.search(message, found[code].message), found[code].message
+    assert "run" in report.checks
+
+
+# ---- files that are none -------------------------------------------------------------------------
+
+
+FILES: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ("empty", lambda _: b"", "the file is empty; a Chakra trace begins with its metadata"),
+    ("gzip", gzip.compress, "compressed with gzip, which ASTRA-sim cannot read; gunzip it"),
+    ("no metadata", lambda b: b[1 + b[0] :], "the first message is a node, which readers skip"),
+    ("no message", lambda b: b + b"\0\x01", "an empty message where a node was expected"),
+    ("text", lambda _: b"What is this?\n" * 99, "byte 1: no valid GlobalMetadata|bytes with its"),
+    ("cut", lambda b: b[:-1], r"bytes with its length, but \d+ are left in the file"),
+    ("cut in a length", lambda b: b + b"\xff", "the file ends within a message or its length"),
+    ("length", lambda b: b + b"\xff" * 8 + b"\x0f", r"a message of 1152921504606846\d+ bytes"),
+    ("no length", lambda b: b + b"\xff" * 11, "not the length of a message"),
+    ("noise", lambda b: b + bytes([40, *range(7, 47)]), "no valid Node|left in the file"),
+    ("group", lambda b: b + b"\x02\x0b\x0b", "no valid Node"),
+    ("not UTF-8", lambda b: b.replace(b"embedding", b"embed\xff\xffng"), "that is not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("title", "change", "message"), FILES, ids=[row[0] for row in FILES])
+def test_damaged_file(
+    title: str, change: Callable[[bytes], bytes], message: str, sound: Path, tmp_path: Path
+):
+    folder = shutil.copytree(sound, tmp_path / "w")
+    file = folder / "workload.1.et"
+    file.write_bytes(change(file.read_bytes()))
+    report = verify(folder)
+    assert codes(report) == ["damaged"]
+    assert re.search(message, report.findings[0].message), report.findings[0].message
+    assert report.findings[0].rank == 1
+    assert report.skipped == ["the run: only 3 of 4 ranks could be read whole"]
+
+
+def test_a_missing_rank(sound: Path, tmp_path: Path):
+    folder = shutil.copytree(sound, tmp_path / "w")
+    (folder / "workload.1.et").unlink()
+    report = verify(folder)
+    assert codes(report) == ["missing-rank"]
+    assert "rank 1 has no file, but rank 3 has" in report.findings[0].message
+    shutil.copy(folder / "workload.0.et", folder / "workload.999999999.et")
+    report = verify(folder)
+    assert "missing-rank" in codes(report)
+    assert report.skipped == ["groups, messages and the run: nearly all ranks are missing"]
+
+
+def test_a_directory_and_a_pipe_in_place_of_files(sound: Path, tmp_path: Path):
+    import os
+
+    folder = shutil.copytree(sound, tmp_path / "w")
+    (folder / "workload.1.et").unlink()
+    (folder / "workload.1.et").mkdir()
+    (folder / "workload.2.et").unlink()
+    os.mkfifo(folder / "workload.2.et")
+    report = verify(folder)
+    assert codes(report) == ["damaged"]
+    assert report.findings[0].ranks == 2
+    assert "not a file" in report.findings[0].message
+
+
+# ---- our manifest --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as `stagewright generate` writes it."""
+    folder = tmp_path_factory.mktemp("ours") / "w"
+    stagewright.generate(compile(Run(**TOY, tp=2, dp=2)), str(folder))
+    return folder
+
+
+def change_manifest(folder: Path, change: Callable[[Any], None]) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_any_changed_byte_is_found_by_its_checksum(ours: Path, tmp_path: Path):
+    folder = shutil.copytree(ours, tmp_path / "w")
+    dice = np.random.default_rng(1)
+    names = ["workload.0.et", "workload.3.et", "comm_group.json"]
+    for name in names * 5:
+        file, whole = folder / name, (folder / name).read_bytes()
+        at = int(dice.integers(len(whole)))
+        file.write_bytes(
+            whole[:at] + bytes([whole[at] ^ 1 << int(dice.integers(8))]) + whole[at + 1 :]
+        )
+        report = verify(folder)
+        assert "checksum" in codes(report)
+        (found,) = (f for f in report.findings if f.code == "checksum")
+        assert f"'{name}' is not as it was written" in found.message
+        file.write_bytes(whole)
+    assert verify(folder).findings == []
+
+
+def test_files_and_manifest_disagree(ours: Path, tmp_path: Path):
+    folder = shutil.copytree(ours, tmp_path / "w")
+    shutil.copy(folder / "workload.3.et", folder / "workload.4.et")
+    assert "extra-file" in codes(verify(folder))
+    (folder / "workload.4.et").unlink()
+    (folder / "workload.3.et").unlink()
+    report = verify(folder)
+    assert codes(report) == ["missing-file", "missing-rank"] or codes(report) == ["missing-file"]
+
+
+def test_a_manifest_of_another_run(ours: Path, tmp_path: Path):
+    folder = shutil.copytree(ours, tmp_path / "w")
+    change_manifest(folder, lambda m: m["run"].update(seq_length=32))
+    report = verify(folder)
+    assert report.ok
+    assert codes(report, "warning") == ["not-as-made"]
+    assert "workload.0.et is not what this version makes" in report.findings[0].message
+
+
+def test_exchanged_files_with_right_checksums(ours: Path, tmp_path: Path):
+    """Two ranks of other groups exchanged, and the manifest made to agree: wrong partners."""
+    folder = shutil.copytree(ours, tmp_path / "w")
+    files = [folder / f"workload.{rank}.et" for rank in (1, 2)]
+    one, two = (file.read_bytes() for file in files)
+    files[0].write_bytes(two)
+    files[1].write_bytes(one)
+
+    def exchange(m: Any) -> None:
+        listed = m["files"]
+        listed[files[0].name], listed[files[1].name] = (
+            listed[files[1].name],
+            listed[files[0].name],
+        )
+
+    change_manifest(folder, exchange)
+    report = verify(folder)
+    assert "not-member" in codes(report)
+    assert "not-as-made" in codes(report, "warning")
+
+
+HOSTILE: list[Callable[[Any], None]] = [
+    lambda m: m.update(files=None),
+    lambda m: m["files"].update({"../../../etc/passwd": {"sha256": "0"}}),
+    lambda m: m["files"].update({"/etc/passwd": {"sha256": "0"}}),
+    lambda m: m["files"].update({"workload.0.et": None}),
+    lambda m: m["files"].update({"\0\n" * 500: {"sha256": 1}}),
+    lambda m: m.update(world_size=10**18),
+    lambda m: m.update(world_size="many"),
+    lambda m: m.update(run=None),
+    lambda m: m.update(run={"model": "../../nowhere", "tp": "x"}),
+    lambda m: m["run"].update(layers=10**6, global_batch_size=2),
+    lambda m: m["run"].update(tp=10**12),
+    lambda m: m.update(model=None),
+    lambda m: m["model"].update(hidden_size="wide"),
+    lambda m: m["model"].update(num_layers=10**12),
+    lambda m: m["model"].update(vocab_size=-5, ffn_hidden_size=0),
+    lambda m: m["model"].update(mixers=[[]]),
+]
+
+
+@pytest.mark.parametrize("nth", range(len(HOSTILE)))
+def test_hostile_manifest(nth: int, ours: Path, tmp_path: Path):
+    folder = shutil.copytree(ours, tmp_path / "w")
+    change_manifest(folder, HOSTILE[nth])
+    report = verify(folder)
+    assert len(json.dumps(report.to_json())) < 20_000
+    for text in ("{" * 100_000, "[" * 100_000, '{"stagewright": 1}', "\xff", "NaN", ""):
+        (folder / "manifest.json").write_text(text, encoding="latin-1")
+        assert codes(verify(folder))[:1] == ["manifest"]
+
+
+# ---- hangs, in words -----------------------------------------------------------------------------
+
+
+def told(world: World, tmp_path: Path) -> str:
+    """What is said about a world that hangs."""
+    report = verify(world.save(tmp_path / "w"))
+    assert codes(report) == ["hang"], report.findings
+    return report.findings[0].message
+
+
+def test_two_ranks_take_two_groups_in_opposite_order(tmp_path: Path):
+    w = simple(2, {"1": [0, 1], "2": [0, 1]})
+    for rank, groups in ((0, (1, 2)), (1, (2, 1))):
+        first = collective(w[rank], groups[0], name=f"first of {rank}", microbatch=5)
+        collective(w[rank], groups[1], first, name=f"second of {rank}")
+    assert told(w, tmp_path) == (
+        'it never ends: rank 0 waits in all_reduce on group 1 (number 1 there, node 1 "first of 0",'
+        " microbatch 5) for rank 1, which has not reached it; rank 1 waits in all_reduce on group 2"
+        ' (number 1 there, node 1 "first of 1", microbatch 5) for rank 0, which has not reached it;'
+        " and so on in a circle of 2"
+    )
+
+
+def test_a_circle_through_messages_and_groups(tmp_path: Path):
+    """The issue's example: a receive, an all-reduce, and a third rank that waits for the first."""
+    w = simple(3, {"12": [1, 2]})
+    first = recv(w[0], 1, 17, name="layer40.mlp_out", microbatch=5)
+    send(w[0], 2, 18, first, name="onwards")
+    meets = collective(w[1], 12, name="norm")
+    send(w[1], 0, 17, meets, name="layer40.mlp_out", microbatch=5)
+    last = recv(w[2], 0, 18, name="onwards")
+    collective(w[2], 12, last, name="norm")
+    assert told(w, tmp_path) == (
+        'it never ends: rank 0 waits in recv from 1 (tag 17, node 1 "layer40.mlp_out", microbatch '
+        "5), which has not sent it; rank 1 waits in all_reduce on group 12 (number 1 there, node 1 "
+        '"norm") for rank 2, which has not reached it; rank 2 waits in recv from 0 (tag 18, node 1 '
+        '"onwards"), which has not sent it; and so on in a circle of 3'
+    )
+
+
+def test_a_rank_outside_the_circle_is_left_out_of_it(tmp_path: Path):
+    w = simple(3, {"1": [1, 2], "2": [1, 2]})
+    recv(w[0], 1, 5)
+    for rank, groups in ((1, (1, 2)), (2, (2, 1))):
+        first = collective(w[rank], groups[0])
+        last = collective(w[rank], groups[1], first)
+        if rank == 1:
+            send(w[1], 0, 5, last)
+    message = told(w, tmp_path)
+    assert "rank 0" not in message
+    assert message.endswith("and so on in a circle of 2")
+
+
+def test_a_ring_of_one_program_that_receives_first(tmp_path: Path):
+    """Ranks of one program, in step: each waits for its neighbour before it sends."""
+    w = simple(6, {})
+    for rank in range(6):
+        before = recv(w[rank], (rank - 1) % 6, 3)
+        send(w[rank], (rank + 1) % 6, 3, before)
+    message = told(w, tmp_path)
+    assert "rank 0 waits in recv from 5 (tag 3" in message
+    assert message.endswith("and so on in a circle of 6")
+
+
+def test_what_hangs_in_file_order_only_is_sound(tmp_path: Path):
+    """A receive is posted first but nothing that its sender needs waits for it."""
+    w = simple(2, {})
+    for rank in range(2):
+        early = recv(w[rank], 1 - rank, 1)
+        work = kernel(w[rank])
+        send(w[rank], 1 - rank, 1, work)
+        kernel(w[rank], early)
+        kernel(w[rank], early, 3)
+    assert verify(w.save(tmp_path / "w")).findings == []
+
+
+def test_parts_whose_groups_reach_into_different_parts(tmp_path: Path):
+    """Ranks 0 and 1 run one program and meet 2 and 3, which run two programs, in other orders."""
+    w = simple(4, {"1": [0, 2], "2": [1, 3]})
+    for rank in range(4):
+        group = 1 + rank % 2
+        first = collective(w[rank], group, size=8)
+        second = collective(w[rank], group, first, size=16)
+        if rank == 3:
+            kernel(w[3], second, name="one more")
+    assert verify(w.save(tmp_path / "w")).findings == []
+
+
+def test_ranks_of_a_part_that_do_not_go_in_step(tmp_path: Path):
+    """Ranks 0 and 1 run one program, but 1 can go on only after 0 has: rank by rank it ends."""
+    w = simple(4, {"1": [0, 2], "2": [1, 3]})
+    for rank in (0, 1):
+        met = collective(w[rank], 1 + rank)
+        send(w[rank], 3 - rank, 5, met)
+    recv(w[2], 1, 5, collective(w[2], 1))
+    collective(w[3], 2, recv(w[3], 0, 5))
+    report = verify(w.save(tmp_path / "w"))
+    assert report.findings == []
+    assert report.kinds == 3
+
+
+def test_ranks_that_only_compute(tmp_path: Path):
+    w = simple(3, {})
+    for rank in range(3):
+        kernel(w[rank], kernel(w[rank]))
+    assert verify(w.save(tmp_path / "w")).findings == []
+
+
+def test_same_bytes_on_wrong_groups(tmp_path: Path):
+    """A kin that names one group where the first of its kind names two is read by itself."""
+    w = simple(4, {"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]})
+    for rank, (one, two) in enumerate(((1, 3), (1, 4), (2, 3), (4, 4))):
+        first = collective(w[rank], one)
+        collective(w[rank], two, first)
+    report = verify(w.save(tmp_path / "w"))
+    assert {"idle-member", "collectives-differ"} <= set(codes(report))
+
+
+def test_all_ranks_without_a_name(tmp_path: Path):
+    w = simple(3, {})
+    for rank in range(3):
+        first = collective(w[rank], 0, microbatch=1)
+        drop(w[rank].by_id(collective(w[rank], 0, first)), "pg_name")
+    assert verify(w.save(tmp_path / "w")).findings == []
+    w[2].nodes.pop()
+    report = verify(w.save(tmp_path / "w"))
+    assert "collectives-differ" in codes(report)
+    assert "for rank 2, which never issues it" in report.findings[-1].message
+
+
+# ---- other people's traces: unusual and legal ----------------------------------------------------
+
+
+UNUSUAL: dict[str, Damage] = {
+    "no version": lambda w: [t.metadata.ClearField("version") for t in w.ranks.values()],
+    "parents after children": lambda w: [t.nodes.reverse() for t in w.ranks.values()],
+    "ids from the top": lambda w: renumber(w, lambda id_: 2**64 - 1 - id_),
+    "sparse ids": lambda w: renumber(w, lambda id_: id_ * 0x9E3779B97F4A7C15 % 2**64),
+    "id 0": lambda w: renumber(w, lambda id_: id_ - 1),
+    "dependencies twice": lambda w: [n.ctrl_deps.extend(n.data_deps) for n in w.everywhere()],
+    "doc strings": lambda w: [
+        setattr(a, "doc_string", "x") for n in w.everywhere() for a in n.attr
+    ],
+    "inputs": lambda w: [setattr(n.inputs, "values", "[1, 2]") for n in w.everywhere()],
+    "unknown attributes": lambda w: [
+        n.attr.add(name=f"{n.id}", double_list={"values": [1.5]}) for n in w.everywhere()
+    ],
+    "an attribute twice": lambda w: [
+        w[1].of(COLL)[2].attr.add(name="comm_size", int64_val=1),
+        w[1].of(COLL)[2].attr.add(name="pg_name", string_val="no group"),
+    ],
+    "long names": lambda w: [setattr(n, "name", "é" * 3000) for n in w[1].nodes],
+}
+
+
+@pytest.mark.parametrize("title", UNUSUAL)
+def test_unusual_but_legal(title: str, sound: Path, tmp_path: Path):
+    world = load(sound)
+    UNUSUAL[title](world)
+    report = verify(world.save(tmp_path / "w"))
+    assert report.findings == []
+    assert "run" in report.checks
+
+
+def test_integers_of_other_types(sound: Path, tmp_path: Path):
+    """As STAGE writes is_cpu_op: read everywhere but by MLCommons' feeder."""
+    world = load(sound)
+    for node in world.everywhere():
+        set_to(node, "is_cpu_op", int32_val=0)
+    report = verify(world.save(tmp_path / "w"))
+    assert report.ok
+    assert codes(report, "warning") == ["unportable-is_cpu_op"]
+    assert report.findings[0].nodes == sum(1 for _ in world.everywhere())
+    assert report.findings[0].ranks == 4
+
+
+def test_groups_under_the_name_that_stage_gives_them(sound: Path, tmp_path: Path):
+    folder = shutil.copytree(sound, tmp_path / "w")
+    (folder / "comm_group.json").rename(folder / "workload.json")
+    assert verify(folder).findings == []
+    (folder / "workload.json").rename(tmp_path / "elsewhere.json")
+    assert verify(folder, tmp_path / "elsewhere.json").findings == []
+
+
+# ---- our own generator ---------------------------------------------------------------------------
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Toy runs of at most 32 ranks, most of them valid."""
+
+    def one(*choices: Any) -> Any:
+        return draw(st.sampled_from(choices))
+
+    tp, cp, dp, pp = one(1, 2, 4), one(1, 2), one(1, 2, 3), one(1, 2, 3)
+    layers = draw(st.integers(pp, 6))
+    vpp = one(1, 2) if pp > 1 and layers >= 2 * pp else 1
+    zero = one(0, 1, 2, 3)
+    return Run(
+        model=one("gpt2", "llama3.1-8b", "gemma2-2b"), vocab=512, layers=layers,
+        tp=tp, cp=cp, dp=dp, pp=pp, vpp=vpp, zero=zero,
+        schedule=None if vpp > 1 else one("1f1b", "gpipe"),
+        seq_length=4 * cp * tp, global_batch_size=dp * one(1, 2, 3) * (pp if vpp > 1 else 1),
+        sequence_parallel=tp > 1 and one(True, False), cp_comm_type=one("p2p", "all_gather", "a2a"),
+        recompute=one("none", "full"), bucket=one("layer", "parameter"), fuse=one(True, False),
+        order=one("tp-cp-ep-dp-pp", "dp-tp-pp-cp-ep"), streams=one("one", "separate"),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+@given(run=runs())
+def test_random_runs_are_sound(run: Run, tmp_path_factory: pytest.TempPathFactory):
+    try:
+        compiled = compile(run)
+    except UserError:
+        assume(False)
+    assert check_program(compiled.program)["passed"]
+    out = tmp_path_factory.mktemp("run") / "out"
+    stagewright.generate(compiled, str(out))
+    report = verify(out)
+    assert report.of("error") == []
+    assert set(codes(report, "warning")) <= {"order-left-to-timing", "short-first"}
+    if run.streams == "one":
+        assert "order-left-to-timing" not in codes(report, "warning")
+    shutil.rmtree(out)
+
+
+def program(**settings: Any) -> Program:
+    return compile(Run(**TOY | settings)).program
+
+
+def test_check_program_says_what_it_has_checked():
+    checked = check_program(program(tp=2, pp=2, dp=2, cp=2))
+    assert checked["communication"] == "one order per rank"
+    assert checked["run"] == "rank by rank"
+    separate = check_program(program(pp=2, dp=2, streams="separate"))
+    assert separate["communication"] == "one order per communicator"
+    assert check_program(program(dp=4096, pp=2, tp=4))["run"] == "by rank class"
+    assert check_program(program(tp=2)) == check_program(program(tp=2))
+
+
+def _at(column: str, kind: int, value: int) -> Callable[[Program], None]:
+    def change(p: Program) -> None:
+        tasks = p.classes[-1].tasks
+        row = int(np.flatnonzero(tasks.kind == kind)[1])
+        getattr(tasks, column)[row] = value
+
+    return change
+
+
+def _needs_itself(p: Program) -> None:
+    tasks = p.classes[0].tasks
+    row = int(np.flatnonzero(np.diff(tasks.data_ptr))[2])
+    tasks.data[tasks.data_ptr[row]] = row
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_needs_itself, "needs a row that is not before it"),
+        (_at("traffic", 0, 0), "a kernel with negative FLOPs or no traffic"),
+        (_at("comm_bytes", 1, 0), "less than a byte to send"),
+        (_at("collective", 1, 9), "no such collective"),
+        (_at("tag", 3, -1), "a message without a tag"),
+        (_at("slot", 3, -1), "no partner"),
+        (_at("tag", 3, 77), "which sends no such message"),
+        (_at("comm_bytes", 3, 1), "which sends no such message, but a send of"),
+    ],
+)
+def test_unsound_program(change: Callable[[Program], None], message: str):
+    broken = program(tp=2, pp=2, global_batch_size=4)
+    change(broken)
+    with pytest.raises(Unsound, match=message):
+        check_program(broken)
+
+
+def test_a_program_that_hangs_is_told_in_words():
+    broken = program(pp=2, global_batch_size=4)
+    tasks = broken.classes[1].tasks
+    sends = np.flatnonzero(tasks.kind == 2)
+    # The first gradient is sent in place of the last, and so after what needs it.
+    tasks.tag[sends[[0, -1]]] = tasks.tag[sends[[-1, 0]]]
+    with pytest.raises(UserError, match=r"this schedule never ends: rank 0 waits in .*circle"):
+        check_program(broken)

@@ -1,0 +1,503 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import pytest
+
+import stagewright
+from paths import ROOT
+from stagewright.cli import main as cli
+from stagewright.model.config import PRESETS
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
+
+SMALL = ["gpt2", "--layers", "4", "--seq-length", "64"]
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Outcome]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: str | Path) -> Outcome:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(each) for each in arguments])
+        assert isinstance(caught.value.code, int)
+        return Outcome(caught.value.code, *capsys.readouterr())
+
+    return run
+
+
+# ---- options are the fields of Run ---------------------------------------------------------------
+
+
+def plain(annotation: Any) -> Any:
+    """The kind of option that a field's type asks for."""
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return plain(annotation.__origin__)
+    return get_origin(annotation) or annotation
+
+
+def test_options_are_the_fields_of_run():
+    fields = {name: plain(of.annotation) for name, of in Run.model_fields.items()}
+
+    assert fields.pop("model") is str
+    assert [(setting.name, setting.kind) for setting in cli.SETTINGS] == list(fields.items())
+
+
+def test_help_names_the_defaults():
+    for setting in cli.SETTINGS:
+        match Run.model_fields[setting.name].default:
+            case None:
+                continue
+            case bool(default):
+                word = "on" if default else "off"
+            case tuple() as default:
+                word = ",".join(default)
+            case default:
+                word = str(default)
+        assert setting.help.endswith(f"[{word}]"), setting.name
+
+
+def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Call):
+    seen: list[Run] = []
+    monkeypatch.setattr(cli, "_compile", lambda run, *_: seen.append(run) or 1 / 0)
+    settings: dict[str, Any] = {}
+    arguments: list[str] = []
+    for setting in cli.SETTINGS:
+        default = Run.model_fields[setting.name].default
+        match setting.kind:
+            case type() if setting.kind is bool:
+                settings[setting.name] = not default
+                arguments.append(("--no-" if default else "--") + setting.flag[2:])
+                continue
+            case type() if setting.kind is int:
+                value = 3
+            case type() if setting.kind is float:
+                value = 0.25
+            case type() if setting.kind is str:
+                value = "x"
+            case type():
+                value = (4, 5) if setting.name == "layers_per_stage" else ("norm", "activation")
+            case choices:
+                value = next(each for each in choices if each != default)
+        settings[setting.name] = value
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        arguments += [setting.flag, text]
+    call("show", "toy", *arguments)
+
+    assert seen == [Run(model="toy", **settings)]
+
+
+# ---- show and models -----------------------------------------------------------------------------
+
+
+def test_show_prints_tables(call: Call):
+    result = call("show", *SMALL, "--tp", "2", "--pp", "2")
+
+    assert (result.code, result.err) == (0, "")
+    for word in ("gpt2 tp=2 pp=2", "4 ranks", "Compute", "Memory", "Communication", "all_reduce"):
+        assert word in result.out
+
+
+def test_show_json(call: Call):
+    result = call("show", *SMALL, "--tp", "2", "--pp", "2", "--json")
+    summary = json.loads(result.out)
+
+    assert result.code == 0
+    assert summary["world_size"] == 4
+    assert [each["ranks"] for each in summary["rank_classes"]] == [[0, 1], [2, 3]]
+    assert [each["layers"] for each in summary["rank_classes"]] == [2, 2]
+    for each in summary["rank_classes"]:
+        assert all(each["flops"][phase] > 0 for phase in ("forward", "backward"))
+        assert {row["axis"] for row in each["sends"]} == {"pp"}
+
+
+def test_show_graph(call: Call):
+    result = call("show", *SMALL, "--tp", "2", "--graph")
+
+    assert result.code == 0
+    assert "tp" in result.out
+
+
+def test_show_schedule_picture(call: Call):
+    result = call("show", *SMALL, "--pp", "2", "--schedule-picture")
+
+    assert (result.code, result.out) == (
+        0,
+        "rank 0  0F0 0F1 .   .   0B0---- .   0B1----\nrank 1  .   1F0 1B0---- 1F1 1B1---- .   .\n",
+    )
+
+
+def test_models(call: Call):
+    result = call("models")
+
+    assert result.code == 0
+    for name in PRESETS:
+        assert name in result.out
+
+
+def test_models_json(call: Call):
+    result = call("models", "--json")
+
+    assert json.loads(result.out)["llama3.1-70b"]["num_query_groups"] == 8
+    assert list(json.loads(result.out)) == list(PRESETS)
+
+
+# ---- generate ------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_generate_writes_every_rank(call: Call, tmp_path: Path):
+    out = tmp_path / "traces"
+    result = call("generate", *SMALL, "--tp", "2", "--pp", "2", "-o", out)
+
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"{out}: 4 of 4 ranks, ")
+    assert len(list(out.glob("*.et"))) == 4
+
+
+def test_help_names_the_formats(call: Call):
+    from stagewright.trace.templates import FORMATS
+    from stagewright.trace.write import BUNDLE
+
+    text = call("generate", "--help").out
+
+    assert f"{', '.join(FORMATS)} or {BUNDLE}. [chakra]" in " ".join(text.split())
+
+
+def test_generate_some_ranks(call: Call, tmp_path: Path):
+    out = tmp_path / "traces"
+    result = call("generate", *SMALL, "--dp", "4", "--ranks", "0-1,3", "-o", out)
+
+    assert result.code == 0
+    assert len(list(out.glob("*.et"))) == 3
+
+
+def test_generate_refuses_to_overwrite_unless_forced(call: Call, tmp_path: Path):
+    out = tmp_path / "traces"
+    assert call("generate", *SMALL, "-o", out).code == 0
+    again = call("generate", *SMALL, "-o", out)
+    forced = call("generate", *SMALL, "--dp", "2", "-o", out, "--force")
+
+    assert again.code == 2
+    assert again.err.startswith("stagewright: error: ")
+    assert again.err.count("\n") == 1
+    assert forced.code == 0
+    assert len(list(out.glob("*.et"))) == 2
+
+
+def test_a_manifest_repeats_the_run(call: Call, tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert call("generate", *SMALL, "--tp", "2", "--zero", "1", "-o", first).code == 0
+    result = call("generate", "--config", first / "manifest.json", "-o", second)
+
+    assert (result.code, result.err) == (0, "")
+    assert files(first) == files(second)
+
+
+def test_a_manifest_brings_its_model(call: Call, tmp_path: Path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert call("generate", config, "-o", first).code == 0
+    config.unlink()
+    result = call("generate", "--config", first / "manifest.json", "-o", second)
+
+    assert (result.code, result.err) == (0, "")
+    assert files(first) == files(second)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_run_file_and_options_that_replace(call: Call, tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\nlayers: 2\nseq_length: 64\ntp: 4\nfuse: no\n", encoding="utf-8")
+    result = call("show", "--config", path, "--tp", "2", "--json")
+
+    assert json.loads(result.out)["run"] == "gpt2 tp=2 no fuse layers=2 seq_length=64"
+
+
+# ---- what users get wrong: one line, exit code 2 -------------------------------------------------
+
+WRONG: list[tuple[list[str], str]] = [
+    (
+        ["show", "llama3.1-70b", "--tp", "6"],
+        "tp=6 does not divide the 64 attention heads of llama3.1-70b; use 1, 2, 4, 8, 16, 32 or 64",
+    ),
+    (["show", "gpt2", "--tp", "0"], "tp is 0, wanted 1 or more"),
+    (["show", "gpt2", "--tp", "x"], "Invalid value for '--tp': 'x' is not a valid integer."),
+    (["show", "gpt2", "--zero", "4"], "zero is 4, wanted at most 3"),
+    (["show", "gpt2", "--tpp", "2"], "no such option --tpp; did you mean '--tp'?"),
+    (["show", "gpt2", "--no-fus"], "no such option --no-fus; did you mean '--no-fuse'?"),
+    (["show", "gpt2", "--xyzzy"], "no such option --xyzzy; see --help"),
+    (["--xyzzy"], "no such option --xyzzy; see --help"),
+    (
+        ["generat", "gpt2"],
+        f"unknown command 'generat'; wanted one of {', '.join(cli.commands.commands)}; "
+        "did you mean 'generate'?",
+    ),
+    (["show"], "no model given; name a preset (see `stagewright models`) or a config.json"),
+    (["generate", "gpt2"], "Missing option '-o' / '--out'."),
+    (["show", "gpt2", "--tp"], "Option '--tp' requires an argument."),
+    (["show", "gpt2", "extra"], "Got unexpected extra argument (extra)"),
+    (
+        ["show", "gpt2", "--recompute", "ful"],
+        "--recompute is 'ful', wanted one of none, selective, full; did you mean 'full'?",
+    ),
+    (
+        ["verify", "x", "--zero", "1"],
+        "no such option --zero; it is an option of generate, show, simulate, report",
+    ),
+    (
+        ["show", "gpt2", "--schedule", "1fb1"],
+        f"unknown schedule '1fb1'; wanted {', '.join(SCHEDULES)} or a path ending in .csv; "
+        "did you mean '1f1b'?",
+    ),
+    (
+        ["show", "gpt2", "--recompute", "selective", "--recompute-modules", "nrm"],
+        "recompute_modules.0 is 'nrm', wanted 'core_attn', 'norm' or 'activation'; "
+        "did you mean 'norm'?",
+    ),
+    (
+        ["show", "gpt2", "--layers-per-stage", "9,x"],
+        "--layers-per-stage: got '9,x', wanted numbers such as 9,10,10,9",
+    ),
+    (
+        ["show", "gpt2", "--json", "--graph"],
+        "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; "
+        "use one",
+    ),
+    (
+        ["show", "--config", "none.yaml"],
+        "none.yaml: cannot be read: No such file or directory; wanted a run file in YAML",
+    ),
+    (
+        ["generate", "gpt2", "--ranks", "0-x", "-o", "x"],
+        "--ranks: cannot read '0-x'; wanted ranks such as 0-7,12",
+    ),
+    (
+        ["generate", "gpt2", "--ranks", "", "-o", "x"],
+        "--ranks: cannot read ''; wanted ranks such as 0-7,12",
+    ),
+    (
+        ["generate", "gpt2", "--dp", "8", "--ranks", "5-3", "-o", "x"],
+        "--ranks: '5-3' runs backwards; use 3-5",
+    ),
+    (
+        ["generate", "gpt2", "--dp", "8", "--ranks", "0-8", "-o", "x"],
+        "--ranks: there is no rank 8; use 0 to 7",
+    ),
+    (
+        ["generate", "gpt2", "--ranks", "0-99999999999", "-o", "x"],
+        "--ranks: cannot read '0-99999999999'; wanted ranks such as 0-7,12",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: str(x)[:50])
+def test_wrong_input_is_one_line(
+    call: Call,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+
+    assert call(*arguments) == Outcome(2, "", f"stagewright: error: {message}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "lama3.1-70b"],
+        ["show", "no/such/config.json"],
+        ["generate", "gpt2", "-o", "x", "--format", "chakr"],
+        ["generate", "gpt2", "-o", "no/such/parent"],
+        ["show", "gpt2", "--schedule", "none.csv"],
+    ],
+    ids=str,
+)
+def test_wrong_input_that_others_find_is_one_line_too(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+):
+    monkeypatch.chdir(tmp_path)
+    result = call(*arguments)
+
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("stagewright: error: ")
+    assert result.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the ends of a run ---------------------------------------------------------------------------
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def compile(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_compile", compile)
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, call: Call):
+    fail(monkeypatch, KeyboardInterrupt())
+    result = call("show", "gpt2")
+
+    assert result.code == 130
+    assert result.err.strip() == "stopped; nothing was written"
+
+
+def test_a_bug_asks_to_be_reported(monkeypatch: pytest.MonkeyPatch, call: Call):
+    monkeypatch.delenv("STAGEWRIGHT_DEBUG", raising=False)
+    fail(monkeypatch, ValueError("two\nlines"))
+
+    assert call("show", "gpt2") == Outcome(
+        1,
+        "",
+        "stagewright: error: this is a bug, please report it with the command you ran: "
+        "ValueError: two lines (STAGEWRIGHT_DEBUG=1 shows where)\n",
+    )
+
+
+def test_a_bug_shows_where_if_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("STAGEWRIGHT_DEBUG", "1")
+    fail(monkeypatch, ValueError("here"))
+
+    with pytest.raises(ValueError, match="here"):
+        cli.main(["show", "gpt2"])
+
+
+def test_what_the_system_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, call: Call):
+    fail(monkeypatch, PermissionError(13, "Permission denied", "/x"))
+
+    assert call("show", "gpt2") == Outcome(2, "", "stagewright: error: /x: Permission denied\n")
+
+
+def test_out_of_memory(monkeypatch: pytest.MonkeyPatch, call: Call):
+    fail(monkeypatch, MemoryError())
+
+    assert call("show", "gpt2").code == 2
+
+
+def test_version(call: Call):
+    assert call("--version").out == f"stagewright, version {stagewright.__version__}\n"
+
+
+def test_no_arguments_show_the_commands(call: Call):
+    result = call()
+
+    assert result.code == 0
+    assert "generate" in result.out
+
+
+def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment,
+    )
+
+
+@pytest.mark.slow
+def test_as_a_module():
+    result = shell("-m", "stagewright", "show", "gpt2", "--tp", "5")
+
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "stagewright: error: tp=5 does not divide the 12 attention heads of gpt2; "
+        "use 1, 2, 3, 4, 6 or 12\n"
+    )
+
+
+def test_help_imports_nothing_slow():
+    result = shell("-X", "importtime", "-m", "stagewright", "generate", "--help")
+    imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
+
+    assert result.returncode == 0
+    assert "click" in imported
+    assert not imported & {"numpy", "pydantic", "yaml", "rich", "google.protobuf"}
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, stagewright; print('numpy' in sys.modules, stagewright.Run.__name__)"
+
+    assert shell("-c", code).stdout == "False Run\n"
+
+
+# ---- docs/usage.md -------------------------------------------------------------------------------
+
+USAGE = ROOT / "docs/usage.md"
+
+
+def blocks(language: str) -> list[str]:
+    text = USAGE.read_text(encoding="utf-8")
+    return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
+
+
+@pytest.mark.slow
+def test_usage_commands_work(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (config := tmp_path / "path/to/config.json").parent.mkdir(parents=True)
+    config.write_bytes((ROOT / "src/stagewright/data/configs/llama-3.1-70b.json").read_bytes())
+    (run_file,) = blocks("yaml")
+    Path("run.yaml").write_text(run_file, encoding="utf-8")
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    commands = [line.split()[1:] for line in lines if line.startswith("stagewright ")]
+
+    assert len(commands) >= 8
+    for arguments in commands:
+        assert call(*arguments)[0::2] == (0, ""), arguments
+    # One of them repeated the run of another.
+    assert files(tmp_path / "out") == files(tmp_path / "again")
+
+
+def test_usage_shows_what_is_printed(call: Call):
+    text = USAGE.read_text(encoding="utf-8")
+
+    assert call("show", "llama3.1-70b", "--tp", "6").err in text
+    assert call("show", *SMALL, "--pp", "2", "--schedule-picture").out in text
+
+
+def test_usage_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("python")
+    exec(code, {})
+
+    assert len(list((tmp_path / "out").glob("*.et"))) == 64

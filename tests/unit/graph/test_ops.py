@@ -1,0 +1,608 @@
+"""One harness over the rows of the op table: gradients against finite differences, the result's
+shape, execution under random layouts, and work against direct counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from spmd import RandomLayouts, Spmd, check, random_values, single
+from stagewright.algebra.index import parse
+from stagewright.algebra.layout import Layout, split
+from stagewright.algebra.size import Size, product, size
+from stagewright.graph.gradient import backward
+from stagewright.graph.node import Graph, Node, replace, toposort, verify
+from stagewright.graph.reference import FAR
+from stagewright.graph.shard import shard
+from stagewright.graph.table import (
+    LEAVES,
+    MOVES,
+    OPS,
+    add,
+    apply,
+    cast,
+    einsum,
+    elementwise,
+    extents,
+    flops,
+    leaf,
+    letters,
+    local,
+    traffic,
+)
+
+SIZES = (
+    dict.fromkeys("BSQKMFAVPXJ", 12)
+    | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
+    | {"I": 4, "O": 12, "L": 4, "H": 6}
+)
+SIZES["T"] = 3
+
+
+class Example(NamedTuple):
+    """How a row is used: an index expression, attributes, and which operands have no gradient."""
+
+    op: str
+    spec: str
+    attrs: dict[str, Any] = {}  # noqa: RUF012
+    fixed: tuple[int, ...] = ()
+    integers: tuple[str, ...] = ()  # the names of operands that are ids, positions or places
+    out: str = ""  # the result's dims, where operands do not tell
+    positive: tuple[int, ...] = ()
+    negative: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.op, self.spec, *(f"{k}={v}" for k, v in self.attrs.items())])
+
+
+GQA = "bq(gr)D,bkgD,bkgD->bq(gr)D"
+MHA = "bqaD,bkaD,bkaD->bqaD"
+MLA = "bqaD,bkaD,bkaV->bqaV"
+BIASED = "bqaD,bkaD,bkaD,aqJ->bqaD"  # a bias of all keys, which may go round
+LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
+BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "tanh")
+SINKS = BOTH | {"sinks": True, "softcap": 1.5}
+TOPK, GATES = {"top_k": 3}, ("softmax", "sigmoid")
+TOKENS, LABELS = ("tokens", ""), ("", "labels")
+SLOTS = ("", "", "", "token_slots", "block_table")
+SERVED = BOTH | {"pairs": 7, "keys": 5, "requests": 2}
+QKV, DELTA = "bSgn,bSgn,bSghp", "bSgN,bSgN,bSghp"
+LINEAR = {"kernel": "linear", "chunk": 4, "scale": 0.5}
+
+EXAMPLES = [
+    *(Example("einsum", s) for s in ("bsm,mf->bsf", "bsm,mad->bsad", "bsad,adm->bsm", "bm,mx->bx")),
+    *(Example("einsum", s) for s in ("bq(gr)d,bkgd->b(gr)qk", "b(gr)qk,bkgd->bq(gr)d")),
+    *(Example("einsum", s) for s in ("bqad,bkad->baqk", "baqk,bkad->bqad")),
+    Example("einsum", "erm,emx->erx"),
+    Example("attention", GQA, BOTH | {"causal": True}),
+    Example("attention", GQA, BOTH | {"causal": False, "softcap": 1.5}),
+    Example("attention", MHA, BOTH | {"causal": True, "window": 5}),
+    Example("attention", MHA, BOTH | {"causal": True, "window": 3, "softcap": 2.0}),
+    Example("attention", MLA, BOTH | {"causal": True}),
+    *(
+        Example(
+            "cached_attention",
+            "bq(gr)D,bKgD,bKgD,bq,bI->bq(gr)D",
+            SERVED | more,
+            (0, 1, 2, 3, 4),
+            SLOTS,
+        )
+        for more in ({}, {"window": 2, "softcap": 1.5})
+    ),
+    Example("cached_attention", "bqaD,bKaD,bKaD,bq,bI->bqaD", SERVED, (0, 1, 2, 3, 4), SLOTS),
+    Example(
+        "cached_attention",
+        "bqaD,bKD,bq,bI->bqaV",
+        SERVED | {"latent": True},
+        (0, 1, 2, 3),
+        ("", "", "token_slots", "block_table"),
+        "BQAZ",
+    ),
+    Example(
+        "cached_attention",
+        "bqaD,bKaD,bKaV,bq,bI,bK->bqaV",
+        SERVED,
+        (0, 1, 2, 3, 4, 5),
+        (*SLOTS, "token_slots"),
+    ),
+    *(
+        Example(
+            "striped_attention",
+            f"{spec},bq,bI->nbqa{wide}",
+            SERVED | {"stripes": 4, "block": 3} | more,
+            tuple(range(len(spec.split(",")) + 2)),
+            (*SLOTS[: len(spec.split(","))], *SLOTS[3:]),
+            f"NBQA{value if wide else ''}",
+        )
+        for spec, value, of in (
+            ("bqaD,bnKaD,bnKaV", "V", {"softcap": 1.5}),
+            ("bqaD,bnKD", "Z", {"latent": True}),
+        )
+        for wide, more in (("V", of), ("", of | {"sums": True}))
+    ),
+    *(
+        Example(
+            op,
+            "bqaD,bKaD,bKaD,bq,bI,bK,za->bqaD",
+            SERVED | {"bias": True, "causal": causal},
+            (0, 1, 2, 3, 4, 5, 6),
+            (*SLOTS, "token_slots", ""),
+        )
+        for op, causal in (("cached_attention", True), ("varlen_attention", False))
+    ),
+    Example("merge_stripes", "nbqav,Mbqa->bqav", {}, (0, 1)),
+    Example("merge_stripes", "nbqav,Mbqa,a->bqav", {}, (0, 1, 2)),
+    Example("cache", "bnkgd,bSgd,bS->bnkgd", {}, (0, 1, 2), ("", "", "token_slots")),
+    Example("take", "bnLm,bnO->b(nO)m", {}, (0, 1), ("", "cached_rows")),
+    Example("cache", "bkgd,bSgd,bS->bkgd", {}, (0, 1, 2), ("", "", "token_slots")),
+    Example("take", "bSm,bo->bom", {}, (0, 1), ("", "logit_rows")),
+    Example("rope", "bsaD,bs->bsaD", {"inverse": False}, (1,), ("", "token_positions")),
+    Example("attention", LATENTS, BOTH | {"causal": True, "window": 5}, out="BQAZ"),
+    Example("attention", MHA, BOTH | {"causal": True, "chunk": 5}),
+    Example("attention", GQA.replace("->", ",(gr)->"), SINKS | {"causal": True}),
+    Example("attention", MHA.replace("->", ",a->"), SINKS | {"causal": True, "window": 5}),
+    Example(
+        "cached_attention",
+        "bqaD,bKaD,bKaD,bq,bI,a->bqaD",
+        SERVED | {"sinks": True},
+        (0, 1, 2, 3, 4, 5),
+        (*SLOTS, ""),
+    ),
+    Example("softmax", "baqK,a->baqK", {"causal": True, "width": 6}),
+    Example("attention", BIASED, BOTH | {"bias": True, "causal": False}),
+    *(Example("relative_bias", "Na->aqJ", {"causal": c}, out="AQJ") for c in (True, False)),
+    Example("mean", "bs->"),
+    Example("identity", "bsm->bsm"),
+    Example("add", "bsm,bsm->bsm"),
+    Example("add", "bsm,bsm,bsm->bsm"),
+    Example("cast", "bsm->bsm"),
+    Example("scale", "bsm->bsm", {"by": -2.5}),
+    *(Example("bias", s) for s in ("bsm,m->bsm", "bsm,sm->bsm", "bsad,ad->bsad")),
+    *(Example("act", "bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
+    Example("act", "bsf->bsf", {"fn": "softcap", "cap": 1.5}),
+    *(Example("glu", "bsf,bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
+    Example("glu", "bsf,bsf->bsf", {"fn": "quick_gelu", "clamp": 0.7, "offset": 1.0}),
+    Example("random_mask", "bsm->bsm", {"rate": 0.3}, fixed=(0,)),
+    Example("dropout", "bsm,bsm->bsm", {"rate": 0.3}, fixed=(1,)),
+    Example("modulate", "bsm,bGm->bsm", {"shift": 0, "scale": 2, "base": 1.0}),
+    Example("modulate", "bsm,bGm->bsm", {"shift": -1, "scale": 1, "base": 0.0}),
+    Example("norm", "bsM->bsM", {"fn": "layernorm"}),
+    Example("pad", "bsN->bsD", {"first": True, "dim": -1}, out="BSD"),
+    *(Example("rope", "bsaD->bsaD", {"inverse": i}) for i in (False, True)),
+    Example("norm", "bsM,M->bsM", {"fn": "rmsnorm"}),
+    Example("norm", "bsM,M->bsM", {"fn": "layernorm"}),
+    Example("norm", "bsM,M,M->bsM", {"fn": "layernorm"}),
+    Example("norm", "bsaD,D->bsaD", {"fn": "rmsnorm"}),
+    Example("softmax", "baqK->baqK", {"causal": False, "width": 6}),
+    Example("softmax", "baqK->baqK", {"causal": True, "window": 4, "width": 6}),
+    *(Example("act", "bsi->bsi", {"fn": fn}) for fn in ("sigmoid", "softplus", "neg_exp")),
+    *(Example("times", s) for s in ("bsi,i->bsi", "bsgh,gh->bsgh", "bsghn,gh->bsghn")),
+    *(Example("conv1d", f"bSi,iT{b}->bSi", {"fn": fn}) for b in ("", ",i") for fn in ("", "silu")),
+    Example("conv1d", "bSgn,gnT,gn->bSgn", {"fn": "silu"}),
+    Example("conv1d", "bSghp,ghpT->bSghp", {"fn": ""}),
+    Example("scan", "bSi,bSi,in,bSn,bSn->bSi", positive=(1,)),
+    Example("linear_attention", f"{QKV}->bSghp", LINEAR),
+    Example("linear_attention", f"{QKV},bSgh,bSgh->bSghp", LINEAR | {"kernel": "ssd"}),
+    Example("linear_attention", f"{QKV},bSgh,bSghn->bSghp", LINEAR, negative=(4,)),
+    Example(
+        "delta_rule", f"{DELTA},bSgh,bSgh,bSghL->bSghp", LINEAR | {"kernel": "delta"}, fixed=(5,)
+    ),
+    Example("delta_rule", f"{DELTA},bSgh,bSghN->bSghp", LINEAR | {"kernel": "kimi"}, negative=(4,)),
+    *(Example("mean_square", s) for s in ("bsghp->bsg", "bsghp->bs")),
+    Example("rms_scale", "bsghp,bsg,ghp->bsghp", positive=(1,)),
+    Example("rms_scale", "bsghp,bs->bsghp", positive=(1,)),
+    *(Example("topk", "bsE->bsE", TOPK | {"fn": f, "norm": n}) for f in GATES for n in (1, 0)),
+    Example("topk", "bsE,E->bsE", TOPK | {"fn": "sigmoid", "norm": True}, fixed=(1,)),
+    *(Example("scores", "bsE->bsE", {"fn": f}) for f in GATES),
+    Example("routes", "bse->bse", fixed=(0,)),
+    Example("dispatch", "bsm,bse->erm", TOPK | {"weighted": False}, fixed=(1,), out="ERM"),
+    Example("combine", "erm,bse->bsm", TOPK | {"weighted": True}),
+    Example("combine", "erm,bse->bsm", TOPK | {"weighted": False}, fixed=(1,)),
+    Example("row_gates", "bse->er", TOPK, out="ER"),
+    Example("own_experts", "bsE->bsf", out="BSE"),
+    *(Example("weigh", s) for s in ("erm,er->erm", "bsm,bs->bsm")),
+    Example("join", "bsaN,bsZ->bsaD", {"dim": -1}, out="BSAD"),
+    Example("join", "bZm,bNm->bDm", {"dim": 1}, out="BDM"),
+    Example("join", "Zm,bNm->bDm", {"dim": 1}, out="BDM"),
+    Example("part", "bsaD->bsaN", {"first": True, "dim": -1}, out="BSAN"),
+    Example("part", "bsaD->bsaN", {"first": False, "dim": -1}, out="BSAN"),
+    Example("part", "bDm->bNm", {"first": False, "dim": 1}, out="BNM"),
+    Example("triangle", "bNL->bG", out="BG"),
+    Example("embedding", "bg,gvm->bgm", fixed=(0,), integers=TOKENS),
+    *(Example("pscan", s, {"dim": 1}) for s in ("bSm,bSm->bSm", "bSfp,bSfp->bSfp")),
+    Example("first_token", "bsm->bm"),
+    Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
+    Example("embedding", "s,vm->sm", fixed=(0,), integers=("positions", "")),
+    Example("max", "bsv->bs", fixed=(0,)),
+    Example("exp_sum", "bsv,bs->bs", fixed=(1,)),
+    Example("pick", "bsv,bs->bs", fixed=(1,), integers=LABELS),
+    Example("log_softmax", "bsV->bsV"),
+    Example("log_probs", "bsv,bs,bs->bsv", positive=(2,)),
+    Example("repeat", "bsgd->bs(gr)d", out="BSAD"),
+    Example("nll", "bs,bs,bs->bs", fixed=(0,), positive=(1,)),  # a sum of exponentials
+]
+
+
+class Built(NamedTuple):
+    """An example as a graph: outputs `out` and the gradients `d0`, `d1`, ... of its operands."""
+
+    graph: Graph
+    primal: dict[Node, Node]
+    values: dict[str, Any]
+
+
+def built(example: Example) -> Built:
+    spec = parse(example.spec)
+    srcs: list[Node] = []
+    for i, dims in enumerate(spec.ins):
+        named = example.integers[i] if example.integers else ""
+        names = tuple("A" if d == ("g", "r") else d[0].upper() for d in dims)
+        dtype = "int64" if named else "fp32"
+        srcs.append(leaf("input", names, dtype, named or f"x{i}"))
+    shape = tuple(size(d) for d in example.out) or None
+    out = apply(example.op, example.spec, *srcs, out=shape, name="out", **example.attrs)
+    seed = replace(leaf("input", (), "fp32", "g", phase="backward"), shape=out.shape)
+    seed = replace(seed, layout=Layout(((),) * len(out.shape)))
+    vjp = OPS[example.op].vjp  # what inference has needs none
+    found = vjp(out, seed) if vjp else (None,) * len(srcs)
+    assert tuple(i for i, g in enumerate(found) if g is None) == example.fixed
+    gradients = {f"d{i}": g for i, g in enumerate(found) if g is not None}
+    outputs = {"out": out, **gradients}
+    graph = Graph.of(toposort(outputs.values()), outputs)
+    values = random_values(graph, SIZES) | {
+        "g": np.random.default_rng(1).normal(size=shape_of(out))
+    }
+    if "block_table" in example.integers:  # three places each of two requests, in any order
+        values["block_table"] = (values["block_table"] % 4 // 2) * FAR + values[
+            "block_table"
+        ] % 2 * 3
+    for i in example.positive:
+        values[f"x{i}"] = np.exp(values[f"x{i}"])
+    for i in example.negative:
+        values[f"x{i}"] = -np.exp(values[f"x{i}"])
+    if example.op == "dropout":
+        values["x1"] = (values["x1"] > 0) * 1.0
+    primal = {seed: out} | {g: srcs[int(k[1:])] for k, g in gradients.items()}
+    return Built(graph, primal, values)
+
+
+def shape_of(n: Node) -> list[int]:
+    return [d.value(SIZES) for d in n.shape]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_gradients_against_finite_differences(example: Example) -> None:
+    graph, _, values = built(example)
+    forward = Graph.of(graph.nodes, {"out": graph.outputs["out"]})
+    truth = single(graph, SIZES, values)
+    rng = np.random.default_rng(2)
+    for i in range(len(parse(example.spec).ins)):
+        if i in example.fixed:
+            continue
+        name, h = f"x{i}", 1e-5
+        way = rng.normal(size=values[name].shape)
+        ends = [
+            single(forward, SIZES, values | {name: values[name] + sign * h * way})["out"]
+            for sign in (1, -1)
+        ]
+        slope = (values["g"] * (ends[0] - ends[1])).sum() / (2 * h)
+        assert (truth[f"d{i}"] * way).sum() == pytest.approx(slope, rel=1e-5, abs=1e-6), name
+        assert truth[f"d{i}"].shape == values[name].shape
+
+
+# Rows of tokens stand in any order, which depends on the layout: test_strategies tries these whole.
+@pytest.mark.numerics
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if not OPS[e.op].rows], ids=str)
+def test_any_layouts(example: Example) -> None:
+    graph, primal, values = built(example)
+    truth = single(graph, SIZES, values)
+    for seed in range(12):
+        draw = RandomLayouts(random.Random(seed), SIZES)
+        sharded = shard(graph, draw.want, primal, inner=draw.inner)
+        verify(sharded)
+        check(graph, sharded, draw.mesh, SIZES, values, truth)
+
+
+def test_every_row_is_tried() -> None:
+    tried = {n.op for example in EXAMPLES for n in built(example).graph}
+    # A loss's `nll` and the optimizer are tried in test_grad, and losses that stand beside a value
+    # in test_moe, as part of their blocks.
+    of_blocks = {"accumulate", "tie", "norm2", "adamw", "sgd", "spread", "divide"}
+    # Likewise what is made of operands that are differentiated in its stead.
+    of_blocks |= {"delta_inverse", "delta_scores", "inverse_norm", "unit", "unit_bwd"}
+    of_blocks |= {"aux_loss", "aux_loss_bwd", "z_loss", "z_loss_bwd"}
+    of_blocks |= {"count", "splits", "bias_update", "log_probs_bwd"}
+    of_blocks |= {"conv1d_served", "scan_served", "linear_attention_served", "delta_rule_served"}
+    assert set(OPS) - tried <= of_blocks
+    assert tried <= set(OPS) | LEAVES
+
+
+def test_log_probs_of_the_own_maximum_and_sum_have_the_gradient_of_log_softmax() -> None:
+    x = leaf("input", ("B", "S", "V"), "fp32", "x")
+    labels = leaf("input", ("B", "S"), "int64", "labels")
+    g = leaf("input", (), "fp32", "g", phase="backward")
+    top = apply("max", "bsv->bs", x)
+    total = apply("exp_sum", "bsv,bs->bs", x, top)
+    gradients: list[Any] = []
+    for y in (
+        apply("log_probs", "bsv,bs,bs->bsv", x, top, total),
+        apply("log_softmax", "bsV->bsV", x),
+    ):
+        loss = apply("mean", "bs->", apply("pick", "bsv,bs->bs", y, labels))
+        (dx,) = backward(loss, g, [x]).gradients
+        graph = Graph.of(toposort([dx]), {"dx": dx})
+        gradients.append(single(graph, SIZES, random_values(graph, SIZES))["dx"])
+    np.testing.assert_allclose(*gradients, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", [op for op, row in OPS.items() if row.linear])
+def test_linear_rows_are_linear(op: str) -> None:
+    examples = [e for e in EXAMPLES if e.op == op and not e.integers]
+    alone = ("sum", "tie", "accumulate", "pad", "triangle_bwd", "own_experts_bwd", "repeat_bwd")
+    assert examples or op in alone
+    for example in examples:
+        graph, _, values = built(example)
+        forward = Graph.of(graph.nodes, {"out": graph.outputs["out"]})
+        other = {k: np.random.default_rng(3).normal(size=np.shape(v)) for k, v in values.items()}
+        one, two, both = (
+            single(forward, SIZES, v)["out"]
+            for v in (values, other, {k: values[k] + other[k] for k in values})
+        )
+        np.testing.assert_allclose(both, one + two)
+
+
+# ---- layouts of results --------------------------------------------------------------------------
+
+INFERRED = [
+    ("einsum", "bsm,mf->bsf", ["dp,cp,", ",tp"], "dp,cp,tp"),
+    ("einsum", "bsm,mf->bsf", [",,tp", "tp,"], ",, @tp"),
+    ("einsum", "bsf,bsm->fm", ["dp,cp,tp", "dp,cp,"], "tp, @cp dp"),
+    ("einsum", "bsm,mf->bsf", [",, @tp", ","], ",, @tp"),
+    ("einsum", "bsf,bsm->fm", ["dp,, @tp", "dp,,"], ", @dp tp"),
+    ("attention", GQA, ["dp,cp,tp,", "dp,cp,tp,", "dp,cp,tp,"], "dp,cp,tp,"),
+    ("add", "bsm,bsm->bsm", ["dp,, @tp", "dp,, @tp"], "dp,, @tp"),
+    ("mean", "bs->", ["dp,cp"], "@cp dp"),
+    ("max", "bsv->bs", ["dp,,tp"], "dp, @tp"),
+    ("embedding", "bs,vm->bsm", ["dp,cp", "tp,"], "dp,cp, @tp"),
+    ("norm_wgrad", "bsM,bsM->M", ["dp,cp tp,"] * 2, "@cp dp tp"),
+]
+
+
+def read(text: str) -> Layout:
+    dims, _, partial = text.partition("@")
+    return Layout(split(*dims.strip().split(",")).dims, frozenset(partial.split()))
+
+
+def operands(spec: str, layouts: list[str]) -> list[Node]:
+    srcs: list[Node] = []
+    for i, (dims, layout) in enumerate(zip(parse(spec).ins, layouts, strict=True)):
+        names = tuple("A" if len(d) > 1 else d[0].upper() for d in dims)
+        srcs.append(replace(leaf("input", names, "fp32", f"x{i}"), layout=read(layout)))
+    return srcs
+
+
+@pytest.mark.parametrize(("op", "spec", "layouts", "expect"), INFERRED)
+def test_layouts_of_results(op: str, spec: str, layouts: list[str], expect: str) -> None:
+    out = apply(op, spec, *operands(spec, layouts))
+    want = read(expect) if parse(spec).out else Layout((), frozenset(expect[1:].split()))
+    assert (out.layout.dims, out.layout.partial) == (want.dims, want.partial)
+    assert out.layout.reduction == ("max" if op == "max" else "sum")
+
+
+REFUSED = [
+    ("norm", "bsM,M->bsM", [",,tp", "tp"], "needs all of index 'm'"),
+    ("attention", GQA, [",,,tp", ",,,", ",,,"], "'d' is split"),
+    ("einsum", "bsm,mf->bsf", [",,tp", ","], "'m' is split by .*reshard"),
+    ("einsum", "bsm,mf->bsf", [",, @tp", ", @cp"], "reduce the partial sum"),
+    ("act", "bsf->bsf", [",, @tp"], "reduce the partial sum"),
+    ("add", "bsm,bsm->bsm", [",, @tp", ",,"], "reduce the partial sum"),
+    ("bias", "bsm,m->bsm", [",, @tp", ""], "reduce the partial sum"),
+]
+
+
+@pytest.mark.parametrize(("op", "spec", "layouts", "message"), REFUSED)
+def test_layouts_that_disagree(op: str, spec: str, layouts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apply(op, spec, *operands(spec, layouts), fn="rmsnorm")
+
+
+def test_a_norm_counts_copies_once() -> None:
+    (w,) = operands("mf->", [",tp"])
+    n = apply("norm2", "mf->", w, alone=("dp",))
+    assert n.layout == Layout((), frozenset({"tp", "dp"}))
+    spmd = Spmd({"tp": 2, "dp": 3}, SIZES)
+    value = np.random.default_rng(0).normal(size=(12, 12))
+    env = spmd.run(Graph.of([n], {"n": n}), {"x0": value})
+    for r in spmd.ranks:
+        np.testing.assert_allclose(spmd.total(n, env, r), (value**2).sum())
+
+
+# ---- ways to make nodes --------------------------------------------------------------------------
+
+
+def test_shapes() -> None:
+    x, wq = (
+        leaf("input", ("B", "S", "M"), "bf16", "x"),
+        leaf("param", ("M", "A", "D"), "bf16", "wq"),
+    )
+    q = einsum("bsm,mad->bsad", x, wq)
+    assert tuple(map(str, q.shape)) == ("B", "S", "A", "D")
+    assert letters(q) == "bsad"
+    square = leaf("param", ("M", "M"), "bf16", "w")
+    assert letters(square) == "zy"
+    assert letters(leaf("input", (4, 8), "bf16", "n")) == "zy"
+    assert elementwise("act", square, fn="relu")["spec"] == "zy->zy"
+    with pytest.raises(ValueError, match="'m' is both"):
+        einsum("bsm,mf->bsf", x, leaf("param", ("F", "M"), "bf16", "w"))
+
+
+def test_what_needs_no_node() -> None:
+    x = leaf("input", ("B", "S"), "bf16", "x")
+    assert add(x) is x
+    assert cast(x, "bf16") is x
+    assert cast(x, "fp32").dtype == "fp32"
+    assert cast(x, "fp32", scope="head").scope == "head"
+    assert add(x, x).scope == x.scope
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+SMALL = dict(zip("BSQKMFAGDVERX", (2, 3, 4, 4, 5, 6, 6, 3, 2, 7, 3, 5, 4), strict=True))
+MESH = {"dp": 2, "tp": 3, "cp": 2}
+
+
+def number(d: Size, axes: tuple[str, ...]) -> int:
+    return -(-d.value(SMALL) // math.prod(MESH[a] for a in axes))
+
+
+def symbol(d: Size, axes: tuple[str, ...]) -> Size:
+    return d / product(size(a) for a in axes)
+
+
+def counted(spec: str) -> int:
+    """Multiplications and additions of the loops that an einsum stands for."""
+    parsed = parse(spec)
+    sizes = SMALL | ({"R": SMALL["A"] // SMALL["G"]} if "(gr)" in spec else {})
+    used = sorted({x for dims in parsed.ins for d in dims for x in d})
+    loops = itertools.product(*(range(sizes[x.upper()]) for x in used))
+    return sum(2 for _ in loops)
+
+
+@pytest.mark.parametrize("spec", [e.spec for e in EXAMPLES if e.op == "einsum"])
+def test_flops_of_einsum(spec: str) -> None:
+    n = einsum(spec, *operands(spec, ["," * (len(d) - 1) for d in parse(spec).ins]))
+    assert flops(n, number) == counted(spec)
+    assert flops(n, symbol).value(SMALL) == counted(spec)
+
+
+def seen(queries: int, causal: bool, window: int) -> list[tuple[int, int]]:
+    pairs = itertools.product(range(queries), repeat=2)
+    return [(q, k) for q, k in pairs if not causal or (k <= q and (not window or k > q - window))]
+
+
+@pytest.mark.parametrize("spec", [GQA, MHA])
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 2), (True, 4)])
+def test_flops_of_attention(spec: str, causal: bool, window: int) -> None:
+    n = apply("attention", spec, *operands(spec, [",,,"] * 3), causal=causal, window=window, **BOTH)
+    # Kernels, and everybody who counts FLOPs, halve the square: half the diagonal is left out.
+    diagonal = SMALL["Q"] / 2 if causal and window in (0, SMALL["Q"]) else window / 2 * causal
+    pairs = len(seen(SMALL["Q"], causal, window)) - diagonal
+    heads = SMALL["B"] * SMALL["A"]
+    assert flops(n, number) == pytest.approx(heads * pairs * SMALL["D"] * 2 * 2, rel=0.13)
+    if not window:
+        assert flops(n, number) == heads * pairs * SMALL["D"] * 2 * 2
+        assert flops(n, symbol).value(SMALL) == flops(n, number)
+
+
+@pytest.mark.parametrize("window", [0, 256])
+def test_windows_and_masks_of_long_sequences(window: int) -> None:
+    long = {"B": 1, "A": 1, "Q": 4096, "K": 4096, "D": 1}
+    n = apply("attention", MHA, *operands(MHA, [",,,"] * 3), causal=True, window=window, **BOTH)
+    last = window or 4096
+    pairs = sum(min(q + 1, last) for q in range(4096))
+    assert flops(n, lambda d, axes: d.value(long)) == pytest.approx(4 * pairs, rel=2e-3)
+
+
+@pytest.mark.parametrize("chunk", [256, 1000])
+def test_chunks_of_long_sequences(chunk: int) -> None:
+    long = {"B": 1, "A": 1, "Q": 4096, "K": 4096, "D": 1}
+    n = apply("attention", MHA, *operands(MHA, [",,,"] * 3), causal=True, chunk=chunk, **BOTH)
+    pairs = sum(q % chunk + 1 for q in range(4096))
+    assert flops(n, lambda d, axes: d.value(long)) == pytest.approx(4 * pairs, rel=4e-3)
+
+
+def test_flops_of_attention_with_values_of_another_width() -> None:
+    n = apply("attention", MLA, *operands(MLA, [",,,"] * 3), causal=False, window=0, **BOTH)
+    pairs = SMALL["B"] * SMALL["A"] * SMALL["Q"] * SMALL["K"]
+    assert flops(n, number) == 2 * pairs * (SMALL["D"] + SMALL["V"])
+    latents = operands(LATENTS, [",,,", ",,"])
+    out = (*latents[0].shape[:-1], size("V"))
+    n = apply("attention", LATENTS, *latents, out=out, causal=False, window=0, **BOTH)
+    assert flops(n, number) == 2 * pairs * (SMALL["D"] + SMALL["V"])
+    assert traffic(n, number).reads == tuple(4 * local(s, number) for s in latents)  # fp32, once
+
+
+def test_flash_attention_does_five_products_in_backward() -> None:
+    n = apply("attention", MHA, *operands(MHA, [",,,"] * 3), causal=True, window=0, **BOTH)
+    seed = replace(n, op="input", srcs=(), attrs=(), name="g")
+    vjp = OPS["attention"].vjp
+    assert vjp is not None
+    work = [flops(g, number) for g in vjp(n, seed) if g is not None]
+    assert sum(work) == flops(n, number) * 5 / 2  # arXiv 2205.14135, section 3.2
+
+
+SHARED_WORK = [
+    ("einsum", "bsm,mf->bsf", ["dp,,", ",tp"], {}),
+    ("einsum", "bsf,bsm->fm", ["dp,,tp", "dp,,"], {}),
+    ("attention", GQA, ["dp,,tp,"] * 3, BOTH | {"causal": True}),
+    ("attention", MHA, ["dp,cp,tp,"] * 3, BOTH | {"causal": True}),
+    ("attention", MHA, ["dp,cp,,", "dp,,,", "dp,,,"], BOTH | {"causal": True}),
+    ("glu", "bsf,bsf->bsf", ["dp,,tp"] * 2, {"fn": "silu"}),
+    ("embedding", "bs,vm->bsm", ["dp,", ","], {}),
+]
+
+
+@pytest.mark.parametrize(("op", "spec", "layouts", "attrs"), SHARED_WORK)
+def test_ranks_share_the_work(
+    op: str, spec: str, layouts: list[str], attrs: dict[str, Any]
+) -> None:
+    sizes = dict.fromkeys(SMALL, 12) | {"G": 6}
+    n = apply(op, spec, *operands(spec, layouts), **attrs)
+    whole = apply(op, spec, *operands(spec, ["," * (len(d) - 1) for d in parse(spec).ins]), **attrs)
+    ways = math.prod(MESH[a] for a in {a for s in n.srcs for a in s.layout.axes()})
+
+    def extent(d: Size, axes: tuple[str, ...]) -> int:
+        return d.value(sizes) // math.prod(MESH[a] for a in axes)
+
+    assert flops(n, extent) * ways == flops(whole, extent)
+    assert flops(n, symbol).value(sizes | MESH) == flops(n, extent)
+
+
+def test_bytes() -> None:
+    x, w = leaf("input", ("B", "S", "M"), "bf16", "x"), leaf("param", ("M", "F"), "bf16", "w")
+    w = replace(w, layout=split("", "tp"))
+    work = traffic(einsum("bsm,mf->bsf", x, w), number)
+    assert work.reads == (2 * 2 * 3 * 5, 2 * 5 * 2)
+    assert work.written == 2 * 2 * 3 * 2
+    assert work.flops == 2 * 2 * 3 * 5 * 2
+
+    tokens, table = (
+        leaf("input", ("B", "S"), "int64", "tokens"),
+        leaf("param", ("V", "M"), "bf16", "t"),
+    )
+    rows = traffic(apply("embedding", "bs,vm->bsm", tokens, table, dtype="bf16"), number)
+    assert rows.reads == (8 * 2 * 3, 2 * 2 * 3 * 5)  # the rows of the tokens, not the table
+    assert rows.written == 2 * 2 * 3 * 5
+
+    assert traffic(x, number) == (0, (), 0)
+    assert traffic(apply("identity", "bsm->bsm", x), number).written == 0
+
+
+def test_bytes_of_a_step() -> None:
+    g, p = leaf("input", ("M", "F"), "fp32", "g"), leaf("state", ("M", "F"), "fp32", "master")
+    m, v = leaf("state", ("M", "F"), "fp32", "m"), leaf("state", ("M", "F"), "fp32", "v")
+    new = apply("adamw", "mf,mf,mf,mf->mf", g, p, m, v, dtype="bf16", updates=3)
+    work = traffic(new, number)
+    assert work.reads == (4 * 30,) * 4
+    assert work.written == 2 * 30 + 3 * 4 * 30
+
+
+def test_extents_and_local_sizes() -> None:
+    n = einsum("bq(gr)d,bkgd->b(gr)qk", *operands("bq(gr)d,bkgd->b(gr)qk", ["dp,,tp,", "dp,,tp,"]))
+    assert extents(n, number) == {"b": 1, "q": 4, "k": 4, "g": 1, "r": 2, "d": 2}
+    assert local(n, number) == 1 * 2 * 4 * 4
+    assert local(n, symbol) == size("B*A*Q*K/dp/tp")
+
+
+def test_moves_and_leaves_have_no_flops() -> None:
+    x = leaf("input", ("B",), "fp32", "x")
+    assert flops(x, number) == 0
+    moved = replace(x, op="all_reduce", srcs=(x,))
+    assert flops(moved, number) == 0
+    assert not MOVES & set(OPS)

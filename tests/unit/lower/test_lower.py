@@ -1,0 +1,562 @@
+"""From blocks and a schedule to rows: what runs when, who waits for whom, who talks to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.lower.training import Compiled, compile
+from stagewright.program.columns import COLLECTIVES, Communicator, Peer, TaskKind, Tasks
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import Action, Overlap, flat
+
+GPT = {"model": "gpt2", "layers": 4, "seq_length": 64}
+LLAMA = GPT | {"model": "llama3.1-8b"}
+SP = {"sequence_parallel": True}
+FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
+
+
+def compiled(**settings: Any) -> Compiled:
+    return compile(Run(**settings))
+
+
+def op(t: Tasks, row: int) -> str:
+    return t.ops[t.op[row]]
+
+
+def name(t: Tasks, row: int) -> str:
+    return t.names[t.name[row]]
+
+
+def reads(t: Tasks, row: int) -> list[int]:
+    return t.data[t.data_ptr[row] : t.data_ptr[row + 1]].tolist()
+
+
+def waits(t: Tasks, row: int) -> list[int]:
+    return t.order[t.order_ptr[row] : t.order_ptr[row + 1]].tolist()
+
+
+def behind(t: Tasks, row: int) -> set[int]:
+    """All rows that a row needs, however far."""
+    found: set[int] = set()
+    stack = [row]
+    while stack:
+        here = stack.pop()
+        new = {*reads(t, here), *waits(t, here)} - found
+        found |= new
+        stack += new
+    return found
+
+
+# ---- actions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"global_batch_size": 3},
+        {"pp": 2, "global_batch_size": 5},
+        {"pp": 4, "global_batch_size": 8, "tp": 2},
+        {"pp": 4, "global_batch_size": 2},
+        {"pp": 3, "schedule": "gpipe", "global_batch_size": 6},
+        {"pp": 2, "vpp": 2, "global_batch_size": 6},
+        {"pp": 2, "vpp": 2, "recompute": "full", "dp": 2, "zero": 3},
+        {"pp": 2, "grad_reduce": "microbatch", "dp": 2, "global_batch_size": 8},
+    ],
+    ids=str,
+)
+def test_rows_follow_the_schedule(settings: dict[str, Any]) -> None:
+    c = compiled(**GPT, **settings)
+    for rank, order in zip(c.program.classes, c.order, strict=True):
+        t = rank.tasks
+        found: list[Action] = []
+        for i in np.flatnonzero(t.microbatch >= 0):
+            kind = "F" if t.phase[i] == FORWARD else "B"
+            action = Action(int(t.stage[i]), kind, int(t.microbatch[i]))
+            if not found or found[-1] != action:
+                found.append(action)
+        assert tuple(found) == order
+        once = t.microbatch < 0
+        assert once[-1]  # the optimizer ends the step
+        assert np.diff(once.astype(int)).min() >= 0
+
+
+def test_microbatches_are_copies() -> None:
+    """Rows and dependencies of one are those of another, moved."""
+    c = compiled(**LLAMA, pp=2, dp=2, zero=1, global_batch_size=12)
+    for rank in c.program.classes:
+        t = rank.tasks
+        for phase in (FORWARD, BACKWARD):
+            some = [np.flatnonzero((t.phase == phase) & (t.microbatch == m)) for m in (2, 3)]
+            columns = (
+                "kind",
+                "name",
+                "op",
+                "layer",
+                "stage",
+                "flops",
+                "traffic",
+                "comm_bytes",
+                "slot",
+            )
+            for column in columns:
+                one, two = (getattr(t, column)[rows] for rows in some)
+                assert np.array_equal(one, two), column
+            for i, j in zip(*some, strict=True):
+                one, two = reads(t, i), reads(t, j)
+                assert [name(t, r) for r in one] == [name(t, r) for r in two]
+                assert {int(t.microbatch[r]) for r in two} <= {3}
+
+
+def test_once_per_step() -> None:
+    """Weights that stay are gathered before the first forward; the last backward reduces."""
+    plain = {"dp": 2, "pp": 2, "vpp": 2, "global_batch_size": 8}
+    c = compiled(**LLAMA, **plain)
+    for rank in c.program.classes:
+        t = rank.tasks
+        reduced = (t.kind == TaskKind.COLLECTIVE) & (t.phase == BACKWARD)
+        assert set(t.microbatch[reduced].tolist()) == {-1}
+        for i in np.flatnonzero(reduced):
+            assert {int(t.microbatch[r]) for r in reads(t, i)} == {3}
+    c = compiled(**LLAMA, **plain, zero=3, reshard_after_forward=False)
+    for rank in c.program.classes:
+        t = rank.tasks
+        gathers = (t.kind == TaskKind.COLLECTIVE) & (t.phase == FORWARD)
+        assert set(t.microbatch[gathers].tolist()) == {-1}
+        for i in np.flatnonzero(gathers):  # in the first microbatch's action
+            assert set(t.microbatch[:i][t.stage[:i] == t.stage[i]].tolist()) <= {-1, 0}
+        reduced = (t.kind == TaskKind.COLLECTIVE) & (t.phase == BACKWARD)
+        assert set(t.microbatch[reduced].tolist()) == {0, 1, 2, 3}  # ZeRO-3: sharded at once
+        products = [
+            i for i in range(len(t)) if name(t, i).endswith(".gate") and t.phase[i] == FORWARD
+        ]
+        assert len(products) == 2 * 4
+        for i in products:
+            (gather,) = (r for r in reads(t, i) if t.kind[r] == TaskKind.COLLECTIVE)
+            assert gathers[gather]
+            assert t.layer[gather] == t.layer[i]
+
+
+def test_gathers_run_ahead() -> None:
+    """ZeRO-3: a layer's weights are under way while the layer before it computes."""
+    t = compiled(**LLAMA, dp=2, zero=3).program.classes[0].tasks
+    for phase, step in ((FORWARD, 1), (BACKWARD, -1)):
+        gathers = {
+            int(t.layer[i]): int(i)
+            for i in np.flatnonzero(
+                (t.phase == phase) & (t.kind == TaskKind.COLLECTIVE) & (t.layer >= 0)
+            )
+            if op(t, i) == "all_gather"
+        }
+        assert len(gathers) == 4
+        for layer, gather in gathers.items():
+            if layer - step not in gathers:
+                continue
+            mine = (t.phase == phase) & (t.kind == TaskKind.COMPUTE)
+            kernels = np.flatnonzero(mine & (t.layer == layer - step))
+            assert gather < kernels[0]
+            assert kernels[0] not in behind(t, gather)
+            first = np.flatnonzero(mine & (t.layer == layer))[0]
+            products = [
+                i for i in np.flatnonzero(mine & (t.layer == layer)) if gather in reads(t, i)
+            ]
+            assert products[0] >= first
+
+
+# ---- dependencies --------------------------------------------------------------------------------
+
+
+def test_recomputed_values_replace_kept_ones() -> None:
+    """With full recompute, backward reads nothing of forward but the layer's input and weights."""
+    t = compiled(**LLAMA, tp=2, recompute="full").program.classes[0].tasks
+    for i in np.flatnonzero((t.layer == 2) & (t.phase >= RECOMPUTE) & (t.phase < OPTIMIZER)):
+        for r in reads(t, i):
+            assert t.phase[r] != FORWARD or t.layer[r] == 1
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("split", [{"dp": 2}, {"dp": 2, "zero": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_updates_wait_for_their_gradients(split: dict[str, Any], clip: bool) -> None:
+    c = compiled(**GPT, **split, clip_grad=clip)
+    for rank in c.program.classes:
+        t = rank.tasks
+        updates = [i for i in range(len(t)) if op(t, i) == "adamw"]
+        assert updates
+        scale = [i for i in range(len(t)) if name(t, i) == "clip_scale"]
+        assert len(scale) == clip
+        for i in updates:
+            sources = [r for r in reads(t, i) if r not in scale]
+            assert [(t.phase[r], t.layer[r]) for r in sources] == [(BACKWARD, t.layer[i])]
+            assert set(scale) <= set(reads(t, i))
+        norms = [i for i in range(len(t)) if "norm2" in op(t, i)]
+        assert bool(norms) == clip
+        for s in scale:
+            assert set(norms) <= behind(t, s)
+
+
+def test_last_gradient_kernel_is_what_is_reduced() -> None:
+    """The all-reduce of a layer's gradients waits for its sums of the last microbatch."""
+    t = compiled(**LLAMA, dp=2, global_batch_size=4).program.classes[0].tasks
+    rows = [i for i in range(len(t)) if t.kind[i] == TaskKind.COLLECTIVE and t.layer[i] == 1]
+    (reduce,) = (i for i in rows if t.phase[i] == BACKWARD)
+    sums = [i for i in range(len(t)) if "accumulate" in op(t, i) and t.layer[i] == 1]
+    assert set(reads(t, reduce)) == {i for i in sums if t.microbatch[i] == 1}
+    assert len(reads(t, reduce)) == 9  # of seven matrices and two norms
+
+
+def test_receives_are_posted_in_time() -> None:
+    """A receive waits for the kernel before it only: not for other messages."""
+    c = compiled(**GPT, pp=4, global_batch_size=8)
+    for rank in c.program.classes:
+        t = rank.tasks
+        for i in np.flatnonzero(t.kind == TaskKind.RECV):
+            assert reads(t, i) == []
+            before = np.flatnonzero(t.kind[:i] == TaskKind.COMPUTE)
+            assert waits(t, i) == before[-1:].tolist()
+
+
+def test_streams() -> None:
+    """In one chain, or a chain for each communicator and one for sends."""
+    settings = LLAMA | {"tp": 2, "dp": 2, "pp": 2}
+    for streams in ("one", "separate"):
+        t = compiled(**settings, streams=streams).program.classes[0].tasks
+        moves = (t.kind == TaskKind.COLLECTIVE) | (t.kind == TaskKind.SEND)
+        stream = (
+            np.where(t.kind == TaskKind.SEND, -1, t.slot) if streams == "separate" else 0 * t.slot
+        )
+        for i in np.flatnonzero(moves):
+            earlier = [r for r in range(i) if moves[r] and stream[r] == stream[i]]
+            chained = [r for r in waits(t, i) if moves[r]]
+            assert chained == earlier[-1:]
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_boundaries(tp: int) -> None:
+    """Every microbatch crosses every boundary both ways; with sequence parallelism, in shards."""
+    settings = GPT | {"pp": 4, "global_batch_size": 6, "tp": tp, "sequence_parallel": tp > 1}
+    program = compiled(**settings).program
+    size = 2 * 64 * 768 // tp
+    for rank in program.classes:
+        t = rank.tasks
+        for kind, phase, ends in (
+            (TaskKind.SEND, FORWARD, 3),
+            (TaskKind.RECV, FORWARD, 0),
+            (TaskKind.SEND, BACKWARD, 0),
+            (TaskKind.RECV, BACKWARD, 3),
+        ):
+            rows = np.flatnonzero((t.kind == kind) & (t.phase == phase))
+            assert len(rows) == (0 if rank.pipeline_rank == ends else 6)
+            assert (t.comm_bytes[rows] == size).all()
+            onward = (kind == TaskKind.SEND) == (phase == FORWARD)
+            assert {program.peers[s] for s in t.slot[rows]} <= {Peer("pp", 1 if onward else -1)}
+
+
+def test_chunks_go_round() -> None:
+    """Interleaved: the last rank's first chunk is followed by the first rank's second."""
+    program = compiled(**GPT, pp=2, vpp=2).program
+    assert program.peers == (Peer("pp", 1),)  # of two ranks, the other
+    program = compiled(**GPT | {"layers": 6}, pp=3, vpp=2).program
+    last = program.classes[-1].tasks
+    sends = np.flatnonzero((last.kind == TaskKind.SEND) & (last.phase == FORWARD))
+    assert {program.peers[s] for s in last.slot[sends]} == {Peer("pp", 1)}
+    assert program.peer_of(program.peers.index(Peer("pp", 1))).tolist() == [1, 2, 0]
+    assert set(last.stage[sends].tolist()) == {2}
+
+
+def test_a_stage_without_layers_passes_on() -> None:
+    """Only an embedding, only a head: what is sent is what the block made."""
+    c = compiled(**GPT | {"layers": 2}, pp=4, layers_per_stage=(0, 1, 1, 0), dropout=False)
+    first, last = c.program.classes[0].tasks, c.program.classes[-1].tasks
+    assert set(first.layer.tolist()) == set(last.layer.tolist()) == {-1}
+    (send, *_) = np.flatnonzero(first.kind == TaskKind.SEND)
+    assert [name(first, r) for r in reads(first, send)] == ["embedding.summed"]
+    (send, *_) = np.flatnonzero(last.kind == TaskKind.SEND)
+    (made,) = reads(last, send)
+    assert name(last, made).startswith("head.")
+    assert last.phase[made] == BACKWARD
+
+
+@pytest.mark.parametrize(
+    ("pp", "who"),
+    [(2, Communicator(("pp",))), (4, Communicator(("pp",), (0, 3)))],
+)
+def test_tied_embedding(pp: int, who: Communicator) -> None:
+    """The first and the last stage add up their gradients of the shared table."""
+    program = compiled(**GPT, pp=pp, tp=2, vocab=50304).program
+    for rank in program.classes:
+        t = rank.tasks
+        rows = np.flatnonzero(
+            (t.kind == TaskKind.COLLECTIVE) & (t.microbatch < 0) & (t.phase == BACKWARD)
+        )
+        if rank.pipeline_rank not in (0, pp - 1):
+            assert len(rows) == 0
+            continue
+        assert [program.communicators[t.slot[i]] for i in rows] == [who]
+        assert t.comm_bytes[rows].tolist() == [4 * 50304 * 768 // 2]
+    alone = compiled(**GPT).program  # one stage has one table
+    assert not (alone.classes[0].tasks.kind == TaskKind.COLLECTIVE).any()
+
+
+def test_tags() -> None:
+    """Both ends of a message have one; no two messages of a step between two ranks share it."""
+    t = compiled(**LLAMA, pp=2, cp=2, vpp=2, global_batch_size=4).program.classes[0].tasks
+    sends = np.flatnonzero(t.kind == TaskKind.SEND)
+    pairs = {(int(t.slot[i]), int(t.tag[i])) for i in sends}
+    assert len(pairs) == len(sends)
+
+
+# ---- backward in halves --------------------------------------------------------------------------
+
+HALVES = {"pp": 4, "layers": 8, "schedule": "zb-h1", "global_batch_size": 8}
+
+
+def runs(t: Tasks) -> list[tuple[int, bool, int]]:
+    """(stage, forward?, microbatch) of neighbouring rows, once each."""
+    rows = np.flatnonzero(t.microbatch >= 0)
+    keys = np.stack([t.stage[rows], t.phase[rows] == FORWARD, t.microbatch[rows]], axis=1)
+    change = np.any(keys[1:] != keys[:-1], axis=1)
+    return [(int(s), bool(f), int(m)) for s, f, m in keys[np.concatenate([[True], change])]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        HALVES,
+        HALVES | {"vpp": 2},
+        HALVES | {"vpp": 2, "schedule": "zbv"},
+        HALVES | {"vpp": 2, "schedule": "zbv", "recompute": "full", "tp": 2, **SP},
+    ],
+    ids=lambda s: Run(**(LLAMA | s)).describe(),
+)
+def test_halves_follow_the_schedule(settings: dict[str, Any]) -> None:
+    c = compiled(**LLAMA | settings)
+    for rank, steps in zip(c.program.classes, c.order, strict=True):
+        wanted: list[tuple[int, bool, int]] = []
+        for a in flat(steps):
+            key = (a.stage, a.kind == "F", a.microbatch)
+            wanted += [key] if wanted[-1:] != [key] else []
+        assert runs(rank.tasks) == wanted
+
+
+def content(t: Tasks) -> list[tuple[Any, ...]]:
+    """What is done, whatever the order."""
+    columns = ("stage", "phase", "microbatch", "flops", "traffic", "comm_bytes", "collective")
+    rows = zip(*(getattr(t, c).tolist() for c in columns), strict=True)
+    return sorted((name(t, i), *row) for i, row in enumerate(rows))
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2, **SP},
+        {"dp": 2, "zero": 2},
+        {"recompute": "full"},
+        {"cp": 2},
+        {"precision": "fp8", "fuse": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["llama3.1-8b", "gpt2", "mixtral-8x7b"])
+def test_halves_are_the_whole(model: str, settings: dict[str, Any]) -> None:
+    """Both halves do together what a full backward does; what is sent back needs the first only."""
+    common = LLAMA | HALVES | settings | {"model": model}
+    whole = compiled(**common | {"schedule": "1f1b"}).program
+    halves = compiled(**common).program
+    for one, two in zip(whole.classes, halves.classes, strict=True):
+        names = [[name(x.tasks, i) for i in range(len(x.tasks))] for x in (one, two)]
+        assert names[0] != names[1] or one.pipeline_rank == 0
+        last = [i for i in range(len(one.tasks)) if one.tasks.microbatch[i] < 0]
+        assert content(one.tasks)[: -len(last)] == content(two.tasks)[: -len(last)]
+    for rank in halves.classes[1:]:
+        t = rank.tasks
+        stage = rank.pipeline_rank
+        back = (t.phase >= RECOMPUTE) & (t.phase <= BACKWARD) & (t.stage == stage)
+        for m in (0, 3):
+            mine = np.flatnonzero(back & (t.microbatch == m))
+            (send,) = (i for i in mine if name(t, i) == "backward.send")
+            sends = [i for i in mine if t.kind[i] == TaskKind.SEND and i <= send]  # a ring's too
+            needed = set.union(*(behind_data(t, i) for i in sends)) & set(mine.tolist())
+            # The first half ends with the message; nothing after it is needed by it.
+            assert max(needed) < send
+            sums = [i for i in mine if "accumulate" in op(t, i)]
+            assert sums
+            assert not needed.intersection(i for i in sums if i > send)
+            after = [i for i in mine if i > send]
+            assert {"accumulate"} <= {o for i in after for o in op(t, i).split("+")}
+            # What runs before the message and is not needed by it, is computed again whole.
+            idle = [
+                i for i in mine if i < send and i not in needed and t.kind[i] == TaskKind.COMPUTE
+            ]
+            assert {int(t.phase[i]) for i in idle} <= {RECOMPUTE}
+
+
+def behind_data(t: Tasks, row: int) -> set[int]:
+    """All rows whose values a row is made of."""
+    found: set[int] = set()
+    stack = [row]
+    while stack:
+        new = set(reads(t, stack.pop())) - found
+        found |= new
+        stack += new
+    return found
+
+
+def test_reduction_waits_for_the_last_weight_gradients() -> None:
+    """A half of backward that comes last reduces what all microbatches added up."""
+    t = compiled(**LLAMA | HALVES, dp=2).program.classes[3].tasks
+    for reduce in np.flatnonzero((t.kind == TaskKind.COLLECTIVE) & (t.phase == BACKWARD)):
+        sums = reads(t, reduce)
+        assert sums
+        for i in sums:
+            same = [j for j in range(len(t)) if t.name[j] == t.name[i] and t.phase[j] == BACKWARD]
+            assert i == same[-1]
+
+
+# ---- stages of one rank --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_the_turn_of_a_v_needs_no_message(schedule: str) -> None:
+    c = compiled(**LLAMA | {"layers": 8}, pp=4, vpp=2, schedule=schedule)
+    microbatches = c.run.microbatches
+    for rank in c.program.classes:
+        t, r = rank.tasks, rank.pipeline_rank
+        ends = {0: 1, 3: 1}.get(r, 2)  # of the model, or of the V
+        for kind in (TaskKind.SEND, TaskKind.RECV):
+            for phase in (FORWARD, BACKWARD):
+                rows = (t.kind == kind) & (t.phase == phase)
+                assert rows.sum() == ends * microbatches
+        held = set(t.stage[t.stage >= 0].tolist())
+        assert held == {r, 7 - r}
+    t = c.program.classes[3].tasks
+    crossing = [
+        (int(t.stage[i]), int(t.stage[j]), int(t.phase[i]))
+        for i in range(len(t)) if t.microbatch[i] >= 0
+        for j in reads(t, i) if t.stage[i] != t.stage[j]
+    ]  # fmt: skip
+    assert set(crossing) >= {(4, 3, FORWARD), (3, 4, BACKWARD)}
+
+
+def test_a_v_holds_a_tied_table_once() -> None:
+    """Embedding and output are on one rank: nothing to reduce between stages."""
+    shared = compiled(**GPT | {"layers": 8}, pp=4, vpp=2, schedule="zbv", clip_grad=False)
+    apart = compiled(**GPT | {"layers": 8}, pp=4, vpp=2, clip_grad=False)
+    assert not shared.program.communicators
+    assert apart.program.communicators == (Communicator(("pp",), (0, 3)),)
+    held = [sum(c.memory["parameters"] for c in x.program.classes) for x in (shared, apart)]
+    assert held[0] == 2 * shared.parameters
+    assert held[1] - held[0] == 2 * 50257 * 768
+    t = shared.program.classes[0].tasks
+    updates = [name(t, i) for i in range(len(t)) if "wte" in name(t, i) and op(t, i) == "adamw"]
+    assert updates == ["embedding.wte.new"]
+
+
+def test_a_shared_table_must_be_complete_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,3F0,3I0,0B0,3W0\n1F0,2F0,2B0,1B0\n", encoding="utf-8")
+    run = {"pp": 2, "vpp": 2, "schedule": str(path), "global_batch_size": 1}
+    compiled(**LLAMA, **run)
+    with pytest.raises(UserError, match=r"on rank 0, 3W0 comes after all backwards of stage 0"):
+        compiled(**GPT, **run)
+
+
+# ---- both directions -----------------------------------------------------------------------------
+
+
+def test_dualpipe_reduces_gradients_between_its_replicas() -> None:
+    """Ranks r and 3 - r hold stages r and 3 - r: data parallel, with microbatches of their own."""
+    c = compiled(**LLAMA | {"layers": 8}, pp=4, schedule="dualpipe", dp=2, clip_grad=False)
+    (who,) = c.program.communicators
+    assert sorted(who.axes) == ["dp", "mirror"]
+    assert [*c.program.groups().values()] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    plain = compiled(**LLAMA | {"layers": 8}, pp=4, dp=2, clip_grad=False)
+
+    def reduced(c: Compiled, rank: int) -> int:
+        t = c.program.classes[rank].tasks
+        return int(t.comm_bytes[(t.kind == TaskKind.COLLECTIVE) & (t.microbatch < 0)].sum())
+
+    for rank, of in enumerate(c.program.classes):
+        t = of.tasks
+        assert set(t.stage[t.stage >= 0].tolist()) == {rank, 3 - rank}
+        assert reduced(c, rank) == reduced(plain, rank) + reduced(plain, 3 - rank)
+        for held in ("parameters", "gradients", "optimizer"):
+            both = [plain.program.classes[r].memory[held] for r in (rank, 3 - rank)]
+            assert of.memory[held] == sum(both)
+        up = {m for s, m in zip(t.stage, t.microbatch, strict=True) if m >= 0 and s == rank}
+        assert up == set(range(4))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_dualpipe_shards_state_over_its_replicas(zero: int) -> None:
+    common = LLAMA | {"layers": 8, "pp": 4, "vocab": 128256}
+    twice = compiled(**common, schedule="dualpipe", zero=zero, dp=2).program
+    plain = compiled(**common, zero=zero, dp=4).program
+    for rank in range(4):
+        for state, first in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
+            if zero >= first:
+                both = [plain.classes[r].memory[state] for r in (rank, 3 - rank)]
+                assert twice.classes[rank].memory[state] == sum(both)
+
+
+def test_dualpipe_does_the_work_of_all_microbatches() -> None:
+    common = LLAMA | {"layers": 8, "pp": 4, "global_batch_size": 8, "clip_grad": False}
+    for model in ("llama3.1-8b", "mixtral-8x7b"):
+        one, two = (
+            compiled(**common | {"model": model, "schedule": s, "dp": 2, "global_batch_size": 16})
+            for s in ("1f1b", "dualpipe")
+        )
+        work = [
+            sum(int(r.tasks.flops[r.tasks.phase < OPTIMIZER].sum()) for r in c.program.classes)
+            for c in (one, two)
+        ]
+        assert work[0] == work[1]
+
+
+def test_overlapping_actions_take_turns() -> None:
+    """While tokens are under way to their experts, the other microbatch computes."""
+    settings = {"model": "mixtral-8x7b", "pp": 2, "dp": 4, "ep": 4, "layers": 4}
+    c = compiled(**LLAMA | settings, schedule="dualpipe", global_batch_size=32)
+    t = c.program.classes[0].tasks
+    overlapped = [s for s in c.order[0] if isinstance(s, Overlap)]
+    assert overlapped
+    hidden = exposed = 0
+    for step in overlapped:
+        exchange = COLLECTIVES.index("all_to_all")
+        of = {a.microbatch: a for a in (step.forward, step.backward)}
+        mine = np.isin(t.microbatch, list(of))
+        for i in np.flatnonzero(mine & (t.collective == exchange)):
+            a = of[int(t.microbatch[i])]
+            if (t.phase[i] == FORWARD) != (a.kind == "F"):
+                continue
+            user = next(j for j in range(i, len(t)) if i in reads(t, j))
+            between = t.microbatch[i:user][t.kind[i:user] == TaskKind.COMPUTE]
+            other = int((between != t.microbatch[i]).sum())
+            hidden, exposed = hidden + (other > 0), exposed + (other == 0)
+    assert hidden > 8 * exposed
+
+
+# ---- what cannot be lowered ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"),
+    [
+        ("0F0,1F1,1B1,0B0\n1F0,0F1,0B1,1B0", "ranks 0 and 1 hold the same stages but do not do"),
+        ("0F0,1F0,1B0,0B0,0F1,0B1\n1F1,1B1", "come from or go on to different ranks"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1", "stage 1, microbatch 1 has 1F1; wanted F and B"),
+    ],
+    ids=["not-in-step", "two-ways", "incomplete"],
+)
+def test_refused(tmp_path: Path, order: str, wanted: str) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(order, encoding="utf-8")
+    with pytest.raises(UserError, match=wanted):
+        compiled(**GPT, pp=2, schedule=str(path), global_batch_size=2)

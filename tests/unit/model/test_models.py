@@ -1,0 +1,1041 @@
+"""Presets against published parameter counts, and the config.json importer against the world.
+
+`data/published_parameters.csv` says where each count is from. Counts of the Hugging Face hub were
+read from public code that quotes them.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from paths import DATA, ROOT
+from stagewright.errors import UserError
+from stagewright.lower.training import parameters
+from stagewright.model.config import (
+    ATTENTIONS,
+    LIMITS,
+    PRESETS,
+    RECURRENCES,
+    SIDE_BY_SIDE,
+    ModelConfig,
+    resolve,
+)
+from stagewright.model.hf import keys as hf_keys
+from stagewright.model.hf import read as hf
+from stagewright.model.state_space import StateSpace
+
+CONFIGS = sorted((DATA / "configs").glob("*.json"))
+SHIPPED = ROOT / "src/stagewright/data/configs"
+with (DATA / "published_parameters.csv").open(encoding="utf-8") as table:
+    PUBLISHED = list(csv.DictReader(table))
+
+# The preset that each published file must come out as, but for these fields.
+SAME = {
+    SHIPPED / "llama-3.1-70b.json": ("llama3.1-70b", {}),
+    "bamba-9b-v1": ("bamba-9b", {}),
+    "bert-base-uncased": ("bert-base", {}),
+    "dbrx-instruct": ("dbrx", {}),
+    "deepseek-moe-16b-base": ("deepseek-moe-16b", {}),
+    "deepseek-r1": ("deepseek-r1", {}),
+    "deepseek-v2": ("deepseek-v2", {}),
+    "deepseek-v3": ("deepseek-v3", {}),
+    "falcon-mamba-7b": ("falcon-mamba-7b", {}),
+    "falcon-h1-7b-base": ("falcon-h1-7b", {}),
+    "zamba2-1.2b": ("zamba2-1.2b", {}),
+    "zamba2-2.7b": ("zamba2-2.7b", {}),
+    "zamba2-7b": ("zamba2-7b", {}),
+    "falcon-7b-instruct": ("falcon-7b", {}),
+    "falcon-7b-instruct-refinedweb": ("falcon-7b", {}),
+    "falcon-40b-instruct": ("falcon-40b", {}),
+    "gemma-2-9b": ("gemma2-9b", {}),
+    "gemma-3-1b-it": ("gemma3-1b", {}),
+    "gemma-3-12b-it": ("gemma3-12b", {}),
+    "glm-4.5": ("glm-4.5", {}),
+    "glm-4.5-air": ("glm-4.5-air", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt-oss-20b": ("gpt-oss-20b", {}),
+    "gpt-oss-120b": ("gpt-oss-120b", {}),
+    "llama-4-scout-17b-16e": ("llama4-scout", {}),
+    "llama-4-scout-text": ("llama4-scout", {"mlps": ("experts",)}),
+    "llama-4-maverick-17b-128e": ("llama4-maverick", {}),
+    "qwen1.5-moe-a2.7b": ("qwen1.5-moe-a2.7b", {}),
+    "qwen2-57b-a14b": ("qwen2-57b-a14b", {}),
+    "t5-base": ("t5-base", {}),
+    "t5-11b": ("t5-11b", {}),
+    "t5-v1_1-xxl": ("t5-v1.1-xxl", {}),
+    "granite-4.0-h-micro": ("granite-4.0-h-micro", {}),
+    "granite-4.0-h-small": ("granite-4.0-h-small", {}),
+    "jamba-v0.1": ("jamba-v0.1", {}),
+    "jamba-1.5-large": ("jamba-1.5-large", {}),
+    "kimi-k2-instruct": ("kimi-k2", {}),
+    "kimi-linear-48b-a3b": ("kimi-linear-48b-a3b", {}),
+    "llama-3.2-1b-instruct": ("llama3.2-1b", {}),
+    "mamba-2.8b-hf": ("mamba-2.8b", {}),
+    "mamba-codestral-7b-v0.1": ("mamba-codestral-7b", {}),
+    "minimax-text-01": ("minimax-text-01", {}),
+    "minimax-text-01-hf": ("minimax-text-01", {}),
+    "mistral-7b-v0.1": ("mistral-7b-v0.1", {}),
+    "mistral-7b-instruct-v0.3": ("mistral-7b-v0.3", {}),
+    "mixtral-8x7b-v0.1": ("mixtral-8x7b", {}),
+    "mixtral-8x22b-v0.1": ("mixtral-8x22b", {}),
+    "nemotron-h-8b-base-8k": ("nemotron-h-8b", {}),
+    "nemotron-h-47b-base-8k": ("nemotron-h-47b", {}),
+    # OPT's files say 0 where its paper says that it was trained with 0.1.
+    "opt-125m": ("opt-125m", {"attention_dropout": 0.0}),
+    "opt-350m": ("opt-350m", {"attention_dropout": 0.0}),
+    "phi-3-mini-4k-instruct": ("phi3-mini", {}),
+    # The base model was trained for longer sequences than its instruct sibling states.
+    "qwen2.5-7b-instruct": ("qwen2.5-7b", {"max_position_embeddings": 32768}),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", {}),
+    "qwen3-next-80b-a3b": ("qwen3-next-80b-a3b", {}),
+    "qwen3-32b": ("qwen3-32b", {}),
+    "qwen3-235b-a22b": ("qwen3-235b-a22b", {}),
+}
+ALONE = {"all-minilm-l6-v2", "phi-4-mini-instruct"}  # published files without a preset
+
+LANGUAGE = {
+    name
+    for name, c in PRESETS.items()
+    if not (c.vision or c.tower or c.diffusion or c.recommendation)
+}
+"""The others are in test_beyond.py."""
+
+
+# Billions of parameters that a token activates, as published; what is left out of the count (the
+# tables of the vocabulary: 1 the embedding, 2 also the output); how far rounding goes; and where.
+ACTIVE = {
+    "mixtral-8x7b": (12.9, 0, 0.05, "Mistral AI, Mixtral of experts"),
+    "mixtral-8x22b": (39, 0, 0.5, "Mistral AI, Cheaper, Better, Faster, Stronger"),
+    "qwen3-30b-a3b": (3.3, 0, 0.06, "its model card; cut, not rounded"),
+    "qwen3-235b-a22b": (22, 0, 0.5, "its model card"),
+    "deepseek-moe-16b": (2.8, 0, 0.05, "arXiv:2401.06066"),
+    "deepseek-v2": (21, 0, 0.5, "arXiv:2405.04434, abstract"),
+    "deepseek-v2-lite": (2.4, 1, 0.06, "arXiv:2405.04434, appendix B; cut, not rounded"),
+    "gpt-oss-20b": (3.61, 1, 0.005, "arXiv:2508.10925, Table 1, which leaves out the embedding"),
+    "gpt-oss-120b": (5.13, 1, 0.005, "arXiv:2508.10925, Table 1"),
+    "llama4-scout": (17, 0, 0.5, "its model card"),
+    "llama4-maverick": (17, 0, 0.5, "its model card"),
+    "qwen1.5-moe-a2.7b": (2.7, 0, 0.05, "its model card"),
+    "qwen2-57b-a14b": (14, 0, 0.5, "arXiv:2407.10671, Table 1"),
+    "deepseek-v3": (37, 1, 0.5, "arXiv:2412.19437, abstract"),
+    "deepseek-r1": (37, 1, 0.5, "its model card"),
+    "kimi-k2": (32, 1, 0.5, "arXiv:2507.20534, abstract"),
+    "glm-4.5": (32, 2, 0.5, "arXiv:2508.06471, Table 1, which says what it leaves out"),
+    "glm-4.5-air": (12, 2, 0.5, "arXiv:2508.06471, Table 1"),
+    "dbrx": (36, 0, 0.5, "Databricks, Introducing DBRX"),
+    "jamba-v0.1": (12, 0, 0.5, "arXiv:2403.19887, abstract"),
+    "jamba-1.5-mini": (12, 0, 0.5, "arXiv:2408.12570, abstract"),
+    "jamba-1.5-large": (94, 0, 0.5, "arXiv:2408.12570, abstract"),
+    "granite-4.0-h-tiny": (1, 0, 0.5, "its model card"),
+    "granite-4.0-h-small": (9, 0, 0.5, "its model card"),
+    "nemotron3-nano-30b-a3b": (3.6, 0, 0.05, "its model card; 3.2 without embeddings"),
+    "qwen3-next-80b-a3b": (3.87, 0, 0.01, "tensors of Qwen3-Coder-Next, but for idle experts"),
+    "kimi-linear-48b-a3b": (3, 0, 0.5, "its model card"),
+    "minimax-text-01": (45.9, 2, 0.05, "arXiv:2501.08313, abstract"),
+}
+
+
+def count_parameters(c: ModelConfig) -> int:
+    """Parameters of a transformer in closed form, from its configuration alone."""
+    return _count(c, c.num_experts)
+
+
+def count_active(c: ModelConfig) -> int:
+    """Those that a token meets: of the experts, as many as it goes to."""
+    return _count(c, c.top_k)
+
+
+def _count(c: ModelConfig, experts: int) -> int:
+    hidden, vocab = c.hidden_size, c.vocab_size
+    norm = 2 * hidden if c.norm_bias else hidden
+    ups = 2 if c.gated else 1
+    dense = (ups + 1) * hidden * c.ffn_hidden_size + c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
+    widths = experts * c.moe_ffn_hidden_size + c.shared_ffn_hidden_size
+    mixture = (ups + 1) * hidden * widths + hidden * (c.num_experts + c.shared_expert_gate)
+    mixture += c.mlp_bias * experts * (ups * c.moe_ffn_hidden_size + hidden)
+    mixture += c.router_bias * c.num_experts
+    sequential = 4 if c.norm_placement == "sandwich" else 2
+    norms = c.parallel_norms if c.parallel_block else sequential
+    rows = c.max_position_embeddings + c.position_offset if c.position == "learned" else 0
+    table = vocab * (c.embedding_size or hidden)
+    embedding = table + (rows + c.token_types) * hidden + c.embedding_norm * norm
+    projections = 2 * hidden * c.embedding_size if c.embedding_size else 0
+    head = (not c.tied_embeddings) * table + c.lm_head_bias * vocab + c.final_norm * norm
+    head += c.pooler * (hidden * hidden + hidden) + c.mlm_transform * (
+        hidden * hidden + hidden + norm
+    )
+    mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
+    if c.recurrence:
+        mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
+    mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
+    mlps = {"dense": dense, "experts": mixture, "none": 0}
+    layers = 0
+    for mixer, mlp, _, block in map(c.layer, range(c.num_layers)):
+        layers += mixers[mixer] + mlps[mlp] + (_adapters(c) if block else 0)
+        halves = (mixer != "none") + (mlp != "none")
+        layers += norm * (norms if halves == 2 else norms // 2)
+    if c.shared_blocks:
+        q, k = (n * c.kv_channels for n in (c.num_attention_heads, c.num_query_groups))
+        # One of the norms is twice as wide.
+        shared = 2 * hidden * (q + 2 * k) + q * hidden + dense + 3 * norm
+        layers += max(c.shared_blocks.layers) * shared
+    if c.encoder_num_layers:  # and attention to its output, in each layer of the decoder
+        layers += c.num_layers * (_attention(c) + norm)
+        layers += c.encoder_num_layers * (_attention(c) + dense + 2 * norm) + norm
+        layers += 2 * c.relative_buckets * c.num_attention_heads
+    return layers + embedding + projections + head
+
+
+def _adapters(c: ModelConfig) -> int:
+    """What a layer with a shared block has of its own: arXiv:2411.15242, section II."""
+    shared = c.shared_blocks
+    assert shared
+    rank, hidden = shared.adapter_rank, c.hidden_size
+    ups = 2 if c.gated else 1
+    mlp = rank * (hidden + ups * c.ffn_hidden_size) if rank else 0
+    heads = (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels
+    return hidden**2 + mlp + shared.attention_adapter * rank * (3 * 2 * hidden + heads)
+
+
+def _mamba(hidden: int, s: StateSpace) -> int:
+    """Mamba's own module, state-spaces/mamba, mamba_simple.py; Jamba's norms of dt, B and C."""
+    into, out = hidden * 2 * s.heads, s.heads * hidden
+    conv = s.heads * (s.conv + s.conv_bias)
+    steps = s.dt_rank * s.heads + s.heads
+    norms = s.dt_rank + 2 * s.state if s.inner_norms == "weighted" else 0
+    return (
+        into
+        + conv
+        + s.heads * (s.dt_rank + 2 * s.state)
+        + steps
+        + s.heads * s.state
+        + (s.heads + out + norms)
+    )
+
+
+def _mamba2(hidden: int, s: StateSpace) -> int:
+    """The same of mamba2.py: z, x, B, C and dt from one projection; A, D and dt's bias per head."""
+    keys = s.groups * s.state
+    into = hidden * (2 * s.inner + 2 * keys + s.heads)
+    conv = (s.inner + 2 * keys) * (s.conv + s.conv_bias)
+    return into + conv + 3 * s.heads + s.gated_norm * s.inner + s.inner * hidden
+
+
+def _lightning(hidden: int, s: StateSpace) -> int:
+    """arXiv:2501.08313: queries, keys, values and gate, a norm over all heads, and out."""
+    return hidden * (2 * s.groups * s.state + 2 * s.inner) + s.inner + s.inner * hidden
+
+
+def _gated_delta(hidden: int, s: StateSpace) -> int:
+    """Gated delta net of Qwen3-Next: q, k, v, z, b and a; convolutions; A, dt's bias; a norm."""
+    keys = 2 * s.groups * s.state
+    into = hidden * (keys + 2 * s.inner + 2 * s.heads) + (keys + s.inner) * (s.conv + s.conv_bias)
+    return into + 2 * s.heads + s.head_width + s.inner * hidden
+
+
+def _kimi_delta(hidden: int, s: StateSpace) -> int:
+    """arXiv:2510.26692: decays and gate through a narrow width, a bias per element of the keys."""
+    keys = s.groups * s.state
+    into = hidden * (2 * keys + s.inner + s.heads) + (2 * keys + s.inner) * (s.conv + s.conv_bias)
+    narrow = 2 * hidden * s.gate_rank + s.gate_rank * (keys + s.inner)
+    return into + narrow + s.heads + keys + s.head_width + s.inner * hidden
+
+
+RECURRENT = {
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "lightning": _lightning,
+    "gated_delta": _gated_delta,
+    "kimi_delta": _kimi_delta,
+}
+
+
+def _attention(c: ModelConfig) -> int:
+    """With latents as DeepSeek-V2's paper has it, arXiv:2405.04434, appendix C."""
+    hidden, width = c.hidden_size, c.kv_channels
+    queries, keys = c.num_attention_heads * width, c.num_query_groups * width
+    if c.kv_lora_rank:
+        values = c.num_attention_heads * (c.v_head_dim or width)
+        unrotated = queries - c.num_attention_heads * c.qk_rope_head_dim
+        latent = c.kv_lora_rank * (unrotated + values + 1) + hidden * (
+            c.kv_lora_rank + c.qk_rope_head_dim
+        )
+        rank = c.q_lora_rank
+        query = rank * (hidden + 1 + queries) if rank else hidden * queries
+        return query + latent + values * hidden
+    qkv = queries + 2 * keys
+    attention = hidden * qkv + queries * hidden
+    attention += c.attention_gate * hidden * queries + c.attention_sinks * c.num_attention_heads
+    return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * 2 * width
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((DATA / "configs" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def imported(folder: Path, config: object) -> ModelConfig:
+    file = folder / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
+    return hf.from_config(file)
+
+
+def error_of(folder: Path, config: object) -> str:
+    with pytest.raises(UserError) as info:
+        imported(folder, config)
+    text = str(info.value)
+    assert "\n" not in text
+    assert text.startswith(str(folder))
+    return text
+
+
+class TestPresets:
+    @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row["model"])
+    def test_has_the_published_number_of_parameters(self, row: dict[str, str]) -> None:
+        name = row["model"]
+        path = DATA / "configs" / name
+        config = hf.from_config(path) if path.suffix == ".json" else PRESETS[name]
+        got, published = count_parameters(config), int(row["parameters"])
+        assert abs(got - published) <= int(row["tolerance"]), f"{got:,} is not {published:,}"
+
+    @pytest.mark.parametrize("name", ACTIVE)
+    def test_activates_the_published_number_of_parameters(self, name: str) -> None:
+        published, left_out, rounding, source = ACTIVE[name]
+        c = PRESETS[name]
+        got = count_active(c) - left_out * c.vocab_size * c.hidden_size
+        assert abs(got - published * 1e9) <= rounding * 1e9, (
+            f"{got:,} is not {published}B: {source}"
+        )
+
+    @pytest.mark.parametrize("name", [n for n, c in PRESETS.items() if c.num_experts])
+    def test_the_graph_activates_what_the_closed_form_does(self, name: str) -> None:
+        c = PRESETS[name]
+        assert parameters(c) == (count_parameters(c), count_active(c))
+
+    def test_what_a_token_activates_is_published_for_every_mixture_but_one(self) -> None:
+        # xAI published a share alone: 25% of Grok-1's weights, which is 2 of 8 experts.
+        assert {name for name, c in PRESETS.items() if c.num_experts} == {*ACTIVE, "grok-1"}
+        c = PRESETS["grok-1"]
+        assert count_active(c) / count_parameters(c) == pytest.approx(0.25, abs=0.02)
+
+    def test_every_preset_has_a_published_count_and_a_source(self) -> None:
+        assert {row["model"] for row in PUBLISHED if row["model"][-5:] != ".json"} == LANGUAGE
+        assert all(row["source"] for row in PUBLISHED)
+        for name, config in PRESETS.items():
+            assert config.name == name == name.lower()
+            assert config.source
+
+    def test_families_are_complete(self) -> None:
+        families: dict[str, int] = {}
+        for name in sorted(LANGUAGE):
+            family = name.split("-")[0]
+            families[family] = families.get(family, 0) + 1
+        assert families == {
+            **{"gpt2": 4, "gpt3": 9, "megatron": 4, "opt": 9, "bert": 2, "palm": 3, "falcon": 3},
+            **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
+            **{"mistral": 2, "qwen2.5": 7, "qwen3": 9, "gemma2": 3, "gemma3": 4, "phi3": 2},
+            **{"mixtral": 2, "deepseek": 5, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
+            **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
+            **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
+            **{"nemotron": 6, "nemotron3": 1, "minimax": 1, "zamba2": 3},
+        }
+
+    def test_bert_backbone_with_pooler_has_its_published_count(self) -> None:
+        change = {"mlm_transform": False, "lm_head_bias": False, "pooler": True}
+        counts = {
+            name: count_parameters(dataclasses.replace(PRESETS[name], **change))
+            for name in ("bert-base", "bert-large")
+        }
+        assert counts == {"bert-base": 109_482_240, "bert-large": 335_141_888}  # keras-hub 0.32
+
+    def test_stage_gpt3_5b_is_as_its_paper_says(self) -> None:
+        c = PRESETS["gpt3-5b"]
+        assert (c.num_layers, c.hidden_size, c.num_attention_heads) == (24, 4096, 32)
+        assert (c.vocab_size, c.position, c.max_position_embeddings) == (51200, "learned", 2048)
+
+    def test_dropout_only_where_the_family_trains_with_it(self) -> None:
+        rates = {
+            name.split("-")[0]: (c.hidden_dropout, c.attention_dropout, c.embedding_dropout)
+            for name, c in PRESETS.items()
+            if name in LANGUAGE
+        }
+        with_dropout = {family: rate for family, rate in rates.items() if any(rate)}
+        assert with_dropout == {
+            **dict.fromkeys(("gpt2", "gpt3", "megatron", "bert"), (0.1, 0.1, 0.1)),
+            "opt": (0.1, 0.1, 0.0),
+            "t5": (0.1, 0.1, 0.1),
+        }
+
+    def test_local_and_global_layers_are_where_the_families_put_them(self) -> None:
+        def globals_of(name: str) -> list[int]:
+            c = PRESETS[name]
+            return [i for i in range(c.num_layers) if c.layer(i).mixer == "global"]
+
+        assert globals_of("gemma3-1b") == [5, 11, 17, 23]
+        assert globals_of("gemma2-2b") == list(range(1, 26, 2))
+        assert globals_of("mistral-7b-v0.1") == []
+        assert globals_of("mistral-7b-v0.3") == list(range(32))
+
+
+class TestModelConfig:
+    def test_is_a_value(self) -> None:
+        c = PRESETS["llama3-8b"]
+        assert c == dataclasses.replace(c)
+        assert hash(c) == hash(dataclasses.replace(c))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            c.num_layers = 3  # type: ignore[misc]
+
+    def test_overrides(self) -> None:
+        c = PRESETS["gemma3-1b"]
+        assert c.with_overrides() == c
+        small = c.with_overrides(num_layers=2, vocab_size=1000)
+        assert (small.num_layers, small.vocab_size, small.name) == (2, 1000, "gemma3-1b")
+        assert [small.layer(i).mixer for i in range(2)] == ["local", "local"]
+        with pytest.raises(UserError, match="num_layers is 0, wanted a whole number from 1"):
+            c.with_overrides(num_layers=0)
+
+    @pytest.mark.parametrize(
+        ("preset", "field", "value", "wanted"),
+        [
+            ("llama3-8b", "num_layers", 10**12, "a whole number from 1 to 10000"),
+            ("llama3-8b", "hidden_size", -1, "a whole number from 1"),
+            ("llama3-8b", "hidden_size", 4096.0, "a whole number from 1"),
+            ("llama3-8b", "vocab_size", True, "a whole number from 1"),
+            ("llama3-8b", "num_query_groups", 5, "a divisor of num_attention_heads 32: 1, 2, 4"),
+            ("llama3-8b", "kv_channels", 3, "rope turns an even part, not 3 channels"),
+            ("llama3-8b", "rotary_fraction", math.nan, "above 0 and at most 1"),
+            ("llama3-8b", "position", "absolute", "one of rope, learned, alibi, relative, none"),
+            ("llama3-8b", "position", "relative", "some if, and only if, positions are relative"),
+            ("llama3-8b", "encoder_num_layers", 2, "relative or none with an encoder"),
+            ("t5-base", "mtp_num_layers", 1, "0 but in a language model"),
+            ("t5-base", "mixers", ("local",), "0 with layers other than attention and MLPs"),
+            ("llama3-8b", "position_offset", 2, "0 where positions are not learned"),
+            ("llama3-8b", "norm_bias", True, "False: an rmsnorm has no bias"),
+            ("llama3-8b", "gated", 1, "True or False"),
+            ("llama3-8b", "activation", "tanh", "one of gelu, gelu_tanh, quick_gelu, silu, relu"),
+            ("llama3-8b", "hidden_dropout", 1.0, "from 0 to below 1"),
+            ("llama3-8b", "attention_dropout", math.inf, "from 0 to below 1"),
+            ("llama3-8b", "logit_softcap", 0, "None or a number above 0"),
+            ("llama3-8b", "attention_softcap", 10**400, "None or a number above 0"),
+            ("llama3-8b", "parallel_norms", 2, "1 where the block is not parallel"),
+            ("llama3-8b", "sliding_window", 10, "has local layers"),
+            ("llama3-8b", "mixers", ("local",), "has local layers"),
+            ("llama3-8b", "mixers", (), "not empty"),
+            ("llama3-8b", "mixers", ["global"], "a tuple of 'global', 'local', 'chunked', 'nope'"),
+            ("llama3-8b", "mixers", (["global"],), "a tuple of 'global', 'local', 'chunked'"),
+            ("llama3-8b", "causal", False, "True, as encoder is False"),
+            ("llama3-8b", "pooler", True, "False in a decoder"),
+            ("llama3-8b", "embedding_size", 0, "None or a whole number from 1"),
+            ("llama3-8b", "name", None, "text"),
+            ("palm-8b", "norm_placement", "post", "pre in a parallel block"),
+            ("mixtral-8x7b", "num_experts", 0, "top_k is 2, wanted 0 where num_experts is 0"),
+            ("mixtral-8x7b", "num_experts", 1, "a whole number from 1 to num_experts 1"),
+            ("mixtral-8x7b", "num_experts", 10**9, "a whole number from 0 to 65536"),
+            ("mixtral-8x7b", "top_k", 0, "a whole number from 1 to num_experts 8"),
+            ("mixtral-8x7b", "top_k", 9, "a whole number from 1 to num_experts 8"),
+            ("mixtral-8x7b", "moe_ffn_hidden_size", 0, "the width of an expert, 1 or more"),
+            ("mixtral-8x7b", "shared_ffn_hidden_size", -1, "a whole number from 0"),
+            ("mixtral-8x7b", "moe_layer_freq", 0, "a whole number from 1"),
+            ("mixtral-8x7b", "router", "tanh", "one of softmax, sigmoid"),
+            ("deepseek-v3", "mlp_bias", True, "False with shared experts"),
+            ("llama3-8b", "attention_chunk_size", 10, "if, and only if, mixers has chunked"),
+            ("llama3-8b", "router_bias", True, "False where num_experts is 0"),
+            ("llama3-8b", "glu_linear_offset", math.inf, "a number"),
+            ("gpt2", "glu_linear_offset", 1.0, "0 in an MLP without gate"),
+            ("gpt2", "activation_func_clamp_value", 7.0, "None in an MLP without gate"),
+            ("deepseek-v3", "attention_sinks", True, "False with latent attention"),
+            ("mixtral-8x7b", "parallel_block", True, "False in a model with experts"),
+            ("llama3-8b", "top_k", 2, "0 where num_experts is 0"),
+            ("llama3-8b", "first_dense_layers", 1, "0 where num_experts is 0"),
+            ("llama3-8b", "moe_layer_freq", 2, "1 where num_experts is 0"),
+            ("llama3-8b", "router", "sigmoid", "softmax where num_experts is 0"),
+            ("llama3-8b", "v_head_dim", 64, "0 where kv_lora_rank is 0"),
+            ("deepseek-v3", "kv_lora_rank", 0, "q_lora_rank is 1536, wanted 0 where kv_lora_rank"),
+            ("deepseek-v3", "num_query_groups", 1, "the 128 heads of latent attention"),
+            ("deepseek-v3", "qk_rope_head_dim", 0, "an even part of the 192 channels of a head"),
+            ("deepseek-v3", "qk_rope_head_dim", 63, "an even part of the 192 channels of a head"),
+            ("deepseek-v3", "qk_rope_head_dim", 192, "an even part of the 192 channels of a head"),
+            ("deepseek-v3", "position", "alibi", "rope or none with latent attention"),
+            ("deepseek-v3", "qk_norm", True, "False with latent attention"),
+            ("palm-8b", "parallel_norms", 3, "a whole number from 1 to 2"),
+            ("llama3-8b", "num_attention_heads", 0, "a whole number from 1"),
+            ("llama3-8b", "mixers", ("mamba",), "sizes if, and only if, mixers has a recurrence"),
+            ("jamba-v0.1", "mixers", ("mamba", "mamba2"), "one kind of recurrence"),
+            ("mamba-2.8b", "state_space", None, "sizes if, and only if, mixers has a recurrence"),
+            ("nemotron-h-8b", "mlps", ("none",), "something in every layer whose mixer is none"),
+            (
+                "mamba-2.8b",
+                "state_space",
+                StateSpace(heads=8, state=4),
+                "dt_rank is 0, wanted a width",
+            ),
+            (
+                "mamba2-2.7b",
+                "state_space",
+                StateSpace(heads=8, state=4, groups=3),
+                "a divisor of heads",
+            ),
+            ("mamba2-2.7b", "state_space", StateSpace(heads=8, state=4, conv=-1), "from 0 to 64"),
+            ("mamba2-2.7b", "state_space", StateSpace(heads=8, state=4, chunk=0), "from 1 to"),
+        ],
+    )
+    def test_refuses(self, preset: str, field: str, value: object, wanted: str) -> None:
+        with pytest.raises(UserError) as info:
+            dataclasses.replace(PRESETS[preset], **{field: value})
+        text = str(info.value)
+        assert wanted in text
+        assert "\n" not in text
+        assert len(text) < 300
+
+
+class TestResolve:
+    def test_knows_presets_files_and_directories(self, tmp_path: Path) -> None:
+        assert resolve("gpt2") is PRESETS["gpt2"]
+        folder = tmp_path / "my-model"
+        folder.mkdir()
+        assert imported(folder, load("gpt2")).name == "my-model"
+        for path in (folder, folder / "config.json"):
+            c = resolve(str(path))
+            assert (c.name, c.source) == ("my-model", str(folder / "config.json"))
+        assert resolve(str(DATA / "configs" / "qwen3-32b.json")).name == "qwen3-32b"
+
+    def test_takes_the_folder_name_from_the_working_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        imported(tmp_path, load("gpt2"))
+        monkeypatch.chdir(tmp_path)
+        assert resolve("config.json").name == resolve(".").name == tmp_path.name
+
+    @pytest.mark.parametrize("name", ["lama3.1-70b", "Llama3.1-70b", "llama-3.1-70b"])
+    def test_suggests_a_preset(self, name: str) -> None:
+        with pytest.raises(UserError, match=r"did you mean 'llama3.1-70b'\?.*`stagewright models`"):
+            resolve(name)
+
+    @pytest.mark.parametrize("name", ["", "meta/llama", "x" * 100_000, "a\0b", "no/config.json"])
+    def test_unknown_is_an_error_of_one_short_line(self, name: str) -> None:
+        with pytest.raises(UserError) as info:
+            resolve(name)
+        assert "neither a preset nor a path to a config.json" in str(info.value)
+        assert len(str(info.value)) < 400
+
+    def test_directory_without_config(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"config\.json: no such file"):
+            resolve(str(tmp_path))
+
+    def test_path_that_cannot_be_one(self) -> None:
+        for path in ("x" * 5000, "a\0b", "config.json/config.json"):
+            with pytest.raises(UserError, match=r"no such file|cannot be read"):
+                hf.from_config(path)
+
+    def test_device_is_no_config(self) -> None:
+        with pytest.raises(UserError, match="no such file"):
+            resolve("/dev/zero")
+
+    def test_importing_models_is_light(self) -> None:
+        code = (
+            "import sys, stagewright.model.config; stagewright.model.config.resolve('gpt2'); "
+            "print({'numpy', 'pydantic', 'click', 'yaml'} & set(sys.modules))"
+        )
+        path = str(ROOT / "src")
+        env = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, check=True
+        )
+        assert done.stdout.decode().strip() == "set()"
+
+
+class TestPublishedFiles:
+    @pytest.mark.parametrize("key", SAME, ids=str)
+    def test_comes_out_as_the_preset(self, key: str | Path) -> None:
+        file = key if isinstance(key, Path) else DATA / "configs" / f"{key}.json"
+        name, differences = SAME[key]
+        own = {"name": file.stem, "source": str(file)}
+        assert hf.from_config(file) == dataclasses.replace(PRESETS[name], **own, **differences)
+
+    def test_all_files_and_all_architectures_are_covered(self) -> None:
+        stems = {file.stem for file in CONFIGS}
+        assert stems == {key for key in SAME if isinstance(key, str)} | ALONE
+        assert {load(stem)["architectures"][0] for stem in stems} == set(hf.ARCHITECTURES)
+
+    def test_the_readme_names_a_source_of_every_file(self) -> None:
+        for folder in (DATA / "configs", SHIPPED):
+            readme = (folder / "README.md").read_text(encoding="utf-8")
+            assert [f.name for f in folder.glob("*.json") if f.name not in readme] == []
+
+    def test_phi4_mini_turns_part_of_each_head(self) -> None:
+        c = hf.from_config(DATA / "configs" / "phi-4-mini-instruct.json")
+        assert (c.rotary_fraction, c.tied_embeddings, c.num_query_groups) == (0.75, True, 8)
+
+    def test_bert_backbone(self) -> None:
+        c = hf.from_config(DATA / "configs" / "all-minilm-l6-v2.json")
+        assert (c.pooler, c.mlm_transform, c.lm_head_bias, c.encoder) == (True, False, False, True)
+
+
+class TestKeys:
+    """What single keys do, as transformers 4.57 and 5 read them."""
+
+    @pytest.mark.parametrize(
+        ("name", "change", "expected"),
+        [
+            ("gpt2", {"n_inner": 100}, {"ffn_hidden_size": 100}),
+            ("gpt2", {"tie_word_embeddings": False}, {"tied_embeddings": False}),
+            ("gpt2", {"activation_function": "relu"}, {"activation": "relu"}),
+            ("llama-3.2-1b-instruct", {"num_key_value_heads": None}, {"num_query_groups": 32}),
+            ("llama-3.2-1b-instruct", {"head_dim": 96}, {"kv_channels": 96}),
+            ("llama-3.2-1b-instruct", {"mlp_bias": True}, {"mlp_bias": True}),
+            (
+                "llama-3.2-1b-instruct",
+                {"attention_bias": True},
+                {"qkv_bias": True, "attention_output_bias": True},
+            ),
+            ("llama-3.2-1b-instruct", {"attention_dropout": None}, {"attention_dropout": 0.0}),
+            ("mistral-7b-v0.1", {"sliding_window": None}, {"mixers": ("global",)}),
+            ("mistral-7b-v0.1", {"head_dim": 64}, {"kv_channels": 64}),
+            (
+                "qwen2.5-7b-instruct",
+                {"use_sliding_window": True, "max_window_layers": 21},
+                {"mixers": ("global",) * 21 + ("local",) * 7, "sliding_window": 131072},
+            ),
+            (
+                "qwen2.5-7b-instruct",
+                {"use_sliding_window": True, "max_window_layers": 0},
+                {"mixers": ("local",)},
+            ),
+            (
+                "qwen3-32b",
+                {
+                    "use_sliding_window": True,
+                    "sliding_window": 64,
+                    "layer_types": ["sliding_attention", "full_attention"] * 32,
+                },
+                {"mixers": ("local", "global"), "sliding_window": 64},
+            ),
+            ("gemma-2-9b", {"attn_logit_softcapping": None}, {"attention_softcap": None}),
+            ("gemma-2-9b", {"hidden_activation": "gelu"}, {"activation": "gelu"}),
+            (
+                "gemma-2-9b",
+                {"layer_types": ["full_attention"] * 42},
+                {"mixers": ("global",), "sliding_window": None},
+            ),
+            (
+                "gemma-3-1b-it",
+                {"sliding_window_pattern": 2},
+                {"mixers": ("local", "global")},
+            ),
+            ("gemma-3-12b-it", {"tie_word_embeddings": False}, {"tied_embeddings": False}),
+            ("phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, {"rotary_fraction": 0.5}),
+            (
+                "phi-4-mini-instruct",
+                {"rope_parameters": {"partial_rotary_factor": 0.25}},
+                {"rotary_fraction": 0.25},
+            ),
+            (
+                "falcon-7b-instruct",  # as falcon-rw-1b
+                {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+                {
+                    "num_query_groups": 71,
+                    "parallel_block": False,
+                    "position": "alibi",
+                    "qkv_bias": True,
+                    "attention_output_bias": True,
+                    "mlp_bias": True,
+                },
+            ),
+            (
+                "falcon-40b-instruct",  # as falcon-11B
+                {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 100},
+                {"parallel_norms": 1, "ffn_hidden_size": 100},
+            ),
+            (
+                "falcon-7b-instruct-refinedweb",  # as falcon-40b at first
+                {"model_type": "RefinedWeb", "hidden_size": 8192, "n_head": 128, "n_head_kv": 8},
+                {"num_query_groups": 8, "parallel_norms": 2, "parallel_block": True},
+            ),
+            (
+                "opt-125m",
+                {"enable_bias": False, "_remove_final_layer_norm": True},
+                {"qkv_bias": False, "mlp_bias": False, "final_norm": False},
+            ),
+            ("bert-base-uncased", {"type_vocab_size": 1}, {"token_types": 1}),
+            ("mixtral-8x7b-v0.1", {"sliding_window": 64}, {"mixers": ("local",)}),
+            ("mixtral-8x7b-v0.1", {"num_local_experts": 4}, {"num_experts": 4, "top_k": 2}),
+            (
+                "qwen3-30b-a3b",
+                {"decoder_sparse_step": 2},
+                {"first_dense_layers": 1, "moe_layer_freq": 2},
+            ),
+            ("qwen3-30b-a3b", {"mlp_only_layers": [0, 1]}, {"first_dense_layers": 2}),
+            ("qwen3-30b-a3b", {"mlp_only_layers": None}, {"first_dense_layers": 0}),
+            (
+                "qwen3-30b-a3b",
+                {"use_sliding_window": True, "sliding_window": 64},
+                {"sliding_window": 64, "mixers": ("local",)},
+            ),
+            (
+                "deepseek-moe-16b-base",
+                {"n_shared_experts": None, "moe_layer_freq": 2},
+                {"shared_ffn_hidden_size": 0, "first_dense_layers": 2, "moe_layer_freq": 2},
+            ),
+            ("deepseek-moe-16b-base", {"scoring_func": "sigmoid"}, {"router": "sigmoid"}),
+            (  # as DeepSeek-V2-Lite, and as transformers itself writes the file
+                "deepseek-v2",
+                {"q_lora_rank": None, "head_dim": 64},
+                {"q_lora_rank": 0, "kv_channels": 192},
+            ),
+            ("deepseek-v3", {"num_key_value_heads": None}, {"num_query_groups": 128}),
+            ("deepseek-v3", {"num_nextn_predict_layers": 0}, {"num_layers": 61}),
+            ("glm-4.5-air", {"use_qk_norm": True}, {"qk_norm": True}),
+            (
+                "jamba-v0.1",
+                {"attn_layer_period": 4, "attn_layer_offset": 0, "expert_layer_period": 1}
+                | {"expert_layer_offset": 0},
+                {"mixers": ("global", "mamba", "mamba", "mamba"), "moe_layer_freq": 1},
+            ),
+            ("jamba-v0.1", {"num_experts": 1}, {"num_experts": 0, "top_k": 0}),
+            ("bamba-9b-v1", {"attn_layer_indices": None}, {"mixers": ("mamba2",)}),
+            (
+                "granite-4.0-h-small",
+                {"position_embedding_type": "rope", "layer_types": ["mamba", "attention"] * 20},
+                {"position": "rope", "mixers": ("mamba2", "global")},
+            ),
+            (
+                "nemotron-h-8b-base-8k",
+                {"layers_block_type": ["mamba", "moe"], "num_hidden_layers": 2},
+                {"num_layers": 2, "mixers": ("mamba2", "none"), "mlps": ("none", "experts")}
+                | {"num_experts": 8, "shared_ffn_hidden_size": 7688, "ffn_hidden_size": 0},
+            ),
+            ("minimax-text-01", {"rotary_dim": 128}, {"rotary_fraction": 1.0}),
+            ("glm-4.5-air", {"attention_bias": False}, {"qkv_bias": False}),
+        ],
+    )
+    def test_sets_fields(
+        self, tmp_path: Path, name: str, change: dict[str, Any], expected: dict[str, Any]
+    ) -> None:
+        c = imported(tmp_path, load(name) | change)
+        assert {field: getattr(c, field) for field in expected} == expected
+
+    @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+    @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+    def test_number_formats_are_left_to_the_run(self, tmp_path: Path, file: Path, key: str) -> None:
+        config = load(file.stem)
+        config.pop("torch_dtype", None)
+        assert imported(tmp_path, config | {key: "float8_e4m3fn"}) == imported(tmp_path, config)
+
+    @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+    def test_model_type_alone_is_enough(self, tmp_path: Path, file: Path) -> None:
+        config = load(file.stem)
+        if config.pop("architectures") == ["BertModel"]:
+            config["architectures"] = []  # a bert without more is one with its MLM head
+            assert imported(tmp_path, config).mlm_transform
+        else:
+            expected = dataclasses.replace(
+                hf.from_config(file), name=tmp_path.name, source=str(tmp_path / "config.json")
+            )
+            assert imported(tmp_path, config) == expected
+
+    def test_keys_of_the_first_llama_files(self, tmp_path: Path) -> None:
+        """They had neither key/value heads nor biases nor positions."""
+        config = load("llama-3.2-1b-instruct")
+        for key in (
+            *("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
+            *("max_position_embeddings", "tie_word_embeddings", "attention_dropout"),
+        ):
+            del config[key]
+        c = imported(tmp_path, config)
+        assert (c.num_query_groups, c.max_position_embeddings) == (32, 2048)
+        assert (c.tied_embeddings, c.qkv_bias, c.kv_channels) == (False, False, 64)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("architecture", "missing"),
+        [
+            ("OlmoeForCausalLM", "norms of queries and keys over all heads at once"),
+            ("ZambaForCausalLM", "Mamba-1 in heads that have a B and a C each"),
+            ("Phi3SmallForCausalLM", "block-sparse attention"),
+        ],
+    )
+    def test_says_what_is_missing(self, tmp_path: Path, architecture: str, missing: str) -> None:
+        text = error_of(tmp_path, {"architectures": [architecture]})
+        assert f"architectures is ['{architecture}'], wanted one of GPT2LMHeadModel, Llama" in text
+        assert text.endswith(f"; missing for {architecture}: {missing}")
+
+    def test_says_what_is_missing_for_a_model_type(self, tmp_path: Path) -> None:
+        text = error_of(tmp_path, {"model_type": "phi3small"})
+        assert "model_type is 'phi3small', wanted one of gpt2, llama, mistral" in text
+        assert text.endswith("; missing for phi3small: block-sparse attention")
+
+    def test_suggests_an_architecture(self, tmp_path: Path) -> None:
+        text = error_of(tmp_path, {"architectures": ["LLamaForCausalLM"]})
+        assert "did you mean 'LlamaForCausalLM'?" in text
+
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            ({}, "model_type is missing, wanted text"),
+            ({"model_type": 3}, "model_type is 3, wanted text"),
+            ({"model_type": "lama"}, "did you mean 'llama'?"),
+            ({"architectures": "LlamaForCausalLM"}, "wanted a list of names"),
+            ({"architectures": [None]}, "wanted a list of names"),
+            ({"architectures": {"a": 1}}, "wanted a list of names"),
+            (
+                {"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"},
+                "model_type is 'mixtral', wanted llama, as architectures names LlamaForCausalLM",
+            ),
+        ],
+    )
+    def test_unclear_architecture(self, tmp_path: Path, config: object, expected: str) -> None:
+        assert expected in error_of(tmp_path, config)
+
+    @pytest.mark.parametrize(
+        ("name", "key", "value", "expected"),
+        [
+            ("llama-3.2-1b-instruct", "num_hidden_layers", 10**12, "from 1 to 10000"),
+            ("llama-3.2-1b-instruct", "num_hidden_layers", 0, "is 0, wanted a whole number"),
+            ("llama-3.2-1b-instruct", "hidden_size", -2048, "is -2048, wanted a whole number"),
+            ("llama-3.2-1b-instruct", "hidden_size", 2048.0, "is 2048.0, wanted a whole number"),
+            ("llama-3.2-1b-instruct", "hidden_size", math.nan, "is nan, wanted a whole number"),
+            ("llama-3.2-1b-instruct", "hidden_size", math.inf, "is inf, wanted a whole number"),
+            ("llama-3.2-1b-instruct", "vocab_size", "128256", "is '128256', wanted a whole"),
+            ("llama-3.2-1b-instruct", "vocab_size", None, "is null, wanted a whole number"),
+            ("llama-3.2-1b-instruct", "vocab_size", True, "is true, wanted a whole number"),
+            ("llama-3.2-1b-instruct", "num_key_value_heads", 5, "a divisor of the 32 attention"),
+            ("llama-3.2-1b-instruct", "head_dim", 63, "rope turns an even part"),
+            ("llama-3.2-1b-instruct", "hidden_act", "mish", "wanted one of gelu, gelu_new"),
+            ("llama-3.2-1b-instruct", "mlp_bias", "no", "is 'no', wanted true or false"),
+            ("llama-3.2-1b-instruct", "attention_dropout", 1.5, "a number from 0 to 0.999"),
+            ("qwen2.5-7b-instruct", "num_attention_heads", 27, "a divisor of the hidden size 3584"),
+            ("qwen2.5-7b-instruct", "max_window_layers", -1, None),  # read only with a window
+            ("gpt2", "n_head", 7, "n_head is 7, wanted a divisor of the hidden size 768"),
+            ("gpt2", "add_cross_attention", True, "wanted false; nothing else is supported"),
+            ("gemma-3-1b-it", "use_bidirectional_attention", True, "wanted false"),
+            ("gemma-3-1b-it", "sliding_window_pattern", 0, "a whole number from 1"),
+            ("gemma-2-9b", "layer_types", ["full_attention"], "for each of the 42 layers"),
+            ("gemma-2-9b", "layer_types", ["global"] * 42, "full_attention or sliding_attention"),
+            ("gemma-2-9b", "layer_types", [[]] * 42, "full_attention or sliding_attention"),
+            ("gemma-2-9b", "final_logit_softcapping", -1, "a number from 0.001"),
+            ("gemma-3-12b-it", "text_config", None, "text_config is null, wanted an object"),
+            ("gemma-3-12b-it", "text_config", {}, "text_config.num_hidden_layers is missing"),
+            ("phi-4-mini-instruct", "partial_rotary_factor", 0, "rotary_fraction is 0.0"),
+            ("falcon-40b-instruct", "num_kv_heads", 3, "a divisor of the 128 attention heads"),
+            ("falcon-40b-instruct", "num_ln_in_parallel_attn", 3, "a whole number from 1 to 2"),
+            ("opt-125m", "layer_norm_elementwise_affine", False, "wanted true"),
+            ("bert-base-uncased", "position_embedding_type", "relative_key", 'wanted "absolute"'),
+            ("bert-base-uncased", "is_decoder", True, "wanted false"),
+            ("mixtral-8x7b-v0.1", "num_local_experts", 0, "a whole number from 1 to 65536"),
+            ("mixtral-8x7b-v0.1", "num_experts_per_tok", 9, "top_k is 9, wanted a whole number"),
+            ("qwen3-30b-a3b", "mlp_only_layers", [1], "the first layers in order"),
+            ("qwen3-30b-a3b", "mlp_only_layers", 0, "the first layers in order"),
+            ("qwen3-30b-a3b", "decoder_sparse_step", 0, "a whole number from 1"),
+            ("deepseek-v3", "num_key_value_heads", 8, "the 128 attention heads"),
+            ("deepseek-v3", "attention_bias", True, "wanted false"),
+            ("deepseek-v3", "scoring_func", "tanh", "one of softmax, sigmoid"),
+            ("deepseek-v3", "qk_rope_head_dim", 63, "qk_rope_head_dim is 63, wanted an even part"),
+            ("dbrx-instruct", "attn_config", None, "attn_config is null, wanted an object"),
+            ("mamba-2.8b-hf", "use_bias", True, "wanted false"),
+            ("mamba-2.8b-hf", "time_step_rank", 0, "a whole number from 1"),
+            ("mamba-2.8b-hf", "state_size", "16", "is '16', wanted a whole number"),
+            (
+                "mamba-codestral-7b-v0.1",
+                "n_groups",
+                3,
+                "n_groups is 3, wanted a divisor of the 128",
+            ),
+            ("jamba-v0.1", "attn_layer_offset", 8, "a whole number from 0 to 7"),
+            ("bamba-9b-v1", "attn_layer_indices", [32], "a list of layers below 32"),
+            ("bamba-9b-v1", "mamba_d_head", "wide", "is 'wide', wanted a whole number"),
+            ("granite-4.0-h-small", "layer_types", ["mamba"], "for each of the 40 layers"),
+            ("granite-4.0-h-small", "position_embedding_type", "alibi", '"rope", "nope" or null'),
+            ("nemotron-h-47b-base-8k", "hybrid_override_pattern", "MX", "letters of M * - E"),
+            ("nemotron-h-47b-base-8k", "num_hidden_layers", 97, "98, the length of the pattern"),
+            ("nemotron-h-8b-base-8k", "moe_latent_size", 64, "wanted null"),
+            ("qwen3-next-80b-a3b", "linear_num_key_heads", 3, "a divisor of the 32 value heads"),
+            ("qwen3-next-80b-a3b", "mlp_only_layers", [1], "dense layers are not supported"),
+            ("qwen3-next-80b-a3b", "decoder_sparse_step", 2, "wanted 1"),
+            ("kimi-linear-48b-a3b", "mla_use_nope", False, "wanted true"),
+            ("kimi-linear-48b-a3b", "num_shared_experts", -1, "a whole number from 0"),
+            ("kimi-linear-48b-a3b", "linear_attn_config", {}, "linear_attn_config.kda_layers is"),
+            (
+                "minimax-text-01",
+                "attn_type_list",
+                [2] * 80,
+                "0 (lightning) or 1 for each of the 80",
+            ),
+            ("dbrx-instruct", "ffn_config", {}, "ffn_config.moe_num_experts is missing"),
+        ],
+    )
+    def test_names_the_key(
+        self, tmp_path: Path, name: str, key: str, value: object, expected: str | None
+    ) -> None:
+        config = load(name) | {key: value}
+        if expected is None:
+            imported(tmp_path, config)
+        else:
+            text = error_of(tmp_path, config)
+            assert expected in text
+            assert key in text or "model " in text
+
+    @pytest.mark.parametrize(
+        ("name", "required"),
+        [
+            ("llama-3.2-1b-instruct", {"hidden_size", "intermediate_size", "vocab_size"}),
+            ("mistral-7b-v0.1", {"num_key_value_heads", "max_position_embeddings"}),
+            ("gpt2", {"n_embd", "n_layer", "n_head", "n_positions", "vocab_size"}),
+            ("gemma-3-1b-it", {"hidden_size", "intermediate_size", "num_hidden_layers"}),
+            ("falcon-7b-instruct", {"hidden_size", "num_attention_heads", "vocab_size"}),
+            ("falcon-7b-instruct-refinedweb", {"multi_query", "parallel_attn", "n_layer"}),
+            ("opt-125m", {"ffn_dim", "hidden_size", "vocab_size"}),
+            ("bert-base-uncased", {"intermediate_size", "max_position_embeddings"}),
+            ("mixtral-8x7b-v0.1", {"num_local_experts", "num_experts_per_tok"}),
+            ("qwen3-30b-a3b", {"num_experts", "moe_intermediate_size"}),
+            ("deepseek-v2", {"kv_lora_rank", "q_lora_rank", "v_head_dim", "n_shared_experts"}),
+            ("glm-4.5", {"n_routed_experts", "first_k_dense_replace"}),
+        ],
+    )
+    def test_requires_the_sizes(self, tmp_path: Path, name: str, required: set[str]) -> None:
+        for key in required:
+            config = load(name)
+            del config[key]
+            assert " is missing, wanted " in error_of(tmp_path, config), key
+
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            ("", "not JSON"),
+            ("{", "not JSON"),
+            ("model: llama", "not JSON"),
+            ("[1, 2]", "holds [1, 2], wanted a JSON object"),
+            ("null", "holds None, wanted a JSON object"),
+            ("[" * 200_000, "nested too deep"),
+            ('{"a":' * 200_000, "nested too deep"),
+            ('{"hidden_size": ' + "9" * 5000 + "}", "not JSON"),
+            ('{"model_type": "llama", "num_hidden_layers": 1e309}', "num_hidden_layers is inf"),
+            ('{"model_type": "\\ud800"}', r"model_type is '\ud800', wanted one of gpt2"),
+            (json.dumps({"model_type": "x" * 100_000}), "model_type is 'xxxxxx"),
+            (json.dumps({"pad": "x" * 10_000_000}), "over 10000000 bytes"),
+        ],
+        ids=range(12),
+    )
+    def test_what_is_no_config(self, tmp_path: Path, content: str, expected: str) -> None:
+        text = error_of(tmp_path, content)
+        assert expected in text
+        assert len(text) < 1000 + len(str(tmp_path))
+
+    def test_values_nested_to_the_limit_are_shown_short(self, tmp_path: Path) -> None:
+        for depth in range(0, 1200, 50):
+            value = "[" * depth + "1" + "]" * depth
+            deep = f'{{"model_type": "llama", "num_hidden_layers": {value}}}'
+            assert len(error_of(tmp_path, deep)) < 300 + len(str(tmp_path))
+
+    def test_bytes_that_are_no_text(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.json"
+        file.write_bytes(b"\xff\xfe\x00{")
+        with pytest.raises(UserError, match="not JSON"):
+            hf.from_config(file)
+
+    def test_duplicated_keys_and_a_byte_order_mark_are_fine(self, tmp_path: Path) -> None:
+        text = json.dumps(load("gpt2"))[:-1] + ', "n_layer": 3}'
+        file = tmp_path / "config.json"
+        file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert hf.from_config(file).num_layers == 3
+
+    def test_longest_pattern_is_found_quickly(self, tmp_path: Path) -> None:
+        layers = LIMITS["num_layers"]
+        window = {"use_sliding_window": True, "max_window_layers": layers - 1}
+        config = load("qwen2.5-7b-instruct") | window | {"num_hidden_layers": layers}
+        assert len(imported(tmp_path, config).mixers) == layers
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-2, 70),
+    st.sampled_from([2**k for k in range(40)]),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(sorted(hf_keys.ACTIVATIONS)),
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+KEYS = sorted({key for file in CONFIGS for key in load(file.stem)} | {"layer_types"})
+FUZZ = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def accepts_or_refuses(folder: Path, config: object) -> None:
+    """The one property of any input: a valid model, or an error of one line that names the file."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    try:
+        c = hf.from_config(file)
+    except UserError as error:
+        text = str(error)
+        assert text.startswith(str(file))
+        assert "\n" not in text
+        assert len(text) < 1000 + 2 * len(str(file))
+    else:
+        assert dataclasses.replace(c) == c
+        assert count_parameters(c) > 0
+        mixers = {c.layer(i).mixer for i in range(c.num_layers)}
+        assert mixers <= {*ATTENTIONS, "none", *RECURRENCES, *SIDE_BY_SIDE}
+
+
+@pytest.mark.slow
+class TestFuzz:
+    @FUZZ
+    @given(config=JSON)
+    def test_any_json(self, tmp_path: Path, config: object) -> None:
+        accepts_or_refuses(tmp_path, config)
+
+    @FUZZ
+    @given(
+        architecture=st.sampled_from(sorted(hf.ARCHITECTURES)),
+        values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=len(KEYS)),
+    )
+    def test_any_values_of_the_known_keys(
+        self, tmp_path: Path, architecture: str, values: dict[str, Any]
+    ) -> None:
+        values |= {"architectures": [architecture]}
+        values.pop("model_type", None)
+        accepts_or_refuses(tmp_path, values)
+
+    @FUZZ
+    @given(
+        file=st.sampled_from(CONFIGS),
+        changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3),
+        dropped=st.sets(st.sampled_from(KEYS), max_size=2),
+        inside=st.booleans(),
+    )
+    @example(CONFIGS[0], {"num_attention_heads": 10**6}, set(), False)
+    def test_published_files_with_changes(
+        self,
+        tmp_path: Path,
+        file: Path,
+        changes: dict[str, Any],
+        dropped: set[str],
+        inside: bool,
+    ) -> None:
+        config = load(file.stem)
+        target = config["text_config"] if inside and "text_config" in config else config
+        target |= changes
+        for key in dropped:
+            target.pop(key, None)
+        accepts_or_refuses(tmp_path, config)

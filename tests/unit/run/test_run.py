@@ -1,0 +1,537 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paths import DATA
+from stagewright.errors import UserError
+from stagewright.model.config import ModelConfig, resolve
+from stagewright.run.settings import Run, check, even_split
+from stagewright.trace.recorded import recorded_model
+
+SIZES: dict[str, Any] = {
+    "name": "toy",
+    "num_layers": 16,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1536,
+    "num_attention_heads": 24,
+    "num_query_groups": 8,
+    "kv_channels": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+}
+TOY = ModelConfig(**SIZES)
+LEARNED = ModelConfig(**SIZES | {"position": "learned"})
+ENCODER = ModelConfig(**SIZES | {"causal": False, "encoder": True})
+
+
+CSV = DATA / "schedules"
+
+
+def run(**settings: Any) -> Run:
+    return Run(model="toy", **settings)
+
+
+def test_sizes_follow_from_the_degrees():
+    of = run(tp=2, cp=3, dp=4, pp=5, vpp=2, micro_batch_size=2, global_batch_size=80)
+
+    assert of.world_size == 120
+    assert of.microbatches == 10
+    assert of.virtual_stages == 10
+
+
+def test_as_many_microbatches_as_stages_unless_told():
+    assert run(pp=4, dp=2, micro_batch_size=3).microbatches == 4
+
+
+def test_resolved_fills_in_the_defaults():
+    of = run(pp=4, dp=2, vpp=2, micro_batch_size=3).resolved(TOY)
+
+    assert of.seq_length == 4096
+    assert of.global_batch_size == 24
+    assert of.schedule == "interleaved"
+    assert of.layers_per_stage == (2,) * 8
+    assert of.resolved(TOY) == of
+
+
+def test_asked_takes_back_what_resolved_filled_in():
+    of = run(pp=4, dp=2, vpp=2, zero=1, seq_length=64)
+
+    assert of.resolved(TOY).asked() == of
+    assert of.resolved(TOY).describe() == "toy dp=2 pp=4 seq_length=64 vpp=2 zero=1"
+
+
+def test_asked_keeps_what_was_meant():
+    of = run(pp=2, zero=1, dp=4, dp_shard=2, schedule="gpipe", layers_per_stage=(7, 9))
+
+    assert of.asked() == of
+
+
+def test_resolved_keeps_what_is_given():
+    of = run(seq_length=100, global_batch_size=7, schedule="gpipe", layers_per_stage=(16,))
+
+    assert of.resolved(TOY) == of
+
+
+def test_state_is_sharded_over_all_of_dp_unless_told():
+    assert run(dp=4).resolved(TOY).dp_shard is None
+    assert run(dp=4, zero=1).resolved(TOY).dp_shard == 4
+    assert run(dp=4, zero=1, dp_shard=2).resolved(TOY).dp_shard == 2
+
+
+def test_long_models_are_not_trained_at_full_length_unless_told():
+    assert run().resolved(resolve("llama3.1-8b")).seq_length == 8192
+
+
+def test_describe_names_what_differs():
+    of = run(tp=2, fuse=False, zero=3, sequence_parallel=True, recompute_modules=("norm",))
+
+    assert of.describe() == (
+        "toy tp=2 no fuse recompute_modules=norm sequence_parallel zero=3"
+    )  # the degrees first, then by name
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_even_split(layers: int, stages: int):
+    split = even_split(layers, stages)
+
+    assert sum(split) == layers
+    assert len(split) == stages
+    assert max(split) - min(split) <= 1
+    assert list(split) == sorted(split, reverse=True)
+
+
+def test_a_run_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        run().tp = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [True, "8", 2.0, 0, -1, 2**31 + 1, None])
+def test_degrees_are_positive_whole_numbers(value: object):
+    with pytest.raises(ValueError, match="tp"):
+        run(tp=value)
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_flags_are_true_or_false(value: object):
+    with pytest.raises(ValueError, match="fuse"):
+        run(fuse=value)
+
+
+# ---- what can be done ----------------------------------------------------------------------------
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"tp": 24},  # more than the key/value heads
+    {"tp": 24},  # three ranks hold the same key-value head
+    {"tp": 8, "sequence_parallel": True},
+    {"pp": 3},  # 6, 5 and 5 layers
+    {"pp": 3, "vpp": 2, "global_batch_size": 6},
+    {"pp": 4, "layers_per_stage": (0, 8, 8, 0)},
+    {"pp": 4, "vpp": 2, "layers_per_stage": (1, 2, 2, 2, 2, 2, 2, 3)},
+    {"pp": 4, "schedule": "gpipe", "global_batch_size": 3},
+    {"pp": 4, "vpp": 2, "schedule": f"{CSV}/torch-interleaved-pp4-vpp2-m8.csv"}
+    | {"global_batch_size": 8},
+    {"cp": 8},
+    {"cp": 4, "cp_comm_type": "a2a", "seq_length": 4},
+    {"tp": 4, "cp": 4, "sequence_parallel": True, "seq_length": 16},
+    {"dp": 4, "zero": 3, "dp_shard": 2, "reshard_after_forward": False},
+    {"zero": 1},  # nothing to shard over: no harm
+    {"recompute": "selective", "recompute_modules": ("norm", "activation")},
+    {"recompute": "full", "recompute_num_layers": 1},
+    {"order": "pp-dp-tp-ep-cp"},
+    {"layers": 2, "pp": 2},
+    {"vocab": 50257, "tp": 2, "make_vocab_size_divisible_by": 128},
+    {"dp": 2**20},
+]
+
+
+@pytest.mark.parametrize("settings", GOOD, ids=str)
+def test_check_lets_pass(settings: dict[str, Any]):
+    check(run(**settings), TOY)
+    check(run(**settings).resolved(TOY), TOY)
+
+
+def test_an_encoder_needs_no_causal_balance():
+    check(run(cp=3, seq_length=3), ENCODER)
+
+
+def test_rotary_positions_may_be_exceeded_and_learned_ones_not():
+    check(run(seq_length=8192), TOY)
+    with pytest.raises(UserError, match="longer than the 4096 learned positions"):
+        check(run(seq_length=8192), LEARNED)
+
+
+# ---- what cannot: the whole message --------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tp": 7},
+        "tp=7 does not divide the 24 attention heads of toy; use 1, 2, 3, 4, 6, 8, 12 or 24",
+    ),
+    (
+        {"ep": 2, "dp": 2},
+        "toy is a dense model; ep=2 needs a mixture-of-experts model; use ep=1",
+    ),
+    (
+        {"seq_length": 1000, "cp": 3},
+        "seq_length=1000 is not divisible by 2 x cp=6 (causal load balance); use 996 or 1002",
+    ),
+    (
+        {"seq_length": 1, "cp": 3, "cp_comm_type": "all_gather"},
+        "seq_length=1 is not divisible by 2 x cp=6 (causal load balance); use 6",
+    ),
+    (
+        {"seq_length": 1001, "cp": 2, "cp_comm_type": "a2a"},
+        "seq_length=1001 is not divisible by cp=2; use 1000 or 1002",
+    ),
+    (
+        {"cp": 4, "tp": 4, "cp_comm_type": "a2a"},
+        "cp=4 does not divide the 6 attention heads of a rank (toy with tp=4), which "
+        "cp_comm_type=a2a needs; use cp=1, 2, 3 or 6, or p2p",
+    ),
+    (
+        {"sequence_parallel": True},
+        "sequence_parallel splits over tp, got tp=1; raise tp, or turn it off",
+    ),
+    (
+        {"sequence_parallel": True, "tp": 4, "cp": 2, "seq_length": 1004},
+        "seq_length=1004 is not divisible by cp x tp=8, which sequence_parallel needs; "
+        "use 1000 or 1008",
+    ),
+    (
+        {"global_batch_size": 9, "micro_batch_size": 2, "dp": 2},
+        "global_batch_size=9 is not divisible by micro_batch_size=2 x dp=2; use 8 or 12",
+    ),
+    (
+        {"global_batch_size": 6, "pp": 4, "vpp": 2},
+        "schedule interleaved: microbatches must be divisible by pp, got 6 microbatches and pp=4; "
+        "set global_batch_size to 4 or 8",
+    ),
+    (
+        {"pp": 4, "vpp": 8},
+        "pp=4 x vpp=8 makes 32 stages, but toy has 16 layers; lower pp or vpp",
+    ),
+    (
+        {"pp": 2, "layers": 1},
+        "pp=2 x vpp=1 makes 2 stages, but toy has 1 layers; lower pp or vpp",
+    ),
+    (
+        {"pp": 2, "layers_per_stage": (16,)},
+        "layers_per_stage has 1 numbers, wanted one for each of the 2 stages of pp=2 x vpp=1",
+    ),
+    (
+        {"pp": 2, "layers_per_stage": (7, 8)},
+        "layers_per_stage adds up to 15, wanted the 16 layers of toy",
+    ),
+    (
+        {"pp": 2, "layers_per_stage": (7, 7)},  # as it would be of 14 layers
+        "layers_per_stage adds up to 14, wanted the 16 layers of toy",
+    ),
+    (
+        {"pp": 4, "layers_per_stage": (8, 0, 4, 4)},
+        "layers_per_stage leaves stage 1 without layers; only the first and the last, "
+        "which hold the embedding and the output, may have none",
+    ),
+    (
+        {"vpp": 2},
+        "vpp=2 splits pipeline stages, got pp=1; raise pp, or use vpp=1",
+    ),
+    (
+        {"pp": 2, "schedule": "interleaved"},
+        "schedule interleaved: got vpp=1, wanted 2 or more; set vpp, or use 1f1b",
+    ),
+    (
+        {"pp": 2, "vpp": 2, "schedule": "gpipe"},
+        "schedule gpipe has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
+        "looped-bfs, zb-h1, zbv or dualpipev",
+    ),
+    (
+        {"schedule": "1F1B"},
+        "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zbv, "
+        "dualpipev, dualpipe or a path ending in .csv; did you mean '1f1b'?",
+    ),
+    (
+        {"pp": 4, "schedule": "dualpipe", "dp": 2, "micro_batch_size": 3, "global_batch_size": 54},
+        "schedule dualpipe: microbatches must be even and 2 x pp or more, got 9 microbatches and "
+        "pp=4; set global_batch_size to 48 or 60",
+    ),
+    (
+        {"dp": 6, "dp_shard": 4, "zero": 1},
+        "dp_shard=4 does not divide dp=6; use 1, 2, 3 or 6",
+    ),
+    (
+        {"dp": 4, "dp_shard": 2},
+        "dp_shard=2 says how far to shard, but zero=0 shards nothing; "
+        "set zero to 1, 2 or 3, or drop dp_shard",
+    ),
+    (
+        {"dp": 4, "zero": 2, "reshard_after_forward": False},
+        "reshard_after_forward=False is about the parameters that zero=3 gathers, got zero=2; "
+        "set zero=3, or drop it",
+    ),
+    (
+        {"recompute_num_layers": 2},
+        "recompute_num_layers=2 needs recompute=full, got recompute=none; "
+        "set it, or drop recompute_num_layers",
+    ),
+    (
+        {"recompute_num_layers": 20, "recompute": "full"},
+        "recompute_num_layers=20 is more than the 16 layers of toy; use fewer, or drop it for all",
+    ),
+    (
+        {"recompute_modules": ("norm",), "recompute": "full"},
+        "recompute_modules=norm needs recompute=selective, got recompute=full; "
+        "set it, or drop recompute_modules",
+    ),
+    (
+        {"recompute_modules": (), "recompute": "selective"},
+        "recompute_modules is empty; name some, or use recompute=none",
+    ),
+    (
+        {"order": "tp-dp-pp"},
+        "order is 'tp-dp-pp', wanted each of tp, cp, ep, dp, pp once, such as tp-cp-ep-dp-pp",
+    ),
+    (
+        {"tp": 2**20, "dp": 2**31},
+        "tp=1048576 x cp=1 x dp=2147483648 x pp=1 makes 2251799813685248 ranks, "
+        "wanted at most 4194304; lower one of them",
+    ),
+    (
+        {"global_batch_size": 2**30},
+        "1073741824 microbatches x 16 layers are 17179869184 layer passes, "
+        "wanted at most 1048576; lower global_batch_size, or raise micro_batch_size or dp",
+    ),
+    (
+        {"micro_batch_size": 2**20, "seq_length": 2**30},
+        "micro_batch_size=1048576 x seq_length=1073741824 makes a kernel of more than "
+        "72057594037927936 FLOPs on one rank; lower one of them, or raise tp or cp",
+    ),
+    (
+        {"layers": 2**31},
+        "model toy: num_layers is 2147483648, wanted a whole number from 1 to 10000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=lambda x: str(x)[:60])
+def test_check_refuses(settings: dict[str, Any], message: str):
+    with pytest.raises(UserError) as caught:
+        check(run(**settings), TOY)
+
+    assert str(caught.value) == message
+
+
+def test_check_refuses_what_was_resolved_as_well():
+    with pytest.raises(UserError, match="makes 4 stages, but toy has 3 layers"):
+        check(run(layers=3, pp=4).resolved(TOY), TOY)
+
+
+def test_a_schedule_gets_the_microbatches_it_needs():
+    for name, vpp, wanted in (("1f1b", 1, 4), ("dualpipe", 1, 8), ("dualpipev", 2, 8)):
+        of = run(pp=4, vpp=vpp, dp=3, schedule=name).resolved(TOY)
+        check(of, TOY)
+        assert (of.microbatches, of.global_batch_size) == (wanted, 3 * wanted)
+        assert of.asked().global_batch_size is None
+
+
+def test_the_error_names_the_published_model():
+    with pytest.raises(UserError) as caught:
+        check(Run(model="llama3.1-70b", tp=6), resolve("llama3.1-70b"))
+
+    assert str(caught.value) == (
+        "tp=6 does not divide the 64 attention heads of llama3.1-70b; use 1, 2, 4, 8, 16, 32 or 64"
+    )
+
+
+def test_tp_must_divide_the_mlp_too():
+    narrow = ModelConfig(**SIZES | {"ffn_hidden_size": 1000})
+
+    with pytest.raises(UserError) as caught:
+        check(run(tp=3), narrow)
+
+    assert str(caught.value) == (
+        "tp=3 does not divide the 1000 channels of the MLP of toy; use 1, 2, 4 or 8"
+    )
+
+
+# ---- run files -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_load_reads_every_kind_of_setting(run_file: Callable[[str], Path]):
+    path = run_file(
+        "# a comment\nmodel: toy\ntp: 8\nfuse: no\nrecompute: selective\n"
+        "recompute_modules: [norm, core_attn]\npp: 2\nlayers_per_stage:\n- 7\n- 9\nseq_length:\n"
+    )
+
+    assert Run.load(path) == run(
+        tp=8,
+        pp=2,
+        fuse=False,
+        recompute="selective",
+        recompute_modules=("norm", "core_attn"),
+        layers_per_stage=(7, 9),
+    )
+
+
+def test_what_is_given_replaces_what_the_file_says(run_file: Callable[[str], Path]):
+    path = run_file("model: toy\ntp: 8\ndp: 2\n")
+
+    assert Run.load(path, {"tp": 4, "model": "other"}) == Run(model="other", tp=4, dp=2)
+
+
+def test_load_without_a_file():
+    assert Run.load(None, {"model": "toy", "tp": 2}) == run(tp=2)
+
+
+def test_a_manifest_is_a_run_file(tmp_path: Path):
+    path = tmp_path / "manifest.json"
+    of = run(tp=2, pp=2, layers_per_stage=(9, 7), recompute_modules=("core_attn",))
+    path.write_text(json.dumps({"stagewright": "0.1.0", "run": of.model_dump(), "model": {}}))
+
+    assert Run.load(path) == of
+    assert Run.load(path, {"tp": 4}).tp == 4
+
+
+def test_a_manifest_may_be_changed(tmp_path: Path):
+    path = tmp_path / "manifest.json"
+    of = run(pp=2).resolved(TOY)
+    path.write_text(json.dumps({"stagewright": "0.1.0", "run": of.model_dump(), "model": {}}))
+
+    assert Run.load(path, {"pp": 4, "dp": 2}) == run(pp=4, dp=2, seq_length=4096)
+
+
+def test_a_manifest_brings_its_model(tmp_path: Path):
+    path = tmp_path / "manifest.json"
+    fields = {name: getattr(LEARNED, name) for name in LEARNED.__dataclass_fields__}
+    path.write_text(json.dumps({"stagewright": "0.1.0", "run": {"model": "x"}, "model": fields}))
+
+    assert recorded_model(path) == LEARNED
+
+
+def test_a_run_file_brings_no_model(run_file: Callable[[str], Path]):
+    assert recorded_model(run_file("model: toy\n")) is None
+
+
+FILES: list[tuple[str, str]] = [
+    ("model: toy\ntpp: 8\n", "{path}: unknown setting 'tpp'; did you mean 'tp'?"),
+    (
+        "model: toy\nmicro-batch-size: 8\n",
+        "{path}: unknown setting 'micro-batch-size'; did you mean 'micro_batch_size'?",
+    ),
+    (
+        "model: toy\nxyzzy: 8\n",
+        "{path}: unknown setting 'xyzzy'; see `stagewright show --help`",
+    ),
+    ("model: toy\n1: 8\n", "{path}: unknown setting '1'; see `stagewright show --help`"),
+    ("model: toy\ntp: 0\n", "{path}: tp is 0, wanted 1 or more"),
+    ("model: toy\ntp: 3000000000\n", "{path}: tp is 3000000000, wanted at most 2147483648"),
+    ("model: toy\ntp: 1e3\n", "{path}: tp is '1e3', wanted a whole number"),
+    ("model: toy\ntp: 2.0\n", "{path}: tp is 2.0, wanted a whole number"),
+    ("model: toy\ntp: yes\n", "{path}: tp is True, wanted a whole number"),
+    ("model: toy\nzero: 4\n", "{path}: zero is 4, wanted at most 3"),
+    ("model: toy\nfuse: 1\n", "{path}: fuse is 1, wanted true or false"),
+    ("model: 3\n", "{path}: model is 3, wanted text"),
+    (
+        "model: toy\nrecompute: ful\n",
+        "{path}: recompute is 'ful', wanted 'none', 'selective' or 'full'; did you mean 'full'?",
+    ),
+    ("model: toy\nlayers_per_stage: 9\n", "{path}: layers_per_stage is 9, wanted a list"),
+    (
+        "model: toy\nlayers_per_stage: [9, -1]\n",
+        "{path}: layers_per_stage.1 is -1, wanted 0 or more",
+    ),
+    ("tp: 8\n", "no model given; name a preset (see `stagewright models`) or a config.json"),
+    ("", "no model given; name a preset (see `stagewright models`) or a config.json"),
+    (
+        "- tp\n",
+        "{path}: got ['tp'], wanted settings, one per line, such as tp: 8",
+    ),
+    (
+        "model: toy\ntp: 8\ntp: 4\n",
+        "{path}, line 3, column 1: tp comes twice; keep one; wanted YAML such as tp: 8",
+    ),
+    (
+        "model: toy\ntp: [8\n",
+        "{path}, line 3, column 1: expected ',' or ']', but got '<stream end>'; "
+        "wanted YAML such as tp: 8",
+    ),
+    (
+        "model: !!python/object/apply:os.system [ls]\n",
+        "{path}, line 1, column 8: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/object/apply:os.system'; wanted YAML such as tp: 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES, ids=lambda x: repr(x)[:40])
+def test_load_refuses(run_file: Callable[[str], Path], text: str, message: str):
+    path = run_file(text)
+
+    with pytest.raises(UserError) as caught:
+        Run.load(path)
+
+    assert str(caught.value) == message.format(path=path)
+
+
+def test_a_file_is_not_blamed_for_what_was_given(run_file: Callable[[str], Path]):
+    with pytest.raises(UserError, match=r"^tp is 0, wanted 1 or more$"):
+        Run.load(run_file("model: toy\ntp: 8\n"), {"tp": 0})
+
+
+def test_load_without_the_file(tmp_path: Path):
+    with pytest.raises(
+        UserError, match=r": cannot be read: No such file or directory; wanted a run file"
+    ):
+        Run.load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"a: \x00", b"[" * 100_000, b"a: " + b"9" * 5000]
+)
+def test_load_refuses_what_is_not_yaml(tmp_path: Path, content: bytes):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+
+    with pytest.raises(UserError, match=r"run\.yaml"):
+        Run.load(path)
+
+
+@pytest.mark.parametrize(
+    "model", [None, [], {"name": "x"}, {"name": "x", "colour": 3}, {"num_layers": "x"}]
+)
+def test_a_manifest_with_a_broken_model(tmp_path: Path, model: object):
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"stagewright": "9", "run": {"model": "toy"}, "model": model}))
+
+    with pytest.raises(UserError, match="cannot read the model of this manifest"):
+        recorded_model(path)
+
+
+@pytest.mark.parametrize("model", [TOY, LEARNED, ENCODER])
+def test_recorded_models_come_back(tmp_path: Path, model: ModelConfig):
+    path = tmp_path / "manifest.json"
+    fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
+    path.write_text(json.dumps({"stagewright": "9", "run": {"model": "toy"}, "model": fields}))
+
+    assert recorded_model(path) == model
+
+
+def test_ranks_share_key_value_heads_evenly():
+    wanted = "tp=12 neither divides the 8 key-value heads of toy nor is a multiple of them; "
+    with pytest.raises(UserError, match=f"^{wanted}use 1, 2, 4, 8 or 24$"):
+        check(run(tp=12), TOY)

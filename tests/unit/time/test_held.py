@@ -1,0 +1,54 @@
+"""Memory over time, against a count value by value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stagewright.lower.training import compile
+from stagewright.program.memory import timeline as by_row
+from stagewright.run.settings import Run
+from stagewright.time.simulate.memory import memory_timeline
+from stagewright.time.simulate.timeline import Lane, timeline
+from timed import RUNS, durations
+
+
+def counted(lane: Lane, tick: int) -> int:
+    """Bytes of the values that are there just after a time."""
+    v, rows = lane.of.values, lane.issue.rows
+    ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
+    ready[rows], end[rows] = lane.ready, lane.end
+    total = 0
+    for value, first, last in zip(v.value.tolist(), v.first.tolist(), v.last.tolist(), strict=True):
+        come = -1 if first < 0 else int(ready[first])
+        go = np.inf if last >= len(rows) else int(end[last])
+        total += int(v.size[value]) if come <= tick < go else 0
+    return total
+
+
+@pytest.mark.parametrize("run", ["sp", "vpp", "zero3", "dual"])
+def test_memory_over_time_is_what_is_there(run: str) -> None:
+    program = compile(Run(**RUNS[run])).program
+    line = timeline(program, [t * 1e-12 for t in durations(program, 1, True)])
+    random = np.random.default_rng(1)
+    for lane in line.lanes:
+        found = memory_timeline(lane)
+        assert found.size.min() >= 0
+        assert (np.diff(found.ticks) > 0).all()
+        for tick in random.integers(0, line.ticks, 20).tolist():
+            at = int(np.searchsorted(found.ticks, tick, side="right")) - 1
+            assert int(found.size[:, at].sum()) == counted(lane, tick)
+        fewer = found.sampled(10)
+        assert len(fewer.ticks) <= 10
+        assert fewer.peak == found.peak == found.at_peak()["peak"]
+
+
+def test_without_overlap_it_is_memory_over_rows() -> None:
+    program = compile(Run(**RUNS["dp"] | {"dp": 1, "global_batch_size": 1})).program
+    (of,) = program.classes
+    (lane,) = timeline(program, [np.full(len(of.tasks), 1e-6)]).lanes
+    found = memory_timeline(lane)
+    assert found.peak == by_row(of).sum(axis=0).max()
+    assert all(
+        of.memory[name] == size for name, size in found.at_peak().items() if name in of.memory
+    )

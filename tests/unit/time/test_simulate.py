@@ -1,0 +1,123 @@
+"""A step on a machine: definitions, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import stagewright as sw
+from stagewright.cli.main import main
+from stagewright.model.config import resolve as model_of
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
+from stagewright.time.simulate.issue import Execution
+from stagewright.time.simulate.step import model_flops, simulate
+from trace_events import check
+
+SMALL = ("llama3-8b", "--layers", "2", "--seq-length", "512", "--hardware", "h100-sxm")
+
+
+def stagewright(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return int(str(end.value.code))
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt3-175b", "mixtral-8x7b"])
+def test_model_flops_are_those_of_palm(name: str) -> None:
+    # arXiv 2204.02311, appendix B: 6 N + 12 L H Q T per token. N counts what is multiplied with:
+    # neither a table that is only looked up, nor biases and norms (0.03% of these models).
+    model = model_of(name)
+    run = sw.Run(model=name, global_batch_size=4, dp=2).resolved(model)
+    tokens = 4 * (run.seq_length or 0)
+    compiled = sw.compile(sw.Run(model=name, seq_length=64))
+    table = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    attention = model.num_layers * model.num_attention_heads * model.kv_channels
+    palm = 6 * (compiled.active_parameters - table) + 12 * attention * (run.seq_length or 0)
+    full, causal = model_flops(run, model)
+    assert full == pytest.approx(palm * tokens, rel=3e-4)
+    half = 6 * attention * (run.seq_length or 0) * tokens
+    assert full - causal == pytest.approx(half, rel=1e-2)
+
+
+def test_utilization_is_work_over_time() -> None:
+    run = sw.Run(model="llama3-8b", layers=4, tp=2, dp=2, seq_length=2048, recompute="full")
+    compiled = sw.compile(run)
+    machine = Machine.of(resolve("h100-sxm"), gpus=4)
+    found = simulate(compiled, machine)
+    peak = 4 * 989.4e12 * found.seconds
+    assert found.mfu * peak == model_flops(compiled.run, compiled.model)[0]
+    executed = sum(of.tasks.flops.sum() * len(of.ranks) for of in compiled.program.classes)
+    assert found.hfu * peak == pytest.approx(float(executed))
+    # Layers run forward twice; the output product does not.
+    plain = simulate(sw.compile(run.model_copy(update={"recompute": "none"})), machine)
+    assert 1.1 < found.hfu * found.seconds / (plain.hfu * plain.seconds) < 4 / 3
+    assert found.tokens_per_second * found.seconds == pytest.approx(2 * 2048)
+    assert found.mean.total == pytest.approx(found.seconds)
+
+
+def test_less_overlap_and_stragglers_take_longer() -> None:
+    compiled = sw.compile(sw.Run(model="llama3-8b", layers=2, dp=4, zero=3, seq_length=512))
+    machine = Machine.of(resolve("h100-sxm"), gpus=4)
+    plain = simulate(compiled, machine).seconds
+    ways = (
+        {"no_overlap": frozenset({"dp"})}, {"prefetch": 0}, {"slowdown": 0.2}, {"streams": "one"}
+    )  # fmt: skip
+    for way in ways:
+        assert simulate(compiled, machine, Execution(**way)).seconds > plain
+    assert simulate(compiled, machine, factors={2: 1.5}).seconds > plain
+
+
+def test_inference_has_no_model_flops() -> None:
+    run = sw.Run(model="llama3-8b", mode="decode", tp=2, batch_size=8, context_length=1024)
+    found = simulate(sw.compile(run), Machine.of(resolve("h100-sxm"), gpus=2))
+    assert found.tokens == 8
+    assert "mfu" not in found.summary()
+    assert 0 < found.hfu < 0.1
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stagewright("simulate", *SMALL, "--tp", "2", "--pp", "2", "--nodes", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["world_size"] == 8
+    assert "dp=2" in found["run"]
+    assert [len(lane["ranks"]) for lane in found["lanes"]] == [4, 4]
+    mean = found["mean"]
+    total = sum(mean["kernels"].values()) + sum(mean["exposed"].values()) + mean["bubble"]
+    assert total == pytest.approx(found["step_seconds"])
+    assert sum(found["critical_path"].values()) == pytest.approx(found["step_seconds"])
+
+
+def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert stagewright("simulate", *SMALL, "--dp", "2", "--perfetto", str(out)) == 0
+    text = capsys.readouterr().out
+    for word in ("2 x h100-sxm", "MFU", "mean of 2", "dp exposed", "bubble", "critical path"):
+        assert word in text
+    check(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--dp", "3", "--nodes", "1"], "--nodes 1 means 8 GPUs"),
+        (["--tp", "4", "--pp", "2", "--nodes", "3"], None),
+        (["--no-overlap", "dq"], "there is no axis 'dq'"),
+        (["--straggler", "a"], "wanted RANK=FACTOR"),
+        (["--straggler", "7=1.1"], "there is no rank 7"),
+        (["--straggler", "0=0"], "is no slowdown"),
+        (["--prefetch", "-1"], "prefetch is -1"),
+        (["--overlap-slowdown", "-1"], "slowdown is -1.0"),
+        (["--hardware", "h100"], "unknown hardware"),
+    ],
+)
+def test_errors(arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stagewright("simulate", *SMALL, *arguments) == (0 if told is None else 2)
+    if told is not None:
+        assert told in capsys.readouterr().err

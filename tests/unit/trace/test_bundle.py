@@ -1,0 +1,396 @@
+"""A bundle: ranks out of it are those that generate writes, and what reads traces reads it."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import fuzz
+import stagewright as sw
+from stagewright.check.bundle import difference
+from stagewright.check.diff import diff
+from stagewright.check.verify import verify
+from stagewright.cli.main import commands
+from stagewright.errors import UserError
+from stagewright.time.measured import to_csv
+from stagewright.trace.formats import json as readable
+from stagewright.trace.unbundle import expand
+
+TOY = {"model": "llama3-8b", "layers": 4, "seq_length": 64, "vocab": 128}
+RUNS = {
+    "one rank": {},
+    "dense": {"tp": 2, "dp": 4, "pp": 4, "zero": 1, "sequence_parallel": True},
+    "chunks": {"pp": 2, "vpp": 2, "dp": 2, "zero": 3},
+    "ring": {"tp": 2, "cp": 4, "pp": 2},
+    "tied": {"model": "gpt2", "pp": 4, "tp": 2, "order": "pp-dp-tp-cp-ep"},
+    "experts": {"model": "mixtral-8x7b", "tp": 2, "dp": 4, "ep": 4},
+    "streams": {"dp": 2, "pp": 2, "streams": "separate"},
+    "replicas": {"pp": 4, "dp": 2, "tp": 2, "zero": 1, "schedule": "dualpipe"},
+    "idle stage": {"pp": 3, "cp": 2, "layers_per_stage": (0, 2, 2), "cp_comm_type": "a2a"},
+    "requests": {
+        "mode": "decode",
+        "batch_size": 13,
+        "context_length": 32,
+        "seq_length": None,
+        "tp": 2,
+        "dp": 3,
+        "pp": 2,
+    },
+}
+
+
+def compiled(**settings: Any) -> sw.Compiled:
+    return sw.compile(sw.Run(**TOY | settings))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, [str(a) for a in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of 16 ranks."""
+    path = tmp_path_factory.mktemp("bundle") / "toy.bundle"
+    sw.generate(compiled(tp=2, dp=4, pp=2), str(path), format="bundle")
+    return path
+
+
+# ---- ranks out of it -----------------------------------------------------------------------------
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", RUNS)
+def test_expanded_is_what_generate_writes(name: str, tmp_path: Path):
+    run = compiled(**RUNS[name])
+    sw.generate(run, f"{tmp_path}/a.bundle", format="bundle")
+    source = sw.Bundle(tmp_path / "a.bundle")
+    assert difference(source.program(), run.program) == ""
+    for format in ("chakra", "json"):
+        for ranks in (None, sorted({0, source.world_size - 1})):
+            sw.generate(run, f"{tmp_path}/generated", format=format, ranks=ranks, force=True)
+            told = expand(source, tmp_path / "expanded", format=format, ranks=ranks, force=True)
+            assert contents(tmp_path / "expanded") == contents(tmp_path / "generated")
+            assert told == json.loads((tmp_path / "generated" / "manifest.json").read_bytes())
+
+
+def test_measured_durations_come_along(tmp_path: Path):
+    run = compiled(tp=2, pp=2)
+    rows = to_csv(run.program).splitlines()
+    table = [rows[0], *(row + "12.5" for row in rows[1:-3])]
+    (tmp_path / "k.csv").write_text("\n".join(table))
+    durations = str(tmp_path / "k.csv")
+    sw.generate(run, f"{tmp_path}/g", durations=durations)
+    sw.generate(run, f"{tmp_path}/b", durations=durations, format="bundle")
+    expand(sw.Bundle(tmp_path / "b"), tmp_path / "e")
+    assert contents(tmp_path / "e") == contents(tmp_path / "g")
+    assert verify(tmp_path / "b").findings == []
+
+
+def test_same_program_same_bytes(tmp_path: Path, made: Path):
+    sw.generate(compiled(tp=2, dp=4, pp=2), f"{tmp_path}/again", format="bundle")
+    assert (tmp_path / "again").read_bytes() == made.read_bytes()
+
+
+def test_command_line(tmp_path: Path, made: Path):
+    toy = ["llama3-8b", "--layers", 4, "--seq-length", 64, "--vocab", 128]
+    degrees = ["--tp", 2, "--dp", 4, "--pp", 2]
+    done = call("generate", *toy, *degrees, "--format", "bundle", "-o", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert "16 of 16 ranks" in done.output
+    assert (tmp_path / "b").read_bytes() == made.read_bytes()
+    assert call("expand", made, "--ranks", "0-2,15", "-o", tmp_path / "out").exit_code == 0
+    assert (
+        call("generate", *toy, *degrees, "--ranks", "0-2,15", "-o", tmp_path / "g").exit_code == 0
+    )
+    assert contents(tmp_path / "out") == contents(tmp_path / "g")
+    repeated = call("generate", "--config", made, "--format", "bundle", "-o", tmp_path / "c")
+    assert repeated.exit_code == 0
+    assert (tmp_path / "c").read_bytes() == made.read_bytes()
+
+
+def test_nodes_of_a_rank(made: Path):
+    source, run = sw.Bundle(made), compiled(tp=2, dp=4, pp=2)
+    for rank in (0, 9, 15):
+        of = next(of for of in run.program.classes if rank in of.ranks)
+        assert list(source.nodes(rank)) == list(readable.nodes(run.program, of.tasks, rank))
+    with pytest.raises(UserError, match=r"rank 16: .* has 16 ranks, 0 to 15"):
+        source.nodes(16)
+
+
+@pytest.mark.numerics
+def test_size_follows_classes(tmp_path: Path):
+    """16,384 times the ranks, and next to no more bytes."""
+    for dp in (4, 65536):
+        sw.generate(compiled(tp=4, dp=dp, pp=4), f"{tmp_path}/{dp}", format="bundle")
+    small, huge = ((tmp_path / f"{dp}").stat().st_size for dp in (4, 65536))
+    assert huge < small + 5_000
+    source = sw.Bundle(tmp_path / "65536")
+    assert source.world_size == 1 << 20
+    assert verify(source.path).ok
+    told = expand(source, tmp_path / "out", ranks=[0, 131071, (1 << 20) - 1])
+    assert len(told["files"]) == 4  # pyright: ignore
+
+
+def test_other_tools_open_it(made: Path):
+    with zipfile.ZipFile(made) as archive:
+        assert archive.testzip() is None
+        assert len(archive.comment) == 64 + len("sha256 of all before: ")
+    arrays = np.load(made)
+    program = sw.Bundle(made).program()
+    assert np.array_equal(arrays["class1/tasks/flops"], program.classes[1].tasks.flops)
+    assert np.array_equal(np.cumsum(arrays["class1/ranks"]), program.classes[1].ranks)
+
+
+# ---- what reads it -------------------------------------------------------------------------------
+
+
+def test_verify(made: Path):
+    report = verify(made)
+    assert (report.findings, report.skipped) == ([], [])
+    assert (report.ranks, report.world_size, report.kinds) == (16, 16, 2)
+    assert "made again from the manifest's run" in report.checks
+    assert "sound" in call("verify", made).output
+
+
+def test_diff(made: Path, tmp_path: Path):
+    sw.generate(compiled(tp=2, dp=4, pp=2), f"{tmp_path}/traces")
+    for a, b in ((made, tmp_path / "traces"), (tmp_path / "traces", made), (made, made)):
+        assert diff(a, b).same
+    for settings in ({"dp": 8}, {"dp": 4, "seq_length": 32}, {"dp": 4, "order": "dp-tp-pp-cp-ep"}):
+        other = compiled(tp=2, pp=2, **settings)
+        sw.generate(other, f"{tmp_path}/other", force=True)
+        sw.generate(other, f"{tmp_path}/other.bundle", format="bundle", force=True)
+        files = diff(tmp_path / "traces", tmp_path / "other")
+        found = diff(made, tmp_path / "other.bundle")
+        assert not found.same
+        assert (found.numbers, found.totals, found.notes) == (
+            files.numbers,
+            files.totals,
+            files.notes,
+        )
+
+
+def test_show(made: Path):
+    live = ["llama3-8b", "--layers", 4, "--seq-length", 64, "--vocab", 128]
+    live += ["--tp", 2, "--dp", 4, "--pp", 2]
+    for more in ([], ["--json"], ["--graph"], ["--schedule-picture"]):
+        assert call("show", made, *more).output == call("show", *live, *more).output
+    with pytest.raises(UserError, match=r"shown as it is; for other settings: --config"):
+        call("show", made, "--tp", 4)
+    assert call("show", "--config", made, "--tp", 4).exit_code == 0
+
+
+def test_inspect(made: Path, tmp_path: Path):
+    expand(sw.Bundle(made), tmp_path / "out", ranks=[0, 9])
+    for rank in (0, 9):
+        trace = tmp_path / "out" / f"workload.{rank}.et"
+        for more in (["--nodes", "0-9"], ["--json"]):
+            bundled = call("inspect", made, "--rank", rank, *more).output
+            assert bundled.replace(f"{made}, rank {rank}", str(trace)) == (
+                call("inspect", trace, *more).output
+            )
+    assert call("inspect", made, "--json").output == (
+        call("inspect", made, "--rank", 0, "--json").output
+    )
+    with pytest.raises(UserError, match="is no bundle"):
+        call("inspect", tmp_path / "out" / "workload.0.et", "--rank", 1)
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_place(made: Path, tmp_path: Path):
+    run = compiled(tp=2)
+    with pytest.raises(UserError, match="holds every rank"):
+        sw.generate(run, f"{tmp_path}/b", format="bundle", ranks=[0])
+    (tmp_path / "mine").write_text("thesis")
+    with pytest.raises(UserError, match="exists already"):
+        sw.generate(run, f"{tmp_path}/mine", format="bundle")
+    with pytest.raises(UserError, match="may be yours"):
+        sw.generate(run, f"{tmp_path}/mine", format="bundle", force=True)
+    shutil.copy(made, tmp_path / "old")
+    sw.generate(run, f"{tmp_path}/old", format="bundle", force=True)
+    assert sw.Bundle(tmp_path / "old").world_size == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "old"]
+    with pytest.raises(UserError, match="choose of chakra, json, dot"):
+        expand(sw.Bundle(made), tmp_path / "out", format="bundle")
+    with pytest.raises(UserError, match="rank 16"):
+        expand(sw.Bundle(made), tmp_path / "out", ranks=[16])
+    with pytest.raises(UserError, match="is no bundle"):
+        sw.Bundle(tmp_path / "mine")
+    with pytest.raises(UserError, match="cannot be read"):
+        sw.Bundle(tmp_path / "absent")
+
+
+def test_any_changed_or_missing_byte_is_found(made: Path, tmp_path: Path):
+    whole, dice = made.read_bytes(), random.Random(0)
+    path = tmp_path / "b"
+    for _ in range(150):
+        data = bytearray(whole)
+        at = dice.randrange(4, len(data))  # the first four say that it is a bundle
+        if dice.random() < 0.3:
+            del data[at:]
+        else:
+            data[at] ^= 1 << dice.randrange(8)
+        path.write_bytes(data)
+        report = verify(path)
+        assert [found.code for found in report.findings] == ["damaged"]
+        with pytest.raises(UserError, match="is damaged"):
+            sw.Bundle(path)
+
+
+def altered(source: Path, path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
+    """A bundle with other members and a right checksum."""
+    members, head = fuzz.unsealed(source.read_bytes())
+    change(members)
+    path.write_bytes(fuzz.sealed(members, head))
+    return path
+
+
+def told(**changes: Any) -> Callable[[dict[str, bytes]], None]:
+    """Replace entries of contents.json; `None` removes them."""
+
+    def change(members: dict[str, bytes]) -> None:
+        found = json.loads(members["contents.json"]) | changes
+        members["contents.json"] = json.dumps(
+            {name: value for name, value in found.items() if value is not None}
+        ).encode()
+
+    return change
+
+
+def column(
+    name: str, alter: Callable[[np.ndarray], np.ndarray]
+) -> Callable[[dict[str, bytes]], None]:
+    def change(members: dict[str, bytes]) -> None:
+        out = io.BytesIO()
+        np.save(out, alter(np.load(io.BytesIO(members[f"class0/{name}.npy"]))))
+        members[f"class0/{name}.npy"] = out.getvalue()
+
+    return change
+
+
+def at(row: int, value: int) -> Callable[[np.ndarray], np.ndarray]:
+    def alter(values: np.ndarray) -> np.ndarray:
+        values = values.astype(np.int64)
+        values[row] = value
+        return values
+
+    return alter
+
+
+def a_class(**changes: Any) -> Callable[[dict[str, bytes]], None]:
+    def change(members: dict[str, bytes]) -> None:
+        found = json.loads(members["contents.json"])
+        found["classes"][0] |= changes
+        members["contents.json"] = json.dumps(found).encode()
+
+    return change
+
+
+def _other_columns(members: dict[str, bytes]) -> None:
+    found = json.loads(members["contents.json"])
+    del found["columns"]["tasks"]["kind"]
+    members["contents.json"] = json.dumps(found).encode()
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
+    "no contents": (lambda members: members.pop("contents.json"), "contents.json"),
+    "other contents": (lambda members: members.update({"contents.json": b"[1]"}), "does not call"),
+    "no JSON": (lambda members: members.update({"contents.json": b"{"}), "damaged"),
+    "deep": (lambda members: members.update({"contents.json": b"[" * 10**5}), "damaged"),
+    "newer": (told(version=2), "version 2, and this Stagewright reads version 1"),
+    "unknown key": (told(more=1), "more"),
+    "no mesh": (told(mesh=None), "mesh"),
+    "a mesh of nothing": (told(mesh={"axes": [["tp", 0]], "groups": []}), "a mesh of"),
+    "a mesh too large": (told(mesh={"axes": [["tp", 10**30]], "groups": []}), "a mesh of"),
+    "no such axis": (told(peers=[{"axis": "xp", "shift": 1}]), "no axis of the mesh"),
+    "a group of one": (
+        told(communicators=[{"axes": ["pp"], "only": [1]}]),
+        "a communicator over",
+    ),
+    "no manifest": (told(manifest={}), "does not count the nodes"),
+    "other columns": (_other_columns, "other columns"),
+    "another's communicators": (a_class(communicators=[0]), "uses communicators"),
+    "no such communicator": (a_class(communicators=[9]), "a communicator that is not there"),
+    "no such value": (column("values/value", at(3, 99)), "value out of range"),
+    "no such moment": (column("values/last", at(3, 10**6)), "last out of range"),
+    "no such tables": (a_class(tables=7), "has no tables"),
+    "too many tasks": (a_class(tasks=2**31 - 1), "bytes for"),
+    "a negative number": (a_class(tasks=-1), "tasks"),
+    "no column": (lambda members: members.pop("class0/tasks/kind.npy"), "kind"),
+    "text for a column": (
+        lambda members: members.update({"class0/tasks/kind.npy": b"x" * 5000}),
+        "kind",
+    ),
+    "a short column": (column("tasks/kind", lambda kind: kind[:-1]), "kind"),
+    "fractions": (column("tasks/flops", lambda flops: flops / 3), "flops"),
+    "objects": (column("tasks/kind", lambda kind: kind.astype(object)), "kind"),
+    "no such kind": (column("tasks/kind", at(3, 200)), "kind out of range"),
+    "no such name": (column("tasks/name", at(3, 10**6)), "name out of range"),
+    "no such operation": (column("tasks/op", at(3, -1)), "op out of range"),
+    "too large a number": (column("tasks/layer", at(3, 2**40)), "holds more than int32"),
+    "needs a row before the first": (column("tasks/data", at(0, 2**20)), "data out of range"),
+    "counts too many": (column("tasks/data_ptr", at(1, 99)), "does not count data"),
+    "a rank twice": (column("ranks", at(1, 0)), "no ascending ranks"),
+    "another's rank": (column("ranks", at(-1, 2)), "every rank once"),
+    "a rank too high": (column("ranks", at(-1, 99)), "no ascending ranks"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_hostile_bundle(name: str, made: Path, tmp_path: Path):
+    change, message = DAMAGES[name]
+    path = altered(made, tmp_path / "b", change)
+    report = verify(path)
+    assert [found.code for found in report.findings] == ["damaged"]
+    assert message in report.findings[0].message
+
+
+def test_an_unsound_program_is_found(made: Path, tmp_path: Path):
+    changes = {
+        "needs a row that is not before it": column("tasks/data", at(0, 0)),
+        "less than a byte to send": column("tasks/comm_bytes", lambda sizes: sizes * 0),
+        "the manifest tells of another program": _other_manifest,
+        "flops of pipeline rank 0 is not what this version makes": column("tasks/flops", at(0, 1)),
+    }
+    for message, change in changes.items():
+        report = verify(altered(made, tmp_path / "b", change))
+        assert message in report.findings[0].message
+
+
+def _other_manifest(members: dict[str, bytes]) -> None:
+    found = json.loads(members["contents.json"])
+    found["manifest"]["nodes"][0]["compute"] += 1
+    members["contents.json"] = json.dumps(found).encode()
+
+
+def test_of_another_version(made: Path, tmp_path: Path):
+    """Traces out of it say which version made the program; nothing is made again to compare."""
+
+    def older(members: dict[str, bytes]) -> None:
+        found = json.loads(members["contents.json"])
+        found["manifest"]["stagewright"] = "0.0.1"
+        members["contents.json"] = json.dumps(found).encode()
+
+    path = altered(made, tmp_path / "b", older)
+    report = verify(path)
+    assert report.ok
+    assert report.skipped
+    told = expand(sw.Bundle(path), tmp_path / "out", ranks=[3])
+    assert told["stagewright"] == "0.0.1"
+    assert verify(tmp_path / "out").ok

@@ -1,0 +1,265 @@
+"""Places near and far: files are whole or absent, and outputs are what a directory would hold."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.lower.training import compile
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
+from stagewright.trace import storage
+from stagewright.trace.storage import Local, Place, Remote, Written, aligned, place
+from stagewright.trace.write import write
+
+TOY = {"model": "gpt2", "layers": 2, "seq_length": 16, "vocab": 64}
+SIZES = [0, 1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 4097]
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return compile(Run(**TOY, tp=2, dp=3, pp=2)).program
+
+
+@pytest.fixture(params=["folder", "memory", "local"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "folder":
+        return Local(tmp_path)
+    fsspec = pytest.importorskip("fsspec")
+    if request.param == "local":
+        return place(f"local://{tmp_path}/deep/down")
+    fsspec.filesystem("memory").store.clear()
+    return place("memory://bucket/run")
+
+
+def test_files_of_any_place(anywhere: Place):
+    random = np.random.default_rng(0)
+    assert anywhere.sizes() == {}
+    for size in SIZES:
+        for data in (aligned(size), np.empty(size + 1, np.uint8)[1:]):  # in memory as it happens
+            data[:] = random.integers(0, 256, size)
+            plain = data.tobytes()
+            told = anywhere.write(f"f{size}", [data.data])
+            digest = hashlib.sha256(plain).hexdigest()
+            assert told == Written(f"f{size}", size, digest)
+            assert anywhere.read(f"f{size}") == plain
+            assert anywhere.digest(f"f{size}") == digest
+    anywhere.write("f1", [b"in", memoryview(b" pieces"), b""])
+    assert anywhere.read("f1") == b"in pieces"
+    assert anywhere.sizes() == {f"f{size}": size for size in SIZES} | {"f1": 9}
+    assert place(anywhere.address).read("f1") == b"in pieces"
+    anywhere.remove(["f0", "absent"])
+    assert "f0" not in anywhere.sizes()
+    assert anywhere.digest("absent") is None
+    with pytest.raises(FileNotFoundError):
+        anywhere.read("absent")
+
+
+def test_a_file_that_fails_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here = Local(tmp_path)
+    here.write("old", [b"old"])
+
+    def pieces():
+        yield b"new"
+        raise OSError(errno.EIO, "gone wrong")
+
+    with pytest.raises(OSError, match="gone wrong"):
+        here.write("old", pieces())
+    assert here.read("old") == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_knows_no_direct_writes(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It says so when the flag is set, or at the write."""
+    import fcntl
+
+    data = aligned(5 << 20)
+    data[:] = np.arange(5 << 20) % 251
+    plain, control, written = data.tobytes(), fcntl.fcntl, os.write
+
+    def no_flag(file: int, command: int, *more: int) -> int:
+        if command == fcntl.F_SETFL and more[0] & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return control(file, command, *more)
+
+    def no_write(file: int, view: Any) -> int:
+        if control(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return written(file, view)
+
+    monkeypatch.setattr(fcntl, "fcntl", no_flag)
+    Local(tmp_path).write("a", [data.data])
+    monkeypatch.undo()
+    monkeypatch.setattr(storage.os, "write", no_write)
+    Local(tmp_path).write("b", [data.data])
+    monkeypatch.undo()
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == plain
+
+
+def test_a_disk_that_fills_up_in_a_direct_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written, left = os.write, [2 << 20]
+
+    def little(file: int, view: Any) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = written(file, view[: left[0]])
+        left[0] -= done
+        return done
+
+    monkeypatch.setattr(storage.os, "write", little)
+    with pytest.raises(OSError, match="No space left"):
+        Local(tmp_path).write("a", [aligned(5 << 20).data])
+    assert not list(tmp_path.iterdir())
+
+
+# ---- outputs in a store --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> dict[str, Any]:
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory").store
+    store.clear()
+    return store
+
+
+def names(store: dict[str, Any]) -> set[str]:
+    return {name.removeprefix("/b/") for name in store}
+
+
+def read(store: dict[str, Any]) -> dict[str, bytes]:
+    return {name.removeprefix("/b/"): file.getvalue() for name, file in store.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(program: Program, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    write(program, out, manifest={"nth": 1})
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_an_output_in_a_store(program: Program, whole: dict[str, bytes], memory: dict[str, Any]):
+    told = write(program, "memory://b", manifest={"nth": 1})
+    assert read(memory) == whole
+    assert told == json.loads(whole["manifest.json"])
+    with pytest.raises(UserError, match="memory://b: exists already; choose another name, or --f"):
+        write(program, "memory://b", manifest={"nth": 1})
+    write(program, "memory://b", manifest={"nth": 2}, format="json", force=True)
+    assert "workload.0.et" not in names(memory)
+    assert json.loads(read(memory)["manifest.json"])["nth"] == 2
+
+
+def test_a_url_of_this_machine_is_a_path(program: Program, whole: dict[str, bytes], tmp_path: Path):
+    write(program, f"file://{tmp_path}/out", manifest={"nth": 1})
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == whole
+
+
+def test_shares_in_a_store(program: Program, whole: dict[str, bytes], memory: dict[str, Any]):
+    for nth in range(5):
+        assert "manifest.json" not in names(memory)
+        write(program, "memory://b/", manifest={"nth": 1}, shard=(nth, 5))
+    assert read(memory) == whole
+    write(program, "memory://b", manifest={"nth": 1}, shard=(3, 5))
+    assert read(memory) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [[2], [1, 2], [2, 1]])
+def test_others_at_any_moment(
+    shares: list[int],
+    program: Program,
+    whole: dict[str, bytes],
+    memory: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Between any two steps of a share others write theirs, or all: it makes no difference."""
+
+    def share(nth: int) -> None:
+        write(program, "memory://b", manifest={"nth": 1}, shard=(nth, 2), workers=1)
+
+    for moment in itertools.count():
+        memory.clear()
+        steps = itertools.count()
+        with monkeypatch.context() as patch:
+            for name in ("write", "read", "sizes", "remove"):
+                plain = getattr(Remote, name)
+
+                def watched(
+                    *given: Any,
+                    plain: Any = plain,
+                    moment: int = moment,
+                    steps: Iterator[int] = steps,
+                ) -> Any:
+                    if next(steps) == moment:
+                        for nth in shares:
+                            share(nth)
+                    return plain(*given)
+
+                patch.setattr(Remote, name, watched)
+            share(1)
+        if next(steps) <= moment:
+            break
+        assert read(memory) == whole, moment
+    assert moment > 10
+
+
+def test_a_stopped_output_in_a_store(
+    program: Program,
+    whole: dict[str, bytes],
+    memory: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def stop(done: int, *_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(program, "memory://b", manifest={"nth": 1}, workers=1, progress=stop)
+    assert not memory
+    with pytest.raises(KeyboardInterrupt):
+        write(program, "memory://b", manifest={"nth": 1}, workers=1, progress=stop, resume=True)
+    there = names(memory)
+    assert any(name.endswith(".et") for name in there)
+    assert "manifest.json" not in there
+    with pytest.raises(UserError, match=r"what a stopped run has written; .* --resume"):
+        write(program, "memory://b", manifest={"nth": 1})
+    with pytest.raises(UserError, match="what a stopped run has written"):
+        write(program, "memory://b", manifest={"nth": 2}, resume=True)
+    written = [name for name in there if name.endswith(".et")]
+    memory[f"/b/{written[0]}"].seek(9)
+    memory[f"/b/{written[0]}"].write(b"?")
+    write(program, "memory://b", manifest={"nth": 1}, resume=True)
+    assert read(memory) == whole
+
+
+def test_what_is_not_ours_stays(program: Program, memory: dict[str, Any]):
+    place("memory://b").write("thesis.tex", [b"mine"])
+    for force in (False, True):
+        with pytest.raises(UserError, match=r"holds thesis.tex, which may be yours"):
+            write(program, "memory://b", manifest={}, force=force)
+    assert names(memory) == {"thesis.tex"}
+    place("memory://b").remove(["thesis.tex"])
+    place("memory://b").write("manifest.json", [b'{"name": "of a web page"}'])
+    with pytest.raises(UserError, match=r"holds manifest.json, which may be yours"):
+        write(program, "memory://b", manifest={}, force=True)
+
+
+def test_a_place_that_nobody_knows(program: Program, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fsspec")
+    with pytest.raises(UserError, match="Protocol not known: nowhere"):
+        write(program, "nowhere://b", manifest={})
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    with pytest.raises(UserError, match=r"install stagewright\[remote\]"):
+        write(program, "memory://b", manifest={})

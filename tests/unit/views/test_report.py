@@ -1,0 +1,190 @@
+"""The page of `stagewright report`, and what it remarks on."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagewright as sw
+from pages import check
+from stagewright.cli.main import main
+from stagewright.time.hardware import resolve
+from stagewright.views.advice import Remark, remarks
+from stagewright.views.pages.settings import command
+
+from .test_pictures import RUNS, SMALL
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("hardware", [None, "h100-sxm"])
+def test_a_page_stands_alone(name: str, hardware: str | None):
+    run = sw.Run(**RUNS[name])
+    text = sw.report(sw.simulate(run, hardware)) if hardware else sw.report(run)
+    page = check(text)
+    sections = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
+    timed = ["time"] if hardware else []
+    rest = ["memory", "compute", "communication", "schedule", "layer", "run", "about"]
+    assert sections == ["remarks", *timed, *rest]
+    again = sw.simulate(run, hardware) if hardware else sw.compile(run)
+    assert text == sw.report(again)
+
+
+def test_one_rank_and_inference_have_pages_too():
+    check(sw.report("gpt2", layers=2, seq_length=64))
+    check(sw.report("llama3-8b", mode="prefill", tp=2, hardware="h100-sxm"))
+    check(sw.report("mixtral-8x7b", mode="decode", ep=8, dp=8, hardware="h100-sxm"))
+
+
+@pytest.mark.numerics
+def test_sixteen_thousand_gpus_are_one_small_page():
+    began = time.perf_counter()
+    settings: dict[str, Any] = {"tp": 8, "pp": 16, "dp": 128, "sequence_parallel": True}
+    text = sw.report("llama3.1-405b", hardware="h100-sxm", global_batch_size=4096, **settings)
+    assert len(text.encode()) < 2_000_000
+    assert time.perf_counter() - began < 60  # takes 3 s; the machine may be busy
+    check(text)
+
+
+# ---- remarks -------------------------------------------------------------------------------------
+
+
+def said(what: Any, about: str, hardware: str | None = None, **settings: Any) -> list[Remark]:
+    if hardware is None:
+        found = remarks(sw.compile(what, **settings))
+    else:
+        simulation = sw.simulate(what, hardware, **settings)
+        found = remarks(simulation.compiled, simulation)
+    return [remark for remark in found if remark.about == about]
+
+
+def test_groups_that_leave_the_fast_links_are_named():
+    few: dict[str, Any] = {"layers": 2, "seq_length": 256}
+    (remark,) = said("llama3.1-70b", "Network", "h100-sxm", tp=16, **few)
+    assert remark.level == "warning"
+    assert remark.text.startswith("tp=16 crosses the NVLink domain of 8 GPUs: its groups lie in 2 ")
+    assert not said("llama3.1-70b", "Network", "h100-sxm", tp=8, dp=2, **few)
+    assert not said("llama3.1-70b", "Network", "gb200-nvl72", tp=16, **few)
+    (remark,) = said("llama3.1-70b", "Network", "mi300x", tp=16, **few)
+    assert "scale-up domain" in remark.text
+    (remark,) = said("mixtral-8x7b", "Network", "h100-sxm", ep=8, dp=8, tp=2, **few)
+    assert remark.text.startswith("ep=8 crosses the NVLink domain of 8 GPUs: its groups lie in 2 ")
+
+
+def test_what_does_not_fit_is_a_problem():
+    (remark,) = said("llama3.1-70b", "Memory", "h100-sxm", tp=8)
+    assert remark.level == "problem"
+    assert "a h100-sxm has 80 GB: it does not fit" in remark.text
+    assert "optimizer" in remark.text
+    assert not said("llama3-8b", "Memory", "h100-sxm", tp=8)
+    (remark,) = said("llama3-8b", "Memory", mode="decode", batch_size=400, device_memory="30GB")
+    assert (remark.level, "does not fit" in remark.text) == ("problem", True)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(4, 8), (2, 16), (8, 80), (8, 16)])
+def test_the_bubble_is_that_of_the_formula(pp: int, microbatches: int):
+    """(p - 1) / (m + p - 1), arXiv 2104.04473, section 2.2, as a part of the whole step."""
+    found = said("llama3-8b", "The pipeline", pp=pp, global_batch_size=microbatches)
+    idle = (pp - 1) / (microbatches + pp - 1)
+    assert bool(found) == (idle > 0.1)
+    for remark in found:
+        assert f"idle {idle:.1%} of the step by the schedule alone" in remark.text
+
+
+def test_uneven_experts_are_told(tmp_path: Path):
+    load = tmp_path / "load.csv"
+    load.write_text("2,2,2,2,2,2,2,6\n")
+    settings: dict[str, Any] = {"ep": 8, "dp": 8, "layers": 2, "seq_length": 512}
+    (note,) = said("mixtral-8x7b", "Experts", **settings)
+    assert note.level == "note"
+    (remark,) = said("mixtral-8x7b", "Experts", expert_load=str(load), **settings)
+    assert remark.level == "warning"
+    compiled = sw.compile("mixtral-8x7b", expert_load=str(load), **settings)
+    work = [(int(of.tasks.flops.sum()), len(of.ranks)) for of in compiled.program.classes]
+    mean = sum(w * n for w, n in work) / sum(n for _, n in work)
+    assert f"computes {max(w for w, _ in work) / mean - 1:.0%} more" in remark.text
+
+
+def test_exposed_communication_and_low_mfu_are_told():
+    found = said("llama3-8b", "Communication", "h100-sxm", tp=8, layers=4)
+    assert [remark.text.split(",")[0] for remark in found] == ["along tp"]
+    (remark,) = said("gpt2", "Speed", "h100-sxm", dp=8)
+    simulation = sw.simulate("gpt2", "h100-sxm", dp=8)
+    assert f"MFU is {simulation.mfu:.1%}" in remark.text
+
+
+def test_thresholds_cite_what_was_reached():
+    """LOW_MFU is below what Llama 3 reached: 380 to 430 TFLOP/s of 989.4 (table 4)."""
+    from stagewright.views.advice import LOW_MFU
+
+    assert resolve("h100-sxm").peak_bf16_tflops * LOW_MFU < 380
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return int(stop.value.code or 0)
+
+
+def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "run.html"
+    settings = ("--layers", "2", "--seq-length", "64", "--tp", "2")
+    assert run("report", "llama3-8b", *settings, "-o", str(out)) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: ")
+    told = sw.report("llama3-8b", layers=2, seq_length=64, tp=2)
+    assert out.read_text(encoding="utf-8") == told
+    assert run("report", "llama3-8b", *settings, "-o", str(out), "--hardware", "h100-sxm") == 0
+    timed = sw.report("llama3-8b", layers=2, seq_length=64, tp=2, hardware="h100-sxm")
+    assert out.read_text(encoding="utf-8") == timed
+
+
+def test_command_reads_bundles(tmp_path: Path):
+    settings = ("--layers", "2", "--seq-length", "64", "--tp", "2")
+    bundle, out = str(tmp_path / "run.bundle"), tmp_path / "run.html"
+    assert run("generate", "llama3-8b", *settings, "--format", "bundle", "-o", bundle) == 0
+    assert run("report", bundle, "-o", str(out)) == 0
+    assert out.read_text(encoding="utf-8") == sw.report(
+        "llama3-8b", layers=2, seq_length=64, tp=2, global_batch_size=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--nodes", "2"), "--nodes is for --hardware; add that, or leave --nodes out"),
+        (("--straggler", "0=2"), "--straggler is for --hardware"),
+        (("--hardware", "h100"), "unknown hardware 'h100'; did you mean"),
+        (("--tp", "7"), "tp=7 does not divide"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+):
+    out = tmp_path / "run.html"
+    assert run("report", "llama3-8b", *arguments, "-o", str(out)) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_command_on_the_page_is_the_run(name: str, capsys: pytest.CaptureFixture[str]):
+    asked = sw.Run(**RUNS[name])
+    line = command(asked)
+    words = re.split(r"\s+", line)
+    assert run(*words[1:], "--json") == 0
+    assert asked.describe() in capsys.readouterr().out or asked.pp > 1
+
+
+def test_settings_of_a_compiled_run_cannot_change():
+    compiled = sw.compile("llama3-8b", **{k: v for k, v in SMALL.items() if k != "model"})
+    with pytest.raises(sw.UserError, match="tp cannot change what is compiled"):
+        sw.simulate(compiled, "h100-sxm", tp=2)
