@@ -15,28 +15,23 @@ A symbol stands for a whole number. What a size counts (elements, bytes, FLOPs) 
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, reduce
-from importlib import import_module
 from numbers import Rational
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class Opaque(NamedTuple):
-    """A factor that algebra does not look into: `ceil(p)` or `max(p, q, ...)`."""
+    """A factor that the algebra treats as a symbol: `ceil(p)` or `max(p, q, ...)`."""
 
     fn: str
     args: frozenset[Size]  # Unordered, as max is; interned sizes make == and hash cheap.
-    whole: bool  # Whether every value is whole: follows from the other two.
+    whole: bool  # Whether every value is whole; follows from the other two.
 
 
 Atom: TypeAlias = str | Opaque  # A str is a symbol.
@@ -46,11 +41,10 @@ _Row: TypeAlias = tuple[int, int, list[tuple[Atom, int]], list[tuple[Atom, int]]
 
 _ONE: Term = frozenset()
 _FIRST = {"B": 0, "S": 1}  # Batch and sequence print first, as shapes are written.
-_CHUNK = 8192  # Rows that compiled code takes at a time, so that temporaries stay in cache.
 
 
 def _operator(meaning: Callable[[Size, Size], Size]) -> Callable[[Size, Size | Number], Size]:
-    """Make a method that takes numbers too, and leaves other types to their own methods."""
+    """A method that also takes numbers, and returns NotImplemented for other types."""
 
     def method(self: Size, other: Size | Number) -> Size:
         b = _operand(other)
@@ -96,9 +90,9 @@ class Size:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The names of all symbols, those within ceil and max too."""
+        """The names of all symbols, including those inside ceil and max."""
         if self._symbols is None:
-            parts = [self, *(arg for atom in _opaques([self]) for arg in atom.args)]
+            parts = [self, *(arg for atom in opaque_atoms([self]) for arg in atom.args)]
             atoms = (a for x in parts for term, _ in x.terms for a, _ in term)
             self._symbols = frozenset(a for a in atoms if isinstance(a, str))
         return self._symbols
@@ -109,19 +103,19 @@ class Size:
         return not any(term for term, _ in self.terms)
 
     def subs(self, values: Mapping[str, SizeLike]) -> Size:
-        """Replace symbols, all at once, by what is whole too; names not in the size are ignored.
+        """Replace symbols, all at once, by whole sizes; names that the size lacks are ignored.
 
-        A ValueError says where a sum would come to stand in a denominator.
+        A ValueError says where a sum would end up in a denominator.
         """
         new: dict[Atom, Size] = {n: size(values[n]) for n in self.symbols if n in values}
         if not new:
             return self
-        for atom in _opaques([self]):
-            new[atom] = _call(atom.fn, [_replace(arg, new) for arg in atom.args])
-        return _replace(self, new)
+        for atom in opaque_atoms([self]):
+            new[atom] = _call(atom.fn, [replace_atoms(arg, new) for arg in atom.args])
+        return replace_atoms(self, new)
 
     def value(self, values: Mapping[str, int]) -> int:
-        """Return the exact whole number; a ValueError says which symbol lacks or does not divide.
+        """Return the exact whole number; a ValueError says what is missing or does not divide.
 
         >>> Size.parse("H/tp").value({"H": 64, "tp": 6})
         Traceback (most recent call last):
@@ -130,13 +124,15 @@ class Size:
         number = _lean(self._evaluate(values))
         if isinstance(number, int):
             return number
-        under = _denominator([self])  # 64/6 says more than 32/3: its numbers are the user's own.
+        under = common_denominator(
+            [self]
+        )  # 64/6 says more than 32/3: its numbers are the user's own.
         shown = f"{(self * under)._evaluate(values)}/{under._evaluate(values)}"
         raise ValueError(f"{self} = {shown} is not a whole number with {self._given(values)}")
 
     def _evaluate(self, values: Mapping[str, int]) -> Number:
         if self._plan is None:
-            steps = [(atom, [_rows(arg) for arg in atom.args]) for atom in _opaques([self])]
+            steps = [(atom, [_rows(arg) for arg in atom.args]) for atom in opaque_atoms([self])]
             self._plan = steps, _rows(self)
         steps, rows = self._plan
         try:
@@ -148,7 +144,7 @@ class Size:
                     known[atom] = math.ceil(largest)
             return _add_up(rows, known)
         except KeyError:
-            raise ValueError(_missing(self, values)) from None
+            raise ValueError(missing_values(self, values)) from None
         except (TypeError, ZeroDivisionError) as error:
             raise ValueError(f"{self}: {error}, with {self._given(values)}") from None
 
@@ -168,7 +164,7 @@ class Size:
         return self._hash
 
     def __bool__(self) -> bool:
-        """Whether it is anything but the constant 0."""
+        """Whether the size is not the constant 0."""
         return bool(self.terms)
 
     __add__ = __radd__ = _operator(lambda a, b: total([a, b]))
@@ -196,7 +192,7 @@ class Size:
     def __str__(self) -> str:
         """Print the normal form, the same in every process; `parse` reads it back."""
         if self._text is None:
-            self._text = _render(self, _names([self]))
+            self._text = render(self, atom_names([self]))
         return self._text
 
     __repr__ = __str__
@@ -204,27 +200,6 @@ class Size:
     def __reduce__(self) -> tuple[Callable[[str], Size], tuple[str]]:
         """Pickle and copy as text, so that the result is interned where it arrives."""
         return _parse, (str(self),)
-
-    def to_sympy(self) -> Any:
-        """Return it as an expression of sympy (an extra), over positive integer symbols."""
-        sympy: Any = import_module("sympy")
-        made: dict[Atom, Any] = {
-            name: sympy.Symbol(name, integer=True, positive=True) for name in self.symbols
-        }
-
-        def convert(x: Size) -> Any:
-            terms = [(sympy.Rational(c), [made[a] ** e for a, e in term]) for term, c in x.terms]
-            return sympy.Add(*[sympy.Mul(c, *factors) for c, factors in terms])
-
-        for atom in _opaques([self]):
-            function = {"ceil": sympy.ceiling, "max": sympy.Max}[atom.fn]
-            made[atom] = function(*map(convert, atom.args))
-        return convert(self)
-
-    def latex(self) -> str:
-        """Return it as LaTeX, by way of sympy (an extra)."""
-        sympy: Any = import_module("sympy")
-        return sympy.latex(self.to_sympy())
 
 
 SizeLike: TypeAlias = Size | int | Fraction | str
@@ -238,7 +213,7 @@ def size(x: SizeLike) -> Size:
     (S + 2, B*S/dp)
     """
     if isinstance(x, str):
-        return _symbol(x) if x.isidentifier() else _parse(x)
+        return symbol(x) if x.isidentifier() else _parse(x)
     out = _operand(x)
     if out is None:
         raise TypeError(f"a size is a whole number, a fraction or a str, not {x!r}")
@@ -255,7 +230,7 @@ def total(sizes: Iterable[SizeLike]) -> Size:
 
 
 def product(sizes: Iterable[SizeLike]) -> Size:
-    """Return the product; that of nothing is 1."""
+    """Return the product; the empty product is 1."""
     number: Number = 1
     exponents: dict[Atom, int] = {}
     sums: list[Size] = []
@@ -272,7 +247,7 @@ def product(sizes: Iterable[SizeLike]) -> Size:
 
 
 def ceil_div(a: SizeLike, b: SizeLike) -> Size:
-    """Return a / b rounded up, for a single term `b`; surely whole terms are not put in the ceil.
+    """Return a / b rounded up, for a single term `b`; terms known to be whole leave the ceil.
 
     >>> ceil_div(7, 2), ceil_div("B*S", "S"), ceil_div("V", "tp"), ceil_div("V + tp", "tp")
     (4, B, ceil(V/tp), ceil(V/tp) + 1)
@@ -281,7 +256,7 @@ def ceil_div(a: SizeLike, b: SizeLike) -> Size:
 
 
 def maximum(*sizes: SizeLike) -> Size:
-    """Return the largest of at least one; sizes that differ by a number are decided at once.
+    """Return the largest of one or more sizes; sizes that differ by a number are decided at once.
 
     >>> maximum(3, 5), maximum("S", "S + 1"), maximum("H/tp", 1)
     (5, S + 1, max(H/tp, 1))
@@ -289,7 +264,7 @@ def maximum(*sizes: SizeLike) -> Size:
     best: dict[Size, Number] = {}  # From a size without its constant to the largest constant.
     for x in map(size, sizes):
         atoms = _outer([x])
-        nested = len(atoms) == 1 and atoms[0].fn == "max" and x == _symbol(atoms[0])
+        nested = len(atoms) == 1 and atoms[0].fn == "max" and x == symbol(atoms[0])
         for arg in atoms[0].args if nested else [x]:
             c = _constant(arg)
             best[arg - c] = max(c, best.get(arg - c, c))
@@ -298,7 +273,7 @@ def maximum(*sizes: SizeLike) -> Size:
         raise ValueError("maximum needs at least one size")
     if len(args) == 1:
         return next(iter(args))
-    return _symbol(Opaque("max", args, all(map(_is_whole, args))))
+    return symbol(Opaque("max", args, all(map(is_whole, args))))
 
 
 def _operand(x: object) -> Size | None:
@@ -321,7 +296,8 @@ def _number(x: Number) -> Size:
 
 
 @lru_cache(4096)
-def _symbol(atom: Atom) -> Size:
+def symbol(atom: Atom) -> Size:
+    """The size that is this symbol, ceil or max."""
     return Size({frozenset({(atom, 1)}): 1})
 
 
@@ -359,7 +335,7 @@ def _constant(x: Size) -> Number:
     return dict(x.terms).get(_ONE, 0)
 
 
-def _is_whole(x: Size) -> bool:
+def is_whole(x: Size) -> bool:
     """Whether the value is whole for all whole symbols, as far as the form shows."""
     return all(type(c) is int and all(map(_is_whole_factor, term)) for term, c in x.terms)
 
@@ -377,19 +353,19 @@ def _call(fn: str, args: Sequence[Size]) -> Size:
     if not fn:
         return args[0]
     parts = [Size({t: c}) for t, c in args[0].terms]
-    whole = total(x for x in parts if _is_whole(x))
+    whole = total(x for x in parts if is_whole(x))
     rest = args[0] - whole
     if rest.is_number:
         return whole + math.ceil(_constant(rest))
-    return whole + _symbol(Opaque("ceil", frozenset({rest}), True))
+    return whole + symbol(Opaque("ceil", frozenset({rest}), True))
 
 
 def _outer(sizes: Iterable[Size]) -> list[Opaque]:
     return [a for x in sizes for term, _ in x.terms for a, _ in term if isinstance(a, Opaque)]
 
 
-def _opaques(sizes: Iterable[Size]) -> list[Opaque]:
-    """Every ceil and max in `sizes`, once, each after those inside it; not recursive."""
+def opaque_atoms(sizes: Iterable[Size]) -> list[Opaque]:
+    """Every ceil and max in `sizes`, once, each after those inside it (without recursion)."""
     done: dict[Opaque, None] = {}
     stack = _outer(sizes)
     while stack:
@@ -400,7 +376,8 @@ def _opaques(sizes: Iterable[Size]) -> list[Opaque]:
     return list(done)
 
 
-def _replace(x: Size, new: Mapping[Atom, Size]) -> Size:
+def replace_atoms(x: Size, new: Mapping[Atom, Size]) -> Size:
+    """The size with the factors in `new` replaced; atoms inside a ceil or max are not looked at."""
     parts: list[Size] = []
     for term, c in x.terms:
         part = Size({frozenset([(a, e) for a, e in term if a not in new]): c})
@@ -412,8 +389,8 @@ def _replace(x: Size, new: Mapping[Atom, Size]) -> Size:
     return total(parts)
 
 
-def _denominator(sizes: Iterable[Size], even: bool = False) -> Size:
-    """The least single term, if so asked of even powers only, that clears all divisions."""
+def common_denominator(sizes: Iterable[Size], even: bool = False) -> Size:
+    """The least single term that clears all divisions; `even`: with even exponents only."""
     number = 1
     exponents: dict[Atom, int] = {}
     for term, c in [pair for x in sizes for pair in x.terms]:
@@ -425,7 +402,7 @@ def _denominator(sizes: Iterable[Size], even: bool = False) -> Size:
 
 
 def _rows(x: Size) -> list[_Row]:
-    """The terms as numerator, denominator, factors above and factors below."""
+    """The terms as (numerator, denominator, factors above, factors below)."""
     return [
         (
             c.numerator,
@@ -454,7 +431,8 @@ def _add_up(rows: list[_Row], known: Mapping[Atom, Number]) -> Number:
     return whole + rest
 
 
-def _missing(x: Size, values: Mapping[str, object]) -> str:
+def missing_values(x: Size, values: Mapping[str, object]) -> str:
+    """The message of the error that says which symbols of `x` have no value."""
     lacking = ", ".join(repr(name) for name in sorted(x.symbols) if name not in values)
     return f"{x} needs a value for {lacking}; known: {sorted(values)}"
 
@@ -462,16 +440,18 @@ def _missing(x: Size, values: Mapping[str, object]) -> str:
 # --- Text ----------------------------------------------------------------------------------------
 
 
-def _names(sizes: Iterable[Size]) -> dict[Atom, str]:
-    """How each ceil and max prints."""
+def atom_names(sizes: Iterable[Size]) -> dict[Atom, str]:
+    """The text of each ceil and max in `sizes`."""
     names: dict[Atom, str] = {}
-    for atom in _opaques(sizes):
-        args = sorted([(arg.is_number, _render(arg, names)) for arg in atom.args])
+    for atom in opaque_atoms(sizes):
+        args = sorted([(arg.is_number, render(arg, names)) for arg in atom.args])
         names[atom] = f"{atom.fn}({', '.join([text for _, text in args])})"
     return names
 
 
-def _in_order(x: Size, names: Mapping[Atom, str]) -> list[tuple[list[tuple[str, int]], Number]]:
+def in_printed_order(
+    x: Size, names: Mapping[Atom, str]
+) -> list[tuple[list[tuple[str, int]], Number]]:
     """Terms, and factors in them, as they print: high powers first, the constant last."""
 
     def rank(factor: tuple[str, int]) -> tuple[int, str, str, int]:
@@ -486,9 +466,10 @@ def _in_order(x: Size, names: Mapping[Atom, str]) -> list[tuple[list[tuple[str, 
     return terms
 
 
-def _render(x: Size, names: Mapping[Atom, str]) -> str:
+def render(x: Size, names: Mapping[Atom, str]) -> str:
+    """The text of a size; `names` has the text of each ceil and max in it."""
     out: list[str] = []
-    for factors, c in _in_order(x, names):
+    for factors, c in in_printed_order(x, names):
         powers = [(name if abs(e) == 1 else f"{name}^{abs(e)}", e) for name, e in factors]
         above = [text for text, e in powers if e > 0]
         if abs(c) != 1 or not above:
@@ -505,7 +486,7 @@ _TOKEN = re.compile(rf"\s*({_POWER}|(?:ceil|max)?\s*\(|[-+*/,)]|[^-+*/,()^\s]+|\
 
 @dataclass(slots=True)
 class _Open:
-    """What has been read since a parenthesis opened."""
+    """What the parser has read since a parenthesis opened."""
 
     fn: str = ""
     args: list[Size] = field(default_factory=list[Size])
@@ -519,31 +500,33 @@ def _parse(text: str) -> Size:
     stack, operand, at = [_Open()], None, 0
     for match in _TOKEN.finditer(text + ")"):
         token, at = match[1], match.start(1)
-        here = stack[-1]
-        if operand is None:  # Due: a number, a symbol, or what may stand before one.
+        opened = stack[-1]
+        if operand is None:  # Expected: a number, a symbol, or what may precede one.
             if token == "-":
-                here.term = -here.term
+                opened.term = -opened.term
             elif token[-1] == "(":
                 stack.append(_Open(token[:-1].rstrip()))
             elif token.isascii() and token.isdecimal():
                 operand = _number(int(token))
             elif token.isidentifier():
-                operand = _symbol(token)
+                operand = symbol(token)
             else:
                 break
         elif token[0] in "^*" and len(token) > 1:
             operand **= int(token.lstrip("^* "))
         elif token in {"*", "/", "+", "-", ",", ")"}:
-            here.term = _divide(here.term, operand) if here.divide else _mul(here.term, operand)
-            here.divide, operand = token == "/", None
+            opened.term = (
+                _divide(opened.term, operand) if opened.divide else _mul(opened.term, operand)
+            )
+            opened.divide, operand = token == "/", None
             if token not in "*/":
-                here.terms.append(here.term)
-                here.term = _number(-1 if token == "-" else 1)
+                opened.terms.append(opened.term)
+                opened.term = _number(-1 if token == "-" else 1)
             if token in ",)":
-                here.args.append(total(here.terms))
-                here.terms = []
+                opened.args.append(total(opened.terms))
+                opened.terms = []
             if token == ")":
-                operand = _call(here.fn, here.args)
+                operand = _call(opened.fn, opened.args)
                 stack.pop()
             if not stack:
                 break
@@ -553,194 +536,3 @@ def _parse(text: str) -> Size:
         wanted = "a number, a symbol or a parenthesis" if operand is None else "an operator"
         raise ValueError(f"cannot read the size {text!r}: column {at + 1} should be {wanted}")
     return operand
-
-
-# --- Many sizes over arrays of values -------------------------------------------------------------
-
-
-def compile_sizes(
-    sizes: Sequence[SizeLike],
-) -> Callable[[Mapping[str, NDArray[Any] | int]], NDArray[Any]]:
-    """Compile many sizes into one function of arrays of values.
-
-    The function takes, by symbol, ints and one-dimensional integer arrays of one length n (1 if
-    all are ints), and returns an array of shape (len(sizes), n). Where no size divides outside a
-    ceil and no number can leave the range, that is int64, and exact. Otherwise it is float64, and
-    each operation rounds once: whole numbers are exact below 2**53 (`ceil` too, if what it divides
-    is), others to some 1e-16 of the largest term. ValueError: values are missing or not whole
-    numbers, lengths differ, a denominator is 0.
-
-    >>> import numpy as np
-    >>> compile_sizes(["B*S", "ceil(S/tp)"])({"B": 2, "S": np.array([10, 20]), "tp": 3})
-    array([[20, 40],
-           [ 4,  7]])
-    """
-    import numpy as np
-
-    given = [size(x) for x in sizes]
-    symbols = sorted({name for x in given for name in x.symbols})
-    steps, straight = _straighten(given)
-    lines, constants, results = _lines(symbols, steps, straight)
-    divisions: dict[Any, Callable[[Any, Any], Any]] = {
-        np.int64: lambda a, b: -(-a // b),
-        np.float64: lambda a, b: np.ceil(a / b),
-    }
-    plain: dict[str, Callable[[Any, Any], Any]] = {
-        **{"+": operator.add, "-": operator.sub, "*": operator.mul, "/": lambda a, b: a / b},
-        **{"max": np.maximum, "neg": lambda a, _: -a},
-    }
-
-    def run(values: Mapping[str, NDArray[Any] | int]) -> NDArray[Any]:
-        for x in given:
-            if not x.symbols <= values.keys():
-                raise ValueError(_missing(x, values))
-        columns = {name: np.asarray(values[name]) for name in symbols}
-        for name, c in columns.items():
-            if c.ndim > 1 or not (c.dtype.kind in "biu" or all(isinstance(v, int) for v in c.flat)):
-                raise ValueError(f"{name!r} should be whole numbers in a row, not {c!r}")
-        lengths = {name: len(np.asarray(v)) for name, v in values.items() if np.ndim(v)}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"arrays of values should have one length, got {lengths}")
-        kind = np.int64 if _fits(steps, straight, columns) else np.float64
-        does = plain | {"ceil": divisions[kind]}
-        out = np.empty((len(given), next(iter(lengths.values()), 1)), kind)
-        try:
-            with np.errstate(divide="raise", invalid="raise"):
-                for at in range(0, out.shape[1], _CHUNK):
-                    rows = slice(at, at + _CHUNK)
-                    parts = [(c[rows] if c.ndim else c).astype(kind) for c in columns.values()]
-                    made: list[Any] = [*parts, *constants]
-                    for line in lines:
-                        made.append(does[line.op](made[line.a], made[line.b]))
-                        for old in line.free:
-                            made[old] = None
-                    for nth, result in enumerate(results):
-                        out[nth, rows] = made[result]
-        except (ZeroDivisionError, FloatingPointError):
-            zeros = [name for name, c in columns.items() if not c.all()]
-            raise ValueError(f"a denominator is 0; there are zeros among {zeros}") from None
-        return out
-
-    return run
-
-
-class _Step(NamedTuple):
-    """A ceil or max over polynomials in whole numbers, to compute before the sizes."""
-
-    name: str  # As it prints, which no symbol can be called.
-    fn: str
-    args: list[Size]  # Of ceil: numerator and denominator.
-
-
-def _straighten(sizes: Sequence[Size]) -> tuple[list[_Step], list[Size]]:
-    """Give every ceil and max a symbol and a step of its own, so that polynomials remain.
-
-    Denominators are cleared inside: rounding could take 3 to 3.0000000000000004, and its ceil to 4.
-    """
-    names = _names(sizes)
-    steps: list[_Step] = []
-    new: dict[Atom, Size] = {}
-    for atom in _opaques(sizes):
-        in_order = sorted(atom.args, key=lambda arg: _render(arg, names))
-        args = [_replace(arg, new) for arg in in_order]
-        # max(p, q) is max(p*d, q*d) / d only if d > 0, hence even powers.
-        under = _denominator(args, even=atom.fn == "max")
-        new[atom] = _symbol(names[atom]) if atom.fn == "ceil" else _symbol(names[atom]) / under
-        cleared = [arg * under for arg in args] + ([under] if atom.fn == "ceil" else [])
-        steps.append(_Step(names[atom], atom.fn, cleared))
-    return steps, [_replace(x, new) for x in sizes]
-
-
-def _fits(steps: Sequence[_Step], sizes: Sequence[Size], columns: Mapping[str, Any]) -> bool:
-    """Whether all is whole and, by the sums of absolute values, within int64 on the way too."""
-    limits = {n: max(1, abs(int(c.min())), abs(int(c.max()))) for n, c in columns.items() if c.size}
-
-    def bound(x: Size) -> int:
-        powers = [(c, [limits.get(str(a), 1) ** e for a, e in term]) for term, c in x.terms]
-        return sum([math.prod(factors, start=abs(int(c))) for c, factors in powers])
-
-    for step in steps:
-        limits[step.name] = max(1, *map(bound, step.args))
-    bounds = [*limits.values(), *map(bound, sizes)] if all(map(_is_whole, sizes)) else [math.inf]
-    return max(bounds, default=0) < 2**63
-
-
-class _Line(NamedTuple):
-    """One operation on numbered values; `free`: values that nothing after it needs."""
-
-    op: str
-    a: int
-    b: int
-    free: tuple[int, ...] = ()
-
-
-def _lines(
-    symbols: Sequence[str], steps: Sequence[_Step], sizes: Sequence[Size]
-) -> tuple[list[_Line], list[int], list[int]]:
-    """Operations on a chunk of rows, none twice; the constants; the values that the sizes are.
-
-    Values are numbered: first the symbols' columns, then the constants, then what each line makes.
-    """
-    lines: dict[tuple[str, int | str, int | str], int] = {}
-    constants: dict[int, None] = {}
-    variables: dict[str, int | str] = {name: i for i, name in enumerate(symbols)}
-
-    # While lines are written, a constant is the text of its number, and a line counts from -1 down.
-    def let(op: str, a: int | str, b: int | str = 0) -> int:
-        return lines.setdefault((op, a, b), -1 - len(lines))
-
-    def constant(number: int) -> str:
-        constants[number] = None
-        return str(number)
-
-    def power(base: int | str, e: int) -> int | str:
-        if e == 1:
-            return base
-        half = power(base, e // 2)
-        square = let("*", half, half)
-        return let("*", square, base) if e % 2 else square
-
-    def times(factors: list[tuple[str, int]], number: int) -> int | str:
-        codes = [power(variables[name], e) for name, e in factors]
-        # Last, to share the rest.
-        codes += [constant(number)] if number != 1 or not codes else []
-        return reduce(lambda a, b: let("*", a, b), codes)
-
-    def polynomial(x: Size) -> int | str:
-        out: int | str | None = None
-        for factors, c in _in_order(x, {}):
-            code = times([(name, e) for name, e in factors if e > 0], abs(c.numerator))
-            under = [(name, -e) for name, e in factors if e < 0]
-            if under or c.denominator != 1:
-                code = let("/", code, times(under, c.denominator))
-            if out is None:
-                out = let("neg", code) if c < 0 else code
-            else:
-                out = let("-" if c < 0 else "+", out, code)
-        return constant(0) if out is None else out
-
-    for step in steps:
-        args = [polynomial(arg) for arg in step.args]
-        variables[step.name] = reduce(lambda a, b, fn=step.fn: let(fn, a, b), args)
-    results = [polynomial(x) for x in sizes]
-    number = {str(c): len(symbols) + i for i, c in enumerate(constants)}
-    first = len(symbols) + len(constants)
-
-    def place(value: int | str) -> int:
-        if isinstance(value, str):
-            return number[value]
-        return value if value >= 0 else first - 1 - value
-
-    found = [_Line(op, place(a), place(b)) for op, a, b in lines]
-    kept = {place(x) for x in results}
-    return _freed(found, first, kept), list(constants), [place(x) for x in results]
-
-
-def _freed(lines: list[_Line], first: int, kept: set[int]) -> list[_Line]:
-    """Each line with what it uses last: freed, memory is used again warm."""
-    alive = set(kept)
-    for i in reversed(range(len(lines))):
-        used = {x for x in lines[i][1:3] if x >= first}
-        lines[i] = lines[i]._replace(free=tuple(used - alive))
-        alive |= used
-    return lines

@@ -30,7 +30,6 @@ USES = {
     "ray": "generate --engine ray: write with the machines of a cluster",
     "remote": "generate -o s3://..., gs://...: write to object stores",
     "torch": "tests/conformance/record*.py: record what programs of PyTorch do",
-    "sympy": "sizes as sympy expressions: Size.to_sympy, Size.latex",
     "browser": "tests of pages in a Chromium that is installed",
     "docs": "the pages of docs/, by Sphinx",
     "pandas": "tables as data frames: Table.to_pandas",
