@@ -1,4 +1,4 @@
-"""Errors a user may see: one line that says what, where, got, wanted and what to do."""
+"""Errors for users: one line that says what is wrong and where, what was wanted, what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class UserError(Exception):
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody pressed Ctrl-C, and there is more to say than that nothing was written."""
+    """The user pressed Ctrl-C; the message says what was written and how to go on."""
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
@@ -35,10 +35,10 @@ def divisors(n: int, most: int = 12) -> str:
 
 
 def either(choices: Iterable[object]) -> str:
-    """A choice in words.
+    """Alternatives in words, joined by commas and `or`.
 
     >>> either([1, 2, 5])
     '1, 2 or 5'
     """
-    found = [str(x) for x in choices]
-    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
+    words = [str(x) for x in choices]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

@@ -1,8 +1,8 @@
-"""Reads small text files that somebody else wrote: run files, models, schedules, hardware; writes
-single files whole.
+"""Reads small text files from untrusted sources: run files, models, schedules, hardware. Writes
+single files atomically.
 
-Whatever lies there costs little time and memory, and is read or refused: no size is believed, no
-key may come twice, and YAML's aliases, nine levels of which make a billion values, are refused.
+Reading any file takes little time and memory: sizes are limited, a key may not come twice, and
+YAML's aliases, nine levels of which make a billion values, are refused.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import yaml
 from stagewright.errors import UserError
 
 MOST_BYTES = 1 << 18
-"""Of YAML, of which Python's reader takes some 0.2 MB a second."""
+"""Size limit of YAML files, of which Python's reader takes some 0.2 MB a second."""
 MOST_HEAD = 1 << 20
-"""Of a manifest, without its list of files."""
+"""Size limit of a manifest without its list of files."""
 
 
 def read_bytes(path: Path | str, wanted: str, most: int = MOST_BYTES) -> bytes:
-    """What a file holds. `wanted` says what it should be: `a run file in YAML`."""
-    found = _begin(path, wanted, most + 1)
-    if len(found) > most:
+    """The bytes of a file; `wanted` says what the file should be: `a run file in YAML`."""
+    content = _begin(path, wanted, most + 1)
+    if len(content) > most:
         raise UserError(f"{path}: over {most} bytes; wanted {wanted}")
-    return found
+    return content
 
 
 def _begin(path: Path | str, wanted: str, size: int) -> bytes:
     """The first bytes of a file."""
     try:
-        # A pipe without a writer would keep us waiting; one with a writer is read to its end.
+        # Opening a pipe without a writer would block; a pipe with a writer is read to its end.
         file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(file, "rb") as stream:
             if hasattr(os, "O_NONBLOCK"):
@@ -49,7 +49,7 @@ def _begin(path: Path | str, wanted: str, size: int) -> bytes:
 
 
 def read_text(path: Path | str, wanted: str, most: int = MOST_BYTES) -> str:
-    """Likewise, of a text in UTF-8."""
+    """The text of a file in UTF-8 of at most `most` bytes; `wanted` as in `read_bytes`."""
     try:
         return read_bytes(path, wanted, most).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -71,23 +71,23 @@ def from_json(text: str | bytes, where: object) -> Any:
 
 
 def manifest_head(path: Path | str, wanted: str) -> Any:
-    """A JSON file, or what stands in a manifest before the list of its files if that is long."""
-    found = _begin(path, wanted, MOST_HEAD + 1)
-    if len(found) > MOST_HEAD:
-        head, cut, _ = found.partition(b',\n  "files": {\n')
+    """A JSON file; of a manifest with a long list of files, the part before that list."""
+    content = _begin(path, wanted, MOST_HEAD + 1)
+    if len(content) > MOST_HEAD:
+        head, cut, _ = content.partition(b',\n  "files": {\n')
         if not cut:
             raise UserError(f"{path}: over {MOST_HEAD} bytes; wanted {wanted}")
-        found = head + b"}"
-    return from_json(found, path)
+        content = head + b"}"
+    return from_json(content, path)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{twice[:40]!a} comes twice; keep one")
-    return found
+    return value
 
 
 def _no_number(text: str) -> NoReturn:
@@ -113,7 +113,7 @@ def from_yaml(text: str, where: object) -> Any:
 
 
 class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the process
-    """A SafeLoader that refuses aliases, and keys that come twice, of which YAML keeps the last."""
+    """A SafeLoader that refuses aliases, and repeated keys, of which YAML would keep the last."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):  # pyright: ignore
@@ -125,24 +125,24 @@ class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the proces
         return super().compose_node(parent, index)  # pyright: ignore
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
+        value: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(value) < len(node.value):
             names: list[object] = [key.value for key, _ in node.value]
             nth = next((n for n, name in enumerate(names) if name in names[:n]), 0)
             raise yaml.constructor.ConstructorError(
                 problem=f"{names[nth]} comes twice; keep one",
                 problem_mark=node.value[nth][0].start_mark,
             )
-        return found
+        return value
 
 
 @contextmanager
-def whole(path: Path | str) -> Generator[Path]:
-    """Where to write what takes the name `path` once it is all there, and is nowhere before."""
+def atomic(path: Path | str) -> Generator[Path]:
+    """A temporary file to write to, renamed to `path` on success and removed on failure."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if path.exists() and not path.is_file():  # a pipe, a terminal; or a folder, which refuses
+        if path.exists() and not path.is_file():  # a pipe or a terminal; writing to a folder fails
             yield path
         else:
             yield beside
@@ -155,6 +155,6 @@ def whole(path: Path | str) -> Generator[Path]:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write a page, whole."""
-    with whole(path) as place:
+    """Write a text file atomically."""
+    with atomic(path) as place:
         place.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Numbers, durations and ranks as people read them."""
+"""Formats quantities, counts, durations and ranks for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def quantity(number: int, unit: str) -> str:
-    """A number with the decimal prefix that leaves three or four digits.
+    """A quantity with a decimal prefix, in three or four digits.
 
     >>> quantity(141_107_412_992, "B"), quantity(999, "B"), quantity(0, "FLOP")
     ('141 GB', '999 B', '0')
@@ -25,36 +25,36 @@ _NAMES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 
 
 def count(number: int) -> str:
-    """A number of things; a large one in three or four digits.
+    """A count; from a million on in three digits and words.
 
     >>> count(405_853_388_800), count(117_760), count(124_439_808)
     ('406 billion', '117,760', '124 million')
     """
-    for each, name in _NAMES:
-        if number >= each:
-            return f"{number / each:.3g} {name}"
+    for scale, name in _NAMES:
+        if number >= scale:
+            return f"{number / scale:.3g} {name}"
     return f"{number:,}"
 
 
 def spans(ranks: Sequence[int], most: int = 4) -> str:
-    """Ascending ranks in few words.
+    """Ascending ranks as ranges, of which at most `most` are written.
 
     >>> spans([0, 1, 2, 3, 8, 9, 12]), spans(list(range(0, 100, 2)), most=2)
     ('0-3, 8-9, 12', '0, 2, ...')
     """
     edges = [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] + 1]
-    found: list[str] = []
+    words: list[str] = []
     for first, last in zip([0, *edges], [*edges, len(ranks)], strict=True):
-        if len(found) == most:
-            found.append("...")
+        if len(words) == most:
+            words.append("...")
             break
         low, high = ranks[first], ranks[last - 1]
-        found.append(str(low) if low == high else f"{low}-{high}")
-    return ", ".join(found)
+        words.append(str(low) if low == high else f"{low}-{high}")
+    return ", ".join(words)
 
 
 def duration(seconds: float) -> str:
-    """A duration in the unit that suits it.
+    """A duration in seconds, milliseconds or microseconds.
 
     >>> duration(12.3456), duration(0.0123456), duration(2.5e-5)
     ('12.35 s', '12.35 ms', '25.00 us')
@@ -65,10 +65,10 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.2f} us"
 
 
-def plural(number: int, one: str, many: str) -> str:
-    """A count.
+def plural(number: int, singular: str, many: str) -> str:
+    """A count with its noun, in the singular for 1.
 
     >>> plural(1, "rank", "ranks"), plural(2048, "rank", "ranks")
     ('1 rank', '2048 ranks')
     """
-    return f"{number} {one if number == 1 else many}"
+    return f"{number} {singular if number == 1 else many}"

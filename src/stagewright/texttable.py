@@ -1,4 +1,4 @@
-"""A table as a value: columns with units, which prints, shows itself in a notebook, and converts.
+"""A table of columns with units, which prints as text and HTML and converts to data frames.
 
 >>> print(Table("Memory", {"stage": [0, 1], "peak": [81_000_000_000, 2_000]}, {"peak": "B"}))
 Memory
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,14 +20,14 @@ from stagewright.errors import UserError
 from stagewright.numbers import duration, quantity
 
 SHOWN = 30
-"""Rows, in a notebook."""
+"""Rows shown in a notebook."""
 
 
 STYLE = (
     "<style>table.stagewright :is(td,th){text-align:left;padding:.15em .8em .15em 0}"
     "table.stagewright .n{text-align:right}table.stagewright caption{text-align:left}</style>"
 )
-"""Of tables in a notebook, which has none for them."""
+"""Style of tables in a notebook, which has none of its own for them."""
 
 
 def _share(value: float) -> str:
@@ -46,7 +46,7 @@ def _figure(value: float) -> str:
     return f"{value:.4g}"
 
 
-_TOLD = {
+_FORMATS: dict[str, Callable[[float], str]] = {
     **{"s": duration, "share": _share, "whole share": _whole_share},
     **{"error": _error, "figure": _figure},
 }
@@ -59,41 +59,41 @@ class Table:
     title: str
     columns: Mapping[str, Sequence[Any]]
     units: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By column: `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in percent,
-    `error` too, with its sign, `figure` in four digits; a column with `""` holds numbers that are
-    shown as they are."""
+    """Unit by column. `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in
+    percent, `error` in percent with its sign, `figure` in four digits; numbers of a column with
+    the unit `""` are shown unchanged."""
     grouped: str = ""
-    """A column whose value is shown only where it changes."""
+    """A column whose value is shown only where it differs from the row above."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A mapping from columns to values for each row."""
+        """For each row a mapping from column to value."""
         values = zip(*self.columns.values(), strict=True)
         return [dict(zip(self.columns, row, strict=True)) for row in values]
 
     def only(self, *names: str) -> Table:
-        """The table of some of its columns."""
+        """The table with only these columns."""
         return replace(self, columns={name: self.columns[name] for name in names})
 
     def is_number(self, column: str) -> bool:
-        """Whether a column holds numbers, which stand to the right."""
+        """Whether a column holds numbers, which are aligned right."""
         return column in self.units
 
     def cells(self, column: str) -> list[str]:
-        """The values of a column as people read them."""
+        """The formatted values of a column."""
         unit = self.units.get(column, "")
         return [_cell(value, unit) for value in self.columns[column]]
 
     def text_rows(self) -> list[tuple[str, ...]]:
-        """All cells, row by row; those of the grouped column only where they change."""
+        """The formatted cells, row by row; those of the grouped column only where they change."""
         by_column = {name: self.cells(name) for name in self.columns}
         if self.grouped:
-            of = by_column[self.grouped]
+            cells = by_column[self.grouped]
             by_column[self.grouped] = [
-                word if nth == 0 or of[nth - 1] != word else "" for nth, word in enumerate(of)
+                cell if nth == 0 or cells[nth - 1] != cell else "" for nth, cell in enumerate(cells)
             ]
         return list(zip(*by_column.values(), strict=True))
 
@@ -101,8 +101,8 @@ class Table:
         """For each row, whether a group ends with it."""
         if not self.grouped:
             return [False] * len(self)
-        of = self.columns[self.grouped]
-        return [nth + 1 == len(of) or of[nth + 1] != value for nth, value in enumerate(of)]
+        values = self.columns[self.grouped]
+        return [nth + 1 == len(values) or values[nth + 1] != v for nth, v in enumerate(values)]
 
     def __str__(self) -> str:
         return self._text(self.text_rows())
@@ -111,8 +111,8 @@ class Table:
         left = len(self) - SHOWN
         return self._text(self.text_rows()[:SHOWN]) + (f"\n{left:,} more rows" if left > 0 else "")
 
-    def _text(self, told: Sequence[tuple[str, ...]]) -> str:
-        rows = [tuple(self.columns), *told]
+    def _text(self, cells: Sequence[tuple[str, ...]]) -> str:
+        rows = [tuple(self.columns), *cells]
         wide = [max(len(row[nth]) for row in rows) for nth in range(len(self.columns))]
         right = [self.is_number(name) for name in self.columns]
         lines = [
@@ -125,7 +125,7 @@ class Table:
         return "\n".join([self.title, *lines])
 
     def html(self, most: int | None = None) -> str:
-        """A table for a page; of more than `most` rows, these and how many are left out."""
+        """The table as HTML; after `most` rows, a line says how many are left out."""
         marks = [' class="n"' if self.is_number(name) else "" for name in self.columns]
         head = "".join(
             f'<th scope="col"{mark}>{html.escape(name)}</th>'
@@ -151,13 +151,13 @@ class Table:
         return STYLE + self.html(SHOWN)
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame, with numbers as they are; needs the extra `pandas`."""
+        """A pandas.DataFrame of the unformatted values; needs the extra `pandas`."""
         with _extra("pandas"):
             library = importlib.import_module("pandas")
         return library.DataFrame({k: list(v) for k, v in self.columns.items()})
 
     def to_polars(self) -> Any:
-        """A polars.DataFrame, with numbers as they are; needs the extra `polars`."""
+        """A polars.DataFrame of the unformatted values; needs the extra `polars`."""
         with _extra("polars"):
             library = importlib.import_module("polars")
         return library.DataFrame({k: list(v) for k, v in self.columns.items()})
@@ -166,14 +166,14 @@ class Table:
 def _cell(value: Any, unit: str) -> str:
     if value is None:
         return ""
-    if unit in _TOLD:
-        return _TOLD[unit](value)
+    if unit in _FORMATS:
+        return _FORMATS[unit](value)
     return quantity(value, unit) if unit else str(value)
 
 
 @contextmanager
 def _extra(name: str) -> Generator[None]:
-    """Imports of an extra; without it, says how to get it."""
+    """Turn a failed import of an extra into a UserError that says how to install the extra."""
     try:
         yield
     except ImportError:

@@ -236,7 +236,7 @@ _MEANING: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
-    "/": operator.truediv,
+    "/": lambda a, b: a / b,
     "max": lambda a, b: np.maximum(a, b),
     "neg": lambda a, _: -a,
 }

@@ -1,7 +1,8 @@
-"""Index expressions such as `bsm,mf->bsf`: the one fact about an op from which the rest follows.
+"""Index expressions such as `bsm,mf->bsf`, from which shapes, FLOPs and layouts of an op follow.
 
-A letter names an index. `(gr)` is one dim with two indices, the outer first (a head is a group and
-a place in it). An upper-case letter may not be split over ranks: the op needs its full extent.
+A letter names an index. `(gr)` is one dim with two indices, the outer first: a head is a key-value
+group and a position in the group. An upper-case letter may not be split over ranks: the op needs
+the full extent of that index.
 
 >>> bind(parse("bq(gr)d,bkgd->b(gr)qk"), [(2, 3, 8, 5), (2, 4, 2, 5)])["r"]
 4
@@ -18,7 +19,7 @@ Dim = tuple[str, ...]
 
 
 class Spec(NamedTuple):
-    """A parsed index expression, in lower case; `whole` holds the letters that were upper case."""
+    """A parsed index expression in lower case; `whole` holds the letters that were upper case."""
 
     ins: tuple[tuple[Dim, ...], ...]
     out: tuple[Dim, ...]
@@ -26,7 +27,7 @@ class Spec(NamedTuple):
 
     @property
     def contracted(self) -> frozenset[str]:
-        """Letters that are summed away."""
+        """Letters that are summed over: those the result lacks."""
         kept = {x for dim in self.out for x in dim}
         return frozenset(x for dims in self.ins for dim in dims for x in dim) - kept
 
@@ -56,8 +57,8 @@ def bind(
 ) -> dict[str, Any]:
     """Letter -> size, from the operands' shapes (ints or symbolic); disagreement is a ValueError.
 
-    `out` is the shape of the result where it is known: it may have indices that no operand shows
-    alone.
+    `out` is the shape of the result where it is known: the result may have as a dim of its own an
+    index that operands have only inside a dim such as `(gr)`.
     """
     if len(shapes) != len(spec.ins):
         raise ValueError(f"{show(spec)} takes {len(spec.ins)} operands, got {len(shapes)}")
@@ -103,7 +104,7 @@ def splits(
 ) -> dict[str, tuple[str, ...]]:
     """Letter -> mesh axes that split it, from the operands' layouts; disagreement is a ValueError.
 
-    `known` helps where an operand shows an index only inside a dim such as `(gr)`.
+    `known` gives the axes of an index that operands have only inside a dim such as `(gr)`.
     """
     found: dict[str, tuple[str, ...]] = {}
     composite: list[tuple[Dim, tuple[str, ...]]] = []
@@ -116,7 +117,7 @@ def splits(
                     f"{show(spec)}: index {dim[0]!r} is split by {found[dim[0]]} and by {axes}; "
                     "reshard one operand"
                 )
-    for (outer, inner), axes in composite:  # an axis list of "(gr)" is first g's, then r's
+    for (outer, inner), axes in composite:  # the axes of "(gr)" are those of g, then those of r
         first = found.setdefault(outer, (known or {}).get(outer, axes))
         if (
             axes[: len(first)] != first
@@ -131,7 +132,7 @@ def splits(
 def layout_of(
     dims: Sequence[Dim], split_by: Mapping[str, tuple[str, ...]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Axes per dim, from the axes per letter."""
+    """The axes of each dim, from the axes of each letter."""
     return tuple(tuple(a for x in dim for a in split_by.get(x, ())) for dim in dims)
 
 

@@ -1,7 +1,8 @@
-"""Where a tensor lives on a mesh of ranks, and which collectives bring it elsewhere.
+"""Where a tensor lives on a mesh of ranks, and which collectives change its layout.
 
-An axis of the mesh either splits one dim of a tensor (it is named in `dims`), leaves an unreduced
-sum (it is named in `partial`), or is not mentioned: then every rank along it holds the same value.
+An axis of the mesh either splits one dim of a tensor (the axis is named in `dims`), leaves an
+unreduced sum (named in `partial`), or is not mentioned: then every rank along the axis holds the
+same value.
 
 >>> print(Layout((("dp",), (), ("tp",))))
 [/dp, -, /tp]
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 MIRROR = "mirror"
@@ -26,13 +28,13 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Parallel degrees that are made of several axes, or of one of another name."""
+    """Parallel degrees by the axes they consist of: several axes, or one of another name."""
     mirror: str = ""
     """An axis whose positions p and size - 1 - p are replicas of each other, as pipeline ranks are
-    in DualPipe. Then `MIRROR` is an axis of two, over ranks that this one counts already."""
+    in DualPipe. Then `MIRROR` names an axis of two, over ranks that this axis counts already."""
 
     def label(self, axes: Iterable[str]) -> str:
-        """What people call the joint group of some axes: `tp`, `dp+cp`.
+        """The usual name of the joint group of some axes: `tp`, `dp+cp`.
 
         >>> cut = (("tp_rep", 2), ("tp_kv", 8))
         >>> Mesh(cut, (("tp", ("tp_kv", "tp_rep")),)).label({"tp_kv", "tp_rep"})
@@ -41,12 +43,12 @@ class Mesh:
         'dp/ep'
         """
         left = set(axes)
-        found: list[str] = []
+        words: list[str] = []
         for _, parts in sorted(self.groups, key=lambda g: -len(g[1])):
             if set(parts) <= left:
                 left -= set(parts)
-                found.append("/".join(n for n, same in self.groups if set(same) == set(parts)))
-        return "+".join(sorted([*found, *left]))
+                words.append("/".join(n for n, same in self.groups if set(same) == set(parts)))
+        return "+".join(sorted([*words, *left]))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,7 +61,7 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def size(self, *axes: str) -> int:
-        """Number of ranks along one axis or several together; 1 for an axis the mesh has not."""
+        """Number of ranks along some axes together; 1 for an axis that the mesh does not have."""
         pair = 2 if self.mirror and MIRROR in axes else 1
         return pair * math.prod(size for name, size in self.axes if name in axes)
 
@@ -74,7 +76,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Per dim the axes that split it, outermost first, and the axes over which it is still a sum.
+    """Per dim the axes that split it, outermost first, and the axes over which it is a partial sum.
 
     `reduction` says how the parts of a partial value combine: "sum", or "max" (a running maximum
     over a split vocabulary). A layout without axes is a complete value everywhere: a single-device
@@ -99,11 +101,11 @@ class Layout:
         return next((i for i, axes in enumerate(self.dims) if axis in axes), None)
 
     def axes(self) -> frozenset[str]:
-        """All axes that are named."""
+        """All axes that the layout names."""
         return self.partial.union(*self.dims)
 
     def show(self, dims: tuple[str, ...]) -> str:
-        """The paper's notation with the given names of dims: `[B/dp, S, H @ 1/tp]`."""
+        """The layout in the paper's notation, with these names of dims: `[B/dp, S, H @ 1/tp]`."""
         inner = ", ".join(
             d + "".join(f"/{a}" for a in axes) for d, axes in zip(dims, self.dims, strict=True)
         )
@@ -117,7 +119,7 @@ class Layout:
 
 
 def duplicated(rank: int) -> Layout:
-    """The whole value on every rank."""
+    """The layout of a value that every rank holds whole."""
     return Layout(((),) * rank)
 
 
@@ -143,7 +145,7 @@ class Step(NamedTuple):
 
 
 def collective(src: int | str | None, dst: int | str | None) -> str | None:
-    """The whole theory of resharding, per axis: what turns one role into another.
+    """The collective that turns role `src` of an axis into `dst`: the whole theory of resharding.
 
     | from \\ to  | duplicated | split dim  | partial sum |
     |-------------|------------|------------|-------------|
@@ -151,7 +153,7 @@ def collective(src: int | str | None, dst: int | str | None) -> str | None:
     | split dim   | all_gather | all_to_all | never       |
     | partial sum | all_reduce | reduce_scatter | -       |
 
-    `slice` is local; None means that nothing moves.
+    `slice` is local; None means that no bytes move.
     """
     match src, dst:
         case _ if src == dst:
@@ -173,8 +175,8 @@ def collective(src: int | str | None, dst: int | str | None) -> str | None:
             )
 
 
-def moved(have: Layout, step: Step) -> Layout:
-    """The layout after `step`."""
+def layout_after(have: Layout, step: Step) -> Layout:
+    """The layout of a value that had layout `have`, after `step`."""
     dims = [tuple(a for a in axes if a not in step.axes) for axes in have.dims]
     if step.dst is not None:
         dims[step.dst] += step.axes
@@ -182,30 +184,25 @@ def moved(have: Layout, step: Step) -> Layout:
     return Layout(tuple(dims), partial, have.reduction if partial else "sum")
 
 
-_memo: dict[tuple[Layout, Layout], tuple[Step, ...]] = {}
-
-
+@lru_cache(maxsize=4096)  # a training graph asks for some hundred pairs, each many times
 def steps(have: Layout, to: Layout) -> tuple[Step, ...]:
     """The collectives from `have` to `to`; neighbours of one kind on one dim are one collective.
 
-    Splits nest, so an axis enters or leaves a dim only as its innermost split. What shrinks the
-    tensor goes first: moves onto a split, local slices, then reductions, then gathers.
+    Splits nest, so an axis enters or leaves a dim only as its innermost split. Steps that shrink
+    the tensor come first: moves onto a split, local slices, then reductions, then gathers.
     """
-    key = (have, to)
-    if key not in _memo:
-        _memo[key] = tuple(_merge_neighbours(_single_steps(have, to)))
-    return _memo[key]
+    return tuple(_merge_neighbours(_single_steps(have, to)))
 
 
 def _single_steps(have: Layout, to: Layout) -> Iterator[Step]:
     while (step := _next_step(have, to)) is not None:
         yield step
-        have = moved(have, step)
+        have = layout_after(have, step)
 
 
 def _next_step(have: Layout, to: Layout) -> Step | None:
-    fits: dict[str, int] = {}  # axes that may enter a dim now
-    peel: list[str] = []  # axes that must leave a dim now
+    fits: dict[str, int] = {}  # axes that may enter a dim in this step, and which
+    peel: list[str] = []  # axes that must leave a dim in this step
     for i, (now, then) in enumerate(zip(have.dims, to.dims, strict=True)):
         if now and then[: len(now)] != now:
             peel.append(now[-1])

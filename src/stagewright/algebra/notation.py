@@ -1,6 +1,6 @@
 """Tensors in the paper's notation, `x[B/dp, S, H @ 1/tp]` (STAGE, arXiv 2511.10480, Table III).
 
-A dim is a size, then the parallel degrees that split it, outermost first; after `@` stand those
+A dim is a size and the parallel degrees that split it, outermost first. After `@` stand the degrees
 over which the value is still a sum.
 
 >>> tensor("[B/dp, S, 4*H/tp @ 1/cp]")
@@ -20,11 +20,11 @@ from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 
 DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
-"""What may split a dim. `edp` are the ranks that hold the same experts."""
+"""Degrees that may split a dim. `edp`: the ranks that hold the same experts."""
 
 
 class Tensor(NamedTuple):
-    """A shape and where it lives: sizes as text, and parallel degrees by dim."""
+    """A shape and its layout: sizes as text, and the parallel degrees that split each dim."""
 
     dims: tuple[str, ...]
     axes: tuple[tuple[str, ...], ...]
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
 
 
 class NotationError(ValueError):
-    """What cannot be read, and where it is in the text."""
+    """Text that cannot be read, and the position of the mistake."""
 
     def __init__(self, message: str, at: int) -> None:
         """`at` counts characters from the beginning of the text."""
@@ -65,17 +65,17 @@ def tensor(text: str, at: int = 0) -> Tensor:
             raise NotationError(f"{size} is a parallel degree, wanted a size", at + start)
         dims.append(size)
         axes.append(tuple(split))
-    found = Tensor(tuple(dims), tuple(axes), _sums(partial, at + len(shape) + 1) if sums else ())
-    named = [a for some in (*found.axes, found.partial) for a in some]
+    parsed = Tensor(tuple(dims), tuple(axes), _sums(partial, at + len(shape) + 1) if sums else ())
+    named = [axis for axes in (*parsed.axes, parsed.partial) for axis in axes]
     for axis in named:
         if named.count(axis) > 1:
             raise NotationError(f"{axis} comes twice; it may split one dim only", at - 1)
-    return found
+    return parsed
 
 
 def _sums(text: str, at: int) -> tuple[str, ...]:
-    one, *degrees = (word.strip() for word in text.split("/"))
-    if one != "1" or not degrees:
+    numerator, *degrees = (word.strip() for word in text.split("/"))
+    if numerator != "1" or not degrees:
         raise NotationError(f"got @{text}, wanted a partial sum such as @ 1/tp", at)
     for degree in degrees:
         if degree not in DEGREES:
@@ -85,7 +85,7 @@ def _sums(text: str, at: int) -> tuple[str, ...]:
 
 
 def _parts(text: str, by: str) -> Iterator[tuple[int, str]]:
-    """Split where no parenthesis is open; where each part begins, and the part."""
+    """Split where no parenthesis is open; yields where each part begins, and the part."""
     depth = start = 0
     for i, c in enumerate(text):
         depth += (c == "(") - (c == ")")
@@ -96,7 +96,7 @@ def _parts(text: str, by: str) -> Iterator[tuple[int, str]]:
 
 
 def where(text: str, at: int) -> str:
-    """Line and column of a place in a text, both from 1.
+    """Line and column of a position in a text, both counted from 1.
 
     >>> where("one\\ntwo", 5)
     'line 2, column 2'
@@ -109,21 +109,21 @@ _ROW = re.compile(r"\s*([^\s\[\]#]+)\s*(\[[^\]#]*\])\s*(?:#.*)?$")
 
 
 def table(path: str | Path) -> dict[str, Tensor]:
-    """A strategy as a file: a name and where it lives per line, such as `wq [M, A/tp, D]`."""
+    """Read a strategy from a file: per line a name and its layout, such as `wq [M, A/tp, D]`."""
     text = read_text(path, "rows such as wq [M, A/tp, D]").replace("\r\n", "\n")
     rows: dict[str, Tensor] = {}
     start = 0
     for line in text.split("\n"):
         if line.strip() and not line.lstrip().startswith("#"):
-            found = _ROW.match(line)
+            row = _ROW.match(line)
             try:
-                if found is None:
+                if row is None:
                     wanted = "a name and where it lives, such as wq [M, A/tp, D]"
                     raise NotationError(f"got {line.strip()[:60]!r}, wanted {wanted}", start)
-                name = found.group(1)
+                name = row.group(1)
                 if name in rows:
                     raise NotationError(f"{name} comes twice; keep one", start)
-                rows[name] = tensor(found.group(2), start + found.start(2))
+                rows[name] = tensor(row.group(2), start + row.start(2))
             except NotationError as error:
                 raise UserError(f"{path}, {where(text, error.at)}: {error}") from None
         start += len(line) + 1

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from stagewright.algebra.index import Spec, bind, layout_of, parse, splits
-from stagewright.algebra.layout import Layout, Step, duplicated, moved
+from stagewright.algebra.layout import Layout, Step, duplicated, layout_after
 from stagewright.algebra.size import Size, product, size
 from stagewright.graph import reference as meaning
 from stagewright.graph import reference_state as scan
@@ -131,7 +131,7 @@ def move(
         (n,),
         shape=n.shape,
         dtype=n.dtype,
-        layout=moved(n.layout, step),
+        layout=layout_after(n.layout, step),
         attrs=attrs,
         phase=phase,
         once=once,

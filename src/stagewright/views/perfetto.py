@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.files import whole
+from stagewright.files import atomic
 from stagewright.program.columns import CATEGORIES, PHASES, TaskKind
 from stagewright.time.simulate.issue import axis_of, streams_of
 from stagewright.time.simulate.memory import memory_timeline
@@ -32,7 +32,7 @@ _ACTIONS, _KERNELS = 0, 1  # numbers of threads; streams of communication come a
 def write(line: Timeline, path: Path | str, title: str = "") -> None:
     """Write a timeline to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
     with ExitStack() as closed:
-        raw = closed.enter_context(open(closed.enter_context(whole(path)), "wb"))
+        raw = closed.enter_context(open(closed.enter_context(atomic(path)), "wb"))
         packed = str(path).endswith(".gz")  # noting no time: the same bytes each time
         data = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if packed else raw
         file = closed.enter_context(io.TextIOWrapper(closed.enter_context(data), "utf-8"))

@@ -18,7 +18,7 @@ from stagewright.algebra.layout import (
     Step,
     collective,
     duplicated,
-    moved,
+    layout_after,
     positions,
     split,
     steps,
@@ -158,8 +158,8 @@ def test_transitions(what: str, have: str, to: str, expect: list[str]) -> None:
 def test_a_maximum_stays_one_until_it_is_reduced() -> None:
     have = Layout(((), ()), frozenset({"a", "b"}), "max")
     (first,) = steps(have, Layout(((), ()), frozenset({"b"}), "max"))
-    assert moved(have, first) == Layout(((), ()), frozenset({"b"}), "max")
-    assert moved(have, Step("all_reduce", ("a", "b"), "sum", None)) == duplicated(2)
+    assert layout_after(have, first) == Layout(((), ()), frozenset({"b"}), "max")
+    assert layout_after(have, Step("all_reduce", ("a", "b"), "sum", None)) == duplicated(2)
 
 
 AXES = {"a": 2, "b": 3, "c": 2}
