@@ -24,7 +24,7 @@ from stagewright.evidence.errors_of import Outcome, summary
 from stagewright.evidence import kernels as validate_kernels
 from stagewright.evidence import reproduce, validate
 from stagewright.lower.training import parameters
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"

@@ -37,7 +37,7 @@ print(json.dumps({"symbolic": time.process_time() - spent[0], "nodes": nodes}))
 ANEW = """
 import json, sys, time
 from stagewright.lower import training as compiler
-from stagewright.model.config import resolve
+from stagewright.model.catalog import resolve
 from stagewright.run.settings import Run, check
 run = Run(**json.loads(sys.argv[1]))
 kinds = compiler.compile(run).blocks  # and everything is imported

@@ -127,7 +127,7 @@ def settings() -> str:
 
 def models() -> str:
     """Presets and their sizes."""
-    from stagewright.model.config import PRESETS
+    from stagewright.model.presets import PRESETS
 
     columns = {
         "layers": "num_layers",

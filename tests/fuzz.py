@@ -346,7 +346,7 @@ def _set_attribute(attr: Any, number: int, dice: Dice) -> None:
 
 
 def _config(path: Path) -> object:
-    from stagewright.model.hf.read import from_config
+    from stagewright.model.catalog import from_config
 
     return from_config(path)
 
@@ -354,7 +354,7 @@ def _config(path: Path) -> object:
 def _config_compiled(path: Path) -> object:
     """What a config.json says can be compiled or is refused."""
     from stagewright.lower.training import compile
-    from stagewright.model.hf.read import from_config
+    from stagewright.model.catalog import from_config
     from stagewright.run.settings import Run
 
     model = from_config(path)
@@ -362,7 +362,7 @@ def _config_compiled(path: Path) -> object:
 
 
 def _run_file(path: Path) -> object:
-    from stagewright.model.config import resolve
+    from stagewright.model.catalog import resolve
     from stagewright.parallel.degrees import parallelization
     from stagewright.run.settings import check
     from stagewright.trace.recorded import load_run, recorded_model
@@ -410,7 +410,7 @@ def _durations(path: Path) -> object:
 
 
 def _loads(path: Path) -> object:
-    from stagewright.model.config import PRESETS
+    from stagewright.model.presets import PRESETS
     from stagewright.run.expert_load import read_lines
 
     return read_lines(str(path), PRESETS["mixtral-8x7b"].with_overrides(3), range(3))

@@ -25,7 +25,8 @@ from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.training import Compiled, compile
-from stagewright.model.config import PRESETS, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.presets import PRESETS
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES

@@ -15,7 +15,7 @@ import yaml
 from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same, spoken
 from stagewright.cli import main as cli
 from stagewright.graph.table import OPS
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 from stagewright.parallel.placement import TENSOR_PARALLEL
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from stagewright.api import compile, generate, report, simulate
     from stagewright.errors import UserError
     from stagewright.lower.training import Compiled
-    from stagewright.model.config import ModelConfig, resolve
+    from stagewright.model.catalog import resolve
+    from stagewright.model.config import ModelConfig
     from stagewright.run.settings import Run
     from stagewright.texttable import Table
     from stagewright.trace.formats.bundle import Bundle
@@ -47,7 +48,7 @@ _HOME = {
     "compile": "api",
     "generate": "api",
     "report": "api",
-    "resolve": "model.config",
+    "resolve": "model.catalog",
     "simulate": "api",
 }
 

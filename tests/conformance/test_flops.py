@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from stagewright.lower.training import compile
-from stagewright.model.config import Vision, resolve
+from stagewright.model.catalog import resolve
+from stagewright.model.config import Vision
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 

@@ -18,8 +18,8 @@ from spmd import Spmd
 from stagewright import blocks as nn
 from stagewright.graph.node import Graph, toposort
 from stagewright.lower.training import sizes_of
+from stagewright.model.catalog import from_config
 from stagewright.model.config import ModelConfig
-from stagewright.model.hf import read as hf
 from stagewright.run.settings import Run
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("hybrids.json").read_text())
@@ -153,7 +153,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     recorded = RECORDED["models"][name]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(recorded["config"]))
-    config = hf.from_config(file)
+    config = from_config(file)
     theirs = Theirs(config)
     table = weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     head = {"final_norm.weight": theirs.norm("model.final_layernorm")}

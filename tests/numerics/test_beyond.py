@@ -17,7 +17,8 @@ from spmd import random_values, single
 from stagewright import blocks as nn
 from stagewright.errors import UserError
 from stagewright.lower.training import Kind, parameters, recipe_of, sharded, sizes_of
-from stagewright.model.config import PRESETS, Diffusion, ModelConfig, Recommendation, Vision
+from stagewright.model.config import Diffusion, ModelConfig, Recommendation, Vision
+from stagewright.model.presets import PRESETS
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import COLLECTIVES
 from stagewright.run.settings import Run

@@ -29,7 +29,7 @@ from stagewright.lower.training import (
     sizes_of,
     with_ties,
 )
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run

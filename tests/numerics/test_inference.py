@@ -20,7 +20,8 @@ from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.capacity import Capacity
 from stagewright.lower.training import Compiled, compile
-from stagewright.model.config import PRESETS, Reach
+from stagewright.model.config import Reach
+from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run import lengths as batch
 from stagewright.run.lengths import Cache, Group

@@ -14,7 +14,7 @@ from stagewright.errors import UserError
 from stagewright.graph.node import Node
 from stagewright.lower.kernels import bytes_of
 from stagewright.lower.training import compile, extent_of, lowered, parallelization, sizes_of
-from stagewright.model.config import resolve
+from stagewright.model.catalog import resolve
 from stagewright.program import memory as over_time
 from stagewright.program.columns import CATEGORIES, RankClass
 from stagewright.run.settings import Run

@@ -8,7 +8,7 @@ import pytest
 
 from paths import DATA
 from stagewright.lower.training import parameters
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 
 TABLE = DATA / "published_parameters.csv"
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))

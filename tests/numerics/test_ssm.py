@@ -18,7 +18,9 @@ from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.kernels import bytes_of, extent_of, kernels
 from stagewright.lower.training import Kind, sharded, sizes_of
 from stagewright.lower.training import compile as compile_run
-from stagewright.model.config import PRESETS, ModelConfig, resolve
+from stagewright.model.catalog import resolve
+from stagewright.model.config import ModelConfig
+from stagewright.model.presets import PRESETS
 from stagewright.model.state_space import StateSpace
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import PHASES, TaskKind

@@ -15,7 +15,7 @@ import pytest
 from paths import DOCS
 from stagewright.evidence.memory import PeakPrediction, predictions, summary
 from stagewright.lower.training import compile
-from stagewright.model.config import resolve
+from stagewright.model.catalog import resolve
 from stagewright.run.settings import Run
 
 DOC = DOCS / "memory.md"

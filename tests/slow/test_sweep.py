@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from effort import times
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 from sweep import RUNS, draw, sweep

@@ -31,7 +31,8 @@ from stagewright.files import read_text
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.roles import Asked, Binding, Role
 from stagewright.graph.table import LEAVES, OPS, apply, identity, letters
-from stagewright.model.config import ModelConfig, Module, resolve
+from stagewright.model.config import ModelConfig, Module
+from stagewright.model.presets import PRESETS
 
 COLLECTIVES = {
     "AllReduce": "all_reduce",
@@ -91,16 +92,30 @@ class File(NamedTuple):
     model: ModelConfig
 
 
-def load(path: str | Path) -> ModelConfig:
+Resolve = Callable[[str], ModelConfig]
+"""The model that a name stands for; raises UserError for an unknown name."""
+
+
+def preset(name: str) -> ModelConfig:
+    """The preset of this name, for a text that is read without the catalog of models."""
+    if name not in PRESETS:
+        raise UserError(f"model {name[:60]} is no preset{did_you_mean(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def load(path: str | Path, resolve: Resolve = preset) -> ModelConfig:
     """The model of a `.stg` file; every error is a UserError with line and column."""
     text = read_text(path, "modules in the paper's notation")
-    return parse(text.replace("\r\n", "\n"), str(path)).model
+    return parse(text.replace("\r\n", "\n"), str(path), resolve).model
 
 
-def parse(text: str, file: str) -> File:
-    """Read a file's text; `file` names it in errors, and its stem the module it does not name."""
+def parse(text: str, file: str, resolve: Resolve = preset) -> File:
+    """Read a file's text: `file` names it in errors, and its stem names an unnamed module.
+
+    `resolve` finds the model that a text names after `like`.
+    """
     try:
-        return _Reader(text, file).file()
+        return _Reader(text, file, resolve).file()
     except NotationError as error:
         raise UserError(f"{file}, {where(text, error.at)}: {error}") from None
 
@@ -131,8 +146,8 @@ class _Draft:
 class _Reader:
     """One pass over the text; `at` is where it stands."""
 
-    def __init__(self, text: str, file: str) -> None:
-        self.text, self.path, self.at = text, file, 0
+    def __init__(self, text: str, file: str, resolve: Resolve) -> None:
+        self.text, self.path, self.resolve, self.at = text, file, resolve, 0
         self.modules: dict[str, Module] = {}
         self.draft: _Draft | None = None
         self.described = re.search(r"^[ \t]*model[ \t]", text, re.MULTILINE) is not None
@@ -428,7 +443,7 @@ class _Reader:
             )  # fmt: skip
         name, like, settings = self.model
         try:
-            base = resolve(like.name) if like else ModelConfig(name=name.name, **_ONES)
+            base = self.resolve(like.name) if like else ModelConfig(name=name.name, **_ONES)
             return replace(base, name=name.name, modules=modules, source=self.path, **settings)
         except UserError as error:
             raise NotationError(str(error), name.at) from None

@@ -119,7 +119,7 @@ def _flags(command: click.Command) -> list[str]:
 
 
 def _models() -> Iterable[str]:
-    from stagewright.model.config import PRESETS
+    from stagewright.model.presets import PRESETS
 
     return PRESETS
 

@@ -398,7 +398,7 @@ def models(as_json: bool) -> None:
     """List the models known by name."""
     import dataclasses
 
-    from stagewright.model.config import PRESETS
+    from stagewright.model.presets import PRESETS
 
     if as_json:
         _print_json({name: dataclasses.asdict(PRESETS[name]) for name in PRESETS})

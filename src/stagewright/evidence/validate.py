@@ -19,8 +19,8 @@ from stagewright.errors import UserError, did_you_mean
 from stagewright.evidence.predictions import Prediction
 from stagewright.files import read_text
 from stagewright.lower.training import compile
+from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
-from stagewright.model.config import resolve as resolve_model
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve as resolve_hardware
 from stagewright.time.network import Machine

@@ -33,7 +33,8 @@ from stagewright.lower.kernels import (
 from stagewright.lower.lifetimes import Gradients, static, uses
 from stagewright.lower.routing import ROWS, Load, Routing, Rows
 from stagewright.lower.stages import LoweredBlock, Placed, weight_half
-from stagewright.model.config import Layer, ModelConfig, resolve
+from stagewright.model.catalog import resolve
+from stagewright.model.config import Layer, ModelConfig
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
 from stagewright.parallel.placement import EXPERTS, Plan, rows_of, strategy
 from stagewright.program.columns import Program

@@ -12,7 +12,7 @@ import pytest
 import stagewright
 from paths import ROOT
 from stagewright.cli import main as cli
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 

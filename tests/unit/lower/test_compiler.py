@@ -15,7 +15,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
-from stagewright.model.config import resolve
+from stagewright.model.catalog import resolve
 from stagewright.program.columns import Communicator, Program, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.schedule import schedules as pipeline

@@ -15,7 +15,7 @@ from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.disaggregated import held_by, messages, prefill_run
 from stagewright.lower.training import Compiled, compile
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.views.summary import summary

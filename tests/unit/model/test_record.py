@@ -13,8 +13,9 @@ import pytest
 import stagewright as sw
 from paths import EXAMPLES
 from stagewright.errors import UserError
-from stagewright.model.config import PRESETS, resolve
+from stagewright.model.catalog import resolve
 from stagewright.model.json import from_json, to_json
+from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
 from stagewright.trace.recorded import recorded_model
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from paths import DATA
 from stagewright.errors import UserError
-from stagewright.model.config import ModelConfig, resolve
+from stagewright.model.catalog import resolve
+from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run, check, even_split
 from stagewright.trace.recorded import recorded_model
 

@@ -9,7 +9,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.cli.main import main
-from stagewright.model.config import resolve as model_of
+from stagewright.model.catalog import resolve as model_of
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.issue import Execution

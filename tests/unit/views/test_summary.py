@@ -13,7 +13,7 @@ from rich.console import Console
 
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import exact_sum
-from stagewright.model.config import PRESETS
+from stagewright.model.presets import PRESETS
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import (
     Communicator,

@@ -10,19 +10,13 @@ prediction.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
-from dataclasses import replace
-from pathlib import Path
-from reprlib import repr as shown  # short and shallow whatever the file holds
 from typing import cast
 
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import did_you_mean
 from stagewright.model.config import (
     LIMITS,
-    PRESETS,
     Attention,
-    ModelConfig,
 )
 from stagewright.model.hf.keys import (
     ACTIVATIONS,
@@ -38,10 +32,8 @@ from stagewright.model.hf.keys import (
     rotary_fraction,
     usual_sizes,
 )
-from stagewright.model.hf.state import STATE_ARCHITECTURES, shortest
-
-MOST_BYTES = 10_000_000
-"""No larger file is read: a config.json has a few kilobytes."""
+from stagewright.model.hf.state import STATE_ARCHITECTURES
+from stagewright.model.patterns import shortest
 
 LAYER_TYPES: dict[str, Attention] = {
     "full_attention": "global",
@@ -51,39 +43,10 @@ LAYER_TYPES: dict[str, Attention] = {
 """transformers' names of the layer kinds, and ours."""
 
 
-def from_config(path: str | Path) -> ModelConfig:
-    """The model of a config.json, or of the directory that holds one; it takes that one's name."""
-    file, data = _load(Path(path))
-    architecture = _architecture(Keys(str(file), data))
-    fields = architecture.read(Keys(str(file), architecture.defaults | data))
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    try:
-        return replace(PRESETS[architecture.like], name=name, source=str(file), **fields)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
-
-
-def _load(file: Path) -> tuple[Path, Json]:
-    try:
-        if file.is_dir():
-            file /= "config.json"
-        if not file.is_file():
-            raise UserError(f"{file}: no such file; give a config.json or its directory")
-        with file.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}; check the path") from None
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{file}: over {MOST_BYTES} bytes, so not a config.json; check the path")
-    try:
-        data: object = json.loads(content)
-    except RecursionError:
-        raise UserError(f"{file}: nested too deep for a config.json; check the path") from None
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON: {error}; check the path") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{file}: holds {shown(data)}, wanted a JSON object; check the path")
-    return file, cast(Json, data)
+def read(file: str, data: Json) -> tuple[str, Fields]:
+    """The preset that a file's model is like, and the fields in which the file says otherwise."""
+    architecture = _architecture(Keys(file, data))
+    return architecture.like, architecture.read(Keys(file, architecture.defaults | data))
 
 
 def _window(c: Keys, kinds: list[Attention]) -> Fields:

@@ -6,7 +6,6 @@ limits of time steps) and where transformers would run another kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import cast
@@ -23,24 +22,13 @@ from stagewright.model.hf.keys import (
     latent_attention,
     rotary_fraction,
 )
-from stagewright.model.presets_state import PATTERN, every, pattern
+from stagewright.model.patterns import LETTERS, every, from_letters, shortest
 from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.model.state_space import StateSpace
 
 _MOST = 2**24
 _ATTENTION = frozenset({"full_attention", "attention"})
 _STATE = frozenset({"linear_attention", "mamba"})
-
-
-def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The shortest pattern that repeats into these layers.
-
-    >>> shortest(["mamba", "global", "mamba"])
-    ('mamba', 'global')
-    """
-    n = len(kinds)
-    period = next(p for p in range(1, n + 1) if kinds[p:] == kinds[: n - p])
-    return tuple(kinds[:period])
 
 
 def _listed(c: Keys, key: str, layers: int, state: Recurrence) -> Fields:
@@ -304,9 +292,9 @@ def _nemotron_letters(c: Keys) -> str:
     """A letter per layer, as the first files have them; transformers 5 lists them in words."""
     if "hybrid_override_pattern" in c.values:
         letters = c.text("hybrid_override_pattern")
-        wrong = next((x for x in letters if x not in PATTERN), None)
+        wrong = next((x for x in letters if x not in LETTERS), None)
         if wrong is not None or not letters:
-            c.reject("hybrid_override_pattern", f"letters of {' '.join(PATTERN)}")
+            c.reject("hybrid_override_pattern", f"letters of {' '.join(LETTERS)}")
         return letters
     value = c.values.get("layers_block_type")
     listed = cast("list[object]", value) if isinstance(value, list) else []
@@ -343,7 +331,7 @@ def _nemotron_h(c: Keys) -> Fields:
             "expert_bias": True,
         }
     state = _heads(c, _NEMOTRON_KEYS, "use_conv_bias")
-    return fields | experts | pattern(letters) | {"state_space": state}
+    return fields | experts | from_letters(letters) | {"state_space": state}
 
 
 def _minimax(c: Keys) -> Fields:

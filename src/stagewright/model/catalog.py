@@ -1,0 +1,76 @@
+"""Find the model that a name or a path stands for: a preset, a config.json or a `.stg` file.
+
+>>> resolve("llama3.1-70b").num_query_groups
+8
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from reprlib import repr as shown  # short and shallow whatever the file holds
+from typing import cast
+
+from stagewright.blocks import stg
+from stagewright.errors import UserError, did_you_mean
+from stagewright.model.config import ModelConfig
+from stagewright.model.hf import read as hf
+from stagewright.model.hf.keys import Json
+from stagewright.model.presets import PRESETS
+
+MOST_BYTES = 10_000_000
+"""No larger file is read: a config.json has a few kilobytes."""
+
+
+def resolve(name_or_path: str) -> ModelConfig:
+    """The model of a preset's name, of a config.json or its directory, or of a `.stg` file.
+
+    A preset wins over a file of the same name; write `./gpt2` for the file.
+    """
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    if name_or_path.endswith(".stg"):
+        return stg.load(name_or_path, resolve)
+    if name_or_path and os.path.exists(name_or_path):
+        return from_config(name_or_path)
+    raise UserError(
+        f"model {shown(name_or_path)} is neither a preset nor a path to a config.json or .stg file"
+        f"{did_you_mean(name_or_path.lower(), PRESETS)}; "
+        "run `stagewright models` for the presets, or give the path of a config.json or .stg file"
+    )
+
+
+def from_config(path: str | Path) -> ModelConfig:
+    """The model of a config.json, or of the directory that holds one, which names the model."""
+    file, data = _load(Path(path))
+    like, fields = hf.read(str(file), data)
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    try:
+        return replace(PRESETS[like], name=name, source=str(file), **fields)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _load(file: Path) -> tuple[Path, Json]:
+    try:
+        if file.is_dir():
+            file /= "config.json"
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; give a config.json or its directory")
+        with file.open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}; check the path") from None
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{file}: over {MOST_BYTES} bytes, so not a config.json; check the path")
+    try:
+        data: object = json.loads(content)
+    except RecursionError:
+        raise UserError(f"{file}: nested too deep for a config.json; check the path") from None
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON: {error}; check the path") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: holds {shown(data)}, wanted a JSON object; check the path")
+    return file, cast(Json, data)
