@@ -12,7 +12,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.graph.node import Node
-from stagewright.lower.kernels import bytes_of
+from stagewright.lower.kernels import TaskPart, bytes_of
 from stagewright.lower.training import compile, extent_of, lowered, parallelization, sizes_of
 from stagewright.model.catalog import resolve
 from stagewright.program import memory as over_time
@@ -165,11 +165,11 @@ def terms(**settings: Any) -> dict[str, Fraction]:
     mesh, _ = parallelization(run, compiled.model)
     extent = extent_of(sizes_of(run, compiled.model), mesh)
     tasks = lowered(graph, run, mesh, extent).tasks
-    made = {n for t in tasks if t.part == "forward" for n in t.made}
+    made = {n for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input" and n.name == "x"}
     kept: dict[Node, None] = {}
     for t in tasks:
-        if t.part == "backward":
+        if t.part is TaskPart.BACKWARD:
             kept |= dict.fromkeys(n for n in t.reads if n in made and n.phase == "forward")
     found: dict[str, Fraction] = {}
     for n in kept:

@@ -15,7 +15,7 @@ from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import COLLECTIVE_OPS
-from stagewright.lower.kernels import bytes_of, extent_of, kernels
+from stagewright.lower.kernels import TaskPart, bytes_of, extent_of, kernels
 from stagewright.lower.training import Kind, sharded, sizes_of
 from stagewright.lower.training import compile as compile_run
 from stagewright.model.catalog import resolve
@@ -209,9 +209,11 @@ def kept(name: str, **settings: Any) -> int:
     mesh, _ = parallelization(run, model)
     extent = extent_of(sizes_of(run, model), mesh)
     tasks, _ = kernels(graph, extent, mesh)
-    made = {n for t in tasks if t.part == "forward" for n in t.made}
+    made = {n for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input"}
-    read = {n for t in tasks if t.part == "backward" for n in t.reads if n.phase == "forward"}
+    read = {
+        n for t in tasks if t.part is TaskPart.BACKWARD for n in t.reads if n.phase == "forward"
+    }
     return round(sum(bytes_of(n, extent) for n in made & read) / 4096)
 
 

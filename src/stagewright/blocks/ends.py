@@ -6,7 +6,7 @@ from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import gathered, last_tokens
 from stagewright.graph.node import Node
-from stagewright.graph.roles import Binding
+from stagewright.graph.roles import Binding, Role
 from stagewright.graph.table import (
     add,
     apply,
@@ -121,7 +121,7 @@ def _logits(b: Builder, h: Node) -> Node:
     w = b.param(table, "V", width, scope=scope, tied="wte" if config.tied_embeddings else "")
     if b.recipe.own_input_grads:
         h = identity(h, "logits_in")
-    logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope)
+    logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope, role=Role.LOGITS)
     if config.lm_head_bias:
         logits = b.bias(logits, "b_head", "V")
     if config.logit_softcap:

@@ -6,6 +6,7 @@ from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder, Recipe, renamed, stream
 from stagewright.blocks.ends import cross_entropy, tied
 from stagewright.blocks.finish import finish
+from stagewright.graph.roles import Role
 from stagewright.graph.table import apply, einsum, identity, join, leaf, part
 from stagewright.model.config import Layer, ModelConfig
 
@@ -38,7 +39,9 @@ def classifier(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     h = b.norm(x, "final_norm", scope="head") if config.final_norm else x
     first = apply("first_token", "bsm->bm", h, name="first", scope="head")
     w = b.param("w_class", "M", "Classes", scope="head")
-    logits = b.bias(einsum("bm,mv->bv", first, w, name="logits"), "b_class", "Classes")
+    logits = b.bias(
+        einsum("bm,mv->bv", first, w, name="logits", role=Role.LOGITS), "b_class", "Classes"
+    )
     return finish("classifier", b, x, cross_entropy(logits), is_loss=True)
 
 

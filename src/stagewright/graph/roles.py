@@ -71,6 +71,8 @@ class Role(Enum):
     """Keys or values, where context parallelism gathers or exchanges them."""
     REMADE = "remade"
     """A value that a fused kernel makes again in backward instead of keeping it."""
+    LOGITS = "logits"
+    """Scores over the vocabulary: what a model returns before its loss."""
     CACHE = "cache"
     """What a layer keeps of each request between steps of inference."""
 

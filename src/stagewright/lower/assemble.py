@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
 from stagewright.graph.roles import CLIP
-from stagewright.lower.kernels import Dependency, Kernel, LiveValue
+from stagewright.lower.kernels import Dependency, Kernel, LiveValue, TaskPart
 from stagewright.lower.lifetimes import Touch, Where, collect
 from stagewright.lower.stages import (
     BACKWARD,
@@ -306,8 +306,8 @@ def _optimizer(
     place: dict[tuple[int, int, Dependency], int] = {}
     norms: list[int] = []
     clip_row = -1
-    for part in ("tie", "norm", "update"):
-        if part == "update" and clip and norms:
+    for part in (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE):
+        if part is TaskPart.UPDATE and clip and norms:
             each = 4 * sum(n.op == "norm2" for s in stages for p in s.blocks for n in p.block.graph)
             exchanged = [(axes, each) for axes in norm_dims] + ([(total, 4)] if total else [])
             clip_row = _clip(b, norms, exchanged)
@@ -316,7 +316,7 @@ def _optimizer(
             for c, s in enumerate(stages)
             for i in range(len(s.blocks))
         ]
-        if part == "tie":  # ranks that hold several tables meet in one order
+        if part is TaskPart.TIE:  # ranks that hold several tables meet in one order
             each = [(c, s, i, (t,)) for c, s, i, tasks in some for t in tasks]
             some = sorted(each, key=lambda one: one[3][0].axes)
         for c, s, i, tasks in some:
@@ -332,7 +332,7 @@ def _optimizer(
                         b.deps.append((row, STEP, -1, place[c, i, d]))
                     elif isinstance(d, Kernel):
                         b.deps.append(s.from_step(row, i, d))
-            if part == "norm" and tasks:
+            if part is TaskPart.NORM and tasks:
                 norms.append(len(b.rows) - 1)
     return b.finish((STEP, -1))
 
@@ -340,17 +340,18 @@ def _optimizer(
 def _clip(b: Builder, norms: list[int], exchanged: Sequence[tuple[tuple[str, ...], int]]) -> int:
     """Gradient clipping by the global norm: add up, all-reduce one number or many, scale."""
     size = len(norms)
-    add = Kernel("grad_norm", "add", TaskKind.COMPUTE, "optimizer", "norm",
+    add = Kernel("grad_norm", "add", TaskKind.COMPUTE, "optimizer", TaskPart.NORM,
                flops=size, traffic=4 * (size + 1), dtype="fp32")  # fmt: skip
     row = b.add(add, "", -1, -1)
     b.deps += [(row, STEP, -1, n) for n in norms]
     for axes, width in exchanged:
-        t = Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer", "norm",
+        t = Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer",
+                   TaskPart.NORM,
                  axes=axes, comm_bytes=width, dtype="fp32")  # fmt: skip
         reduced = b.add(t, "", -1, -1)
         b.deps.append((reduced, STEP, -1, row))
         row = reduced
-    scale = Kernel("clip_scale", "divide", TaskKind.COMPUTE, "optimizer", "norm",
+    scale = Kernel("clip_scale", "divide", TaskKind.COMPUTE, "optimizer", TaskPart.NORM,
                  flops=3, traffic=8, dtype="fp32")  # fmt: skip
     last = b.add(scale, "", -1, -1)
     b.deps.append((last, STEP, -1, row))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from stagewright.lower.kernels import Kernel
+from stagewright.lower.kernels import Kernel, TaskPart
 from stagewright.lower.lifetimes import moves_gradients
 from stagewright.program.columns import TaskKind
 
@@ -30,12 +30,14 @@ def sharded(items: Sequence[Item], root: AbstractSet[int]) -> list[Group]:
 
     The blocks of `root` gather their weights when the first of them does, and reduce last.
     """
-    early = [(i, t) for i, t in items if i in root and t.part in ("gather_once", "gather")]
+    early = [
+        (i, t) for i, t in items if i in root and t.part in (TaskPart.GATHER_ONCE, TaskPart.GATHER)
+    ]
     late = {i: _late([item for item in items if item[0] == i]) for i, _ in items}
     moved = {t for _, t in early} | {t for some in late.values() for _, t in some}
     rest = _gathered_later([item for item in items if item[1] not in moved])
     # Gradients are complete when the backward of their block is done, or of the last one.
-    backward = [(n, i) for n, (i, t) in enumerate(rest) if t.part == "backward"]
+    backward = [(n, i) for n, (i, t) in enumerate(rest) if t.part is TaskPart.BACKWARD]
     end = {i: n for n, i in backward}
     last = max(end.values(), default=-1)
     groups = _together(early)
@@ -50,9 +52,9 @@ def sharded(items: Sequence[Item], root: AbstractSet[int]) -> list[Group]:
 
 def _gathered_later(items: Sequence[Item]) -> Group:
     """The first block of backward gathers for the next one when the loss has its gradient."""
-    start = next((n for n, (_, t) in enumerate(items) if t.part == "backward"), 0)
+    start = next((n for n, (_, t) in enumerate(items) if t.part is TaskPart.BACKWARD), 0)
     first = items[start][0] if items else 0
-    gathers = [(i, t) for i, t in items[:start] if t.part == "gather_again" and i != first]
+    gathers = [(i, t) for i, t in items[:start] if t.part is TaskPart.GATHER_AGAIN and i != first]
     products = (n for n in range(start, len(items)) if _multiplies(items[n][1]))
     at = next(products, start)
     before = [item for item in items[:start] if item not in gathers]
@@ -78,7 +80,11 @@ def bucketed(items: Sequence[Item], cap: int) -> list[Group]:
         if not waiting.isdisjoint(d for d in t.deps if isinstance(d, Kernel)):
             waiting.add(t)
             after.append((i, t))
-        elif t.part == "reduce_once" and moves_gradients(t) and (not open_ or _alike(t, open_)):
+        elif (
+            t.part is TaskPart.REDUCE_ONCE
+            and moves_gradients(t)
+            and (not open_ or _alike(t, open_))
+        ):
             open_.append((i, t))
             waiting.add(t)
             if sum(t.comm_bytes for _, t in open_) >= limit:
@@ -94,7 +100,7 @@ def joined(group: Group) -> Kernel:
     first = group[0][1]
     if len(group) == 1:
         return first
-    name = f"{'bucket' if first.part == 'reduce_once' else 'root'}.{first.op}"
+    name = f"{'bucket' if first.part is TaskPart.REDUCE_ONCE else 'root'}.{first.op}"
     size = sum(t.comm_bytes for _, t in group)
     return Kernel(name, first.op, first.kind, first.phase, first.part, axes=first.axes,
                 comm_bytes=size, dtype=first.dtype)  # fmt: skip
@@ -113,7 +119,7 @@ def _late(items: Sequence[Item]) -> Group:
     found: dict[Kernel, int] = {}
     for i, t in items:
         waits = any(isinstance(d, Kernel) and d in found for d in t.deps)
-        if t.part in ("backward", "reduce_once") and (waits or moves_gradients(t)):
+        if t.part in (TaskPart.BACKWARD, TaskPart.REDUCE_ONCE) and (waits or moves_gradients(t)):
             found[t] = i
     needed = {d for t in found if moves_gradients(t) for d in t.deps}
     return [(i, t) for i, t in items if t in found or (t in needed and t.op == "cast")]

@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
@@ -37,15 +38,40 @@ class LiveValue(NamedTuple):
     gradient: bool = False
 
 
+class TaskPart(Enum):
+    """When a task of a block runs within a step."""
+
+    GATHER_ONCE = "gather_once"
+    """Once per step, before the first forward: weights that stay gathered."""
+    GATHER = "gather"
+    """Before each forward: weights of one microbatch's pass."""
+    FORWARD = "forward"
+    GATHER_AGAIN = "gather_again"
+    """Before each backward: weights that forward has let go."""
+    BACKWARD = "backward"
+    REDUCE_ONCE = "reduce_once"
+    """After the last backward: gradients over data parallelism."""
+    TIE = "tie"
+    """Gradients of a table, between the pipeline ranks that hold copies."""
+    NORM = "norm"
+    """The norm of the gradients."""
+    UPDATE = "update"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered here, and nothing is computed but their casts."""
+        return self in (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.GATHER_AGAIN)
+
+
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """A row to be: a kernel, a collective or one end of a message; `part` is one of `PARTS`."""
+    """A row to be: a kernel, a collective or one end of a message."""
 
     name: str
     op: str
     kind: TaskKind
     phase: str
-    part: str
+    part: TaskPart
     flops: int = 0
     traffic: int = 0
     axes: tuple[str, ...] = ()  # COLLECTIVE: outermost first; SEND, RECV: the one axis
@@ -61,22 +87,6 @@ class Kernel:
 
 
 Dependency = Kernel | LiveValue
-
-# When a task runs: weights gathered once per step or once per microbatch; forward; the same for
-# backward; gradients reduced once per step, and between the stages that share the embedding; norms
-# of gradients; updates.
-PARTS = (
-    "gather_once",
-    "gather",
-    "forward",
-    "gather_again",
-    "backward",
-    "reduce_once",
-    "tie",
-    "norm",
-    "update",
-)
-
 
 HEADS = frozenset(size(name) for name in ("A", "G", "Group", "Head"))
 
@@ -246,16 +256,18 @@ class _Lowering:
             return None
         return None if home[0].op in COLLECTIVE_OPS or home[0].op in _VIEWS else home
 
-    def part(self, n: Node) -> str:
+    def part(self, n: Node) -> TaskPart:
         if n.op == "tie":
-            return "tie"
+            return TaskPart.TIE
         if n.phase == "optimizer":
-            return "norm" if n in self.norms else "update"
+            return TaskPart.NORM if n in self.norms else TaskPart.UPDATE
+        if n.phase == "forward" and n.once:
+            return TaskPart.GATHER_ONCE
         if n.phase == "forward":
-            return "gather_once" if n.once else "gather" if n in self.light else "forward"
+            return TaskPart.GATHER if n in self.light else TaskPart.FORWARD
         if n.once:
-            return "reduce_once"
-        return "gather_again" if n in self.light else "backward"
+            return TaskPart.REDUCE_ONCE
+        return TaskPart.GATHER_AGAIN if n in self.light else TaskPart.BACKWARD
 
     # What a cluster costs.
 
@@ -337,8 +349,10 @@ class _Lowering:
             self.at[n] = before
             return []
         task = self.message(n, n.op, axes)
-        own = self.bucket == "parameter" or (self.bucket == "step" and task.part == "reduce_once")
-        if own or role is None or role in (Role.SUM_OVER_MODEL, Role.READ):
+        own = self.bucket == "parameter" or (
+            self.bucket == "step" and task.part is TaskPart.REDUCE_ONCE
+        )
+        if own or role is None or role not in _BUCKETED:
             return [task]
         key = (task.part, role, n.op, axes, n.dtype)
         together = self.buckets.setdefault(key, task)
@@ -506,6 +520,13 @@ def handed_on(graph: Graph) -> dict[LiveValue, Node]:
 
 
 _VIEWS = frozenset({"slice", "tie"})
+_BUCKETED = frozenset(
+    {
+        Role.SENT, Role.USED, Role.KEYS, Role.MICROBATCH_GRADIENT, Role.STEP_GRADIENT, Role.REDUCED,
+        Role.TABLE_GRADIENT, Role.WHOLE_GRADIENT, Role.OWN_ROWS, Role.COUNTED, Role.UPDATED,
+    }
+)  # fmt: skip
+"""Roles of values whose collectives are one message for all of a block."""
 
 
 def _ring_axes(n: Node) -> tuple[str, ...]:

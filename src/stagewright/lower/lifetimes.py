@@ -166,7 +166,7 @@ def static(
 
 
 def _category(t: Kernel) -> str:
-    if t.part.startswith("gather"):
+    if t.part.gathers:
         return "gathered_parameters"
     return "workspace" if t.kind == TaskKind.COMPUTE else "communication"
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM
-from stagewright.lower.kernels import Dependency, Kernel, LiveValue, interface
+from stagewright.lower.kernels import Dependency, Kernel, LiveValue, TaskPart, interface
 from stagewright.lower.lifetimes import OPTIMIZERS, root, stays
 from stagewright.program.columns import TaskKind
 
-_LATER = ("gather_again", "backward", "reduce_once")
+_LATER = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
 
 
 def activations(
@@ -25,7 +25,7 @@ def activations(
     As in Megatron-LM's `--cpu-offloading-num-layers`: stored when the block's forward is done,
     loaded while backward is at the block behind it.
     """
-    made = {root(n) for t in tasks if t.part == "forward" for n in t.made}
+    made = {root(n) for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
     made |= {n for n in graph if interface(n) == LiveValue(STREAM)}
     later = [t for t in tasks if t.part in _LATER]
     kept = dict.fromkeys(
@@ -35,12 +35,14 @@ def activations(
     if not total:
         return [*tasks], frozenset()
     dtype = next(iter(kept)).dtype
-    makers = [t for t in tasks if t.part == "forward" and any(root(n) in kept for n in t.made)]
+    makers = [
+        t for t in tasks if t.part is TaskPart.FORWARD and any(root(n) in kept for n in t.made)
+    ]
     stream = [LiveValue(STREAM)] if any(n.op == "input" for n in kept) else []
     deps: list[Dependency] = [*makers, *stream]
-    store = Kernel("offload", "store", TaskKind.STORE, "forward", "forward",
+    store = Kernel("offload", "store", TaskKind.STORE, "forward", TaskPart.FORWARD,
                  comm_bytes=total, dtype=dtype, deps=deps, reads=list(kept))  # fmt: skip
-    load = Kernel("reload", "load", TaskKind.LOAD, "backward", "gather_again",
+    load = Kernel("reload", "load", TaskKind.LOAD, "backward", TaskPart.GATHER_AGAIN,
                 comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
     for t in later:
         if any(root(n) in kept for n in t.reads):
@@ -59,10 +61,10 @@ def states(tasks: Sequence[Kernel], size: Mapping[Node, int]) -> list[Kernel]:
         return [*tasks]
     new = [n for t in updates for n in t.made]
     old = [n.srcs[0] for n in new]  # gradients come first
-    store = Kernel("gradients.offload", "store", TaskKind.STORE, "optimizer", "update",
+    store = Kernel("gradients.offload", "store", TaskKind.STORE, "optimizer", TaskPart.UPDATE,
                  comm_bytes=sum(size[n] for n in old), dtype=old[0].dtype,
                  deps=list(dict.fromkeys(d for t in updates for d in t.deps)))  # fmt: skip
-    load = Kernel("parameters.reload", "load", TaskKind.LOAD, "optimizer", "update",
+    load = Kernel("parameters.reload", "load", TaskKind.LOAD, "optimizer", TaskPart.UPDATE,
                 comm_bytes=sum(size[n] for n in new), dtype=new[0].dtype, deps=[store])  # fmt: skip
     gone = set(updates)
     rest = [t for t in tasks if t not in gone]

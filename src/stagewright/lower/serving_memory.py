@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
-from stagewright.lower.kernels import Extent, Kernel, bytes_of, carried
+from stagewright.lower.kernels import Extent, Kernel, TaskPart, bytes_of, carried
 
 
 class ServedFootprint(NamedTuple):
@@ -33,7 +33,7 @@ def served_footprint(graph: Graph, tasks: Sequence[Kernel], extent: Extent) -> S
         sum(bytes_of(n, extent) for n in params if not n.binding.tied),
         {n.binding.tied: bytes_of(n, extent) for n in params if n.binding.tied},
         sum(bytes_of(n, extent) for n in caches),
-        _peak([t for t in tasks if t.part == "forward"], static, set(), set(), extent),
+        _peak([t for t in tasks if t.part is TaskPart.FORWARD], static, set(), set(), extent),
     )
 
 

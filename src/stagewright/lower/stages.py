@@ -22,7 +22,7 @@ from stagewright.arrays import Bool, Int
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM, Role
 from stagewright.lower import buckets as units
-from stagewright.lower.kernels import TIED, Kernel, LiveValue, interface
+from stagewright.lower.kernels import TIED, Kernel, LiveValue, TaskPart, interface
 from stagewright.lower.kernels import Dependency as Need
 from stagewright.lower.lifetimes import (
     BUFFERS,
@@ -58,10 +58,10 @@ COLUMNS = {
 BACKWARD, FORWARD, FIRST, LAST, STEP, NEXT = range(6)
 Dependency = tuple[int, int, int, int]  # row, whose, stage, place there
 
-_GATHERS = {FORWARD: "gather", BACKWARD: "gather_again"}
-_OWN = ("forward", "backward")  # of a block's parts: what it computes
-_FORWARD_PARTS = ("gather_once", "gather", "forward")
-_BACKWARD_PARTS = ("gather_again", "backward", "reduce_once")
+_GATHERS = {FORWARD: TaskPart.GATHER, BACKWARD: TaskPart.GATHER_AGAIN}
+_OWN = (TaskPart.FORWARD, TaskPart.BACKWARD)  # of a block's parts: what it computes
+_FORWARD_PARTS = (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.FORWARD)
+_BACKWARD_PARTS = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -310,7 +310,7 @@ class Stage:
             for nth, value in enumerate(incoming):
                 t = self._message(TaskKind.RECV, source, forward, value)
                 row = b.add(t, "", -1, self.stage, tag=nth)
-                name = t.name.removesuffix("recv") + "received"
+                name = f"{_message_name(forward, value)}received"
                 size = t.comm_bytes * max(1, self.tables.caches)
                 fixed = bool(self.tables.caches)
                 arrived = Value(name, -1, t.phase, "communication", size, fixed=fixed)
@@ -327,7 +327,7 @@ class Stage:
             together = len(group) > 1
             label, layer = ("", -1) if together else (self.blocks[i].label, self.blocks[i].layer)
             row = b.add(t, label, layer, self.stage, numbers.get(pair, -1))
-            if t.part in ("gather_once", "reduce_once"):
+            if t.part in (TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE):
                 once.append(row)
             for i, t in group:
                 self.where[i][t] = whose, row
@@ -337,7 +337,11 @@ class Stage:
                 for d in t.deps:
                     found = self._resolve(row, i, d, here)
                     # What happens once per step needs the last of all microbatches.
-                    last = t.part == "reduce_once" and found is not None and found[1] == BACKWARD
+                    last = (
+                        t.part is TaskPart.REDUCE_ONCE
+                        and found is not None
+                        and found[1] == BACKWARD
+                    )
                     if found is not None:
                         b.deps.append((row, LAST, *found[2:]) if last else found)
                 last_row[i] = row
@@ -395,7 +399,7 @@ class Stage:
             v = Value(_name(placed, f"{t.name}.temporary"), layer, t.phase, "workspace", scratch)
             v.touch(at, t.phase)
             self.values.append(v)
-        if t.kind == TaskKind.LOAD and t.part != "update":
+        if t.kind == TaskKind.LOAD and t.part is not TaskPart.UPDATE:
             v = Value(_name(placed, t.name), layer, t.phase, "activations", t.comm_bytes)
             v.touch(at, t.phase)
             self.values.append(v)
@@ -458,14 +462,14 @@ class Stage:
 
     def _returns(self, end: int) -> int:
         """The row with which the stage's model returns: what comes after is the loss."""
-        logits = [n for n in self.blocks[-1].block.graph if _is_logits(n)]
+        logits = [n for n in self.blocks[-1].block.graph if n.role is Role.LOGITS]
         rows = [row for t, (_, row) in self.where[-1].items() if set(logits) & {*t.made}]
         return min(rows, default=end)
 
     def _hold_made(self, at: Touch) -> None:
         """FSDP2 adds the gradients of a unit as its backward ends: of the root unit, at last."""
         for i in self.unit:
-            for t in self.parts[i].get("backward", ()):
+            for t in self.parts[i].get(TaskPart.BACKWARD, ()):
                 for n in t.reads if any(m.op == "accumulate" for m in t.made) else ():
                     made = self.value(i, n)
                     if made is not None:
@@ -486,7 +490,7 @@ class Stage:
                 given.lasts_halved = True
 
     def _groups(
-        self, ahead: Sequence[str], main: Sequence[str], forward: bool
+        self, ahead: Sequence[TaskPart], main: Sequence[TaskPart], forward: bool
     ) -> Sequence[units.Group]:
         """What the blocks do in one direction, in order: parts `ahead` one block ahead."""
         items: list[units.Item] = []
@@ -508,7 +512,7 @@ class Stage:
         """
         for i, row in last_row.items():
             root = self.blocks[i].block.root
-            parts = ("gather_once", "gather") if root else ("gather_once",)
+            parts = (TaskPart.GATHER_ONCE, TaskPart.GATHER) if root else (TaskPart.GATHER_ONCE,)
             done = max(last_row.get(j, row) for j in self.unit) if i in self.unit else row
             for t in (t for part in parts for t in self.parts[i].get(part, ())):
                 for nodes, *_ in self.blocks[i].block.uses[t].new:
@@ -564,7 +568,7 @@ class Stage:
             return [v for v in found if v is not None]
         last = len(self.blocks) - 1
         graph = self.blocks[last].block.graph
-        logits = [n for n in graph if _is_logits(n)]
+        logits = [n for n in graph if n.role is Role.LOGITS]
         return [v for n in logits if (v := self.value(last, n)) is not None]
 
     def from_step(self, row: int, i: int, d: Kernel) -> Dependency:
@@ -579,9 +583,9 @@ class Stage:
         ranks = self.tables.pipeline_ranks
         shift = (other - self.place.rank) % ranks
         shift -= ranks if shift > ranks // 2 else 0
-        which = "" if value.name == STREAM else f"{value.name}."
+        part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
         return Kernel(
-            f"{phase}.{which}{op}", op, kind, phase, phase,
+            f"{_message_name(forward, value)}{op}", op, kind, phase, part,
             axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
@@ -615,7 +619,7 @@ class Stage:
         if d is None:
             return None
         whose, place = self.where[i][d]
-        return row, FIRST if d.part == "gather_once" else whose, self.stage, place
+        return row, FIRST if d.part is TaskPart.GATHER_ONCE else whose, self.stage, place
 
 
 def _name(placed: Placed, name: str) -> str:
@@ -623,12 +627,14 @@ def _name(placed: Placed, name: str) -> str:
     return name if placed.layer >= 0 else f"{placed.label}.{name}"
 
 
-def _is_logits(n: Node) -> bool:
-    return n.name == "logits" and n.op == "einsum"
+def _message_name(forward: bool, value: Crossing) -> str:
+    """How names begin of what has to do with a message between stages."""
+    which = "" if value.name == STREAM else f"{value.name}."
+    return f"{'forward' if forward else 'backward'}.{which}"
 
 
-def _by_part(tasks: Sequence[Kernel]) -> dict[str, list[Kernel]]:
-    result: dict[str, list[Kernel]] = {}
+def _by_part(tasks: Sequence[Kernel]) -> dict[TaskPart, list[Kernel]]:
+    result: dict[TaskPart, list[Kernel]] = {}
     for t in tasks:
         result.setdefault(t.part, []).append(t)
     return result
