@@ -19,10 +19,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from stagewright.evidence.errors_of import Outcome, summary
 
 from stagewright.evidence import kernels as validate_kernels
 from stagewright.evidence import reproduce, validate
+from stagewright.evidence.predictions import Prediction, summary
 from stagewright.lower.training import parameters
 from stagewright.model.presets import PRESETS
 
@@ -203,7 +203,7 @@ def memory() -> Part:
     return Part(lines, glance)
 
 
-def outcomes(rows: Iterable[Outcome], what: str) -> Part:
+def outcomes(rows: Iterable[Prediction], what: str) -> Part:
     """Rows by source, and a line for each."""
     rows = list(rows)
     lines: list[str] = []
@@ -218,7 +218,7 @@ def outcomes(rows: Iterable[Outcome], what: str) -> Part:
     return Part(lines, glance)
 
 
-def line(o: Outcome) -> tuple[str, ...]:
+def line(o: Prediction) -> tuple[str, ...]:
     """A measurement's cells."""
     numbers = f"{o.predicted:.4g}", f"{o.measured:.4g}", f"{o.error:+.1%}"
     return (o.row, o.quantity, *numbers, o.fitted, o.reason)

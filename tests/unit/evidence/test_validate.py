@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from stagewright.evidence.errors_of import Outcome, summary
 
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.evidence import kernels as validate_kernels
 from stagewright.evidence import validate
+from stagewright.evidence.predictions import Prediction, summary
 from stagewright.time import hardware
 
 HEADER = "source,row,url,hardware,quantity,measured,model,layers,tp,dp,global_batch_size,seq_length"
@@ -86,7 +86,7 @@ def test_few_microbatches_stand_for_many() -> None:
 
 
 def test_summary_counts_per_source() -> None:
-    rows = [Outcome("a", str(e), "s", 1.0, 1.0 + e, e, "", "") for e in (0.1, -0.3, 0.2)]
+    rows = [Prediction("a", str(e), "s", 1.0, 1.0 + e, e, "", "") for e in (0.1, -0.3, 0.2)]
     (total,) = summary(rows)
     assert (total.rows, total.worst) == (3, ("-0.3", -0.3))
     assert total.mape == pytest.approx(0.2)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stagewright.evidence.errors_of import Outcome, table, totals
 
 import stagewright as sw
 from notebooks import execute, notebook, text
 from pages import check
 from paths import EXAMPLES
+from stagewright.evidence.predictions import Prediction, table, totals
 from stagewright.program.columns import TaskKind
 from stagewright.texttable import SHOWN, Table
 from stagewright.views.pages.shell import page_of
@@ -175,8 +175,8 @@ def test_long_tables_are_cut_in_notebooks(compiled: sw.Compiled):
 
 def test_outcomes_are_tables():
     some = [
-        Outcome("a", "r1", "step_s", 2.0, 2.2, 0.1, "", ""),
-        Outcome("a", "r2", "step_s", 4.0, 3.0, -0.25, "", ""),
+        Prediction("a", "r1", "step_s", 2.0, 2.2, 0.1, "", ""),
+        Prediction("a", "r2", "step_s", 4.0, 3.0, -0.25, "", ""),
     ]
     assert table(some).cells("error") == ["+10.0%", "-25.0%"]
     (row,) = totals(some).rows
