@@ -1,0 +1,226 @@
+"""How the package is built, in figures: cycles, names that occur twice, what is long.
+
+    python tests/house.py            # how many of each
+    python tests/house.py lazy long  # and where, of these
+
+`tests/test_house.py` holds what must be zero at zero, and lets no other figure grow. What is long
+is a sign of where to look: a better shape counts, not the number.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "src" / "stagewright"
+MODULE_LINES, FUNCTION_LINES, PARAMETERS, FOLDER = 400, 60, 7, 15
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of the package, read and parsed."""
+
+    name: str
+    """With dots, as it is imported."""
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def place(self) -> str:
+        """Its path inside the package."""
+        return self.path.relative_to(PACKAGE).as_posix()
+
+    @property
+    def may_be_lazy(self) -> bool:
+        """Whether it imports when it is used, so that commands start quickly."""
+        return self.path.name == "__init__.py" or self.place.startswith("cli/")
+
+    def functions(self) -> Iterator[Function]:
+        """Every function and method."""
+        return (n for n in ast.walk(self.tree) if isinstance(n, Function))
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """The modules of the package by name."""
+    found: dict[str, Module] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        found[name] = Module(name, path, text, ast.parse(text))
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and module of every import of the package, however deep it stands in the tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [name if name in modules() else node.module for name in inside]
+        else:
+            continue
+        for name in sorted(set(names)):
+            if name in modules():
+                yield node.lineno, name
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def lazy() -> Iterator[str]:
+    """Imports of the package inside functions, but for the command line and packages' names."""
+    for module in modules().values():
+        if not module.may_be_lazy:
+            lines = {line for f in module.functions() for line, _ in imports(f)}
+            yield from (f"{module.place}:{line}" for line in sorted(lines))
+
+
+def root() -> Iterator[str]:
+    """Imports of the whole package by one of its rooms."""
+    for module in modules().values():
+        if not module.may_be_lazy:
+            yield from (
+                f"{module.place}:{n}" for n, to in imports(module.tree) if to == "stagewright"
+            )
+
+
+def cycles() -> Iterator[str]:
+    """Modules that import each other in a circle: imports for types and in functions count."""
+    graph = {
+        module.name: {to for _, to in imports(module.tree)} - {module.name}
+        for module in modules().values()
+        if module.name != "stagewright" and not module.place.startswith("cli/")
+    }
+    for circle in _strongly_connected(graph):
+        if len(circle) > 1:
+            yield " ".join(sorted(name.removeprefix("stagewright.") for name in circle))
+
+
+def _strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of names that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set[str](), [start]
+        while todo:
+            for name in graph.get(todo.pop(), ()):
+                if name not in seen:
+                    seen.add(name)
+                    todo.append(name)
+        reached[start] = seen
+    circles: list[set[str]] = []
+    for name, seen in reached.items():
+        if name in seen and not any(name in circle for circle in circles):
+            circles.append({other for other in seen if name in reached.get(other, ())})
+    return circles
+
+
+def twice() -> Iterator[str]:
+    """Class names that stand for two things; a leading underscore makes no other name."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{module.place}:{node.lineno}")
+    yield from (f"{name}: {' '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1)
+
+
+def riddles() -> Iterator[str]:
+    """Functions whose names do not say what they do."""
+    of = {"told", "joined", "found", "alike", "own", "whole"}
+    for module in modules().values():
+        for f in module.functions():
+            if f.name.strip("_") in of:
+                yield f"{module.place}:{f.lineno} {f.name}"
+
+
+def roles() -> Iterator[str]:
+    """Places that say `"role"`, which is a field."""
+    return _lines(re.compile(r'"role"'))
+
+
+def meaning() -> Iterator[str]:
+    """Decisions by a part of a name, in the rooms that decide."""
+    pattern = re.compile(r'\.split\("[+/\[]"\)|\.name ==|startswith\("gather')
+    return _lines(pattern, ("graph/", "lower/", "time/"))
+
+
+def _lines(pattern: re.Pattern[str], rooms: tuple[str, ...] = ("",)) -> Iterator[str]:
+    for module in modules().values():
+        if module.place.startswith(rooms):
+            for number, line in enumerate(module.text.splitlines(), 1):
+                if pattern.search(line):
+                    yield f"{module.place}:{number} {line.strip()}"
+
+
+def modules_long() -> Iterator[str]:
+    """Modules of more than 400 lines."""
+    sizes = ((module.text.count("\n"), module.place) for module in modules().values())
+    yield from (f"{place}: {n} lines" for n, place in sorted(sizes)[::-1] if n > MODULE_LINES)
+
+
+def long() -> Iterator[str]:
+    """Functions of more than 60 lines."""
+    for module in modules().values():
+        for f in module.functions():
+            if (n := (f.end_lineno or 0) - f.lineno + 1) > FUNCTION_LINES:
+                yield f"{module.place}:{f.lineno} {f.name}: {n} lines"
+
+
+def wide() -> Iterator[str]:
+    """Functions of more than 7 parameters."""
+    for module in modules().values():
+        for f in module.functions():
+            if (n := len([*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs])) > PARAMETERS:
+                yield f"{module.place}:{f.lineno} {f.name}: {n} parameters"
+
+
+def crowded() -> Iterator[str]:
+    """Folders of more than 15 modules."""
+    for folder, n in Counter(module.path.parent for module in modules().values()).items():
+        if n > FOLDER:
+            yield f"{folder.relative_to(PACKAGE.parent)}: {n} modules"
+
+
+FIGURES: dict[str, Callable[[], Iterable[str]]] = {
+    "lazy": lazy,
+    "root": root,
+    "cycles": cycles,
+    "twice": twice,
+    "riddles": riddles,
+    "roles": roles,
+    "meaning": meaning,
+    "modules": modules_long,
+    "long": long,
+    "wide": wide,
+    "crowded": crowded,
+}
+
+
+def main(names: list[str]) -> int:
+    """Print each figure, and the places of those that are named."""
+    if unknown := set(names) - set(FIGURES):
+        print(f"no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+        return 2
+    for name in names or FIGURES:
+        places = list(FIGURES[name]())
+        about = (FIGURES[name].__doc__ or "").split("\n")[0].rstrip(".")
+        print(f"{name:8} {len(places):4}  {about}")
+        if names:
+            print("".join(f"    {place}\n" for place in places), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
