@@ -10,9 +10,11 @@ the new results there, under the versions given as JSON.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +28,11 @@ from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
 from stagewright.trace.formats import et_def, wire
 
-DATA = Path(__file__).parent.parent / "tests" / "data" / "astra_sim.json"
+TESTS = Path(__file__).parent.parent / "tests"
+DATA = TESTS / "data" / "astra_sim.json"
+
+sys.path.insert(0, str(TESTS))
+astra_clock = importlib.import_module("astra_clock")
 
 
 def system_of(case: dict[str, Any], machine: dict[str, float]) -> astra_sim.AstraSim:
@@ -40,7 +46,7 @@ def ours(case: dict[str, Any], machine: dict[str, float]) -> tuple[list[float], 
     """When each rank ends, in ns; and CPU seconds, the program compiled."""
     program = sw.compile(sw.Run(**case["run"])).program
     began = time.process_time()
-    seconds = astra_sim.task_seconds(program, system_of(case, machine))
+    seconds = astra_clock.task_seconds(program, system_of(case, machine))
     factors = {int(rank): by for rank, by in case["factors"].items()}
     line = timeline(program, seconds, Execution(streams="one"), factors)
     ends = np.zeros(program.mesh.world_size)
