@@ -32,7 +32,6 @@ from stagewright.check.files.findings import Finding, Findings
 from stagewright.check.files.groups import check_ids, default_groups, read_groups, read_json
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import ALL, check_world
-from stagewright.check.files.search import search
 from stagewright.check.files.templates import Kin, Task, TraceSource, check_files, joined
 from stagewright.check.files.world import Match, Part, World, runs_in_order
 from stagewright.errors import UserError
@@ -42,7 +41,6 @@ from stagewright.trace.manifest import GROUPS, MANIFEST
 from stagewright.version import __version__
 
 MOST_EXPLAINED = 20_000_000  # nodes of a run that looks for what hangs
-MOST_SEARCHED = 200_000  # nodes, of all ranks, of a search for an order that hangs
 MOST_MISSING = 1 << 22  # ranks without a file, of a directory that is checked as a whole
 FEW_BYTES = 16_000_000  # so little is read without other processes
 TASK_BYTES = 64_000_000  # that a process reads before it takes the next task
@@ -328,16 +326,7 @@ def _check_together(
         report.skipped.append("groups, messages and the run: nearly all ranks are missing")
         return
     groups = _groups(files, comm_group, size, findings)
-    parts = [
-        Part(
-            np.array(kin.ranks),
-            kin.first.exchange,
-            np.stack(kin.partner),
-            TraceSource(kin.first.path),
-        )
-        for kin in kinds
-        if kin.first.exchange is not None
-    ]
+    parts = parts_of(kinds)
     if not parts:
         report.skipped.append("groups, messages and the run: no rank could be read whole")
         return
@@ -349,10 +338,24 @@ def _check_together(
     world = World(parts, size, groups, findings)
     match = check_world(world)
     report.checks += ["groups", "messages"]
-    _check_order(world, kinds, report)
+    _check_order(world)
     if groups is not None:
         check_ids(world, groups)
     _check_run(world, match, len(files.traces), report)
+
+
+def parts_of(kinds: Sequence[Kin]) -> list[Part]:
+    """The parts of a world: every class of traces that is sound enough to be compared."""
+    return [
+        Part(
+            np.array(kin.ranks),
+            kin.first.exchange,
+            np.stack(kin.partner),
+            TraceSource(kin.first.path),
+        )
+        for kin in kinds
+        if kin.first.exchange is not None
+    ]
 
 
 def _names_groups(part: Part) -> bool:
@@ -392,22 +395,17 @@ def _groups(
     return None if found is None else read_groups(found, size, findings)
 
 
-def _check_order(world: World, kinds: Sequence[Kin], report: Report) -> None:
+def _check_order(world: World) -> None:
     """Whether dependencies put the communication of each rank in order."""
-    open_ = [part for part in world.parts if part.exchange.breaks.pairs]
-    if not open_:
+    unordered = [part for part in world.parts if part.exchange.breaks.pairs]
+    if not unordered:
         return
-    part = open_[0]
+    part = unordered[0]
     pairs, one, two = part.exchange.breaks
-    nodes = sum(kin.first.nodes * len(kin.ranks) for kin in kinds)
     text = (
         f"rank {part.ranks[0]}: nothing orders {part.source.label(one)} and "
         f"{part.source.label(two)}{f', nor {pairs - 1} more pairs' if pairs > 1 else ''}: ranks "
         "that run one communication at a time may choose differently, and then wait for ever"
     )
-    if nodes <= MOST_SEARCHED and world.whole and not world.findings.errors:
-        found = search(world, max(1, min(8, 2 * MOST_SEARCHED // max(1, nodes))))
-        if found:
-            text += f". It hangs, for one, if {found}"
-    count = sum(len(part.ranks) for part in open_)
+    count = sum(len(part.ranks) for part in unordered)
     world.findings.add(Finding("warning", "order-left-to-timing", text, nodes=pairs, ranks=count))

@@ -38,8 +38,12 @@ from handmade import (
     set_to,
     simple,
 )
+from hang_search import search
+from stagewright.check.files.findings import Findings
+from stagewright.check.files.groups import read_groups
+from stagewright.check.files.world import World as CheckedWorld
 from stagewright.check.program import Unsound, check_program
-from stagewright.check.verify import Report, verify
+from stagewright.check.verify import Report, find, parts_of, read, verify
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program
@@ -87,7 +91,9 @@ def test_separate_streams_are_sound_but_left_to_timing(tmp_path: Path):
     report = verify(generated(tmp_path / "out", tp=2, pp=2, dp=2, streams="separate"))
     assert report.ok
     assert codes(report, "warning") == ["order-left-to-timing"]
-    assert "It hangs, for one, if rank" in report.findings[0].message
+    why = search(_world(tmp_path / "out"), 8)
+    assert why is not None
+    assert why.startswith("rank ")
     assert report.findings[0].ranks == 8
 
 
@@ -567,7 +573,8 @@ def empty_metadata(w: World):
 
 
 @warning(
-    "order-left-to-timing", "rank 0: nothing orders node .* and node .*free.*. It hangs, for one"
+    "order-left-to-timing",
+    "rank 0: nothing orders node .* and node .*free.*: ranks .* may .* then wait for ever",
 )
 def a_collective_at_any_time(w: World):
     for rank in (0, 1):
@@ -625,6 +632,27 @@ def test_warning(title: str, sound: Path, tmp_path: Path):
     assert set(found) <= {code, "order-left-to-timing"}
     assert re.search(message, found[code].message), found[code].message
     assert "run" in report.checks
+
+
+def _world(path: Path) -> CheckedWorld:
+    """All ranks of a directory, as `verify` compares them."""
+    files = find(path)
+    parts = parts_of(read(files, 1, digests=False))
+    size = len(files.traces)
+    return CheckedWorld(parts, size, read_groups(path / "comm_group.json", size, Findings()))
+
+
+def test_an_order_left_to_timing_can_hang(sound: Path, tmp_path: Path):
+    """Ranks that take ready collectives in any order do come to wait for ever, as the warning says.
+
+    And where dependencies order them, no order was ever found that hangs.
+    """
+    assert search(_world(sound), 8) is None
+    world = load(sound)
+    a_collective_at_any_time(world)
+    why = search(_world(world.save(tmp_path / "w")), 8)
+    assert why is not None
+    assert re.search(r"rank \d begins all_reduce of \d+ bytes .*free", why), why
 
 
 # ---- files that are none -------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Looks for an order of communication that hangs, where dependencies leave the order open.
+"""An oracle of deadlocks: looks for an order of communication that hangs, by chance.
 
-Each rank carries out one collective or send at a time, the lowest id first of those that are ready,
-as ASTRA-sim does, and everything takes a random time. Within a group the first collectives meet,
-then the second ones, and so on; they hang if they are not of one kind and size.
+`verify` warns where dependencies leave the order of communication open. Here the ranks really run,
+each one collective or send at a time, the lowest id first of those that are ready, as ASTRA-sim
+does, and everything takes a random time. Within a group the first collectives meet, then the second
+ones, and so on; they hang if they are not of one kind and size.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def search(world: World, tries: int) -> str | None:
     single = world.rank_by_rank()
     match = check_world(single)
     for seed in range(tries):
-        found = _Run(single, match, random.Random(seed)).go()
-        if found is not None:
-            return found
+        why = _RandomRun(single, match, random.Random(seed)).go()
+        if why is not None:
+            return why
     return None
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _RandomRun:
     """A run in which what is ready takes its turn at random; a part is one rank."""
 
     world: World
