@@ -46,7 +46,7 @@ WRITERS = {
 }
 ALLOWED = {
     "trace/unbundle.py: tempfile",  # ranks of a bundle for those who read files
-    "trace/ray_engine.py: socket",  # whether a cluster answers at the address given
+    "executors.py: socket",  # whether a cluster answers at the address given
     "evidence/doctor.py: tempfile",  # what it measures the speed of
 }
 WRITES = {

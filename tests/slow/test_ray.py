@@ -14,7 +14,7 @@ from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
-from stagewright.trace import ray_engine
+from stagewright.trace import templates
 from stagewright.trace.write import write
 
 ray = pytest.importorskip("ray")
@@ -127,7 +127,7 @@ def test_a_machine_is_killed_half_way(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(ray_engine, "SHARE", 1)  # a rank a task
+    monkeypatch.setattr(templates, "SHARE", 1)  # a rank a task
     doomed = sorted(cluster.worker_nodes, key=lambda node: node.unique_id)[0]
     killed: list[int] = []
 

@@ -24,10 +24,10 @@ from stagewright.errors import Stopped, UserError
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
-from stagewright.trace import manifest
-from stagewright.trace import staging as unfinished
-from stagewright.trace.manifest import Done, Files
-from stagewright.trace.storage import Local, Written
+from stagewright.trace import manifest, staging
+from stagewright.trace.journal import Journal
+from stagewright.trace.manifest import FileList, WrittenRanks
+from stagewright.trace.storage import LocalFolder, WrittenFile
 from stagewright.trace.write import write
 
 TOY = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
@@ -177,7 +177,7 @@ def test_others_at_any_moment(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Between any two steps of a share, others write theirs, or all, and it makes no difference."""
-    monkeypatch.setattr(unfinished, "PATIENCE", 0.0)
+    monkeypatch.setattr(staging, "PATIENCE", 0.0)
     program = compile(Run(**TOY, **DEGREES)).program
     sys.addaudithook(_audit)
 
@@ -216,11 +216,11 @@ KILLED = """
 import os, signal, sys
 sys.path[:0] = sys.argv[3:]
 from test_unfinished import DEGREES, TOY
-from stagewright.trace import staging as unfinished
+from stagewright.trace import journal
 from stagewright.lower.training import compile
 from stagewright.run.settings import Run
 from stagewright.trace.write import write
-unfinished.NOTED = 0
+journal.INTERVAL = 0
 def stop(done, *_):
     if done >= int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -305,7 +305,7 @@ def test_ctrl_c(program: Program, whole: dict[str, bytes], tmp_path: Path):
     with pytest.raises(Stopped, match="the same command goes on with it"):
         write(program, out, manifest={"nth": 1}, resume=True, workers=1, progress=interrupt)
     (folder,) = tmp_path.iterdir()
-    noted = unfinished.Journal(Local(folder), folder.name.rsplit("-", 1)[-1]).read()
+    noted = Journal(LocalFolder(folder), folder.name.rsplit("-", 1)[-1]).read()
     assert len(noted.ranks) >= 8
     seen: list[int] = []
     write(program, out, manifest={"nth": 1}, resume=True, progress=lambda n, *_: seen.append(n))
@@ -315,20 +315,21 @@ def test_ctrl_c(program: Program, whole: dict[str, bytes], tmp_path: Path):
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     from stagewright.cli import main as cli
-    from stagewright.trace import templates as stamp
+    from stagewright.trace import templates
+    from stagewright.trace import write as writing
 
     line = ["generate", "gpt2", "--layers", "4", "--seq-length", "16", "--vocab", "64", "--dp", "8"]
-    noted = stamp.stamp_some
+    noted = templates.write_share
     calls: list[int] = []
 
-    def stopping(*arguments: Any) -> Done:
-        calls.append(len(arguments[-1]))
+    def stopping(*arguments: Any) -> WrittenRanks:
+        calls.append(len(arguments[-1].ranks))
         if len(calls) == 3:
             raise KeyboardInterrupt
         return noted(*arguments)
 
-    monkeypatch.setattr(stamp, "TASK", 1)
-    monkeypatch.setattr(stamp, "stamp_some", stopping)
+    monkeypatch.setattr(templates, "TASK", 1)
+    monkeypatch.setattr(writing, "write_share", stopping)
     out = str(tmp_path / "out")
     assert cli._status([*line, "-o", out, "--resume", "--workers", "1"]) == 130
     assert "the same command goes on with it" in capsys.readouterr().err
@@ -341,15 +342,15 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: A
 def test_a_full_disk_leaves_what_is_written(
     program: Program, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    written = Local.write
+    written = LocalFolder.write
     full = [True]
 
-    def failing(self: Local, name: str, pieces: Any) -> Written:
+    def failing(self: LocalFolder, name: str, pieces: Any) -> WrittenFile:
         if full[0] and name == "workload.20.et":
             raise OSError(28, os.strerror(28))
         return written(self, name, pieces)
 
-    monkeypatch.setattr(Local, "write", failing)
+    monkeypatch.setattr(LocalFolder, "write", failing)
     with pytest.raises(UserError, match="disk full"):
         write(program, tmp_path / "out", manifest={"nth": 1}, resume=True)
     assert len(left(tmp_path)) == 1
@@ -376,11 +377,11 @@ import os, random, signal, sys, time
 out = sys.argv[1]
 sys.path[:0] = sys.argv[2:]
 from test_unfinished import DEGREES, TOY
-from stagewright.trace import staging as unfinished
+from stagewright.trace import journal
 from stagewright.lower.training import compile
 from stagewright.run.settings import Run
 from stagewright.trace.write import write
-unfinished.NOTED = 0
+journal.INTERVAL = 0
 made = compile(Run(**TOY | {"dp": 8}, **{k: v for k, v in DEGREES.items() if k != "dp"})).program
 write(made, out + ".once", manifest={})
 began = time.perf_counter()
@@ -419,13 +420,13 @@ def test_killed_again_and_again(tmp_path: Path):
 # ---- records -------------------------------------------------------------------------------------
 
 
-def some(ranks: list[int]) -> Done:
-    return Done.of({rank: Written("", rank * 7, f"{rank:064x}") for rank in ranks})
+def some(ranks: list[int]) -> WrittenRanks:
+    return WrittenRanks.of({rank: WrittenFile("", rank * 7, f"{rank:064x}") for rank in ranks})
 
 
 def test_journal(tmp_path: Path):
     """Everybody reads what anybody noted; what is no note is none."""
-    journals = [unfinished.Journal(Local(tmp_path), name) for name in ("a", "a", "b")]
+    journals = [Journal(LocalFolder(tmp_path), name) for name in ("a", "a", "b")]
     journals[0].note(some([5, 1]))
     journals[0].flush()
     journals[0].note(some([9]))
@@ -443,7 +444,7 @@ def test_journal(tmp_path: Path):
 
 
 def test_files_are_a_mapping():
-    files = Files("rank.{rank}.json", some([1, 5]), [Written("groups", 3, "ab")])
+    files = FileList("rank.{rank}.json", some([1, 5]), [WrittenFile("groups", 3, "ab")])
     plain = {
         "rank.1.json": {"bytes": 7, "sha256": f"{1:064x}"},
         "rank.5.json": {"bytes": 35, "sha256": f"{5:064x}"},
@@ -454,10 +455,10 @@ def test_files_are_a_mapping():
     assert (len(files), files.size) == (3, 45)
     for name in ("rank.2.json", "rank.01.json", "rank.x.json", "rank.1", ""):
         assert name not in files
-    assert Files.read("rank.{rank}.json", plain) == plain
+    assert FileList.read("rank.{rank}.json", plain) == plain
     text = b"".join(manifest.text({"nth": 1, "more": [2]}, files))
     assert json.loads(text) == {"nth": 1, "more": [2], "files": plain}
-    assert json.loads(b"".join(manifest.text({"a": 1}, Files("{rank}", some([]))))) == {
+    assert json.loads(b"".join(manifest.text({"a": 1}, FileList("{rank}", some([]))))) == {
         "a": 1,
         "files": {},
     }
@@ -465,8 +466,8 @@ def test_files_are_a_mapping():
 
 def test_a_million_files_in_little_memory():
     ranks = np.arange(1 << 20)
-    done = Done(ranks, ranks, np.zeros((1 << 20, 32), np.uint8))
+    done = WrittenRanks(ranks, ranks, np.zeros((1 << 20, 32), np.uint8))
     assert sum(column.nbytes for column in done) == 48 << 20
-    files = Files("workload.{rank}.et", done)
+    files = FileList("workload.{rank}.et", done)
     assert files["workload.1048575.et"]["bytes"] == 1048575
     assert files.size == (1 << 19) * ((1 << 20) - 1)

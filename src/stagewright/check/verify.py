@@ -35,6 +35,7 @@ from stagewright.check.files.matching import ALL, check_world
 from stagewright.check.files.templates import Kin, Task, TraceSource, check_files, joined
 from stagewright.check.files.world import Match, Part, World, runs_in_order
 from stagewright.errors import UserError
+from stagewright.executors import cores
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.bundle import is_bundle
 from stagewright.trace.manifest import GROUPS, MANIFEST
@@ -182,7 +183,7 @@ def read(files: Files, workers: int | None, *, digests: bool) -> list[Kin]:
         for at in range(0, len(alike), step):
             some = tuple((rank, files.traces[rank]) for rank in alike[at : at + step])
             tasks.append(Task(some, digests))
-    processes = min(workers or _cores(), len(tasks))
+    processes = min(workers or cores(), len(tasks))
     found: list[Kin] = []
     if processes < 2 or sum(sizes.values()) < FEW_BYTES or not _may_fork():
         for task in tasks:
@@ -197,10 +198,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _may_fork() -> bool:

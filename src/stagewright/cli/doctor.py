@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("directory", default=".")
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
-@click.option("--speed/--no-speed", default=True, help="Write 300 MB and remove them. [on]")
+@click.option(
+    "--speed/--no-speed", default=True, help="Write traces of 64 ranks and remove them. [on]"
+)
 def doctor(directory: str, as_json: bool, speed: bool) -> int:
     """Say what is installed, what is missing, and how fast this machine writes traces.
 
@@ -32,33 +34,27 @@ def doctor(directory: str, as_json: bool, speed: bool) -> int:
 
 
 def _print(found: Examination) -> None:
-    from stagewright import numbers as words
     from stagewright.evidence.doctor import USES
-
-    def quantity(number: float, unit: str) -> str:
-        return words.quantity(round(number), unit)
+    from stagewright.numbers import quantity
 
     click.echo(f"stagewright {found.stagewright}  {found.location}")
     click.echo(f"python      {found.python}")
     click.echo(f"system      {found.system}, {found.cores} cores")
     for package in found.packages:
-        click.echo(f"{_mark(package.ok)} {_told(package)}")
+        click.echo(f"{_mark(package.ok)} {_describe(package)}")
     for name, packages in found.extras.items():
         missing = [package for package in packages if not package.ok]
         click.echo(f"{_mark(not missing, 'yellow')} extra {name}: {USES.get(name, '')}")
         if missing:
-            names = ", ".join(map(_told, missing))
+            names = ", ".join(map(_describe, missing))
             click.echo(f"        missing: {names}; pip install 'stagewright[{name}]'")
     speed = found.speed
     if speed is not None:
         click.echo(
             f"compile     {speed.compile_seconds:.2f} s for 64 ranks of llama3.1-70b\n"
             f"generate    {speed.nodes_per_second / 1e6:.2f} million nodes/s, "
-            f"{quantity(speed.bytes_per_second, 'B/s')} in {speed.directory}, with checksums\n"
-            f"disk        {quantity(speed.write_bytes_per_second, 'B/s')} written, "
-            f"{quantity(speed.sync_bytes_per_second, 'B/s')} until it is on the disk, "
-            f"{quantity(speed.free_bytes, 'B')} free\n"
-            f"SHA-256     {quantity(speed.sha256_bytes_per_second, 'B/s')} by one core"
+            f"{quantity(round(speed.bytes_per_second), 'B/s')} in {speed.directory}, with "
+            f"checksums; {quantity(speed.free_bytes, 'B')} free"
         )
     for note in found.notes:
         click.echo(f"note: {note}")
@@ -71,5 +67,5 @@ def _mark(ok: bool, color: str = "red") -> str:
     return click.style("ok     " if ok else "MISSING", fg="green" if ok else color)
 
 
-def _told(package: Package) -> str:
+def _describe(package: Package) -> str:
     return f"{package.name} {package.version or '-'} (wanted {package.wanted or 'any'})"

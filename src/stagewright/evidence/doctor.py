@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
 import sys
 import time
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from stagewright.check.program import check_program
 from stagewright.errors import UserError
+from stagewright.executors import cores
 from stagewright.lower.training import compile
 from stagewright.run.settings import Run
-from stagewright.trace.recorded import manifest
 from stagewright.trace.write import write
 from stagewright.version import __version__
 
@@ -36,13 +31,11 @@ USES = {
     "polars": "tables as data frames: Table.to_polars",
     "dev": "tests, lint and types, to work on Stagewright",
 }
-"""What each extra is for."""
+"""The purpose of each extra."""
 
-_NEED = re.compile(
+_REQUIREMENT = re.compile(
     r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)(?:;\s*extra\s*==\s*['\"](.+)['\"])?"
 )
-_FILE = 16_000_000  # bytes, as large as files of traces are
-_FILES = 16
 
 
 class Package(NamedTuple):
@@ -56,22 +49,16 @@ class Package(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast traces are made and written in a directory."""
+    """How fast traces of 64 ranks are made and written in a directory."""
 
     directory: str
     free_bytes: int
     compile_seconds: float
     """From a run to the programs of its ranks."""
     nodes_per_second: float
-    """Of all ranks, encoded, summed and written."""
+    """Nodes of all ranks, encoded, with checksums, and written."""
     bytes_per_second: float
-    """Likewise, of their files."""
-    sha256_bytes_per_second: float
-    """By one core."""
-    write_bytes_per_second: float
-    """Of plain files, by all cores, as far as the system says that they are written."""
-    sync_bytes_per_second: float
-    """Until they are on the disk."""
+    """Bytes of their files, likewise."""
 
 
 @dataclass(slots=True)
@@ -91,23 +78,21 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """One object with everything."""
-        return {
-            **{name: getattr(self, name) for name in ("stagewright", "location", "python")},
-            **{"system": self.system, "cores": self.cores},
-            "packages": [each._asdict() for each in self.packages],
-            "extras": {
-                name: {"for": USES.get(name, ""), "packages": [each._asdict() for each in some]}
-                for name, some in self.extras.items()
-            },
-            "speed": asdict(self.speed) if self.speed else None,
-            "problems": self.problems,
-            "notes": self.notes,
+        extras = {
+            name: {"for": USES.get(name, ""), "packages": [p._asdict() for p in packages]}
+            for name, packages in self.extras.items()
         }
+        packages = [package._asdict() for package in self.packages]
+        return {**asdict(self), "packages": packages, "extras": extras}
 
 
 def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
-    """Look at this machine; with `speed`, write some 300 MB into a directory and remove them."""
-    packages, extras = _packages()
+    """Look at this machine; with `speed`, write traces into a directory and remove them."""
+    try:
+        requirements = importlib.metadata.requires("stagewright") or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    packages, extras = needed(requirements)
     found = Examination(
         stagewright=__version__,
         location=str(Path(__file__).parents[1]),
@@ -119,15 +104,14 @@ def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
     )
     if not packages:
         found.notes.append("not installed, but run from its source: what it needs is not known")
-    for each in packages:
-        if not each.ok:
-            what = f"is {each.version}" if each.version else "is not installed"
+    for package in packages:
+        if not package.ok:
+            what = f"is {package.version}" if package.version else "is not installed"
             found.problems.append(
-                f"{each.name} {what}, wanted {each.wanted or 'any version'}; "
-                f"pip install '{each.name}{each.wanted}'"
+                f"{package.name} {what}, wanted {package.wanted or 'any version'}; "
+                f"pip install '{package.name}{package.wanted}'"
             )
-    runtime = _protobuf()
-    if runtime == "python":
+    if _protobuf_runtime() == "python":
         found.notes.append(
             "protobuf runs in plain Python, so that reading traces is slow: unset "
             "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION, or install a wheel of protobuf"
@@ -137,52 +121,56 @@ def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
     return found
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# ---- packages ------------------------------------------------------------------------------------
-
-
-def _packages() -> tuple[list[Package], dict[str, list[Package]]]:
-    """What is needed, and what each extra needs; nothing where Stagewright is not installed."""
+def measure(directory: Path) -> Speed:
+    """Make traces and write them in a directory; all is removed again."""
     try:
-        texts = importlib.metadata.requires("stagewright") or []
-    except importlib.metadata.PackageNotFoundError:
-        return [], {}
-    return needed(texts)
+        scratch = TemporaryDirectory(prefix=".stagewright-doctor-", dir=directory)
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be written: {error.strerror}; name a directory that can"
+        ) from None
+    with scratch as folder:
+        began = time.perf_counter()
+        run = Run(model="llama3.1-70b", tp=8, pp=4, dp=2, global_batch_size=32)
+        program = compile(run).program
+        compiled = time.perf_counter()
+        written = write(program, f"{folder}/traces", manifest={})
+        seconds = time.perf_counter() - compiled
+        nodes = sum(len(of.tasks) * len(of.ranks) for of in program.classes)
+        return Speed(
+            directory=str(directory),
+            free_bytes=shutil.disk_usage(directory).free,
+            compile_seconds=compiled - began,
+            nodes_per_second=nodes / seconds,
+            bytes_per_second=written["files"].size / seconds,
+        )
 
 
-def needed(texts: Sequence[str]) -> tuple[list[Package], dict[str, list[Package]]]:
-    """The same, from the requirements of a package.
+def needed(requirements: Sequence[str]) -> tuple[list[Package], dict[str, list[Package]]]:
+    """The packages that the requirements of a package name, and those of each of its extras.
 
     >>> needed(["numpy>=1.26", 'nosuch>=2; extra == "more"'])[1]
     {'more': [Package(name='nosuch', wanted='>=2', version='', ok=False)]}
     """
     packages: list[Package] = []
     extras: dict[str, list[Package]] = {}
-    for text in texts:
-        match = _NEED.fullmatch(text.strip())
+    for requirement in requirements:
+        match = _REQUIREMENT.fullmatch(requirement.strip())
         if match is None or match[1] == "stagewright":
             continue
         name, wanted, extra = match.groups()
-        version = _version(name)
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
         ok = bool(version) and _satisfies(version, wanted)
         package = Package(name, wanted.strip(), version, ok)
         (extras.setdefault(extra, []) if extra else packages).append(package)
     return packages, extras
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def _satisfies(version: str, wanted: str) -> bool:
-    """Whether a version is at least, or below, what is wanted: `>=5,<8`."""
+    """Whether a version keeps to all bounds, such as `>=5,<8`."""
     got = _numbers(version)
     for part in filter(None, (text.strip() for text in wanted.split(","))):
         limit = _numbers(part.lstrip("<>=!~"))
@@ -195,79 +183,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def _protobuf() -> str:
+def _protobuf_runtime() -> str:
     """Which of protobuf's runtimes is used: upb, cpp or python."""
     try:
         from google.protobuf.internal import api_implementation
     except ImportError:
         return ""
     return str(api_implementation.Type())  # pyright: ignore
-
-
-# ---- speed ---------------------------------------------------------------------------------------
-
-
-def measure(directory: Path) -> Speed:
-    """Make and write traces in a directory, and plain files; all is removed again."""
-    with _scratch(directory) as folder:
-        began = time.perf_counter()
-        compiled = compile(Run(model="llama3.1-70b", tp=8, pp=4, dp=2, global_batch_size=32))
-        made = time.perf_counter()
-        record = {**manifest(compiled), "checks": check_program(compiled.program)}
-        written = write(compiled.program, str(folder / "traces"), manifest=record)
-        seconds = time.perf_counter() - made
-        nodes = sum(len(of.tasks) * len(of.ranks) for of in compiled.program.classes)
-        size = sum(file["bytes"] for file in written["files"].values())
-        plain, sync = _plain(folder)
-        return Speed(
-            directory=str(directory),
-            free_bytes=shutil.disk_usage(directory).free,
-            compile_seconds=made - began,
-            nodes_per_second=nodes / seconds,
-            bytes_per_second=size / seconds,
-            sha256_bytes_per_second=_hashed(),
-            write_bytes_per_second=plain,
-            sync_bytes_per_second=sync,
-        )
-
-
-@contextmanager
-def _scratch(directory: Path) -> Generator[Path]:
-    """A directory that vanishes."""
-    try:
-        folder = Path(mkdtemp(prefix=".stagewright-doctor-", dir=directory))
-    except OSError as error:
-        raise UserError(
-            f"{directory}: cannot be written: {error.strerror}; name a directory that can"
-        ) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _hashed() -> float:
-    data = bytes(4 * _FILE)
-    began = time.perf_counter()
-    hashlib.sha256(data).digest()
-    return len(data) / (time.perf_counter() - began)
-
-
-def _plain(folder: Path) -> tuple[float, float]:
-    """Bytes per second of files, as written and as on the disk."""
-    data = os.urandom(_FILE)
-
-    def write(nth: int) -> int:
-        file = os.open(folder / str(nth), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        os.write(file, data)
-        return file
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(cores()) as pool:
-        files = list(pool.map(write, range(_FILES)))
-        seconds = time.perf_counter() - began
-        list(pool.map(os.fsync, files))
-    until = time.perf_counter() - began
-    for file in files:
-        os.close(file)
-    return _FILES * _FILE / seconds, _FILES * _FILE / until

@@ -1,4 +1,4 @@
-"""`manifest.json`: what lies beside traces and says how they were made, and what each file is."""
+"""`manifest.json`, beside traces: how they were made, and the size and checksum of each file."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import Program, TaskKind, among
-from stagewright.trace.storage import Written
+from stagewright.trace.storage import WrittenFile
 from stagewright.version import __version__
 
 MANIFEST = "manifest.json"
 GROUPS = "comm_group.json"
 
 
-class Done(NamedTuple):
-    """Files of ranks, in 48 bytes each: there may be a million."""
+class WrittenRanks(NamedTuple):
+    """The files of ranks that have been written, in 48 bytes each: there may be a million."""
 
     ranks: Int
     sizes: Int  # bytes of each rank's file
     digests: NDArray[np.uint8]  # and its SHA-256, 32 bytes a row
 
     @staticmethod
-    def of(files: Mapping[int, Written]) -> Done:
-        """Files by rank."""
+    def of(files: Mapping[int, WrittenFile]) -> WrittenRanks:
+        """From files by rank."""
         digests = b"".join(bytes.fromhex(file.sha256) for file in files.values())
-        return Done(
+        return WrittenRanks(
             np.array([*files], np.int64),
             np.array([file.size for file in files.values()], np.int64),
             np.frombuffer(digests, np.uint8).reshape(-1, 32),
         )
 
     @staticmethod
-    def joined(pieces: Iterable[Done]) -> Done:
-        """All of them by ascending rank; of a rank that comes twice, the first."""
-        ranks, sizes, digests = zip(Done.of({}), *pieces, strict=True)
-        whole = Done(np.concatenate(ranks), np.concatenate(sizes), np.concatenate(digests))
-        return whole.at(np.unique(whole.ranks, return_index=True)[1])
+    def merge(pieces: Iterable[WrittenRanks]) -> WrittenRanks:
+        """The files of all pieces by ascending rank; of a rank that comes twice, the first."""
+        ranks, sizes, digests = zip(WrittenRanks.of({}), *pieces, strict=True)
+        merged = WrittenRanks(np.concatenate(ranks), np.concatenate(sizes), np.concatenate(digests))
+        return merged.at(np.unique(merged.ranks, return_index=True)[1])
 
-    def at(self, which: Int | Bool) -> Done:
-        """Some of them."""
-        return Done(self.ranks[which], self.sizes[which], self.digests[which])
+    def at(self, which: Int | Bool) -> WrittenRanks:
+        """The files in some rows."""
+        return WrittenRanks(self.ranks[which], self.sizes[which], self.digests[which])
 
-    def among(self, ranks: Int) -> Done:
-        """Those of some ascending ranks; both ascend."""
+    def among(self, ranks: Int) -> WrittenRanks:
+        """The files of some ranks, ascending; the rows must be ascending, too."""
         return self.at(np.searchsorted(self.ranks, among(self.ranks, ranks)))
 
     def to_json(self) -> dict[str, list[Any]]:
@@ -61,43 +61,43 @@ class Done(NamedTuple):
         }
 
     @staticmethod
-    def from_json(found: Any) -> Done:
-        """What `to_json` made; raises ValueError, KeyError or TypeError for anything else."""
+    def from_json(found: Any) -> WrittenRanks:
+        """Read what `to_json` made; ValueError, KeyError or TypeError for anything else."""
         rows = zip(found["ranks"], found["bytes"], found["sha256"], strict=True)
-        return Done.of({rank: Written("", size, sha256) for rank, size, sha256 in rows})
+        return WrittenRanks.of({rank: WrittenFile("", size, sha256) for rank, size, sha256 in rows})
 
 
-class Files(Mapping[str, "dict[str, object]"]):
+class FileList(Mapping[str, "dict[str, object]"]):
     """The files of an output as its manifest lists them: name -> bytes and checksum."""
 
-    def __init__(self, file: str, ranks: Done, more: Sequence[Written] = ()) -> None:
+    def __init__(self, file: str, ranks: WrittenRanks, more: Sequence[WrittenFile] = ()) -> None:
         """`file`: the name of a rank's file, with `{rank}` in it; `ranks` ascend."""
         self._file = file
         self._before, self._after = file.split("{rank}")
         self._ranks, self._more = ranks, {each.name: each for each in more}
 
     @staticmethod
-    def read(file: str, found: Mapping[str, Any]) -> Files:
-        """What a manifest lists."""
+    def read(file: str, found: Mapping[str, Any]) -> FileList:
+        """Read the list of files in a manifest."""
         before, after = file.split("{rank}")
-        ranks: dict[int, Written] = {}
-        more: list[Written] = []
+        ranks: dict[int, WrittenFile] = {}
+        more: list[WrittenFile] = []
         for name, entry in found.items():
-            written = Written(name, int(entry["bytes"]), str(entry["sha256"]))
+            written = WrittenFile(name, int(entry["bytes"]), str(entry["sha256"]))
             text = name.removeprefix(before).removesuffix(after)
             if text.isdecimal():
                 ranks[int(text)] = written
             else:
                 more.append(written)
-        return Files(file, Done.of(dict(sorted(ranks.items()))), more)
+        return FileList(file, WrittenRanks.of(dict(sorted(ranks.items()))), more)
 
-    def and_also(self, file: Written) -> Files:
-        """These and one more."""
-        return Files(self._file, self._ranks, [*self._more.values(), file])
+    def and_also(self, file: WrittenFile) -> FileList:
+        """The same list with one more file, which is of no rank."""
+        return FileList(self._file, self._ranks, [*self._more.values(), file])
 
     @property
     def ranks(self) -> Int:
-        """The ranks whose files they are, ascending."""
+        """The ranks whose files are listed, ascending."""
         return self._ranks.ranks
 
     @property
@@ -105,13 +105,13 @@ class Files(Mapping[str, "dict[str, object]"]):
         """Bytes of all files."""
         return int(self._ranks.sizes.sum()) + sum(file.size for file in self._more.values())
 
-    def rows(self) -> Iterator[Written]:
+    def rows(self) -> Iterator[WrittenFile]:
         """All files, one by one."""
         digests = self._ranks.digests.tobytes()
         columns = zip(self.ranks.tolist(), self._ranks.sizes.tolist(), strict=True)
         for nth, (rank, size) in enumerate(columns):
             sha256 = digests[32 * nth : 32 * nth + 32].hex()
-            yield Written(f"{self._before}{rank}{self._after}", size, sha256)
+            yield WrittenFile(f"{self._before}{rank}{self._after}", size, sha256)
         yield from self._more.values()
 
     def __getitem__(self, name: str) -> dict[str, object]:
@@ -140,7 +140,7 @@ class Files(Mapping[str, "dict[str, object]"]):
 def head_of(
     given: Mapping[str, object], world_size: int, format: str, nodes: Sequence[Mapping[str, object]]
 ) -> dict[str, object]:
-    """The manifest without its files; what is given wins nothing over what is written."""
+    """The manifest without its files. Fields that are given must not contradict the program."""
     ours = {"world_size": world_size, "format": format, "nodes": nodes}
     for name in ours.keys() & given.keys():
         if given[name] != ours[name]:
@@ -149,7 +149,7 @@ def head_of(
 
 
 def counts(program: Program, ranks: Int) -> list[dict[str, object]]:
-    """What the ranks of each class do, by kind, and how many of them are written."""
+    """For each rank class the tasks of a rank by kind, and how many of its ranks are written."""
     return [
         {
             "pipeline_rank": of.pipeline_rank,
@@ -160,7 +160,7 @@ def counts(program: Program, ranks: Int) -> list[dict[str, object]]:
     ]
 
 
-def text(head: Mapping[str, object], files: Files) -> Iterator[bytes]:
+def text(head: Mapping[str, object], files: FileList) -> Iterator[bytes]:
     """The manifest as JSON with a file a line, in pieces."""
     yield json.dumps(head, indent=2).removesuffix("\n}").encode() + b',\n  "files": {'
     lines: list[str] = []
@@ -175,7 +175,7 @@ def text(head: Mapping[str, object], files: Files) -> Iterator[bytes]:
 
 
 def identity(head: Mapping[str, object], ranks: Int) -> str:
-    """A short name of an output: equal for equal runs that write the same ranks."""
-    told = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    told.update(ranks.tobytes())
-    return told.hexdigest()[:12]
+    """A short name of an output, equal for equal runs that write the same ranks."""
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    digest.update(ranks.tobytes())
+    return digest.hexdigest()[:12]

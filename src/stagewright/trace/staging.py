@@ -1,12 +1,13 @@
-"""Outputs under construction: what is there already, what is new, and the end.
+"""Outputs under construction: what is there already, what is new, and how an output appears.
 
 In a file system everything is written to a hidden sibling of the directory, which takes its name at
 the very end: the directory either holds everything or does not exist, whatever stops the run. An
-object store has no such renaming; there the manifest comes last, and what has none is not whole.
+object store has no such renaming; there the manifest is written last, and an output without one is
+not complete.
 
-Whoever writes notes now and then, in a file of its own, which files are done and their checksums.
-So a run that was stopped can be gone on with, and several processes can share one: whoever finds
-that nothing is missing any more ends it.
+An output may be *shared*: a run that was stopped can be gone on with, and several processes can
+write it at the same time, because each notes in a `Journal` which files are done. The process that
+finds no file missing completes the output.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from __future__ import annotations
 import errno
 import glob
 import itertools
-import json
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Collection, Generator, Mapping
@@ -27,132 +26,94 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from stagewright.errors import UserError
 from stagewright.files import from_json, read_bytes
-from stagewright.trace.manifest import MANIFEST, Done
-from stagewright.trace.storage import Local, Place, Remote
+from stagewright.trace.journal import PREFIX, Journal
+from stagewright.trace.manifest import MANIFEST
+from stagewright.trace.storage import LocalFolder, ObjectStore, Storage
 
-NOTED = 1.0  # seconds between notes of what is done, at first
-PATIENCE = 10.0  # seconds that the last of several waits for others to be done
+PATIENCE = 10.0  # seconds that the last of several processes waits for the others to end
 
-_PART = ".part-"
 _OURS = re.compile(
     r"workload\.\d+\.et|rank\.\d+\.(json|dot)|comm_group\.json|manifest\.json|\.part-.*"
 )
 
 
 class Output(NamedTuple):
-    """Where an output goes, and how it is written."""
+    """Which output is written, and how."""
 
-    name: str  # of what is written, as `manifest.identity` makes it
-    force: bool  # replace what is there
-    shared: bool  # go on with what others of the same name have written, and leave it to others
+    name: str  # as `manifest.identity` makes it
+    force: bool  # replace an output that is there
+    shared: bool  # go on with files of the same output, and leave files for others to go on with
 
 
-class Work(Protocol):
+class Staging(Protocol):
     """An output under construction."""
 
     @property
-    def place(self) -> Place:
-        """Where its files are written."""
+    def storage(self) -> Storage:
+        """Where the files of the output are written."""
         ...
 
     @property
     def journal(self) -> Journal:
-        """What is done."""
+        """The files that are done."""
         ...
 
     def publish(self, names: Collection[str]) -> None:
-        """All is written: make it an output, of these files and no others."""
+        """Every file is written: make them an output, of these files and no others."""
         ...
 
 
-class Journal:
-    """Which files of ranks are written: noted by every writer in files of its own."""
-
-    def __init__(self, place: Place, name: str) -> None:
-        """`name`: of the output."""
-        self._place = place
-        self._before = f"{_PART}{name}-"
-        self._token = secrets.token_hex(4)
-        self._pieces: list[Done] = []
-        self._parts = 0
-        self._began = self._flushed = time.monotonic()
-
-    def note(self, done: Done) -> None:
-        """Some files are written. They are told to others at growing intervals."""
-        self._pieces.append(done)
-        now = time.monotonic()
-        if now - self._flushed >= max(NOTED, 0.02 * NOTED * (now - self._began)):
-            self.flush()
-
-    def flush(self, *, empty: bool = False) -> None:
-        """Tell others what has been noted; `empty`: though it be nothing."""
-        if self._pieces or empty:
-            text = json.dumps(Done.joined(self._pieces).to_json())
-            self._place.write(f"{self._before}{self._token}-{self._parts}.json", [text.encode()])
-            self._parts += 1
-            self._pieces = []
-        self._flushed = time.monotonic()
-
-    def read(self) -> Done:
-        """What all writers have noted; what cannot be read has not been noted."""
-        found: list[Done] = []
-        for name in sorted(self._place.sizes()):
-            if name.startswith(self._before) and name.endswith(".json"):
-                with suppress(OSError, ValueError, KeyError, TypeError):
-                    found.append(Done.from_json(json.loads(self._place.read(name))))
-        return Done.joined(found)
-
-
 @contextmanager
-def begun(out: str, output: Output) -> Generator[Work]:
-    """An output to write; what is unfinished at the end vanishes, unless it is shared."""
-    with _in_store(out, output) if "://" in out else _in_folder(Path(out), output) as work:
-        yield work
+def staged(address: str, output: Output) -> Generator[Staging]:
+    """An output to write; unless it is published or shared, its files vanish at the end."""
+    new = _in_store(address, output) if "://" in address else _in_folder(Path(address), output)
+    with new as staging:
+        yield staging
 
 
 # ---- file systems --------------------------------------------------------------------------------
 
 
-class _Folder:
+class _StagingFolder:
     """A hidden directory that will take another's name."""
 
     def __init__(self, folder: Path, path: Path, output: Output, lock: int | None) -> None:
         self._lock = lock
-        self.place: Place = Local(folder, alone=not output.shared)
-        self.journal = Journal(self.place, output.name)
+        self.storage: Storage = LocalFolder(folder, alone=not output.shared)
+        self.journal = Journal(self.storage, output.name)
         self._folder, self._path, self._force = folder, path, output.force
 
     def publish(self, names: Collection[str]) -> None:
-        """Remove what does not belong to the output, and give it its name."""
+        """Remove files that do not belong to the output, and give the directory its name."""
         if self._lock is not None:
             _locked(self._lock, alone=True, patience=PATIENCE)
-        self.place.remove(set(self.place.sizes()) - set(names))
+        self.storage.remove(set(self.storage.sizes()) - set(names))
         _rename(self._folder, self._path, self._force)
-        # What others have begun to write since: of locks, not all file systems know.
-        there = Local(self._path)
+        # Files that others have begun to write since: not all file systems know locks.
+        there = LocalFolder(self._path)
         there.remove(set(there.sizes()) - set(names))
 
 
 @contextmanager
-def _in_folder(path: Path, output: Output) -> Generator[Work]:
-    check_place(path, output.force)
-    folder = _common(path, output.name) if output.shared else _own(path, output.name)
+def _in_folder(path: Path, output: Output) -> Generator[Staging]:
+    check_output(path, output.force)
+    folder = _shared_folder(path, output.name) if output.shared else _new_folder(path, output.name)
     lock = _lock(folder, alone=not output.shared, patience=PATIENCE if output.shared else 0)
-    work = _Folder(folder, path, output, lock)
+    staging = _StagingFolder(folder, path, output, lock)
     try:
         if lock is not None and not os.path.samestat(os.fstat(lock), folder.stat()):
             raise FileNotFoundError(errno.ENOENT, "ended by another", str(folder))
-        yield work
+        yield staging
     except BaseException:
         if output.shared:
             with suppress(OSError):
-                work.journal.flush()
+                staging.journal.flush()
         else:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         if output.shared:
-            with suppress(OSError):  # of what others had ended when it was made, or of no rank
+            with suppress(OSError):  # empty if others had completed the output when it was made
                 folder.rmdir()
         if lock is not None:
             os.close(lock)
@@ -166,7 +127,7 @@ def check_parent(path: Path) -> None:
         raise UserError(f"{path}: no permission to write in {path.parent}")
 
 
-def check_place(path: Path, force: bool) -> None:
+def check_output(path: Path, force: bool) -> None:
     """Raise a UserError where `path` must not become an output."""
     check_parent(path)
     if not os.path.lexists(path):
@@ -206,19 +167,19 @@ def _files_of(path: Path, entries: int) -> Mapping[str, object] | None:
     return cast("dict[str, object]", files) if isinstance(files, dict) else {}
 
 
-def manifest_in(place: Place) -> dict[str, Any] | None:
-    """The manifest of an output of ours; None: there is none."""
+def manifest_in(storage: Storage) -> dict[str, Any] | None:
+    """The manifest of an output of ours; None if there is none."""
     try:
-        found = from_json(place.read(MANIFEST), place.address)
+        found = from_json(storage.read(MANIFEST), storage.address)
     except (OSError, UserError):
         return None
     return found if isinstance(found, dict) and "stagewright" in found else None  # pyright: ignore
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What runs that were stopped have left beside `path`, and nobody writes now."""
-    found = sorted(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
-    return [folder for folder in found if _idle(folder)]
+    """Directories that stopped runs have left beside `path`, and in which no run is writing."""
+    folders = sorted(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
+    return [folder for folder in folders if _idle(folder)]
 
 
 def _idle(folder: Path) -> bool:
@@ -228,24 +189,24 @@ def _idle(folder: Path) -> bool:
     return lock is not None
 
 
-def _own(path: Path, name: str) -> Path:
+def _new_folder(path: Path, name: str) -> Path:
     return new_sibling(path, f"partial-{name}-{os.getpid()}")
 
 
-def _common(path: Path, name: str) -> Path:
-    """The directory of all who write this output; first what a run by itself has left of it."""
+def _shared_folder(path: Path, name: str) -> Path:
+    """The directory of all who write this output; one left by a stopped run becomes it."""
     folder = path.with_name(f".{path.name}.partial-{name}")
     if not folder.exists():
         for left in leftovers(path):
             if left.name.startswith(f"{folder.name}-"):
-                with suppress(OSError):  # another was quicker
+                with suppress(OSError):  # another process was quicker
                     left.rename(folder)
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def _lock(folder: Path, *, alone: bool, patience: float = 0) -> int | None:
-    """Lock a directory until the process ends; None where it is in use, or cannot be locked."""
+    """Lock a directory until the process ends; None if it is in use, or cannot be locked."""
     try:
         file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -257,9 +218,9 @@ def _lock(folder: Path, *, alone: bool, patience: float = 0) -> int | None:
 
 
 def _locked(file: int, *, alone: bool, patience: float) -> bool:
-    """Lock an open file anew; whether it could be done within some seconds.
+    """Lock an open file anew; whether that was possible within `patience` seconds.
 
-    Who waits has no lock meanwhile: two who want to be alone do not wait for each other.
+    A process that waits holds no lock meanwhile: two that want to be alone do not block each other.
     """
     try:
         import fcntl
@@ -281,7 +242,7 @@ def _locked(file: int, *, alone: bool, patience: float) -> bool:
 
 
 def new_sibling(path: Path, what: str) -> Path:
-    """An empty directory. One that has its name already is a killed run's, or another machine's."""
+    """A new directory; one of that name may be left by a killed run, or be another machine's."""
     for nth in itertools.count():
         folder = path.with_name(f".{path.name}.{what}{f'-{nth}' if nth else ''}")
         with suppress(FileExistsError):
@@ -311,61 +272,61 @@ def _rename(folder: Path, path: Path, force: bool) -> None:
 # ---- object stores -------------------------------------------------------------------------------
 
 
-class _Store:
-    """A folder of an object store, which is an output once it has a manifest."""
+class _StagingStore:
+    """A folder of an object store, which is a complete output once it has a manifest."""
 
-    def __init__(self, place: Place, output: Output) -> None:
-        self.place = place
-        self.journal = Journal(place, output.name)
+    def __init__(self, storage: Storage, output: Output) -> None:
+        self.storage = storage
+        self.journal = Journal(storage, output.name)
 
     def publish(self, names: Collection[str]) -> None:
-        """Remove what does not belong to the output."""
-        _remove_parts(self.place)
+        """Remove the notes of the journal; the manifest is there already."""
+        _remove_parts(self.storage)
 
 
 @contextmanager
-def _in_store(url: str, output: Output) -> Generator[Work]:
-    place = Remote(url)
-    _check_store(place, output)
-    work = _Store(place, output)
-    work.journal.flush(empty=True)  # says whose files these are, should nobody end this
+def _in_store(url: str, output: Output) -> Generator[Staging]:
+    storage = ObjectStore(url)
+    _check_store(storage, output)
+    staging = _StagingStore(storage, output)
+    staging.journal.flush(empty=True)  # names the output, should nobody complete it
     try:
-        yield work
-        if output.shared and MANIFEST in place.sizes():
-            _remove_parts(place)  # of who did not know that all was there
+        yield staging
+        if output.shared and MANIFEST in storage.sizes():
+            _remove_parts(storage)  # of processes that did not know it was complete
     except BaseException:
         with suppress(OSError):
             if output.shared:
-                work.journal.flush()
+                staging.journal.flush()
             else:
-                place.remove(filter(_OURS.fullmatch, place.sizes()))
+                storage.remove(filter(_OURS.fullmatch, storage.sizes()))
         raise
 
 
-def _remove_parts(place: Place) -> None:
-    place.remove(name for name in place.sizes() if name.startswith(_PART))
+def _remove_parts(storage: Storage) -> None:
+    storage.remove(name for name in storage.sizes() if name.startswith(PREFIX))
 
 
-def _check_store(place: Place, output: Output) -> None:
-    """Raise a UserError where an output must not be written; make room for it where it may."""
-    found = place.sizes()
+def _check_store(storage: Storage, output: Output) -> None:
+    """Raise a UserError where an output must not be written; otherwise make room for it."""
+    found = storage.sizes()
     if not found:
         return
-    where = place.address
-    manifest = manifest_in(place)
+    where = storage.address
+    manifest = manifest_in(storage)
     listed: Any = (manifest or {}).get("files") or {}
     foreign = sorted(name for name in found if not _OURS.fullmatch(name) and name not in listed)
     if foreign or (MANIFEST in found and manifest is None):
         raise UserError(
             f"{where}: holds {(*foreign, MANIFEST)[0]}, which may be yours; remove it yourself"
         )
-    parts = [name for name in found if name.startswith(_PART)]
-    mine = any(name.startswith(f"{_PART}{output.name}-") for name in parts)
+    parts = [name for name in found if name.startswith(PREFIX)]
+    mine = any(name.startswith(f"{PREFIX}{output.name}-") for name in parts)
     if output.shared and mine and MANIFEST not in found:
         return
     if not output.force:
         what = "exists already" if MANIFEST in found else "holds what a stopped run has written"
         how = "" if MANIFEST in found else ", --resume with the same settings to go on with it"
         raise UserError(f"{where}: {what}; choose another name{how}, or --force to replace it")
-    place.remove([MANIFEST])
-    place.remove(found)
+    storage.remove([MANIFEST])
+    storage.remove(found)

@@ -1,4 +1,4 @@
-"""Where files go: a directory, or an object store that fsspec reaches.
+"""Storage for files: a directory, or an object store that fsspec reaches.
 
 A file that is written is there whole or not at all, and the same name may be written twice: several
 processes that write one file leave one whole file.
@@ -26,7 +26,7 @@ _DIRECT = 1 << 20  # bytes from which on a piece is written directly
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}  # how file systems say that they cannot
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A file that has been written."""
 
     name: str
@@ -34,19 +34,19 @@ class Written(NamedTuple):
     sha256: str
 
     def entry(self) -> dict[str, object]:
-        """What the manifest says of it."""
+        """The entry of the file in a manifest."""
         return {"bytes": self.size, "sha256": self.sha256}
 
 
-class Place(Protocol):
-    """A directory, near or far."""
+class Storage(Protocol):
+    """A directory of files, on this machine or elsewhere."""
 
     @property
     def address(self) -> str:
-        """What `place` makes it from again, in another process."""
+        """The path or URL from which `storage_at` makes the same storage in another process."""
         ...
 
-    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> Written:
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
         """Write a file, or replace it."""
         ...
 
@@ -55,7 +55,7 @@ class Place(Protocol):
         ...
 
     def digest(self, name: str) -> str | None:
-        """The SHA-256 of a file as it lies there; None: it is not there."""
+        """The SHA-256 of a file as it is stored; None if it is not there."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -67,22 +67,22 @@ class Place(Protocol):
         ...
 
 
-def place(address: str) -> Place:
+def storage_at(address: str) -> Storage:
     """The directory at a path or an fsspec URL such as `s3://bucket/run`."""
-    return Remote(address) if "://" in address else Local(Path(address))
+    return ObjectStore(address) if "://" in address else LocalFolder(Path(address))
 
 
-class Local:
+class LocalFolder:
     """A directory of this machine, or one that it shares with others."""
 
     def __init__(self, folder: Path, *, alone: bool = False) -> None:
-        """`folder` exists. Who writes there `alone` may be caught with half a file."""
+        """`folder` exists. `alone`: nobody else reads it, so files need not appear whole."""
         self.folder = folder
         self.address = str(folder)
-        # The name of a file until it is whole: no other's, whoever writes here.
+        # Part of a file's name until it is whole, different for every writer.
         self._token = "" if alone else secrets.token_hex(4)
 
-    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> Written:
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
         """Write under another name, then rename."""
         path = f"{self.address}/{name}"
         temporary = f"{self.address}/.{name}.{self._token}" if self._token else path
@@ -105,14 +105,14 @@ class Local:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        return Written(name, size, digest.hexdigest())
+        return WrittenFile(name, size, digest.hexdigest())
 
     def read(self, name: str) -> bytes:
         """A whole file."""
         return (self.folder / name).read_bytes()
 
     def digest(self, name: str) -> str | None:
-        """The SHA-256 of a file; None: it is not there."""
+        """The SHA-256 of a file; None if it is not there."""
         try:
             with (self.folder / name).open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
@@ -124,7 +124,7 @@ class Local:
         found: dict[str, int] = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # another's, who has just renamed it
+                with suppress(FileNotFoundError):  # another process has just renamed it
                     found[entry.name] = entry.stat(follow_symlinks=False).st_size
         return found
 
@@ -135,10 +135,10 @@ class Local:
 
 
 def aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Room for bytes that can be written directly."""
-    room = np.empty(size + PAGE, np.uint8)
-    start = -room.ctypes.data % PAGE
-    return room[start : start + size]
+    """An array of bytes that can be written directly."""
+    buffer = np.empty(size + PAGE, np.uint8)
+    start = -buffer.ctypes.data % PAGE
+    return buffer[start : start + size]
 
 
 def _write_directly(file: int, view: memoryview) -> int:
@@ -161,7 +161,7 @@ def _write_directly(file: int, view: memoryview) -> int:
         done = 0
         while done < whole:
             done += os.write(file, view[done:whole])
-            if done % PAGE:  # a nearly full disk: what is left says so in its own words
+            if done % PAGE:  # a nearly full disk: the next plain write raises the error
                 break
         return done
     except OSError as error:
@@ -172,7 +172,7 @@ def _write_directly(file: int, view: memoryview) -> int:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
 
 
-class Remote:
+class ObjectStore:
     """A folder of an object store, or of anything that fsspec reaches. Objects appear whole."""
 
     def __init__(self, url: str) -> None:
@@ -191,7 +191,7 @@ class Remote:
             raise UserError(f"{url}: {error}") from None
         self._fs, self._root = found
 
-    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> Written:
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
         """One request for the whole object, which the store makes visible when it has it all."""
         data = b"".join(pieces)
         try:
@@ -199,14 +199,14 @@ class Remote:
         except FileNotFoundError:  # no store, but a file system that wants its folders made
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(self._path(name), data)
-        return Written(name, len(data), hashlib.sha256(data).hexdigest())
+        return WrittenFile(name, len(data), hashlib.sha256(data).hexdigest())
 
     def read(self, name: str) -> bytes:
         """A whole object."""
         return self._fs.cat_file(self._path(name))
 
     def digest(self, name: str) -> str | None:
-        """The SHA-256 of an object; None: it is not there."""
+        """The SHA-256 of an object; None if it is not there."""
         try:
             return hashlib.sha256(self.read(name)).hexdigest()
         except FileNotFoundError:

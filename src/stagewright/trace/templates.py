@@ -1,27 +1,28 @@
-"""Stamps ranks: what a batch of ranks has in common is encoded once, and each rank's file from it.
+"""Files of ranks from templates: ranks that share one are encoded once, and each stamps its own.
 
-Workers are threads. A rank costs little Python, then a SHA-256 and a write of its whole file, and
-these two leave Python's lock free; and threads share the templates, end with the process, and need
-no start-up.
+A format plans `Batch`es: ranks whose files share a template. A rank then costs little Python, a
+SHA-256 and a write of its whole file; the last two leave Python's lock free, so that threads do.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from os import path
+from platform import node
 from typing import NamedTuple, Protocol
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
 from stagewright.trace.formats import chakra, dot
 from stagewright.trace.formats import json as readable
-from stagewright.trace.manifest import Done
-from stagewright.trace.storage import Place, Written
+from stagewright.trace.manifest import WrittenRanks
+from stagewright.trace.storage import LocalFolder, Storage, WrittenFile, storage_at
 
-TASK = 16_000_000  # bytes that a thread writes before it takes the next task
-MEMORY = 128_000_000  # bytes of templates, and as many of the threads' copies of them
+TASK = 16_000_000  # bytes that a thread writes before it takes the next share
+MEMORY = 256_000_000  # bytes of templates, with the threads' copies of them
+SHARE = 256_000_000  # bytes that a task on a cluster writes, at most
 
 
 class Template(Protocol):
@@ -29,7 +30,7 @@ class Template(Protocol):
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes, about."""
+        """Bytes of memory that the template takes, about."""
         ...
 
     def stamped(self, rank: int) -> AbstractContextManager[memoryview]:
@@ -47,7 +48,7 @@ class Batch(Protocol):
 
     @property
     def at_most(self) -> int | None:
-        """An upper bound of `size`, quickly; None if there is none."""
+        """An upper bound of `size` that costs little; None if there is none."""
         ...
 
     @property
@@ -56,14 +57,14 @@ class Batch(Protocol):
         ...
 
     def template(self) -> Template:
-        """The work done once for all the ranks."""
+        """Encode what all the ranks share."""
         ...
 
 
 class Format(NamedTuple):
     """A way to write a rank: to add one, write a module with a `plan`, and name it in FORMATS."""
 
-    file: str
+    file: str  # name of a rank's file, with `{rank}` in it
     plan: Callable[[Program, Int, Mapping[str, str | int]], Sequence[Batch]]
 
 
@@ -74,60 +75,67 @@ FORMATS = {
 }
 
 
-def stamp(
-    place: Place,
-    file: str,
-    batches: Sequence[Batch],
-    note: Callable[[Done], None],
-    tell: Callable[[Done], None],
-    workers: int | None = None,
-) -> None:
-    """Write every rank's file.
+class Share(NamedTuple):
+    """Some ranks of a batch, for one thread to write."""
 
-    `file`: the name of a file, with `{rank}` in it. `note` hears of all that is written, whatever
-    stops the work, `tell` while it goes on; both in the calling thread, which encodes a batch while
-    workers write the one before. `workers`: threads, by default one per core.
+    template: Template
+    ranks: Int
+
+
+def shares(batches: Sequence[Batch]) -> Iterator[Share]:
+    """The shares of all batches; a batch is encoded when its first share is taken."""
+    for batch in batches:
+        template = batch.template()
+        step = max(1, min(256, TASK // max(1, template.memory)))
+        for at in range(0, len(batch.ranks), step):
+            yield Share(template, batch.ranks[at : at + step])
+
+
+def most_at_once(share: Share) -> int:
+    """Shares such as one that keep to `MEMORY`: each may hold a copy of its template."""
+    return max(2, MEMORY // max(1, share.template.memory))
+
+
+def write_share(storage: Storage, file: str, share: Share) -> WrittenRanks:
+    """Write the files of a share, one after the other."""
+    written: dict[int, WrittenFile] = {}
+    for rank in share.ranks.tolist():
+        with share.template.stamped(rank) as data:
+            written[rank] = storage.write(file.format(rank=rank), [data])
+    return WrittenRanks.of(written)
+
+
+@dataclass(frozen=True)
+class RemoteWriter:
+    """Writes the files of ranks on another machine, straight to storage that all machines share.
+
+    It encodes the templates anew: a program is smaller than they are.
     """
-    threads = max(1, min(workers or cores(), sum(len(batch.ranks) for batch in batches)))
-    busy: dict[Future[Done], Template] = {}
 
-    def collect(most: int) -> None:
-        while len(busy) > most:
-            for future in wait(busy, return_when=FIRST_COMPLETED).done:
-                del busy[future]
-                some = future.result()
-                note(some)
-                tell(some)
+    program: Program
+    address: str  # of the storage
+    format: str
+    provenance: Mapping[str, str | int]
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="stagewright-write")
-    try:
-        for batch in batches:
-            template = batch.template()
-            # Enough to do while the next batch is encoded, not so much that many templates are in
-            # memory at once; nor that many copies of a large one are.
-            memory = max(1, template.memory)
-            spare, step = max(1, MEMORY // memory), max(1, min(256, TASK // memory))
-            for at in range(0, len(batch.ranks), step):
-                collect(min(threads, spare) + min(8, spare) - 1)
-                some = batch.ranks[at : at + step]
-                busy[pool.submit(stamp_some, place, file, template, some)] = template
-        collect(0)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        for future in busy:
-            if not future.cancelled() and future.exception() is None:
-                note(future.result())
+    def __call__(self, ranks: Int) -> WrittenRanks:
+        """Write the files of some ranks."""
+        storage = storage_at(self.address)
+        if isinstance(storage, LocalFolder) and not path.isdir(self.address):
+            raise OSError(f"{node()} has no {self.address}: name a directory that all share")
+        form = FORMATS[self.format]
+        batches = form.plan(self.program, ranks, self.provenance)
+        return WrittenRanks.merge(
+            write_share(storage, form.file, Share(batch.template(), batch.ranks))
+            for batch in batches
+        )
 
 
-def stamp_some(place: Place, file: str, template: Template, ranks: Int) -> Done:
-    """Write the files of some ranks, one after the other."""
-    written: dict[int, Written] = {}
-    for rank in ranks.tolist():
-        with template.stamped(rank) as data:
-            written[rank] = place.write(file.format(rank=rank), [data])
-    return Done.of(written)
-
-
-def cores() -> int:
-    """Cores that the process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def remote_shares(batches: Sequence[Batch], cores: int) -> Iterator[Int]:
+    """The ranks of each task on a cluster: at most `SHARE` bytes, and several tasks per core."""
+    sizes = [batch.at_most or 1_000_000 for batch in batches]
+    total = sum(size * len(batch.ranks) for size, batch in zip(sizes, batches, strict=True))
+    share = min(SHARE, total // (4 * max(1, cores)))
+    for size, batch in zip(sizes, batches, strict=True):
+        step = max(1, share // size)
+        for at in range(0, len(batch.ranks), step):
+            yield batch.ranks[at : at + step]

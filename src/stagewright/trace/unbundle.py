@@ -1,4 +1,4 @@
-"""Ranks of a bundle as files: the bytes that `write` writes for them."""
+"""Expands a bundle: writes ranks as files, with the bytes that `write` writes for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagewright.program.columns import among
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.manifest import head_of
 from stagewright.trace.templates import FORMATS
-from stagewright.trace.write import How, some_ranks, write_ranks
+from stagewright.trace.write import How, chosen_ranks, write_ranks
 
 
 def expand(
@@ -28,7 +28,7 @@ def expand(
     if format not in FORMATS:
         hint = did_you_mean(format, FORMATS)
         raise UserError(f"format {format!r}: choose of {', '.join(FORMATS)}{hint}")
-    wanted = some_ranks(source.world_size, ranks)
+    wanted = chosen_ranks(source.world_size, ranks)
     given = source.manifest
     nodes = [
         {**of, "files": len(among(mine, wanted))}

@@ -1,8 +1,8 @@
 """Writes a program to a directory: a file per rank, the communicator groups, and a manifest.
 
-The directory either holds everything or does not exist, whatever stops the run (`unfinished`). The
+The directory either holds everything or does not exist, whatever stops the run (`staging`). The
 same program gives the same bytes, however many workers, processes or machines write it: each writes
-a share of the ranks (`stamp`), and whoever finds that none is missing adds the rest.
+a share of the ranks (`templates`), and the one that finds no rank missing adds the other files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -22,14 +23,14 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.errors import Stopped, UserError, did_you_mean
+from stagewright.executors import Threads, ray_cluster
 from stagewright.program.columns import Program, Users, among
-from stagewright.trace import ray_engine
 from stagewright.trace.formats import bundle, chakra
 from stagewright.trace.manifest import (
     GROUPS,
     MANIFEST,
-    Done,
-    Files,
+    FileList,
+    WrittenRanks,
     counts,
     head_of,
     identity,
@@ -37,24 +38,32 @@ from stagewright.trace.manifest import (
 )
 from stagewright.trace.staging import (
     Output,
-    Work,
-    begun,
+    Staging,
     check_parent,
     leftovers,
     manifest_in,
     new_sibling,
+    staged,
 )
-from stagewright.trace.storage import Local, Place, Written, place
-from stagewright.trace.templates import FORMATS, Batch, cores, stamp
+from stagewright.trace.storage import LocalFolder, Storage, WrittenFile, storage_at
+from stagewright.trace.templates import (
+    FORMATS,
+    Batch,
+    RemoteWriter,
+    most_at_once,
+    remote_shares,
+    shares,
+    write_share,
+)
 
 ENGINES = ("local", "ray")
-BUNDLE = "bundle"  # of all ranks in one file; see `formats.bundle`
+BUNDLE = "bundle"  # all ranks in one file; see `formats.bundle`
 
-Progress = Callable[[int, int, int], None]  # done, of how many, bytes
+Progress = Callable[[int, int, int], None]  # ranks written, of how many, bytes
 
 
 class How(TypedDict, total=False):
-    """How ranks are written; none of it changes a byte of the files."""
+    """How ranks are written; no option changes a byte of the files."""
 
     force: bool
     """Replace an output that an earlier call wrote."""
@@ -63,10 +72,11 @@ class How(TypedDict, total=False):
     progress: Progress | None
     """Called, by the calling thread, with ranks written so far and in all, and bytes so far."""
     resume: bool
-    """Go on with what a stopped run of the same has written; keep it if this one is stopped."""
+    """Go on with the files that a stopped run of the same output has written; keep the files if
+    this run is stopped."""
     shard: tuple[int, int] | None
-    """Write share i of n only. Shares may be written at once; who finds that none is missing ends
-    the output. i counts round: 0 and n are the same share."""
+    """Write share i of n only. Shares may be written at the same time; the one that finds no rank
+    missing completes the output. Share 0 is share n."""
     engine: str
     """`local`: threads of this process; `ray`: a Ray cluster, each machine of which writes to the
     output itself."""
@@ -86,9 +96,9 @@ def write(
 ) -> dict[str, Any]:
     """Write `ranks` (default: all) of a program to `out`; returns the manifest.
 
-    `out` is a directory, or a URL that fsspec knows. `beside` are other files that belong to it, by
-    name. Of a share that is not the last, the result has the files of the share, and how many ranks
-    are `missing`.
+    `out` is a directory, or a URL that fsspec knows. `beside` are other files of the output, by
+    name. The result of a share that is not the last lists the files of the share, and says how
+    many ranks are `missing`.
     """
     known = (*FORMATS, BUNDLE)
     if format not in known:
@@ -96,13 +106,13 @@ def write(
         raise UserError(f"format {format!r}: choose of {', '.join(known)}{hint}")
     if format == BUNDLE and ranks is not None:
         raise UserError("a bundle holds every rank: name none, and expand those that you want")
-    wanted = some_ranks(program.mesh.world_size, ranks)
+    wanted = chosen_ranks(program.mesh.world_size, ranks)
     head = head_of(manifest, program.mesh.world_size, format, counts(program, wanted))
     if format == BUNDLE:
         if how.get("resume") or how.get("shard") or how.get("engine", "local") != "local":
             raise UserError("a bundle is written at once: drop --resume, --shard and --engine")
         file = _write_bundle(program, Path(os.path.realpath(out)), head, how.get("force", False))
-        return {**head, "files": Files("{rank}", Done.of({}), [file])}
+        return {**head, "files": FileList("{rank}", WrittenRanks.of({}), [file])}
     return write_ranks(program, out, wanted, head, beside=beside, **how)
 
 
@@ -112,138 +122,45 @@ def write_ranks(
     wanted: Int,
     head: Mapping[str, Any],
     *,
-    force: bool = False,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    resume: bool = False,
-    shard: tuple[int, int] | None = None,
-    engine: str = "local",
-    address: str | None = None,
     users: Sequence[Users] | None = None,
     beside: Mapping[str, bytes] | None = None,
+    **how: Unpack[How],
 ) -> dict[str, Any]:
     """Write the files of some ranks, the groups, and the manifest, which begins as `head`.
 
-    `users` as in `Program.blocks_of_groups`, `beside` as in `write`, the rest as in `How`.
+    `users` as in `Program.blocks_of_groups`, `beside` as in `write`.
     """
-    _check_engine(engine, address)
-    where = _where(out)
-    shared = resume or shard is not None
-    form = FORMATS[head["format"]]
-    mine = _share(program, wanted, shard)
-    batches: Sequence[Batch] = []
-
-    def whole() -> dict[str, Any] | None:
-        return _whole(where, head, form.file, wanted)
-
-    def written() -> dict[str, Any]:
-        nonlocal batches
-        with begun(where, Output(identity(head, wanted), force, shared)) as work:
-            if shared and (others := whole()) is not None:
-                return others
-            tell = _Teller(progress, len(mine))
-            done = [_checked(work, form.file, mine, workers, tell)] if shared else []
-            todo = np.setdiff1d(mine, done[0].ranks, assume_unique=True) if shared else mine
-            provenance = _provenance(program, head)
-            batches = form.plan(program, todo, provenance)
-            if sum(len(batch.ranks) for batch in batches) != len(todo):
-                raise ValueError("the classes of the program do not hold every rank once")
-            if isinstance(work.place, Local):
-                _check_space(Path(where), batches)
-
-            def note(some: Done) -> None:
-                work.journal.note(some)
-                done.append(some)
-
-            if engine == "local":
-                stamp(work.place, form.file, batches, note, tell, workers)
-            else:
-                ray_engine.stamp(
-                    program, work.place, head["format"], batches, provenance, note, tell, address
-                )
-                _check_there(work.place, form.file, Done.joined(done))
-            files = Done.joined(done)
-            if shared:
-                work.journal.flush()
-                files = work.journal.read()
-                missing = len(np.setdiff1d(wanted, files.ranks, assume_unique=True))
-                if missing and (others := whole()) is not None:
-                    return others
-                if missing:
-                    found = Files(form.file, files.among(mine))
-                    return {**head, "files": found, "missing": missing}
-                _check_there(work.place, form.file, files.among(wanted))
-            more = {GROUPS: chakra.comm_group(program, users)}
-            more |= {name: [data] for name, data in (beside or {}).items()}
-            return _finish(work, head, Files(form.file, files.among(wanted)), more)
-
-    with _told(where, lambda: batches, shared):
-        return _with_others(written, whole) if shared else written()
-
-
-def _with_others(
-    written: Callable[[], dict[str, Any]], whole: Callable[[], dict[str, Any] | None]
-) -> dict[str, Any]:
-    """What `written` does, whatever others that write the same do at the same time.
-
-    One of them may end the output at any moment, which takes away the directory under our hands:
-    whatever failed by that, there is nothing left to do.
-    """
-    for tries in itertools.count(1):
-        if (found := whole()) is not None:
-            return found
-        try:
-            return written()
-        except (OSError, UserError) as error:
-            if (found := whole()) is not None:
-                return found
-            # They clear away what is not whole before they end it: wait for that by trying again.
-            if not isinstance(error, FileNotFoundError) or tries == 3:
-                raise
-    raise AssertionError
-
-
-def _check_engine(engine: str, address: str | None) -> None:
+    engine, address = how.get("engine", "local"), how.get("address")
     if engine not in ENGINES:
         hint = did_you_mean(engine, ENGINES)
         raise UserError(f"engine {engine!r}: choose of {', '.join(ENGINES)}{hint}")
     if address is not None and engine != "ray":
         raise UserError(f"address {address}: is of a Ray cluster; add --engine ray")
+    writing = _Writing(program, _absolute(out), wanted, head, how, users, beside or {})
+    with _user_errors(writing):
+        return writing.write_with_others() if writing.shared else writing.write()
 
 
-def _finish(
-    work: Work,
-    head: Mapping[str, Any],
-    files: Files,
-    more: Mapping[str, Iterable[bytes]],
-) -> dict[str, Any]:
-    """All ranks are there: what is of no rank, and the end."""
-    for name, pieces in more.items():
-        files = files.and_also(work.place.write(name, pieces))
-    work.place.write(MANIFEST, text(head, files))
-    work.publish({*files, MANIFEST})
-    return {**head, "files": files}
+def chosen_ranks(world: int, ranks: Sequence[int] | None) -> Int:
+    """The chosen ranks, ascending and each once; None: all of the world."""
+    if ranks is None:
+        return np.arange(world, dtype=np.int64)
+    for rank in ranks:
+        if not 0 <= rank < world:
+            raise UserError(f"rank {rank}: the run has {world} ranks, 0 to {world - 1}")
+    if not len(ranks):
+        raise UserError("no ranks to write: name at least one, or none for all")
+    return np.unique(np.array(ranks, np.int64))
 
 
-class _Teller:
-    """Adds up what is done, and tells."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total = progress, total
-        self._done = self._size = 0
-
-    def __call__(self, some: Done) -> None:
-        self._done += len(some.ranks)
-        self._size += int(some.sizes.sum())
-        if self._progress is not None:
-            self._progress(self._done, self._total, self._size)
+def _absolute(out: Path | str) -> str:
+    """An absolute path, or a URL."""
+    address = str(out).removeprefix("file://")
+    return address if "://" in address else os.path.realpath(address)
 
 
-# ---- what is there already -----------------------------------------------------------------------
-
-
-def _share(program: Program, ranks: Int, shard: tuple[int, int] | None) -> Int:
-    """The ranks of a share, ascending; neighbours in a class, for templates to be few."""
+def _share_of(program: Program, ranks: Int, shard: tuple[int, int] | None) -> Int:
+    """The ranks of a share, ascending: as few classes as possible, for templates to be few."""
     if shard is None:
         return ranks
     nth, count = shard
@@ -255,83 +172,208 @@ def _share(program: Program, ranks: Int, shard: tuple[int, int] | None) -> Int:
     return np.sort(np.array_split(by_class, count)[(nth - 1) % count])
 
 
-def _whole(where: str, head: Mapping[str, Any], file: str, wanted: Int) -> dict[str, Any] | None:
-    """The manifest of an output that is whole and the same; None if it is not there."""
-    if "://" not in where and not Path(where).is_dir():
-        return None
-    found = manifest_in(place(where))
-    if found is None:
-        return None
-    files = found.pop("files", None)
-    if found != json.loads(json.dumps(head)) or not isinstance(files, dict):
-        return None
-    listed = Files.read(file, files)  # pyright: ignore
-    return {**head, "files": listed} if np.array_equal(listed.ranks, wanted) else None
+# ---- writing -------------------------------------------------------------------------------------
 
 
-def _checked(
-    work: Work, file: str, ranks: Int, workers: int | None, tell: Callable[[Done], None]
-) -> Done:
-    """Files of ranks that are there already, with the bytes and the checksum that were noted."""
-    noted = work.journal.read().among(ranks)
-    names = [file.format(rank=rank) for rank in noted.ranks.tolist()]
-    sizes = work.place.sizes()
-    good = np.zeros(len(names), bool)
+@dataclass(slots=True)
+class _Writing:
+    """An output that this process writes, by itself or together with others."""
 
-    def check(nth: int) -> int:
-        if sizes.get(names[nth]) == noted.sizes[nth]:
-            digest = work.place.digest(names[nth])
-            good[nth] = digest == noted.digests[nth].tobytes().hex()
-        return nth
+    program: Program
+    address: str  # of the output
+    wanted: Int  # ranks of the output
+    head: Mapping[str, Any]
+    how: How
+    users: Sequence[Users] | None
+    beside: Mapping[str, bytes]
 
-    pool = ThreadPoolExecutor(workers or cores(), thread_name_prefix="stagewright-check")
-    try:
-        for nth in pool.map(check, range(len(names))):
-            if good[nth]:
-                tell(noted.at(np.array([nth])))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    return noted.at(good)
+    ranks: Int = field(init=False)  # that this process writes
+    shared: bool = field(init=False)  # others may write, or have written, the same output
+    batches: Sequence[Batch] = ()
+
+    def __post_init__(self) -> None:
+        shard = self.how.get("shard")
+        self.shared = self.how.get("resume", False) or shard is not None
+        self.ranks = _share_of(self.program, self.wanted, shard)
+
+    @property
+    def file(self) -> str:
+        """The name of a rank's file, with `{rank}` in it."""
+        return FORMATS[self.head["format"]].file
+
+    def write_with_others(self) -> dict[str, Any]:
+        """As `write`, though others may write the same output at the same time.
+
+        One of them may complete the output at any moment, which takes away the directory that this
+        process writes in: whatever failed for that reason, nothing is left to do.
+        """
+        for tries in itertools.count(1):
+            if (complete := self.complete_output()) is not None:
+                return complete
+            try:
+                return self.write()
+            except (OSError, UserError) as error:
+                if (complete := self.complete_output()) is not None:
+                    return complete
+                # Incomplete outputs are cleared away before the new one appears: try again.
+                if not isinstance(error, FileNotFoundError) or tries == 3:
+                    raise
+        raise AssertionError
+
+    def complete_output(self) -> dict[str, Any] | None:
+        """The manifest of the same output, if it is there and complete."""
+        if "://" not in self.address and not Path(self.address).is_dir():
+            return None
+        found = manifest_in(storage_at(self.address))
+        if found is None:
+            return None
+        files = found.pop("files", None)
+        if found != json.loads(json.dumps(self.head)) or not isinstance(files, dict):
+            return None
+        listed = FileList.read(self.file, files)  # pyright: ignore
+        same = np.array_equal(listed.ranks, self.wanted)
+        return {**self.head, "files": listed} if same else None
+
+    def write(self) -> dict[str, Any]:
+        """Write the ranks that are missing; complete the output if no other rank is missing."""
+        name = identity(self.head, self.wanted)
+        output = Output(name, self.how.get("force", False), self.shared)
+        with staged(self.address, output) as staging:
+            if self.shared and (complete := self.complete_output()) is not None:
+                return complete
+            written = self._write_ranks(staging)
+            if self.shared:
+                staging.journal.flush()
+                written = staging.journal.read()
+                missing = len(np.setdiff1d(self.wanted, written.ranks, assume_unique=True))
+                if missing and (complete := self.complete_output()) is not None:
+                    return complete
+                if missing:
+                    mine = FileList(self.file, written.among(self.ranks))
+                    return {**self.head, "files": mine, "missing": missing}
+                _check_there(staging.storage, self.file, written.among(self.wanted))
+            return self._complete(staging, FileList(self.file, written.among(self.wanted)))
+
+    def _write_ranks(self, staging: Staging) -> WrittenRanks:
+        """Write the files of this process's ranks that are not there yet; returns all of them."""
+        progress = _Progress(self.how.get("progress"), len(self.ranks))
+        written = [self._kept(staging, progress)] if self.shared else []
+        todo = self.ranks
+        if self.shared:
+            todo = np.setdiff1d(self.ranks, written[0].ranks, assume_unique=True)
+        provenance = _provenance(self.program, self.head)
+        self.batches = FORMATS[self.head["format"]].plan(self.program, todo, provenance)
+        if sum(len(batch.ranks) for batch in self.batches) != len(todo):
+            raise ValueError("the classes of the program do not hold every rank once")
+        if isinstance(staging.storage, LocalFolder):
+            _check_space(Path(self.address), self.batches)
+
+        def done(more: WrittenRanks) -> None:
+            staging.journal.note(more)
+            written.append(more)
+            progress(more)
+
+        self._run(staging.storage, provenance, done)
+        return WrittenRanks.merge(written)
+
+    def _run(
+        self,
+        storage: Storage,
+        provenance: Mapping[str, str | int],
+        done: Callable[[WrittenRanks], None],
+    ) -> None:
+        """Write the files of all batches, by threads or by a cluster."""
+        if self.how.get("engine", "local") == "local":
+            threads = Threads(self.how.get("workers"), most_at_once)
+            threads.run(partial(write_share, storage, self.file), shares(self.batches), done)
+            return
+        remote: list[WrittenRanks] = []
+
+        def note(more: WrittenRanks) -> None:
+            remote.append(more)
+            done(more)
+
+        writer = RemoteWriter(self.program, storage.address, self.head["format"], provenance)
+        with ray_cluster(self.how.get("address")) as cluster:
+            cluster.run(writer, remote_shares(self.batches, cluster.workers), note)
+        _check_there(storage, self.file, WrittenRanks.merge(remote))
+
+    def _kept(self, staging: Staging, progress: Callable[[WrittenRanks], None]) -> WrittenRanks:
+        """Files of ranks that are there already, with the bytes and the checksum noted for them."""
+        noted = staging.journal.read().among(self.ranks)
+        names = [self.file.format(rank=rank) for rank in noted.ranks.tolist()]
+        sizes = staging.storage.sizes()
+        intact = np.zeros(len(names), bool)
+
+        def check(nth: int) -> int | None:
+            if sizes.get(names[nth]) != noted.sizes[nth]:
+                return None
+            digest = staging.storage.digest(names[nth])
+            return nth if digest == noted.digests[nth].tobytes().hex() else None
+
+        def done(nth: int | None) -> None:
+            if nth is not None:
+                intact[nth] = True
+                progress(noted.at(np.array([nth])))
+
+        Threads(self.how.get("workers")).run(check, range(len(names)), done)
+        return noted.at(intact)
+
+    def _complete(self, staging: Staging, files: FileList) -> dict[str, Any]:
+        """Write the files that are of no rank, and publish the output."""
+        more: dict[str, Iterable[bytes]] = {GROUPS: chakra.comm_group(self.program, self.users)}
+        more |= {name: [data] for name, data in self.beside.items()}
+        for name, pieces in more.items():
+            files = files.and_also(staging.storage.write(name, pieces))
+        staging.storage.write(MANIFEST, text(self.head, files))
+        staging.publish({*files, MANIFEST})
+        return {**self.head, "files": files}
 
 
-def _check_there(place: Place, file: str, done: Done) -> None:
-    """What others have noted is there; a UserError where it is not."""
-    sizes = place.sizes()
-    names = [file.format(rank=rank) for rank in done.ranks.tolist()]
+class _Progress:
+    """Adds up the ranks and bytes that are written, and reports them."""
+
+    def __init__(self, report: Progress | None, total: int) -> None:
+        self._report, self._total = report, total
+        self._ranks = self._size = 0
+
+    def __call__(self, more: WrittenRanks) -> None:
+        self._ranks += len(more.ranks)
+        self._size += int(more.sizes.sum())
+        if self._report is not None:
+            # A report that raises, as Ctrl-C does, is not called again while the run winds up.
+            report, self._report = self._report, None
+            report(self._ranks, self._total, self._size)
+            self._report = report
+
+
+def _check_there(storage: Storage, file: str, written: WrittenRanks) -> None:
+    """Raise a UserError where files that other processes have noted are not there."""
+    sizes = storage.sizes()
+    names = [file.format(rank=rank) for rank in written.ranks.tolist()]
     found = np.array([sizes.get(name, -1) for name in names])
-    wrong = np.flatnonzero(found != done.sizes).tolist()
+    wrong = np.flatnonzero(found != written.sizes).tolist()
     if wrong:
         raise UserError(
-            f"{place.address}: {names[wrong[0]]} is not what was written ({len(wrong)} such); run "
-            "with --resume to write it again"
+            f"{storage.address}: {names[wrong[0]]} is not what was written ({len(wrong)} such); "
+            "run with --resume to write it again"
         )
 
 
-# ---- places --------------------------------------------------------------------------------------
+def _provenance(program: Program, head: Mapping[str, Any]) -> dict[str, str | int]:
+    """The origin of a trace, for its metadata."""
+    mesh = ",".join(f"{name}={size}" for name, size in program.mesh.axes)
+    return {
+        "generator": f"stagewright {head['stagewright']}",
+        "world_size": program.mesh.world_size,
+        "mesh": mesh,
+    }
 
 
-def _where(out: Path | str) -> str:
-    """An absolute path, or a URL."""
-    text = str(out)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    return text if "://" in text else os.path.realpath(text)
-
-
-def some_ranks(world: int, ranks: Sequence[int] | None) -> Int:
-    """The ranks that are meant, ascending and each once; None: all of the world."""
-    if ranks is None:
-        return np.arange(world, dtype=np.int64)
-    for rank in ranks:
-        if not 0 <= rank < world:
-            raise UserError(f"rank {rank}: the run has {world} ranks, 0 to {world - 1}")
-    if not len(ranks):
-        raise UserError("no ranks to write: name at least one, or none for all")
-    return np.unique(np.array(ranks, np.int64))
-
-
-def _write_bundle(program: Program, path: Path, head: Mapping[str, Any], force: bool) -> Written:
-    """A bundle takes its name when it is whole."""
+def _write_bundle(
+    program: Program, path: Path, head: Mapping[str, Any], force: bool
+) -> WrittenFile:
+    """Write a bundle under another name, and rename it when it is whole."""
     check_parent(path)
     if os.path.lexists(path):
         if not force:
@@ -340,29 +382,55 @@ def _write_bundle(program: Program, path: Path, head: Mapping[str, Any], force: 
             )
         if not bundle.is_bundle(path):
             raise UserError(f"{path}: is no bundle, so it may be yours; remove it yourself")
-    with _told(str(path), tuple, False):
+    try:
         folder = new_sibling(path, f"partial-{os.getpid()}")
         try:
-            file = Local(folder).write(path.name, [bundle.encode(program, head)])
+            file = LocalFolder(folder).write(path.name, [bundle.encode(program, head)])
             (folder / path.name).replace(path)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise _refused(str(path), error, ()) from error
     return file
 
 
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _user_errors(writing: _Writing) -> Generator[None]:
+    """Turn errors of the system into a UserError, and say what a stopped run leaves."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not writing.shared:
+            raise
+        raise Stopped(
+            "stopped; what is written stays, and the same command goes on with it"
+        ) from None
+    except OSError as error:
+        raise _refused(writing.address, error, writing.batches) from error
+
+
+def _refused(address: str, error: OSError, batches: Sequence[Batch]) -> UserError:
+    """What the system refused to do, in words."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and "://" not in address:
+        return UserError(_no_room(Path(address), batches))
+    return UserError(f"{address}: cannot be written: {error.strerror or error}")
+
+
 def _check_space(path: Path, batches: Sequence[Batch]) -> None:
+    """Raise a UserError where the files cannot fit on the disk."""
     free = shutil.disk_usage(path.parent).free
-    # The bound is quick to get and nearly always small enough.
-    if (
-        _total(batches, lambda batch: batch.at_most)
-        > free
-        < _total(batches, lambda batch: batch.size)
-    ):
+    # The bound costs little and nearly always fits.
+    if _total(batches, lambda batch: batch.at_most) <= free:
+        return
+    if _total(batches, lambda batch: batch.size) > free:
         raise UserError(_no_room(path, batches))
 
 
 def _total(batches: Sequence[Batch], size: Callable[[Batch], int | None]) -> int:
-    """Bytes of all files; those not known before they are made count nothing."""
+    """Bytes of all files; a size that is not known before the file is made counts as zero."""
     return sum((size(batch) or 0) * len(batch.ranks) for batch in batches)
 
 
@@ -373,30 +441,3 @@ def _no_room(path: Path, batches: Sequence[Batch]) -> str:
     stale = [str(found) for found in leftovers(path)]
     hint = f"; of runs that were stopped, remove {', '.join(stale)}" if stale else ""
     return f"{path}: disk full: {what}{free:,} are free in {path.parent}{hint}"
-
-
-@contextmanager
-def _told(where: str, batches: Callable[[], Sequence[Batch]], shared: bool) -> Generator[None]:
-    """Turns what the system refuses into a UserError, and says what a stop leaves."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not shared:
-            raise
-        raise Stopped(
-            "stopped; what is written stays, and the same command goes on with it"
-        ) from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and "://" not in where:
-            raise UserError(_no_room(Path(where), batches())) from error
-        raise UserError(f"{where}: cannot be written: {error.strerror or error}") from error
-
-
-def _provenance(program: Program, head: Mapping[str, Any]) -> dict[str, str | int]:
-    """What a trace says of where it comes from."""
-    mesh = ",".join(f"{name}={size}" for name, size in program.mesh.axes)
-    return {
-        "generator": f"stagewright {head['stagewright']}",
-        "world_size": program.mesh.world_size,
-        "mesh": mesh,
-    }

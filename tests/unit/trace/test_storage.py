@@ -19,7 +19,14 @@ from stagewright.lower.training import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.trace import storage
-from stagewright.trace.storage import Local, Place, Remote, Written, aligned, place
+from stagewright.trace.storage import (
+    LocalFolder,
+    ObjectStore,
+    Storage,
+    WrittenFile,
+    aligned,
+    storage_at,
+)
 from stagewright.trace.write import write
 
 TOY = {"model": "gpt2", "layers": 2, "seq_length": 16, "vocab": 64}
@@ -32,17 +39,17 @@ def program() -> Program:
 
 
 @pytest.fixture(params=["folder", "memory", "local"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "folder":
-        return Local(tmp_path)
+        return LocalFolder(tmp_path)
     fsspec = pytest.importorskip("fsspec")
     if request.param == "local":
-        return place(f"local://{tmp_path}/deep/down")
+        return storage_at(f"local://{tmp_path}/deep/down")
     fsspec.filesystem("memory").store.clear()
-    return place("memory://bucket/run")
+    return storage_at("memory://bucket/run")
 
 
-def test_files_of_any_place(anywhere: Place):
+def test_files_of_any_place(anywhere: Storage):
     random = np.random.default_rng(0)
     assert anywhere.sizes() == {}
     for size in SIZES:
@@ -51,13 +58,13 @@ def test_files_of_any_place(anywhere: Place):
             plain = data.tobytes()
             told = anywhere.write(f"f{size}", [data.data])
             digest = hashlib.sha256(plain).hexdigest()
-            assert told == Written(f"f{size}", size, digest)
+            assert told == WrittenFile(f"f{size}", size, digest)
             assert anywhere.read(f"f{size}") == plain
             assert anywhere.digest(f"f{size}") == digest
     anywhere.write("f1", [b"in", memoryview(b" pieces"), b""])
     assert anywhere.read("f1") == b"in pieces"
     assert anywhere.sizes() == {f"f{size}": size for size in SIZES} | {"f1": 9}
-    assert place(anywhere.address).read("f1") == b"in pieces"
+    assert storage_at(anywhere.address).read("f1") == b"in pieces"
     anywhere.remove(["f0", "absent"])
     assert "f0" not in anywhere.sizes()
     assert anywhere.digest("absent") is None
@@ -66,7 +73,7 @@ def test_files_of_any_place(anywhere: Place):
 
 
 def test_a_file_that_fails_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    here = Local(tmp_path)
+    here = LocalFolder(tmp_path)
     here.write("old", [b"old"])
 
     def pieces():
@@ -101,10 +108,10 @@ def test_a_file_system_that_knows_no_direct_writes(
         return written(file, view)
 
     monkeypatch.setattr(fcntl, "fcntl", no_flag)
-    Local(tmp_path).write("a", [data.data])
+    LocalFolder(tmp_path).write("a", [data.data])
     monkeypatch.undo()
     monkeypatch.setattr(storage.os, "write", no_write)
-    Local(tmp_path).write("b", [data.data])
+    LocalFolder(tmp_path).write("b", [data.data])
     monkeypatch.undo()
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == plain
 
@@ -121,7 +128,7 @@ def test_a_disk_that_fills_up_in_a_direct_write(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(storage.os, "write", little)
     with pytest.raises(OSError, match="No space left"):
-        Local(tmp_path).write("a", [aligned(5 << 20).data])
+        LocalFolder(tmp_path).write("a", [aligned(5 << 20).data])
     assert not list(tmp_path.iterdir())
 
 
@@ -195,7 +202,7 @@ def test_others_at_any_moment(
         steps = itertools.count()
         with monkeypatch.context() as patch:
             for name in ("write", "read", "sizes", "remove"):
-                plain = getattr(Remote, name)
+                plain = getattr(ObjectStore, name)
 
                 def watched(
                     *given: Any,
@@ -208,7 +215,7 @@ def test_others_at_any_moment(
                             share(nth)
                     return plain(*given)
 
-                patch.setattr(Remote, name, watched)
+                patch.setattr(ObjectStore, name, watched)
             share(1)
         if next(steps) <= moment:
             break
@@ -245,13 +252,13 @@ def test_a_stopped_output_in_a_store(
 
 
 def test_what_is_not_ours_stays(program: Program, memory: dict[str, Any]):
-    place("memory://b").write("thesis.tex", [b"mine"])
+    storage_at("memory://b").write("thesis.tex", [b"mine"])
     for force in (False, True):
         with pytest.raises(UserError, match=r"holds thesis.tex, which may be yours"):
             write(program, "memory://b", manifest={}, force=force)
     assert names(memory) == {"thesis.tex"}
-    place("memory://b").remove(["thesis.tex"])
-    place("memory://b").write("manifest.json", [b'{"name": "of a web page"}'])
+    storage_at("memory://b").remove(["thesis.tex"])
+    storage_at("memory://b").write("manifest.json", [b'{"name": "of a web page"}'])
     with pytest.raises(UserError, match=r"holds manifest.json, which may be yours"):
         write(program, "memory://b", manifest={}, force=True)
 

@@ -31,7 +31,7 @@ from stagewright.program.columns import (
     Tasks,
 )
 from stagewright.trace.formats import chakra
-from stagewright.trace.storage import Local
+from stagewright.trace.storage import LocalFolder
 from stagewright.trace.write import write
 
 WORLD = 12
@@ -248,14 +248,14 @@ def test_no_room_known_before(program: Program, tmp_path: Path, monkeypatch: pyt
 def test_failing_disk(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
 ):
-    written = Local.write
+    written = LocalFolder.write
 
-    def failing(self: Local, name: str, pieces: Any):
+    def failing(self: LocalFolder, name: str, pieces: Any):
         if name == "workload.7.et":
             raise OSError(code, os.strerror(code))
         return written(self, name, pieces)
 
-    monkeypatch.setattr(Local, "write", failing)
+    monkeypatch.setattr(LocalFolder, "write", failing)
     with refused(message):
         write(program, tmp_path / "out", manifest={})
     assert not list(tmp_path.iterdir())
