@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 import stagewright as sw
+from stagewright.run.sections.execution import Execution
 from stagewright.time import astra_sim
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
 from stagewright.trace.formats import et_def, wire
 

@@ -38,7 +38,8 @@ ANEW = """
 import json, sys, time
 from stagewright.lower import training as compiler
 from stagewright.model.catalog import resolve
-from stagewright.run.settings import Run, check
+from stagewright.run.rules import check
+from stagewright.run.settings import Run
 run = Run(**json.loads(sys.argv[1]))
 kinds = compiler.compile(run).blocks  # and everything is imported
 model = resolve(run.model)

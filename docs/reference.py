@@ -19,6 +19,7 @@ import click
 
 if TYPE_CHECKING:
     from stagewright.graph.node import Node
+    from stagewright.run.sections.declare import Setting
 
 HERE = Path(__file__).parent / "reference"
 
@@ -65,8 +66,9 @@ def cli() -> str:
     """Every command, its arguments, options and examples."""
     from stagewright.cli import main as cli
     from stagewright.cli.help import EXAMPLES
+    from stagewright.run.sections import SETTINGS
 
-    shared = {setting.name for setting in cli.SETTINGS}
+    shared = SETTINGS.keys()
     parts = [
         "# Command line\n\nEvery command takes `--help`. Commands on a run (`show`, `generate`, "
         "`simulate` and others) take every [setting](settings.md) besides their own options.\n"
@@ -103,23 +105,40 @@ def _flags(option: click.Option) -> str:
 
 
 def settings() -> str:
-    """Fields of a run: options, and keys of run files."""
-    from stagewright.cli import main as cli
-    from stagewright.run.settings import Run
+    """Fields of a run, of the machine and of the execution: options, and keys of run files."""
+    from stagewright.run.sections import SECTIONS
+    from stagewright.run.sections.declare import settings_of
 
-    rows: list[tuple[str, str, str, str]] = []
-    for setting in cli.SETTINGS:
-        kind = setting.kind
-        values = ", ".join(f"`{w}`" for w in kind) if isinstance(kind, tuple) else kind.__name__
-        text, _, default = setting.help.partition("[")
-        rows.append((f"`{setting.name}`", values, text, default.rstrip("]")))
-    assert {row[0].strip("`") for row in rows} | {"model"} == set(Run.model_fields)
-    return (
-        "# Settings of a run\n\nFields of `stagewright.Run`; keys of run files (YAML); options of "
-        "the command line, with dashes for underscores, and `--no-` to turn off what is on. Options win "
-        "over the file. More: [usage](../usage.md).\n\n"
-        + table(("setting", "values", "meaning", "default"), rows)
-    )
+    parts = [
+        "# Settings\n\nFields of `stagewright.Run`; keys of run files (YAML), flat or under the name "
+        "of their section; options of the command line, with dashes for underscores, and `--no-` to "
+        "turn off what is on. Options win over the file. More: [usage](../usage.md).\n"
+    ]
+    for key, (title, section) in SECTIONS.items():
+        rows = [
+            (f"`{s.name}`", _values(s), s.help, s.default_text, _more(s))
+            for s in settings_of(section, key)
+        ]
+        heads = ("setting", "values", "meaning", "default", "more")
+        parts.append(f"## {title}\n\nSection `{key}`: {first(section)}\n\n{table(heads, rows)}")
+    return "\n".join(parts)
+
+
+def _values(setting: Setting) -> str:
+    kind = setting.kind
+    return ", ".join(f"`{w}`" for w in kind) if isinstance(kind, tuple) else kind.__name__
+
+
+def _more(setting: Setting) -> str:
+    """Modes, needs, habits of frameworks and other names of a setting."""
+    from stagewright.run.sections.declare import ALL_MODES, describe_need, text_of
+
+    parts = [] if setting.modes == ALL_MODES else [f"{' and '.join(setting.modes)} only"]
+    parts += [f"needs {describe_need(*need)}" for need in setting.needs.items()]
+    parts += [f"{name}: {text_of(value)}" for name, value in setting.habits.items()]
+    parts += [f"also `--{name}`" for name in setting.names]
+    parts += [f"`--{name}`: {text_of(value)}" for name, value in setting.switches.items()]
+    return "; ".join(parts)
 
 
 # ---- what is known by name -----------------------------------------------------------------------

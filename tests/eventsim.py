@@ -16,7 +16,7 @@ from fractions import Fraction
 from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Int
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
-from stagewright.time.simulate.issue import Execution
+from stagewright.run.sections.execution import Execution
 
 
 @dataclass
@@ -59,7 +59,7 @@ def simulate(
                 [0] * len(queues),
                 {row: s for s, queue in enumerate(queues) for row in queue},
             )
-    return Clock(ranks, how.slowdown).run()
+    return Clock(ranks, how.overlap_slowdown).run()
 
 
 class Clock:

@@ -364,7 +364,7 @@ def _config_compiled(path: Path) -> object:
 def _run_file(path: Path) -> object:
     from stagewright.model.catalog import resolve
     from stagewright.parallel.degrees import parallelization
-    from stagewright.run.settings import check
+    from stagewright.run.rules import check
     from stagewright.trace.recorded import load_run, recorded_model
 
     run = load_run(path)

@@ -17,6 +17,7 @@ from stagewright.cli import main as cli
 from stagewright.graph.table import OPS
 from stagewright.model.presets import PRESETS
 from stagewright.parallel.placement import TENSOR_PARALLEL
+from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time import hardware
@@ -224,7 +225,7 @@ def test_pictures_are_current(request: pytest.FixtureRequest):
     ("page", "names"),
     [
         ("cli", list(cli.commands.commands)),
-        ("settings", [f"`{setting.name}`" for setting in cli.SETTINGS]),
+        ("settings", [f"`{setting}`" for setting in EXPERIMENT]),
         ("models", [f"`{preset}`" for preset in PRESETS]),
         ("hardware", [f"`{each}`" for each in hardware.names()]),
         ("schedules", [f"## {schedule}" for schedule in SCHEDULES]),

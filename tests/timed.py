@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
-from stagewright.time.simulate.issue import Execution
+from stagewright.run.sections.execution import Execution
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "streams": "separate"}
 SP = {"sequence_parallel": True}
@@ -38,7 +38,7 @@ WAYS = {
     "late": Execution(prefetch=0),
     "ahead": Execution(prefetch=3),
     "next": Execution(overlap_param_gather=True),
-    "slow": Execution(slowdown=0.25, overlap_param_gather=True),
+    "slow": Execution(overlap_slowdown=0.25, overlap_param_gather=True),
 }
 
 

@@ -22,13 +22,14 @@ from stagewright.files import write_text
 from stagewright.lower import training as compiler
 from stagewright.lower.training import Compiled
 from stagewright.model.config import ModelConfig
+from stagewright.run.sections.cluster import Algorithm
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.astra_sim import beside
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.measured import load, measured
-from stagewright.time.network import Algorithm, Machine
-from stagewright.time.simulate.issue import Execution
+from stagewright.time.network import Machine
 from stagewright.time.simulate.step import Simulation
 from stagewright.time.simulate.step import simulate as run_on
 from stagewright.trace.recorded import manifest
@@ -96,7 +97,7 @@ def simulate(
         tp_comm_overlap=tp_comm_overlap,
         overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
         moe_flex_dispatcher=moe_flex_dispatcher,
-        slowdown=overlap_slowdown,
+        overlap_slowdown=overlap_slowdown,
     )
     machine = hardware
     if not isinstance(machine, Machine):

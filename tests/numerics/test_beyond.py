@@ -21,8 +21,8 @@ from stagewright.model.config import Diffusion, ModelConfig, Recommendation, Vis
 from stagewright.model.presets import PRESETS
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import COLLECTIVES
+from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from stagewright.run.settings import check as check_run
 
 PUBLISHED = {
     # huggingface.co/google/vit-base-patch16-224 and -large-: parameters of the classifiers of 1000

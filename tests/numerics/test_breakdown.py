@@ -10,9 +10,9 @@ import pytest
 from stagewright.arrays import Float
 from stagewright.lower.training import compile
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import Timeline, timeline
 from timed import RUNS, WAYS, durations
 

@@ -32,8 +32,8 @@ from stagewright.lower.training import (
 from stagewright.model.presets import PRESETS
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import TaskKind
+from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from stagewright.run.settings import check as check_run
 from stagewright.schedule.schedules import make as make_order
 from toys import WITH_LIVE_VALUES as MODELS
 

@@ -26,8 +26,8 @@ from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.placement import EXPERTS, strategy
 from stagewright.program.columns import PHASES, TaskKind
+from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from stagewright.run.settings import check as check_run
 from toys import MOE
 
 LATENT: dict[str, Any] = {"num_query_groups": 4, "kv_channels": 6, "qk_rope_head_dim": 2}

@@ -24,8 +24,8 @@ from stagewright.model.presets import PRESETS
 from stagewright.model.state_space import StateSpace
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import PHASES, TaskKind
+from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from stagewright.run.settings import check as check_run
 from stagewright.time.cost import kernel_seconds
 from stagewright.time.hardware import resolve as hardware
 

@@ -24,8 +24,8 @@ from stagewright.lower.training import Kind, compile, recipe_of, sizes_of
 from stagewright.lower.training import sharded as compiled
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.placement import Plan, strategy
+from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from stagewright.run.settings import check as check_run
 
 
 class Setup(NamedTuple):

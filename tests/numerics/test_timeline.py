@@ -9,8 +9,8 @@ import eventsim
 from stagewright.arrays import Int
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program, TaskKind
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from timed import RUNS, WAYS, durations
 
@@ -24,7 +24,7 @@ def compare(
 ) -> Timeline:
     line = timeline(program, [t * TICK for t in ticks], how, factors)
     truth = eventsim.simulate(program, ticks, how, factors)
-    slack = 0 if how.slowdown == 0 else 10 * len(truth[0][0])
+    slack = 0 if how.overlap_slowdown == 0 else 10 * len(truth[0][0])
     seen = 0
     for lane in line.lanes:
         for rank in lane.ranks.tolist():
@@ -54,5 +54,5 @@ def test_stragglers(run: str) -> None:
     line = compare(program, ticks, Execution(), {program.mesh.world_size - 1: 1.5})
     random = np.random.default_rng(3)
     every = dict(enumerate((1 + random.random(program.mesh.world_size)).tolist()))
-    some = compare(program, ticks, Execution(slowdown=0.1), every)
+    some = compare(program, ticks, Execution(overlap_slowdown=0.1), every)
     assert len(line.lanes) <= len(some.lanes) == program.mesh.world_size

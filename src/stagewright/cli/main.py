@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -19,8 +19,10 @@ from stagewright.cli import simulate as cli_simulate
 from stagewright.cli import time as cli_time
 from stagewright.cli import trace as cli_trace
 from stagewright.cli import write as cli_write
+from stagewright.cli.options import option_of
 from stagewright.cli.progress import shown, told
 from stagewright.errors import Stopped, UserError, did_you_mean
+from stagewright.run.sections import SETTINGS
 
 if TYPE_CHECKING:
     from stagewright.lower.training import Compiled
@@ -32,191 +34,13 @@ BUG = 1
 INTERRUPTED = 130
 
 
-class Setting(NamedTuple):
-    """A field of `Run` as an option.
-
-    `kind` is int, float, bool, str, tuple or the words to choose.
-    """
-
-    name: str
-    kind: type | tuple[str, ...]
-    help: str
-
-    @property
-    def flag(self) -> str:
-        """The option's name, with dashes."""
-        return "--" + self.name.replace("_", "-")
-
-
-# The fields of `Run` other than `model`, in its order. Written out, since building them from `Run`
-# would import pydantic for every `--help`; a test asserts that the two agree.
-SETTINGS = (
-    Setting("mode", ("train", "prefill", "decode"), "What a step is. [train]"),
-    Setting("tp", int, "Tensor parallelism: ranks that split every layer. [1]"),
-    Setting("cp", int, "Context parallelism: ranks that split the sequence. [1]"),
-    Setting("dp", int, "Data parallelism: ranks that split the batch. [1]"),
-    Setting("pp", int, "Pipeline parallelism: ranks that split the layers. [1]"),
-    Setting("dcp", int, "Inference: ranks of cp and tp that share a cache by tokens. [cp]"),
-    Setting("ep", int, "Expert parallelism, over ranks of tp, cp and dp. [1]"),
-    Setting("etp", int, "Tensor parallelism inside an expert. [as tp]"),
-    Setting("vpp", int, "Virtual stages of each pipeline rank. [1]"),
-    Setting(
-        "dp_shard", int, "Ranks of dp that share one copy of sharded state (HSDP). [all of dp]"
-    ),
-    Setting("zero", int, "Shard over dp: 1 optimizer, 2 +gradients, 3 +parameters (FSDP). [0]"),
-    Setting(
-        "reshard_after_forward", bool, "With --zero 3: gather parameters again in backward. [on]"
-    ),
-    Setting("sequence_parallel", bool, "Split norms and dropout over tp along the sequence. [off]"),
-    Setting(
-        "cp_comm_type", ("p2p", "all_gather", "a2a"), "How cp works: ring, gather, Ulysses. [p2p]"
-    ),
-    Setting("seq_length", int, "Tokens per sequence. [the model's longest, at most 8192]"),
-    Setting("decoder_seq_length", int, "Encoder-decoder: tokens of the decoder. [seq-length]"),
-    Setting("micro_batch_size", int, "Sequences per microbatch. [1]"),
-    Setting("global_batch_size", int, "Sequences per step. [micro-batch-size * dp * pp or more]"),
-    Setting(
-        "schedule",
-        str,
-        "1f1b, gpipe, interleaved, looped-bfs, zb-h1, zbv, dualpipev, dualpipe, or a .csv file.",
-    ),
-    Setting("layers_per_stage", tuple, "Layers of each virtual stage, such as 9,10,10,9. [even]"),
-    Setting("batch_size", int, "Inference: requests in a step, of all ranks. [dp * pp]"),
-    Setting(
-        "prompt_length",
-        int,
-        "Prefill: new tokens of a request. Decode: a prompt's chunk besides, on each rank of dp.",
-    ),
-    Setting("context_length", int, "Inference: tokens of a request in the cache before the step."),
-    Setting("source_length", int, "Inference, encoder-decoder: tokens of the encoder. [longest]"),
-    Setting("requests", str, "Inference: a .csv of count, context_length, new_tokens."),
-    Setting("num_speculative_tokens", int, "Decode: draft tokens that are verified. [0]"),
-    Setting(
-        "weight_precision",
-        ("bf16", "fp8", "int4", "fp4", "mxfp4"),
-        "Inference: how layers' matrices are stored. [that of the computation]",
-    ),
-    Setting("kv_cache_dtype", ("bf16", "fp8", "fp32"), "[that of the computation]"),
-    Setting("kv_cache", ("paged", "contiguous"), "How the cache keeps requests. [paged]"),
-    Setting("kv_block_size", int, "Tokens of a block of the paged cache. [16]"),
-    Setting("max_model_len", int, "Contiguous: tokens a request has room for. [the longest's]"),
-    Setting("prefill", str, "Decode: other ranks compute and send the context, as tp=4,pp=2."),
-    Setting("num_redundant_experts", int, "Inference: experts that are there once more. [0]"),
-    Setting("mla", ("naive", "absorb"), "Latent attention. [prefill: naive, decode: absorb]"),
-    Setting("device_memory", str, "Inference: bytes of a rank, such as 80e9 or 80GiB."),
-    Setting("framework", ("megatron", "torchtitan"), "Whose habits settings have. [megatron]"),
-    Setting(
-        "params_dtype", ("bf16", "fp32"), "Parameters, gradients, states. [mixed, with a master]"
-    ),
-    Setting("grad_reduce_dtype", ("bf16", "fp32"), "Of gradients on their way. [as held]"),
-    Setting("operators", ("fused", "eager"), "Kernels, or chains of PyTorch operators. [fused]"),
-    Setting("joint_projections", bool, "Query, key, value timed as one product. [on]"),
-    Setting("repeat_kv", bool, "Copy key-value heads for their query heads. [off]"),
-    Setting("set_grads_to_none", bool, "Gradients are held from when they are made. [off]"),
-    Setting("pipeline_caches", bool, "Stages keep buffers and outputs. [off]"),
-    Setting("optimizer_step_tensors", bool, "AdamW counts steps for each parameter. [off]"),
-    Setting("recompute_early_stop", bool, "Recompute no more than backward needs. [off]"),
-    Setting("fsdp_root_unit", bool, "With --zero 3: one unit of all that is in no layer. [off]"),
-    Setting(
-        "fsdp_reduce", ("microbatch", "last"), "With --zero 3: gradients are reduced. [microbatch]"
-    ),
-    Setting("fsdp_shard_dim", ("best", "first"), "With --zero 3: dim that is split. [best]"),
-    Setting("ddp_bucket_cap_mb", int, "With --zero 0: MiB of a bucket of gradients. [a layer's]"),
-    Setting("loss_parallel", bool, "With --tp: loss of logits split over the vocabulary. [on]"),
-    Setting("input_grad_reduce", ("shared", "linear"), "With --tp: gradients of inputs. [shared]"),
-    Setting("whole_embedding_grad", bool, "With --tp: each rank makes all of it. [off]"),
-    Setting(
-        "sequence_parallel_grads", ("step", "dtensor"), "When norms' gradients are summed. [step]"
-    ),
-    Setting("clip_grad_norm", ("total", "vector"), "What ranks exchange to clip. [total]"),
-    Setting(
-        "cp_grad_comm_type",
-        ("reduce_scatter", "ring"),
-        "How gradients of gathered keys come home. [reduce_scatter]",
-    ),
-    Setting("recompute", ("none", "selective", "full"), "What backward computes again. [none]"),
-    Setting("recompute_modules", tuple, "For selective: core_attn,norm,activation. [core_attn]"),
-    Setting("recompute_num_layers", int, "For full: the first layers of each virtual stage. [all]"),
-    Setting(
-        "moe_token_dispatcher_type",
-        ("alltoall", "allgather"),
-        "How tokens and experts meet. [alltoall]",
-    ),
-    Setting(
-        "moe_apply_probs",
-        ("experts", "input", "output"),
-        "Where the router's weights are multiplied. [as the model]",
-    ),
-    Setting(
-        "moe_expert_capacity_factor", float, "Drop copies beyond this times an even share. [none]"
-    ),
-    Setting("moe_pad_expert_input_to_capacity", bool, "Pad every expert's input to it. [off]"),
-    Setting("moe_router_dtype", ("fp32",), "Data type of the router. [as all else]"),
-    Setting(
-        "moe_router_load_balancing_type",
-        ("aux_loss", "seq_aux_loss", "global_aux_loss"),
-        "What the loss that balances experts is over. [aux_loss]",
-    ),
-    Setting("moe_aux_loss_coeff", float, "Coefficient of that loss; 0: without it. [0.0]"),
-    Setting("moe_z_loss_coeff", float, "Coefficient of the router's z-loss. [0.0]"),
-    Setting(
-        "moe_router_enable_expert_bias", bool, "Balance experts by a bias. [as the model trained]"
-    ),
-    Setting("expert_load", str, "File (CSV or JSON) of the tokens of each expert. [all equal]"),
-    Setting("cpu_offloading_num_layers", int, "Layers with activations on the host."),
-    Setting("optimizer_cpu_offload", bool, "Optimizer states and update on the host. [off]"),
-    Setting("optimizer_offload_fraction", float, "Of each stage's blocks, for the former. [1]"),
-    Setting("memory_allowance", str, "Bytes besides tensors, such as 2GiB. [none]"),
-    Setting("precision", ("bf16", "fp32", "fp8"), "Data type of the training. [bf16]"),
-    Setting("optimizer", ("adamw", "sgd"), "[adamw]"),
-    Setting("flash_attention", bool, "One kernel for attention. [on]"),
-    Setting("fuse", bool, "Fuse element-wise kernels. [on]"),
-    Setting("dropout", bool, "Dropout as the model's family trains. [on]"),
-    Setting("clip_grad", bool, "Clip gradients by their global norm. [on]"),
-    Setting("grad_reduce", ("step", "microbatch"), "How often gradients are reduced. [step]"),
-    Setting("activation_gather", ("again", "keep"), "Sequence parallelism, in backward. [again]"),
-    Setting("bucket", ("layer", "parameter"), "What one collective over dp carries. [layer]"),
-    Setting("mtp_num_layers", int, "Layers for multi-token prediction. [as the model]"),
-    Setting("mtp_loss_scaling_factor", float, "The weight of their loss. [0.1]"),
-    Setting("layers", int, "Replaces the model's number of layers."),
-    Setting("vocab", int, "Replaces the model's vocabulary size."),
-    Setting("make_vocab_size_divisible_by", int, "Pad the vocabulary to this times tp. [1]"),
-    Setting("strategy", str, "File of rows that say where values live: wq [M, A/tp, D]."),
-    Setting("order", str, "Rank numbering, fastest axis first. [tp-cp-ep-dp-pp]"),
-    Setting(
-        "streams", ("one", "separate"), "Communication: one chain, or one per communicator. [one]"
-    ),
-)
-
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-def _words(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """`9,10,9` or `norm,activation` as a tuple."""
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if parameter.name != "layers_per_stage":
-        return tuple(words)
-    if not all(word.isdecimal() and word.isascii() for word in words):
-        raise UserError(f"--layers-per-stage: got {text!r}, wanted numbers such as 9,10,10,9")
-    return tuple(int(word) for word in words)
 
 
 def _settings(command: _Command) -> _Command:
     """Give a command the model, the run file and every setting."""
-    for setting in reversed(SETTINGS):
-        kind, flag = setting.kind, setting.flag
-        more: dict[str, Any] = {}
-        if kind is bool:
-            flag += "/--no-" + flag[2:]
-        elif kind is tuple:
-            more = {"callback": _words, "metavar": "LIST"}
-        elif isinstance(kind, tuple):
-            more = {"type": cli_help.Word(kind)}
-        else:
-            more = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
-        command = click.option(flag, setting.name, default=None, help=setting.help, **more)(command)
+    for setting in reversed([*SETTINGS.values()]):
+        command = option_of(setting)(command)
     command = click.option(
         "--config", metavar="FILE", help="Run file (YAML), or an earlier run; options override it."
     )(command)

@@ -21,10 +21,10 @@ from stagewright.files import read_text
 from stagewright.lower.training import compile
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve as resolve_hardware
 from stagewright.time.network import Machine
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.step import executed, model_flops
 
 QUANTITIES = {

@@ -29,7 +29,9 @@ from stagewright.program.columns import Communicator, Peer, Program, RankClass, 
 from stagewright.run import lengths as batch
 from stagewright.run.lengths import Group
 from stagewright.run.requests import cache_of, groups
-from stagewright.run.settings import Run, check
+from stagewright.run.rules import check
+from stagewright.run.sections import SETTINGS
+from stagewright.run.settings import Run
 
 SIDES = ("prefill", "decode")
 ACROSS = "cache"
@@ -106,14 +108,13 @@ def prefill_run(run: Run) -> Run:
             "prefill computes the context of each request, but some have context_length=0; give "
             "all at least one token"
         )
-    same = ("model", "kv_cache_dtype", "kv_cache", "kv_block_size", "precision", "layers", "vocab")
-    same = (*same, "weight_precision", "make_vocab_size_divisible_by", "strategy", "order", "fuse")
+    shared = [name for name, setting in SETTINGS.items() if setting.of_requests]
     return Run(
+        model=run.model,
         mode="prefill",
-        streams=run.streams,
         requests=batch.merged([Group(g.count, 0, g.context_length) for g in asked], "requests"),
-        **{name: getattr(run, name) for name in same},
-        **others.model_dump(exclude_none=True),
+        **{name: getattr(run, name) for name in shared},
+        **others.settings(),
     )
 
 

@@ -40,7 +40,8 @@ from stagewright.parallel.placement import EXPERTS, Plan, rows_of, strategy
 from stagewright.program.columns import Program
 from stagewright.run import requests as serving
 from stagewright.run.requests import read_bytes
-from stagewright.run.settings import MOST_FLOPS, Run, check
+from stagewright.run.rules import MOST_FLOPS, check
+from stagewright.run.settings import Run
 from stagewright.schedule.schedules import Order, flat, mirrored, places
 from stagewright.schedule.schedules import make as make_order
 from stagewright.texttable import Table

@@ -15,7 +15,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple
@@ -26,22 +26,12 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError, either
 from stagewright.files import read_text
 from stagewright.model.config import Reach
+from stagewright.run.sections.inference import Group
 
 LARGEST = 2**31
 """No count or length is larger."""
 MOST_ROWS = 1_000_000
 MOST_BYTES = 64_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Requests that are alike; None where a run says it for all."""
-
-    count: int = 1
-    context_length: int | None = None
-    """Tokens of each in the cache before the step."""
-    new_tokens: int | None = None
-    """Tokens of each that the step computes."""
 
 
 class Cache(NamedTuple):
@@ -160,10 +150,10 @@ def length(group: Group) -> int:
     return (group.context_length or 0) + (group.new_tokens or 0)
 
 
-def told(groups: Sequence[Group], most: int = 4) -> str:
+def describe(groups: Sequence[Group], most: int = 4) -> str:
     """Requests in few words.
 
-    >>> told([Group(64, 4096), Group(1, 0, 512)])
+    >>> describe([Group(64, 4096), Group(1, 0, 512)])
     '64x4096,1x0+512'
     """
 

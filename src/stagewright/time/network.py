@@ -13,15 +13,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple, Self, get_args
+from typing import NamedTuple, Self, get_args
 
 import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean, either
+from stagewright.run.sections.cluster import Algorithm, Topology
 from stagewright.time.hardware import Hardware, ScaleOut, ScaleUp
-
-Algorithm = Literal["best", "ring", "tree", "hierarchical", "direct", "in_network"]
 
 
 class MessageSize(IntEnum):
@@ -90,7 +89,7 @@ class Machine:
         *,
         gpus: int | None = None,
         nodes: int | None = None,
-        topology: Literal["two_tier", "fullflat"] = "two_tier",
+        topology: Topology = "two_tier",
         algorithm: Algorithm = "best",
         attention_kernel: str | None = None,
     ) -> Self:

@@ -9,7 +9,7 @@ from typing import Any
 from stagewright.lower.training import Compiled
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
-from stagewright.run import settings
+from stagewright.run import files
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import to_csv
 from stagewright.trace.formats.bundle import Bundle, is_bundle
@@ -46,8 +46,8 @@ def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None
 
 def recorded_model(path: str | Path) -> ModelConfig | None:
     """The model in an earlier run's manifest or bundle; None for a run file, which names it."""
-    return settings.recorded_model(_settings(path), path)
+    return files.recorded_model(_settings(path), path)
 
 
 def _settings(path: str | Path) -> dict[str, Any]:
-    return Bundle(path).manifest if is_bundle(path) else settings.read_settings(path)
+    return Bundle(path).manifest if is_bundle(path) else files.read_settings(path)

@@ -13,6 +13,7 @@ import stagewright
 from paths import ROOT
 from stagewright.cli import main as cli
 from stagewright.model.presets import PRESETS
+from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 
@@ -57,11 +58,11 @@ def test_options_are_the_fields_of_run():
     fields = {name: plain(of.annotation) for name, of in Run.model_fields.items()}
 
     assert fields.pop("model") is str
-    assert [(setting.name, setting.kind) for setting in cli.SETTINGS] == list(fields.items())
+    assert [(setting.name, setting.kind) for setting in SETTINGS.values()] == list(fields.items())
 
 
 def test_help_names_the_defaults():
-    for setting in cli.SETTINGS:
+    for setting in SETTINGS.values():
         match Run.model_fields[setting.name].default:
             case None:
                 continue
@@ -71,7 +72,7 @@ def test_help_names_the_defaults():
                 word = ",".join(default)
             case default:
                 word = str(default)
-        assert setting.help.endswith(f"[{word}]"), setting.name
+        assert setting.text.endswith(f"[{word}]"), setting.name
 
 
 def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Call):
@@ -79,7 +80,7 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Cal
     monkeypatch.setattr(cli, "_compile", lambda run, *_: seen.append(run) or 1 / 0)
     settings: dict[str, Any] = {}
     arguments: list[str] = []
-    for setting in cli.SETTINGS:
+    for setting in SETTINGS.values():
         default = Run.model_fields[setting.name].default
         match setting.kind:
             case type() if setting.kind is bool:

@@ -11,7 +11,14 @@ from paths import DATA
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
-from stagewright.run.settings import Run, check, even_split
+from stagewright.run.experiment import Experiment
+from stagewright.run.files import read_settings
+from stagewright.run.rules import check
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.parallelism import ParallelismSection
+from stagewright.run.settings import Run, even_split
 from stagewright.trace.recorded import recorded_model
 
 SIZES: dict[str, Any] = {
@@ -62,14 +69,14 @@ def test_resolved_fills_in_the_defaults():
 def test_asked_takes_back_what_resolved_filled_in():
     of = run(pp=4, dp=2, vpp=2, zero=1, seq_length=64)
 
-    assert of.resolved(TOY).asked() == of
+    assert of.resolved(TOY).unresolved() == of
     assert of.resolved(TOY).describe() == "toy dp=2 pp=4 seq_length=64 vpp=2 zero=1"
 
 
 def test_asked_keeps_what_was_meant():
     of = run(pp=2, zero=1, dp=4, dp_shard=2, schedule="gpipe", layers_per_stage=(7, 9))
 
-    assert of.asked() == of
+    assert of.unresolved() == of
 
 
 def test_resolved_keeps_what_is_given():
@@ -121,6 +128,17 @@ def test_degrees_are_positive_whole_numbers(value: object):
 def test_flags_are_true_or_false(value: object):
     with pytest.raises(ValueError, match="fuse"):
         run(fuse=value)
+
+
+def test_declarations_contradict_nothing():
+    names = [name for of in EXPERIMENT.values() for name in (*of.names, *of.switches)]
+    for of in EXPERIMENT.values():
+        assert of.help.endswith("."), of.name
+        assert len(of.help) < 130, of.name
+        assert bool(of.elsewhere) <= (of.modes == ("train",)), of.name
+        assert all(other in EXPERIMENT for other in of.needs), of.name
+    assert len(names) == len({*names})
+    assert not {name.replace("-", "_") for name in names} & EXPERIMENT.keys()
 
 
 # ---- what can be done ----------------------------------------------------------------------------
@@ -337,7 +355,7 @@ def test_a_schedule_gets_the_microbatches_it_needs():
         of = run(pp=4, vpp=vpp, dp=3, schedule=name).resolved(TOY)
         check(of, TOY)
         assert (of.microbatches, of.global_batch_size) == (wanted, 3 * wanted)
-        assert of.asked().global_batch_size is None
+        assert of.unresolved().global_batch_size is None
 
 
 def test_the_error_names_the_published_model():
@@ -428,6 +446,60 @@ def test_a_run_file_brings_no_model(run_file: Callable[[str], Path]):
     assert recorded_model(run_file("model: toy\n")) is None
 
 
+def test_a_run_file_may_be_grouped_by_section(run_file: Callable[[str], Path]):
+    path = run_file(
+        "model:\n  model: toy\n  layers: 4\nparallelism:\n  tp: 8\n  zero: 1\nmicro_batch_size: 2\n"
+    )
+
+    assert Run.load(path) == run(layers=4, tp=8, zero=1, micro_batch_size=2)
+    assert Run.load(path).section(ParallelismSection) == ParallelismSection(tp=8, zero=1)
+
+
+def test_names_of_other_tools_are_understood(run_file: Callable[[str], Path]):
+    path = run_file("model: toy\ntensor_model_parallel_size: 8\nrecompute_granularity: full\n")
+
+    assert Run.load(path) == run(tp=8, recompute="full")
+
+
+def test_a_run_file_may_hold_an_experiment(run_file: Callable[[str], Path]):
+    path = run_file(
+        "model: toy\ntp: 8\nhardware: h100-sxm\nnodes: 2\n"
+        "execution:\n  no_overlap: [dp]\n  prefetch: 2\nstragglers:\n  5: 1.5\n"
+    )
+    found = Experiment.of(read_settings(path), {"prefetch": 3}, path)
+
+    assert found.run == Run.load(path) == run(tp=8)
+    assert found.cluster == ClusterSection(hardware="h100-sxm", nodes=2, stragglers={5: 1.5})
+    assert found.execution == Execution(no_overlap=frozenset({"dp"}), prefetch=3)
+
+
+EXPERIMENTS: list[tuple[str, str]] = [
+    ("nodes: 0\n", "{path}: nodes is 0, wanted 1 or more"),
+    (
+        "execution: {overlap_param_gather: 1}\n",
+        "{path}: overlap_param_gather is 1, wanted true or false",
+    ),
+    (
+        "topology: flat\n",
+        "{path}: topology is 'flat', wanted 'two_tier' or 'fullflat'; did you mean 'fullflat'?",
+    ),
+    (
+        "execution: {no_overlap: [dq]}\n",
+        "no_overlap: there is no axis 'dq'; use tp, cp, ep, dp, pp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), EXPERIMENTS, ids=lambda x: repr(x)[:40])
+def test_an_experiment_is_refused(run_file: Callable[[str], Path], text: str, message: str):
+    path = run_file("model: toy\n" + text)
+
+    with pytest.raises(UserError) as caught:
+        Experiment.of(read_settings(path), path=path)
+
+    assert str(caught.value) == message.format(path=path)
+
+
 FILES: list[tuple[str, str]] = [
     ("model: toy\ntpp: 8\n", "{path}: unknown setting 'tpp'; did you mean 'tp'?"),
     (
@@ -439,6 +511,18 @@ FILES: list[tuple[str, str]] = [
         "{path}: unknown setting 'xyzzy'; see `stagewright show --help`",
     ),
     ("model: toy\n1: 8\n", "{path}: unknown setting '1'; see `stagewright show --help`"),
+    (
+        "model: toy\nparallelism: {tp: 8, seq_length: 8}\n",
+        "{path}: seq_length is a setting of batch, got it in parallelism; move it there",
+    ),
+    (
+        "model: toy\nparallelism: {tpp: 8}\n",
+        "{path}: parallelism: unknown setting 'tpp'; did you mean 'tp'?",
+    ),
+    (
+        "model: toy\ntp: 4\ntensor_parallel_size: 8\n",
+        "{path}: tp comes twice; keep one",
+    ),
     ("model: toy\ntp: 0\n", "{path}: tp is 0, wanted 1 or more"),
     ("model: toy\ntp: 3000000000\n", "{path}: tp is 3000000000, wanted at most 2147483648"),
     ("model: toy\ntp: 1e3\n", "{path}: tp is '1e3', wanted a whole number"),

@@ -16,11 +16,11 @@ import stagewright as sw
 from astra_clock import collective_ns, task_seconds
 from paths import DATA
 from stagewright.errors import UserError
+from stagewright.run.sections.execution import Execution
 from stagewright.time.astra_sim import OPS, AstraSim, Dimension, beside
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import names, resolve
 from stagewright.time.network import Machine, placements
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
 
 RECORDED = json.loads((DATA / "astra_sim.json").read_text())

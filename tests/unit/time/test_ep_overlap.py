@@ -11,8 +11,8 @@ import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.evidence import validate
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
+from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap as combined
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
 
 MIXTRAL: dict[str, Any] = {"model": "mixtral-8x7b", "layers": 2, "ep": 2, "dp": 2, "zero": 1}

@@ -11,6 +11,7 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.program.columns import TaskKind
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time import hardware
 from stagewright.time.collectives import (
@@ -21,7 +22,6 @@ from stagewright.time.collectives import (
 )
 from stagewright.time.cost import task_seconds
 from stagewright.time.network import Machine, Placement, Tier, placements, tier_of
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.step import simulate
 
 H100 = hardware.resolve("h100-sxm")

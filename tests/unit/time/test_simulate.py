@@ -10,9 +10,9 @@ import pytest
 import stagewright as sw
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
+from stagewright.run.sections.execution import Execution
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.step import model_flops, simulate
 from trace_events import check
 
@@ -64,8 +64,11 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
     machine = Machine.of(resolve("h100-sxm"), gpus=4)
     plain = simulate(compiled, machine).seconds
     ways = (
-        {"no_overlap": frozenset({"dp"})}, {"prefetch": 0}, {"slowdown": 0.2}, {"streams": "one"}
-    )  # fmt: skip
+        {"no_overlap": frozenset({"dp"})},
+        {"prefetch": 0},
+        {"overlap_slowdown": 0.2},
+        {"streams": "one"},
+    )
     for way in ways:
         assert simulate(compiled, machine, Execution(**way)).seconds > plain
     assert simulate(compiled, machine, factors={2: 1.5}).seconds > plain

@@ -11,11 +11,11 @@ import pytest
 from stagewright.evidence import validate
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program, TaskKind
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.cost import task_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.step import simulate
 
 LLAMA: dict[str, Any] = {"model": "llama3-70b", "layers": 2, "tp": 4, "sequence_parallel": True}

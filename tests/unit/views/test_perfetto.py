@@ -11,8 +11,8 @@ import pytest
 
 from stagewright.lower.training import compile
 from stagewright.program.columns import TaskKind
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.timeline import timeline
 from stagewright.views import perfetto
 from timed import RUNS, durations

@@ -18,56 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Float, Int
-from stagewright.errors import UserError, did_you_mean
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
+from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
 _FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
-
-
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """How a framework runs a program; the defaults overlap whatever the program lets overlap."""
-
-    streams: Literal["separate", "one"] = "separate"
-    """`one`: kernels on one stream, all else on another, as written in traces for ASTRA-sim."""
-    no_overlap: frozenset[str] = frozenset()
-    """Axes whose communication kernels wait for, both ways."""
-    prefetch: int = 1
-    """Blocks ahead that sharded weights are gathered."""
-    overlap_param_gather: bool = False
-    """Parameters that the optimizer has updated in parts are gathered in the next step's forward
-    pass, block by block (Megatron-LM's name); here: at the start of this one."""
-    tp_comm_overlap: bool = False
-    """What tensor parallelism gathers and scatters goes in pieces beside the products that it feeds
-    or follows (Megatron-LM's name; PyTorch's async TP). It is durations that say so: those of
-    `cost.task_seconds`."""
-    overlap_moe_expert_parallel_comm: bool = False
-    """The backward pass of a microbatch and the forward pass of a later one run together, and each
-    computes while tokens of the other are on their way (Megatron-LM's name); see `ep_overlap`."""
-    moe_flex_dispatcher: bool = False
-    """A token goes once to each node and rank that has experts for it, not once for each expert
-    (Megatron-LM's `--moe-token-dispatcher-type flex`: DeepEP, HybridEP). It is durations that say
-    so; traces have a copy for each expert."""
-    slowdown: float = 0.0
-    """Kernels take this much longer while a collective runs beside them."""
-
-    def __post_init__(self) -> None:
-        for axis in sorted(self.no_overlap - set(AXES)):
-            hint = did_you_mean(axis, AXES)
-            raise UserError(f"no_overlap: there is no axis {axis!r}; use {', '.join(AXES)}{hint}")
-        if self.prefetch < 0:
-            raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
-        if not 0 <= self.slowdown < 100:
-            raise UserError(f"slowdown is {self.slowdown}, wanted a fraction such as 0.1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,6 +32,7 @@ from stagewright.numbers import duration
 from stagewright.program.columns import PHASES
 from stagewright.program.memory import deltas
 from stagewright.run.requests import groups
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.time.cost import Routed, task_seconds
@@ -40,7 +41,6 @@ from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
-from stagewright.time.simulate.issue import Execution
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
 from stagewright.time.simulate.timeline import Progress, Timeline, timeline
 from stagewright.views import tables

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.endpoints import Endpoints
-from stagewright.time.simulate.issue import Execution, Issue
+from stagewright.time.simulate.issue import Issue
 from stagewright.time.simulate.max_plus import SegmentMatrices
 from stagewright.time.simulate.walk import (
     LaneWork,
@@ -62,10 +63,10 @@ class System:
         awaited = _awaited(who)
         for nth, lanes in enumerate(who.lanes):
             ports = Ports.of(program, nth, issues[nth], who, awaited[nth])
-            if len(lanes) == 1 and how.slowdown == 0 and factor[lanes[0]] == 1:
+            if len(lanes) == 1 and how.overlap_slowdown == 0 and factor[lanes[0]] == 1:
                 self.classes.append(BySegment(nth, self, ports, matrices))
             else:
-                self.classes.append(ByTask(nth, self, ports, factor[lanes], how.slowdown))
+                self.classes.append(ByTask(nth, self, ports, factor[lanes], how.overlap_slowdown))
 
     def run(self, progress: Progress | None = None) -> None:
         """Run all classes to their ends."""

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import Program, RankClass, TaskKind
+from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.endpoints import Endpoints, endpoints, lane_of_rank
-from stagewright.time.simulate.issue import Execution, Issue, issue
+from stagewright.time.simulate.issue import Issue, issue
 from stagewright.time.simulate.system import Progress, System
 
 TICK = 1e-12

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def settings(compiled: Compiled) -> Section:
     """The command, all settings, and all fields of the model."""
     run, model = compiled.run, compiled.model
-    asked = run.asked()
+    asked = run.unresolved()
     given = {
         name: getattr(run, name)
         for name in type(run).model_fields
@@ -65,7 +65,7 @@ def command(run: Run) -> str:
     'stagewright show gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4'
     """
     words = ["stagewright", "show", run.model]
-    asked = run.asked()
+    asked = run.unresolved()
     for name, field in type(run).model_fields.items():
         value = getattr(asked, name)
         if name == "model" or value == field.default:

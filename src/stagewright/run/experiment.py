@@ -1,0 +1,66 @@
+"""A whole experiment: a run, the machine that it runs on, and how a framework executes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from stagewright.run.files import flat, is_manifest
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.run.validation import invalid
+
+_Section = TypeVar("_Section", ClusterSection, Execution)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What a run file may hold."""
+
+    run: Run
+    cluster: ClusterSection
+    execution: Execution
+
+    @classmethod
+    def of(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        path: str | Path | None = None,
+    ) -> Experiment:
+        """From settings by name, flat or by section, or a manifest; overrides replace.
+
+        `path` is where the settings stood, for errors.
+        """
+        chosen = {} if is_manifest(values) else flat(values, path)
+        chosen |= overrides or {}
+        return cls(
+            Run.of(values, overrides, path),
+            section_of(ClusterSection, chosen, path, overrides or {}),
+            section_of(Execution, chosen, path, overrides or {}),
+        )
+
+
+def section_of(
+    section: type[_Section],
+    values: Mapping[str, Any],
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> _Section:
+    """One section from settings by name; those of other sections are passed over.
+
+    >>> section_of(Execution, {"no_overlap": ["dp"], "tp": 8}).no_overlap
+    frozenset({'dp'})
+    """
+    names = {of.name for of in fields(section)} & EXPERIMENT.keys()
+    given = {name: value for name, value in values.items() if name in names}
+    try:
+        return TypeAdapter(section).validate_python(given)
+    except ValidationError as error:
+        raise invalid(error, EXPERIMENT, path, overrides or {}) from None

@@ -1,0 +1,65 @@
+"""Sequences, batches and the pipeline's schedule of a training step."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stagewright.run.sections.declare import TRAINING, Count, Number, Text, setting
+
+_LENGTHS = "use prompt_length and context_length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSection:
+    """What a step trains on, and the order in which stages work on microbatches."""
+
+    seq_length: Count | None = setting(
+        None,
+        "Tokens of a sequence.",
+        unset="the model's longest, at most 8192",
+        modes=TRAINING,
+        elsewhere=_LENGTHS,
+        names=("training.seq_len",),
+    )
+    decoder_seq_length: Count | None = setting(
+        None,
+        "Encoder-decoder: tokens of the decoder; seq_length is the encoder's.",
+        unset="seq-length",
+        modes=TRAINING,
+        elsewhere=_LENGTHS,
+    )
+    micro_batch_size: Count = setting(
+        1,
+        "Sequences of a microbatch on each rank of dp.",
+        modes=TRAINING,
+        elsewhere="use batch_size",
+        names=("parallelism.pipeline_parallel_microbatch_size",),
+    )
+    global_batch_size: Count | None = setting(
+        None,
+        "Sequences of a step.",
+        unset="micro-batch-size * dp * pp, or twice as many where the schedule needs them",
+        modes=TRAINING,
+        elsewhere="use batch_size",
+        names=("training.global_batch_size",),
+    )
+    schedule: Text | None = setting(
+        None,
+        "Pipeline schedule: 1f1b, gpipe, interleaved, looped-bfs, zb-h1, zbv, dualpipev, dualpipe, "
+        "or a .csv file.",
+        unset="1f1b; with vpp, interleaved",
+        modes=TRAINING,
+        elsewhere="a pipeline runs its microbatches in turn",
+        metavar="NAME",
+    )
+    layers_per_stage: tuple[Number, ...] | None = setting(
+        None,
+        "Layers of each virtual stage, such as 9,10,10,9.",
+        unset="even; the first stages take the rest",
+        metavar="LIST",
+    )
+    streams: Literal["one", "separate"] = setting(
+        "one",
+        "Order of communication in traces: one chain (ASTRA-sim), or one for each communicator.",
+        rare=True,
+        of_requests=True,
+    )

@@ -1,0 +1,228 @@
+"""How a setting is declared: one field of a section, with all that follows from it.
+
+A section is a dataclass whose fields are made by `setting`. `Run` inherits from the sections and
+validates them; the command line, the checks of modes and needs, the profiles of frameworks, run
+files and the documentation read the same declarations. This module and the sections import neither
+pydantic nor numpy, so that `stagewright --help` answers at once.
+
+>>> from stagewright.run.sections import SETTINGS
+>>> of = SETTINGS["tp"]
+>>> of.kind, of.flag, of.text
+(<class 'int'>, '--tp', 'Tensor parallelism: ranks that split every layer. [1]')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+from stagewright.errors import either
+
+LARGEST = 2**31
+"""No setting is larger: columns of the program index with 32 bits."""
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""Axes of the mesh of ranks."""
+
+TRAINING = ("train",)
+INFERENCE = ("prefill", "decode")
+DECODE = ("decode",)
+ALL_MODES = (*TRAINING, *INFERENCE)
+
+_Value = TypeVar("_Value")
+
+
+# ---- types, which tell pydantic what is valid without importing it ------------------------------
+
+
+class Whole:
+    """A whole number in a range; neither text nor a boolean is converted."""
+
+    def __init__(self, least: int, most: int = LARGEST) -> None:
+        """Both ends belong to the range."""
+        self._range = {"ge": least, "le": most}
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        """The rule as pydantic reads it."""
+        return {"type": "int", "strict": True, **self._range}
+
+
+class Real:
+    """A finite number in a range: `gt`, `ge`, `le`; `strict` refuses text."""
+
+    def __init__(self, *, strict: bool = True, **ends: float) -> None:
+        """Names of the ends are pydantic's."""
+        self._rule = {"strict": strict, "allow_inf_nan": False, **ends}
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        """The rule as pydantic reads it."""
+        return {"type": "float", **self._rule}
+
+
+class Exactly:
+    """A value of this type (`bool` or `str`) and of no other that could be converted."""
+
+    def __init__(self, type_: str) -> None:
+        """The type's name."""
+        self._type = type_
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        """The rule as pydantic reads it."""
+        return {"type": self._type, "strict": True}
+
+
+Count = Annotated[int, Whole(1)]
+Number = Annotated[int, Whole(0)]
+Factor = Annotated[float, Real(gt=0, le=1e6)]
+Weight = Annotated[float, Real(ge=0, le=1e6)]
+Share = Annotated[float, Real(ge=0, le=1, strict=False)]
+Switch = Annotated[bool, Exactly("bool")]
+Text = Annotated[str, Exactly("str")]
+
+
+# ---- declarations --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting with everything that follows from its declaration."""
+
+    help: str
+    """One sentence: what the setting says."""
+    default: Any = None
+    unset: str = ""
+    """What None stands for."""
+    modes: tuple[str, ...] = ALL_MODES
+    """Modes in which the setting means something."""
+    elsewhere: str = ""
+    """Why the setting means nothing in other modes, or what to use there."""
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    """Values of other settings, one of which each must have for this setting to mean anything."""
+    habits: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Defaults of frameworks that differ from `default`, by framework."""
+    names: tuple[str, ...] = ()
+    """Names of the same setting in Megatron-LM, vLLM and torchtitan."""
+    switches: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of these tools that stand for one value of this setting."""
+    rare: bool = False
+    """Listed by `--help-all` only."""
+    metavar: str = ""
+    of_requests: bool = False
+    """With `prefill`: both groups of ranks have the same value."""
+    name: str = ""
+    kind: type | tuple[str, ...] = str
+    """int, float, bool, str, tuple, frozenset, dict, or the words to choose from."""
+    section: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The option's name, with dashes."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def default_text(self) -> str:
+        """The default in words."""
+        if self.default is None:
+            return self.unset
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return text_of(self.default)
+
+    @property
+    def text(self) -> str:
+        """Help with the default in brackets, as the command line prints it."""
+        default = self.default_text
+        return f"{self.help} [{default}]" if default else self.help
+
+    def default_of(self, framework: str) -> Any:
+        """The value where none is given, in the habits of a framework."""
+        return self.habits.get(framework, self.default)
+
+
+def setting(
+    default: _Value,
+    help: str,
+    *,
+    unset: str = "",
+    modes: tuple[str, ...] = ALL_MODES,
+    elsewhere: str = "",
+    needs: Mapping[str, tuple[Any, ...]] | None = None,
+    habits: Mapping[str, Any] | None = None,
+    names: tuple[str, ...] = (),
+    switches: Mapping[str, Any] | None = None,
+    rare: bool = False,
+    metavar: str = "",
+    of_requests: bool = False,
+) -> _Value:
+    """Declare a field of a section; the parameters are the fields of `Setting`."""
+    declared = Setting(
+        help=help,
+        default=default,
+        unset=unset,
+        modes=modes,
+        elsewhere=elsewhere,
+        needs=needs or {},
+        habits=habits or {},
+        names=names,
+        switches=switches or {},
+        rare=rare,
+        metavar=metavar,
+        of_requests=of_requests,
+    )
+    return field(default=default, metadata={"setting": declared})
+
+
+def settings_of(section: type, key: str) -> tuple[Setting, ...]:
+    """The settings that a section declares, in order; `key` is the section's name in run files."""
+    return tuple(
+        replace(of.metadata["setting"], name=of.name, kind=_kind(of.type), section=key)
+        for of in fields(section)
+        if "setting" in of.metadata
+    )
+
+
+def _kind(annotation: Any) -> type | tuple[str, ...]:
+    """The type of a field without its range and without None; of a Literal, its words."""
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        return _kind(get_args(annotation)[0])
+    if origin is Annotated:
+        return _kind(annotation.__origin__)
+    if origin is Literal:
+        return get_args(annotation)
+    if origin is Mapping:
+        return dict
+    return origin or annotation
+
+
+def describe_value(name: str, value: object) -> str:
+    """A setting with its value, as errors name it: `zero=3`, `recompute_modules=norm`.
+
+    >>> describe_value("recompute_modules", ("norm", "activation"))
+    'recompute_modules=norm,activation'
+    """
+    return f"{name}={text_of(value)}"
+
+
+def text_of(value: object) -> str:
+    """A value as an option takes it: the items of a list between commas.
+
+    >>> text_of((9, 10, 9)), text_of(0.5)
+    ('9,10,9', '0.5')
+    """
+    if isinstance(value, tuple | frozenset):
+        return ",".join(map(str, cast("tuple[object, ...]", value)))
+    return str(value)
+
+
+def describe_need(name: str, values: tuple[Any, ...]) -> str:
+    """Values that a setting must have, in words.
+
+    >>> describe_need("zero", (2, 3)), describe_need("sequence_parallel", (False,))
+    ('zero=2 or 3', 'no sequence_parallel')
+    """
+    if len(values) == 1 and isinstance(values[0], bool):
+        return name if values[0] else f"no {name}"
+    return f"{name}={either(values)}"

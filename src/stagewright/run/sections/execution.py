@@ -1,0 +1,60 @@
+"""How a framework runs a step: what it overlaps, and what that costs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stagewright.errors import UserError, did_you_mean
+from stagewright.run.sections.declare import AXES, Switch, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a framework runs a program; the defaults overlap whatever the program lets overlap."""
+
+    streams: Literal["separate", "one"] = "separate"
+    """`one`: kernels on one stream, all else on another, as written in traces for ASTRA-sim."""
+    no_overlap: frozenset[str] = setting(
+        frozenset(),
+        "Axes whose communication kernels wait for, both ways: tp,cp,ep,dp,pp.",
+        metavar="LIST",
+    )
+    prefetch: int = setting(1, "Blocks ahead that sharded weights are gathered.")
+    overlap_param_gather: Switch = setting(
+        False,
+        "Sharded optimizer: gather updated parameters in the next step's forward pass.",
+    )
+    """Block by block (Megatron-LM's name); here: at the start of this step."""
+    tp_comm_overlap: Switch = setting(
+        False,
+        "Cut tp's collectives into chunks that overlap with the adjacent matrix products.",
+        names=("parallelism.enable_async_tensor_parallel",),
+    )
+    """Megatron-LM's name; PyTorch's async TP. Durations follow it: those of `cost.task_seconds`."""
+    overlap_moe_expert_parallel_comm: Switch = setting(
+        False,
+        "Compute one microbatch while tokens of another are exchanged between experts.",
+    )
+    """The backward pass of a microbatch and the forward pass of a later one run together
+    (Megatron-LM's name); see `time.simulate.ep_overlap`."""
+    moe_flex_dispatcher: Switch = setting(
+        False,
+        "Send a token once to each rank that has experts for it (DeepEP, HybridEP).",
+    )
+    """Not once for each expert: Megatron-LM's `--moe-token-dispatcher-type flex`. Durations follow
+    it; traces have a copy for each expert."""
+    overlap_slowdown: float = setting(
+        0.0,
+        "Kernels take 1 + X times as long while a collective runs beside them.",
+        metavar="X",
+    )
+
+    def __post_init__(self) -> None:
+        for axis in sorted(self.no_overlap - set(AXES)):
+            hint = did_you_mean(axis, AXES)
+            raise UserError(f"no_overlap: there is no axis {axis!r}; use {', '.join(AXES)}{hint}")
+        if self.prefetch < 0:
+            raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
+        if not 0 <= self.overlap_slowdown < 100:
+            raise UserError(
+                f"overlap_slowdown is {self.overlap_slowdown}, wanted a fraction such as 0.1"
+            )

@@ -1,0 +1,74 @@
+"""Routing of tokens to the experts of a mixture; none of it means anything in a dense model."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stagewright.run.sections.declare import TRAINING, Factor, Switch, Text, Weight, setting
+
+_NO_LOSS = "there is no loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSection:
+    """The dispatcher, the router and the loads of experts; names are Megatron-LM's."""
+
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = setting(
+        "alltoall",
+        "Dispatch tokens to experts by all-to-all, or all-gather all tokens.",
+        modes=TRAINING,
+        elsewhere="copies go to their experts",
+    )
+    moe_apply_probs: Literal["experts", "input", "output"] | None = setting(
+        None,
+        "Where the router's weights are multiplied: inside experts, or on their input or output.",
+        unset="as the model, else experts",
+        modes=TRAINING,
+        elsewhere="gates weigh results where the tokens are",
+        rare=True,
+    )
+    moe_expert_capacity_factor: Factor | None = setting(
+        None,
+        "Each rank drops the copies to an expert beyond this times an even share.",
+        unset="none dropped",
+        modes=TRAINING,
+        elsewhere="no token is dropped",
+    )
+    moe_pad_expert_input_to_capacity: Switch = setting(
+        False, "Pad every expert's input to its capacity.", rare=True
+    )
+    moe_router_dtype: Literal["fp32"] | None = setting(
+        None, "Data type of the router.", unset="as all else", rare=True
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = (
+        setting(
+            "aux_loss",
+            "What the load-balancing loss averages over: a rank's microbatch, a sequence, or the "
+            "microbatch of all ranks.",
+            rare=True,
+        )
+    )
+    moe_aux_loss_coeff: Weight = setting(
+        0.0,
+        "Coefficient of the load-balancing loss; 0: no such loss.",
+        modes=TRAINING,
+        elsewhere=_NO_LOSS,
+    )
+    moe_z_loss_coeff: Weight = setting(
+        0.0, "Coefficient of the router's z-loss.", modes=TRAINING, elsewhere=_NO_LOSS, rare=True
+    )
+    moe_router_enable_expert_bias: Switch | None = setting(
+        None,
+        "Balance the load by a bias of each expert's score (aux-loss-free).",
+        unset="as the model was trained",
+        modes=TRAINING,
+        elsewhere="it is part of the model",
+        rare=True,
+    )
+    expert_load: Text | tuple[tuple[Any, ...], ...] | None = setting(
+        None,
+        "File (CSV or JSON) of the tokens that each expert gets, by layer.",
+        unset="all equal",
+        modes=TRAINING,
+        elsewhere="all experts get as many tokens",
+        metavar="FILE",
+    )

@@ -1,0 +1,163 @@
+"""Requests of an inference step, the cache that holds their tokens, and weights as they are stored.
+
+Names are vLLM's where it has one.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, Literal
+
+from stagewright.run.sections.declare import (
+    INFERENCE,
+    Count,
+    Number,
+    Switch,
+    Text,
+    Whole,
+    setting,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests that are alike; None where a run says it for all."""
+
+    count: int = 1
+    context_length: int | None = None
+    """Tokens of each in the cache before the step."""
+    new_tokens: int | None = None
+    """Tokens of each that the step computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRanks:
+    """A second group of ranks, for the prompts of a decode step's requests: settings by name."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    tp: Count = 1
+    dp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
+    etp: Count | None = None
+    sequence_parallel: Switch = False
+    layers_per_stage: tuple[Number, ...] | None = None
+    num_redundant_experts: Number = 0
+    mla: Literal["naive", "absorb"] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.dp * self.pp
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of a `Run` of these ranks."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        words = [f"{n}={v}" for n, v in changed.items() if v != getattr(PrefillRanks, n)]
+        return ",".join(words) or "tp=1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceSection:
+    """What a step of prefill or decode serves, and how."""
+
+    batch_size: Count | None = setting(
+        None,
+        "Requests of a step, over all ranks.",
+        unset="dp * pp, or as many as in requests",
+        modes=INFERENCE,
+        names=("max-num-seqs",),
+    )
+    prompt_length: Count | None = setting(
+        None,
+        "Prefill: new tokens of a request. Decode: a chunk of a prompt besides, on each rank of "
+        "dp (chunked prefill).",
+        unset="prefill: the model's longest, at most 8192; decode: no chunk",
+        modes=INFERENCE,
+    )
+    """Of a decoder with an encoder, whose prompt is its source, None: the one token that it starts
+    with."""
+    context_length: Number | None = setting(
+        None,
+        "Tokens of a request in the cache before the step.",
+        unset="prefill: 0; decode: one less than the model's longest, at most 8191",
+        modes=INFERENCE,
+    )
+    source_length: Count | None = setting(
+        None,
+        "Encoder-decoder: tokens of a request that the encoder sees.",
+        unset="the model's longest, at most 8192",
+        modes=INFERENCE,
+    )
+    requests: Text | tuple[Group, ...] | None = setting(
+        None,
+        "A .csv of requests with columns count, context_length, new_tokens.",
+        modes=INFERENCE,
+        metavar="FILE",
+    )
+    num_speculative_tokens: Annotated[int, Whole(0, 1024)] = setting(
+        0,
+        "Decode: draft tokens of each request that the step verifies.",
+        modes=INFERENCE,
+    )
+    weight_precision: Literal["bf16", "fp8", "int4", "fp4", "mxfp4"] | None = setting(
+        None,
+        "Storage of the layers' matrices, with scales; products of fp8 weights are of fp8, too.",
+        unset="that of the computation",
+        modes=INFERENCE,
+        names=("quantization",),
+        of_requests=True,
+    )
+    kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = setting(
+        None,
+        "Data type of the KV cache.",
+        unset="that of the computation",
+        modes=INFERENCE,
+        of_requests=True,
+    )
+    kv_cache: Literal["paged", "contiguous"] = setting(
+        "paged",
+        "Whether a request's cache is in blocks or in one place of fixed length.",
+        modes=INFERENCE,
+        of_requests=True,
+    )
+    kv_block_size: Count = setting(
+        16,
+        "Tokens of a block of the paged cache; every request fills its last block up.",
+        modes=INFERENCE,
+        names=("block-size",),
+        of_requests=True,
+    )
+    max_model_len: Count | None = setting(
+        None,
+        "Contiguous cache: tokens that each request has room for.",
+        unset="those of the longest request",
+        modes=INFERENCE,
+    )
+    prefill: Text | PrefillRanks | None = setting(
+        None,
+        "Decode: other ranks that compute the requests' context and send it (disaggregated "
+        "serving), such as tp=4,pp=2.",
+        modes=INFERENCE,
+        metavar="SETTINGS",
+    )
+    num_redundant_experts: Number = setting(
+        0,
+        "Replicated copies of experts (EPLB), which share a load or make ep divide all.",
+        modes=INFERENCE,
+    )
+    mla: Literal["naive", "absorb"] | None = setting(
+        None,
+        "Latent attention: expand keys and values from cached latents, or attend to latents.",
+        unset="prefill: naive, decode: absorb",
+        modes=INFERENCE,
+        rare=True,
+    )
+    device_memory: Text | Count | None = setting(
+        None,
+        "Bytes a rank may use, such as 80e9 or 80GiB; the number of requests that fit is reported.",
+        modes=INFERENCE,
+        metavar="SIZE",
+    )

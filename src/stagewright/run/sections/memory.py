@@ -1,0 +1,59 @@
+"""What backward computes again, what the host holds, and what a rank holds besides tensors."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stagewright.run.sections.declare import TRAINING, Count, Share, Switch, Text, setting
+
+_NO_BACKWARD = "there is no backward pass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySection:
+    """Recomputation and offload."""
+
+    recompute: Literal["none", "selective", "full"] = setting(
+        "none",
+        "Activations that backward computes again.",
+        modes=TRAINING,
+        elsewhere=_NO_BACKWARD,
+        names=("recompute-granularity", "activation_checkpoint.mode"),
+    )
+    recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = setting(
+        ("core_attn",),
+        "With recompute=selective: the modules that are computed again.",
+        modes=TRAINING,
+        elsewhere=_NO_BACKWARD,
+        needs={"recompute": ("selective",)},
+        metavar="LIST",
+    )
+    recompute_num_layers: Count | None = setting(
+        None,
+        "With recompute=full: the first layers of each virtual stage that are computed again.",
+        unset="all",
+        modes=TRAINING,
+        elsewhere=_NO_BACKWARD,
+        needs={"recompute": ("full",)},
+    )
+    cpu_offloading_num_layers: Count | None = setting(
+        None,
+        "The first layers of each virtual stage that keep activations in the host's memory.",
+        unset="none",
+    )
+    optimizer_cpu_offload: Switch = setting(
+        False, "Hold optimizer states on the host, which makes the update."
+    )
+    optimizer_offload_fraction: Share | None = setting(
+        None,
+        "With optimizer_cpu_offload: fraction of each stage's blocks whose optimizer states are "
+        "offloaded.",
+        unset="1",
+        needs={"optimizer_cpu_offload": (True,)},
+    )
+    memory_allowance: Text | Count | None = setting(
+        None,
+        "Bytes a rank holds besides tensors (context, workspaces, fragmentation), such as 2GiB.",
+        unset="none",
+        metavar="SIZE",
+    )
+    """Not included in the peak; reported beside it."""

@@ -1,0 +1,124 @@
+"""Degrees of parallelism, what they shard, and how ranks are numbered."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from stagewright.run.sections.declare import (
+    INFERENCE,
+    TRAINING,
+    Count,
+    Switch,
+    Text,
+    Whole,
+    setting,
+)
+
+_WHOLE_WEIGHTS = "weights are not sharded over dp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismSection:
+    """How ranks split the model, the batch and the sequence. World size: tp * cp * dp * pp."""
+
+    tp: Count = setting(
+        1,
+        "Tensor parallelism: ranks that split every layer.",
+        names=(
+            "tensor-model-parallel-size",
+            "tensor-parallel-size",
+            "parallelism.tensor_parallel_degree",
+        ),
+    )
+    cp: Count = setting(
+        1,
+        "Context parallelism: ranks that split the sequence.",
+        names=("context-parallel-size", "parallelism.context_parallel_degree"),
+    )
+    dp: Count = setting(
+        1,
+        "Data parallelism: ranks that split the batch.",
+        names=("data-parallel-size",),
+    )
+    pp: Count = setting(
+        1,
+        "Pipeline parallelism: ranks that split the layers.",
+        names=(
+            "pipeline-model-parallel-size",
+            "pipeline-parallel-size",
+            "parallelism.pipeline_parallel_degree",
+        ),
+    )
+    dcp: Count | None = setting(
+        None,
+        "Inference: ranks of cp and tp that share the KV cache of a request, token by token.",
+        unset="cp",
+        modes=INFERENCE,
+        names=("decode-context-parallel-size",),
+    )
+    """Those of cp first, then ranks of tp that would hold copies. dcp does not add to the world
+    size."""
+    ep: Count = setting(
+        1,
+        "Expert parallelism, over ranks of tp, cp and dp: not a factor of the world size.",
+        names=("expert-model-parallel-size", "parallelism.expert_parallel_degree"),
+    )
+    etp: Count | None = setting(
+        None,
+        "Tensor parallelism inside an expert.",
+        unset="as tp",
+        names=("expert-tensor-parallel-size", "parallelism.expert_tensor_parallel_degree"),
+    )
+    vpp: Count = setting(
+        1,
+        "Virtual pipeline stages of each pipeline rank.",
+        modes=TRAINING,
+        elsewhere="a pipeline rank holds one stage",
+        names=("num-virtual-stages-per-pipeline-rank",),
+    )
+    dp_shard: Count | None = setting(
+        None,
+        "Ranks of dp that share one copy of the sharded state (HSDP).",
+        unset="all of dp",
+        modes=TRAINING,
+        elsewhere=_WHOLE_WEIGHTS,
+    )
+    zero: Annotated[int, Whole(0, 3)] = setting(
+        0,
+        "Sharded over dp: 1 optimizer states, 2 also gradients, 3 also parameters (FSDP).",
+        modes=TRAINING,
+        elsewhere=_WHOLE_WEIGHTS,
+        names=("zero-stage",),
+        switches={"use-distributed-optimizer": 1, "use-megatron-fsdp": 3, "use-torch-fsdp2": 3},
+    )
+    reshard_after_forward: Switch = setting(
+        True,
+        "With zero=3: free gathered parameters after forward, gather them again in backward.",
+        modes=TRAINING,
+        elsewhere=_WHOLE_WEIGHTS,
+    )
+    sequence_parallel: Switch = setting(
+        False, "Split norms and dropout over tp, along the sequence."
+    )
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = setting(
+        "p2p",
+        "Attention over other ranks' tokens: a ring (p2p), K and V gathered, or Ulysses (a2a).",
+        modes=TRAINING,
+        elsewhere="keys and values of new tokens are gathered",
+        habits={"torchtitan": "all_gather"},
+    )
+    strategy: Text | None = setting(
+        None,
+        "File of rows that place values and parameters, such as wq [M, A/tp, D].",
+        metavar="FILE",
+        rare=True,
+        of_requests=True,
+    )
+    """Rows of the file go before what the degrees imply."""
+    order: Text = setting(
+        "tp-cp-ep-dp-pp",
+        "How ranks are numbered: mesh axes, the fastest first.",
+        metavar="AXES",
+        rare=True,
+        of_requests=True,
+        switches={"use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
+    )

@@ -1,0 +1,61 @@
+"""Errors of pydantic in the words of settings: what is wrong, what was got, what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from pathlib import Path
+from reprlib import repr as shown  # short whatever the value
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from stagewright.errors import UserError, did_you_mean
+
+
+def invalid(
+    error: ValidationError,
+    known: Iterable[str],
+    path: str | Path | None = None,
+    overrides: Container[object] = (),
+) -> UserError:
+    """The first of the errors; `path` is named where the setting is not one of the `overrides`."""
+    first = error.errors(include_url=False)[0]
+    from_file = path is not None and first["loc"][0] not in overrides
+    where = f"{path}: " if from_file and first["type"] != "missing" else ""
+    return UserError(where + describe_error(first, known))
+
+
+def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
+    """One error in a sentence; `known` are the names of all settings."""
+    name = ".".join(str(part) for part in error["loc"])
+    context, got = error.get("ctx", {}), shown(error["input"])
+    match error["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return f"unknown setting {name!r}{hint_of_setting(name, known)}"
+        case "missing":
+            return "no model given; name a preset (see `stagewright models`) or a config.json"
+        case "literal_error":
+            expected = context["expected"]
+            words = expected.replace("'", "").replace(" or ", ", ").split(", ")
+            hint = did_you_mean(str(error["input"]), words)
+            return f"{name} is {got}, wanted {expected}{hint}"
+        case "greater_than_equal":
+            wanted = f"{context['ge']} or more"
+        case "less_than_equal":
+            wanted = f"at most {context['le']}"
+        case "int_type":
+            wanted = "a whole number"
+        case "bool_type":
+            wanted = "true or false"
+        case "string_type":
+            wanted = "text"
+        case "tuple_type" | "frozen_set_type":
+            wanted = "a list"
+        case _:
+            return f"{name} is {got}: {error['msg']}"
+    return f"{name} is {got}, wanted {wanted}"
+
+
+def hint_of_setting(name: str, known: Iterable[str]) -> str:
+    """What an unknown name may have meant, or where all names are."""
+    return did_you_mean(name.replace("-", "_"), known) or "; see `stagewright show --help`"
