@@ -270,28 +270,48 @@ EXAMPLES = (
 )
 
 
+PLACED = (
+    *("bert-base", "opt-350m", "t5-small", "deepseek-v2", "gpt-oss-20b", "dlrm", "jamba-v0.1"),
+    *("zamba2-1.2b", "minimax-text-01", "qwen3-next-80b-a3b", "kimi-linear-48b-a3b"),
+)
+"""Models whose blocks have, together, every weight that some degree splits."""
+
+
+def declared(models: Iterable[str]) -> dict[tuple[str, str], None]:
+    """The weights of some models that a degree splits: names, and placements as declared."""
+    from stagewright import blocks
+    from stagewright.model.catalog import resolve
+
+    rows: dict[tuple[str, str], None] = {}
+    for model in map(resolve, models):
+        for block, layer in dict.fromkeys((x.block, x.layer) for x in blocks.chain(model)):
+            for n in blocks.BLOCKS[block](model, blocks.Recipe(), layer).graph:
+                parameter = n.binding.param if n.op == "param" else None
+                if parameter is not None and any(parameter.placement.axes):
+                    rows[parameter.name, str(parameter.placement)] = None
+    return rows
+
+
 def strategies() -> str:
     """Which dims the degrees split."""
-    from stagewright.parallel import placement as strategies
+    from stagewright.algebra.notation import PARTS
+    from stagewright.parallel import placement
 
-    columns = [(f"`{n}`", d) for n, d in strategies.TENSOR_PARALLEL.items()]
-    states = [(f"`{n}`", ", ".join(map(str, d))) for n, d in strategies.STATE_HEADS.items()]
-    experts = [(f"`{n}`", "" if d is None else d) for n, d in strategies.EXPERTS.items()]
+    weights = [(f"`{name}`", f"`{where}`") for name, where in sorted(declared(PLACED))]
+    parts = [(f"`{part}`", what) for part, what in PARTS.items()]
     return (
         "# Strategies\n\n"
-        + prose(strategies.__doc__)
+        + prose(placement.__doc__)
         + "\n\nA table of your own comes before these: "
         "[own models](../own-models.md#a-strategy-as-a-table). `stagewright show MODEL --graph` has "
         "the names, and the layouts that follow.\n\n"
-        "## Tensor parallelism\n\nThe dim (from 0) of each weight that tp splits; a weight that is not "
-        "named is whole on every rank.\n\n"
-        + table(("weight", "dim"), columns)
-        + "\n## Heads of layers with a state\n\n"
-        + table(("weight", "dims"), states)
-        + "\n## Experts\n\nDim 0 over ep, and this one over etp.\n\n"
-        + table(("weight", "dim"), experts)
+        "## Weights\n\nWhat each weight declares where its block creates it, in the paper's notation; "
+        "a weight that is not named is whole on every rank.\n\n"
+        + table(("weight", "placement"), weights)
+        + "\n## Parts of tp\n\nA dim that tp does not divide is split by a part of tp.\n\n"
+        + table(("part", "what it is"), parts)
         + "\n## The rows of a run\n\n"
-        + prose(strategies.strategy.__doc__)
+        + prose(placement.strategy.__doc__)
         + "\n"
     )
 

@@ -16,7 +16,6 @@ from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, s
 from stagewright.cli import main as cli
 from stagewright.graph.table import OPS
 from stagewright.model.presets import PRESETS
-from stagewright.parallel.placement import TENSOR_PARALLEL
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
@@ -229,7 +228,7 @@ def test_pictures_are_current(request: pytest.FixtureRequest):
         ("models", [f"`{preset}`" for preset in PRESETS]),
         ("hardware", [f"`{each}`" for each in hardware.names()]),
         ("schedules", [f"## {schedule}" for schedule in SCHEDULES]),
-        ("strategies", [f"`{weight}`" for weight in TENSOR_PARALLEL]),
+        ("strategies", ["`tp.kv`", "`tp.groups`", "`tp.heads`", "`tp.caches`"]),
         ("ops", [f"| `{op}` |" for op in OPS]),
         ("json", ["`step_seconds`", "`rank_classes[].memory.peak`", "`capacity.fits`"]),
     ],
@@ -237,6 +236,14 @@ def test_pictures_are_current(request: pytest.FixtureRequest):
 def test_the_reference_has_everything(page: str, names: list[str]):
     text = module("docs/reference.py").PAGES[page]()
     assert [each for each in names if each not in text] == []
+
+
+def test_the_reference_has_every_weight_that_a_degree_splits():
+    reference = module("docs/reference.py")
+    page = reference.PAGES["strategies"]()
+    weights = {name for name, _ in reference.declared(PRESETS)}
+    assert {"wq", "wk", "w_down", "we_up", "wte", "mamba2.w_out", "tables"} <= weights
+    assert sorted(name for name in weights if f"`{name}`" not in page) == []
 
 
 def test_every_page_is_in_the_contents():

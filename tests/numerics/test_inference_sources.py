@@ -18,7 +18,8 @@ from stagewright.graph.reference import FAR
 from stagewright.graph.shard import shard
 from stagewright.lower.training import Kind, block_of, place_blocks, recipe_of, sizes_of
 from stagewright.model.config import ModelConfig
-from stagewright.parallel.placement import Plan, strategy
+from stagewright.parallel.placement import strategy
+from stagewright.parallel.plan import Plan
 from stagewright.run.settings import Run
 from toys import WITH_LIVE_VALUES as MODELS
 

@@ -24,7 +24,7 @@ from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.placement import EXPERTS, strategy
+from stagewright.parallel.placement import strategy
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
@@ -236,7 +236,7 @@ def test_a_bias_follows_the_counts_of_all() -> None:
     assert [(n.once, str(n.dtype), of.mesh.label(n["axes"])) for n in moves] == [
         (True, "fp32", "dp/ep+tp/etp")
     ]
-    assert not any(n.binding.param == "router_bias" and "grad" in n.name for n in graph)
+    assert not any(n.binding.name == "router_bias" and "grad" in n.name for n in graph)
 
 
 REDUCED = {
@@ -346,9 +346,10 @@ def reductions(settings: dict[str, Any]) -> dict[bool, Counter[str]]:
     found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for n in graph:
         if n.op in COLLECTIVE_OPS and n.role is Role.STEP_GRADIENT and n.scope == "mlp":
-            weight = str(n.srcs[0]["param"])
-            if not weight.endswith("norm.weight"):
-                found[weight in EXPERTS][f"{n.op} {mesh.label(n['axes'])}"] += 1
+            weight = n.srcs[0].binding.param
+            assert weight is not None
+            if not weight.name.endswith("norm.weight"):
+                found[weight.of_expert][f"{n.op} {mesh.label(n['axes'])}"] += 1
     return found
 
 

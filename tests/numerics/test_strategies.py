@@ -23,7 +23,8 @@ from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.training import Kind, compile, recipe_of, sizes_of
 from stagewright.lower.training import sharded as compiled
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.placement import Plan, strategy
+from stagewright.parallel.placement import strategy
+from stagewright.parallel.plan import Plan
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
 

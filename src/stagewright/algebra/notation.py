@@ -22,6 +22,16 @@ from stagewright.files import read_text
 DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 """Degrees that may split a dim. `edp`: the ranks that hold the same experts."""
 
+PARTS = {
+    "tp.kv": "ranks of tp that hold different key-value heads; the other ranks share these heads",
+    "tp.groups": "ranks of tp that hold different groups of the heads of a state-space layer",
+    "tp.heads": "ranks of tp that hold different heads of one such group",
+    "tp.caches": "ranks of tp with caches of their own; the other ranks share a cache's tokens",
+}
+"""Parts of a degree, which may split a dim that the whole degree does not divide."""
+
+SPLITS = (*DEGREES, *PARTS)
+
 
 class Tensor(NamedTuple):
     """A shape and its layout: sizes as text, and the parallel degrees that split each dim."""
@@ -56,21 +66,31 @@ def tensor(text: str, at: int = 0) -> Tensor:
     for start, part in _parts(shape, ",") if shape.strip() else ():
         words = list(_parts(part, "/"))
         split: list[str] = []
-        while len(words) > 1 and words[-1][1].strip() in DEGREES:
+        while len(words) > 1 and words[-1][1].strip() in SPLITS:
             split.insert(0, words.pop()[1].strip())
         size = "/".join(word for _, word in words).strip()
         if not size:
             raise NotationError("a dim without a size; wanted such as B/dp", at + start)
-        if size in DEGREES:
+        if size in SPLITS:
             raise NotationError(f"{size} is a parallel degree, wanted a size", at + start)
         dims.append(size)
         axes.append(tuple(split))
     parsed = Tensor(tuple(dims), tuple(axes), _sums(partial, at + len(shape) + 1) if sums else ())
-    named = [axis for axes in (*parsed.axes, parsed.partial) for axis in axes]
-    for axis in named:
-        if named.count(axis) > 1:
-            raise NotationError(f"{axis} comes twice; it may split one dim only", at - 1)
+    _check_once([axis for axes in (*parsed.axes, parsed.partial) for axis in axes], at - 1)
     return parsed
+
+
+def _check_once(named: list[str], at: int) -> None:
+    """A NotationError if a degree, or what two of its parts have in common, comes twice."""
+    for i, axis in enumerate(named):
+        for other in named[:i]:
+            if axis == other:
+                raise NotationError(f"{axis} comes twice; it may split one dim only", at)
+            disjoint = {axis, other} == {"tp.groups", "tp.heads"}
+            if axis.partition(".")[0] == other.partition(".")[0] and not disjoint:
+                raise NotationError(
+                    f"{other} and {axis} name the same ranks; they may split one dim only", at
+                )
 
 
 def _sums(text: str, at: int) -> tuple[str, ...]:

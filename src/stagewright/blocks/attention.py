@@ -34,10 +34,10 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     c = b.config
     g = "A" if c.num_query_groups == c.num_attention_heads else "G"
     scope = "attention"
-    weights = {"q": "A", "k": g, "v": g}
+    weights = {"q": "A/tp", "k": f"{g}/tp.kv", "v": f"{g}/tp.kv"}
     heads: dict[str, Node] = {}
     for name, n in weights.items():
-        x = n.lower()
+        x = n[0].lower()
         w = b.weight(f"w{name}", h.shape[-1], n, "D", scope=scope)
         heads[name] = b.linear(f"bsm,m{x}d->bs{x}d", h, w, name, scope=scope, joint="qkv")
         if b.block and c.shared_blocks and c.shared_blocks.attention_adapter:
@@ -63,10 +63,10 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     bias = [relative_bias(b)] if c.position == "relative" else []
     o = identity(_core(b, q, (k, v), reach, qd, kd, bias=bias), "context", scope=scope)
     if c.attention_gate:
-        w = b.weight("wg", "M", "A", "D", scope=scope)
+        w = b.weight("wg", "M", "A/tp", "D", scope=scope)
         gate = b.linear("bsm,mad->bsad", h, w, "gate", joint="qkv")
         o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)
-    w = b.weight("wo", "A", "D", "M", scope=scope)
+    w = b.weight("wo", "A/tp", "D", "M", scope=scope)
     out = b.linear("bsad,adm->bsm", o, w, "attn_out", scope=scope)
     if not c.parallel_block:
         out = identity(out, "attn_reduced")
@@ -84,10 +84,10 @@ def relative_bias(b: Builder) -> Node:
     own: dict[str, Any] = {"scope": "attention"}
     table = f"{stack}.relative_bias"
     if b.recipe.inference:  # by distance, while scores are made
-        return b.param(table, "Buckets", "A", tied=table, **own)
+        return b.param(table, "Buckets", "A/tp", tied=table, **own)
     if name not in b.recipe.begins:
         return b.take(name, "A", "S", "S")
-    table = b.param(table, "Buckets", "A", tied=table, **own)
+    table = b.param(table, "Buckets", "A/tp", tied=table, **own)
     shape = (size("A"), size("S"), size("S"))
     causal = b.config.causal
     made = apply("relative_bias", "Va->aqJ", table, out=shape, causal=causal, name=name, **own)
@@ -102,7 +102,8 @@ def cross_attention(b: Builder, h: Node) -> Node:
     g = "A" if c.num_query_groups == c.num_attention_heads else "G"
     heads: dict[str, Node] = {}
     for name, of, n, at in (("q", h, "A", "s"), ("k", memory, g, "t"), ("v", memory, g, "t")):
-        w = b.weight(f"cross.w{name}", "M", n, "D", scope=scope)
+        by = "tp" if name == "q" else "tp.kv"
+        w = b.weight(f"cross.w{name}", "M", f"{n}/{by}", "D", scope=scope)
         spec = f"b{at}m,m{n.lower()}d->b{at}{n.lower()}d"
         if of is not None:
             joint = "" if name == "q" else "cross_kv"
@@ -120,7 +121,7 @@ def cross_attention(b: Builder, h: Node) -> Node:
 
 def _crossed(b: Builder, o: Node) -> Node:
     """What is added to the stream of what the decoder has seen of the encoder's sequence."""
-    w = b.weight("cross.wo", "A", "D", "M", scope="attention")
+    w = b.weight("cross.wo", "A/tp", "D", "M", scope="attention")
     out = b.linear("bsad,adm->bsm", identity(o, "cross_context"), w, "cross_out", scope="attention")
     return identity(out, "attn_reduced")
 
@@ -157,7 +158,7 @@ def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
         source = b.linear("bsm,mq->bsq", h, w, "q_latent", trained=False)
         source, rank = b.norm(source, "q_latent_norm", "Q"), "q"
     name = "w_uq" if c.q_lora_rank else "wq"
-    w = b.weight(name, rank.upper(), "A", "D", scope=scope)
+    w = b.weight(name, rank.upper(), "A/tp", "D", scope=scope)
     q = b.linear(f"bs{rank},{rank}ad->bsad", source, w, "q", scope=scope)
     plain = part(q, "bsaD->bsaN", size("N"), first=True, name="q_plain")
     turned = part(q, "bsaD->bsaZ", size("Z"), first=False, name="q_turned")
@@ -171,11 +172,11 @@ def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
         shared = b.rope(shared, "bsZ", "k_shared_rope")
     # Absorbed, they are multiplied as they are computed with (vLLM keeps them so, too).
     up = b.param if b.recipe.absorb else b.weight
-    w_uk = up("w_uk", "C", "A", "N", scope=scope)
-    w_uv = up("w_uv", "C", "A", "U", scope=scope)
+    w_uk = up("w_uk", "C", "A/tp", "N", scope=scope)
+    w_uv = up("w_uv", "C", "A/tp", "U", scope=scope)
     form = _absorbed if b.recipe.absorb else _naive
     o = form(b, plain, turned, latent, shared, w_uk, w_uv, reach)
-    w = b.weight("wo", "A", "U", "M", scope=scope)
+    w = b.weight("wo", "A/tp", "U", "M", scope=scope)
     return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
 
 
@@ -243,7 +244,7 @@ def _core(
     """
     c, heads = b.config, qd[2:]
     scope = "attention.core"
-    sinks = [b.param("sinks", "A", scope="attention")] if c.attention_sinks else []
+    sinks = [b.param("sinks", "A/tp.caches", scope="attention")] if c.attention_sinks else []
     if b.recipe.inference:
         if c.encoder:
             return source_attention(b, q, *keys, bias=bias)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stagewright.algebra.size import Size, size
 from stagewright.graph.node import Graph, Node, replace
+from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import STREAM, Binding, Role
 from stagewright.graph.table import add, apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.model.config import ModelConfig
@@ -160,6 +161,12 @@ def stream(dims: tuple[str | Size, ...], dtype: str, name: str = "x", *, scope: 
     return leaf("input", dims, dtype, name, scope=scope, binding=Binding(live_in=STREAM))
 
 
+def sizes_of(dims: Iterable[str | Size], declared: Parameter) -> tuple[Size, ...]:
+    """The sizes of declared dims, without what splits them."""
+    pairs = zip(dims, declared.placement.dims, strict=True)
+    return tuple(d if isinstance(d, Size) else size(text) for d, text in pairs)
+
+
 @dataclass(slots=True)
 class Builder:
     """Collects the parameters of a block while its forward pass is written down."""
@@ -192,19 +199,25 @@ class Builder:
         tied: str = "",
         dtype: str = "",
         own: bool = False,
+        rows: int = -1,
     ) -> Node:
-        """A parameter as the computation sees it; `tied` names the table that it is a copy of.
+        """A parameter as the computation sees it, its dims with the degrees that split them.
 
-        One of a shared block has copies in all layers that share it, unless it is their `own`.
+        `b.param("w_up", "M", "F/tp")` is [M, F], of which a rank of tp has some columns; `Plan`
+        says which axes a degree, or a part such as "tp.kv", stands for. `tied` names the table that
+        the parameter is a copy of; a parameter of a shared block has copies in all layers that
+        share the block, unless it is the layer's `own`. `rows` is as in `Parameter`.
         """
         if self.block and not own:
             name, tied = f"{SHARED}.{name}", f"{SHARED}{self.block}.{name}"
         if name not in self.params:
-            bound: dict[str, Any] = {"scope": scope, "binding": Binding(param=name, tied=tied)}
+            declared = Parameter.declare(name, *dims, rows=rows)
+            shape = sizes_of(dims, declared)
+            bound: dict[str, Any] = {"scope": scope, "binding": Binding(param=declared, tied=tied)}
             stored = dtype or self.recipe.precision.param or self.dtype
-            self.params[name] = p = leaf("param", dims, stored, name, role=Role.PARAMETER, **bound)
+            self.params[name] = p = leaf("param", shape, stored, name, role=Role.PARAMETER, **bound)
             used: dict[str, Any] = {"once": self.recipe.gather_once, "scope": scope}
-            used["binding"] = Binding(param=name)
+            used["binding"] = Binding(param=declared)
             x = p if dtype else cast(p, self.dtype, name=name, role=Role.SENT, **used)
             self.used[name] = identity(x, name, role=Role.USED, **used)
         return self.used[name]
@@ -223,13 +236,13 @@ class Builder:
 
     def buffer(self, name: str, *dims: str, scope: str = "") -> Node:
         """An fp32 parameter that no gradient reaches; every rank has all of it."""
-        bound = Binding(param=name, buffer=True)
+        bound = Binding(param=Parameter.declare(name, *dims), buffer=True)
         p = leaf("param", dims, "fp32", name, role=Role.PARAMETER, binding=bound, scope=scope)
         self.params[name] = p
         return p
 
     def weight(self, name: str, *dims: str | Size, scope: str = "", own: bool = False) -> Node:
-        """A matrix of a layer, stored in the precision that these are served in."""
+        """A matrix of a layer, declared as in `param`, stored in the precision for serving."""
         served = self.recipe.inference
         stored = served.weights if served else ""
         return self.param(name, *dims, scope=scope, dtype=stored, own=own)
@@ -265,7 +278,7 @@ class Builder:
         The adapter is two products through a narrow width, the first of which several may share.
         """
         own: dict[str, Any] = {"scope": y.scope, "own": True}
-        a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank", **own)
+        a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank/tp", **own)
         low = self.linear("bsm,mr->bsr", x, a, f"{narrow}_low", scope=y.scope)
         w = self.weight(f"adapter.{name}", "Rank", *dims, **own)
         more = self.linear(spec, low, w, f"{name}_more", scope=y.scope)
@@ -280,10 +293,10 @@ class Builder:
         return self.config.kv_channels // 2 if self.block else self.config.kv_channels
 
     def bias(self, x: Node, name: str, *dims: str) -> Node:
-        """Add a bias over some of the dims."""
+        """Add a bias over some of the dims, declared as in `param`."""
         z = letters(x)
         b = self.param(name, *dims, scope=x.scope)
-        of = "".join(z[x.shape.index(size(d))] for d in dims)
+        of = "".join(z[x.shape.index(d)] for d in b.shape)
         return apply("bias", f"{z},{of}->{z}", x, b, name=f"{x.name}_biased")
 
     def norm(self, x: Node, name: str, dim: str | Size = "M", fn: str = "", **fields: Any) -> Node:

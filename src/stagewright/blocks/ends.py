@@ -26,19 +26,19 @@ def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") ->
     width = "W" if config.embedding_size else "M"
     bound = Binding(like="tokens")
     ids = leaf("input", ("B", "S"), "int64", tokens, scope="embedding", binding=bound)
-    table = b.param("wte", "V", width, scope="embedding", tied=tied(config))
+    table = b.param("wte", "V/tp", width, scope="embedding", tied=tied(config), rows=0)
     x = apply("embedding", "bs,vm->bsm", ids, table, dtype=b.dtype, name="word")
     if config.embedding_size:
         x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
     if config.position == "learned":
         at = leaf("input", ("S",), "int64", "positions", scope="embedding")
         at, each = (b.positions(), "bs") if recipe.inference else (at, "s")
-        rows = b.param("wpe", "P", "M", scope="embedding")
+        rows = b.param("wpe", "P", "M", scope="embedding", rows=0)
         rows = apply("embedding", f"{each},vm->{each}m", at, rows, dtype=b.dtype)
         x = apply("bias", f"bsm,{each}m->bsm", x, rows, name="summed")
     if config.token_types:
         kind = leaf("input", ("B", "S"), "int64", "token_types", scope="embedding")
-        types = b.param("wtt", "T", "M", scope="embedding")
+        types = b.param("wtt", "T", "M", scope="embedding", rows=0)
         x = add(x, apply("embedding", "bs,vm->bsm", kind, types, dtype=b.dtype), name="summed")
     if config.position == "learned" or config.token_types:
         x = identity(x, "scatter")
@@ -118,12 +118,13 @@ def _logits(b: Builder, h: Node) -> Node:
             "bsm,mw->bsw", h, b.param("w_out", "M", "W", scope=scope), name="out_proj", scope=scope
         )
     table = "wte" if config.tied_embeddings else "lm_head"
-    w = b.param(table, "V", width, scope=scope, tied="wte" if config.tied_embeddings else "")
+    copied = "wte" if config.tied_embeddings else ""
+    w = b.param(table, "V/tp", width, scope=scope, tied=copied, rows=0)
     if b.recipe.own_input_grads:
         h = identity(h, "logits_in")
     logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope, role=Role.LOGITS)
     if config.lm_head_bias:
-        logits = b.bias(logits, "b_head", "V")
+        logits = b.bias(logits, "b_head", "V/tp")
     if config.logit_softcap:
         logits = b.act(logits, "softcap", cap=config.logit_softcap)
     return logits

@@ -47,7 +47,7 @@ def experts(b: Builder, h: Node) -> Node:
     out = exchange(b, h, gates)
     if c.shared_ffn_hidden_size:
         names = {"up": "ws_up", "gate": "ws_gate", "down": "ws_down"}
-        shared = feed_forward(b, h, "bsm", "bsy", ("M", "Y"), names)
+        shared = feed_forward(b, h, "bsm", "bsy", ("M", "Y/tp"), names)
         if c.shared_expert_gate:
             w = b.param("w_shared_gate", "M", **OWN)
             score = einsum("bsm,m->bs", h, w, name="shared_gate", **OWN)
@@ -149,7 +149,7 @@ def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
 
     names = {"up": "we_up", "gate": "we_gate", "down": "we_down"}
     more = {"touched": size("touched")} if b.recipe.inference else None
-    dims = (_held(b), "M", "X")
+    dims = (f"{_held(b)}/ep", "M", "X/etp")
     biased = b.config.mlp_bias
     return feed_forward(b, rows, "erm", "erx", dims, names, biased=biased, weigh=weighed, more=more)
 
@@ -158,6 +158,6 @@ def _biased(b: Builder, out: Node, probs: Node | None) -> Node:
     """Rows of experts with their bias, weighed as what it is added to (Megatron-LM's
     `TEGroupedMLP._apply_bias`)."""
     if probs is None:
-        return b.bias(out, "be_down", _held(b), "M")
-    bias = b.param("be_down", _held(b), "M", **OWN)
+        return b.bias(out, "be_down", f"{_held(b)}/ep", "M")
+    bias = b.param("be_down", f"{_held(b)}/ep", "M", **OWN)
     return add(out, einsum("er,em->erm", probs, bias, name="bias", **OWN), name="biased", **OWN)

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagewright.algebra.size import Size, size
-from stagewright.blocks.builder import Block, Builder
+from stagewright.blocks.builder import Block, Builder, sizes_of
 from stagewright.graph.node import Graph, Node, toposort
+from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Binding, Role
 from stagewright.graph.table import apply, identity, join, leaf
 from stagewright.model.config import Reach
@@ -261,11 +262,15 @@ def with_state(
     return apply(op, f"{terms}->{out}", *operands, part="y", **fields)
 
 
-def state_of(b: Builder, name: str, of: str, *dims: str | Size) -> Node:
-    """What a layer keeps of each request, split over ranks as the parameter `of` is."""
-    dims = ("B", "requests", *dims)
-    own: dict[str, Any] = {"binding": Binding(split_as=of), "scope": "mixer"}
-    return leaf("state", dims, b.dtype, f"{name}_state", role=Role.CACHE, **own)
+def state_of(b: Builder, name: str, *dims: str | Size, table: str = "") -> Node:
+    """What a layer keeps of each request, its dims declared as those of a parameter.
+
+    Where a user's table places the parameter `table`, the state goes with that parameter.
+    """
+    declared = Parameter.declare(table or f"{name}_state", *dims)
+    shape = ("B", "requests", *sizes_of(dims, declared))
+    own: dict[str, Any] = {"binding": Binding(split_as=declared), "scope": "mixer"}
+    return leaf("state", shape, b.dtype, f"{name}_state", role=Role.CACHE, **own)
 
 
 def last_tokens(h: Node) -> Node:

@@ -14,7 +14,7 @@ def mlp(b: Builder, h: Node) -> Node:
     """Up and down, or gate, up and down (arXiv 2002.05202)."""
     c = b.config
     names = {"up": "w_up", "gate": "w_gate", "down": "w_down"}
-    out = feed_forward(b, h, "bsm", "bsf", ("M", "F"), names, biased=c.mlp_bias)
+    out = feed_forward(b, h, "bsm", "bsf", ("M", "F/tp"), names, biased=c.mlp_bias)
     if not c.parallel_block:
         out = identity(out, "mlp_reduced")
     return b.bias(out, "b_down", "M") if c.mlp_bias else out
@@ -46,7 +46,7 @@ def feed_forward(
         joint = names["up"] if c.gated else ""
         wide[part_] = b.linear(into, h, w, part_, scope=scope, joint=joint, **(more or {}))
         if b.block and c.shared_blocks and c.shared_blocks.adapter_rank:
-            wide[part_] = b.adapted(wide[part_], h, "mlp_narrow", part_, "bsr,rf->bsf", "F")
+            wide[part_] = b.adapted(wide[part_], h, "mlp_narrow", part_, "bsr,rf->bsf", "F/tp")
         if biased:
             name = "b" + names[part_].removeprefix("w")
             wide[part_] = b.bias(wide[part_], name, *dims[:-2], dims[-1])

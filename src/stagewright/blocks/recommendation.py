@@ -21,7 +21,7 @@ def ranking(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     b = Builder(config, recipe)
     indices = leaf("input", ("B", "Tables"), "int64", "indices", scope="tables")
     width = f"Bottom{len(r.bottom) - 1}"
-    tables = b.param("tables", "Tables", "Rows", width, scope="tables")
+    tables = b.param("tables", "Tables", "Rows", f"{width}/dp", scope="tables", rows=0)
     found = apply("embedding", "bt,tvd->btd", indices, tables, dtype=b.dtype, name="found")
     found = identity(found, "rows_found")
     x = leaf("input", ("B", "Dense"), b.dtype, "features", scope="bottom")

@@ -17,22 +17,17 @@ from stagewright.graph.roles import Role
 from stagewright.graph.table import add, apply, cast, einsum, elementwise, identity, letters, part
 
 SCOPE = "mixer"
-# A parameter of each kernel's layer that begins with the dims of groups and heads.
-_PER_HEAD = {
-    "ssd": "mamba2.dt_bias",
-    "linear": "lightning.norm.weight",
-    "delta": "delta.a_log",
-    "kimi": "delta.a_log",
-}
+INNER = "Inner/tp"
+"""Channels of Mamba."""
+GROUPS, HEADS = "Group/tp.groups", ("Group/tp.groups", "Head/tp.heads")
+"""Groups of heads that share keys and queries; groups, and the heads in each."""
 
 
 def mamba(b: Builder, h: Node) -> Node:
     """Mamba (arXiv 2312.00752, section 3.4): time steps, B and C are made of the channels."""
-    x, z = (
-        identity(_into(b, h, "bsm,mi->bsi", "mamba", n, "Inner"), "channels_core") for n in "xz"
-    )
-    x = _conv(b, x, "bSi", "mamba.conv", "Inner", role=Role.REMADE)
-    w = _param(b, "mamba.w_select", "Inner", "Selection")
+    x, z = (identity(_into(b, h, "bsm,mi->bsi", "mamba", n, INNER), "channels_core") for n in "xz")
+    x = _conv(b, x, "bSi", "mamba.conv", INNER, role=Role.REMADE)
+    w = _param(b, "mamba.w_select", INNER, "Selection")
     made = identity(einsum("bsi,ij->bsj", x, w, name="select", scope=SCOPE), "selection")
     state, both = size("State"), 2 * size("State")
     own: dict[str, Any] = {"scope": SCOPE}
@@ -44,25 +39,25 @@ def mamba(b: Builder, h: Node) -> Node:
     }
     dims = {"dt": "DtRank", "b": "State", "c": "State"}
     sources = {n: _inner_norm(b, s, n, dims[n]) for n, s in sources.items()}
-    w = _param(b, "mamba.w_dt", "DtRank", "Inner")
+    w = _param(b, "mamba.w_dt", "DtRank", INNER)
     dt = einsum("bsr,ri->bsi", sources["dt"], w, name="time_steps", role=Role.REMADE, **own)
-    dt = _softplus(b, dt, "mamba.dt_bias", "Inner")
-    a = _decay_rate(b, "mamba.a_log", "Inner", "State")
+    dt = _softplus(b, dt, "mamba.dt_bias", INNER)
+    a = _decay_rate(b, "mamba.a_log", INNER, "State")
     operands = (x, dt, a, sources["b"], sources["c"])
     spec = "bSi,bSi,in,bSn,bSn->bSi"
     if b.recipe.inference:
-        kept = state_of(b, "mamba", "mamba.dt_bias", "Inner", "State")
+        kept = state_of(b, "mamba", INNER, "State")
         own_core = {"name": "core", "scope": f"{SCOPE}.core", "dtype": x.dtype}
         y = with_state(b, "scan_served", spec, operands, kept, **own_core)
     elif b.recipe.flash_attention:
         y = apply("scan", spec, *operands, name="core", role=Role.CORE, scope=f"{SCOPE}.core")
     else:
         y = _plain_scan(*operands)
-    skip = _times("bsi,i->bsi", x, _param(b, "mamba.d", "Inner"), name="skip")
+    skip = _times("bsi,i->bsi", x, _param(b, "mamba.d", INNER), name="skip")
     y = add(y, skip, name="skipped", **own)
     y = elementwise("glu", z, y, fn="silu", name="gated", role=Role.REMADE, **own)
     y = identity(y, "channels_context", scope=SCOPE)
-    return _out(b, y, "bsi,im->bsm", "mamba", "Inner")
+    return _out(b, y, "bsi,im->bsm", "mamba", INNER)
 
 
 def mamba2(b: Builder, h: Node) -> Node:
@@ -73,16 +68,16 @@ def mamba2(b: Builder, h: Node) -> Node:
     z, x = (identity(_heads(b, h, "mamba2", n), "heads_core") for n in "zx")
     keys = {n: identity(_keys(b, h, "mamba2", n), "groups_core") for n in "bc"}
     dt = identity(_rates(b, h, "mamba2", "dt"), "rates_core")
-    x = _conv(b, x, "bSghp", "mamba2.conv_x", "Group", "Head", "Width", role=Role.REMADE)
+    x = _conv(b, x, "bSghp", "mamba2.conv_x", *HEADS, "Width", role=Role.REMADE)
     keys = {
-        n: _conv(b, k, "bSgn", f"mamba2.conv_{n}", "Group", "State", role=Role.REMADE)
+        n: _conv(b, k, "bSgn", f"mamba2.conv_{n}", GROUPS, "State", role=Role.REMADE)
         for n, k in keys.items()
     }
-    dt = _softplus(b, dt, "mamba2.dt_bias", "Group", "Head")
-    a = _decay_rate(b, "mamba2.a_log", "Group", "Head")
+    dt = _softplus(b, dt, "mamba2.dt_bias", *HEADS)
+    a = _decay_rate(b, "mamba2.a_log", *HEADS)
     decay = _times("bsgh,gh->bsgh", dt, a, name="decay", role=Role.REMADE)
     y = _chunked(b, "linear_attention", "ssd", keys["c"], keys["b"], x, dt, decay)
-    skip = _times("bsghp,gh->bsghp", x, _param(b, "mamba2.d", "Group", "Head"), name="skip")
+    skip = _times("bsghp,gh->bsghp", x, _param(b, "mamba2.d", *HEADS), name="skip")
     y = elementwise("glu", z, add(y, skip, name="skipped", scope=SCOPE), fn="silu", name="gated")
     y = identity(y, "heads_context")
     state = b.config.state_space
@@ -105,8 +100,8 @@ def gated_delta(b: Builder, h: Node) -> Node:
     """Gated delta net (arXiv 2412.06464) as in Qwen3-Next, with an output gate per head."""
     q, k, v = _delta_operands(b, h)
     rates = {n: identity(_rates(b, h, "delta", n), "rates_core") for n in ("beta", "dt")}
-    dt = _softplus(b, rates["dt"], "delta.dt_bias", "Group", "Head")
-    a = _decay_rate(b, "delta.a_log", "Group", "Head")
+    dt = _softplus(b, rates["dt"], "delta.dt_bias", *HEADS)
+    a = _decay_rate(b, "delta.a_log", *HEADS)
     decay = _times("bsgh,gh->bsgh", dt, a, name="decay")
     beta = _beta(rates["beta"])
     o = _delta_rule(b, "delta", q, k, v, beta, decay)
@@ -119,16 +114,16 @@ def kimi_delta(b: Builder, h: Node) -> Node:
     """Kimi's delta attention (arXiv 2510.26692, section 3): a decay for every element of a key."""
     q, k, v = _delta_operands(b, h)
     low = einsum("bsm,mr->bsr", h, _param(b, "delta.w_f_down", "M", "GateRank"), name="f_low")
-    w = _param(b, "delta.w_f_up", "GateRank", "Group", "Head", "State")
+    w = _param(b, "delta.w_f_up", "GateRank", *HEADS, "State")
     f = identity(einsum("bsr,rghn->bsghn", low, w, name="f", scope=SCOPE), "heads_core")
-    dt = _softplus(b, f, "delta.f_bias", "Group", "Head", "State")
-    a = _decay_rate(b, "delta.a_log", "Group", "Head")
+    dt = _softplus(b, f, "delta.f_bias", *HEADS, "State")
+    a = _decay_rate(b, "delta.a_log", *HEADS)
     decay = _times("bsghn,gh->bsghn", dt, a, name="decay", role=Role.REMADE)
     beta = _beta(identity(_rates(b, h, "delta", "beta"), "rates_core"))
     o = _delta_rule(b, "kimi", q, k, v, beta, decay)
     o = b.norm(identity(o, "heads_context"), "delta.norm", "Width", fn="rmsnorm")
     low = einsum("bsm,mr->bsr", h, _param(b, "delta.w_g_down", "M", "GateRank"), name="g_low")
-    w = _param(b, "delta.w_g_up", "GateRank", "Group", "Head", "Width")
+    w = _param(b, "delta.w_g_up", "GateRank", *HEADS, "Width")
     z = einsum("bsr,rghp->bsghp", low, w, name="z", scope=SCOPE)
     return _heads_out(b, elementwise("glu", z, o, fn="sigmoid", name="gated"), "delta")
 
@@ -147,19 +142,19 @@ def _into(b: Builder, h: Node, spec: str, kind: str, name: str, *dims: str) -> N
 
 
 def _heads(b: Builder, h: Node, kind: str, name: str) -> Node:
-    return _into(b, h, "bsm,mghp->bsghp", kind, name, "Group", "Head", "Width")
+    return _into(b, h, "bsm,mghp->bsghp", kind, name, *HEADS, "Width")
 
 
 def _keys(b: Builder, h: Node, kind: str, name: str) -> Node:
-    return _into(b, h, "bsm,mgn->bsgn", kind, name, "Group", "State")
+    return _into(b, h, "bsm,mgn->bsgn", kind, name, GROUPS, "State")
 
 
 def _rates(b: Builder, h: Node, kind: str, name: str) -> Node:
-    return _into(b, h, "bsm,mgh->bsgh", kind, name, "Group", "Head")
+    return _into(b, h, "bsm,mgh->bsgh", kind, name, *HEADS)
 
 
 def _heads_out(b: Builder, y: Node, kind: str) -> Node:
-    return _out(b, y, "bsghp,ghpm->bsm", kind, "Group", "Head", "Width")
+    return _out(b, y, "bsghp,ghpm->bsm", kind, *HEADS, "Width")
 
 
 def _out(b: Builder, y: Node, spec: str, kind: str, *dims: str) -> Node:
@@ -177,13 +172,14 @@ def _conv(
     if not state.conv:
         return x
     channels = x_spec[2:]
-    operands = [x, _param(b, f"{name}.weight", *dims, "Taps")]
+    weight = _param(b, f"{name}.weight", *dims, "Taps")
+    operands = [x, weight]
     spec = f"{x_spec},{channels}T"
     if state.conv_bias:
         operands.append(_param(b, f"{name}.bias", *dims))
         spec += f",{channels}"
     if b.recipe.inference:
-        kept = state_of(b, name, f"{name}.weight", *dims, size("Taps") - 1)
+        kept = state_of(b, name, *dims, size("Taps") - 1, table=f"{name}.weight")
         own = {"fn": "silu", "name": name, "scope": SCOPE}
         return with_state(b, "conv1d_served", f"{spec}->{x_spec}", operands, kept, **own)
     spec = f"{spec}->{x_spec}"
@@ -251,7 +247,7 @@ def _rms(x: Node, spec: str, weight: Node | None = None) -> Node:
 
 
 def _group_norm(b: Builder, x: Node, spec: str, name: str) -> Node:
-    return _rms(x, spec, _param(b, f"{name}.weight", "Group", "Head", "Width"))
+    return _rms(x, spec, _param(b, f"{name}.weight", *HEADS, "Width"))
 
 
 def _unit(x: Node) -> Node:
@@ -274,7 +270,7 @@ def _chunked(b: Builder, op: str, kernel: str, q: Node, k: Node, v: Node, *gates
     attrs: dict[str, Any] = {"kernel": kernel, "chunk": state.chunk, "scale": scale}
     spec = f"{','.join(terms)}->bSghp"
     if served := b.recipe.inference:
-        kept = state_of(b, kernel, _PER_HEAD[kernel], "Group", "Head", "State", "Width")
+        kept = state_of(b, kernel, *HEADS, "State", "Width")
         attrs |= {"chunk": 0} if served.decode else {}
         own = {"name": "core", "scope": f"{SCOPE}.core", "dtype": v.dtype}
         return with_state(b, f"{op}_served", spec, (q, k, v, *gates), kept, **own, **attrs)
@@ -286,10 +282,10 @@ def _delta_operands(b: Builder, h: Node) -> tuple[Node, Node, Node]:
     q, k = (identity(_keys(b, h, "delta", n), "groups_core") for n in "qk")
     v = identity(_heads(b, h, "delta", "v"), "heads_core")
     q, k = (
-        _unit(_conv(b, x, "bSgn", f"delta.conv_{n}", "Group", "State"))
+        _unit(_conv(b, x, "bSgn", f"delta.conv_{n}", GROUPS, "State"))
         for n, x in (("q", q), ("k", k))
     )
-    return q, k, _conv(b, v, "bSghp", "delta.conv_v", "Group", "Head", "Width")
+    return q, k, _conv(b, v, "bSghp", "delta.conv_v", *HEADS, "Width")
 
 
 def _delta_rule(

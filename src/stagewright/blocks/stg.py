@@ -521,7 +521,10 @@ class _Scope:
     def run(self, s: Statement) -> None:
         full = f"{self.module}.{s.name}"
         if s.value is None:
-            self.values[s.name] = self.b.param(full, *self.shapes[s.name], scope=self.module)
+            placement = self.table[full]
+            pairs = zip(self.shapes[s.name], placement.axes, strict=True)
+            dims = ("/".join((str(dim), *axes)) if axes else dim for dim, axes in pairs)
+            self.values[s.name] = self.b.param(full, *dims, scope=self.module)
             return
         out = self.shapes.get(s.name)
         collective = isinstance(s.value, Call) and s.value.op in COLLECTIVES

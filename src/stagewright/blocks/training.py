@@ -52,7 +52,7 @@ def finish(
         outputs["dx"] = identity(gradients[0], "dx", phase="backward")
         gradients = gradients[1:]
     squares: list[Node] = []
-    updates: list[Callable[[Node | None], Node]] = []
+    updates: dict[str, Callable[[Node | None], Node]] = {}
     synced: dict[Node, Node] = {}
     for buffer, counts in b.counted.items():
         outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
@@ -80,7 +80,7 @@ def finish(
                 apply("norm2", spec, reduced, alone=(), **own, name="norm2", role=Role.SQUARED_NORM)
             )
         outputs[f"grad.{p.name}"] = reduced
-        updates.append(lambda scale, p=p, r=reduced: _update(p, r, b.recipe, scale))
+        updates[p.name] = lambda scale, p=p, r=reduced: _update(p, r, b.recipe, scale)
     scale = None
     if b.recipe.clip_grad:
         outputs |= (
@@ -88,9 +88,7 @@ def finish(
         )
         live = Binding(live_in=CLIP)
         scale = leaf("input", (), "fp32", CLIP, binding=live, phase="optimizer", once=True)
-    for update in updates:
-        new = update(scale)
-        outputs[f"new.{new.binding.param}"] = new
+    outputs |= {f"new.{name}": update(scale) for name, update in updates.items()}
     forward = toposort(results)
     order = [*forward, *(x for g in found.order for x in (g, synced.get(g, g)))]
     return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
@@ -108,14 +106,17 @@ def _seed(n: Node, name: str, live: str) -> Node:
 
 def _of(p: Node) -> dict[str, Any]:
     """Scope and binding of what belongs to a parameter: its gradients, states and update."""
-    return {"scope": p.scope, "binding": Binding(param=p.name, buffer=p.binding.buffer)}
+    return {"scope": p.scope, "binding": Binding(param=p.binding.param, buffer=p.binding.buffer)}
 
 
 def _with_later(p: Node, g: Node) -> Node:
     """A gradient and those that the blocks behind found for the same tensor."""
     table = p.binding.tied
     name = "tied_grad" if table == TABLE else f"d_{table}"
-    own: dict[str, Any] = {"phase": "backward", "binding": Binding(param=p.name, live_in=table)}
+    own: dict[str, Any] = {
+        "phase": "backward",
+        "binding": Binding(param=p.binding.param, live_in=table),
+    }
     other = leaf("input", p.shape, g.dtype, name, role=Role.TABLE_GRADIENT, **own)
     return add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
 
@@ -150,7 +151,7 @@ def _reduced(p: Node, g: Node, recipe: Recipe, *, away: bool) -> Node:
     g = identity(g, f"{p.name}.grad", role=Role.STEP_GRADIENT, **own)
     g = identity(g, f"{p.name}.grad", role=Role.REDUCED, **own)
     if away:
-        own["binding"] = Binding(param=p.name, tied=p.binding.tied)
+        own["binding"] = Binding(param=p.binding.param, tied=p.binding.tied)
         g = elementwise("tie", g, name=f"{p.name}.grad", role=Role.TIED, **own)
     return g
 

@@ -25,7 +25,8 @@ def patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
         x = b.bias(x, "b_patch", "M")
     whole = b.param("cls", "1", "M", scope="embedding")
     x = join(whole, x, "Cm,bPm->bSm", size("S"), dim=1, name="sequence", scope="embedding")
-    x = apply("bias", "bsm,sm->bsm", x, b.param("wpe", "S", "M", scope="embedding"), name="summed")
+    positions = b.param("wpe", "S", "M", scope="embedding", rows=0)
+    x = apply("bias", "bsm,sm->bsm", x, positions, name="summed")
     x = identity(x, "embedded")
     if config.embedding_norm:
         x = b.norm(x, "embedding_norm")
@@ -55,7 +56,7 @@ def projector(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     h = einsum("bpm,mn->bpn", h, b.param("w_out", "M", "M", scope="embedding"), name="out")
     h = b.bias(h, "b_out", "M")
     tokens = leaf("input", ("B", "Text"), "int64", "tokens", scope="embedding")
-    table = b.param("wte", "V", "M", scope="embedding", tied=tied(config))
+    table = b.param("wte", "V/tp", "M", scope="embedding", tied=tied(config), rows=0)
     words = identity(apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype), "words")
     y = join(h, words, "bPm,bTm->bSm", size("S"), dim=1, name="joined")
     return finish("projector", b, x, identity(y, "y"))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from stagewright.graph.parameter import Parameter
+
 
 class Role(Enum):
     """The part that a value plays in a step; the value of a member begins names of collectives.
@@ -94,7 +96,7 @@ class Asked(NamedTuple):
 class Binding(NamedTuple):
     """What a value is bound to in the model, by name; empty where it is bound to nothing."""
 
-    param: str = ""
+    param: Parameter | None = None
     """The parameter that the value is, or whose copy, gradient or state it is."""
     tied: str = ""
     """Of a parameter: the table with copies in other blocks that it is one of."""
@@ -102,11 +104,16 @@ class Binding(NamedTuple):
     """Whether the parameter is a buffer, which no gradient reaches and all ranks hold whole."""
     live_in: str = ""
     """Of an input: the value, or its gradient, that other blocks hand to this one."""
-    split_as: str = ""
-    """Of a state per request: the parameter whose splits its last dims have."""
+    split_as: Parameter | None = None
+    """Of a state per request: what its last dims are declared as, like those of a parameter."""
     like: str = ""
     """Of an input: the value whose row in the strategy's table is its own, too."""
     asked: Asked | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter, or nothing."""
+        return self.param.name if self.param else ""
 
 
 UNBOUND = Binding()

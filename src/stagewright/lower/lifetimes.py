@@ -152,9 +152,9 @@ def static(
     """Bytes of a block that stay, by category; a table shared by two blocks belongs to one."""
     params = [n for n in graph if n.op == "param"]
     updated = {n.binding.param for n in graph if n.phase == "optimizer"}
-    shared = {n.name for n in params} - updated
+    shared = {n.binding.param for n in params} - updated
     held = {
-        "parameters": [n for n in params if n.name not in shared],
+        "parameters": [n for n in params if n.binding.param not in shared],
         "gradients": [n for n in graph if n.op == "accumulate" and n.binding.param not in shared],
         "optimizer": [n for n in graph if n.op == "state" and n.role is Role.STATE],
     }

@@ -20,7 +20,7 @@ from stagewright.algebra.size import size
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
-from stagewright.parallel.placement import Plan
+from stagewright.parallel.plan import Plan
 from stagewright.program.columns import (
     COLLECTIVES,
     Program,

@@ -29,7 +29,7 @@ from stagewright.lower.training import (
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.experts import mean_expert_sizes
-from stagewright.parallel.placement import Plan
+from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run.requests import loads
 from stagewright.run.settings import Run

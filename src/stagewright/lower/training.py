@@ -36,7 +36,8 @@ from stagewright.lower.stages import LoweredBlock, Placed, weight_half
 from stagewright.model.catalog import resolve
 from stagewright.model.config import Layer, ModelConfig
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
-from stagewright.parallel.placement import EXPERTS, Plan, rows_of, strategy
+from stagewright.parallel.placement import rows_of, strategy
+from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run import requests as serving
 from stagewright.run.requests import read_bytes
@@ -280,7 +281,7 @@ def check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int
     found: set[str] = set()
     for kind in {kind for stage in place_blocks(run, model) for kind, _ in stage}:
         graph = block_of(kind.block, model, recipe_of(run, model, kind), kind.layer).graph
-        known |= {n.binding.param or n.name for n in graph if n.phase != "optimizer"}
+        known |= {n.binding.name or n.name for n in graph if n.phase != "optimizer"}
         found |= rows_of(graph, plan, sizes, model.name)
     own = {name for module in model.modules for name in module.table}
     own |= {"x", "dx", "dy", *(f"d_{name}" for name in own)}  # those of modules may be unused
@@ -606,8 +607,10 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
         block = block_of(kind.block, model, recipe_of(run, model, kind), kind.layer)
         updated = {n.binding.param for n in block.graph if n.phase == "optimizer"}
         for n in block.graph:
-            if n.op == "param" and n.name in updated and not n.binding.buffer:
+            parameter = n.binding.param
+            if n.op == "param" and parameter in updated and not n.binding.buffer:
                 number = count * math.prod(d.value(sizes) for d in n.shape)
                 total += number
-                active += number * model.top_k // model.num_experts if n.name in EXPERTS else number
+                routed = parameter is not None and parameter.of_expert
+                active += number * model.top_k // model.num_experts if routed else number
     return total, active

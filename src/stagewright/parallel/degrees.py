@@ -14,7 +14,7 @@ from typing import NamedTuple
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
-from stagewright.parallel.placement import Plan
+from stagewright.parallel.plan import Plan
 from stagewright.run import requests as serving
 from stagewright.run.settings import Run
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from stagewright.algebra.size import Size, size
 from stagewright.model.config import ModelConfig
-from stagewright.parallel.placement import Plan
+from stagewright.parallel.plan import Plan
 from stagewright.run.settings import Run
 
 

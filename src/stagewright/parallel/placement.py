@@ -10,119 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from stagewright.algebra.layout import Layout, Mesh
+from stagewright.algebra.layout import Layout
 from stagewright.algebra.notation import Tensor
 from stagewright.algebra.size import size
 from stagewright.errors import UserError, divisors
 from stagewright.graph.node import Graph, Node
+from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import Want
+from stagewright.parallel.plan import Dims, Plan
 
-Dims = tuple[tuple[str, ...], ...]
-
-# The dim that each weight is split in over tp: columns of what leads into a branch, rows of what
-# leads out.
-TENSOR_PARALLEL: Mapping[str, int] = {
-    "wq": 1, "wk": 1, "wv": 1, "bq": 0, "bk": 0, "bv": 0, "wo": 0, "wg": 1, "sinks": 0,
-    "w_up": 1, "w_gate": 1, "b_up": 0, "b_gate": 0, "w_down": 0,
-    "wte": 0, "lm_head": 0, "b_head": 0, "w_eh": 1,
-    "cross.wq": 1, "cross.wk": 1, "cross.wv": 1, "cross.wo": 0,
-    "shared.wq": 1, "shared.wk": 1, "shared.wv": 1, "shared.wo": 0,
-    "shared.w_up": 1, "shared.w_gate": 1, "shared.w_down": 0,
-    "adapter.q": 1, "adapter.k": 1, "adapter.v": 1, "adapter.up": 1, "adapter.gate": 1,
-    "adapter.q_narrow": 1, "adapter.k_narrow": 1, "adapter.v_narrow": 1, "adapter.mlp_narrow": 1,
-    "encoder.relative_bias": 1, "decoder.relative_bias": 1,
-    "w_uq": 1, "w_uk": 1, "w_uv": 1, "ws_up": 1, "ws_gate": 1, "ws_down": 0,
-    "mamba.w_x": 1, "mamba.w_z": 1, "mamba.conv.weight": 0, "mamba.conv.bias": 0,
-    "mamba.w_select": 0, "mamba.w_dt": 1, "mamba.dt_bias": 0, "mamba.a_log": 0, "mamba.d": 0,
-    "mamba.w_out": 0,
-}  # fmt: skip
-# The dims of groups of heads and of heads in a group, in layers that carry a state.
-STATE_HEADS: Mapping[str, tuple[int, ...]] = {
-    "mamba2.w_z": (1, 2), "mamba2.w_x": (1, 2), "mamba2.w_dt": (1, 2),
-    "mamba2.w_b": (1,), "mamba2.w_c": (1,),
-    "mamba2.conv_x.weight": (0, 1), "mamba2.conv_x.bias": (0, 1),
-    "mamba2.conv_b.weight": (0,), "mamba2.conv_b.bias": (0,),
-    "mamba2.conv_c.weight": (0,), "mamba2.conv_c.bias": (0,),
-    "mamba2.dt_bias": (0, 1), "mamba2.a_log": (0, 1), "mamba2.d": (0, 1),
-    "mamba2.norm.weight": (0, 1), "mamba2.w_out": (0, 1),
-    "lightning.w_q": (1,), "lightning.w_k": (1,), "lightning.w_v": (1, 2), "lightning.w_z": (1, 2),
-    "lightning.norm.weight": (0, 1), "lightning.w_out": (0, 1),
-    "delta.w_q": (1,), "delta.w_k": (1,), "delta.w_v": (1, 2), "delta.w_z": (1, 2),
-    "delta.w_beta": (1, 2), "delta.w_dt": (1, 2), "delta.w_f_up": (1, 2), "delta.w_g_up": (1, 2),
-    "delta.conv_q.weight": (0,), "delta.conv_q.bias": (0,),
-    "delta.conv_k.weight": (0,), "delta.conv_k.bias": (0,),
-    "delta.conv_v.weight": (0, 1), "delta.conv_v.bias": (0, 1),
-    "delta.dt_bias": (0, 1), "delta.f_bias": (0, 1), "delta.a_log": (0, 1), "delta.w_out": (0, 1),
-}  # fmt: skip
-# Experts are split in their first dim, and each in this one; the bias of what it yields is whole.
-EXPERTS: Mapping[str, int | None] = {
-    "we_up": 2, "we_gate": 2, "we_down": 1, "be_up": 1, "be_gate": 1, "be_down": None,
-}  # fmt: skip
 _INPUT_GRADS = tuple(f"d_{name}_in" for name in ("q", "k", "v", "up", "gate", "logits"))
-TABLES = ("wte", "wpe", "wtt", "lm_head", "tables")
-"""Weights whose first dim are rows; of others the last is, which they lead to."""
 BATCH = size("B")
-KEY_VALUE = frozenset(
-    {"wk", "wv", "bk", "bv", "cross.wk", "cross.wv"}
-    | {"shared.wk", "shared.wv", "adapter.k", "adapter.v"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The axes of a parallelization by their use, and the choices between strategies."""
-
-    mesh: Mesh
-    data: tuple[str, ...] = ()  # the batch is split over these
-    context: tuple[str, ...] = ()  # the sequence
-    stripes: tuple[str, ...] = ()  # inference: the tokens of a request in the cache
-    tensor: tuple[str, ...] = ()  # heads, feed-forward, vocabulary
-    key_value: tuple[
-        str, ...
-    ] = ()  # those of `tensor` (and of `ulysses`) that split key-value heads
-    inner: frozenset[str] = frozenset()  # those that split the query heads of one key-value head
-    # those of `tensor` and `context` that split groups of heads that carry a state; the others
-    # split the heads of a group
-    state_groups: tuple[str, ...] = ()
-    expert: tuple[str, ...] = ()  # experts; these axes split tokens elsewhere
-    expert_tensor: tuple[str, ...] = ()  # inside each expert
-    columns: tuple[str, ...] = ()  # rows of the tables of a recommendation model
-    dispatcher: str = "alltoall"  # how tokens and experts meet
-    shard: tuple[str, ...] = ()  # ZeRO: optimizer states (and more) are split over these
-    zero: int = 0
-    sequence_parallel: bool = False
-    cp_comm_type: str = "p2p"
-    reduce_each_microbatch: bool = False
-    sum_as_read: bool = False  # gradients stay sums over ranks of the model until they are read
-    shard_rows: bool = False  # ZeRO splits rows of the matrices of linears
-    # sum words before adding positions, then scatter (Megatron-LM)
-    embedding_all_reduce: bool = False
-    table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # goes before all rows
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """Axes whose ranks have tokens of their own in the residual stream."""
-        return (*self.data, *self.context, *(self.tensor if self.sequence_parallel else ()))
-
-    @property
-    def model_axes(self) -> tuple[str, ...]:
-        """Axes over which some parameter (or its optimizer state) is split."""
-        split_by = self.tensor + self.expert + self.columns + (self.shard if self.zero else ())
-        own = tuple(a for t in self.table.values() for axes in self.axes(t).dims for a in axes)
-        everywhere = {*self.data, *self.context}
-        return tuple(dict.fromkeys((*split_by, *(a for a in own if a not in everywhere))))
-
-    def axes(self, where: Tensor) -> Layout:
-        """The layout of a tensor in the paper's notation: degrees of one rank split nothing."""
-        known = dict(self.mesh.groups)
-
-        def of(degrees: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(a for degree in degrees for a in known.get(degree, ()))
-
-        return Layout(tuple(of(axes) for axes in where.axes), frozenset(of(where.partial)))
 
 
 def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
@@ -157,39 +57,16 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     rows |= _expert_parallel(plan, sequence)
     if plan.context:
         rows |= _context_parallel(plan) | _states_parallel(plan)
-    own = {name: plan.axes(where) for name, where in plan.table.items()}
+    own = {name: plan.layout(where) for name, where in plan.table.items()}
 
-    def weight(name: str, rank: int) -> Dims:
-        if name in own and len(own[name].dims) == rank:
-            return own[name].dims
-        dims: list[tuple[str, ...]] = [()] * rank
-        if name == "tables":
-            dims[2] = plan.columns
-        if name in EXPERTS:
-            dims[0], inside = plan.expert, EXPERTS[name]
-            if inside is not None:
-                dims[inside] = plan.expert_tensor
-        if name in TENSOR_PARALLEL:
-            dims[TENSOR_PARALLEL[name]] = plan.tensor
-            if name in KEY_VALUE:
-                dims[TENSOR_PARALLEL[name]] = tuple(a for a in plan.tensor if a in plan.key_value)
-            if name == "sinks":  # of the heads whose queries come together
-                dims[0] = tuple(a for a in plan.tensor if a not in plan.stripes)
-        for dim, axes in zip(STATE_HEADS.get(name, ()), _of_heads(plan, plan.tensor), strict=False):
-            dims[dim] = axes
-        return tuple(dims)
-
-    def stored(n: Node, dims: Dims) -> Dims:
-        return _spread(n, dims, plan, sizes)
-
-    def parameter(n: Node, have: Layout | None) -> Layout | None:
+    def parameter(n: Node, p: Parameter, have: Layout | None) -> Layout | None:
         if not n.shape:  # a count of steps
             return Layout(())
         role = n.role
         if n.binding.buffer:
             return None if role is Role.COUNT else Layout(((),) * len(n.shape))
-        used = weight(n.binding.param, len(n.shape))
-        shared = stored(n, used)
+        used = plan.used(p, len(n.shape))
+        shared = _spread(n, p, used, plan, sizes)
         match role:
             case Role.PARAMETER:
                 return Layout(shared if plan.zero == 3 else used)
@@ -224,11 +101,11 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     def want(n: Node, have: Layout | None) -> Layout | None:
         bound = n.binding
         if bound.param:
-            return parameter(n, have)
+            return parameter(n, bound.param, have)
         if n.role is Role.SQUARED_NORM:
             return None
         if bound.split_as:  # a state of each request
-            return Layout((plan.data, (), *weight(bound.split_as, len(n.shape) - 2)))
+            return Layout((plan.data, (), *plan.used(bound.split_as, len(n.shape) - 2)))
         if bound.asked:
             return _stated(n, have, own.get(n.name), plan)
         if n.name in own and len(own[n.name].dims) == len(n.shape):
@@ -251,7 +128,7 @@ def rows_of(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: str) -> s
     found: set[str] = set()
     misfit: dict[str, str] = {}
     for n in graph:
-        name = n.binding.param or n.name
+        name = n.binding.name or n.name
         row = plan.table.get(name)
         if row is None or n.phase == "optimizer":
             continue
@@ -260,7 +137,7 @@ def rows_of(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: str) -> s
             misfit[name] = shown
             continue
         found.add(name)
-        for dim, degrees, axes in zip(n.shape, row.axes, plan.axes(row).dims, strict=True):
+        for dim, degrees, axes in zip(n.shape, row.axes, plan.layout(row).dims, strict=True):
             count, ranks = dim.value(sizes), plan.mesh.size(*axes)
             if count % ranks:
                 raise UserError(
@@ -283,7 +160,7 @@ def _stated(n: Node, have: Layout | None, to: Layout | None, plan: Plan) -> Layo
     asked = n.binding.asked
     assert asked is not None
     kind, degrees, where = asked
-    over = plan.axes(Tensor((), (), degrees)).partial
+    over = plan.layout(Tensor((), (), degrees)).partial
     here = have.partial if kind in ("all_reduce", "reduce_scatter") else have.axes() - have.partial
     if not over <= here:
         shown = have.show(tuple(map(str, n.shape)))
@@ -398,19 +275,13 @@ def _of_scores(plan: Plan) -> Dims:
     return (plan.tensor, plan.context, ())
 
 
-def _of_heads(plan: Plan, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those axes that split groups of heads that carry a state, and those of heads in a group."""
-    groups = tuple(a for a in axes if a in plan.state_groups)
-    return groups, tuple(a for a in axes if a not in groups)
-
-
 def _states_parallel(plan: Plan) -> dict[str, Dims]:
     """Whole sequences of fewer heads while a state goes along them, as Megatron-LM's Mamba has it.
 
     A group whose heads are on several ranks is gathered there: the same bytes as Megatron-LM's
     all-to-all of repeated groups.
     """
-    groups, heads = _of_heads(plan, plan.tensor + plan.context)
+    groups, heads = plan.of_heads(plan.tensor + plan.context)
     few = plan.tensor + plan.context
     return {
         **dict.fromkeys(("channels_core", "time_steps"), (plan.data, (), few)),
@@ -418,7 +289,7 @@ def _states_parallel(plan: Plan) -> dict[str, Dims]:
         "heads_core": (plan.data, (), groups, heads, ()),
         "groups_core": (plan.data, (), groups, ()),
         "rates_core": (plan.data, (), groups, heads),
-        "heads_context": (plan.data, plan.context, *_of_heads(plan, plan.tensor), ()),
+        "heads_context": (plan.data, plan.context, *plan.of_heads(plan.tensor), ()),
     }
 
 
@@ -429,7 +300,9 @@ def _reduced(have: Layout | None, plan: Plan, dims: Dims) -> Layout | None:
     return Layout(dims, have.partial - set(plan.data) - set(plan.context))
 
 
-def _spread(n: Node, dims: Dims, plan: Plan, sizes: Mapping[str, int]) -> Dims:
+def _spread(
+    n: Node, parameter: Parameter, dims: Dims, plan: Plan, sizes: Mapping[str, int]
+) -> Dims:
     """Split one more dim over the sharding axes, at best one that divides, is whole and large.
 
     PyTorch splits rows: what a linear's weight leads to, our last dim, or the rows of a table.
@@ -438,7 +311,7 @@ def _spread(n: Node, dims: Dims, plan: Plan, sizes: Mapping[str, int]) -> Dims:
     if not shard:
         return dims
     if plan.shard_rows:
-        at = 0 if n.binding.param in (*EXPERTS, *TABLES) else len(dims) - 1
+        at = parameter.rows % len(dims)
         return (*dims[:at], dims[at] + shard, *dims[at + 1 :])
     ranks = plan.mesh.size(*shard)
 

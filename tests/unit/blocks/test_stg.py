@@ -203,6 +203,8 @@ ILL = [
     ("input x[B, S]\ny = einsum[bs,ts->bt](x)", "einsum: bs,ts->bt takes 2 operands, got 1"),
     ("input x[B/dq, S]", "no size 'dq'"),
     ("input x[B/tp, S/tp]", "tp comes twice"),
+    ("input x[B/tp, S/tp.kv]", "tp and tp.kv name the same ranks; they may split one dim only"),
+    ("input x[tp.kv, S]", "tp.kv is a parallel degree, wanted a size"),
     ("input x[B/tp, S @ 1/dp]", "is a sum of nothing"),
     ("input x[B, S]\ny[B, S @ dp] = add(x, x)", "wanted a partial sum such as @ 1/tp"),
     ("input x[B, S\ny = add(x, x)", "line 1, column 8: this [ has no ] on its line"),

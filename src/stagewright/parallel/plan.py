@@ -1,0 +1,114 @@
+"""The plan of a parallelization: what each axis of the mesh is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stagewright.algebra.layout import Layout, Mesh
+from stagewright.algebra.notation import Tensor
+from stagewright.graph.parameter import Parameter
+
+Axes = tuple[str, ...]
+Dims = tuple[Axes, ...]
+"""The axes that split each dim of a value, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The axes of a mesh by their use, and the choices between strategies."""
+
+    mesh: Mesh
+    data: Axes = ()
+    """Split the batch."""
+    context: Axes = ()
+    """Split the sequence."""
+    stripes: Axes = ()
+    """Inference: split the tokens of a request in the cache."""
+    tensor: Axes = ()
+    """Split heads, the width of feed-forwards and the vocabulary."""
+    key_value: Axes = ()
+    """Those of `tensor`, and of `context` in Ulysses, that split key-value heads."""
+    inner: frozenset[str] = frozenset()
+    """Those that split the query heads of one key-value head."""
+    state_groups: Axes = ()
+    """Those of `tensor` and `context` that split groups of the heads of state-space layers; the
+    others of `tensor` and `context` split the heads of a group."""
+    expert: Axes = ()
+    """Split the experts of a layer; elsewhere these axes split tokens."""
+    expert_tensor: Axes = ()
+    """Split each expert."""
+    columns: Axes = ()
+    """Split the width of the embedding tables of a recommendation model."""
+    dispatcher: str = "alltoall"
+    """How tokens get to their experts, as Megatron-LM's `moe_token_dispatcher_type`."""
+    shard: Axes = ()
+    """ZeRO: split optimizer states, and gradients and parameters by its stage."""
+    zero: int = 0
+    sequence_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    reduce_each_microbatch: bool = False
+    sum_as_read: bool = False
+    """Gradients stay partial sums over `tensor` until the optimizer reads them."""
+    shard_rows: bool = False
+    """ZeRO splits the rows of a parameter, and not the dim that suits it best."""
+    embedding_all_reduce: bool = False
+    """Words are summed up before positions are added, and scattered then (Megatron-LM)."""
+    table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """The user's own placements by name, which go before all others."""
+
+    @property
+    def sequence(self) -> Axes:
+        """Axes that split the sequence in the residual stream."""
+        return (*self.context, *(self.tensor if self.sequence_parallel else ()))
+
+    @property
+    def tokens(self) -> Axes:
+        """Axes whose ranks have tokens of their own in the residual stream."""
+        return (*self.data, *self.sequence)
+
+    @property
+    def model_axes(self) -> Axes:
+        """Axes over which some parameter (or its optimizer state) is split."""
+        split_by = self.tensor + self.expert + self.columns + (self.shard if self.zero else ())
+        by_table = [a for t in self.table.values() for axes in self.layout(t).dims for a in axes]
+        everywhere = {*self.data, *self.context}
+        return tuple(dict.fromkeys((*split_by, *(a for a in by_table if a not in everywhere))))
+
+    def axes_of(self, degree: str) -> Axes:
+        """The axes behind a degree of the notation, or behind a part; none of a degree of 1."""
+        match degree:
+            case "tp":
+                return self.tensor
+            case "tp.kv":
+                return tuple(a for a in self.tensor if a in self.key_value)
+            case "tp.groups":
+                return self.of_heads(self.tensor)[0]
+            case "tp.heads":
+                return self.of_heads(self.tensor)[1]
+            case "tp.caches":
+                return tuple(a for a in self.tensor if a not in self.stripes)
+            case "ep":
+                return self.expert
+            case "etp":
+                return self.expert_tensor
+            case _:
+                return dict(self.mesh.groups).get(degree, ())
+
+    def of_heads(self, axes: Axes) -> tuple[Axes, Axes]:
+        """The axes that split groups of the heads of a state-space layer; those within a group."""
+        groups = tuple(a for a in axes if a in self.state_groups)
+        return groups, tuple(a for a in axes if a not in groups)
+
+    def layout(self, placement: Tensor) -> Layout:
+        """The layout that a placement in the paper's notation means on this mesh."""
+
+        def axes(degrees: tuple[str, ...]) -> Axes:
+            return tuple(a for degree in degrees for a in self.axes_of(degree))
+
+        return Layout(tuple(axes(by) for by in placement.axes), frozenset(axes(placement.partial)))
+
+    def used(self, parameter: Parameter, rank: int) -> Dims:
+        """Where a parameter of `rank` dims is computed with: as the table says, or as declared."""
+        row = self.table.get(parameter.name)
+        return self.layout(row if row and len(row.dims) == rank else parameter.placement).dims
