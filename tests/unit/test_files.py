@@ -11,12 +11,12 @@ from stagewright.errors import UserError
 from stagewright.files import (
     MOST_BYTES,
     MOST_HEAD,
+    atomic,
     from_json,
     from_yaml,
     manifest_head,
     read_bytes,
     read_text,
-    whole,
     write_text,
 )
 
@@ -113,7 +113,7 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path):
     write_text(page, "one")
 
     def half() -> None:
-        with whole(page) as place:
+        with atomic(page) as place:
             place.write_text("half", encoding="utf-8")
             raise RuntimeError
 
