@@ -15,7 +15,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "stagewright"
@@ -44,9 +44,14 @@ class Module:
         """Whether it imports when it is used, so that commands start quickly."""
         return self.path.name == "__init__.py" or self.place.startswith("cli/")
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Those of its tree, in any order."""
+        return list(ast.walk(self.tree))
+
     def functions(self) -> Iterator[Function]:
         """Every function and method."""
-        return (n for n in ast.walk(self.tree) if isinstance(n, Function))
+        return (n for n in self.nodes if isinstance(n, Function))
 
 
 @cache
@@ -61,9 +66,9 @@ def modules() -> dict[str, Module]:
     return found
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and module of every import of the package, however deep it stands in the tree."""
-    for node in ast.walk(tree):
+def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Line and module of every import of the package among nodes of a tree."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -83,8 +88,10 @@ def lazy() -> Iterator[str]:
     """Imports of the package inside functions, but for the command line and packages' names."""
     for module in modules().values():
         if not module.may_be_lazy:
-            lines = {line for f in module.functions() for line, _ in imports(f)}
-            yield from (f"{module.place}:{line}" for line in sorted(lines))
+            spans = [(f.lineno, f.end_lineno or f.lineno) for f in module.functions()]
+            for line, _ in imports(module.nodes):
+                if any(first < line <= last for first, last in spans):
+                    yield f"{module.place}:{line}"
 
 
 def root() -> Iterator[str]:
@@ -92,14 +99,14 @@ def root() -> Iterator[str]:
     for module in modules().values():
         if not module.may_be_lazy:
             yield from (
-                f"{module.place}:{n}" for n, to in imports(module.tree) if to == "stagewright"
+                f"{module.place}:{n}" for n, to in imports(module.nodes) if to == "stagewright"
             )
 
 
 def cycles() -> Iterator[str]:
     """Modules that import each other in a circle: imports for types and in functions count."""
     graph = {
-        module.name: {to for _, to in imports(module.tree)} - {module.name}
+        module.name: {to for _, to in imports(module.nodes)} - {module.name}
         for module in modules().values()
         if module.name != "stagewright" and not module.place.startswith("cli/")
     }
@@ -130,7 +137,7 @@ def twice() -> Iterator[str]:
     """Class names that stand for two things; a leading underscore makes no other name."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules().values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{module.place}:{node.lineno}")
     yield from (f"{name}: {' '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1)
