@@ -1,4 +1,4 @@
-"""What all tests share: tiers, `--bless`, and modules beside the tests.
+"""What all tests share: tiers, `--bless`, and how many draws hypothesis makes.
 
 A test is of the tier whose folder it lies in, or that it is marked with; one that lies in no folder
 of a tier, or is a doctest of the package, is of the unit tier. `pytest` alone runs that tier.
@@ -6,18 +6,22 @@ of a tier, or is a doctest of the package, is of the unit tier. `pytest` alone r
 
 import gc
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+from effort import times
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for `spmd`
 
 TIERS = ("unit", "numerics", "slow")
 FOLDERS = {HERE / tier: tier for tier in TIERS} | {HERE / "conformance": "numerics"}
 """Where the tests of a tier lie, but for those that are marked otherwise."""
+
+settings.register_profile("effort", settings.default, max_examples=times(100))
+settings.load_profile("effort")
 
 # A shell's background jobs are started deaf to Ctrl-C, and so would be what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from effort import times
 from invariants import COLLECTIVE, RECV, SEND, Broken, World, check
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
@@ -155,7 +156,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 @settings(
-    max_examples=60,
+    max_examples=times(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

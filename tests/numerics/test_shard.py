@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from effort import times
 from spmd import TINY, Case, RandomLayouts, case, check, random_values, single
 from stagewright.algebra.layout import split
 from stagewright.blocks import Block, Recipe
@@ -95,7 +96,7 @@ def replay(block: str, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_seeded_layouts(block: str) -> None:
-    for seed in range(60 if block == "by hand" else 8 if "layer" in block else 5):
+    for seed in range(times(60 if block == "by hand" else 8 if "layer" in block else 5)):
         try:
             replay(block, random.Random(seed))
         except Exception as error:
@@ -104,7 +105,7 @@ def test_seeded_layouts(block: str) -> None:
 
 
 @given(rng=st.randoms(use_true_random=False), block=st.sampled_from(sorted(BLOCKS)))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=times(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_layouts(rng: random.Random, block: str) -> None:
     replay(block, rng)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from effort import times
 from spmd import PLAIN, TINY, case, check, dims
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import PRECISIONS, Recipe, Tie
@@ -325,7 +326,7 @@ def even(graph: Graph, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> boo
 @pytest.mark.parametrize("model", TINY)
 def test_any_run(model: str) -> None:
     rng, done = random.Random(model), 0
-    while done < 12:
+    while done < times(12):
         run = random_run(rng, model)
         if run is None:
             continue

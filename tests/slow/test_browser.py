@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from extras import needed
 from stagewright.numbers import quantity
 from stagewright.time import traffic
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="no playwright; pip install 'stagewright[browser]'"
-)
+playwright = needed("playwright.sync_api", "browser")
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fuzz
+from effort import times
 
 FILES = 150  # for each parser: its seeds, the hostile ones, and changed ones
 SLOW = {"traces": 60, "groups": 40, "beside a manifest": 40, "config.json, compiled": 60}
@@ -20,7 +21,7 @@ SLOW = {"traces": 60, "groups": 40, "beside a manifest": 40, "config.json, compi
 
 @pytest.mark.parametrize("name", [parser.name for parser in fuzz.PARSERS])
 def test_fuzz(name: str, tmp_path: Path):
-    most = SLOW.get(name, FILES)
+    most = times(SLOW.get(name, FILES))
     done = subprocess.run(
         [sys.executable, fuzz.__file__, name, "--most", str(most), "--seconds", "600"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},

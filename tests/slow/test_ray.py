@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from extras import needed
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program
@@ -17,8 +18,8 @@ from stagewright.run.settings import Run
 from stagewright.trace import templates
 from stagewright.trace.write import write
 
-ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
+ray = needed("ray", "ray")
+cluster_utils = needed("ray.cluster_utils", "ray")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,7 +79,7 @@ def test_the_bytes_of_the_local_engine(
 def test_shares_straight_to_a_store(
     cluster: Any, program: Program, whole: dict[str, bytes], tmp_path: Path
 ):
-    pytest.importorskip("fsspec")
+    needed("fsspec", "remote")
     for nth in (1, 2):
         write(
             program,
@@ -93,7 +94,7 @@ def test_shares_straight_to_a_store(
 
 def test_errors_of_other_machines(cluster: Any, program: Program, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
-    pytest.importorskip("fsspec")
+    needed("fsspec", "remote")
     with pytest.raises(UserError, match=r"cannot be written: "):
         write(
             program,

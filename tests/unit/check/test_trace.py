@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from effort import times
 from handmade import attribute, generated, load
 from stagewright.check.files import reader
 from stagewright.check.files.columns import LARGEST
@@ -182,7 +183,7 @@ def official(data: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150), deadline=None)
 @given(st.lists(node_bytes(), min_size=1, max_size=6))
 def test_same_as_the_official_runtime(nodes: list[bytes]):
     assert columns(nodes) == [official(node) for node in nodes]
@@ -207,7 +208,7 @@ def damaged_nodes(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=times(500), deadline=None)
 @given(damaged_nodes())
 @example(b"\x2a\x02\x80\x80")
 @example(b"\x2a\x0b" + b"\x80" * 10 + b"\0")
@@ -304,7 +305,7 @@ def test_cut_at_every_byte(trace: Path, tmp_path: Path):
     assert sum(1 for _ in nodes) > 5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150), deadline=None)
 @given(st.binary(max_size=300))
 @example(b"\x00\x00")
 @example(b"\x01")
@@ -318,7 +319,7 @@ def test_noise_is_no_trace(tmp_path_factory: pytest.TempPathFactory, data: bytes
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=times(200), deadline=None)
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=6)), min_size=1, max_size=6))
 def test_a_damaged_trace_never_escapes(
     trace: Path, tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[float, bytes]]
@@ -469,7 +470,7 @@ def graphs(draw: st.DrawFn) -> tuple[Graph, np.ndarray]:
     return Graph(count, number[table[:, 0]], number[table[:, 1]]), number
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300), deadline=None)
 @given(graphs(), st.randoms(use_true_random=False))
 def test_graph(made: tuple[Graph, np.ndarray], dice: Any):
     """Against the definitions: ancestors by brute force."""

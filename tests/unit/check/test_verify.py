@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import stagewright
 import stagewright.trace.write
+from effort import times
 from handmade import (
     COLL,
     COMP,
@@ -1032,7 +1033,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 @pytest.mark.slow
 @settings(
-    max_examples=25,
+    max_examples=times(25),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from effort import times
 from spmd import RandomLayouts, Spmd, check, random_values, single
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Layout, split
@@ -302,7 +303,7 @@ def test_gradients_against_finite_differences(example: Example) -> None:
 def test_any_layouts(example: Example) -> None:
     graph, primal, values = built(example)
     truth = single(graph, SIZES, values)
-    for seed in range(12):
+    for seed in range(times(12)):
         draw = RandomLayouts(random.Random(seed), SIZES)
         sharded = shard(graph, draw.want, primal, inner=draw.inner)
         verify(sharded)

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from effort import times
 from paths import DATA, ROOT
 from stagewright.errors import UserError
 from stagewright.lower.training import parameters
@@ -974,7 +975,9 @@ JSON = st.recursive(
 )
 KEYS = sorted({key for file in CONFIGS for key in load(file.stem)} | {"layer_types"})
 FUZZ = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=times(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import times
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
@@ -157,7 +158,7 @@ def verdict(program: Program) -> str:
 
 
 @pytest.mark.numerics
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150), deadline=None)
 @given(rings())
 def test_a_folded_world_is_sound_if_and_only_if_the_whole_is(program: Program):
     small = folded(program)

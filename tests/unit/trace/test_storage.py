@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from extras import needed
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program
@@ -29,6 +30,8 @@ from stagewright.trace.storage import (
 )
 from stagewright.trace.write import write
 
+pytestmark = pytest.mark.extra
+
 TOY = {"model": "gpt2", "layers": 2, "seq_length": 16, "vocab": 64}
 SIZES = [0, 1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 4097]
 
@@ -42,7 +45,7 @@ def program() -> Program:
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "folder":
         return LocalFolder(tmp_path)
-    fsspec = pytest.importorskip("fsspec")
+    fsspec = needed("fsspec", "remote")
     if request.param == "local":
         return storage_at(f"local://{tmp_path}/deep/down")
     fsspec.filesystem("memory").store.clear()
@@ -137,7 +140,7 @@ def test_a_disk_that_fills_up_in_a_direct_write(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def memory() -> dict[str, Any]:
-    fsspec = pytest.importorskip("fsspec")
+    fsspec = needed("fsspec", "remote")
     store = fsspec.filesystem("memory").store
     store.clear()
     return store
@@ -264,7 +267,7 @@ def test_what_is_not_ours_stays(program: Program, memory: dict[str, Any]):
 
 
 def test_a_place_that_nobody_knows(program: Program, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("fsspec")
+    needed("fsspec", "remote")
     with pytest.raises(UserError, match="Protocol not known: nowhere"):
         write(program, "nowhere://b", manifest={})
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)

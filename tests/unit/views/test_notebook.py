@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from extras import needed
 from notebooks import execute, notebook, text
 from pages import check
 from paths import EXAMPLES
@@ -144,9 +145,10 @@ def test_shares_add_up(found: Any):
         assert sum(v for k, v in row.items() if k != "GPUs") == pytest.approx(1)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_tables_convert(library: str, compiled: sw.Compiled, found: Any):
-    pytest.importorskip(library)
+    needed(library, library)
     for each in (
         *(compiled.compute(), compiled.memory(), compiled.communication(), compiled.tasks(5)),
         *(found.where(), found.transfers(), found.tasks(0)),
@@ -194,7 +196,7 @@ def test_notebooks_show_what_they_give(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     """All cells run, in order, in one process; outputs are those in the file, to the byte."""
-    pytest.importorskip("pandas")
+    needed("pandas", "pandas")
     monkeypatch.chdir(tmp_path)
     before = path.read_text(encoding="utf-8")
     after = text(execute(notebook(before)))
