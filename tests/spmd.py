@@ -22,8 +22,9 @@ from stagewright.algebra.index import Spec, parse
 from stagewright.algebra.layout import Layout, positions
 from stagewright.algebra.size import size
 from stagewright.blocks import Block, Recipe
+from stagewright.graph.cost import indices
 from stagewright.graph.node import Graph, Node
-from stagewright.graph.table import LEAVES, MOVES, OPS, indices
+from stagewright.graph.table import LEAVES, MOVES, OPS
 from stagewright.lower.training import sizes_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.shared_blocks import SharedBlocks

@@ -10,8 +10,9 @@ import pytest
 from spmd import TINY, Case, case, single
 from stagewright.blocks import Recipe, Tie
 from stagewright.graph.gradient import backward
-from stagewright.graph.node import Graph, Node, verify
-from stagewright.graph.table import add, apply, einsum, elementwise, identity, leaf
+from stagewright.graph.make import add, apply, einsum, elementwise, identity, leaf
+from stagewright.graph.node import Graph, Node
+from stagewright.graph.verify import verify
 
 BLOCKS = [
     (model, block, Recipe(flash_attention=not unfused))

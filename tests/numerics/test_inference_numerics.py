@@ -21,11 +21,12 @@ from spmd import TINY, ZAMBA2, Spmd, check, random_values
 from stagewright import blocks as nn
 from stagewright.algebra.layout import Layout, Mesh
 from stagewright.blocks import Block, Inference, Recipe
-from stagewright.graph.node import Graph, Node, toposort, verify
+from stagewright.graph.node import Graph, Node, toposort
 from stagewright.graph.reference import FAR
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.graph.verify import verify
 from stagewright.lower.training import sizes_of
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan

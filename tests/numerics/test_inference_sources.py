@@ -13,9 +13,10 @@ import pytest
 from spmd import Spmd, check, random_values
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Inference, Recipe
-from stagewright.graph.node import Graph, toposort, verify
+from stagewright.graph.node import Graph, toposort
 from stagewright.graph.reference import FAR
 from stagewright.graph.shard import shard
+from stagewright.graph.verify import verify
 from stagewright.lower.training import Kind, block_of, place_blocks, recipe_of, sizes_of
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.placement import strategy

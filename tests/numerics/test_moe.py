@@ -18,10 +18,11 @@ from stagewright import blocks as nn
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Block, Recipe
 from stagewright.errors import UserError
-from stagewright.graph.node import Graph, verify
+from stagewright.graph.node import Graph
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.graph.verify import verify
 from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.placement import strategy

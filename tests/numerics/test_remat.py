@@ -11,11 +11,12 @@ import pytest
 from spmd import PLAIN, RandomLayouts, Spmd, case, check, single
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Recipe
-from stagewright.graph.node import Graph, Node, verify
+from stagewright.graph.cost import flops
+from stagewright.graph.node import Graph, Node
 from stagewright.graph.recompute import remat
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
-from stagewright.graph.table import flops
+from stagewright.graph.verify import verify
 from stagewright.lower.kernels import extent_of
 
 Again = Callable[[Node], str | None]

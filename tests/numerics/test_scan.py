@@ -13,8 +13,10 @@ import pytest
 
 from stagewright.algebra.size import Size
 from stagewright.graph import reference_state as scan
+from stagewright.graph.cost import flops, traffic
+from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Node
-from stagewright.graph.table import OPS, apply, flops, leaf, traffic
+from stagewright.graph.table import OPS
 
 B, S, G, H, N, P, L = 2, 96, 2, 3, 8, 4, 32
 SIZES = {"B": B, "S": S, "G": G, "H": H, "N": N, "P": P, "L": L}
@@ -163,7 +165,8 @@ def test_ssd_is_about_what_megatron_counts() -> None:
     sizes = {"B": 1, "S": 4096, "G": 8, "H": 16, "N": 128, "P": 64}
     terms = ["bSgn", "bSgn", "bSghp", "bSgh", "bSgh"]
     srcs = [leaf("input", tuple(x.upper()), "bf16", f"x{i}") for i, x in enumerate(terms)]
-    n = apply("linear_attention", f"{','.join(terms)}->bSghp", *srcs, kernel="ssd", chunk=128)
+    attrs = {"kernel": "ssd", "chunk": 128, "scale": 1.0}
+    n = apply("linear_attention", f"{','.join(terms)}->bSghp", *srcs, **attrs)
     ours = flops(n, lambda d, axes: d.value(sizes))
     assert 0.67 < ours / (7 * 4096 * 8192 * 128) < 1
 

@@ -19,9 +19,10 @@ from spmd import TINY, Case, RandomLayouts, case, check, random_values, single
 from stagewright.algebra.layout import split
 from stagewright.blocks import Block, Recipe
 from stagewright.graph.gradient import backward
-from stagewright.graph.node import Graph, toposort, verify
+from stagewright.graph.make import add, apply, einsum, elementwise, identity, leaf
+from stagewright.graph.node import Graph, toposort
 from stagewright.graph.shard import shard
-from stagewright.graph.table import add, apply, einsum, elementwise, identity, leaf
+from stagewright.graph.verify import verify
 
 
 @cache

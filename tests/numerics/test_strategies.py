@@ -16,11 +16,12 @@ from spmd import PLAIN, TINY, case, check, dims
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import PRECISIONS, Recipe, Tie
 from stagewright.errors import UserError
-from stagewright.graph.node import BYTES, Graph, Node, text, verify
+from stagewright.graph.node import BYTES, Graph, Node, text
 from stagewright.graph.recompute import remat
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.graph.verify import verify
 from stagewright.lower.training import Kind, compile, recipe_of, sizes_of
 from stagewright.lower.training import sharded as compiled
 from stagewright.parallel.degrees import parallelization

@@ -16,9 +16,9 @@ from stagewright.blocks.inference import (
     source_attention,
     source_cached,
 )
+from stagewright.graph.make import apply, cast, einsum, elementwise, identity, join, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.graph.table import apply, cast, einsum, elementwise, identity, join, part
 from stagewright.model.config import Reach
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stagewright.algebra.size import Size, size
+from stagewright.graph.make import add, apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.graph.node import Graph, Node, replace
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import STREAM, Binding, Role
-from stagewright.graph.table import add, apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.model.config import ModelConfig
 
 SHARED = "shared"  # what parameters of shared blocks are called by, and with a number their tables

@@ -11,18 +11,8 @@ from stagewright.blocks.attention import attention
 from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.finish import finish
 from stagewright.blocks.mlp import mlp
+from stagewright.graph.make import add, apply, cast, einsum, elementwise, identity, join, leaf, part
 from stagewright.graph.node import Node
-from stagewright.graph.table import (
-    add,
-    apply,
-    cast,
-    einsum,
-    elementwise,
-    identity,
-    join,
-    leaf,
-    part,
-)
 from stagewright.model.config import Layer, ModelConfig
 
 

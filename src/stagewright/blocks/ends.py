@@ -5,9 +5,7 @@ from __future__ import annotations
 from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import gathered, last_tokens
-from stagewright.graph.node import Node
-from stagewright.graph.roles import Binding, Role
-from stagewright.graph.table import (
+from stagewright.graph.make import (
     add,
     apply,
     cast,
@@ -17,6 +15,8 @@ from stagewright.graph.table import (
     identity,
     leaf,
 )
+from stagewright.graph.node import Node
+from stagewright.graph.roles import Binding, Role
 from stagewright.model.config import ModelConfig
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.mlp import feed_forward
-from stagewright.graph.node import Node
-from stagewright.graph.table import (
+from stagewright.graph.make import (
     add,
     apply,
     cast,
@@ -27,6 +26,7 @@ from stagewright.graph.table import (
     row_gates,
     weigh,
 )
+from stagewright.graph.node import Node
 
 OWN: dict[str, Any] = {"scope": "mlp"}
 

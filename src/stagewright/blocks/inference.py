@@ -15,10 +15,10 @@ from typing import Any
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder, sizes_of
+from stagewright.graph.make import apply, identity, join, leaf
 from stagewright.graph.node import Graph, Node, toposort
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Binding, Role
-from stagewright.graph.table import apply, identity, join, leaf
 from stagewright.model.config import Reach
 
 

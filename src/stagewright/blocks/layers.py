@@ -14,8 +14,8 @@ from stagewright.blocks.mlp import mlp
 from stagewright.blocks.shared import with_shared
 from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
 from stagewright.errors import UserError
+from stagewright.graph.make import add, identity, leaf
 from stagewright.graph.node import Node, toposort
-from stagewright.graph.table import add, identity, leaf
 from stagewright.model.config import ATTENTIONS, SIDE_BY_SIDE, Layer, ModelConfig, Module
 
 Part = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]

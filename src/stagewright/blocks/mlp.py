@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stagewright.blocks.builder import Builder
+from stagewright.graph.make import elementwise, identity
 from stagewright.graph.node import Node
-from stagewright.graph.table import elementwise, identity
 
 
 def mlp(b: Builder, h: Node) -> Node:

@@ -13,9 +13,9 @@ from stagewright.blocks.builder import Block, Builder, Recipe, stream
 from stagewright.blocks.ends import mtp_name
 from stagewright.blocks.finish import finish
 from stagewright.blocks.layers import body
+from stagewright.graph.make import apply, identity, join, leaf
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Binding
-from stagewright.graph.table import apply, identity, join, leaf
 from stagewright.model.config import Layer, ModelConfig
 
 

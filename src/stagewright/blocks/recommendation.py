@@ -6,8 +6,8 @@ from stagewright.algebra.size import size
 from stagewright.blocks.builder import Block, Builder, Recipe
 from stagewright.blocks.ends import cross_entropy
 from stagewright.blocks.finish import finish
+from stagewright.graph.make import apply, einsum, identity, join, leaf
 from stagewright.graph.node import Node
-from stagewright.graph.table import apply, einsum, identity, join, leaf
 from stagewright.model.config import Layer, ModelConfig
 
 

@@ -12,8 +12,8 @@ from stagewright.blocks.attention import attention
 from stagewright.blocks.builder import SHARED, Builder
 from stagewright.blocks.ends import ORIGINAL
 from stagewright.blocks.mlp import mlp
+from stagewright.graph.make import add, join
 from stagewright.graph.node import Node
-from stagewright.graph.table import add, join
 from stagewright.model.config import Layer, ModelConfig
 
 _TABLES = ("attn_norm.weight", "wq", "wk", "wv", "wo", "mlp_norm.weight", "w_up", "w_down")

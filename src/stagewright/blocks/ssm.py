@@ -12,9 +12,9 @@ from typing import Any
 from stagewright.algebra.size import size
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.inference import state_of, with_state
+from stagewright.graph.make import add, apply, cast, einsum, elementwise, identity, letters, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.graph.table import add, apply, cast, einsum, elementwise, identity, letters, part
 
 SCOPE = "mixer"
 INNER = "Inner/tp"

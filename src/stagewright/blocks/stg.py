@@ -28,9 +28,10 @@ from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
+from stagewright.graph.make import apply, identity, letters
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.roles import Asked, Binding, Role
-from stagewright.graph.table import LEAVES, OPS, apply, identity, letters
+from stagewright.graph.table import LEAVES, OPS
 from stagewright.model.config import ModelConfig, Module
 from stagewright.model.presets import PRESETS
 

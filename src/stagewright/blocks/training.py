@@ -7,9 +7,9 @@ from typing import Any
 
 from stagewright.blocks.builder import Block, Builder, Precision, Recipe
 from stagewright.graph.gradient import backward
+from stagewright.graph.make import add, apply, cast, elementwise, identity, leaf, letters
 from stagewright.graph.node import Graph, Node, replace, toposort
 from stagewright.graph.roles import CLIP, STREAM, TABLE, Binding, Role
-from stagewright.graph.table import add, apply, cast, elementwise, identity, leaf, letters
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 

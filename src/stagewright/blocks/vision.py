@@ -6,8 +6,8 @@ from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder, Recipe, renamed, stream
 from stagewright.blocks.ends import cross_entropy, tied
 from stagewright.blocks.finish import finish
+from stagewright.graph.make import apply, einsum, identity, join, leaf, part
 from stagewright.graph.roles import Role
-from stagewright.graph.table import apply, einsum, identity, join, leaf, part
 from stagewright.model.config import Layer, ModelConfig
 
 

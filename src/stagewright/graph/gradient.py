@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from stagewright.graph.make import add
 from stagewright.graph.node import Node, replace, toposort
-from stagewright.graph.table import OPS, add
+from stagewright.graph.table import OPS
 
 NOTHING: Mapping[Node, Node] = {}
 

@@ -16,6 +16,9 @@ from stagewright.algebra.layout import Layout
 from stagewright.algebra.size import Size, product, size
 from stagewright.graph.roles import UNBOUND, Binding, Role
 
+PHASES = ("forward", "recompute", "backward", "optimizer")
+"""When a value is computed within a step, in this order."""
+
 BYTES: dict[str, int | Fraction] = {
     **{"fp32": 4, "bf16": 2, "fp8": 1, "int32": 4, "int64": 8, "uint8": 1},
     # Weights as they are stored, with the scales of groups of them.
@@ -165,16 +168,6 @@ class Graph:
             new[n] = fn(n, tuple(new[s] for s in n.srcs))
         order = toposort(new.values())
         return Graph.of(order, {k: new[v] for k, v in self.outputs.items()}), new
-
-
-def verify(graph: Graph) -> None:
-    """Raise AssertionError unless the order respects dependencies and every output is there."""
-    seen: set[Node] = set()
-    for n in graph:
-        assert all(s in seen for s in n.srcs), f"{n} runs before one of its inputs"
-        assert len(n.shape) == len(n.layout.dims), f"{n} has a layout of another rank"
-        seen.add(n)
-    assert all(v in seen for v in graph.outputs.values())
 
 
 def text(graph: Graph) -> str:

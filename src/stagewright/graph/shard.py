@@ -14,10 +14,11 @@ from typing import Any
 
 from stagewright.algebra.index import Dim, Spec, layout_of, parse
 from stagewright.algebra.layout import Layout, duplicated, steps
+from stagewright.graph.make import add, apply, letters
+from stagewright.graph.make import move as _move
 from stagewright.graph.node import Graph, Node, replace
 from stagewright.graph.roles import Role
-from stagewright.graph.table import LEAVES, OPS, add, apply, letters
-from stagewright.graph.table import move as _move
+from stagewright.graph.table import LEAVES, OPS
 
 # What a strategy says of a value: the layout it shall have, or None to follow the operands. `have`
 # is the layout that follows, or None when the value is not computed yet.

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, cast
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
+from stagewright.graph.cost import indices, local, traffic
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import CLIP, MEMORY, STREAM, TABLE, Role
-from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS, indices, local, traffic
+from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.program.columns import Shape, TaskKind
 from stagewright.program.shapes import shape_of
 

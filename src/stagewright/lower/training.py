@@ -15,10 +15,11 @@ from stagewright.algebra import notation
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.algebra.notation import Tensor
 from stagewright.errors import UserError, did_you_mean
-from stagewright.graph.node import BYTES, Graph, Node, text, verify
+from stagewright.graph.node import BYTES, Graph, Node, text
 from stagewright.graph.recompute import remat
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
+from stagewright.graph.verify import verify
 from stagewright.lower import offload
 from stagewright.lower.assemble import lower
 from stagewright.lower.capacity import Capacity
@@ -491,19 +492,20 @@ def sharded(
     recipe = recipe or recipe_of(run, model)
     recipe = replace(recipe, ties=kind.ties, begins=kind.begins, ends=kind.ends)
     block = block_of(kind.block, model, recipe, kind.layer)
+    verify(block.graph, "building, with gradients")
     again = partial(_again, run=run, whole=kind.recomputed, root=kind.root)
     results = {n for c, n in handed_on(block.graph).items() if not c.gradient}
     results = results if kind.recomputed else {n for n in block.graph if n.role is Role.CORE}
     if run.recompute_early_stop:
         results = set[Node]()
     graph, primal = remat(block.graph, again, block.primal, rerun=results.__contains__)
+    verify(graph, "recomputation")
     want = strategy(plan, sizes)
     keep = run.activation_gather == "keep"
     graph = shard(
         graph, want, primal, keep_gathered=keep, inner=plan.inner, model_axes=plan.model_axes
     )
-    verify(graph)
-    return graph
+    return verify(graph, "sharding")
 
 
 def _again(n: Node, *, run: Run, whole: bool, root: bool) -> str | None:

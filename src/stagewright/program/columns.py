@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.arrays import Bool, Int
+from stagewright.graph.node import PHASES as PHASES
 
-PHASES = ("forward", "recompute", "backward", "optimizer")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 

@@ -1,6 +1,6 @@
 """The shape of a kernel: what a measured duration of it is looked up by, and a model computes from.
 
->>> from stagewright.graph.table import einsum, leaf
+>>> from stagewright.graph.make import einsum, leaf
 >>> x, w = leaf("input", ("B", "S", "M"), "bf16", "x"), leaf("param", ("M", "F"), "bf16", "w")
 >>> sizes = {"B": 2, "S": 1024, "M": 4096, "F": 16384}
 >>> print(shape_of([einsum("bsm,mf->bsf", x, w)], lambda dim, axes: dim.value(sizes)))
@@ -15,8 +15,8 @@ from typing import Any
 
 from stagewright.algebra.index import parse
 from stagewright.algebra.size import Size
+from stagewright.graph.cost import extents
 from stagewright.graph.node import Node
-from stagewright.graph.table import extents
 from stagewright.program.columns import Shape
 
 

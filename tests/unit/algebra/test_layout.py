@@ -25,8 +25,8 @@ from stagewright.algebra.layout import (
     steps,
 )
 from stagewright.algebra.size import size
+from stagewright.graph.make import move
 from stagewright.graph.node import Node, node
-from stagewright.graph.table import move
 
 # ---- the mesh ------------------------------------------------------------------------------------
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 
-from stagewright.algebra.layout import duplicated, split
+from stagewright.algebra.layout import Step, duplicated, split
 from stagewright.algebra.size import size
-from stagewright.graph.node import Graph, Node, replace, text, toposort, verify
-from stagewright.graph.table import add, apply, einsum, elementwise, identity, leaf
+from stagewright.graph.make import add, apply, einsum, elementwise, identity, leaf, move
+from stagewright.graph.node import Graph, Node, replace, text, toposort
+from stagewright.graph.roles import Role
+from stagewright.graph.verify import verify
 
 
 def x(name: str = "x", **fields: Any) -> Node:
@@ -80,6 +83,9 @@ def test_nodes_that_nobody_holds_go_away() -> None:
     assert made() >= before + 50
     del graph
     assert made() == before
+
+
+ALL_GATHER = Step("all_gather", ("tp",), 2, None)
 
 
 def graph_of(outputs: dict[str, Node]) -> Graph:
@@ -167,14 +173,34 @@ def test_rebuild_drops_what_is_no_longer_needed() -> None:
 
 def test_verify() -> None:
     h = einsum("bsm,mf->bsf", x(), w())
-    verify(graph_of({"y": h}))
+    assert verify(graph_of({"y": h})).outputs == {"y": h}
     with pytest.raises(AssertionError, match="before one of its inputs"):
         verify(Graph((h, x(), w()), {"y": h}))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="is output 'y' and no node"):
         verify(Graph((x(),), {"y": h}))
-    flat = replace(x(), layout=duplicated(2))
-    with pytest.raises((AssertionError, ValueError)):
-        verify(Graph((flat,), {"y": flat}))
+
+
+def ill_formed() -> list[tuple[Node, str]]:
+    h = einsum("bsm,mf->bsf", x(), w(), name="h")
+    parts = replace(x(), layout=split("", "", "tp"))
+    gathered = move(parts, ALL_GATHER, phase="forward", once=False)
+    return [
+        (replace(x(), layout=duplicated(2)), "has 3 dims and a layout of 2"),
+        (replace(h, op="einsumm"), "no such op"),
+        (replace(h, phase="forwards"), "phase 'forwards', wanted one of forward"),
+        (replace(h, dtype="fp9"), "dtype 'fp9', wanted one of fp32"),
+        (replace(h, attrs=(*h.attrs, ("fn", "relu"))), "einsum: no attribute 'fn'"),
+        (replace(h, attrs=(("spec", "bsm,mf,f->bsf"),)), "its expression [3, 2, 1, 3]"),
+        (replace(h, role=Role.USED), "role 'used' of no parameter"),
+        (replace(gathered, layout=split("tp", "", "")), "does not lead here"),
+        (replace(gathered, op="all_reduce"), "is no way from 2 to None"),
+    ]
+
+
+@pytest.mark.parametrize(("n", "message"), ill_formed(), ids=lambda x: x if type(x) is str else "")
+def test_what_is_ill_formed_is_told_with_its_pass(n: Node, message: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(message) + r".* \(after sharding\)"):
+        verify(graph_of({"y": n}), "sharding")
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,26 +17,14 @@ from spmd import RandomLayouts, Spmd, check, random_values, single
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Layout, split
 from stagewright.algebra.size import Size, product, size
+from stagewright.graph.cost import extents, flops, local, traffic
 from stagewright.graph.gradient import backward
-from stagewright.graph.node import Graph, Node, replace, toposort, verify
+from stagewright.graph.make import add, apply, cast, einsum, elementwise, leaf, letters
+from stagewright.graph.node import Graph, Node, replace, toposort
 from stagewright.graph.reference import FAR
 from stagewright.graph.shard import shard
-from stagewright.graph.table import (
-    LEAVES,
-    MOVES,
-    OPS,
-    add,
-    apply,
-    cast,
-    einsum,
-    elementwise,
-    extents,
-    flops,
-    leaf,
-    letters,
-    local,
-    traffic,
-)
+from stagewright.graph.table import LEAVES, MOVES, OPS
+from stagewright.graph.verify import verify
 
 SIZES = (
     dict.fromkeys("BSQKMFAVPXJ", 12)
@@ -198,7 +187,11 @@ EXAMPLES = [
     *(Example("mean_square", s) for s in ("bsghp->bsg", "bsghp->bs")),
     Example("rms_scale", "bsghp,bsg,ghp->bsghp", positive=(1,)),
     Example("rms_scale", "bsghp,bs->bsghp", positive=(1,)),
-    *(Example("topk", "bsE->bsE", TOPK | {"fn": f, "norm": n}) for f in GATES for n in (1, 0)),
+    *(
+        Example("topk", "bsE->bsE", TOPK | {"fn": f, "norm": n})
+        for f in GATES
+        for n in (True, False)
+    ),
     Example("topk", "bsE,E->bsE", TOPK | {"fn": "sigmoid", "norm": True}, fixed=(1,)),
     *(Example("scores", "bsE->bsE", {"fn": f}) for f in GATES),
     Example("routes", "bse->bse", fixed=(0,)),
@@ -410,7 +403,25 @@ REFUSED = [
 @pytest.mark.parametrize(("op", "spec", "layouts", "message"), REFUSED)
 def test_layouts_that_disagree(op: str, spec: str, layouts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        apply(op, spec, *operands(spec, layouts), fn="rmsnorm")
+        apply(
+            op, spec, *operands(spec, layouts), **({"fn": "relu"} if op in ("norm", "act") else {})
+        )
+
+
+@pytest.mark.parametrize(
+    ("op", "attrs", "message"),
+    [
+        ("act", {"fn": "relu", "caps": 2.0}, "act: no attribute 'caps', wanted one of fn, cap"),
+        ("add", {"by": 2.0}, "add: no attribute 'by', wanted none"),
+        ("act", {"fn": 3}, "act: attribute fn is 3, wanted str"),
+        ("scale", {"by": True}, "scale: attribute by is True, wanted int or float"),
+        ("act", {}, "act: attribute fn is missing, wanted str"),
+    ],
+)
+def test_attributes_are_declared(op: str, attrs: dict[str, Any], message: str) -> None:
+    """Every op's row says what its nodes are told; a typo is an error where the node is made."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        elementwise(op, *operands("bsm->bsm", [",,"]), **attrs)
 
 
 def test_a_norm_counts_copies_once() -> None:

@@ -1,0 +1,10 @@
+"""The rows of the op table by family, each beside its gradient and its costs.
+
+In: ways to make nodes (`graph.make`) and what ops compute (`graph.reference`). Out: `OPS`, filled.
+"""
+
+from stagewright.graph.ops import attention, dense, experts, state, step, vocabulary
+from stagewright.graph.table import OPS
+
+for _family in (dense, attention, state, experts, vocabulary, step):
+    OPS.update(_family.ROWS)

@@ -1,0 +1,242 @@
+"""Products, element-wise ops, norms and changes of width: rows and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stagewright.algebra.index import parse
+from stagewright.graph import reference as meaning
+from stagewright.graph import reference_state as scan
+from stagewright.graph.make import apply, cast, elementwise, identity, letters
+from stagewright.graph.node import Node
+from stagewright.graph.ops.shared import joint_gradients, no_gradient, of_what_it_is_made, sum_to
+from stagewright.graph.table import NUMBER, SIZE, Grads, Op, Timing, may, need, own_attributes
+
+
+def _fp8(n: Node) -> bool:
+    return all(s.dtype == "fp8" for s in n.srcs)
+
+
+def _einsum_vjp(n: Node, g: Node) -> Grads:
+    spec = str(n["spec"])
+    ins, out = spec.split("->")
+    terms = ins.split(",")
+    if _fp8(n):
+        g = cast(g, "fp8", phase="backward", scope=n.scope)
+    found: list[Node | None] = []
+    for i, term in enumerate(terms):
+        others = [t for j, t in enumerate(terms) if j != i]
+        operands = [s for j, s in enumerate(n.srcs) if j != i]
+        back = ",".join([out, *others]) + "->" + term
+        own: dict[str, Any] = {"phase": "backward", "dtype": n.dtype}
+        if i == len(terms) - 1 and n.get("backward_temporaries"):
+            own["temporaries"] = n["backward_temporaries"]
+        joint: Any = n.get("joint")
+        if joint:
+            own["joint"] = (joint[0], ("input", "weight")[i])
+        found.append(apply(n.op, back, g, *operands, out=n.srcs[i].shape, **own))
+    return tuple(found)
+
+
+def _identity_vjp(n: Node, g: Node) -> Grads:
+    return (identity(g, f"d_{n.name}", phase="backward"),)
+
+
+def _add_vjp(n: Node, g: Node) -> Grads:
+    return (g,) * len(n.srcs)
+
+
+def _cast_vjp(n: Node, g: Node) -> Grads:
+    return (cast(g, n.srcs[0].dtype, phase="backward"),)
+
+
+def _scale_vjp(n: Node, g: Node) -> Grads:
+    return (elementwise("scale", g, phase="backward", by=n["by"]),)
+
+
+def _dropout_vjp(n: Node, g: Node) -> Grads:
+    return (elementwise("dropout", g, n.srcs[1], phase="backward", rate=n["rate"]), None)
+
+
+def _act_vjp(n: Node, g: Node) -> Grads:
+    return (elementwise("act_bwd", g, n.srcs[0], phase="backward", **own_attributes(n)),)
+
+
+def _glu_vjp(n: Node, g: Node) -> Grads:
+    return tuple(
+        elementwise("glu_bwd", g, *n.srcs, phase="backward", wrt=i, **own_attributes(n))
+        for i in (0, 1)
+    )
+
+
+def _norm_vjp(n: Node, g: Node) -> Grads:
+    x = n.srcs[0]
+    z = letters(x)
+    lead, m = z[:-1], z[-1]
+    whole = m.upper()
+    attrs = own_attributes(n)
+    if len(n.srcs) == 1:
+        spec = f"{lead}{whole}"
+        return (apply("norm_bwd", f"{spec},{spec}->{spec}", g, x, phase="backward", **attrs),)
+    w = n.srcs[1]
+    dx = apply(
+        "norm_bwd",
+        f"{lead}{whole},{lead}{whole},{whole}->{lead}{whole}",
+        g,
+        x,
+        w,
+        phase="backward",
+        **attrs,
+    )
+    dw = apply(
+        "norm_wgrad", f"{lead}{whole},{lead}{whole}->{whole}", g, x, phase="backward", **attrs
+    )
+    return (dx, dw, *([sum_to(g, (len(z) - 1,))] if len(n.srcs) == 3 else []))
+
+
+def _bias_vjp(n: Node, g: Node) -> Grads:
+    spec = parse(str(n["spec"]))
+    keep = tuple(spec.ins[0].index(d) for d in spec.ins[1])
+    return (g, sum_to(g, keep))
+
+
+def _modulate_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    _, rows = ins.split(",")
+    x, by = n.srcs
+    own = own_attributes(n)
+    back: dict[str, Any] = own | {"shift": -1}
+    dx = apply("modulate", str(n["spec"]), g, by, phase="backward", **back)
+    spec = f"{out},{out}->{rows}"
+    return (dx, apply("modulate_wgrad", spec, g, x, out=by.shape, phase="backward", **own))
+
+
+def _rope_vjp(n: Node, g: Node) -> Grads:
+    at = n.srcs[1:]
+    back = apply("rope", str(n["spec"]), g, *at, phase="backward", inverse=not n["inverse"])
+    return (back, *[None] * len(at))
+
+
+def _mean_vjp(n: Node, g: Node) -> Grads:
+    return (apply("spread", "->" + letters(n.srcs[0]), g, out=n.srcs[0].shape, phase="backward"),)
+
+
+def _mean_square_vjp(n: Node, g: Node) -> Grads:
+    x, ms = str(n["spec"]).split("->")
+    own: dict[str, Any] = {"phase": "backward", "temporaries": n.get("backward_temporaries", 0)}
+    dtype = n.srcs[0].dtype
+    return (apply("mean_square_bwd", f"{ms},{x}->{x}", g, n.srcs[0], dtype=dtype, **own),)
+
+
+def _unit_vjp(n: Node, g: Node) -> Grads:
+    ins, x = str(n["spec"]).split("->")
+    return (apply("unit_bwd", f"{x},{ins}->{x}", g, n, n.srcs[1], phase="backward"), None)
+
+
+def _repeat_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    shape = n.srcs[0].shape
+    return (apply("repeat_bwd", f"{out}->{ins}", g, out=shape, phase="backward"),)
+
+
+def _join_vjp(n: Node, g: Node) -> Grads:
+    """Each operand's part of the joint dim, summed over the dims that it lacks."""
+    ins, out = str(n["spec"]).split("->")
+    own: dict[str, Any] = {"dim": n["dim"]}
+    found: list[Node | None] = []
+    for i, (term, s) in enumerate(zip(ins.split(","), n.srcs, strict=True)):
+        found.append(
+            apply("part", f"{out}->{term}", g, out=s.shape, phase="backward", first=i == 0, **own)
+        )
+    return tuple(found)
+
+
+def _part_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    return (
+        apply(
+            "pad", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward", **own_attributes(n)
+        ),
+    )
+
+
+def _pad_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    shape = n.srcs[0].shape
+    return (apply("part", f"{out}->{ins}", g, out=shape, phase="backward", **own_attributes(n)),)
+
+
+def _triangle_vjp(n: Node, g: Node) -> Grads:
+    ins, out = str(n["spec"]).split("->")
+    return (apply("triangle_bwd", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward"),)
+
+
+_ACT = {"fn": need(str), "cap": may(*NUMBER), "clamp": may(*NUMBER)}
+_GLU = {"fn": need(str), "clamp": may(*NUMBER), "offset": may(*NUMBER)}
+_MODULATE = {"base": need(*NUMBER), "scale": need(int), "shift": need(int)}
+_RATE = {"rate": need(*NUMBER)}
+_NORM = {"fn": need(str)}
+# Tensors of the size of the result that an eager kernel makes on the way.
+_PRODUCT = {"temporaries": may(int), "backward_temporaries": may(int)}
+_DIM = {"dim": need(int)}
+_PART = {**_DIM, "first": need(bool)}
+
+ROWS: dict[str, Op] = {
+    "einsum": Op(
+        meaning.einsum,
+        _einsum_vjp,
+        flops=2,
+        multilinear=True,
+        attrs={**_PRODUCT, "joint": may(tuple), "touched": may(*SIZE)},
+        timing=Timing.PRODUCT,
+    ),
+    "times": Op(meaning.einsum, _einsum_vjp, flops=2, multilinear=True, fuses=True, attrs=_PRODUCT),
+    "sum": Op(meaning.total, linear=True, fuses=True),
+    "mean": Op(meaning.mean, _mean_vjp, linear=True, fuses=True),
+    "identity": Op(meaning.same, _identity_vjp, flops=0, linear=True),
+    "add": Op(meaning.add, _add_vjp, linear=True, fuses=True),
+    "cast": Op(meaning.same, _cast_vjp, linear=True, fuses=True),
+    "scale": Op(meaning.scale, _scale_vjp, linear=True, fuses=True, attrs={"by": need(*NUMBER)}),
+    "divide": Op(meaning.divide, fuses=True),
+    "bias": Op(meaning.bias, _bias_vjp, fuses=True),
+    "modulate": Op(meaning.modulate, _modulate_vjp, flops=2, fuses=True, attrs=_MODULATE),
+    "modulate_wgrad": Op(meaning.modulate_wgrad, flops=3, fuses=True, attrs=_MODULATE),
+    "act": Op(meaning.act, _act_vjp, flops=8, fuses=True, attrs=_ACT),
+    "act_bwd": Op(meaning.act_bwd, flops=12, fuses=True, attrs=_ACT),
+    "glu": Op(meaning.glu, _glu_vjp, flops=6, fuses=True, attrs=_GLU),
+    "glu_bwd": Op(
+        meaning.glu_bwd, flops=6, fuses=True, joint=True, attrs={**_GLU, "wrt": need(int)}
+    ),
+    "random_mask": Op(meaning.random_mask, no_gradient, fuses=True, attrs=_RATE),
+    "dropout": Op(meaning.dropout, _dropout_vjp, flops=2, fuses=True, attrs=_RATE),
+    "rope": Op(
+        meaning.rope, _rope_vjp, flops=3, linear=True, fuses=True, attrs={"inverse": need(bool)}
+    ),
+    "norm": Op(meaning.norm, _norm_vjp, flops=5, fuses=True, attrs=_NORM),
+    "norm_bwd": Op(meaning.norm_bwd, flops=9, fuses=True, attrs=_NORM),
+    "norm_wgrad": Op(meaning.norm_wgrad, flops=3, fuses=True, attrs={"fn": may(str)}),
+    "mean_square": Op(
+        scan.mean_square,
+        _mean_square_vjp,
+        flops=2,
+        fuses=True,
+        attrs={"backward_temporaries": may(int)},
+    ),
+    "mean_square_bwd": Op(
+        scan.mean_square_bwd, flops=2, fuses=True, attrs={"temporaries": need(int)}
+    ),
+    "rms_scale": Op(scan.rms_scale, joint_gradients, flops=3, fuses=True),
+    "rms_scale_bwd": Op(
+        scan.rms_scale_bwd, flops=3, fuses=True, joint=True, attrs={"wrt": need(int)}
+    ),
+    "inverse_norm": Op(scan.inverse_norm, of_what_it_is_made, flops=2, fuses=True),
+    "unit": Op(scan.unit, _unit_vjp, fuses=True),
+    "unit_bwd": Op(scan.unit_bwd, flops=5, fuses=True),
+    "repeat": Op(meaning.repeat, _repeat_vjp, flops=0, linear=True, fuses=True),
+    "repeat_bwd": Op(meaning.repeat_bwd, linear=True, fuses=True),
+    "join": Op(meaning.join, _join_vjp, flops=0, linear=True, fuses=True, attrs=_DIM),
+    "part": Op(meaning.part, _part_vjp, flops=0, linear=True, fuses=True, attrs=_PART),
+    "pad": Op(meaning.pad, _pad_vjp, flops=0, linear=True, fuses=True, attrs=_PART),
+    "triangle": Op(meaning.triangle, _triangle_vjp, flops=0, linear=True),
+    "triangle_bwd": Op(meaning.triangle_bwd, flops=0, linear=True),
+}
