@@ -60,7 +60,7 @@ def verify(graph: Graph, after: str = "") -> Graph:
 
 def _invalid(n: Node, what: str, after: str) -> InvalidGraph:
     where = f" (after {after})" if after else ""
-    return InvalidGraph(f"{n.op} {n}: {what}{where}")
+    return InvalidGraph(f"{n.op} {n.name!r}, {n.phase}: {what}{where}")
 
 
 def _check(n: Node) -> None:

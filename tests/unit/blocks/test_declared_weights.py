@@ -13,10 +13,10 @@ from stagewright.algebra.notation import NotationError
 from stagewright.blocks import Recipe
 from stagewright.blocks.builder import Builder, stream
 from stagewright.blocks.finish import finish
+from stagewright.graph.make import apply, identity
 from stagewright.graph.node import Graph, Node, text
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.shard import shard
-from stagewright.graph.table import apply, identity
 from stagewright.lower.training import Kind, sharded, sizes_of, table_of
 from stagewright.model.catalog import resolve
 from stagewright.parallel.degrees import parallelization
