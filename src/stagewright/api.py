@@ -13,8 +13,9 @@ what `compile` gave. Errors are `UserError`s that say what to change.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
@@ -22,7 +23,9 @@ from stagewright.files import write_text
 from stagewright.lower import training as compiler
 from stagewright.lower.training import Compiled
 from stagewright.model.config import ModelConfig
-from stagewright.run.sections.cluster import Algorithm
+from stagewright.run.experiment import with_settings
+from stagewright.run.sections import EXPERIMENT, SETTINGS
+from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.astra_sim import beside
@@ -60,54 +63,62 @@ def compile(
 
 def simulate(
     what: Asked | Compiled,
-    hardware: str | os.PathLike[str] | Hardware | Machine,
+    hardware: str | os.PathLike[str] | Hardware | Machine | ClusterSection,
     *,
-    nodes: int | None = None,
-    topology: Literal["two_tier", "fullflat"] = "two_tier",
-    algorithm: Algorithm = "best",
-    no_overlap: Iterable[str] = (),
-    prefetch: int = 1,
-    overlap_param_gather: bool = False,
-    tp_comm_overlap: bool = False,
-    overlap_moe_expert_parallel_comm: bool = False,
-    moe_flex_dispatcher: bool = False,
-    overlap_slowdown: float = 0.0,
-    stragglers: Mapping[int, float] | None = None,
+    execution: Execution | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Simulation:
     """One step on a machine: its time, where it goes, memory over time.
 
     `hardware` is a name (`stagewright hardware` lists them), a YAML file, or a `Machine`, which has
-    a topology and an algorithm of its own. With `nodes` and without `dp`, dp fills the nodes.
-    `no_overlap` are axes that kernels wait for; `stragglers` multiply the time of ranks' kernels;
-    the rest is described at `stagewright.time.simulate.issue.Execution`.
+    a topology and an algorithm of its own; a `ClusterSection` says all of the machine at once.
+    `settings` are those of the run, of the machine (`nodes`, `topology`, `algorithm`, `stragglers`:
+    `stagewright.run.sections.cluster`) and of the execution, which go before `execution`
+    (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes` and without
+    `dp`, dp fills the nodes.
     """
+    cluster, how, settings = _sections(hardware, execution, settings)
     if isinstance(what, Compiled):
-        if settings or nodes is not None:
+        if settings or cluster.nodes is not None:
             name = next(iter(settings), "nodes")
             raise UserError(f"{name} cannot change what is compiled; give it to compile")
         compiled = what
     else:
-        compiled = compile(filled(_run(what, settings), hardware, nodes))
-    how = Execution(
-        no_overlap=frozenset(no_overlap),
-        prefetch=prefetch,
-        overlap_param_gather=overlap_param_gather,
-        tp_comm_overlap=tp_comm_overlap,
-        overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
-        moe_flex_dispatcher=moe_flex_dispatcher,
-        overlap_slowdown=overlap_slowdown,
-    )
+        compiled = compile(fill_nodes(_run(what, settings), hardware, cluster.nodes))
     machine = hardware
     if not isinstance(machine, Machine):
-        gpus = compiled.program.mesh.world_size
-        machine = Machine.of(_known(machine), gpus=gpus, topology=topology, algorithm=algorithm)
-    return run_on(compiled, machine, how, stragglers, progress)
+        machine = Machine.of(
+            _known(machine),
+            gpus=compiled.program.mesh.world_size,
+            topology=cluster.topology,
+            algorithm=cluster.algorithm,
+        )
+    simulation = run_on(compiled, machine, how, cluster.stragglers, progress)
+    return simulation if cluster.hardware is None else replace(simulation, cluster=cluster)
 
 
-def filled(
-    run: Run, hardware: str | os.PathLike[str] | Hardware | Machine, nodes: int | None
+def _sections(
+    hardware: str | os.PathLike[str] | Hardware | Machine | ClusterSection,
+    execution: Execution | None,
+    settings: Mapping[str, Any],
+) -> tuple[ClusterSection, Execution, dict[str, Any]]:
+    """The machine, the execution and what is left of settings that are given by name."""
+    cluster = hardware if isinstance(hardware, ClusterSection) else ClusterSection()
+    others = {name: settings[name] for name in settings if name in EXPERIMENT.keys() - SETTINGS}
+    if isinstance(hardware, str | os.PathLike):
+        others["hardware"] = os.fspath(hardware)
+    return (
+        with_settings(cluster, others),
+        with_settings(execution or Execution(), others),
+        {name: value for name, value in settings.items() if name not in others},
+    )
+
+
+def fill_nodes(
+    run: Run,
+    hardware: str | os.PathLike[str] | Hardware | Machine | ClusterSection,
+    nodes: int | None,
 ) -> Run:
     """The run on so many nodes of some hardware: dp as large as they hold, unless it is given."""
     of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
@@ -183,5 +194,9 @@ def _run(model: Asked, settings: Mapping[str, Any]) -> Run:
     return Run.load(None, {"model": os.fspath(model), **settings})
 
 
-def _known(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
+def _known(hardware: str | os.PathLike[str] | Hardware | ClusterSection) -> Hardware:
+    if isinstance(hardware, ClusterSection):
+        if hardware.hardware is None:
+            raise UserError("no hardware given; name one (see `stagewright hardware`) or a .yaml")
+        hardware = hardware.hardware
     return hardware if isinstance(hardware, Hardware) else hardware_of(hardware)

@@ -116,10 +116,10 @@ def simulated(
     run: Run, compile: Callable[[Run], Compiled], hardware: str, how: dict[str, Any]
 ) -> Simulation:
     """A run on hardware, with its progress shown."""
-    from stagewright.api import filled
+    from stagewright.api import fill_nodes
 
     nodes = how.pop("nodes")
-    compiled = compile(filled(run, hardware, nodes))
+    compiled = compile(fill_nodes(run, hardware, nodes))
     with shown("tasks") as told:
         return stagewright.simulate(compiled, hardware, progress=told, **how)
 

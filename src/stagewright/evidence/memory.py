@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import NamedTuple
 
-from stagewright.evidence.validate import asked
+from stagewright.evidence.validate import run_of_row
 from stagewright.lower.training import compile
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
@@ -53,7 +53,7 @@ def predictions() -> Iterator[PeakPrediction]:
     settings = set(Run.model_fields)
     known: dict[tuple[Run, ModelConfig, bool], tuple[int, int]] = {}
     for row in csv.DictReader(text.splitlines()):
-        run, model = asked({k: v for k, v in row.items() if k not in _TEXT}, settings)
+        run, model = run_of_row({k: v for k, v in row.items() if k not in _TEXT}, settings)
         # Megatron-LM's log is that of the last rank; others give the largest of all.
         last = row["quantity"] == "allocated"
         key = _short(run, model), model, last

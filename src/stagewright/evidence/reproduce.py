@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import yaml
 
-from stagewright.evidence.validate import variant
+from stagewright.evidence.validate import run_of_values
 from stagewright.graph.node import BYTES
 from stagewright.lower.training import compile
 from stagewright.program.columns import Program, TaskKind
@@ -89,7 +89,7 @@ def stage_paper() -> Iterator[tuple[Case, list[Row]]]:
 
 
 def _case(case: Mapping[str, Any]) -> tuple[Case, list[Row]]:
-    run, model = variant({**case["run"], **case.get("model", {})}, set(Run.model_fields))
+    run, model = run_of_values({**case["run"], **case.get("model", {})}, set(Run.model_fields))
     compiled = compile(run, model)
     program = compiled.program
     why = case.get("why", {})

@@ -21,6 +21,8 @@ from stagewright.files import read_text
 from stagewright.lower.training import compile
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
+from stagewright.run.experiment import section_of
+from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve as resolve_hardware
@@ -36,9 +38,9 @@ NEEDS_REASON = 0.25
 """An error beyond this has its reason printed."""
 _TEXT = (
     *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
-    *("no_overlap", "tp_comm_overlap", "overlap_moe_expert_parallel_comm"),
-    *("moe_flex_dispatcher", "attention_kernel"),
+    "attention_kernel",
 )
+_EXECUTION = [name for name, setting in EXPERIMENT.items() if setting.section == "execution"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +57,10 @@ class Measurement:
     """Constants of ours that this row has fitted; empty: none."""
     reason: str
     """What is assumed, or why the prediction is off."""
-    no_overlap: str
-    """Axes whose communication the framework does not overlap, such as `dp+pp`."""
-    tp_comm_overlap: str
-    """`true`: collectives over tp go in pieces beside their products; see `tensor_overlap`."""
-    overlap_moe_expert_parallel_comm: str
-    """`true`: two microbatches at a time; see `time.simulate.ep_overlap`."""
-    moe_flex_dispatcher: str
-    """`true`: a token goes once to each rank; see `collectives.dispatch_seconds`."""
     attention_kernel: str
     """One of the hardware's, where the framework does not run the default."""
+    execution: Execution
+    """What the framework overlaps: columns named as settings of `Execution`, axes as `dp+pp`."""
     run: Run
     model: ModelConfig
 
@@ -140,8 +136,9 @@ def read(text: str, where: str) -> list[Measurement]:
     rows = csv.DictReader(text.splitlines(), restval="")
     settings, sizes = set(Run.model_fields), {f.name for f in fields(ModelConfig)} - {"name"}
     for column in rows.fieldnames or ():
-        if column not in {*_TEXT, *settings, *sizes}:
-            hint = did_you_mean(column, [*_TEXT, *settings, *sizes])
+        known = [*_TEXT, *_EXECUTION, *settings, *sizes]
+        if column not in known:
+            hint = did_you_mean(column, known)
             raise UserError(f"{where}: unknown column {column!r}{hint}")
     for column in ("source", "row", "hardware", "quantity", "measured", "model"):
         if column not in (rows.fieldnames or ()):
@@ -157,7 +154,8 @@ def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Meas
             f"{where}: quantity is {row['quantity']!r}"
             f"{did_you_mean(row['quantity'], QUANTITIES)}; wanted one of {', '.join(QUANTITIES)}"
         )
-    run, model = asked({k: v for k, v in row.items() if k not in _TEXT}, settings)
+    others = (*_TEXT, *_EXECUTION)
+    run, model = run_of_row({k: v for k, v in row.items() if k not in others}, settings)
     texts = {k: row.get(k) or "" for k in _TEXT if k != "measured"}
     try:
         measured = float(row["measured"])
@@ -165,16 +163,25 @@ def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Meas
         measured = 0.0
     if not 0 < measured < math.inf:
         raise UserError(f"{where}: measured is {row['measured']!r}, wanted a number above 0")
-    return Measurement(**texts, measured=measured, run=run, model=model)
+    execution = section_of(Execution, _execution_values(row))
+    return Measurement(**texts, measured=measured, execution=execution, run=run, model=model)
 
 
-def asked(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
-    """The run of a row's settings, and its model: a preset, changed by the fields that remain."""
-    return variant({k: _value(v) for k, v in row.items() if v}, settings)
+def _execution_values(row: Mapping[str, str]) -> dict[str, Any]:
+    cells = {name: row[name] for name in _EXECUTION if row.get(name)}
+    lists = {name for name in cells if EXPERIMENT[name].kind is frozenset}
+    return {
+        name: cell.split("+") if name in lists else _value(cell) for name, cell in cells.items()
+    }
 
 
-def variant(given: Mapping[str, Any], settings: Container[str]) -> tuple[Run, ModelConfig]:
-    """Likewise, of values."""
+def run_of_row(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
+    """The run of a row's cells, and its model: see `run_of_values`."""
+    return run_of_values({k: _value(v) for k, v in row.items() if v}, settings)
+
+
+def run_of_values(given: Mapping[str, Any], settings: Container[str]) -> tuple[Run, ModelConfig]:
+    """The run of settings by name, and its model: a preset, changed by fields that remain."""
     model = resolve_model(str(given.get("model", "")))
     changes = {k: v for k, v in given.items() if k not in settings}
     if changes:
@@ -205,17 +212,11 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
     one of many.
     """
     run = m.run.resolved(m.model)
-    how = Execution(
-        no_overlap=frozenset(m.no_overlap.split("+")) - {""},
-        tp_comm_overlap=m.tp_comm_overlap == "true",
-        overlap_moe_expert_parallel_comm=m.overlap_moe_expert_parallel_comm == "true",
-        moe_flex_dispatcher=m.moe_flex_dispatcher == "true",
-    )
 
     def simulated(microbatches: int) -> float:
         batch = microbatches * run.micro_batch_size * run.dp
         part = run.model_copy(update={"global_batch_size": batch})
-        return executed(compile(part, m.model), machine, how).seconds
+        return executed(compile(part, m.model), machine, m.execution).seconds
 
     one, two = (1, 2) if run.pp == 1 else (run.pp, 2 * run.pp)
     if run.microbatches <= two:

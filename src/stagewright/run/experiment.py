@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,9 +58,27 @@ def section_of(
     >>> section_of(Execution, {"no_overlap": ["dp"], "tp": 8}).no_overlap
     frozenset({'dp'})
     """
-    names = {of.name for of in fields(section)} & EXPERIMENT.keys()
-    given = {name: value for name, value in values.items() if name in names}
+    given = {name: values[name] for name in _names(section) if name in values}
     try:
         return TypeAdapter(section).validate_python(given)
     except ValidationError as error:
         raise invalid(error, EXPERIMENT, path, overrides or {}) from None
+
+
+def with_settings(section: _Section, values: Mapping[str, Any]) -> _Section:
+    """A section with some settings replaced; those of other sections are passed over.
+
+    >>> with_settings(Execution(prefetch=2, streams="one"), {"no_overlap": ["dp"], "tp": 8})
+    Execution(streams='one', no_overlap=frozenset({'dp'}), prefetch=2, \
+overlap_param_gather=False, tp_comm_overlap=False, overlap_moe_expert_parallel_comm=False, \
+moe_flex_dispatcher=False, overlap_slowdown=0.0)
+    """
+    read = section_of(type(section), values)
+    return replace(
+        section, **{name: getattr(read, name) for name in _names(type(section)) if name in values}
+    )
+
+
+def _names(section: type[_Section]) -> list[str]:
+    """The settings that a section declares; other fields are for code."""
+    return [of.name for of in fields(section) if "setting" in of.metadata]

@@ -28,6 +28,5 @@ class ClusterSection:
     stragglers: Mapping[int, float] | None = setting(
         None,
         "Kernels of a rank take F times as long; may be repeated.",
-        names=("straggler",),
         metavar="RANK=F",
     )

@@ -118,8 +118,9 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The option's name, with dashes."""
-        return "--" + self.name.replace("_", "-")
+        """The option's name, with dashes; the singular where it is repeated."""
+        name = self.name.removesuffix("s") if self.kind is dict else self.name
+        return "--" + name.replace("_", "-")
 
     @property
     def default_text(self) -> str:

@@ -32,6 +32,7 @@ from stagewright.numbers import duration
 from stagewright.program.columns import PHASES
 from stagewright.program.memory import deltas
 from stagewright.run.requests import groups
+from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
@@ -58,6 +59,8 @@ class Simulation:
     compiled: Compiled
     machine: Machine
     line: Timeline
+    cluster: ClusterSection | None = None
+    """How the machine was asked for, where it was by name."""
 
     def __repr__(self) -> str:
         return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"

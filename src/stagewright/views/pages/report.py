@@ -52,7 +52,7 @@ def page(compiled: Compiled, found: Simulation | None = None) -> str:
         _communication(compiled, told, data),
         _schedule(compiled),
         _graphs(compiled),
-        settings(compiled),
+        settings(compiled, found),
         _about(found),
     ]
     ranks = f"{told['world_size']:,} {'GPUs' if found else 'ranks'}"

@@ -5,26 +5,32 @@ from __future__ import annotations
 import dataclasses
 import html
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from stagewright.run.sections import EXPERIMENT, SETTINGS
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.declare import Setting, text_of
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.views.pages.shell import Section, details, table
 
 if TYPE_CHECKING:
     from stagewright.lower.training import Compiled
+    from stagewright.time.simulate.step import Simulation
 
 
-def settings(compiled: Compiled) -> Section:
+def settings(compiled: Compiled, simulation: Simulation | None = None) -> Section:
     """The command, all settings, and all fields of the model."""
     run, model = compiled.run, compiled.model
-    asked = run.unresolved()
+    unresolved = run.unresolved()
     given = {
         name: getattr(run, name)
         for name in type(run).model_fields
         if getattr(run, name) is not None
     }
-    chosen = {n for n in given if getattr(asked, n) != type(run).model_fields[n].default}
+    chosen = {n for n in given if getattr(unresolved, n) != type(run).model_fields[n].default}
     rows = Table(
         "Settings",
         {
@@ -43,6 +49,8 @@ def settings(compiled: Compiled) -> Section:
         {"field": list(fields), "value": [_value(value) for value in fields.values()]},
     )
     again = command(run)
+    if simulation is not None:
+        again = command(run, simulation.cluster, simulation.line.how)
     repeat = f"<pre><code>{html.escape(again)}</code></pre>" if again else ""
     return Section(
         "run",
@@ -54,30 +62,52 @@ def settings(compiled: Compiled) -> Section:
 
 
 def _value(value: Any) -> str:
-    told = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore
-    return told if len(told) <= 120 else told[:117] + "..."
+    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
-def command(run: Run) -> str:
-    """The command line that shows this run; empty where settings are no options but a file.
+def command(
+    run: Run, cluster: ClusterSection | None = None, execution: Execution | None = None
+) -> str:
+    """The command line that shows this run, or simulates it on a machine.
+
+    It is empty where settings are no options but a file.
 
     >>> command(Run(model="gpt2", dp=2, sequence_parallel=True, layers_per_stage=(3, 4)))
     'stagewright show gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4'
+    >>> command(Run(model="gpt2"), ClusterSection(hardware="b200"), Execution(prefetch=2))
+    'stagewright simulate gpt2 --hardware b200 --prefetch 2'
     """
-    words = ["stagewright", "show", run.model]
-    asked = run.unresolved()
-    for name, field in type(run).model_fields.items():
-        value = getattr(asked, name)
-        if name == "model" or value == field.default:
+    simulated = cluster is not None and cluster.hardware is not None
+    words = ["stagewright", "simulate" if simulated else "show", run.model]
+    homes = {"cluster": cluster, "execution": execution} if simulated else {}
+    unresolved = run.unresolved()
+    for setting in EXPERIMENT.values() if simulated else SETTINGS.values():
+        home = homes.get(setting.section, unresolved)
+        value = setting.default if home is None else getattr(home, setting.name)
+        if value == setting.default or setting.name == "nodes":  # dp has filled the nodes
             continue
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag[2:])
-        elif isinstance(value, tuple):
-            items = cast("tuple[object, ...]", value)
-            if not all(isinstance(item, int | str) for item in items):
-                return ""
-            words += [flag, ",".join(map(str, items))]
-        else:
-            words += [flag, str(value)]
+        option = option_words(setting, value)
+        if option is None:
+            return ""
+        words += option
     return shlex.join(words)
+
+
+def option_words(setting: Setting, value: object) -> list[str] | None:
+    """A setting as words of a command line; None where no option says this value.
+
+    >>> option_words(EXPERIMENT["fuse"], False), option_words(EXPERIMENT["stragglers"], {5: 1.2})
+    (['--no-fuse'], ['--straggler', '5=1.2'])
+    """
+    if isinstance(value, bool):
+        return [setting.flag if value else "--no-" + setting.flag[2:]]
+    if isinstance(value, Mapping):
+        factors = cast("Mapping[int, float]", value)
+        return [w for rank, by in factors.items() for w in (setting.flag, f"{rank}={by:g}")]
+    if isinstance(value, frozenset):
+        return [setting.flag, text_of(tuple(sorted(cast("frozenset[str]", value))))]
+    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
+    if not all(isinstance(item, int | str) for item in items):
+        return None
+    return [setting.flag, text_of(cast("object", value))]
