@@ -37,7 +37,7 @@ from stagewright.lower.stages import LoweredBlock, Placed, weight_half
 from stagewright.model.catalog import resolve
 from stagewright.model.config import Layer, ModelConfig
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
-from stagewright.parallel.placement import rows_of, strategy
+from stagewright.parallel.placement import names_in_table, strategy
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run import requests as serving
@@ -283,7 +283,7 @@ def check_rows(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int
     for kind in {kind for stage in place_blocks(run, model) for kind, _ in stage}:
         graph = block_of(kind.block, model, recipe_of(run, model, kind), kind.layer).graph
         known |= {n.binding.name or n.name for n in graph if n.phase != "optimizer"}
-        found |= rows_of(graph, plan, sizes, model.name)
+        found |= names_in_table(graph, plan, sizes, model.name)
     own = {name for module in model.modules for name in module.table}
     own |= {"x", "dx", "dy", *(f"d_{name}" for name in own)}  # those of modules may be unused
     unknown = sorted(set(plan.table) - found - own)

@@ -1,8 +1,8 @@
-"""The mesh of a run: parallel degrees as axes, and what a strategy uses each axis for.
+"""The mesh of a run and the plan of its axes, from the degrees of parallelism.
 
-Where two parallelisms cut the same ranks differently (tensor parallelism wider than the key-value
-heads, experts spread over data-parallel ranks), the mesh has the axes of both cuts: dp becomes the
-axes `dp_ep` and `dp_edp`, and each use names the axes it is made of.
+Where two parallelisms factor the same ranks differently (tensor parallelism wider than the
+key-value heads, experts spread over data-parallel ranks), the mesh has the axes of both
+factorizations: dp becomes the axes `dp_ep` and `dp_edp`, and a degree names the axes it is made of.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stagewright.run import requests as serving
 from stagewright.run.settings import Run
 
 
-class Piece(NamedTuple):
-    """One axis of the mesh, and the degrees that it is part of."""
+class AxisUse(NamedTuple):
+    """One axis of the mesh, the degree that it is part of, and that of the experts' weights."""
 
     name: str
     size: int
@@ -29,18 +29,18 @@ class Piece(NamedTuple):
 
 
 def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> tuple[Mesh, Plan]:
-    """The mesh and what its axes are used for; axes of one rank are left out of the plan.
+    """The mesh of a run and the plan of its axes; axes of one rank are left out of the plan.
 
-    `mirrored`: the schedule holds every stage twice. The two replicas are data parallel.
+    `mirrored`: the schedule holds every stage twice, and the two replicas are data parallel.
     """
-    pieces = _pieces(run, model)
+    pieces = _axes(run, model)
 
     def axes(*degrees: str) -> tuple[str, ...]:
-        """Of all the pieces of some degrees, outermost first."""
-        found = [p for p in reversed(pieces) if p.size > 1]
-        return tuple(p.name for d in degrees for p in found if d in (p.dense, p.expert))
+        """The axes of some degrees, outermost first."""
+        split = [p for p in reversed(pieces) if p.size > 1]
+        return tuple(p.name for d in degrees for p in split if d in (p.dense, p.expert))
 
-    parts = _tensor_pieces(run, model)
+    parts = _tensor_axes(run, model)
     tensor, cp = axes(*(name for name, _ in reversed(parts))), axes("cp")
     # Ranks of cp decode the same tokens.
     context = () if run.mode == "decode" else cp
@@ -86,16 +86,16 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
 
 
 def reduces_each_microbatch(run: Run) -> bool:
-    """Whether gradients are reduced in every microbatch: sharded ones have no other place to be."""
+    """Whether gradients are reduced in every microbatch, as sharded gradients must be."""
     late = run.zero == 3 and run.fsdp_reduce == "last" and run.microbatches > 1
     return (run.zero >= 2 and not late) or run.grad_reduce == "microbatch"
 
 
-def _pieces(run: Run, model: ModelConfig) -> list[Piece]:
+def _axes(run: Run, model: ModelConfig) -> list[AxisUse]:
     """The axes of the mesh, fastest first."""
     hybrid = run.zero > 0 and run.dp_shard is not None and run.dp_shard < run.dp
     degrees: dict[str, list[tuple[str, int]]] = {
-        "tp": _tensor_pieces(run, model),
+        "tp": _tensor_axes(run, model),
         "cp": [("cp", run.cp)],
         "dp": [("dp", run.dp)],
         "pp": [("pp", run.pp)],
@@ -105,29 +105,30 @@ def _pieces(run: Run, model: ModelConfig) -> list[Piece]:
         degrees["dp"] = [("dp_shard", run.dp_shard), ("dp_replicate", run.dp // run.dp_shard)]
     dense = [x for degree in run.order.split("-") for x in degrees[degree]]
     if not model.num_experts:
-        return [Piece(name, size, name, "pp" if name == "pp" else "") for name, size in dense]
+        return [AxisUse(name, size, name, "pp" if name == "pp" else "") for name, size in dense]
     etp = run.etp or run.tp
     world = run.tp * run.cp * run.dp
     experts = [("etp", etp), ("ep", run.ep), ("edp", world // (etp * run.ep))]
-    cut = iter(_cut([x for x in dense if x[0] != "pp"], experts))
-    result: list[Piece] = []
+    common = iter(_common_axes([x for x in dense if x[0] != "pp"], experts))
+    result: list[AxisUse] = []
     for name, size in dense:
         if name == "pp":
-            result.append(Piece("pp", size, "pp", "pp"))
+            result.append(AxisUse("pp", size, "pp", "pp"))
         left = size if name != "pp" else 1
         while left > 1:
-            piece = next(cut)
-            result.append(piece)
-            left //= piece.size
+            axis = next(common)
+            result.append(axis)
+            left //= axis.size
         if size == 1 and name != "pp":
-            result.append(Piece(name, 1, name, ""))
+            result.append(AxisUse(name, 1, name, ""))
     return result
 
 
-def _tensor_pieces(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
-    """The axes of tp, fastest first: what there is less of than ranks is held by neighbours.
+def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
+    """The axes of tp, fastest first, with their sizes.
 
-    That may be key-value heads, and groups of heads that carry a state.
+    A model may have fewer key-value heads, or fewer groups of state heads, than tp has ranks: then
+    neighbours hold copies, and tp has an axis for the ranks that differ and one for the copies.
     """
     cuts = {math.gcd(run.tp, shared_groups(model)): "tp_group"} if shared_groups(model) else {}
     if model.attends:
@@ -151,12 +152,12 @@ def _tensor_pieces(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
 
 
 def _striped(run: Run) -> int:
-    """Neighbours in tp that share the cache of their requests, token by token."""
+    """How many neighbours in tp share the cache of their requests, token by token."""
     return max(1, (run.dcp or 1) // run.cp)
 
 
 def shared_groups(model: ModelConfig) -> int:
-    """Groups of heads that share keys and queries in layers that carry a state; 0: there are none.
+    """How many groups of heads share keys and queries in a state-space layer; 0 without groups.
 
     Mamba-1 shares its B and C among all channels, and splits those.
     """
@@ -165,14 +166,14 @@ def shared_groups(model: ModelConfig) -> int:
 
 
 def _outermost(axes: tuple[str, ...], sizes: Mapping[str, int], ranks: int) -> tuple[str, ...]:
-    """The first of some axes, which make up so many ranks."""
-    found: list[str] = []
+    """The first axes whose sizes multiply to `ranks`."""
+    outer: list[str] = []
     for axis in axes:
         if ranks % sizes[axis]:
             break
-        found.append(axis)
+        outer.append(axis)
         ranks //= sizes[axis]
-    return tuple(found)
+    return tuple(outer)
 
 
 def _state_groups(
@@ -182,16 +183,16 @@ def _state_groups(
     context: tuple[str, ...],
     sizes: Mapping[str, int],
 ) -> tuple[str, ...]:
-    """The axes that split groups of heads that carry a state; others split the heads of a group."""
+    """The axes that split groups of state heads; the others split the heads of a group."""
     groups = shared_groups(model)
     ways = math.gcd(run.tp, groups)
-    found = _outermost(tensor, sizes, ways)
-    return found + (context if groups // ways % run.cp == 0 else ()) if groups else ()
+    outer = _outermost(tensor, sizes, ways)
+    return outer + (context if groups // ways % run.cp == 0 else ()) if groups else ()
 
 
-def _cut(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -> list[Piece]:
-    """The coarsest axes that both factorizations of the same ranks are made of, fastest first."""
-    result: list[Piece] = []
+def _common_axes(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -> list[AxisUse]:
+    """The coarsest axes that both factorizations of the same ranks consist of, fastest first."""
+    result: list[AxisUse] = []
     left = [list(x) for x in experts if x[1] > 1]
     for name, size in dense:
         rest = size
@@ -204,7 +205,7 @@ def _cut(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -> list[P
                     "multiple of the other; choose etp and ep from products of tp, cp and dp"
                 )
             whole = piece == size
-            result.append(Piece(name if whole else f"{name}_{expert}", piece, name, expert))
+            result.append(AxisUse(name if whole else f"{name}_{expert}", piece, name, expert))
             rest //= piece
             left[0][1] = most // piece
             if left[0][1] == 1:

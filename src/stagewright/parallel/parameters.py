@@ -1,0 +1,97 @@
+"""Where parameters, their gradients and their optimizer states live: declarations and ZeRO.
+
+A parameter is split as it declares. ZeRO (arXiv 1910.02054) splits optimizer states, from stage 2
+gradients and in stage 3 stored parameters over one more dim; hybrid sharding, over some of the
+replicas. Gradients are reduced once a step, or in each microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from stagewright.algebra.layout import Layout
+from stagewright.graph.node import Node
+from stagewright.graph.parameter import Parameter
+from stagewright.graph.roles import Role
+from stagewright.parallel.plan import Dims, Plan
+
+
+def parameter_layout(
+    n: Node, parameter: Parameter, have: Layout | None, plan: Plan, sizes: Mapping[str, int]
+) -> Layout | None:
+    """The layout of a node that belongs to a parameter, by its role; None: it follows its operands.
+
+    `have` is the layout that would follow, `sizes` the numbers behind the dims.
+    """
+    rank = len(n.shape)
+    if not rank:  # a count of steps
+        return Layout(())
+    if n.binding.buffer:
+        return None if n.role is Role.COUNT else Layout(((),) * rank)
+    used = plan.used(parameter, rank)
+    shard = _shard(n, parameter, used, plan, sizes)
+    match n.role:
+        case Role.USED:
+            return Layout(used)
+        case Role.PARAMETER | Role.UPDATED:
+            return Layout(shard if plan.zero == 3 else used)
+        case Role.STATE | Role.MASTER:
+            return Layout(shard if plan.zero else used)
+        case _:
+            return _gradient_layout(n, used, shard, have, plan)
+
+
+def _gradient_layout(
+    n: Node, used: Dims, shard: Dims, have: Layout | None, plan: Plan
+) -> Layout | None:
+    """The layout of a gradient on its way from one microbatch to the optimizer.
+
+    `used` is where the computation has the parameter, `shard` where the optimizer may have it.
+    """
+    replicas = frozenset((*plan.data, *plan.context))
+    if n.role is Role.TABLE_GRADIENT:
+        return Layout(used, replicas)
+    if n.role is Role.WHOLE_GRADIENT:
+        return Layout(((),) * len(n.shape), have.partial & replicas if have else frozenset())
+    if have is None:
+        return None
+    match n.role:
+        case Role.OWN_ROWS:
+            return Layout(used, have.partial) if plan.reduce_each_microbatch else None
+        case Role.SUM_OVER_MODEL:
+            if n.once == plan.reduce_each_microbatch:
+                return None
+            return Layout(have.dims, have.partial & replicas)
+        # Partial sums over other axes stay so for now.
+        case Role.MICROBATCH_GRADIENT if plan.reduce_each_microbatch:
+            return Layout(shard if plan.zero >= 2 else used, have.partial - replicas)
+        case Role.STEP_GRADIENT:
+            return Layout(shard if plan.zero else used, have.partial - replicas)
+        case Role.REDUCED if plan.sum_as_read and plan.sequence_parallel:
+            return None
+        case Role.READ | Role.REDUCED:
+            return Layout(have.dims)
+        case _:
+            return None
+
+
+def _shard(n: Node, parameter: Parameter, used: Dims, plan: Plan, sizes: Mapping[str, int]) -> Dims:
+    """Split one more dim over the sharding axes: one that divides, is whole and large, if any.
+
+    With `plan.shard_rows`, the dim that PyTorch has first, as FSDP2 does.
+    """
+    sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
+    if not sharding:
+        return used
+    if plan.shard_rows:
+        best = parameter.rows % len(used)
+    else:
+        ranks = plan.mesh.size(*sharding)
+
+        def merit(i: int) -> tuple[bool, bool, int]:
+            local = math.ceil(n.shape[i].value(sizes) / plan.mesh.size(*used[i]))
+            return local % ranks == 0, not used[i], local
+
+        best = max(range(len(used)), key=merit)
+    return (*used[:best], used[best] + sharding, *used[best + 1 :])
