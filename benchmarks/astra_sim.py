@@ -26,13 +26,14 @@ import stagewright as sw
 from stagewright.run.sections.execution import Execution
 from stagewright.time import astra_sim
 from stagewright.time.simulate.timeline import timeline
-from stagewright.trace.formats import et_def, wire
+from stagewright.trace.formats import wire
 
 TESTS = Path(__file__).parent.parent / "tests"
 DATA = TESTS / "data" / "astra_sim.json"
 
 sys.path.insert(0, str(TESTS))
 astra_clock = importlib.import_module("astra_clock")
+handmade = importlib.import_module("handmade")
 
 
 def system_of(case: dict[str, Any], machine: dict[str, float]) -> astra_sim.AstraSim:
@@ -90,7 +91,7 @@ def theirs(case: dict[str, Any], machine: dict[str, float], binary: str) -> tupl
 
 def slow_down(path: Path, by: float) -> None:
     """Give the kernels of a trace `by` times the work."""
-    metadata, nodes = et_def.read(path)
+    metadata, nodes = handmade.read_messages(path)
     messages: list[Any] = [metadata]
     for node in nodes:
         for attribute in node.attr:

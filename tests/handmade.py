@@ -70,12 +70,28 @@ class World:
         return folder
 
 
+def read_messages(path: Path) -> tuple[Any, list[Any]]:
+    """An oracle of readers: metadata and nodes of a sound trace, by the official runtime."""
+    data, at, messages = path.read_bytes(), 0, list[bytes]()
+    while at < len(data):
+        size = shift = 0
+        while True:
+            byte = data[at]
+            size |= (byte & 127) << shift
+            shift, at = shift + 7, at + 1
+            if byte < 128:
+                break
+        messages.append(data[at : at + size])
+        at += size
+    metadata, *nodes = messages
+    return et_def.parse("GlobalMetadata", metadata), [et_def.parse("Node", n) for n in nodes]
+
+
 def load(folder: Path) -> World:
     """A directory of traces, read by the official runtime."""
     ranks: dict[int, Trace] = {}
     for path in folder.glob("*.et"):
-        metadata, nodes = et_def.read(path)
-        ranks[int(path.name.split(".")[-2])] = Trace(metadata, list(nodes))
+        ranks[int(path.name.split(".")[-2])] = Trace(*read_messages(path))
     groups = folder / "comm_group.json"
     found = json.loads(groups.read_text()) if groups.exists() else None
     return World(dict(sorted(ranks.items())), found)

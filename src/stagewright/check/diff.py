@@ -18,7 +18,7 @@ from stagewright.arrays import Int, exact_sum
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import Key, Profile, Totals, added, profile
-from stagewright.check.files.templates import Kin
+from stagewright.check.files.templates import TraceClass
 from stagewright.check.inspect import group_sizes, readable
 from stagewright.check.verify import find, read
 from stagewright.errors import UserError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Side:
+class DiffSide:
     """One of the two things compared, all its ranks together."""
 
     path: str
@@ -76,8 +76,8 @@ class Pairs(NamedTuple):
 class Difference:
     """How two sides differ; nothing in it: they do not."""
 
-    one: Side
-    two: Side
+    one: DiffSide
+    two: DiffSide
     numbers: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     totals: dict[Key, tuple[Totals, Totals]] = field(
         default_factory=dict[Key, tuple[Totals, Totals]]
@@ -141,7 +141,7 @@ def diff(one: Path | str, two: Path | str) -> Difference:
     return found
 
 
-def _changed(a: Side, b: Side) -> Int:
+def _changed(a: DiffSide, b: DiffSide) -> Int:
     """The ranks, ascending, that are on both sides and differ in structure."""
     known: dict[str, int] = {}
     sides: list[tuple[Int, Int]] = []
@@ -164,11 +164,11 @@ def _some(keys: Collection[tuple[int, ...]]) -> str:
     return f"[{shown}]"
 
 
-def _side(path: Path) -> Side:
+def _side(path: Path) -> DiffSide:
     return _bundle(path) if is_bundle(path) else _traces(path)
 
 
-def _bundle(path: Path) -> Side:
+def _bundle(path: Path) -> DiffSide:
     """A bundle: a rank of each class as a file, all others by arithmetic."""
     program = Bundle(path).program()
     with traces(path, [int(of.ranks[0]) for of in program.classes]) as files:
@@ -191,7 +191,7 @@ def _bundle(path: Path) -> Side:
             if count:
                 pairs.append((of.ranks, program.peer_of(slot, of.ranks), count))
     groups = program.groups()
-    return Side(
+    return DiffSide(
         str(path),
         program.mesh.world_size,
         _numbers(profiles),
@@ -202,7 +202,7 @@ def _bundle(path: Path) -> Side:
     )
 
 
-def _traces(path: Path) -> Side:
+def _traces(path: Path) -> DiffSide:
     files = find(path)
     kinds = read(files, None, digests=False)
     for kin in kinds:
@@ -215,7 +215,7 @@ def _traces(path: Path) -> Side:
         sizes = group_sizes(next(iter(files.traces.values())))
         sizes[0] = len(files.traces)
     profiles = [(profile(kin.first.path, sizes), len(kin.ranks)) for kin in kinds]
-    return Side(
+    return DiffSide(
         str(path),
         len(files.traces),
         _numbers(profiles),
@@ -243,7 +243,9 @@ def _numbers(profiles: list[tuple[Profile, int]]) -> dict[str, int]:
     }
 
 
-def _groups(path: Path, kinds: list[Kin], trace: Path) -> dict[tuple[int, ...], tuple[int, int]]:
+def _groups(
+    path: Path, kinds: list[TraceClass], trace: Path
+) -> dict[tuple[int, ...], tuple[int, int]]:
     """The ranks of each group that is used -> its collectives and their bytes, of one member."""
     file = default_groups(trace)
     if path.is_file() or file is None:
@@ -262,7 +264,7 @@ def _groups(path: Path, kinds: list[Kin], trace: Path) -> dict[tuple[int, ...], 
     return {tuple(groups[g].tolist()): what for g, what in used.items() if g in groups}
 
 
-def _pairs(kinds: list[Kin]) -> Pairs:
+def _pairs(kinds: list[TraceClass]) -> Pairs:
     pieces: list[tuple[Int, Int, int]] = []
     for kin in kinds:
         if kin.first.exchange is None:

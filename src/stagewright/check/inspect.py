@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import TYPES, Profile, plain, profile
-from stagewright.check.files.reader import Reader
+from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
 from stagewright.trace.formats import et_def
 
@@ -37,7 +37,8 @@ def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, i
 
 def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
     """Nodes number `first` to `last` (from 0, both included) in the order of the file."""
-    for node in islice(_all(Path(path)), first, None if last is None else last + 1):
+    every = TraceReader(Path(path), ()).nodes()
+    for node in islice(every, first, None if last is None else last + 1):
         type_ = TYPES[node.type] if 0 <= node.type < len(TYPES) else f"type {node.type}"
         entry: dict[str, Any] = {
             "id": node.id,
@@ -53,12 +54,6 @@ def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator
             for name, (kind, value) in et_def.values(node).items()
         }
         yield entry
-
-
-def _all(path: Path) -> Iterator[et_def.Node]:
-    for block in Reader(path, ()):
-        for row in range(len(block)):
-            yield block.node(row)
 
 
 def _value(value: Any) -> Any:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagewright.arrays import Int
+from stagewright.check.files.dependency_graph import DependencyGraph, graph_of_lists
 from stagewright.check.files.exchange import Events, Exchange, arranged
 from stagewright.check.files.findings import Findings
-from stagewright.check.files.graph import Graph, joined
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import check_world
-from stagewright.check.files.world import Match, Nodes, Part, World, runs_in_order
+from stagewright.check.files.world import Match, Nodes, World, WorldPart, runs_in_order
 from stagewright.errors import UserError
 from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind, Tasks, folded
 from stagewright.trace.formats.chakra import COMM_TYPES
@@ -124,7 +124,7 @@ def _fault(of: RankClass, text: str, rows: Int) -> None:
         raise Unsound(f"pipeline rank {of.pipeline_rank}: {told}: {text} ({len(rows)} such)")
 
 
-def _part(program: Program, of: RankClass) -> Part:
+def _part(program: Program, of: RankClass) -> WorldPart:
     """A rank class as a part of the world."""
     tasks = of.tasks
     rows = np.flatnonzero(np.isin(tasks.kind, (TaskKind.COLLECTIVE, TaskKind.SEND, TaskKind.RECV)))
@@ -145,13 +145,13 @@ def _part(program: Program, of: RankClass) -> Part:
     tag = np.where(collective, -1, tasks.tag[rows].astype(np.int64))
     events = Events(rows, kind, op, tasks.comm_bytes[rows], tag, which.ravel()[slot])
     needed = tasks.data.astype(np.int64), tasks.order.astype(np.int64)
-    graph = joined((tasks.data_ptr, tasks.order_ptr), needed)
+    graph = graph_of_lists((tasks.data_ptr, tasks.order_ptr), needed)
     # The generator links what it orders: to follow dependencies any further would take a second.
     events, loose, breaks = arranged(
         graph, np.arange(graph.count), events, rows[kind != TaskKind.RECV], exact=False
     )
     exchange = Exchange(events, slot_kind.astype(np.uint8), partner[0], loose, breaks)
-    return Part(of.ranks, exchange, partner, TaskSource(tasks, graph))
+    return WorldPart(of.ranks, exchange, partner, TaskSource(tasks, graph))
 
 
 def _check_ids(program: Program) -> None:
@@ -169,7 +169,7 @@ class TaskSource:
     """The tasks of a rank class."""
 
     tasks: Tasks
-    graph: Graph
+    graph: DependencyGraph
 
     def label(self, row: int) -> str:
         """A task in words."""

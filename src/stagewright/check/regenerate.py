@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stagewright.check.files.reader import Reader
-from stagewright.check.files.templates import Kin
+from stagewright.check.files.reader import TraceReader
+from stagewright.check.files.templates import TraceClass
 from stagewright.errors import UserError
 from stagewright.program.columns import Program, TaskKind
 from stagewright.trace.formats.et_def import values
@@ -36,7 +36,7 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
         return f"the manifest's run cannot be compiled: {type(error).__name__}: {error}"
 
 
-def difference(program: Program, kinds: Sequence[Kin]) -> str:
+def difference(program: Program, kinds: Sequence[TraceClass]) -> str:
     """Where the traces are not what the program makes, in words; empty if they are."""
     from stagewright.trace.formats.chakra import encode
 
@@ -55,14 +55,14 @@ def difference(program: Program, kinds: Sequence[Kin]) -> str:
 
 def _provenance(path: Path) -> dict[str, str | int]:
     """What a trace says of where it comes from; the last word is the writer's own."""
-    reader = Reader(path, ())
+    reader = TraceReader(path, ())
     reader.close()
     found = {name: value for name, (_, value) in values(reader.metadata).items()}
     found.pop("pipeline_rank", None)
     return found
 
 
-def _wrong_partner(program: Program, kin: Kin) -> int | None:
+def _wrong_partner(program: Program, kin: TraceClass) -> int | None:
     """A rank of a kind, whose first is right, with other partners than it should have."""
     if kin.first.exchange is None:
         return None

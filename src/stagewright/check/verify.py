@@ -1,9 +1,9 @@
 """Checks a directory of Chakra traces, whoever wrote them: each file, and all ranks together.
 
-Files are read once, in blocks, by several processes; see `traces`: `rules` for what is checked of
-one, `kin` for how thousands of ranks of one program cost little, `world` and `meet` for what is
-checked across ranks. Beside our own traces lies a manifest: then the checksums must hold too, and
-the files must be what this version makes of the manifest's run.
+Files are read once, in blocks, by several processes. In `check.files`, `rules` has what is checked
+of one file, `templates` keeps thousands of ranks of one program cheap, and `world` and `matching`
+check all ranks together. Where a manifest of ours lies beside the traces, the checksums must hold,
+too, and the files must be what this version makes of the manifest's run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ from stagewright.check.files.findings import Finding, Findings
 from stagewright.check.files.groups import check_ids, default_groups, read_groups, read_json
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import ALL, check_world
-from stagewright.check.files.templates import Kin, Task, TraceSource, check_files, joined
-from stagewright.check.files.world import Match, Part, World, runs_in_order
+from stagewright.check.files.templates import (
+    ReadTask,
+    TraceClass,
+    TraceSource,
+    check_files,
+    merge_classes,
+)
+from stagewright.check.files.world import Match, World, WorldPart, runs_in_order
 from stagewright.errors import UserError
 from stagewright.executors import cores
 from stagewright.program.columns import TaskKind
@@ -87,7 +93,7 @@ class Report:
         }
 
 
-class Files(NamedTuple):
+class TraceFiles(NamedTuple):
     """What lies in a directory."""
 
     folder: Path
@@ -137,11 +143,11 @@ def verify(
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def find(path: Path) -> Files:
+def find(path: Path) -> TraceFiles:
     """The traces of a directory, or of `directory/prefix`, or one file."""
     if path.is_file():
         match = NAME.fullmatch(path.name)
-        return Files(path.parent, {int(match["rank"]) if match else 0: path}, {})
+        return TraceFiles(path.parent, {int(match["rank"]) if match else 0: path}, {})
     folder, wanted = (path, None) if path.is_dir() else (path.parent, path.name)
     if not folder.is_dir():
         raise UserError(f"{path}: no such directory")
@@ -169,28 +175,28 @@ def find(path: Path) -> Files:
             damage = str(error)
     known = isinstance(ours, dict) and "stagewright" in ours
     found_manifest = cast("dict[str, Any]", ours) if known else {}
-    return Files(folder, dict(sorted(traces.items())), found_manifest, damage)
+    return TraceFiles(folder, dict(sorted(traces.items())), found_manifest, damage)
 
 
-def read(files: Files, workers: int | None, *, digests: bool) -> list[Kin]:
+def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[TraceClass]:
     """Read and check every file."""
     sizes = {rank: _size(path) for rank, path in files.traces.items()}
     by_size = sorted(files.traces, key=lambda rank: (-sizes[rank], rank))
-    tasks: list[Task] = []
+    tasks: list[ReadTask] = []
     for size, ranks in groupby(by_size, key=sizes.__getitem__):
         alike = list(ranks)
         step = max(1, min(256, TASK_BYTES // max(1, size)))
         for at in range(0, len(alike), step):
             some = tuple((rank, files.traces[rank]) for rank in alike[at : at + step])
-            tasks.append(Task(some, digests))
+            tasks.append(ReadTask(some, digests))
     processes = min(workers or cores(), len(tasks))
-    found: list[Kin] = []
+    found: list[TraceClass] = []
     if processes < 2 or sum(sizes.values()) < FEW_BYTES or not _may_fork():
         for task in tasks:
             found += check_files(task)
     else:
         found = _in_processes(tasks, processes)
-    return sorted(joined(found), key=lambda kin: min(kin.ranks))
+    return sorted(merge_classes(found), key=lambda kin: min(kin.ranks))
 
 
 def _size(path: Path) -> int:
@@ -206,8 +212,8 @@ def _may_fork() -> bool:
     return sys.platform == "linux" and threading.active_count() == 1
 
 
-def _in_processes(tasks: Sequence[Task], processes: int) -> list[Kin]:
-    found: list[Kin] = []
+def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]:
+    found: list[TraceClass] = []
     with warnings.catch_warnings():
         # Python counts the idle threads of numpy's BLAS.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -241,7 +247,9 @@ def _begin(parent: int) -> None:
 # ---- our own manifest ----------------------------------------------------------------------------
 
 
-def _check_manifest(files: Files, kinds: Sequence[Kin], findings: Findings, report: Report) -> None:
+def _check_manifest(
+    files: TraceFiles, kinds: Sequence[TraceClass], findings: Findings, report: Report
+) -> None:
     """The checksums hold, and the files are what the run in the manifest makes."""
     listed = files.manifest.get("files")
     if not isinstance(listed, dict):
@@ -280,7 +288,9 @@ def _tell(findings: Findings, code: str, names: Sequence[str], text: str) -> Non
         findings.error(code, f"{shown!a} {text}", len(names))
 
 
-def _check_made(files: Files, kinds: Sequence[Kin], findings: Findings, report: Report) -> None:
+def _check_made(
+    files: TraceFiles, kinds: Sequence[TraceClass], findings: Findings, report: Report
+) -> None:
     """The files are what this version makes of the run that the manifest names."""
     from stagewright.check.regenerate import difference, program_of
 
@@ -302,9 +312,9 @@ def _check_made(files: Files, kinds: Sequence[Kin], findings: Findings, report: 
 
 
 def _check_together(
-    files: Files,
+    files: TraceFiles,
     comm_group: Path | str | None,
-    kinds: Sequence[Kin],
+    kinds: Sequence[TraceClass],
     findings: Findings,
     report: Report,
 ) -> None:
@@ -341,10 +351,10 @@ def _check_together(
     _check_run(world, match, len(files.traces), report)
 
 
-def parts_of(kinds: Sequence[Kin]) -> list[Part]:
+def parts_of(kinds: Sequence[TraceClass]) -> list[WorldPart]:
     """The parts of a world: every class of traces that is sound enough to be compared."""
     return [
-        Part(
+        WorldPart(
             np.array(kin.ranks),
             kin.first.exchange,
             np.stack(kin.partner),
@@ -355,7 +365,7 @@ def parts_of(kinds: Sequence[Kin]) -> list[Part]:
     ]
 
 
-def _names_groups(part: Part) -> bool:
+def _names_groups(part: WorldPart) -> bool:
     """Whether it has collectives on less than all ranks."""
     return bool((part.partner[:, part.exchange.slot_kind == TaskKind.COLLECTIVE] != ALL).any())
 
@@ -380,7 +390,7 @@ def _check_run(world: World, match: Match, files: int, report: Report) -> None:
 
 
 def _groups(
-    files: Files, comm_group: Path | str | None, size: int, findings: Findings
+    files: TraceFiles, comm_group: Path | str | None, size: int, findings: Findings
 ) -> dict[int, Int] | None:
     """The communicator groups; None if there is no file of them."""
     if comm_group is not None:

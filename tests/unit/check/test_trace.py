@@ -23,12 +23,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from effort import times
-from handmade import attribute, generated, load
+from handmade import attribute, generated, load, read_messages
 from stagewright.check.files import reader
 from stagewright.check.files.columns import LARGEST
-from stagewright.check.files.graph import Graph
+from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.check.files.rank import check_trace
-from stagewright.check.files.reader import WANTED, Damaged, Parser, Reader
+from stagewright.check.files.reader import WANTED, Damaged, NodeParser, TraceReader
 from stagewright.trace.formats import et_def, wire
 
 # ---- messages, in all the ways in which they can be written --------------------------------------
@@ -135,7 +135,7 @@ def node_bytes(draw: st.DrawFn) -> bytes:
 
 def columns(nodes: Sequence[bytes]) -> list[dict[str, Any]]:
     """What our reader makes of nodes, one by one."""
-    parser = Parser()
+    parser = NodeParser()
     ends = np.cumsum([len(node) for node in nodes])
     block = parser.block(b"".join(nodes), 0, np.concatenate(([0], ends[:-1])), ends)
     found: list[dict[str, Any]] = []
@@ -245,7 +245,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(path: Path) -> list[dict[str, Any]]:
     """A file by our reader."""
     found: list[dict[str, Any]] = []
-    for block in Reader(path):
+    for block in TraceReader(path):
         pieces = zip(block.at.tolist(), block.end.tolist(), strict=True)
         found += columns([block.source[a:b] for a, b in pieces])
     return found
@@ -254,7 +254,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 100, 1000, 1 << 20])
 def test_chunks_do_not_matter(trace: Path, chunk: int):
-    _, nodes = et_def.read(trace)
+    _, nodes = read_messages(trace)
     with mock.patch.object(reader, "CHUNK", chunk):
         assert read(trace) == [official(node.SerializeToString()) for node in nodes]
 
@@ -263,7 +263,7 @@ def test_places_of_values(trace: Path):
     """The bytes that `Column.at` and `end` point to are the values."""
     whole = trace.read_bytes()
     checked = 0
-    for block in Reader(trace):
+    for block in TraceReader(trace):
         for name in ("pg_name", "comm_size", "num_ops"):
             column = block.attributes[name]
             for row, at, end in zip(column.row, column.at, column.end, strict=True):
@@ -278,7 +278,7 @@ def test_places_of_values(trace: Path):
 def test_cut_at_every_byte(trace: Path, tmp_path: Path):
     """What is left of a trace gives the nodes that it holds, and then an error."""
     whole = trace.read_bytes()
-    _, nodes = et_def.read(trace)
+    _, nodes = read_messages(trace)
     ends: set[int] = set()
     at = 0
     for _ in range(6):  # the metadata and five nodes
@@ -294,7 +294,7 @@ def test_cut_at_every_byte(trace: Path, tmp_path: Path):
         file.write_bytes(whole[:length])
         count = 0
         try:
-            for block in Reader(file):
+            for block in TraceReader(file):
                 count += len(block)
             assert length in ends
         except Damaged:
@@ -457,7 +457,7 @@ def test_a_large_message_is_refused(tmp_path: Path):
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> tuple[Graph, np.ndarray]:
+def graphs(draw: st.DrawFn) -> tuple[DependencyGraph, np.ndarray]:
     count = draw(st.integers(1, 12))
     pairs = draw(
         st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=30)
@@ -467,12 +467,12 @@ def graphs(draw: st.DrawFn) -> tuple[Graph, np.ndarray]:
     if acyclic:
         pairs = [(max(p), min(p)) for p in pairs if p[0] != p[1]]
     table = np.array(pairs, np.int64).reshape(-1, 2)
-    return Graph(count, number[table[:, 0]], number[table[:, 1]]), number
+    return DependencyGraph(count, number[table[:, 0]], number[table[:, 1]]), number
 
 
 @settings(max_examples=times(300), deadline=None)
 @given(graphs(), st.randoms(use_true_random=False))
-def test_graph(made: tuple[Graph, np.ndarray], dice: Any):
+def test_graph(made: tuple[DependencyGraph, np.ndarray], dice: Any):
     """Against the definitions: ancestors by brute force."""
     graph, _ = made
     needs = {row: set[int]() for row in range(graph.count)}

@@ -931,7 +931,7 @@ def test_ranks_that_only_compute(tmp_path: Path):
 
 
 def test_same_bytes_on_wrong_groups(tmp_path: Path):
-    """A kin that names one group where the first of its kind names two is read by itself."""
+    """A trace that names one group where the first of its kind names two is read by itself."""
     w = simple(4, {"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]})
     for rank, (one, two) in enumerate(((1, 3), (1, 4), (2, 3), (4, 4))):
         first = collective(w[rank], one)

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import stagewright as sw
-from stagewright.check.files.reader import Reader
+from stagewright.check.files.reader import TraceReader
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
@@ -72,7 +72,7 @@ def test_the_trace_has_microseconds_where_a_row_matches(tmp_path: Path) -> None:
     assert f"durations of {manifest['measured']} of {manifest['kernels']} kernels; no row" in told
     program, _ = measured(compiled.program, load(path))
     wanted = [0 if d == 0 else d // 1000 for d in program.classes[0].tasks.duration.tolist()]
-    blocks = [b.duration.tolist() for b in Reader(tmp_path / "out" / "workload.0.et")]
+    blocks = [b.duration.tolist() for b in TraceReader(tmp_path / "out" / "workload.0.et")]
     assert [d for block in blocks for d in block] == wanted
     plain = CliRunner().invoke(commands, [*arguments[:-1], str(tmp_path / "plain")])
     assert plain.exit_code == 0

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from handmade import read_messages
 from stagewright.algebra.layout import Mesh
+from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
 from stagewright.program.columns import (
     COLLECTIVES,
@@ -229,7 +231,7 @@ def test_every_rank_of_a_big_mesh_in_few_batches():
 def test_attributes_have_the_types_that_readers_expect(tmp_path: Path):
     path = tmp_path / "workload.1.et"
     path.write_bytes(chakra.encode(example_program(), 1, PROVENANCE))
-    header, nodes = chakra.read(path)
+    header, nodes = read_messages(path)
     assert header.version == "1.0.0"
     assert et_def.values(header) == {
         "generator": ("string_val", "test"),
@@ -282,7 +284,8 @@ def test_attributes_have_the_types_that_readers_expect(tmp_path: Path):
 def test_dependencies_for_old_and_new_feeders(tmp_path: Path):
     path = tmp_path / "workload.0.et"
     path.write_bytes(chakra.encode(example_program(), 0, PROVENANCE))
-    found = [(node.id, list(node.data_deps), list(node.ctrl_deps)) for node in chakra.read(path)[1]]
+    _, nodes = read_messages(path)
+    found = [(node.id, list(node.data_deps), list(node.ctrl_deps)) for node in nodes]
     assert found == [
         (1, [], []),
         (2, [1], []),
@@ -363,8 +366,8 @@ def test_readable_nodes(tmp_path: Path):
     }
 
 
-def everything(path: Path) -> list[et_def.Node]:
-    return list(chakra.read(path)[1])
+def everything(path: Path) -> list[et_def.NodeMessage]:
+    return list(TraceReader(path, ()).nodes())
 
 
 def error_or_nodes(path: Path) -> str | int:
@@ -407,12 +410,12 @@ def test_arbitrary_bytes_give_an_error_or_nodes(
     [
         (b"", "empty"),
         (gzip.compress(b"trace", mtime=0), "gunzip"),
-        (b"\xff" * 20, "byte 0: no message's length"),
-        (b"\xff\xff\xff\xff\x0f" + b"x", "byte 0: a message of 4294967295 bytes"),
-        (b"\x00" + b"\x00" * 8, "byte 2: empty message"),
+        (b"\xff" * 20, "byte 0: not the length of a message"),
+        (b"\xff\xff\xff\xff\x0f" + b"x", "byte 0: a message of 4294967300 bytes with its length"),
+        (b"\x00" + b"\x00" * 8, "byte 1: an empty message where a node was expected"),
         (b"\x00" + b"\x02\x12\x7f", "byte 2: no valid Node"),
         (b"\x00" + b"\x03\x12\x01\xff", "byte 2: no valid Node"),
-        (b"\x00" + b"\x80", "byte 1: the file ends within a message's length"),
+        (b"\x00" + b"\x80", "byte 1: the file ends within a message or its length"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, data: bytes, message: str):
@@ -424,9 +427,9 @@ def test_damage_is_named(tmp_path: Path, data: bytes, message: str):
 
 def test_not_a_file(tmp_path: Path):
     with pytest.raises(UserError, match="No such file"):
-        chakra.read(tmp_path / "none.et")
+        TraceReader(tmp_path / "none.et")
     with pytest.raises(UserError, match="not a file"):
-        chakra.read(tmp_path)
+        TraceReader(tmp_path)
 
 
 def test_values_of_others_attributes():

@@ -1,5 +1,7 @@
-"""Chakra traces that exist, whoever wrote them: reading, checking, adding up. Imports go downwards:
+"""Chakra traces that exist, whoever wrote them: reading, checking, adding up.
 
-scan < reader < rules < check < kin: bytes to columns, messages to blocks, one file, many alike;
-graph < exchange < world < meet < hang < search: one rank's dependencies, all ranks together.
+Imports go downwards: columns < reader < rules < rank < templates (bytes to columns, messages to
+blocks, the rules of nodes, one file, many files of one program); and dependency_graph < exchange <
+world < matching < hang (the dependencies of one rank, all ranks together, who meets whom, why a run
+does not end).
 """

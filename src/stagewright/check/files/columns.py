@@ -5,7 +5,7 @@ knows the forms that writers use. What is rarer it only points out as odd, for t
 to read: long tags, other wire types, unknown fields, lists as attributes. No length is believed
 before it is held against the end of its message.
 
->>> data = Data(bytes.fromhex("08ac02 2a0305ac02"))
+>>> data = MessageBytes(bytes.fromhex("08ac02 2a0305ac02"))
 >>> fields = walk(data, np.array([0]), np.array([8]), np.arange(256) < 128, 10)
 >>> fields.tag.tolist(), fields.value.tolist(), fields.odd.tolist()
 ([8, 42], [300, 3], [])
@@ -52,7 +52,7 @@ _WIRE[[VALUES[name] for name in ("int32", "int64", "uint32", "uint64", "bool")]]
 _WIRE[STRING] = 2
 
 
-class Odd(Exception):
+class InvalidMessage(Exception):
     """A message that is not what it should be."""
 
     def __init__(self, row: int, why: str) -> None:
@@ -61,7 +61,7 @@ class Odd(Exception):
         self.row, self.why = row, why
 
 
-class Data:
+class MessageBytes:
     """Bytes to read at many places at once."""
 
     def __init__(self, raw: bytes) -> None:
@@ -116,7 +116,9 @@ class Data:
             try:
                 self.raw[at[nth] : end[nth]].decode()
             except UnicodeDecodeError as error:
-                raise Odd(int(row[nth]), f"a text that is not UTF-8: {error.reason}") from None
+                raise InvalidMessage(
+                    int(row[nth]), f"a text that is not UTF-8: {error.reason}"
+                ) from None
 
 
 class Fields(NamedTuple):
@@ -130,7 +132,7 @@ class Fields(NamedTuple):
     odd: Int  # messages that the walk could not read; their fields are left out
 
 
-def walk(data: Data, begin: Int, stop: Int, known: Bool, most: int) -> Fields:
+def walk(data: MessageBytes, begin: Int, stop: Int, known: Bool, most: int) -> Fields:
     """The fields of messages of at most `most` fields, with known tags of one byte."""
     row = np.flatnonzero(stop > begin)
     at, end = begin[row], stop[row]
@@ -172,7 +174,7 @@ class Lists(NamedTuple):
     values: Words
 
 
-def lists(data: Data, fields: Fields, some: Int, count: int) -> Lists:
+def lists(data: MessageBytes, fields: Fields, some: Int, count: int) -> Lists:
     """A repeated number of `count` messages, whose fields, packed or not, are `some`."""
     some = some[fields.end[some] > fields.at[some]]
     some = some[np.argsort(fields.row[some], kind="stable")]
@@ -189,10 +191,10 @@ def lists(data: Data, fields: Fields, some: Int, count: int) -> Lists:
         owner, begin = np.repeat(row, length)[begins], place[begins]
     cut = np.flatnonzero(data.bytes[fields.end[some] - 1] > 127)
     if len(cut):
-        raise Odd(int(row[cut[0]]), "a list of numbers that ends within a number")
+        raise InvalidMessage(int(row[cut[0]]), "a list of numbers that ends within a number")
     values, size = data.numbers(begin)
     if (size > 10).any():
-        raise Odd(int(owner[size > 10][0]), "a list with what is no number")
+        raise InvalidMessage(int(owner[size > 10][0]), "a list with what is no number")
     return Lists(np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=count)))), values)
 
 
@@ -207,7 +209,7 @@ class Attributes(NamedTuple):
     odd: Bool  # of a rarer form, not read
 
 
-def attributes(data: Data, at: Int, end: Int, wanted: tuple[str, ...]) -> Attributes:
+def attributes(data: MessageBytes, at: Int, end: Int, wanted: tuple[str, ...]) -> Attributes:
     """AttributeProto messages that are a name and then a number or a string."""
     length = data.bytes[at + 1].astype(np.int64)
     name_at = at + 2
@@ -266,7 +268,7 @@ def _code(one: Words, two: Words) -> Words:
     return one * _SPREAD[0] ^ two * _SPREAD[1]
 
 
-def alike(data: Data, at: Int, end: Int) -> tuple[Int, Int]:
+def representatives(data: MessageBytes, at: Int, end: Int) -> tuple[Int, Int]:
     """Of many texts, a few that stand for all, and for which of them each does; -1: for none."""
     length = end - at
     words = [data.words(at + n, length - n) for n in (0, 8, 16, 24)]

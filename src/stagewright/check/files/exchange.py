@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.check.files.graph import Graph
+from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.program.columns import TaskKind
 
 
@@ -17,7 +17,7 @@ class Events(NamedTuple):
 
     row: Int  # which node, or task
     kind: Int  # TaskKind
-    op: Int  # COLLECTIVE: index into `et_def.COMM_TYPES`; else -1
+    op: Int  # COLLECTIVE: `et_def.CommType`; else -1
     size: Int  # bytes
     tag: Int  # SEND, RECV; else -1
     slot: Int  # with whom: equal for events of one kind with one partner
@@ -64,7 +64,7 @@ def slots(kind: Int, partner: Int) -> tuple[Int, Int, Int]:
 
 
 def arranged(
-    graph: Graph, order: Int, events: Events, slotted: Int, *, exact: bool = True
+    graph: DependencyGraph, order: Int, events: Events, slotted: Int, *, exact: bool = True
 ) -> tuple[Events, frozenset[int], Breaks]:
     """Events by their turn in `order` (of all rows), loose slots, and breaks.
 

@@ -20,14 +20,14 @@ MOST_NODES = 20_000_000  # of a run rank by rank, in some 50 bytes each
 
 def explain(world: World, match: Match) -> str | None:
     """Why the ranks do not come to their end; None if they do."""
-    why = _Run(world, match).go()
+    why = _DependencyRun(world, match).go()
     if why is None or all(len(part.ranks) == 1 for part in world.parts):
         return why
     # Ranks of a part in step wait for more than each of them does.
     if sum(len(p.ranks) * p.source.nodes().graph.count for p in world.parts) > MOST_NODES:
         return why
     single = world.rank_by_rank()
-    return _Run(single, check_world(single)).go()
+    return _DependencyRun(single, check_world(single)).go()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +82,7 @@ def running(world: World) -> list[Running]:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _DependencyRun:
     """Parts that run until nothing can; all ranks of a part go in step."""
 
     world: World

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Int
 from stagewright.check.files.columns import STRING
-from stagewright.check.files.graph import Graph
-from stagewright.check.files.reader import Block, Reader
+from stagewright.check.files.dependency_graph import DependencyGraph
+from stagewright.check.files.reader import NodeBlock, TraceReader
 from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, dense, group_id
 from stagewright.trace.formats import et_def
+from stagewright.trace.formats.et_def import CommType
 
-TYPES = tuple(name.removesuffix("_NODE").lower() for name in et_def.NODE_TYPES)
+TYPES = tuple(name.removesuffix("_NODE").lower() for name in et_def.NodeType.__members__)
 NUMBERS = ("num_ops", "tensor_size", "comm_type", "comm_size")
 
 
@@ -76,7 +77,7 @@ class Profile:
 
 def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     """Read a trace and add it up; `group_sizes` by id, 0: all ranks. Raises `Damaged`."""
-    reader = Reader(path)
+    reader = TraceReader(path)
     found = Profile(str(path), reader.size)
     found.metadata = {
         "version": reader.metadata.version,
@@ -107,7 +108,7 @@ def plain(value: Any) -> Any:
 
 
 def _totals(
-    block: Block, texts: Sequence[str], group_sizes: Mapping[int, int]
+    block: NodeBlock, texts: Sequence[str], group_sizes: Mapping[int, int]
 ) -> Iterable[tuple[Key, Totals]]:
     columns = {name: dense(column, len(block)) for name, column in block.attributes.items()}
 
@@ -141,7 +142,7 @@ def _totals(
 
 def _op(type_: int, op: int, texts: Sequence[str]) -> str:
     if type_ == COLL:
-        return et_def.COMM_TYPES[op].lower() if 0 <= op < len(et_def.COMM_TYPES) else f"type {op}"
+        return CommType(op).name.lower() if 0 <= op < len(CommType) else f"type {op}"
     return texts[op] if op >= 0 else ""
 
 
@@ -155,7 +156,7 @@ def _sums(values: Int, begin: Int) -> list[int]:
     return [(a << 32) + b for a, b in zip(high, low, strict=True)]
 
 
-def _numbers(block: Block) -> list[Int]:
+def _numbers(block: NodeBlock) -> list[Int]:
     """What the nodes do, in numbers; who with, and what they are called, does not count."""
     return [dense(block.attributes[name], len(block)).value for name in NUMBERS]
 
@@ -170,7 +171,7 @@ def _add_graph(
     rank[by_id] = np.arange(len(ids))
     place = np.minimum(np.searchsorted(ids[by_id], needs), len(ids) - 1)
     there = ids[by_id][place] == needs
-    graph = Graph(len(ids), rank[child[there]], place[there])
+    graph = DependencyGraph(len(ids), rank[child[there]], place[there])
     shape = hashlib.sha256(np.unique(np.stack([graph.child, graph.parent]), axis=1).tobytes())
     for column in columns[1:]:
         shape.update(column[by_id].tobytes())

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
 from stagewright.check.files.columns import STRING, Words
+from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.check.files.exchange import Events, Exchange, Spots, arranged, slots
 from stagewright.check.files.findings import Finding, Findings, Level
-from stagewright.check.files.graph import Graph
-from stagewright.check.files.reader import Block, Damaged, Reader
+from stagewright.check.files.reader import Damaged, NodeBlock, TraceReader
 from stagewright.check.files.rules import (
     ATTRIBUTES,
     COLL,
@@ -23,7 +23,7 @@ from stagewright.check.files.rules import (
     RECV,
     SEND,
     STORE,
-    Rows,
+    NodeRows,
     check_attributes,
     check_dims,
     check_exchanges,
@@ -33,7 +33,7 @@ from stagewright.check.files.rules import (
     group_id,
     label,
 )
-from stagewright.trace.formats.et_def import Metadata
+from stagewright.trace.formats.et_def import MetadataMessage
 
 COLUMNS = (*ATTRIBUTES, "involved_dim")
 MOST_NODES = 1 << 26  # of one file, at some 100 bytes of memory each
@@ -57,7 +57,7 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
     check = _Check(path, rank)
     found: tuple[Exchange, Spots | None] | None = None
     try:
-        reader = Reader(path)
+        reader = TraceReader(path)
         check.size = reader.size
         check.metadata(reader.metadata)
         for block in reader:
@@ -114,7 +114,7 @@ class _Check:
     def __post_init__(self) -> None:
         self.findings = Findings(self.rank)
 
-    def metadata(self, metadata: Metadata) -> None:
+    def metadata(self, metadata: MetadataMessage) -> None:
         if not metadata.version and not metadata.attr:
             self.findings.warn(
                 "empty-metadata", "the metadata are empty, at which Chakra's Python tools stop"
@@ -122,7 +122,7 @@ class _Check:
 
     # ---- block by block -------------------------------------------------------------------------
 
-    def block(self, block: Block, texts: list[str]) -> None:
+    def block(self, block: NodeBlock, texts: list[str]) -> None:
         """Check the attributes of some nodes, and keep what the rest needs."""
 
         def report(level: Level, code: str, which: Bool, text: str) -> None:
@@ -132,7 +132,7 @@ class _Check:
                     text = f"{label(block.node(int(some[0])))}: {text}"
                 self.findings.add(Finding(level, code, text, self.rank, len(some)))
 
-        rows = Rows(
+        rows = NodeRows(
             block.type,
             block.duration,
             (np.diff(block.ctrl.ptr) == 0) & (np.diff(block.data.ptr) == 0),
@@ -198,7 +198,7 @@ class _Check:
         exchange = Exchange(events, kind.astype(np.uint8), partner, loose, breaks)
         return exchange, _spots(moves, slot)
 
-    def _graph(self, kept: _Kept) -> Graph | None:
+    def _graph(self, kept: _Kept) -> DependencyGraph | None:
         by_id = np.argsort(kept.id, kind="stable")
         known = kept.id[by_id]
         twice = np.flatnonzero(known[1:] == known[:-1])
@@ -217,7 +217,7 @@ class _Check:
             text = f"node {kept.id[child[first]]} needs node {needs[first]} ({name})"
             text += ", which does not exist"
             self.findings.error("dangling", text, int((~there).sum()))
-        return Graph(self.count, child[there], by_id[place[there]])
+        return DependencyGraph(self.count, child[there], by_id[place[there]])
 
     def _tell_circle(self, circle: list[int], kept: _Kept) -> None:
         some = circle if len(circle) <= 9 else circle[:8]
@@ -234,7 +234,7 @@ class _Check:
         self.findings.error("cycle", f"dependencies in a circle, which never runs: {shown}{why}")
 
 
-def _groups(rows: Rows, texts: list[str]) -> tuple[Int, Bool]:
+def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
     """The group of each node, 0 for all ranks, and whether its name is one."""
     name = rows.columns["pg_name"]
     named = rows.communicates & (rows.type == COLL) & (name.kind == STRING)
@@ -250,7 +250,7 @@ def _groups(rows: Rows, texts: list[str]) -> tuple[Int, Bool]:
     return group, good
 
 
-def _moves(rows: Rows, group: Int, before: int) -> _Moves:
+def _moves(rows: NodeRows, group: Int, before: int) -> _Moves:
     """What is to be kept of the nodes that communicate; `before` is how many nodes came before."""
     which = np.flatnonzero(rows.communicates)
     type_ = rows.type[which]

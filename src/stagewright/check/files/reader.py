@@ -7,7 +7,7 @@ then `Damaged`. A length in the file is held against the file's size before anyt
 
 >>> node = et_def.message("Node")(id=7, type=4, data_deps=[5, 6])
 >>> _ = node.attr.add(name="num_ops", int64_val=300)
->>> block = Parser().block(node.SerializeToString())
+>>> block = NodeParser().block(node.SerializeToString())
 >>> block.id.tolist(), block.data.values.tolist(), block.attributes["num_ops"].value.tolist()
 ([7], [5, 6], [300])
 """
@@ -28,10 +28,10 @@ from stagewright.check.files.columns import (
     LARGEST,
     NOTHING,
     STRING,
-    Data,
     Fields,
+    InvalidMessage,
     Lists,
-    Odd,
+    MessageBytes,
     Words,
 )
 from stagewright.errors import UserError
@@ -69,7 +69,7 @@ class Damaged(UserError):
     """A file that is no trace from some byte on."""
 
 
-class Column(NamedTuple):
+class AttributeColumn(NamedTuple):
     """One attribute, of the nodes that have it; of one that is given twice, the first counts."""
 
     row: Int  # of the block, ascending
@@ -82,7 +82,7 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class NodeBlock:
     """Consecutive nodes of a file, by column."""
 
     source: bytes  # what holds the nodes' messages
@@ -94,32 +94,38 @@ class Block:
     duration: Words  # microseconds
     ctrl: Lists  # ids
     data: Lists
-    attributes: dict[str, Column]
+    attributes: dict[str, AttributeColumn]
 
     def __len__(self) -> int:
         return len(self.at)
 
-    def node(self, row: int) -> et_def.Node:
+    def node(self, row: int) -> et_def.NodeMessage:
         """A node, by the official runtime."""
         return et_def.parse("Node", self.source[self.at[row] : self.end[row]])
 
 
-class Reader:
+class TraceReader:
     """A trace: its `metadata`, then, by iteration, its blocks. Raises `Damaged`."""
 
     def __init__(self, path: Path, wanted: Sequence[str] = WANTED) -> None:
         """Open the file and read its metadata."""
         self.path = path
-        self.parser = Parser(wanted, str(path))
+        self.parser = NodeParser(wanted, str(path))
         self._file, self.size = _open(path)
         self._chunks = self._messages()
         self.metadata = self._metadata()
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[NodeBlock]:
         """The nodes."""
         with self._file:
             for source, first, at, end in self._chunks:
                 yield self.parser.block(source, first, at, end)
+
+    def nodes(self) -> Iterator[et_def.NodeMessage]:
+        """The nodes one by one, by the official runtime."""
+        for block in self:
+            for row in range(len(block)):
+                yield block.node(row)
 
     def close(self) -> None:
         """Close the file of a reader that is not iterated."""
@@ -162,7 +168,7 @@ class Reader:
         self._file.close()
         return Damaged(f"{self.path}: byte {at}: {text}")
 
-    def _metadata(self) -> et_def.Metadata:
+    def _metadata(self) -> et_def.MetadataMessage:
         source, _, at, end = next(self._chunks, (b"", 0, (0,), (0,)))
         data = source[at[0] : end[0]]
         if not self.size:
@@ -243,7 +249,7 @@ def _is_node(data: bytes) -> bool:
     return bool(node.id or node.type or node.attr)
 
 
-class Parser:
+class NodeParser:
     """Turns messages into columns."""
 
     def __init__(self, wanted: Sequence[str] = WANTED, name: str = "-") -> None:
@@ -256,26 +262,33 @@ class Parser:
 
     def block(
         self, source: bytes, first: int = 0, at: Int | None = None, end: Int | None = None
-    ) -> Block:
+    ) -> NodeBlock:
         """The columns of the messages in `source`, which lies at `first` in the file."""
         if at is None or end is None:
             at, end = np.array([0]), np.array([len(source)])
         try:
-            data, begin, known = Data(source), at, first
+            data, begin, known = MessageBytes(source), at, first
             fields = scan.walk(data, at, end, _KNOWN, 64)
             if len(fields.odd):
                 data, begin, stop = _rewritten(source, at, end, fields.odd)
                 fields, known = scan.walk(data, begin, stop, _KNOWN, MOST_FIELDS), -1
             if len(fields.odd):
-                raise Odd(int(fields.odd[0]), f"more than {MOST_FIELDS} fields")
+                raise InvalidMessage(int(fields.odd[0]), f"more than {MOST_FIELDS} fields")
             return self._columns(source, first, at, end, data, fields, known)
-        except Odd as odd:
+        except InvalidMessage as odd:
             place = first + int(at[odd.row])
             raise Damaged(f"{self.name}: byte {place}: no valid Node: {odd.why}") from None
 
     def _columns(
-        self, source: bytes, first: int, at: Int, end: Int, data: Data, fields: Fields, known: int
-    ) -> Block:
+        self,
+        source: bytes,
+        first: int,
+        at: Int,
+        end: Int,
+        data: MessageBytes,
+        fields: Fields,
+        known: int,
+    ) -> NodeBlock:
         count = len(at)
         places = {tag: np.flatnonzero(fields.tag == tag) for tag in np.unique(fields.tag).tolist()}
         none = np.zeros(0, np.int64)
@@ -289,7 +302,7 @@ class Parser:
         some = of(_NAME)
         data.check_text(fields.at[some], fields.end[some], fields.row[some])
         _check_infos(data, fields, of(*_INFO))
-        return Block(
+        return NodeBlock(
             source,
             first,
             at,
@@ -302,7 +315,9 @@ class Parser:
             self._attributes(data, fields, of(_ATTR), known),
         )
 
-    def _attributes(self, data: Data, fields: Fields, some: Int, first: int) -> dict[str, Column]:
+    def _attributes(
+        self, data: MessageBytes, fields: Fields, some: Int, first: int
+    ) -> dict[str, AttributeColumn]:
         row, at, end = fields.row[some], fields.at[some], fields.end[some]
         found = scan.attributes(data, at, end, self.wanted)
         found.at[found.odd] = found.end[found.odd] = -1
@@ -330,8 +345,8 @@ class Parser:
             self._rare[data] = _attribute(data, row)
         return self._rare[data]
 
-    def _texts(self, data: Data, at: Int, end: Int) -> Int:
-        sample, which = scan.alike(data, at, end)
+    def _texts(self, data: MessageBytes, at: Int, end: Int) -> Int:
+        sample, which = scan.representatives(data, at, end)
 
         def text(nth: int) -> int:
             return self._text(data.raw[at[nth] : end[nth]].decode())
@@ -349,27 +364,29 @@ class Parser:
         return place
 
 
-def _column(row: Int, found: scan.Attributes, nth: int) -> Column:
+def _column(row: Int, found: scan.Attributes, nth: int) -> AttributeColumn:
     mine = np.flatnonzero(found.name == nth)
     rows, first = np.unique(row[mine], return_index=True)
     mine = mine[first]
-    return Column(rows, found.kind[mine], found.value[mine], found.at[mine], found.end[mine])
+    return AttributeColumn(
+        rows, found.kind[mine], found.value[mine], found.at[mine], found.end[mine]
+    )
 
 
-def _rewritten(source: bytes, at: Int, end: Int, odd: Int) -> tuple[Data, Int, Int]:
+def _rewritten(source: bytes, at: Int, end: Int, odd: Int) -> tuple[MessageBytes, Int, Int]:
     """The same messages, those in `odd` as the official runtime writes them."""
     pieces = [source[a:b] for a, b in zip(at.tolist(), end.tolist(), strict=True)]
     for row in map(int, odd):
         pieces[row] = _canonical(pieces[row], row)
     ends = np.cumsum([len(piece) for piece in pieces])
-    return Data(b"".join(pieces)), np.concatenate(([0], ends[:-1])), ends
+    return MessageBytes(b"".join(pieces)), np.concatenate(([0], ends[:-1])), ends
 
 
 def _canonical(data: bytes, row: int) -> bytes:
     try:
         node = et_def.parse("Node", data)
     except ValueError as error:
-        raise Odd(row, str(error)) from None
+        raise InvalidMessage(row, str(error)) from None
     node.DiscardUnknownFields()
     return node.SerializeToString()
 
@@ -379,7 +396,7 @@ def _attribute(data: bytes, row: int) -> tuple[str, int, int | str]:
     try:
         attribute = et_def.parse("AttributeProto", data)
     except ValueError as error:
-        raise Odd(row, f"an attribute: {error}") from None
+        raise InvalidMessage(row, f"an attribute: {error}") from None
     field = attribute.WhichOneof("value")
     if field is None:
         return attribute.name, NOTHING, 0
@@ -394,10 +411,10 @@ def _attribute(data: bytes, row: int) -> tuple[str, int, int | str]:
     return attribute.name, et_def.VALUES[kind] + (form == "list"), value
 
 
-def _check_infos(data: Data, fields: Fields, some: Int) -> None:
+def _check_infos(data: MessageBytes, fields: Fields, some: Int) -> None:
     """Inputs and outputs, which nobody here reads, must be what the schema says all the same."""
     for nth in some.tolist():
         try:
             et_def.parse("IOInfo", data.raw[fields.at[nth] : fields.end[nth]])
         except ValueError as error:
-            raise Odd(int(fields.row[nth]), f"inputs or outputs: {error}") from None
+            raise InvalidMessage(int(fields.row[nth]), f"inputs or outputs: {error}") from None

@@ -1,7 +1,8 @@
 """The rules for the nodes of a trace, checked on columns.
 
-They are those of `chakra-contract.md`, sections 2.1 to 2.5 and 2.9. An error is what no reader can
-run; a warning what some reader, mostly ASTRA-sim, cannot or does otherwise.
+Sources: Chakra's et_def.proto, and what the readers of traces do: MLCommons' feeder (which knows
+one type per attribute, and data_deps only) and ASTRA-sim. An error is what no reader can run; a
+warning is what some reader, mostly ASTRA-sim, cannot run or runs otherwise.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Int
 from stagewright.check.files.columns import BOOL, LARGEST, STRING, Words
 from stagewright.check.files.findings import Level
-from stagewright.check.files.reader import Column
+from stagewright.check.files.reader import AttributeColumn
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats import et_def
+from stagewright.trace.formats.et_def import CommType, NodeType
 
 MOST_TAG = 500_000_000  # ASTRA-sim takes tags modulo this
 
-INVALID, METADATA, LOAD, STORE, COMP, SEND, RECV, COLL = range(8)
+INVALID, METADATA, LOAD, STORE, COMP, SEND, RECV, COLL = NodeType
 COMM = {COLL: TaskKind.COLLECTIVE, SEND: TaskKind.SEND, RECV: TaskKind.RECV}
-ALL_GATHER, BROADCAST = (et_def.COMM_TYPES.index(name) for name in ("ALL_GATHER", "BROADCAST"))
 SIMULATED = [
-    et_def.COMM_TYPES.index(name)
-    for name in ("ALL_REDUCE", "ALL_GATHER", "ALL_TO_ALL", "REDUCE_SCATTER")
+    CommType.ALL_REDUCE,
+    CommType.ALL_GATHER,
+    CommType.ALL_TO_ALL,
+    CommType.REDUCE_SCATTER,
 ]
+"""Collectives that ASTRA-sim carries out."""
 # Attribute -> the type that all feeders read, and the nodes of which they read it.
 ATTRIBUTES = {
-    "is_cpu_op": ("bool", tuple(range(8))),
+    "is_cpu_op": ("bool", tuple(NodeType)),
     "num_ops": ("int64", (COMP,)),
     "tensor_size": ("uint64", (COMP, LOAD, STORE)),
     "comm_type": ("int64", (COLL,)),
@@ -81,7 +85,7 @@ class Dense:
     end: Int
 
 
-def dense(column: Column, count: int) -> Dense:
+def dense(column: AttributeColumn, count: int) -> Dense:
     """A column with a row for each of `count` nodes."""
     at, end = np.full(count, -1), np.full(count, -1)
     found = Dense(
@@ -94,7 +98,7 @@ def dense(column: Column, count: int) -> Dense:
 
 
 @dataclass(slots=True)
-class Rows:
+class NodeRows:
     """Some nodes with their attributes, and `report`, to say what is wrong with some of them."""
 
     type: Int
@@ -119,7 +123,7 @@ class Rows:
         return self.columns[name].value
 
 
-def check_types(of: Rows) -> None:
+def check_types(of: NodeRows) -> None:
     """What nodes there may be."""
     unknown, invalid = (of.type < 0) | (of.type > COLL), of.type == INVALID
     lost = "ASTRA-sim then loses the statistics of the rank"
@@ -152,7 +156,7 @@ def check_types(of: Rows) -> None:
         of.report(*rule)
 
 
-def check_attributes(of: Rows) -> None:
+def check_attributes(of: NodeRows) -> None:
     """Attributes are there and of types that readers take."""
     for name, (portable, types) in ATTRIBUTES.items():
         column = of.columns[name]
@@ -170,7 +174,7 @@ def check_attributes(of: Rows) -> None:
         of.report("error", f"no-{name}", missing, f"has no {name}")
 
 
-def check_dims(of: Rows, group: Int) -> None:
+def check_dims(of: NodeRows, group: Int) -> None:
     """Which dimensions of the network a collective on all ranks uses, if it says so."""
     dims = of.columns["involved_dim"]
     given = of.communicates & of.is_a(COLL) & dims.present
@@ -189,7 +193,7 @@ def kind_name(kind: int) -> str:
     return f"{names[kind - 1]}_list" if kind - 1 in names else "without a value"
 
 
-def check_exchanges(of: Rows, rank: int | None) -> Bool:
+def check_exchanges(of: NodeRows, rank: int | None) -> Bool:
     """Collectives, sends and receives are possible; returns where others can be held against."""
     good = np.ones(len(of.type), bool)
     for name, types in NEEDED.items():
@@ -199,10 +203,11 @@ def check_exchanges(of: Rows, rank: int | None) -> Bool:
     size, tag, op = of.value("comm_size"), of.value("comm_tag"), of.value("comm_type")
     sound = of.communicates & good
     collective, message = sound & of.is_a(COLL), sound & ~of.is_a(COLL)
-    gathers, none = collective & (op == ALL_GATHER), size == 0
+    known = (op >= 0) & (op < len(CommType))
+    gathers, none = collective & (op == CommType.ALL_GATHER), size == 0
     waits = "ASTRA-sim only waits for duration_micros, and for nobody"
     rules: tuple[tuple[Level, str, Bool, str], ...] = (
-        ("error", "comm-type", collective & ((op < 0) | (op > 9)), "no comm_type of Chakra's"),
+        ("error", "comm-type", collective & ~known, "no comm_type of Chakra's"),
         ("error", "comm-size", sound & (size < 0), "a negative comm_size"),
         ("error", "comm-size", none & (message | gathers), "comm_size 0: nothing to send"),
         ("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more"),
@@ -214,20 +219,20 @@ def check_exchanges(of: Rows, rank: int | None) -> Bool:
             message & (tag >= MOST_TAG),
             f"a comm_tag of {MOST_TAG} or more, which ASTRA-sim takes modulo {MOST_TAG}",
         ),
-        ("warning", "broadcast", collective & (op == BROADCAST), f"a broadcast: {waits}"),
+        ("warning", "broadcast", collective & (op == CommType.BROADCAST), f"a broadcast: {waits}"),
     )
     for level, code, which, text in rules:
         of.report(level, code, which, text)
         if level == "error":
             good &= ~which
-    hangs = collective & good & (op != BROADCAST) & ~np.isin(op, SIMULATED)
+    hangs = collective & good & (op != CommType.BROADCAST) & ~np.isin(op, SIMULATED)
     for kind in np.unique(op[hangs]).tolist():
-        text = f"a collective of type {et_def.COMM_TYPES[kind]}, at which ASTRA-sim hangs"
+        text = f"a collective of type {CommType(kind).name}, at which ASTRA-sim hangs"
         of.report("warning", "unsupported-collective", hangs & (op == kind), text)
     return good & _check_ends(of, message, rank)
 
 
-def _check_ends(of: Rows, message: Bool, rank: int | None) -> Bool:
+def _check_ends(of: NodeRows, message: Bool, rank: int | None) -> Bool:
     good = np.ones(len(of.type), bool)
     for type_, own, other in ((SEND, "comm_src", "comm_dst"), (RECV, "comm_dst", "comm_src")):
         mine = message & of.is_a(type_)
@@ -244,7 +249,7 @@ def _check_ends(of: Rows, message: Bool, rank: int | None) -> Bool:
     return good
 
 
-def check_kernels(of: Rows) -> None:
+def check_kernels(of: NodeRows) -> None:
     """Kernels take a time that readers can work out."""
     kernel = of.is_a(COMP) & ~of.cpu
     bare = kernel & ~(of.columns["num_ops"].present & of.columns["tensor_size"].present)

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
+from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.check.files.findings import Finding
-from stagewright.check.files.graph import Graph
 from stagewright.check.files.rank import Checked, check_trace
-from stagewright.check.files.reader import Block, Damaged, Reader
+from stagewright.check.files.reader import Damaged, NodeBlock, TraceReader
 from stagewright.check.files.rules import LOAD, STORE, group_id, label
 from stagewright.check.files.world import Nodes
 from stagewright.program.columns import TaskKind
@@ -32,7 +32,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
-class Kin:
+class TraceClass:
     """Files that are alike but for their partners: the first, and the ranks and partners of all."""
 
     first: Checked
@@ -50,16 +50,16 @@ class Kin:
         ]
 
 
-class Task(NamedTuple):
+class ReadTask(NamedTuple):
     """Files to read: ranks and paths."""
 
     files: tuple[tuple[int, Path], ...]
     digests: bool  # whether to work out their checksums
 
 
-def check_files(task: Task) -> list[Kin]:
+def check_files(task: ReadTask) -> list[TraceClass]:
     """Check files of one size."""
-    kinds: list[tuple[Kin, _Stamp | None]] = []
+    kinds: list[tuple[TraceClass, _TraceTemplate | None]] = []
     compare = len(task.files) > 1
     for rank, path in task.files:
         data = _bytes(path) if compare or task.digests else None
@@ -76,10 +76,10 @@ def check_files(task: Task) -> list[Kin]:
             first = check_trace(path, rank)
             stamp = None
             if data is not None and len(kinds) < MOST_KINDS:
-                stamp = _Stamp.of(first, data)
+                stamp = _TraceTemplate.of(first, data)
             partner = [first.exchange.partner] if first.exchange else []
             shape = stamp.shape() if stamp else b""
-            kinds.append((Kin(first, shape, [rank], partner, first.size, digest), stamp))
+            kinds.append((TraceClass(first, shape, [rank], partner, first.size, digest), stamp))
     return [kin for kin, _ in kinds]
 
 
@@ -103,7 +103,7 @@ def _digest(path: Path, data: Bytes | None) -> dict[str, str]:
         return {}
 
 
-class _Stamp:
+class _TraceTemplate:
     """A file with the places where its kin differ, by slot; slot -1 is the own rank."""
 
     def __init__(self, checked: Checked, data: Bytes, places: list[tuple[int, Int]]) -> None:
@@ -116,7 +116,7 @@ class _Stamp:
             self.fixed[place] = False
 
     @staticmethod
-    def of(checked: Checked, data: Bytes) -> _Stamp | None:
+    def of(checked: Checked, data: Bytes) -> _TraceTemplate | None:
         """None where the places are not known, or not one number of bytes per slot."""
         spots = checked.spots
         if checked.exchange is None or spots is None:
@@ -129,7 +129,7 @@ class _Stamp:
             if not 0 < width <= 20 or (widths != width).any():
                 return None
             places.append((slot, spots.at[mine][:, None] + np.arange(width)))
-        return _Stamp(checked, data, places)
+        return _TraceTemplate(checked, data, places)
 
     def shape(self) -> bytes:
         """What all files of the kind have in common."""
@@ -169,10 +169,10 @@ def _number(data: bytes) -> int | None:
     return value if value < 2**31 else None
 
 
-def joined(kinds: list[Kin]) -> list[Kin]:
+def merge_classes(kinds: list[TraceClass]) -> list[TraceClass]:
     """The same with those of one shape, which several calls have read, as one."""
-    known: dict[tuple[bytes, bytes], Kin] = {}
-    found: list[Kin] = []
+    known: dict[tuple[bytes, bytes], TraceClass] = {}
+    found: list[TraceClass] = []
     for kin in kinds:
         slots = kin.first.exchange.slot_kind.tobytes() if kin.first.exchange else b""
         same = known.setdefault((kin.shape, slots), kin) if kin.shape else kin
@@ -202,7 +202,7 @@ class TraceSource:
 
     def _label(self, row: int) -> str:
         before = 0
-        for block in Reader(self.path, ()):
+        for block in TraceReader(self.path, ()):
             if row < before + len(block):
                 return label(block.node(row - before))
             before += len(block)
@@ -215,7 +215,7 @@ class TraceSource:
         return self._nodes
 
     def _read(self) -> Nodes:
-        blocks = list(map(_bare, Reader(self.path, ("is_cpu_op",))))
+        blocks = list(map(_bare, TraceReader(self.path, ("is_cpu_op",))))
         ids, types, cpu, child, needs = (np.concatenate(c) for c in zip(*blocks, strict=True))
         counts = np.array([len(block[0]) for block in blocks])
         shift = np.repeat(np.cumsum(counts) - counts, [len(block[3]) for block in blocks])
@@ -225,11 +225,13 @@ class TraceSource:
         place = np.empty(len(ids), np.int64)
         place[by_id] = np.arange(len(ids))
         memory = ((types == LOAD) | (types == STORE)) & ~cpu
-        return Nodes(Graph(len(ids), (child + shift)[there], by_id[at[there]]), place, memory)
+        return Nodes(
+            DependencyGraph(len(ids), (child + shift)[there], by_id[at[there]]), place, memory
+        )
 
 
 def _bare(
-    block: Block,
+    block: NodeBlock,
 ) -> tuple[NDArray[np.uint64], Int, Bool, Int, NDArray[np.uint64]]:
     rows = np.arange(len(block))
     child = np.concatenate(

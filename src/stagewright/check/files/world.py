@@ -19,22 +19,22 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from stagewright.arrays import Bool, Int
+from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.check.files.exchange import Events, Exchange
 from stagewright.check.files.findings import Findings
-from stagewright.check.files.graph import Graph
 from stagewright.program.columns import TaskKind
-from stagewright.trace.formats.et_def import COMM_TYPES
+from stagewright.trace.formats.et_def import CommType
 
 
 class Nodes(NamedTuple):
     """All rows of a rank, for a run by its dependencies."""
 
-    graph: Graph
+    graph: DependencyGraph
     place: Int  # of each row among all, by id: of those that are ready the lowest goes first
     memory: Bool  # rows that take turns with collectives and sends
 
 
-class Source(Protocol):
+class NodeSource(Protocol):
     """Where the events of a part come from."""
 
     def label(self, row: int) -> str:
@@ -47,13 +47,13 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class WorldPart:
     """Ranks with the same events; `partner` has a row per rank and a column per slot."""
 
     ranks: Int
     exchange: Exchange
     partner: Int
-    source: Source
+    source: NodeSource
 
 
 class Match(NamedTuple):
@@ -69,7 +69,7 @@ class Match(NamedTuple):
 class World:
     """The ranks that are there, out of `size`; events and slots are numbered through all parts."""
 
-    parts: list[Part]
+    parts: list[WorldPart]
     size: int
     groups: Mapping[int, Int] | None  # None: there is no file of groups
     findings: Findings = field(default_factory=Findings)
@@ -106,7 +106,7 @@ class World:
     def rank_by_rank(self) -> World:
         """The same with each rank a part of its own, and no findings."""
         parts = [
-            Part(part.ranks[[nth]], part.exchange, part.partner[[nth]], part.source)
+            WorldPart(part.ranks[[nth]], part.exchange, part.partner[[nth]], part.source)
             for part in self.parts
             for nth in range(len(part.ranks))
         ]
@@ -152,7 +152,7 @@ class World:
     def word(self, event: int) -> str:
         """What it is: `all_reduce`, `send` or `recv`."""
         if self.kind[event] == TaskKind.COLLECTIVE:
-            return COMM_TYPES[int(self.op[event])].lower()
+            return CommType(int(self.op[event])).name.lower()
         return "send" if self.kind[event] == TaskKind.SEND else "recv"
 
     def what(self, event: int) -> str:
@@ -174,7 +174,7 @@ def _all(pieces: Sequence[Int]) -> Int:
     return np.concatenate((np.zeros(0, np.int64), *pieces))
 
 
-def _plain(part: Part) -> Iterator[Part]:
+def _plain(part: WorldPart) -> Iterator[WorldPart]:
     """The same ranks; those that meet one partner on two slots by themselves, with one slot."""
     old = part.exchange
     kind = old.slot_kind.astype(np.int64)
@@ -185,14 +185,14 @@ def _plain(part: Part) -> Iterator[Part]:
         yield part
         return
     if not doubled.all():
-        yield Part(part.ranks[~doubled], old, part.partner[~doubled], part.source)
+        yield WorldPart(part.ranks[~doubled], old, part.partner[~doubled], part.source)
     for nth in np.flatnonzero(doubled).tolist():
         _, slot, which = np.unique(whom[nth], return_index=True, return_inverse=True)
         several = np.flatnonzero(np.bincount(which) > 1).tolist() if old.breaks.pairs else []
         loose = frozenset({*(int(which[s]) for s in old.loose), *several})
         events = Events(*old.events[:5], which[old.events.slot])
         new = Exchange(events, old.slot_kind[slot], part.partner[nth, slot], loose, old.breaks)
-        yield Part(part.ranks[[nth]], new, new.partner[None, :], part.source)
+        yield WorldPart(part.ranks[[nth]], new, new.partner[None, :], part.source)
 
 
 def runs_in_order(world: World, match: Match) -> bool:

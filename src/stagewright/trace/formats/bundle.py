@@ -65,7 +65,7 @@ Count = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 Columns = dict[str, NDArray[Any]]
 
 
-class Tables(NamedTuple):
+class NameTables(NamedTuple):
     """What columns point into."""
 
     names: tuple[StrictStr, ...]
@@ -76,7 +76,7 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Class:
+class ClassEntry:
     """A rank class without its columns."""
 
     pipeline_rank: Count
@@ -117,8 +117,8 @@ class Contents:
     communicators: tuple[Communicator, ...]
     peers: tuple[Peer, ...]
     columns: ColumnTypes
-    tables: tuple[Tables, ...]
-    classes: tuple[Class, ...]
+    tables: tuple[NameTables, ...]
+    classes: tuple[ClassEntry, ...]
     manifest: Mapping[str, Any]
 
 
@@ -132,7 +132,7 @@ def encode(program: Program, manifest: Mapping[str, object]) -> bytes:
             "a bundle holds the ranks of one mesh, got prefill and decode on ranks of their own; "
             "use another --format, or drop prefill"
         )
-    tables: dict[Tables, int] = {}
+    tables: dict[NameTables, int] = {}
     classes = [
         {
             "pipeline_rank": of.pipeline_rank,
@@ -193,9 +193,9 @@ def _columns(of: Tasks | Values) -> Iterator[tuple[str, NDArray[Any]]]:
             yield field.name, column  # pyright: ignore
 
 
-def _tables(of: RankClass) -> Tables:
+def _tables(of: RankClass) -> NameTables:
     tasks = of.tasks
-    return Tables(tasks.names, tasks.ops, tasks.dtypes, tasks.shapes, of.values.names)
+    return NameTables(tasks.names, tasks.ops, tasks.dtypes, tasks.shapes, of.values.names)
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -348,7 +348,7 @@ class Bundle:
             where = ".".join(map(str, first["loc"]))
             raise self._damaged(f"{CONTENTS}: {where}: {first['msg']}") from None
         for kind, types in ((Tasks, contents.columns.tasks), (Values, contents.columns.values)):
-            known = [f for f in fields(kind) if f.name not in Tables._fields[:4]]
+            known = [f for f in fields(kind) if f.name not in NameTables._fields[:4]]
             needed = {f.name for f in known if f.default is MISSING}
             wrong = set(types) - {f.name for f in known} | needed - set(types)
             if wrong:

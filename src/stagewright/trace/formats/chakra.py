@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -35,40 +34,35 @@ from stagewright.program.columns import (
     Users,
     among,
 )
-from stagewright.trace.formats import et_def, wire
-from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, Pieces, Rows, Table
+from stagewright.trace.formats import wire
+from stagewright.trace.formats.et_def import VALUES, CommType, NodeType
+from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, ByteTable, MessageRows, Pieces
 from stagewright.trace.storage import aligned
 
 VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4
 BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
 
-# Enums NodeType and CollectiveCommType.
 NODE_TYPES = {
-    TaskKind.LOAD: 2,
-    TaskKind.STORE: 3,
-    TaskKind.COMPUTE: 4,
-    TaskKind.SEND: 5,
-    TaskKind.RECV: 6,
-    TaskKind.COLLECTIVE: 7,
+    TaskKind.LOAD: NodeType.MEM_LOAD_NODE,
+    TaskKind.STORE: NodeType.MEM_STORE_NODE,
+    TaskKind.COMPUTE: NodeType.COMP_NODE,
+    TaskKind.SEND: NodeType.COMM_SEND_NODE,
+    TaskKind.RECV: NodeType.COMM_RECV_NODE,
+    TaskKind.COLLECTIVE: NodeType.COMM_COLL_NODE,
 }
-COMM_TYPES = {
-    "all_reduce": 0,
-    "all_gather": 2,
-    "broadcast": 5,
-    "all_to_all": 6,
-    "reduce_scatter": 7,
-}
-# Field numbers in AttributeProto's oneof: the type of a value.
-_INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
+COMM_TYPES = {name: CommType[name.upper()] for name in COLLECTIVES}
+_INT32, _INT64, _UINT64, _BOOL, _STRING = (
+    VALUES[name] for name in ("int32", "int64", "uint64", "bool", "string")
+)
 
 
-def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Batch]:
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[ChakraBatch]:
     """The batches that write the files of `ranks`, ascending.
 
     `provenance` goes into every file's metadata.
     """
-    partners = Partners(program)
-    batches: list[Batch] = []
+    partners = PartnerCodes(program)
+    batches: list[ChakraBatch] = []
     for of in program.classes:
         mine = among(of.ranks, ranks)
         if not len(mine):
@@ -76,7 +70,9 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
         codes = partners.used(of.tasks)
         header = metadata({**provenance, "pipeline_rank": of.pipeline_rank})
         for widths, some in partners.alike(codes, mine):
-            batches.append(Batch(of, some, partners, dict(zip(codes, widths, strict=True)), header))
+            batches.append(
+                ChakraBatch(of, some, partners, dict(zip(codes, widths, strict=True)), header)
+            )
     return batches
 
 
@@ -85,11 +81,6 @@ def encode(program: Program, rank: int, provenance: Mapping[str, str | int]) -> 
     (batch,) = plan(program, np.array([rank]), provenance)
     with batch.template().stamped(rank) as data:
         return bytes(data)
-
-
-def read(path: Path) -> tuple[et_def.Metadata, Iterator[et_def.Node]]:
-    """The metadata and, one by one, the nodes of a trace that anybody wrote."""
-    return et_def.read(path)
 
 
 def comm_group(program: Program, users: Sequence[Users] | None = None) -> Iterator[bytes]:
@@ -138,9 +129,9 @@ def _attr(value: bytes) -> bytes:
     return wire.field(10, value)
 
 
-def _number(name: str, number: int) -> Table:
+def _number(name: str, number: int) -> ByteTable:
     """What precedes a numeric attribute's value, by the bytes that the value takes: 1 to 10."""
-    return Table([_attr(_value(name, number, bytes(n)))[:-n] for n in range(1, 11)])
+    return ByteTable([_attr(_value(name, number, bytes(n)))[:-n] for n in range(1, 11)])
 
 
 _NUM_OPS = _number("num_ops", _INT64)
@@ -150,13 +141,13 @@ _LOCAL_BYTES = _number("local_bytes", _INT64)
 _COMM_TAG = _number("comm_tag", _INT32)
 _LAYER = _number("layer", _INT32)
 _MICROBATCH = _number("microbatch", _INT32)
-_COMM_TYPE = Table(
+_COMM_TYPE = ByteTable(
     [_attr(_value("comm_type", _INT64, wire.varint(COMM_TYPES[name]))) for name in COLLECTIVES]
 )
 _IS_CPU_OP = _attr(_value("is_cpu_op", _BOOL, b"\0"))
 
 
-class Partners:
+class PartnerCodes:
     """What differs between the ranks of a class: groups, own rank and peers, each a *code*.
 
     Code `s` is the group of communicator slot `s`; then comes the own rank; then the peers by slot.
@@ -221,7 +212,7 @@ class Patch(NamedTuple):
     values: Pieces  # a row per rank
 
 
-class Template:
+class ChakraTemplate:
     """The bytes that the ranks of a batch share, and the places where they differ."""
 
     def __init__(self, data: Bytes, patches: list[Patch], ranks: Int) -> None:
@@ -259,11 +250,16 @@ class Mark(NamedTuple):
     which: Int  # index into the codes of the batch
 
 
-class Batch:
+class ChakraBatch:
     """Ranks of one class that write the values of equal codes equally wide."""
 
     def __init__(
-        self, of: RankClass, ranks: Int, partners: Partners, widths: dict[int, int], header: bytes
+        self,
+        of: RankClass,
+        ranks: Int,
+        partners: PartnerCodes,
+        widths: dict[int, int],
+        header: bytes,
     ) -> None:
         """`widths`: bytes of the value of each code in use, ascending codes."""
         self.ranks = ranks
@@ -287,7 +283,7 @@ class Batch:
         """Bytes of each rank's file; costs half as much as to encode it."""
         return len(self._header) + sum(rows.size for rows, _ in self._blocks())
 
-    def template(self) -> Template:
+    def template(self) -> ChakraTemplate:
         """Encode what the ranks share; their own values are left zero."""
         # Pages that stay untouched are free; to ask for `size` first would be half the work again.
         data = aligned(self.at_most)
@@ -302,7 +298,7 @@ class Batch:
                 which.append(mark.which)
             done += end
         patches = self._patches(np.concatenate(at), np.concatenate(which)) if at else []
-        return Template(data[:done], patches, self.ranks)
+        return ChakraTemplate(data[:done], patches, self.ranks)
 
     def _patches(self, at: Int, which: Int) -> list[Patch]:
         patches: list[Patch] = []
@@ -315,14 +311,14 @@ class Batch:
             patches.append(Patch(at[some], column, np.stack(values, axis=1)))
         return patches
 
-    def _blocks(self) -> Iterator[tuple[Rows, list[Mark]]]:
-        columns = Columns(self._tasks)
+    def _blocks(self) -> Iterator[tuple[MessageRows, list[Mark]]]:
+        columns = ClassColumns(self._tasks)
         for first in range(0, len(self._tasks), BLOCK):
             yield self._block(columns, slice(first, min(first + BLOCK, len(self._tasks))))
 
-    def _block(self, columns: Columns, span: slice) -> tuple[Rows, list[Mark]]:
+    def _block(self, columns: ClassColumns, span: slice) -> tuple[MessageRows, list[Mark]]:
         tasks = self._tasks
-        rows = Rows(span.stop - span.start, tail=_IS_CPU_OP)
+        rows = MessageRows(span.stop - span.start, tail=_IS_CPU_OP)
         rows.put(columns.ids[span].keyed(wire.key(1, VARINT)))
         rows.choose(columns.head, columns.head_of[span])
         order = _keys(tasks.order_ptr, tasks.order, span)
@@ -348,7 +344,7 @@ class Batch:
         rows.choose(columns.origin, columns.origin_of[span])
         return rows, marks
 
-    def _collectives(self, rows: Rows, span: slice) -> list[Mark]:
+    def _collectives(self, rows: MessageRows, span: slice) -> list[Mark]:
         tasks = self._tasks
         where = np.flatnonzero(tasks.kind[span] == TaskKind.COLLECTIVE)
         rows.choose(_COMM_TYPE, tasks.collective[span][where].astype(np.int64), where)
@@ -359,7 +355,7 @@ class Batch:
         names = [_attr(_text("pg_name", "0" * int(width))) for width in self._widths]
         return [self._code(rows, names, tasks.slot[span][where].astype(np.int64), where)]
 
-    def _transfers(self, rows: Rows, span: slice) -> list[Mark]:
+    def _transfers(self, rows: MessageRows, span: slice) -> list[Mark]:
         tasks = self._tasks
         sends = tasks.kind[span] == TaskKind.SEND
         where = np.flatnonzero(sends | (tasks.kind[span] == TaskKind.RECV))
@@ -373,10 +369,10 @@ class Batch:
         _append(rows, _COMM_SIZE, tasks.comm_bytes[span][where], where)
         return marks
 
-    def _code(self, rows: Rows, entries: list[bytes], codes: Int, where: Int) -> Mark:
+    def _code(self, rows: MessageRows, entries: list[bytes], codes: Int, where: Int) -> Mark:
         """Append the attribute of each row's code; its value, still zero, ends the attribute."""
         which = np.searchsorted(self._codes, codes)
-        table = Table(entries)
+        table = ByteTable(entries)
         at = rows.choose(table, which, where)
         return Mark(at + (table.lengths - self._widths)[which], where, which)
 
@@ -387,7 +383,7 @@ def _longest(texts: tuple[str, ...]) -> int:
     return max((len(text.encode()) for text in texts), default=0)
 
 
-class Columns:
+class ClassColumns:
     """What every row of a class looks up: its id, and the fields that its names determine."""
 
     def __init__(self, tasks: Tasks) -> None:
@@ -414,7 +410,7 @@ class Columns:
         )
 
 
-def _append(rows: Rows, before: Table, values: Int, where: Int) -> None:
+def _append(rows: MessageRows, before: ByteTable, values: Int, where: Int) -> None:
     numbers = wire.varints(values)
     rows.choose(before, numbers.lengths - 1, where)
     rows.put(numbers, where)

@@ -46,7 +46,7 @@ class Drawing:
 
     at_most = size = None  # bytes of a file: not known before it is made
 
-    def __init__(self, batch: readable.Batch) -> None:
+    def __init__(self, batch: readable.JsonBatch) -> None:
         """Draw the ranks of `batch`."""
         self.ranks = batch.ranks
         self._batch = batch

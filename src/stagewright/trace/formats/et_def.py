@@ -1,19 +1,16 @@
-"""The Chakra schema, and a reader of traces that anybody wrote.
+"""The Chakra schema: the messages and enums of a trace, for writers and readers.
 
-The messages are those of MLCommons' et_def.proto, unchanged from 0.0.4 to 1.0.0. They live in a
+They are those of MLCommons' et_def.proto, unchanged from 0.0.4 to 1.0.0. The messages live in a
 descriptor pool of their own: a second, differing copy of that file in the default pool, such as
 mlc-chakra brings, would be refused. protobuf is loaded when the first trace is read.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from enum import IntEnum
 from functools import cache
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
-
-from stagewright.errors import UserError
+from typing import Any, Protocol
 
 # Name and number of AttributeProto's values; each has a list form with the next number.
 VALUES = {
@@ -33,28 +30,36 @@ VALUES = {
     "string": 29,
     "bytes": 31,
 }
-NODE_TYPES = (
-    "INVALID_NODE",
-    "METADATA_NODE",
-    "MEM_LOAD_NODE",
-    "MEM_STORE_NODE",
-    "COMP_NODE",
-    "COMM_SEND_NODE",
-    "COMM_RECV_NODE",
-    "COMM_COLL_NODE",
-)
-COMM_TYPES = (
-    "ALL_REDUCE",
-    "REDUCE",
-    "ALL_GATHER",
-    "GATHER",
-    "SCATTER",
-    "BROADCAST",
-    "ALL_TO_ALL",
-    "REDUCE_SCATTER",
-    "REDUCE_SCATTER_BLOCK",
-    "BARRIER",
-)
+
+
+class NodeType(IntEnum):
+    """The enum NodeType of the schema."""
+
+    INVALID_NODE = 0
+    METADATA_NODE = 1
+    MEM_LOAD_NODE = 2
+    MEM_STORE_NODE = 3
+    COMP_NODE = 4
+    COMM_SEND_NODE = 5
+    COMM_RECV_NODE = 6
+    COMM_COLL_NODE = 7
+
+
+class CommType(IntEnum):
+    """The enum CollectiveCommType of the schema."""
+
+    ALL_REDUCE = 0
+    REDUCE = 1
+    ALL_GATHER = 2
+    GATHER = 3
+    SCATTER = 4
+    BROADCAST = 5
+    ALL_TO_ALL = 6
+    REDUCE_SCATTER = 7
+    REDUCE_SCATTER_BLOCK = 8
+    BARRIER = 9
+
+
 # Message -> its fields: type (`*`: repeated), name, number.
 MESSAGES = {
     "Node": "uint64 id 1, string name 2, NodeType type 3, *uint64 ctrl_deps 4, "
@@ -65,7 +70,7 @@ MESSAGES = {
 }
 
 
-class Attribute(Protocol):
+class AttributeMessage(Protocol):
     """A message AttributeProto; the type of its value is a name like `int64_val`."""
 
     name: str
@@ -75,14 +80,14 @@ class Attribute(Protocol):
         ...
 
 
-class Metadata(Protocol):
+class MetadataMessage(Protocol):
     """A message GlobalMetadata."""
 
     version: str
-    attr: Sequence[Attribute]
+    attr: Sequence[AttributeMessage]
 
 
-class Node(Protocol):
+class NodeMessage(Protocol):
     """A message Node."""
 
     id: int
@@ -92,13 +97,13 @@ class Node(Protocol):
     data_deps: Sequence[int]
     start_time_micros: int
     duration_micros: int
-    attr: Sequence[Attribute]
+    attr: Sequence[AttributeMessage]
 
 
-def values(message: Node | Metadata) -> dict[str, tuple[str, Any]]:
-    """Attributes by name, each with the type and the value; of a name given twice, the first.
+def values(message: NodeMessage | MetadataMessage) -> dict[str, tuple[str, Any]]:
+    """Attributes by name, each with its type and value; if a name is given twice, the first counts.
 
-    A list is a list; an attribute without a value has type "".
+    A list is a Python list; an attribute without a value has type "".
     """
     found: dict[str, tuple[str, Any]] = {}
     for attr in message.attr:
@@ -115,10 +120,10 @@ def message(name: str) -> Any:
 
     pb: Any = descriptor_pb2
     file = pb.FileDescriptorProto(name="et_def.proto", package="ChakraProtoMsg", syntax="proto3")
-    for enum, names in (("NodeType", NODE_TYPES), ("CollectiveCommType", COMM_TYPES)):
-        defined = file.enum_type.add(name=enum)
-        for number, value in enumerate(names):
-            defined.value.add(name=value, number=number)
+    for name_of_enum, enum in (("NodeType", NodeType), ("CollectiveCommType", CommType)):
+        defined = file.enum_type.add(name=name_of_enum)
+        for member in enum:
+            defined.value.add(name=member.name, number=member.value)
     attribute = file.message_type.add(name="AttributeProto")
     _add_field(attribute, "string", "name", 1)
     _add_field(attribute, "string", "doc_string", 2)
@@ -138,9 +143,9 @@ def message(name: str) -> Any:
 
 
 def parse(name: str, data: bytes) -> Any:
-    """A message of the schema from its bytes; ValueError where they are none.
+    """A message of the schema from its bytes; ValueError where they are no such message.
 
-    protobuf's three runtimes tell bad bytes in several ways.
+    protobuf's three runtimes raise different exceptions for bad bytes.
 
     >>> parse("Node", bytes([8, 42])).id
     42
@@ -164,72 +169,3 @@ def _add_field(to: Any, kind: str, name: str, number: int, *, oneof: bool = Fals
         field.type_name = f".ChakraProtoMsg.{kind}"
     if oneof:
         field.oneof_index = 0
-
-
-def read(path: Path) -> tuple[Metadata, Iterator[Node]]:
-    """The metadata and, one by one, the nodes of a trace; UserError where it is damaged."""
-    with _open(path) as file:
-        if file.read(2) == b"\x1f\x8b":
-            raise UserError(f"{path}: compressed, which ASTRA-sim cannot read; gunzip it first")
-        file.seek(0)
-        first = next(_messages(file, path, 0), None)
-    if first is None:
-        raise UserError(f"{path}: empty; a Chakra trace begins with its metadata")
-    at, data = first
-    metadata = cast(Metadata, _parse("GlobalMetadata", data, path, at))
-    return metadata, _nodes(path, at + len(data))
-
-
-def _nodes(path: Path, start: int) -> Iterator[Node]:
-    with _open(path) as file:
-        file.seek(start)
-        for at, data in _messages(file, path, start):
-            if not data:
-                raise UserError(f"{path}: byte {at}: empty message where a node was expected")
-            yield cast(Node, _parse("Node", data, path, at))
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path}: not a file; name one trace")
-        return path.open("rb", buffering=1 << 18)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a name that no file can have
-        raise UserError(f"{str(path)!a}: cannot be read: {error}") from error
-
-
-def _messages(file: BinaryIO, path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """From byte `start` on, where each message begins, after its length, and its bytes."""
-    size = os.fstat(file.fileno()).st_size
-    at = start
-    while at < size:
-        frame = at
-        length = shift = 0
-        more = True
-        while more:
-            byte = file.read(1)
-            if not byte:
-                raise UserError(f"{path}: byte {frame}: the file ends within a message's length")
-            if shift > 63:
-                raise UserError(f"{path}: byte {frame}: no message's length; is this a trace?")
-            length |= (byte[0] & 0x7F) << shift
-            more = byte[0] > 0x7F
-            shift += 7
-            at += 1
-        # Looked at before reading: a damaged length may name any size.
-        if length > size - at:
-            raise UserError(
-                f"{path}: byte {frame}: a message of {length} bytes, "
-                f"but the file has only {size - at} more"
-            )
-        yield at, file.read(length)
-        at += length
-
-
-def _parse(name: str, data: bytes, path: Path, at: int) -> Any:
-    try:
-        return parse(name, data)
-    except ValueError as error:
-        raise UserError(f"{path}: byte {at}: no valid {name}: {error}") from error

@@ -27,13 +27,13 @@ from stagewright.program.columns import (
 )
 
 
-def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Batch]:
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[JsonBatch]:
     """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
     found = [(of, among(of.ranks, ranks)) for of in program.classes]
-    return [Batch(program, of, mine) for of, mine in found if len(mine)]
+    return [JsonBatch(program, of, mine) for of, mine in found if len(mine)]
 
 
-class Batch:
+class JsonBatch:
     """Ranks of one class. It is its own template: this format is for few ranks and has no haste."""
 
     at_most = size = None  # bytes of a file: not known before it is made
@@ -49,7 +49,7 @@ class Batch:
         """Bytes that making a file takes, some hundreds a node."""
         return 400 * len(self._tasks)
 
-    def template(self) -> Batch:
+    def template(self) -> JsonBatch:
         """What makes the files of these ranks."""
         return self
 

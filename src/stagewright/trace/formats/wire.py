@@ -9,7 +9,7 @@ Pieces are scattered in steps of 8 or 16 bytes, because numpy takes about 8 ns p
 width up to 64 bytes. A step may spill past the end of its piece: what follows is written later and
 covers the spill.
 
->>> rows = Rows(2, tail=field(2, b"some constant tail"))
+>>> rows = MessageRows(2, tail=field(2, b"some constant tail"))
 >>> rows.put(varints(np.array([1, 300])).keyed(key(1, VARINT)))
 >>> out = np.empty(rows.size, np.uint8)
 >>> starts, end = rows.write(out)
@@ -122,7 +122,7 @@ def _count(more: Words) -> Int:
     )
 
 
-class Table:
+class ByteTable:
     """Byte strings that rows choose by index."""
 
     def __init__(self, entries: Sequence[bytes]) -> None:
@@ -138,15 +138,15 @@ class Table:
             self.columns.append(np.frombuffer(column, f"V{self.step}"))
 
 
-def dictionary(codes: Int, entry: Callable[[int], bytes]) -> tuple[Table, Int]:
+def dictionary(codes: Int, entry: Callable[[int], bytes]) -> tuple[ByteTable, Int]:
     """A table of the codes that occur (small numbers from 0 up), and each row's place in it."""
     present = np.flatnonzero(np.bincount(codes))
     place = np.zeros(int(present[-1]) + 1 if len(present) else 0, np.int64)
     place[present] = np.arange(len(present))
-    return Table([entry(int(code)) for code in present]), place[codes]
+    return ByteTable([entry(int(code)) for code in present]), place[codes]
 
 
-class Rows:
+class MessageRows:
     """Messages under construction, each preceded by its length when written.
 
     Every method appends to all rows, or to those whose numbers (ascending) are given in `rows`;
@@ -168,7 +168,7 @@ class Rows:
         lengths = self._lengths + len(self._tail)
         return int((lengths + varints(lengths).lengths).sum())
 
-    def choose(self, table: Table, index: Int, rows: Int | None = None) -> Int:
+    def choose(self, table: ByteTable, index: Int, rows: Int | None = None) -> Int:
         """Append entry `index` of a table; returns where it begins within each message."""
         lengths = table.lengths[index]
         at = self._advance(lengths, rows)

@@ -1,6 +1,6 @@
 """Dependencies between the nodes of one rank: order, cycles, chains, all on arrays.
 
->>> graph = Graph(4, np.array([1, 2, 3]), np.array([0, 1, 1]))
+>>> graph = DependencyGraph(4, np.array([1, 2, 3]), np.array([0, 1, 1]))
 >>> graph.unordered(np.arange(4), np.array([0, 2, 3])).tolist()
 [2]
 >>> graph.longest(np.arange(4)).tolist()
@@ -20,7 +20,7 @@ from stagewright.arrays import Int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Graph:
+class DependencyGraph:
     """`count` rows; row `child[i]` needs row `parent[i]`. A pair may come twice."""
 
     count: int
@@ -124,12 +124,12 @@ class Graph:
         return np.array(path[::-1], np.int64)
 
 
-def joined(ptr: Sequence[Int], values: Sequence[Int]) -> Graph:
+def graph_of_lists(ptr: Sequence[Int], values: Sequence[Int]) -> DependencyGraph:
     """A graph of several lists of needed rows per row, each in CSR."""
     count = len(ptr[0]) - 1
     rows = np.arange(count)
     child = np.concatenate([np.repeat(rows, np.diff(p)) for p in ptr])
-    return Graph(count, child, np.concatenate(list(values)))
+    return DependencyGraph(count, child, np.concatenate(list(values)))
 
 
 def _grouped(key: Int, value: Int, count: int) -> tuple[list[int], list[int]]:
