@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import stagewright
+from lowest import lowest
 from paths import ROOT
 
 
@@ -55,3 +56,16 @@ def test_types_are_shipped():
 
     assert (ROOT / package / "py.typed").exists()
     assert "Typing :: Typed" in settings["project"]["classifiers"]
+
+
+def test_forges_run_what_ci_runs():
+    """On every Python that is supported, and with the lowest versions of what is needed."""
+    flow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    supported = {f"3.{minor}" for minor in (11, 12, 13)}
+    named = {c.rsplit(" ", 1)[1] for c in project["classifiers"] if ":: Python :: 3." in c}
+
+    assert set(flow["jobs"]["all"]["strategy"]["matrix"]["python"]) == supported == named
+    assert project["requires-python"] == ">=3.11"
+    assert {"run": "bash .ci/run"} in flow["jobs"]["all"]["steps"]
+    assert len(lowest(project["dependencies"])) == len(project["dependencies"])

@@ -130,7 +130,7 @@ def test_no_shell_is_guessed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 # ---- mistyped words ------------------------------------------------------------------------------
 
 
-def choices() -> list[tuple[str, str, click.Choice[str]]]:
+def choices() -> "list[tuple[str, str, click.Choice[str]]]":
     return [
         (name, parameter.opts[0], parameter.type)
         for name, command in cli.commands.commands.items()
