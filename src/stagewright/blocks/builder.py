@@ -42,7 +42,7 @@ PRECISIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertRecipe:
     """How a mixture of experts is trained: Megatron-LM's options, as far as one device can tell."""
 
     dispatcher: str = "alltoall"  # or "allgather": copies go to their experts, or all tokens do
@@ -104,7 +104,7 @@ class Recipe:
     clip_grad: bool = True
     cast_once: bool = True  # low-precision copies of weights are made once per step
     gather_once: bool = False  # parameters that are gathered stay so for the whole step
-    experts: Experts = Experts()
+    experts: ExpertRecipe = ExpertRecipe()
     absorb: bool = False  # latent attention in the space of the latents, as for decoding
     sum_tied: bool = False  # gradients of a rank's one tensor are added before they are reduced
     ties: tuple[Tie, ...] = ()

@@ -18,9 +18,9 @@ from stagewright.graph.make import add, identity, leaf
 from stagewright.graph.node import Node, toposort
 from stagewright.model.config import ATTENTIONS, SIDE_BY_SIDE, Layer, ModelConfig, Module
 
-Part = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
+Branch = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
 
-_MIXERS: dict[str, Part] = {
+_MIXERS: dict[str, Branch] = {
     **{name: partial(attention, mixer=name) for name in sorted(ATTENTIONS)},
     "mamba": mamba,
     "mamba2": mamba2,
@@ -38,12 +38,12 @@ def _side_by_side(b: Builder, h: Node, kinds: Iterable[str]) -> Node:
     return add(*(_MIXERS[kind](b, h) for kind in kinds), scope="attention", name="side_by_side")
 
 
-MIXERS: dict[str, Part] = _MIXERS | {
+MIXERS: dict[str, Branch] = _MIXERS | {
     name: partial(_side_by_side, kinds=kinds) for name, kinds in SIDE_BY_SIDE.items()
 }
 """What moves information between positions, by `Layer.mixer`."""
 
-FEED_FORWARDS: dict[str, Part] = {"dense": mlp, "experts": experts}
+FEED_FORWARDS: dict[str, Branch] = {"dense": mlp, "experts": experts}
 """What works on each position by itself, by `Layer.mlp`."""
 
 
@@ -56,7 +56,7 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     return finish("layer", b, x, body(b, x, what))
 
 
-def body(b: Builder, x: Node, what: Layer, *, cross: Part | None = None) -> Node:
+def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> Node:
     """What a layer makes of the stream; `cross` looks at another sequence after its own."""
     config = b.config
     own = {m.name: partial(_own, m) for m in config.modules}

@@ -14,6 +14,7 @@ from stagewright import blocks as nn
 from stagewright.algebra import notation
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.algebra.notation import Tensor
+from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError, did_you_mean
 from stagewright.graph.node import BYTES, Graph, Node, text
 from stagewright.graph.recompute import remat
@@ -181,7 +182,7 @@ def with_ties(
     held: dict[str, list[tuple[int, int]]] = {}  # stage, block
     for s, stage in enumerate(stages):
         for i, (kind, _) in enumerate(stage):
-            for name in nn.tables(model, kind.block, kind.layer, kind.begins):
+            for name in tied_tables(model, kind.block, kind.layer, kind.begins):
                 held.setdefault(name, []).append((s, i))
     ties: dict[tuple[int, int], list[nn.Tie]] = {}
     for name, copies in held.items():
@@ -378,8 +379,8 @@ def _with_ends(
     users: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for s, stage in enumerate(stages):
         for i, (kind, _) in enumerate(stage):
-            for name in nn.uses(model, kind.block, kind.layer):
-                at = s if name in nn.MADE_ON_EACH_STAGE else -1
+            for name in live_ins(model, kind.block, kind.layer):
+                at = s if name in MADE_ON_EACH_STAGE else -1
                 users.setdefault((name, at), []).append((s, i))
     result = [[*stage] for stage in stages]
     for (name, at), some in users.items():
@@ -465,10 +466,10 @@ def block_of(name: str, model: ModelConfig, recipe: nn.Recipe, layer: Layer) -> 
     return nn.BLOCKS[name](model, recipe, layer)
 
 
-def _experts(run: Run, model: ModelConfig) -> nn.Experts:
+def _experts(run: Run, model: ModelConfig) -> nn.ExpertRecipe:
     exchanged = run.ep * (run.etp or run.tp) > 1 and not run.moe_pad_expert_input_to_capacity
     bias, trains = run.moe_router_enable_expert_bias, run.mode == "train"
-    return nn.Experts(
+    return nn.ExpertRecipe(
         dispatcher=run.moe_token_dispatcher_type,
         apply_probs=run.moe_apply_probs or model.apply_probs,
         exchange_counts=trains and exchanged and run.moe_token_dispatcher_type == "alltoall",

@@ -1,0 +1,142 @@
+"""A model as a chain of blocks, and what the blocks of a chain share besides the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from stagewright.blocks.builder import Block, Recipe
+from stagewright.blocks.diffusion import conditioned_layer, denoiser, noisy_patches
+from stagewright.blocks.encoder_decoder import (
+    decoder_layer,
+    encoder_end,
+    encoder_layer,
+    source_embedding,
+)
+from stagewright.blocks.ends import ORIGINAL, embedding, head, tied
+from stagewright.blocks.layers import layer
+from stagewright.blocks.mtp import final_norm, mtp, mtp_name
+from stagewright.blocks.recommendation import ranking
+from stagewright.blocks.shared import shared_tables
+from stagewright.blocks.vision import classifier, patches, projector, tower
+from stagewright.model.config import Layer, ModelConfig
+
+Make = Callable[[ModelConfig, Recipe, Layer], Block]
+
+
+def _in_tower(make: Make) -> Make:
+    def made(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+        assert config.tower is not None
+        return tower(make(config.tower, recipe, what))
+
+    return made
+
+
+BLOCKS: dict[str, Make] = {
+    "embedding": lambda config, recipe, _: embedding(config, recipe),
+    "layer": layer,
+    "source_embedding": source_embedding,
+    "encoder_layer": encoder_layer,
+    "encoder_end": encoder_end,
+    "decoder_layer": decoder_layer,
+    "final_norm": final_norm,
+    "mtp": mtp,
+    "head": lambda config, recipe, _: head(config, recipe),
+    "patches": patches,
+    "classifier": classifier,
+    "tower.patches": _in_tower(patches),
+    "tower.layer": _in_tower(layer),
+    "projector": projector,
+    "noisy_patches": noisy_patches,
+    "conditioned_layer": conditioned_layer,
+    "denoiser": denoiser,
+    "ranking": ranking,
+}
+"""The kinds of blocks that a model is a chain of, by name."""
+
+
+class PlacedBlock(NamedTuple):
+    """A block in its place in a model."""
+
+    block: str
+    """Its kind, a key of `BLOCKS`."""
+    number: int = -1
+    """Which layer it is, counted through the model; -1: it is no layer."""
+    layer: Layer = Layer()
+    behind: bool = False
+    """Whether a block that is no layer is on the stage of the last layer, and not of the next."""
+
+
+def chain(config: ModelConfig) -> list[PlacedBlock]:
+    """The blocks of a model in order."""
+    if config.recommendation:
+        return [PlacedBlock("ranking", 0)]
+    tower = config.tower
+    first = tower.num_layers if tower else 0
+    if config.encoder_num_layers:
+        return _encoder_decoder(config)
+    layers = [PlacedBlock("layer", first + i, config.layer(i)) for i in range(config.num_layers)]
+    if config.bare:
+        return layers
+    if config.diffusion:
+        layers = [part._replace(block="conditioned_layer") for part in layers]
+        return [PlacedBlock("noisy_patches"), *layers, PlacedBlock("denoiser")]
+    if config.vision:
+        return [
+            PlacedBlock("patches"),
+            *layers,
+            *([PlacedBlock("classifier")] if config.vision.classes else []),
+        ]
+    begin, end = [PlacedBlock("embedding")], [PlacedBlock("head")]
+    if config.mtp_num_layers:
+        kind = config.layer(config.num_layers - 1)
+        ahead = [kind._replace(ahead=k + 1) for k in range(config.mtp_num_layers)]
+        end = [
+            PlacedBlock("final_norm", behind=True),
+            *(PlacedBlock("mtp", layer=layer) for layer in ahead),
+            *end,
+        ]
+    if tower:
+        towers = [part._replace(block=f"tower.{part.block}") for part in chain(tower)]
+        begin = [*towers, PlacedBlock("projector")]
+    return [*begin, *layers, *end]
+
+
+def _encoder_decoder(config: ModelConfig) -> list[PlacedBlock]:
+    """The encoder, and then the decoder: pipeline stages of either, or of both."""
+    first = config.encoder_num_layers
+    encoder = [PlacedBlock("encoder_layer", i, Layer()) for i in range(first)]
+    decoder = [
+        PlacedBlock("decoder_layer", first + i, config.layer(i)) for i in range(config.num_layers)
+    ]
+    begin, between = [PlacedBlock("source_embedding")], [PlacedBlock("encoder_end", behind=True)]
+    return [*begin, *encoder, *between, PlacedBlock("embedding"), *decoder, PlacedBlock("head")]
+
+
+MADE_ON_EACH_STAGE = frozenset({"encoder_bias", "decoder_bias"})
+"""Values that blocks hand on, but that each pipeline stage makes for itself."""
+
+
+def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
+    """The values that a block takes from blocks before it, besides the stream."""
+    if block == "mtp":
+        return (mtp_name(layer.ahead - 1),) if layer.ahead > 1 else ()
+    if block in ("encoder_layer", "decoder_layer"):
+        bias = (block.replace("layer", "bias"),) if config.position == "relative" else ()
+        return bias if block == "encoder_layer" else ("memory", *bias)
+    if block == "head":
+        return tuple(mtp_name(k + 1) for k in range(config.mtp_num_layers))
+    return (ORIGINAL,) if layer.block else ()
+
+
+def tied_tables(config: ModelConfig, block: str, layer: Layer, begins: frozenset[str]) -> list[str]:
+    """The tables that a block has a copy of, and other blocks, too; `begins` as in `Recipe`."""
+    copies = {
+        **dict.fromkeys(("embedding", "projector", "source_embedding"), tied(config)),
+        "mtp": "wte",
+        "head": config.tied_embeddings,
+    }
+    if layer.block:
+        return shared_tables(config, layer)
+    biases = [f"{name.removesuffix('_bias')}.relative_bias" for name in sorted(begins)]
+    return ["wte"] if copies.get(block) else biases

@@ -1,0 +1,81 @@
+"""The sizes of a model's dims: `M` is its hidden size, `A` its attention heads."""
+
+from __future__ import annotations
+
+from stagewright.model.config import Diffusion, ModelConfig, Recommendation, Vision
+
+
+def sizes(config: ModelConfig) -> dict[str, int]:
+    """The numbers behind the dims of a model's blocks, without those that a run decides.
+
+    A run decides B sequences, S positions, V, the padded vocabulary, R token copies per expert, the
+    number of data-parallel parts of B, `dp_parts`, and the number of all parts of B x S, `parts`.
+    """
+    numbers = {
+        "M": config.hidden_size,
+        "A": config.num_attention_heads,
+        "G": config.num_query_groups,  # key-value heads
+        "D": config.kv_channels,  # width of a head
+        "F": config.ffn_hidden_size,
+        "P": config.max_position_embeddings + config.position_offset,
+        "T": config.token_types,
+        "W": config.embedding_size or config.hidden_size,
+        "E": config.num_experts,
+        "X": config.moe_ffn_hidden_size,
+        "Y": config.shared_ffn_hidden_size,
+        "Q": config.q_lora_rank,
+        "C": config.kv_lora_rank,
+        "N": config.kv_channels - config.qk_rope_head_dim,  # of a head, without rotary position
+        "Z": config.qk_rope_head_dim,
+        "U": config.v_head_dim or config.kv_channels,
+        "Rank": config.shared_blocks.adapter_rank if config.shared_blocks else 0,
+        "Buckets": config.relative_buckets,
+    } | _state_sizes(config)
+    if config.vision:
+        numbers |= _vision_sizes(config.vision, config.max_position_embeddings)
+    if config.diffusion:
+        numbers |= _diffusion_sizes(config.diffusion)
+    if config.tower:
+        numbers |= {f"tower_{name}": number for name, number in sizes(config.tower).items()}
+    if config.recommendation:
+        numbers |= _recommendation_sizes(config.recommendation)
+    return numbers
+
+
+def _state_sizes(config: ModelConfig) -> dict[str, int]:
+    """Sizes of state-space layers."""
+    state = config.state_space
+    if state is None:
+        return {}
+    return {
+        "Inner": state.inner,
+        "Group": state.groups,
+        "Head": state.heads // state.groups,  # heads of a group
+        "Width": state.head_width,
+        "State": state.state,
+        "Taps": state.conv,
+        "Chunk": state.chunk,
+        "DtRank": state.dt_rank,
+        "Selection": state.dt_rank + 2 * state.state,  # what time steps, B and C are made of
+        "GateRank": state.gate_rank,
+    }
+
+
+def _vision_sizes(v: Vision, positions: int) -> dict[str, int]:
+    pixels = v.channels * v.patch_size**2
+    return {"Patches": v.patches, "Pixels": pixels, "Classes": v.classes, "S": positions}
+
+
+def _diffusion_sizes(d: Diffusion) -> dict[str, int]:
+    area = d.patch_size**2
+    numbers = {"Patches": d.patches, "S": d.patches + 1, "Pixels": d.channels * area}
+    return numbers | {"Waves": d.waves, "Classes": d.classes, "Out": d.out_channels * area}
+
+
+def _recommendation_sizes(r: Recommendation) -> dict[str, int]:
+    vectors = len(r.rows) + 1
+    numbers = {"Tables": len(r.rows), "Rows": -(-sum(r.rows) // len(r.rows)), "Dense": r.dense}
+    numbers["Pairs"] = vectors * (vectors - 1) // 2
+    for name, widths in (("Bottom", r.bottom), ("Top", r.top)):
+        numbers |= {f"{name}{i}": width for i, width in enumerate(widths)}
+    return numbers
