@@ -372,7 +372,8 @@ def test_shapes_explain_the_flops(run: dict[str, Any]) -> None:
     for row in np.flatnonzero(t.kind == TaskKind.COMPUTE):
         if t.shape[row] < 0:
             continue
-        kernel, extents = t.shapes[t.shape[row]]
+        shape = t.shapes[t.shape[row]]
+        kernel, extents = shape.kernel, shape.extents
         of = dict(extents)
         seen[kernel] += 1
         if kernel == "gemm":

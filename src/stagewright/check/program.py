@@ -24,7 +24,8 @@ from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import check_world
 from stagewright.check.files.world import Match, Nodes, World, WorldPart, runs_in_order
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind, Tasks, folded
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind, Tasks
+from stagewright.program.fold import fold
 from stagewright.trace.formats.chakra import COMM_TYPES
 
 SMALL = 50_000  # events of all ranks: a world so small also runs rank by rank
@@ -49,7 +50,7 @@ def check_program(program: Program) -> dict[str, object]:
         _check_columns(of)
     large = size > LARGE
     if large:
-        program = folded(program)
+        program = fold(program)
     groups = {group: np.array(members) for group, members in program.groups().items()}
     parts = [_part(program, of) for of in program.classes]
     findings = Findings()

@@ -25,7 +25,8 @@ from stagewright.lower.serving import compiled as one_mesh
 from stagewright.lower.training import Compiled
 from stagewright.model.config import ModelConfig, Reach
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import Communicator, Peer, Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
+from stagewright.program.communicators import Communicator, Peer
 from stagewright.run import lengths as batch
 from stagewright.run.lengths import Group
 from stagewright.run.requests import cache_of, groups
@@ -60,7 +61,7 @@ class Joined(Program):
     def group_of(self, slot: int, ranks: Int | None = None) -> Int:
         """Id of the group that each of `ranks` is in for `slot`; 0 where it is in none."""
         index = self.group_index[slot] if ranks is None else self.group_index[slot][ranks]
-        return np.where(index < 0, 0, self._ids(slot, index))
+        return np.where(index < 0, 0, self.group_ids(slot, index))
 
     def group_count(self, slot: int) -> int:
         """How many groups communicator `slot` has."""

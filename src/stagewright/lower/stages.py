@@ -34,14 +34,8 @@ from stagewright.lower.lifetimes import (
     root,
     stays,
 )
-from stagewright.program.columns import (
-    COLLECTIVES,
-    PHASES,
-    Communicator,
-    Peer,
-    Shape,
-    TaskKind,
-)
+from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
+from stagewright.program.communicators import Communicator, Peer
 from stagewright.schedule.actions import Place
 
 DTYPES = tuple(BYTES)

@@ -1,7 +1,7 @@
-"""Bytes that a rank holds over the rows of its program: changes, timeline, peak, what is alive.
+"""Bytes that a rank holds over the rows of its program: changes, timeline, peak, live values.
 
-Allocation is ideal: a value is there from before the row that makes it until after the last that
-reads it. Rows are taken in the order of the program, which is the order of issue.
+Allocation is ideal: a value is live from before the row that makes it until after the last row that
+reads it. Rows are in issue order, which is the order of the program.
 
 >>> from stagewright.lower.training import compile
 >>> from stagewright.run.settings import Run
@@ -28,10 +28,10 @@ _Ints = NDArray[np.integer[Any]]
 
 
 class Deltas(NamedTuple):
-    """Bytes by category, in the order of `CATEGORIES`: at the start, and row by row.
+    """Changes of the bytes held by category, in the order of `CATEGORIES`.
 
-    While row i runs, `start + allocated[:, : i + 1].sum(1) - freed[:, :i].sum(1)` are held. With
-    the times at which rows start and end, that is memory over time.
+    While row i runs, `start + allocated[:, : i + 1].sum(1) - freed[:, :i].sum(1)` bytes are held.
+    With the times at which rows start and end, these changes give memory over time.
     """
 
     start: Int  # [categories]
@@ -40,17 +40,17 @@ class Deltas(NamedTuple):
 
 
 def deltas(of: RankClass) -> Deltas:
-    """What every row of a rank class's program adds to what a rank holds, and gives back."""
+    """The bytes that every row of a rank class allocates and frees."""
     rows, v = len(of.tasks), of.values
     category, size = v.category[v.value].astype(np.int64), v.size[v.value]
 
-    def summed(row: _Ints, there: Bool) -> Int:
-        at = (category * rows + row)[there]
-        return _summed(at, size[there], len(CATEGORIES) * rows).reshape(len(CATEGORIES), rows)
+    def per_row(row: _Ints, chosen: Bool) -> Int:
+        cell = (category * rows + row)[chosen]
+        return _summed(cell, size[chosen], len(CATEGORIES) * rows).reshape(len(CATEGORIES), rows)
 
     before = v.first < 0
     start = _summed(category[before], size[before], len(CATEGORIES))
-    return Deltas(start, summed(v.first, ~before), summed(v.last, v.last < rows))
+    return Deltas(start, per_row(v.first, ~before), per_row(v.last, v.last < rows))
 
 
 def timeline(of: RankClass) -> Int:
@@ -62,14 +62,14 @@ def timeline(of: RankClass) -> Int:
 
 
 class Samples(NamedTuple):
-    """A timeline in few points: of each run of rows, the row while which most is held."""
+    """A timeline reduced to few points: of each span of rows, the row with the most bytes."""
 
     rows: Int  # [points], ascending; the peak is among them
     held: Int  # [categories, points]
 
 
 def samples(of: RankClass, points: int) -> Samples:
-    """At most `points` of the timeline, of runs of equal length."""
+    """The timeline reduced to at most `points`, of spans of equal length."""
     over = timeline(of)
     total = over.sum(axis=0)
     edges = [total.size * i // points for i in range(points + 1)]
@@ -79,7 +79,7 @@ def samples(of: RankClass, points: int) -> Samples:
 
 
 class ValueGroup(NamedTuple):
-    """Values of one name that are alive together."""
+    """Values of one name that are live at the same time."""
 
     category: str
     name: str
@@ -90,16 +90,16 @@ class ValueGroup(NamedTuple):
 
 
 def groups_alive(values: Values, row: int) -> list[ValueGroup]:
-    """What is alive while a row runs, by name: the largest first."""
-    there = alive(values, row)
-    value = values.value[there]
+    """The values that are live while a row runs, grouped by name, the largest group first."""
+    live = alive(values, row)
+    value = values.value[live]
     key = values.category[value].astype(np.int64) * len(values.names) + values.name[value]
     found: list[ValueGroup] = []
     for k in np.unique(key):
         mine = np.flatnonzero(key == k)
         category, name = divmod(int(k), len(values.names))
         layers = np.unique(values.layer[value[mine]])
-        microbatches = np.unique(values.microbatch[there[mine]])
+        microbatches = np.unique(values.microbatch[live[mine]])
         found.append(
             ValueGroup(
                 CATEGORIES[category],
@@ -114,20 +114,20 @@ def groups_alive(values: Values, row: int) -> list[ValueGroup]:
 
 
 def live(values: Values, rows: int) -> Int:
-    """Bytes of all categories held while each row runs."""
+    """Bytes of all categories together held while each row runs."""
     size = values.size[values.value]
-    comes = _summed(np.maximum(values.first, 0), size, rows)
-    goes = _summed(values.last + 1, size, rows + 2)
-    return np.cumsum(comes - goes[:rows])
+    allocated = _summed(np.maximum(values.first, 0), size, rows)
+    freed = _summed(values.last + 1, size, rows + 2)
+    return np.cumsum(allocated - freed[:rows])
 
 
 def peak_row(values: Values, rows: int) -> int:
-    """The row while which most is held, the first of them."""
+    """The first row during which the most bytes are held."""
     return int(np.argmax(live(values, rows))) if rows else 0
 
 
 def at_peak(values: Values, rows: int) -> dict[str, int]:
-    """Bytes by category while most is held, and their sum, `peak`."""
+    """Bytes by category at the peak, and their sum, `peak`."""
     there = alive(values, peak_row(values, rows))
     sizes = values.size[values.value[there]]
     by = _summed(values.category[values.value[there]], sizes, len(CATEGORIES))
@@ -136,7 +136,7 @@ def at_peak(values: Values, rows: int) -> dict[str, int]:
 
 
 def alive(values: Values, row: int) -> _Ints:
-    """The instances that are there while a row runs."""
+    """Indices of the instances that are live while a row runs."""
     return np.flatnonzero((values.first <= row) & (values.last >= row))
 
 

@@ -1,4 +1,4 @@
-"""The shape of a kernel: what a measured duration of it is looked up by, and a model computes from.
+"""The shape of a kernel, from which its duration is computed or looked up.
 
 >>> from stagewright.graph.make import einsum, leaf
 >>> x, w = leaf("input", ("B", "S", "M"), "bf16", "x"), leaf("param", ("M", "F"), "bf16", "w")
@@ -21,22 +21,22 @@ from stagewright.program.columns import Shape
 
 
 def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], Any]) -> Shape:
-    """The shape of some fused nodes, of which the first says what kind of kernel they are."""
+    """The shape of a kernel of fused nodes; the first node decides the kind of kernel."""
     n = cluster[0]
-    # Experts may share rows that do not divide: the longest are meant.
-    here = {x: math.ceil(extent_) for x, extent_ in extents(n, extent).items()}
+    # Experts may have unequal numbers of rows: the largest counts.
+    sizes = {x: math.ceil(extent_) for x, extent_ in extents(n, extent).items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
-        return Shape("gemm", _gemm(n, here), joint)
+        return Shape("gemm", _gemm(n, sizes), joint)
     if n.op in ("attention", "attention_bwd"):
-        return Shape(n.op, _attention(n, here))
+        return Shape(n.op, _attention(n, sizes))
     ops = "+".join(dict.fromkeys(m.op for m in cluster))
     chunk: Any = n.get("chunk")
-    return Shape(ops, (*here.items(), *([("chunk", int(chunk))] if chunk else [])))
+    return Shape(ops, (*sizes.items(), *([("chunk", int(chunk))] if chunk else [])))
 
 
-def _gemm(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """A contraction as matrices: rows come from the operand whose index the result has first."""
+def _gemm(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """A contraction as a matrix product; its rows are of the operand whose index comes first."""
     spec = parse(str(n["spec"]))
     first, second = ({x for dim in dims for x in dim} for dims in spec.ins)
     kept = [x for dim in spec.out for x in dim]
@@ -45,25 +45,25 @@ def _gemm(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
         first, second = second, first
     role = {x: "batch" if x in first and x in second else "m" if x in first else "n" for x in kept}
     return tuple(
-        (name, math.prod(size for x, size in here.items() if role.get(x, "k") == name))
+        (name, math.prod(size for x, size in sizes.items() if role.get(x, "k") == name))
         for name in ("batch", "m", "n", "k")
     )
 
 
-def _attention(n: Node, here: dict[str, int]) -> tuple[tuple[str, int], ...]:
+def _attention(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = parse(str(n["spec"])).ins
     keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
-    heads = {x: size for x, size in here.items() if x not in "bqkdvj"}
+    heads = {x: size for x, size in sizes.items() if x not in "bqkdvj"}
     window: Any = n.get("window") or 0
     chunk: Any = n.get("chunk") or 0
     return (
-        ("batch", here.get("b", 1)),
+        ("batch", sizes.get("b", 1)),
         ("heads", math.prod(heads.values())),
         ("kv_heads", math.prod(size for x, size in heads.items() if x in keys)),
-        ("q", here["q"]),
-        ("k", here["k"]),
-        ("d", here["d"]),
-        ("v", here.get("v", here["d"])),
+        ("q", sizes["q"]),
+        ("k", sizes["k"]),
+        ("d", sizes["d"]),
+        ("v", sizes.get("v", sizes["d"])),
         ("causal", int(bool(n.get("causal")))),
         ("window", int(window)),
         *((("chunk", int(chunk)),) if chunk else ()),

@@ -24,7 +24,8 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import Stopped, UserError, did_you_mean
 from stagewright.executors import Threads, ray_cluster
-from stagewright.program.columns import Program, Users, among
+from stagewright.program.columns import Program, among
+from stagewright.program.communicators import Users
 from stagewright.trace.formats import bundle, chakra
 from stagewright.trace.manifest import (
     GROUPS,

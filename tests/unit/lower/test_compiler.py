@@ -16,7 +16,8 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.model.catalog import resolve
-from stagewright.program.columns import Communicator, Program, TaskKind, Tasks
+from stagewright.program.columns import Program, TaskKind, Tasks
+from stagewright.program.communicators import Communicator
 from stagewright.run.settings import Run
 from stagewright.schedule import schedules as pipeline
 

@@ -10,7 +10,8 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.training import Compiled, compile
-from stagewright.program.columns import COLLECTIVES, Communicator, Peer, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
+from stagewright.program.communicators import Communicator, Peer
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import Action, Overlap, flat
 

@@ -15,15 +15,9 @@ from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
-from stagewright.program.columns import (
-    Communicator,
-    Peer,
-    Program,
-    RankClass,
-    TaskKind,
-    Tasks,
-    folded,
-)
+from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
+from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.fold import fold
 from stagewright.run.settings import Run
 from stagewright.trace.formats import chakra
 
@@ -161,7 +155,7 @@ def verdict(program: Program) -> str:
 @settings(max_examples=times(150), deadline=None)
 @given(rings())
 def test_a_folded_world_is_sound_if_and_only_if_the_whole_is(program: Program):
-    small = folded(program)
+    small = fold(program)
     assert small.mesh.world_size <= program.mesh.world_size
     assert verdict(small) == verdict(program)
 
@@ -179,7 +173,7 @@ def test_a_folded_world_is_sound_if_and_only_if_the_whole_is(program: Program):
 def test_folded_runs(settings: dict[str, Any]):
     toy = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
     program = compile(Run(**toy | settings)).program
-    small = folded(program)
+    small = fold(program)
     assert small.mesh.size("tp") == min(2, program.mesh.size("tp"))
     assert small.mesh.size("cp") == min(3, program.mesh.size("cp"))
     assert small.mesh.size("pp") == program.mesh.size("pp")
@@ -193,7 +187,7 @@ def test_a_million_ranks():
     toy = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
     program = compile(Run(**toy, tp=4, pp=4, dp=65536)).program
     assert check_program(program)["run"] == "by rank class"
-    assert folded(program).mesh.world_size == 16
+    assert fold(program).mesh.world_size == 16
     batches = chakra.plan(program, np.arange(program.mesh.world_size), {})
     assert sum(len(batch.ranks) for batch in batches) == 1 << 20
     assert len(batches) < 16

@@ -21,15 +21,8 @@ import pytest
 import stagewright
 from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
-from stagewright.program.columns import (
-    PHASES,
-    Communicator,
-    Peer,
-    Program,
-    RankClass,
-    TaskKind,
-    Tasks,
-)
+from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
+from stagewright.program.communicators import Communicator, Peer
 from stagewright.trace.formats import chakra
 from stagewright.trace.storage import LocalFolder
 from stagewright.trace.write import write

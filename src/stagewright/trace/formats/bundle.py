@@ -30,17 +30,15 @@ from stagewright.program.columns import (
     CATEGORIES,
     COLLECTIVES,
     PHASES,
-    Communicator,
-    Peer,
     Program,
     RankClass,
     Shape,
     TaskKind,
     Tasks,
-    Users,
     Values,
     among,
 )
+from stagewright.program.communicators import Communicator, Peer, Users
 from stagewright.trace.formats import json as readable
 
 FORMAT, VERSION = "stagewright bundle", 1

@@ -31,9 +31,9 @@ from stagewright.program.columns import (
     RankClass,
     TaskKind,
     Tasks,
-    Users,
     among,
 )
+from stagewright.program.communicators import Users
 from stagewright.trace.formats import wire
 from stagewright.trace.formats.et_def import VALUES, CommType, NodeType
 from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, ByteTable, MessageRows, Pieces

@@ -1,0 +1,144 @@
+"""The partners of every rank, computed from the mesh: groups of collectives, peers of messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.algebra.layout import MIRROR, Mesh
+from stagewright.arrays import Bool, Int
+
+
+class Communicator(NamedTuple):
+    """Groups of ranks that differ only in their coordinates along `axes`.
+
+    The axis `MIRROR` joins two replicas. `only` restricts a single axis to some positions: the
+    first and the last pipeline stage, which share a tied embedding.
+    """
+
+    axes: tuple[str, ...]
+    only: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return "+".join(self.axes) + ("" if self.only is None else f"{list(self.only)}")
+
+
+class Peer(NamedTuple):
+    """The rank `shift` positions further along `axis`, cyclically; all other coordinates equal."""
+
+    axis: str
+    shift: int
+
+
+class Users(NamedTuple):
+    """Ranks, and the communicators, by slot, on which they issue collectives."""
+
+    ranks: Int
+    communicators: tuple[int, ...]
+
+
+class Communication:
+    """Communicators and peers of a program, by slot, and what each slot means to each rank."""
+
+    __slots__ = ()
+    mesh: Mesh
+    communicators: tuple[Communicator, ...]
+    peers: tuple[Peer, ...]
+
+    def label_of(self, slot: int) -> str:
+        """The usual name of communicator `slot`: `tp`, `cp+dp`, `pp[0, 3]`."""
+        axes, only = self.communicators[slot]
+        return self.mesh.label(axes) + ("" if only is None else str(list(only)))
+
+    def group_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """For each of `ranks` the id of its group of communicator `slot`; 0: in none.
+
+        Here and in `peer_of`, `ranks` are by default all ranks of the mesh.
+        """
+        who, mesh = self.communicators[slot], self.mesh
+        ranks = np.arange(self.mesh.world_size, dtype=np.int64) if ranks is None else ranks
+        index, scale = np.zeros_like(ranks), 1
+        for axis, size, paired in self._others(who):
+            at = ranks // mesh.stride(axis) % mesh.size(axis)
+            index += (np.minimum(at, mesh.size(axis) - 1 - at) if paired else at) * scale
+            scale *= size
+        ids = self.group_ids(slot, index)
+        if who.only is None:
+            return ids
+        (axis,) = who.axes
+        return np.where(np.isin(ranks // mesh.stride(axis) % mesh.size(axis), who.only), ids, 0)
+
+    def group_count(self, slot: int) -> int:
+        """How many groups communicator `slot` has."""
+        return math.prod(size for _, size, _ in self._others(self.communicators[slot]))
+
+    def members(self, slot: int, index: Int) -> Int:
+        """Ranks of the groups with these indices in communicator `slot`: a row each, ascending."""
+        who, mesh = self.communicators[slot], self.mesh
+        first, steps = np.zeros_like(index)[:, None], np.zeros(1, np.int64)
+        for axis in mesh.names:
+            if axis in who.axes:
+                places = np.array(range(mesh.size(axis)) if who.only is None else who.only)
+                steps = (steps + places[:, None] * mesh.stride(axis)).ravel()
+        for axis, size, paired in self._others(who):
+            at = index[:, None] % size
+            if paired:
+                at = np.concatenate((at, mesh.size(axis) - 1 - at), axis=1)
+            first, index = first + at * mesh.stride(axis), index // size
+        ranks = first[:, :, None] + np.sort(steps)
+        return np.sort(ranks.reshape(len(index), first.shape[1] * len(steps)), axis=1)
+
+    def peer_of(self, slot: int, ranks: Int | None = None) -> Int:
+        """For each of `ranks` the rank it exchanges messages with as peer `slot`."""
+        axis, shift = self.peers[slot]
+        size, stride = self.mesh.size(axis), self.mesh.stride(axis)
+        ranks = np.arange(self.mesh.world_size, dtype=np.int64) if ranks is None else ranks
+        at = ranks // stride % size
+        return ranks + ((at + shift) % size - at) * stride
+
+    def used_groups(self, slot: int, users: Sequence[Users]) -> Bool:
+        """Which groups of a communicator some rank uses.
+
+        The ranks of a stage without layers do not use a communicator that only layers use.
+        """
+        members = [of.ranks for of in users if slot in of.communicators]
+        is_used = np.ones(self.group_count(slot), bool)
+        if len(members) < len(users):
+            ids = self.group_of(slot, np.concatenate((*members, np.zeros(0, np.int64))))
+            first = self.group_ids(slot, np.zeros(1, np.int64))
+            is_used[:] = False
+            is_used[(ids[ids > 0] - first) // self._stride()] = True
+        return is_used
+
+    def group_ids(self, slot: int, index: Int) -> Int:
+        """Ids of the groups with these indices in communicator `slot`."""
+        return self._first_id() + self._stride() * index + slot
+
+    def _stride(self) -> int:
+        # ASTRA-sim derives message tags from 1e6 * group id mod 5e8: ids of overlapping groups must
+        # differ mod 500. Groups of one communicator are disjoint; different communicators differ
+        # mod a divisor of 500.
+        return next(
+            k
+            for k in (1, 2, 4, 5, 10, 20, 25, 50, 100, 125, 250, 500)
+            if k >= len(self.communicators)
+        )
+
+    def _first_id(self) -> int:
+        # All ids have the same number of digits, so that a rank's group names are patched in place.
+        slots = range(len(self.communicators))
+        needed = max((self.group_count(slot) for slot in slots), default=1) * self._stride()
+        first = 1
+        while first * 9 < needed:
+            first *= 10
+        return first
+
+    def _others(self, who: Communicator) -> Iterator[tuple[str, int, bool]]:
+        """The axes that tell groups apart: their sizes, and whether mirrored positions are one."""
+        for axis, size in self.mesh.axes:
+            if axis not in who.axes:
+                paired = axis == self.mesh.mirror and MIRROR in who.axes
+                yield axis, size // 2 if paired else size, paired
