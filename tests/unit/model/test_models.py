@@ -565,7 +565,7 @@ class TestPublishedFiles:
     def test_all_files_and_all_architectures_are_covered(self) -> None:
         stems = {file.stem for file in CONFIGS}
         assert stems == {key for key in SAME if isinstance(key, str)} | ALONE
-        assert {load(stem)["architectures"][0] for stem in stems} == set(hf.ARCHITECTURES)
+        assert {load(stem)["architectures"][0] for stem in stems} == set(hf.FAMILIES)
 
     def test_the_readme_names_a_source_of_every_file(self) -> None:
         for folder in (DATA / "configs", SHIPPED):
@@ -1008,7 +1008,7 @@ class TestFuzz:
 
     @FUZZ
     @given(
-        architecture=st.sampled_from(sorted(hf.ARCHITECTURES)),
+        architecture=st.sampled_from(sorted(hf.FAMILIES)),
         values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=len(KEYS)),
     )
     def test_any_values_of_the_known_keys(
