@@ -1,8 +1,8 @@
-"""What two traces, directories of them, or bundles differ in: by content, not by bytes.
+"""Compares two traces, directories of traces, or bundles: by content, not by bytes.
 
-Ids, names and tags do not count; nor does the order of the files' messages beyond what ids make of
-it. What is compared: ranks, nodes, dependencies, the longest path, FLOPs and bytes by type, phase,
-op and group size, who talks with whom, and, node by node, the structure.
+Ids, names and tags do not count, nor does the order of messages in the files. Compared are ranks,
+nodes, dependencies, the longest path, FLOPs and bytes by type, phase, op and group size, who sends
+to whom, and, node by node, the structure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from stagewright.arrays import Int, exact_sum
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
-from stagewright.check.files.profile import Key, Profile, Totals, added, profile
+from stagewright.check.files.profile import Key, Profile, Totals, profile, summed
 from stagewright.check.files.templates import TraceClass
 from stagewright.check.inspect import group_sizes, readable
 from stagewright.check.verify import find, read
@@ -38,7 +38,7 @@ class DiffSide:
     ranks: int
     numbers: dict[str, int]
     totals: dict[Key, Totals]
-    groups: dict[tuple[int, ...], tuple[int, int]]  # ranks of each group that is used -> what of it
+    groups: dict[tuple[int, ...], tuple[int, int]]  # ranks of a group -> collectives, bytes
     pairs: Pairs
     structure: list[tuple[Int, str]]  # ranks of one structure, and which
 
@@ -63,7 +63,7 @@ class Pairs(NamedTuple):
         return Pairs(who, times)
 
     def beyond(self, other: Pairs) -> list[tuple[int, int]]:
-        """The first pair with more messages than in another."""
+        """The first pair with more messages than it has in `other`; empty if there is none."""
         at = np.searchsorted(other.who, self.who)
         at = np.minimum(at, max(0, len(other.who) - 1))
         there = np.zeros(len(self.who), np.int64)
@@ -74,7 +74,7 @@ class Pairs(NamedTuple):
 
 @dataclass(slots=True)
 class Difference:
-    """How two sides differ; nothing in it: they do not."""
+    """How two sides differ; empty if they do not."""
 
     one: DiffSide
     two: DiffSide
@@ -195,7 +195,7 @@ def _bundle(path: Path) -> DiffSide:
         str(path),
         program.mesh.world_size,
         _numbers(profiles),
-        added(profiles),
+        summed(profiles),
         {tuple(groups[group]): what for group, what in used.items()},
         Pairs.of(pairs),
         [(of.ranks, one.structure) for of, (one, _) in zip(program.classes, profiles, strict=True)],
@@ -204,9 +204,9 @@ def _bundle(path: Path) -> DiffSide:
 
 def _traces(path: Path) -> DiffSide:
     files = find(path)
-    kinds = read(files, None, digests=False)
-    for kin in kinds:
-        for found in kin.findings():
+    classes = read(files, None, digests=False)
+    for trace_class in classes:
+        for found in trace_class.findings():
             if found.code == "damaged":
                 raise UserError(found.message)
     if path.is_file():
@@ -214,17 +214,19 @@ def _traces(path: Path) -> DiffSide:
     else:
         sizes = group_sizes(next(iter(files.traces.values())))
         sizes[0] = len(files.traces)
-    profiles = [(profile(kin.first.path, sizes), len(kin.ranks)) for kin in kinds]
+    profiles = [
+        (profile(trace_class.first.path, sizes), len(trace_class.ranks)) for trace_class in classes
+    ]
     return DiffSide(
         str(path),
         len(files.traces),
         _numbers(profiles),
-        added(profiles),
-        _groups(path, kinds, next(iter(files.traces.values()))),
-        _pairs(kinds),
+        summed(profiles),
+        _groups(path, classes, next(iter(files.traces.values()))),
+        _pairs(classes),
         [
-            (np.array([0] if path.is_file() else kin.ranks), one.structure)
-            for kin, (one, _) in zip(kinds, profiles, strict=True)
+            (np.array([0] if path.is_file() else trace_class.ranks), one.structure)
+            for trace_class, (one, _) in zip(classes, profiles, strict=True)
         ],
     )
 
@@ -244,7 +246,7 @@ def _numbers(profiles: list[tuple[Profile, int]]) -> dict[str, int]:
 
 
 def _groups(
-    path: Path, kinds: list[TraceClass], trace: Path
+    path: Path, classes: list[TraceClass], trace: Path
 ) -> dict[tuple[int, ...], tuple[int, int]]:
     """The ranks of each group that is used -> its collectives and their bytes, of one member."""
     file = default_groups(trace)
@@ -252,11 +254,11 @@ def _groups(
         return {}
     groups = read_groups(file, 1 << 31, Findings())
     used: dict[int, tuple[int, int]] = {}
-    for kin in kinds:
-        if kin.first.exchange is None:
+    for trace_class in classes:
+        if trace_class.first.exchange is None:
             continue
-        events, kind = kin.first.exchange.events, kin.first.exchange.slot_kind
-        partner = np.stack(kin.partner)
+        events, kind = trace_class.first.exchange.events, trace_class.first.exchange.slot_kind
+        partner = np.stack(trace_class.partner)
         for slot in np.flatnonzero(kind == TaskKind.COLLECTIVE).tolist():
             mine = events.slot == slot
             what = int(mine.sum()), int(events.size[mine].sum())
@@ -264,14 +266,14 @@ def _groups(
     return {tuple(groups[g].tolist()): what for g, what in used.items() if g in groups}
 
 
-def _pairs(kinds: list[TraceClass]) -> Pairs:
+def _pairs(classes: list[TraceClass]) -> Pairs:
     pieces: list[tuple[Int, Int, int]] = []
-    for kin in kinds:
-        if kin.first.exchange is None:
+    for trace_class in classes:
+        if trace_class.first.exchange is None:
             continue
-        events, kind = kin.first.exchange.events, kin.first.exchange.slot_kind
+        events, kind = trace_class.first.exchange.events, trace_class.first.exchange.slot_kind
         count = np.bincount(events.slot, minlength=len(kind)).tolist()
-        ranks, partner = np.array(kin.ranks), np.stack(kin.partner)
+        ranks, partner = np.array(trace_class.ranks), np.stack(trace_class.partner)
         for slot in np.flatnonzero(kind == TaskKind.SEND).tolist():
             pieces.append((ranks, partner[:, slot], count[slot]))
     return Pairs.of(pieces)

@@ -1,7 +1,7 @@
 """Checks a program before it is written: the same rules as for traces, on columns in memory.
 
-Work is per rank class: rows are looked at once per class, partners once per rank, and in large
-worlds only of as many ranks as show all ways to meet. For small worlds the run is also made rank by
+Work is per rank class: rows are checked once per class, and partners once per rank. A large world
+is checked by a folded one, in which ranks meet in all the same ways; a small one also runs rank by
 rank.
 
 >>> from stagewright.lower.training import compile

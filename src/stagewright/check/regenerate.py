@@ -36,18 +36,18 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
         return f"the manifest's run cannot be compiled: {type(error).__name__}: {error}"
 
 
-def difference(program: Program, kinds: Sequence[TraceClass]) -> str:
+def difference(program: Program, classes: Sequence[TraceClass]) -> str:
     """Where the traces are not what the program makes, in words; empty if they are."""
     from stagewright.trace.formats.chakra import encode
 
-    for kin in kinds:
-        rank = kin.ranks[0]
+    for traces in classes:
+        rank = traces.ranks[0]
         if rank >= program.mesh.world_size:
             return f"rank {rank} is not in the run of the manifest"
-        path = kin.first.path
+        path = traces.first.path
         if path.read_bytes() != encode(program, rank, _provenance(path)):
             return f"{path.name} is not what this version makes of the manifest's run"
-        wrong = _wrong_partner(program, kin)
+        wrong = _wrong_partner(program, traces)
         if wrong is not None:
             return f"rank {wrong} has other partners than the manifest's run gives it"
     return ""
@@ -62,19 +62,19 @@ def _provenance(path: Path) -> dict[str, str | int]:
     return found
 
 
-def _wrong_partner(program: Program, kin: TraceClass) -> int | None:
+def _wrong_partner(program: Program, traces: TraceClass) -> int | None:
     """A rank of a kind, whose first is right, with other partners than it should have."""
-    if kin.first.exchange is None:
+    if traces.first.exchange is None:
         return None
-    rank = kin.ranks[0]
-    ranks = np.array(kin.ranks)
+    rank = traces.ranks[0]
+    ranks = np.array(traces.ranks)
     (of,) = (of for of in program.classes if rank in of.ranks)
     if not np.isin(ranks, of.ranks).all():
         return int(ranks[~np.isin(ranks, of.ranks)][0])
-    events, partner = kin.first.exchange.events, np.stack(kin.partner)
+    events, partner = traces.first.exchange.events, np.stack(traces.partner)
     pairs = np.stack([events.slot, of.tasks.slot[events.row].astype(np.int64)], axis=1)
     for slot, planned in np.unique(pairs, axis=0).tolist():
-        collective = kin.first.exchange.slot_kind[slot] == TaskKind.COLLECTIVE
+        collective = traces.first.exchange.slot_kind[slot] == TaskKind.COLLECTIVE
         wanted = (program.group_of if collective else program.peer_of)(planned, ranks)
         wrong = np.flatnonzero(wanted != partner[:, slot])
         if len(wrong):

@@ -59,12 +59,12 @@ NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]{0,8})\.et")
 
 @dataclass(slots=True)
 class Report:
-    """What a directory of traces holds, and what is wrong with it."""
+    """The contents of a directory of traces, and the findings."""
 
     directory: str
     ranks: int = 0  # files
     world_size: int = 0
-    kinds: int = 0  # of ranks whose files differ in their partners only
+    kinds: int = 0  # classes of ranks whose files differ in their partners only
     nodes: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -119,22 +119,22 @@ def verify(
     files = find(Path(directory))
     report = Report(str(directory), ranks=len(files.traces))
     findings = Findings()
-    kinds = read(files, workers, digests=bool(files.manifest))
-    report.kinds = len(kinds)
-    report.nodes = sum(kin.first.nodes * len(kin.ranks) for kin in kinds)
-    report.bytes = sum(kin.sizes for kin in kinds)
+    classes = read(files, workers, digests=bool(files.manifest))
+    report.kinds = len(classes)
+    report.nodes = sum(traces.first.nodes * len(traces.ranks) for traces in classes)
+    report.bytes = sum(traces.sizes for traces in classes)
     report.checks.append("files")
-    for kin in kinds:
-        findings.update(kin.findings())
+    for traces in classes:
+        findings.update(traces.findings())
     if files.damage:
         findings.error("manifest", f"{files.damage}: the checksums of these files are unknown")
     if files.manifest:
-        _check_manifest(files, kinds, findings, report)
+        _check_manifest(files, classes, findings, report)
     if Path(directory).is_file() or (len(files.traces) == 1 and not files.manifest):
         report.world_size = 1
         report.skipped.append("groups, messages and the run: this is one rank")
     else:
-        _check_together(files, comm_group, kinds, findings, report)
+        _check_together(files, comm_group, classes, findings, report)
     report.findings = sorted(findings, key=lambda found: found.level != "error")
     report.seconds = round(time.perf_counter() - began, 3)
     return report
@@ -196,7 +196,7 @@ def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[Trace
             found += check_files(task)
     else:
         found = _in_processes(tasks, processes)
-    return sorted(merge_classes(found), key=lambda kin: min(kin.ranks))
+    return sorted(merge_classes(found), key=lambda traces: min(traces.ranks))
 
 
 def _size(path: Path) -> int:
@@ -221,8 +221,8 @@ def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]
             processes, get_context("fork"), initializer=_begin, initargs=(os.getpid(),)
         )
         try:
-            for kinds in pool.map(check_files, tasks):
-                found += kinds
+            for classes in pool.map(check_files, tasks):
+                found += classes
         except BrokenProcessPool:
             raise UserError(
                 "a process that read traces was killed; if memory is short, use one worker"
@@ -233,7 +233,7 @@ def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]
 
 
 def _begin(parent: int) -> None:
-    """What a reading process does first: leave Ctrl-C to its parent, and not outlive it."""
+    """Set up a reading process: it leaves Ctrl-C to its parent, and ends with it."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -248,7 +248,7 @@ def _begin(parent: int) -> None:
 
 
 def _check_manifest(
-    files: TraceFiles, kinds: Sequence[TraceClass], findings: Findings, report: Report
+    files: TraceFiles, classes: Sequence[TraceClass], findings: Findings, report: Report
 ) -> None:
     """The checksums hold, and the files are what the run in the manifest makes."""
     listed = files.manifest.get("files")
@@ -256,7 +256,7 @@ def _check_manifest(
         findings.error("manifest", f"{MANIFEST} lists no files")
         return
     entries = cast("dict[str, Any]", listed)
-    digests = {name: digest for kin in kinds for name, digest in kin.digests.items()}
+    digests = {name: digest for traces in classes for name, digest in traces.digests.items()}
     if GROUPS in entries:
         digests |= _digests(files.folder / GROUPS)
     wrong: list[str] = []
@@ -272,7 +272,7 @@ def _check_manifest(
     _tell(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
     report.checks.append("checksums")
     if not wrong:
-        _check_made(files, kinds, findings, report)
+        _check_made(files, classes, findings, report)
 
 
 def _digests(path: Path) -> dict[str, str]:
@@ -289,7 +289,7 @@ def _tell(findings: Findings, code: str, names: Sequence[str], text: str) -> Non
 
 
 def _check_made(
-    files: TraceFiles, kinds: Sequence[TraceClass], findings: Findings, report: Report
+    files: TraceFiles, classes: Sequence[TraceClass], findings: Findings, report: Report
 ) -> None:
     """The files are what this version makes of the run that the manifest names."""
     from stagewright.check.regenerate import difference, program_of
@@ -297,14 +297,14 @@ def _check_made(
     if files.manifest.get("stagewright") != __version__ or "run" not in files.manifest:
         report.skipped.append("making the traces again: of another version, or without its run")
         return
-    nodes = sum(kin.first.nodes for kin in kinds)
+    nodes = sum(traces.first.nodes for traces in classes)
     program = program_of(files.folder / MANIFEST, nodes)
     if isinstance(program, str):
         report.skipped.append(f"making the traces again: {program}")
         return
-    told = difference(program, kinds)
-    if told:
-        findings.warn("not-as-made", told)
+    other = difference(program, classes)
+    if other:
+        findings.warn("not-as-made", other)
     report.checks.append("made again from the manifest's run")
 
 
@@ -314,7 +314,7 @@ def _check_made(
 def _check_together(
     files: TraceFiles,
     comm_group: Path | str | None,
-    kinds: Sequence[TraceClass],
+    classes: Sequence[TraceClass],
     findings: Findings,
     report: Report,
 ) -> None:
@@ -333,7 +333,7 @@ def _check_together(
         report.skipped.append("groups, messages and the run: nearly all ranks are missing")
         return
     groups = _groups(files, comm_group, size, findings)
-    parts = parts_of(kinds)
+    parts = parts_of(classes)
     if not parts:
         report.skipped.append("groups, messages and the run: no rank could be read whole")
         return
@@ -351,17 +351,17 @@ def _check_together(
     _check_run(world, match, len(files.traces), report)
 
 
-def parts_of(kinds: Sequence[TraceClass]) -> list[WorldPart]:
+def parts_of(classes: Sequence[TraceClass]) -> list[WorldPart]:
     """The parts of a world: every class of traces that is sound enough to be compared."""
     return [
         WorldPart(
-            np.array(kin.ranks),
-            kin.first.exchange,
-            np.stack(kin.partner),
-            TraceSource(kin.first.path),
+            np.array(traces.ranks),
+            traces.first.exchange,
+            np.stack(traces.partner),
+            TraceSource(traces.first.path),
         )
-        for kin in kinds
-        if kin.first.exchange is not None
+        for traces in classes
+        if traces.first.exchange is not None
     ]
 
 

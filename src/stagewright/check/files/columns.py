@@ -1,9 +1,9 @@
 """Reads protocol-buffer messages column by column: bytes in, arrays out; `wire` the other way.
 
 All messages are walked side by side: the first field of each, then the second, and so on. The walk
-knows the forms that writers use. What is rarer it only points out as odd, for the official runtime
-to read: long tags, other wire types, unknown fields, lists as attributes. No length is believed
-before it is held against the end of its message.
+knows the forms that writers use. Rarer forms (long tags, other wire types, unknown fields, lists as
+attributes) are only marked as odd, for the official runtime to read. No length is used before it is
+checked against the end of its message.
 
 >>> data = MessageBytes(bytes.fromhex("08ac02 2a0305ac02"))
 >>> fields = walk(data, np.array([0]), np.array([8]), np.arange(256) < 128, 10)
@@ -53,7 +53,7 @@ _WIRE[STRING] = 2
 
 
 class InvalidMessage(Exception):
-    """A message that is not what it should be."""
+    """A message that is not valid."""
 
     def __init__(self, row: int, why: str) -> None:
         """`row`: which message."""
@@ -99,7 +99,7 @@ class MessageBytes:
         size[long] = np.where(more, np.where(tenth < 2, 10, 99), 9)
 
     def ascii(self, at: Int, end: Int) -> Bool:
-        """Whether there are no bytes above 127; not looked at, and False, where it is long."""
+        """Whether each text is ASCII; False without looking where a text is long."""
         good = end - at <= 256
         some = np.flatnonzero(good)
         at, end = at[some], end[some]
@@ -111,7 +111,7 @@ class MessageBytes:
         return good
 
     def check_text(self, at: Int, end: Int, row: Int) -> None:
-        """Texts must be UTF-8, or the official runtime refuses the message."""
+        """Raise `InvalidMessage` where a text is not UTF-8, as the official runtime does."""
         for nth in np.flatnonzero(~self.ascii(at, end)).tolist():
             try:
                 self.raw[at[nth] : end[nth]].decode()
@@ -269,7 +269,10 @@ def _code(one: Words, two: Words) -> Words:
 
 
 def representatives(data: MessageBytes, at: Int, end: Int) -> tuple[Int, Int]:
-    """Of many texts, a few that stand for all, and for which of them each does; -1: for none."""
+    """A few texts equal to all others: their places, and which of them each text equals.
+
+    -1: a text too long to be compared.
+    """
     length = end - at
     words = [data.words(at + n, length - n) for n in (0, 8, 16, 24)]
     code = _code(words[0], words[1]) ^ _code(words[2] + length.astype(np.uint64), words[3])

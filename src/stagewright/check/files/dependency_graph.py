@@ -28,15 +28,15 @@ class DependencyGraph:
     parent: Int
 
     def parents(self) -> tuple[list[int], list[int]]:
-        """The same as CSR: row `i` needs `second[first[i]:first[i + 1]]`."""
+        """The pairs as CSR: row `i` needs `second[first[i]:first[i + 1]]`."""
         return _grouped(self.child, self.parent, self.count)
 
     def children(self) -> tuple[list[int], list[int]]:
-        """The other way: row `i` is needed by `second[first[i]:first[i + 1]]`."""
+        """The pairs as CSR: row `i` is needed by `second[first[i]:first[i + 1]]`."""
         return _grouped(self.parent, self.child, self.count)
 
     def order(self, ids: NDArray[np.uint64]) -> Int:
-        """All rows, each after those that it needs, of those that could come next the lowest id.
+        """All rows in topological order; of several rows that could come next, the lowest id first.
 
         Rows of a cycle, and those that need them, are left out.
         """
@@ -72,7 +72,7 @@ class DependencyGraph:
         return list(path)[path[row] :]
 
     def unlinked(self, rows: Int) -> Int:
-        """Places in `rows` of those that do not need the one before directly."""
+        """Places in `rows` of rows that do not directly need the row before."""
         before = np.full(self.count, -1)
         before[rows[1:]] = rows[:-1]
         linked = np.zeros(self.count, bool)
@@ -80,7 +80,7 @@ class DependencyGraph:
         return np.flatnonzero(~linked[rows[1:]]) + 1
 
     def unordered(self, order: Int, rows: Int) -> Int:
-        """Places in `rows` (ascending by `order`) of those that do not need the one before."""
+        """Places in `rows` (ascending by `order`) of rows that do not need the row before."""
         if not len(self.unlinked(rows)):
             return np.zeros(0, np.int64)
         own = np.full(self.count, -1)

@@ -1,4 +1,4 @@
-"""What a rank exchanges with others, with whom, and in which order."""
+"""The communication of a rank: its events, their partners, and their order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Events(NamedTuple):
     slot: Int  # with whom: equal for events of one kind with one partner
 
     def at(self, which: Int) -> Events:
-        """Some of them."""
+        """The events in some rows."""
         return Events(*(column[which] for column in self))
 
 
 class Exchange(NamedTuple):
-    """Events in an order that the dependencies allow, receives as late as they do."""
+    """Events in an order that the dependencies allow, receives as late as possible."""
 
     events: Events
     slot_kind: NDArray[np.uint8]  # TaskKind
@@ -38,7 +38,7 @@ class Exchange(NamedTuple):
 
 
 class Breaks(NamedTuple):
-    """Pairs, of neighbours among collectives, sends and memory nodes, that nothing orders."""
+    """Neighbours, among collectives, sends and memory nodes, that no dependency orders."""
 
     pairs: int
     one: int = -1  # rows of the first pair
@@ -46,7 +46,7 @@ class Breaks(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """Where in a file the values are that ranks of one program write differently."""
+    """Bytes of a file in which ranks of one program differ: partners, and the rank itself."""
 
     at: Int  # byte where each begins, and ends
     end: Int
@@ -54,7 +54,7 @@ class Spots(NamedTuple):
 
 
 def slots(kind: Int, partner: Int) -> tuple[Int, Int, Int]:
-    """Slots of events by their first event: kind and partner of each, and each event's slot."""
+    """Kind and partner of each slot, in order of first events; and the slot of each event."""
     pairs, first, which = np.unique(
         np.stack([kind, partner]), axis=1, return_index=True, return_inverse=True
     )

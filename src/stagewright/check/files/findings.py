@@ -1,4 +1,4 @@
-"""What a check finds wrong, in words: errors and warnings, the same kind counted and told once."""
+"""Findings of a check, in words: errors and warnings; findings of one kind become one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Level = Literal["error", "warning"]
 
 
 class Finding(NamedTuple):
-    """Something wrong: of several of one kind, the first, and on how many nodes and ranks."""
+    """An error or warning: the first of its kind, and on how many nodes and ranks it occurs."""
 
     level: Level
     code: str  # the kind: a few words with dashes, for programs

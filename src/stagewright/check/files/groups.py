@@ -1,4 +1,4 @@
-"""Communicator groups: the file that lies beside traces, and what ASTRA-sim makes of their ids."""
+"""Communicator groups: the file beside traces, and ids that ASTRA-sim confuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def default_groups(trace: Path) -> Path | None:
 
 
 def read_groups(path: Path, size: int, findings: Findings) -> dict[int, Int]:
-    """The groups in a file; what cannot be a group is reported and left out."""
+    """The groups in a file; an entry that is no group is reported and left out."""
     groups: dict[int, Int] = {}
     try:
         found = read_json(path, size)
@@ -87,7 +87,7 @@ def check_ids(world: World, groups: Mapping[int, Int]) -> None:
             f"{unused} groups that no rank uses; ASTRA-sim builds each of them on every rank",
             unused,
         )
-    for one, two in _alike(sorted(set(groups) & set(used.tolist())), groups):
+    for one, two in _confused(sorted(set(groups) & set(used.tolist())), groups):
         world.findings.warn(
             "group-ids",
             f"groups {one} and {two} have the same id modulo 500 and share ranks: ASTRA-sim may "
@@ -95,18 +95,18 @@ def check_ids(world: World, groups: Mapping[int, Int]) -> None:
         )
 
 
-def _alike(ids: Sequence[int], groups: Mapping[int, Int]) -> Iterator[tuple[int, int]]:
+def _confused(ids: Sequence[int], groups: Mapping[int, Int]) -> Iterator[tuple[int, int]]:
     for _, some in groupby(sorted(ids, key=lambda i: i % 500), key=lambda i: i % 500):
-        alike = list(some)
-        if len(alike) < 2:
+        same_id = list(some)
+        if len(same_id) < 2:
             continue
-        member = np.concatenate([groups[i] for i in alike])
-        of = np.repeat(np.array(alike), [len(groups[i]) for i in alike])
+        member = np.concatenate([groups[i] for i in same_id])
+        group = np.repeat(np.array(same_id), [len(groups[i]) for i in same_id])
         ranks, count = np.unique(member, return_counts=True)
         shared = np.isin(member, ranks[count > 1])
         pairs: dict[tuple[int, int], int] = {}
         for rank in np.unique(member[shared]).tolist():
-            mine = sorted(of[shared & (member == rank)].tolist())
+            mine = sorted(group[shared & (member == rank)].tolist())
             for nth, one in enumerate(mine):
                 for two in mine[nth + 1 :]:
                     pairs[one, two] = pairs.get((one, two), 0) + 1

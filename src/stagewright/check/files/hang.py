@@ -1,7 +1,7 @@
-"""Runs the dependencies of all ranks, without times, and says in words why that does not end.
+"""Runs the dependencies of all ranks, without times, and explains a deadlock in words.
 
-Everything runs that can, which has one outcome, whatever the order. If events are left, each waits
-for another: the story follows who waits for whom until the circle closes.
+Every event that can run does, which has one outcome, whatever the order. If events are left, each
+waits for another: the explanation follows who waits for whom until the circle closes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from stagewright.check.files.matching import check_world
 from stagewright.check.files.world import Match, Nodes, World
 from stagewright.program.columns import TaskKind
 
-MOST_STEPS = 64  # of a story
+MOST_STEPS = 64  # of an explanation
 MOST_NODES = 20_000_000  # of a run rank by rank, in some 50 bytes each
 
 
 def explain(world: World, match: Match) -> str | None:
-    """Why the ranks do not come to their end; None if they do."""
+    """Why the ranks never come to their end; None if they do."""
     why = _DependencyRun(world, match).go()
     if why is None or all(len(part.ranks) == 1 for part in world.parts):
         return why
@@ -48,7 +48,7 @@ class Running:
         return None if nth is None else self.first_event + nth
 
     def end(self, row: int) -> list[int]:
-        """A row is over; returns the rows that waited for nothing else."""
+        """End a row; returns the rows that waited for nothing else."""
         self.done[row] = 1
         ready: list[int] = []
         for child in self.children[self.first[row] : self.first[row + 1]]:
@@ -75,9 +75,9 @@ def running(world: World) -> list[Running]:
             rows = part.exchange.events.row.tolist()
             events = {row: nth for nth, row in enumerate(rows)}
             known[key] = Running(nodes, *graph.children(), events, 0, missing, bytearray())
-        one = known[key]
-        done, missing = bytearray(one.nodes.graph.count), list(one.missing)
-        found.append(replace(one, first_event=first_event, missing=missing, done=done))
+        fresh = known[key]
+        done, missing = bytearray(fresh.nodes.graph.count), list(fresh.missing)
+        found.append(replace(fresh, first_event=first_event, missing=missing, done=done))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Do groups agree, and do messages meet? What does not is told in words."""
+"""Matches the collectives of groups and the messages of pairs; mismatches become findings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Members:
         return self.rank[mine], self.slot[mine]
 
     def differ(self, values: Int) -> Int:
-        """The groups, by their place, whose members have not all the same value."""
+        """Places of the groups whose members have different values."""
         if not len(values):
             return np.zeros(0, np.int64)
         least, most = (f.reduceat(values, self.begin) for f in (np.minimum, np.maximum))
@@ -47,7 +47,7 @@ class _Members:
 
 
 def _check_groups(world: World) -> tuple[Int, Int]:
-    """Members agree; returns `barrier` and `arrivals` of Match."""
+    """Check that members of groups agree; returns `barrier` and `arrivals` of Match."""
     members = _Members(world)
     if world.groups is None:
         groups = {group: np.sort(members.of(group)[0]) for group in members.used.tolist()}
@@ -71,7 +71,7 @@ def _check_groups(world: World) -> tuple[Int, Int]:
 
 
 def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -> None:
-    """Every group that is used exists, has the rank, and all its members use it."""
+    """Check that every group in use exists, has the rank, and is used by all its members."""
     rank, group, slot = members.rank, members.group, members.slot
     known = np.array(sorted(g for g in members.used.tolist() if g in groups), np.int64)
 
@@ -114,7 +114,8 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
 
 
 def _sequences(world: World) -> tuple[Int, Int, Bool]:
-    """By slot: a number for its sequence of collectives, one for them in any order, is it loose."""
+    """Three columns by slot: a number for its sequence of collectives, a number for the same in any
+    order, and whether dependencies leave the order open (loose)."""
     exact, anyhow = np.zeros(len(world.of_slot), np.int64), np.zeros(len(world.of_slot), np.int64)
     known: dict[bytes, int] = {}
     for nth, events in enumerate(world.of_slot):
@@ -148,10 +149,10 @@ def _tell_difference(world: World, group: int, rank: Int, slot: Int, sequence: I
 
 
 def _barriers(world: World, members: _Members, loose: Bool) -> tuple[Int, Int]:
-    """A number for the collectives that meet; slots whose groups have common slots go together.
+    """`barrier` and `arrivals` of Match; slots whose groups have common slots go together.
 
-    That is more than has to meet where the groups of a part's ranks reach into different other
-    parts; if it then ends, so does the truth.
+    Where the groups of a part's ranks reach into different other parts, more events wait for each
+    other than must: if this run ends, so does every run.
     """
     barrier = np.full(len(world.slot), -1)
     heads = np.repeat(members.slot[members.begin], np.diff([*members.begin, len(members.slot)]))
@@ -186,7 +187,7 @@ def _root(root: list[int], nth: int) -> int:
 
 
 def _check_messages(world: World) -> tuple[Int, Int]:
-    """Sends and receives that meet."""
+    """Pairs of sends and receives that meet."""
     (sent, send_slot), (received, recv_slot) = (
         _ends(world, k) for k in (TaskKind.SEND, TaskKind.RECV)
     )
@@ -201,7 +202,7 @@ def _check_messages(world: World) -> tuple[Int, Int]:
 
 
 def _ends(world: World, kind: TaskKind) -> tuple[Int, Int]:
-    """From whom to whom, as one number each, ascending, and the slots of ranks that are there."""
+    """Pairs of source and target as one ascending number each, and the slot of the present rank."""
     rank, partner, slot = world.pairs(kind)
 
     def text(nth: int) -> str:

@@ -1,4 +1,4 @@
-"""What a trace amounts to: FLOPs and bytes by type, phase, op and group; depth; structure."""
+"""The profile of a trace: FLOPs and bytes by type, phase, op and group; depth; structure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = ("num_ops", "tensor_size", "comm_type", "comm_size")
 
 
 class Key(NamedTuple):
-    """What is added up together; what a trace does not say is empty."""
+    """Nodes of one key are added up; a field that the trace does not give is empty."""
 
     type: str  # comp, comm_coll, ...
     phase: str
@@ -157,7 +157,7 @@ def _sums(values: Int, begin: Int) -> list[int]:
 
 
 def _numbers(block: NodeBlock) -> list[Int]:
-    """What the nodes do, in numbers; who with, and what they are called, does not count."""
+    """The numbers that define the work of the nodes; partners and names are left out."""
     return [dense(block.attributes[name], len(block)).value for name in NUMBERS]
 
 
@@ -186,8 +186,8 @@ def _add_graph(
     found.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
 
 
-def added(profiles: Iterable[tuple[Profile, int]]) -> dict[Key, Totals]:
-    """The totals of traces, each so many times."""
+def summed(profiles: Iterable[tuple[Profile, int]]) -> dict[Key, Totals]:
+    """The sum of the totals of traces, each so many times."""
     totals: dict[Key, Totals] = {}
     for one, times in profiles:
         for key, some in one.totals.items():

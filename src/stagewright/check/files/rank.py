@@ -1,4 +1,4 @@
-"""Checks one Chakra trace by itself, and takes down what it exchanges with other ranks."""
+"""Checks one Chakra trace by itself, and collects its communication with other ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Checked:
 
 
 def check_trace(path: Path, rank: int | None = None) -> Checked:
-    """Read and check the file of a rank; without `rank`, nothing that is about the own one."""
+    """Read and check the file of a rank; without `rank`, rules about the own rank are skipped."""
     check = _Check(path, rank)
     found: tuple[Exchange, Spots | None] | None = None
     try:
@@ -73,7 +73,7 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
 
 
 class _Kept(NamedTuple):
-    """What is kept of every node: its dependencies come as how many, and then all of them."""
+    """What is kept of every node; dependencies as their count per node, and all ids."""
 
     id: Words
     type: NDArray[np.int16]
@@ -85,7 +85,7 @@ class _Kept(NamedTuple):
 
 
 class _Moves(NamedTuple):
-    """What is kept of collectives, sends and receives; where there is no value to find: -2."""
+    """What is kept of collectives, sends and receives; -2 where an attribute is missing."""
 
     row: Int
     kind: Int
@@ -286,7 +286,7 @@ def _moves(rows: NodeRows, group: Int, before: int) -> _Moves:
 
 
 def _spots(moves: _Moves, slot: Int) -> Spots | None:
-    """Where the file names partners and the own rank; None if that is not known."""
+    """The bytes that name partners and the rank itself; None if they are not known."""
     if (moves.at == -1).any() or (moves.own_at == -1).any():
         return None
     given, own = moves.at != -2, moves.own_at != -2

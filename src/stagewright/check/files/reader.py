@@ -1,9 +1,9 @@
 """Reads Chakra traces that anybody wrote into numpy columns, in blocks: one pass, bounded memory.
 
-Nothing loops over nodes in Python but the splitting of the file into messages; see `scan`. A node
-of a form that `scan` does not know is first rewritten by the official runtime, which thereby
-decides what is a valid message. Whoever reads a damaged file gets the blocks before the damage, and
-then `Damaged`. A length in the file is held against the file's size before anything is allocated.
+Only the splitting of the file into messages loops over nodes in Python; see `columns`. A node of a
+form that `columns` does not know is first rewritten by the official runtime, which thereby decides
+what is a valid message. A damaged file yields the blocks before the damage, and then `Damaged`. A
+length in the file is checked against the file's size before anything is allocated.
 
 >>> node = et_def.message("Node")(id=7, type=4, data_deps=[5, 6])
 >>> _ = node.attr.add(name="num_ops", int64_val=300)
@@ -75,8 +75,8 @@ class AttributeColumn(NamedTuple):
     row: Int  # of the block, ascending
     kind: NDArray[np.uint8]  # number of its value's type in `et_def.VALUES`, + 1 for lists; 0: none
     value: Int
-    """Integers, at most 2**63 - 1; strings: their place in `Parser.texts`; lists of truths: 1 if
-    any is true; others: 0."""
+    """Integers, at most 2**63 - 1; of a string its place in `NodeParser.texts`; of a list
+    of truths 1 if any is true; others: 0."""
     at: Int  # byte of the file where a varint or a string begins, and ends; -1: unknown
     end: Int
 

@@ -1,9 +1,9 @@
-"""Reads many traces of one size: those that differ only in who their partners are, once.
+"""Reads many traces of one size; those that differ only in their partners are checked once.
 
 Ranks of one program have files of the same bytes but for the names of groups, the ranks of peers
-and their own rank. The first file of a kind is read and checked node by node; of the others it is
-enough that all other bytes are equal and that the values in those places are again one per slot.
-That holds for anybody's files, and a file that is different in another way is read like the first.
+and their own rank. The first file of a class is read and checked node by node; of the others it is
+enough that all other bytes are equal, and that the values in those places are again one per slot.
+That holds for files of any writer, and a file that differs in another way is read like the first.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from stagewright.check.files.world import Nodes
 from stagewright.program.columns import TaskKind
 
 MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
-MOST_KINDS = 8  # of the files that one call compares
+MOST_CLASSES = 8  # of the files that one call compares
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
 class TraceClass:
-    """Files that are alike but for their partners: the first, and the ranks and partners of all."""
+    """Traces that differ only in their partners: the first, and the ranks and partners of all."""
 
     first: Checked
-    shape: bytes  # equal for all files of the kind, whoever read them; empty: of this file only
+    shape: bytes  # equal for all files of the class, whichever process read them; empty: unknown
     ranks: list[int]
     partner: list[Int]
     sizes: int  # bytes of all
     digests: dict[str, str]  # file name -> SHA-256, where asked for
 
     def findings(self) -> list[Finding]:
-        """What is wrong with each of them."""
+        """The findings of the first trace, counted for every rank."""
         ranks = len(self.ranks)
         return [
             found._replace(ranks=ranks, nodes=found.nodes * ranks) for found in self.first.findings
@@ -59,28 +59,28 @@ class ReadTask(NamedTuple):
 
 def check_files(task: ReadTask) -> list[TraceClass]:
     """Check files of one size."""
-    kinds: list[tuple[TraceClass, _TraceTemplate | None]] = []
+    classes: list[tuple[TraceClass, _TraceTemplate | None]] = []
     compare = len(task.files) > 1
     for rank, path in task.files:
         data = _bytes(path) if compare or task.digests else None
         digest = _digest(path, data) if task.digests else {}
-        for kin, stamp in kinds:
+        for traces, stamp in classes:
             values = None if stamp is None or data is None else stamp.values(data, rank)
             if values is not None:
-                kin.ranks.append(rank)
-                kin.partner.append(values)
-                kin.sizes += len(data) if data is not None else 0
-                kin.digests |= digest
+                traces.ranks.append(rank)
+                traces.partner.append(values)
+                traces.sizes += len(data) if data is not None else 0
+                traces.digests |= digest
                 break
         else:
             first = check_trace(path, rank)
             stamp = None
-            if data is not None and len(kinds) < MOST_KINDS:
+            if data is not None and len(classes) < MOST_CLASSES:
                 stamp = _TraceTemplate.of(first, data)
             partner = [first.exchange.partner] if first.exchange else []
             shape = stamp.shape() if stamp else b""
-            kinds.append((TraceClass(first, shape, [rank], partner, first.size, digest), stamp))
-    return [kin for kin, _ in kinds]
+            classes.append((TraceClass(first, shape, [rank], partner, first.size, digest), stamp))
+    return [traces for traces, _ in classes]
 
 
 def _bytes(path: Path) -> Bytes | None:
@@ -104,7 +104,10 @@ def _digest(path: Path, data: Bytes | None) -> dict[str, str]:
 
 
 class _TraceTemplate:
-    """A file with the places where its kin differ, by slot; slot -1 is the own rank."""
+    """A template file, and the byte offsets that differ between ranks, per communicator slot.
+
+    Slot -1 is the rank itself.
+    """
 
     def __init__(self, checked: Checked, data: Bytes, places: list[tuple[int, Int]]) -> None:
         assert checked.exchange is not None
@@ -117,7 +120,7 @@ class _TraceTemplate:
 
     @staticmethod
     def of(checked: Checked, data: Bytes) -> _TraceTemplate | None:
-        """None where the places are not known, or not one number of bytes per slot."""
+        """The template of a checked file; None where offsets are unknown, or widths differ."""
         spots = checked.spots
         if checked.exchange is None or spots is None:
             return None
@@ -132,7 +135,7 @@ class _TraceTemplate:
         return _TraceTemplate(checked, data, places)
 
     def shape(self) -> bytes:
-        """What all files of the kind have in common."""
+        """A digest of what all files of the class have in common."""
         common = hashlib.sha256(np.where(self.fixed, self.data, 0).tobytes())
         for slot, place in self.places:
             common.update(f"{slot} {place.shape}".encode())
@@ -140,7 +143,7 @@ class _TraceTemplate:
         return common.digest()
 
     def values(self, data: Bytes, rank: int) -> Int | None:
-        """The partners that a file names; None if it is not of this kind."""
+        """The partners that a file names, by slot; None if it is not of this class."""
         if len(data) != len(self.data) or ((data != self.data) & self.fixed).any():
             return None
         partner = self.partner.copy()
@@ -169,26 +172,26 @@ def _number(data: bytes) -> int | None:
     return value if value < 2**31 else None
 
 
-def merge_classes(kinds: list[TraceClass]) -> list[TraceClass]:
-    """The same with those of one shape, which several calls have read, as one."""
+def merge_classes(classes: list[TraceClass]) -> list[TraceClass]:
+    """Merge classes of one shape, which several calls have read."""
     known: dict[tuple[bytes, bytes], TraceClass] = {}
     found: list[TraceClass] = []
-    for kin in kinds:
-        slots = kin.first.exchange.slot_kind.tobytes() if kin.first.exchange else b""
-        same = known.setdefault((kin.shape, slots), kin) if kin.shape else kin
-        if same is kin:
-            found.append(kin)
+    for traces in classes:
+        slots = traces.first.exchange.slot_kind.tobytes() if traces.first.exchange else b""
+        same = known.setdefault((traces.shape, slots), traces) if traces.shape else traces
+        if same is traces:
+            found.append(traces)
             continue
-        same.ranks += kin.ranks
-        same.partner += kin.partner
-        same.sizes += kin.sizes
-        same.digests |= kin.digests
+        same.ranks += traces.ranks
+        same.partner += traces.partner
+        same.sizes += traces.sizes
+        same.digests |= traces.digests
     return found
 
 
 @dataclass(slots=True)
 class TraceSource:
-    """The nodes of a file, read again when somebody asks."""
+    """The nodes of a file, which is read again when they are asked for."""
 
     path: Path
     _labels: dict[int, str] = field(default_factory=dict[int, str])

@@ -1,6 +1,6 @@
-"""All ranks together, and whether everything that they exchange runs to its end.
+"""All ranks together, and whether everything that they exchange comes to its end.
 
-Ranks of one program form a `Part`: they issue the same events, and only their partners differ. A
+Ranks of one program form a `WorldPart`: they issue the same events; only partners differ. A
 *slot* is the set of a part's events with one partner, for each of its ranks. So what costs is rows
 per part and slots per rank, never rows per rank.
 
@@ -35,14 +35,14 @@ class Nodes(NamedTuple):
 
 
 class NodeSource(Protocol):
-    """Where the events of a part come from."""
+    """The file or the program that a part was read from."""
 
     def label(self, row: int) -> str:
         """The node or task in words."""
         ...
 
     def nodes(self) -> Nodes:
-        """Everything that the rank does."""
+        """All nodes of the rank, and their dependencies."""
         ...
 
 
@@ -57,7 +57,7 @@ class WorldPart:
 
 
 class Match(NamedTuple):
-    """Which events meet. They are numbered through all parts."""
+    """Which events meet; events are numbered through all parts."""
 
     send: Int  # sends and their receives, pairwise
     recv: Int
@@ -86,7 +86,7 @@ class World:
     row_of: Int = field(init=False)  # rank -> its place in the part
 
     def __post_init__(self) -> None:
-        self.parts = [plain for part in self.parts for plain in _plain(part)]
+        self.parts = [single for part in self.parts for single in _one_slot_per_partner(part)]
         events = [part.exchange.events for part in self.parts]
         self.first = _starts([len(some.row) for some in events])
         self.first_slot = _starts([len(part.exchange.slot_kind) for part in self.parts])
@@ -104,7 +104,7 @@ class World:
             self.row_of[part.ranks] = np.arange(len(part.ranks))
 
     def rank_by_rank(self) -> World:
-        """The same with each rank a part of its own, and no findings."""
+        """The same world with each rank a part of its own, and no findings."""
         parts = [
             WorldPart(part.ranks[[nth]], part.exchange, part.partner[[nth]], part.source)
             for part in self.parts
@@ -127,7 +127,7 @@ class World:
         return int(self.parts[part].exchange.events.row[event - self.first[part]])
 
     def partner(self, rank: int, slot: int) -> int:
-        """Whom a rank meets on a slot."""
+        """The partner of a rank on a slot: a group, or a rank."""
         part = int(self.part_of[rank])
         return int(self.parts[part].partner[self.row_of[rank], slot - self.first_slot[part]])
 
@@ -150,13 +150,13 @@ class World:
         return self.parts[self.part(event)].source.label(self.row(event))
 
     def word(self, event: int) -> str:
-        """What it is: `all_reduce`, `send` or `recv`."""
+        """The operation of an event: `all_reduce`, ..., `send` or `recv`."""
         if self.kind[event] == TaskKind.COLLECTIVE:
             return CommType(int(self.op[event])).name.lower()
         return "send" if self.kind[event] == TaskKind.SEND else "recv"
 
     def what(self, event: int) -> str:
-        """An event without its partner."""
+        """An event in words, without its partner."""
         tag = f"tag {self.tag[event]}, " if self.kind[event] != TaskKind.COLLECTIVE else ""
         return f"{self.word(event)} of {self.bytes[event]} bytes ({tag}{self.label(event)})"
 
@@ -174,8 +174,11 @@ def _all(pieces: Sequence[Int]) -> Int:
     return np.concatenate((np.zeros(0, np.int64), *pieces))
 
 
-def _plain(part: WorldPart) -> Iterator[WorldPart]:
-    """The same ranks; those that meet one partner on two slots by themselves, with one slot."""
+def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
+    """The same ranks as parts that have one slot per partner.
+
+    A rank that meets one partner on two slots becomes a part of its own, whose slots are merged.
+    """
     old = part.exchange
     kind = old.slot_kind.astype(np.int64)
     whom = part.partner * 4 + kind
@@ -198,7 +201,7 @@ def _plain(part: WorldPart) -> Iterator[WorldPart]:
 def runs_in_order(world: World, match: Match) -> bool:
     """Whether all parts, each running its events one after the other, come to their end."""
     part = np.searchsorted(world.first, np.arange(len(world.slot)), "right") - 1
-    # What a part sends itself and then receives holds nobody up.
+    # A message that a part sends itself and then receives blocks nobody.
     across = (part[match.send] != part[match.recv]) | (match.send > match.recv)
     send, recv = match.send[across], match.recv[across]
     by_recv = np.argsort(recv, kind="stable")

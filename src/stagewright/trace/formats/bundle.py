@@ -47,7 +47,7 @@ MOST_RANKS = 1 << 24
 MOST_CONTENTS = 1 << 28  # bytes of contents.json
 
 COUNTS = {"data_ptr": "data", "order_ptr": "order"}
-"""Pointers, which are stored as the counts of what they point at; and that as rows back."""
+"""Pointers, stored as counts; and what they point at, stored as distances to the row itself."""
 STEPS = ("value", "microbatch", "first", "last")
 """Columns of `Values` that are stored as differences to the row before."""
 OF_VALUE = ("name", "stage", "layer", "category", "size")
@@ -64,7 +64,7 @@ Columns = dict[str, NDArray[Any]]
 
 
 class NameTables(NamedTuple):
-    """What columns point into."""
+    """The tables of names that columns index."""
 
     names: tuple[StrictStr, ...]
     ops: tuple[StrictStr, ...]
@@ -97,7 +97,7 @@ class ClassEntry:
 
 @dataclass(frozen=True, slots=True)
 class ColumnTypes:
-    """The columns of every class, and what type each is read as."""
+    """The columns of every class, and the type that each is read as."""
 
     tasks: Mapping[str, StrictStr]
     values: Mapping[str, StrictStr]
@@ -105,7 +105,7 @@ class ColumnTypes:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What `contents.json` says."""
+    """The contents of `contents.json`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -238,7 +238,7 @@ def _small(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def is_bundle(path: Path | str) -> bool:
-    """Whether a file is one, going by its first bytes."""
+    """Whether a file is a bundle, going by its first bytes."""
     try:
         with Path(path).open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC

@@ -69,7 +69,7 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
             continue
         codes = partners.used(of.tasks)
         header = metadata({**provenance, "pipeline_rank": of.pipeline_rank})
-        for widths, some in partners.alike(codes, mine):
+        for widths, some in partners.by_width(codes, mine):
             batches.append(
                 ChakraBatch(of, some, partners, dict(zip(codes, widths, strict=True)), header)
             )
@@ -125,12 +125,12 @@ def _text(name: str, text: str) -> bytes:
 
 
 def _attr(value: bytes) -> bytes:
-    """It as a field of a Node."""
+    """An attribute as a field of a Node."""
     return wire.field(10, value)
 
 
 def _number(name: str, number: int) -> ByteTable:
-    """What precedes a numeric attribute's value, by the bytes that the value takes: 1 to 10."""
+    """The bytes before the value of a numeric attribute, by the bytes of the value: 1 to 10."""
     return ByteTable([_attr(_value(name, number, bytes(n)))[:-n] for n in range(1, 11)])
 
 
@@ -148,18 +148,18 @@ _IS_CPU_OP = _attr(_value("is_cpu_op", _BOOL, b"\0"))
 
 
 class PartnerCodes:
-    """What differs between the ranks of a class: groups, own rank and peers, each a *code*.
+    """The values that differ between ranks of a class: groups, own rank, peers. Each has a *code*.
 
     Code `s` is the group of communicator slot `s`; then comes the own rank; then the peers by slot.
     """
 
     def __init__(self, program: Program) -> None:
-        """Partners in a program."""
+        """The codes of a program."""
         self._program = program
         self.own = len(program.communicators)
 
     def used(self, tasks: Tasks) -> list[int]:
-        """The codes that some task of a class needs, ascending."""
+        """The codes in use by the tasks of a class, ascending."""
         slots = tasks.slot.astype(np.int64)
         groups = np.unique(slots[tasks.kind == TaskKind.COLLECTIVE])
         peers = np.unique(slots[(tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)])
@@ -167,13 +167,13 @@ class PartnerCodes:
         return [*groups.tolist(), *own, *(self.own + 1 + peers).tolist()]
 
     def values(self, code: int, ranks: Int) -> Int:
-        """What a code means to each of some ranks."""
+        """The value of a code for each of some ranks."""
         if code < self.own:
             return self._program.group_of(code, ranks)
         return ranks if code == self.own else self._program.peer_of(code - self.own - 1, ranks)
 
-    def alike(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
-        """Ranks that write the values of codes equally wide, and the bytes of each code's value."""
+    def by_width(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
+        """Ranks whose values have equal widths: the bytes of each code's value, and the ranks."""
         kind = np.zeros(len(ranks), np.int64)
         for code in codes:
             values = self.values(code, ranks)
@@ -384,7 +384,7 @@ def _longest(texts: tuple[str, ...]) -> int:
 
 
 class ClassColumns:
-    """What every row of a class looks up: its id, and the fields that its names determine."""
+    """What the rows of a class look up: encoded ids, and fields that follow from names."""
 
     def __init__(self, tasks: Tasks) -> None:
         """Encode the ids and every combination of names that occurs."""
