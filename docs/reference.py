@@ -65,10 +65,11 @@ def prose(doc: str | None) -> str:
 def cli() -> str:
     """Every command, its arguments, options and examples."""
     from stagewright.cli import main as cli
-    from stagewright.cli.help import EXAMPLES
-    from stagewright.run.sections import SETTINGS
+    from stagewright.cli.main import EXAMPLES
+    from stagewright.cli.other_names import DERIVED, SWITCHES
+    from stagewright.run.sections import EXPERIMENT
 
-    shared = SETTINGS.keys()
+    shared = {*EXPERIMENT, *SWITCHES, *DERIVED}
     parts = [
         "# Command line\n\nEvery command takes `--help`. Commands on a run (`show`, `generate`, "
         "`simulate` and others) take every [setting](settings.md) besides their own options.\n"

@@ -17,10 +17,16 @@ class Stopped(KeyboardInterrupt):
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A hint for a mistyped name, or an empty string: `"; did you mean 'llama3-8b'?"`.
 
+    The shortest name that begins as typed goes before one that only looks like it.
+
     >>> did_you_mean("lama3-8b", ["llama3-8b", "gpt2"])
     "; did you mean 'llama3-8b'?"
+    >>> did_you_mean("h100", ["h100-sxm", "h200"])
+    "; did you mean 'h100-sxm'?"
     """
-    close = difflib.get_close_matches(got, list(known), n=1)
+    names = list(known)
+    longer = [name for name in names if len(got) > 2 and name.startswith(got)]
+    close = sorted(longer, key=len) or difflib.get_close_matches(got, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

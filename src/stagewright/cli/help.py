@@ -1,84 +1,113 @@
-"""What helps at the command line: examples below `--help`, hints for mistyped words, completion."""
+"""Help in sections, with examples and with the rare options on demand; hints for mistyped words."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
 
 from stagewright.errors import UserError, did_you_mean
 
-SHELLS = ("bash", "zsh", "fish")
+_ALL = "stagewright.help_all"
+_OWN = "Options"
 
-EXAMPLES: dict[str, tuple[str, ...]] = {
-    "": (
-        "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2",
-        "stagewright generate llama3.1-70b --tp 8 --pp 4 --dp 2 -o traces",
-        "stagewright simulate llama3.1-70b --tp 8 --pp 4 --hardware h100-sxm --nodes 8",
-    ),
-    "generate": (
-        "stagewright generate llama3.1-70b --tp 8 --pp 4 --dp 2 -o traces",
-        "stagewright generate path/to/config.json --zero 3 --dp 64 --ranks 0-7 -o few",
-        "stagewright generate --config traces/manifest.json -o again",
-    ),
-    "show": (
-        "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2 --sequence-parallel",
-        "stagewright show llama3-8b --pp 4 --global-batch-size 8 --schedule-picture",
-        "stagewright show deepseek-v3 --pp 16 --dp 8 --ep 8 --recompute full --json",
-    ),
-    "models": ("stagewright models", "stagewright models --json"),
-    "verify": (
-        "stagewright verify traces",
-        "stagewright verify traces/workload --comm-group traces/comm_group.json --json",
-    ),
-    "inspect": (
-        "stagewright inspect traces/workload.0.et",
-        "stagewright inspect traces/workload.0.et --nodes 0-50",
-    ),
-    "diff": (
-        "stagewright diff traces again",
-        "stagewright diff traces/workload.0.et again/workload.0.et --json",
-    ),
-    "expand": (
-        "stagewright generate palm-540b --tp 8 --pp 64 --dp 2048 --format bundle -o palm.bundle",
-        "stagewright expand palm.bundle --ranks 0-7,131071 -o some",
-    ),
-    "hardware": ("stagewright hardware", "stagewright hardware h100-sxm --json"),
-    "simulate": (
-        "stagewright simulate llama3.1-70b --tp 8 --pp 4 --dp 2 --hardware h100-sxm",
-        "stagewright simulate llama3.1-8b --dp 8 --zero 3 --hardware a100-sxm-80gb --json",
-    ),
-    "report": (
-        "stagewright report llama3.1-70b --tp 8 --pp 4 --dp 2 -o run.html",
-        "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o run.html",
-    ),
-    "validate": (
-        "stagewright validate --source nccl-tests",
-        "stagewright validate --source korthikanti --json",
-    ),
-    "reproduce": (
-        "stagewright reproduce stage-paper",
-        "stagewright reproduce stage-paper -o stage-paper.md",
-    ),
-    "doctor": ("stagewright doctor", "stagewright doctor --no-speed --json"),
-    "completion": (
-        "stagewright completion bash >> ~/.bashrc",
-        "stagewright completion fish > ~/.config/fish/completions/stagewright.fish",
-    ),
-}
-"""Lines for the end of each command's help; a test runs them all, in this order, in one place."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def add_examples(commands: click.Group) -> None:
-    """Put the examples below the help of a group and its commands."""
-    named = {"": commands, **commands.commands}
-    for name, lines in EXAMPLES.items():
-        text = "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
-        named[name].epilog = text
+class Entry(NamedTuple):
+    """A command as its module in `cli.commands` declares it."""
 
+    order: int
+    """Commands are listed by this number: in the order of use."""
+    command: click.Command
+    examples: tuple[str, ...]
+    """Lines for the end of the command's help; a test runs them all."""
+
+
+class SectionOption(click.Option):
+    """An option that help lists under a heading of its own; a rare one only if asked for all."""
+
+    def __init__(self, *arguments: Any, section: str, rare: bool, **more: Any) -> None:
+        """`section` is the heading."""
+        super().__init__(*arguments, **more)
+        self.section, self.rare = section, rare
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """The first name only."""
+        return f"'{self.opts[0]}'"
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The first name and the help; with all options, the names in other tools, too."""
+        names, others = self.opts[:1], self.opts[1:]
+        if self.secondary_opts:
+            names = [f"--[no-]{names[0][2:]}"]
+        head = names[0] if self.is_flag else f"{names[0]} {self.make_metavar(ctx)}"
+        text = self.help or ""
+        if others and ctx.meta.get(_ALL):
+            text += f" (also {', '.join(others)})"
+        return head, text
+
+
+class Command(click.Command):
+    """A command whose help has its own options first and those of a run in sections."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        """As any command, with `--help-all` if some of its options are rare."""
+        super().__init__(*arguments, **more)
+        if any(isinstance(each, SectionOption) and each.rare for each in self.params):
+            self.params.append(
+                click.Option(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_print_all,
+                    help="Show rare options, and names of other tools, too.",
+                )
+            )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in sections."""
+        sections: dict[str, list[tuple[str, str]]] = {_OWN: []}
+        hidden = 0
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Argument):
+                continue  # the text above says what they are
+            section = parameter.section if isinstance(parameter, SectionOption) else _OWN
+            if isinstance(parameter, SectionOption) and parameter.rare and not ctx.meta.get(_ALL):
+                hidden += 1
+                continue
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(section, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if hidden:
+            formatter.write_paragraph()
+            formatter.write_text(f"{hidden} rare options and the names of other tools: --help-all")
+
+
+def _print_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+def command(function: Callable[..., Any]) -> click.Command:
+    """The command that a function is, with sections in its help."""
+    return click.command(cls=Command)(function)
+
+
+def examples_text(lines: Sequence[str]) -> str:
+    """Examples as the end of a help."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
+# ---- mistyped words ------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     Choice = click.Choice[str]
@@ -102,88 +131,44 @@ class Word(Choice):
 def no_such_option(error: click.NoSuchOption, commands: click.Group) -> str:
     """What to say of an option that a command does not have."""
     name, context = error.option_name, error.ctx
-    flags = _flags(context.command) if context else []
-    hint = did_you_mean(name, flags)
-    if not hint:
-        owners = [title for title, each in commands.commands.items() if name in _flags(each)]
-        hint = f"; it is an option of {', '.join(owners)}" if owners else "; see --help"
+    owners = [title for title, each in commands.commands.items() if name in flags(each)]
+    if owners:
+        return f"no such option {name}; it is an option of {', '.join(owners)}"
+    meant = nearest_flag(name, context.command) if context else None
+    hint = f"; did you mean {meant!r}?" if meant else "; see --help"
     return f"no such option {name}{hint}"
 
 
-def _flags(command: click.Command) -> list[str]:
-    found = [flag for each in command.params for flag in (*each.opts, *each.secondary_opts)]
-    return [flag for flag in found if flag.startswith("--")]
+def nearest_flag(name: str, command: click.Command) -> str | None:
+    """The option that is meant: by its initials, by its beginning in any tool, or by its letters.
 
-
-# ---- completion ----------------------------------------------------------------------------------
-
-
-def _models() -> Iterable[str]:
-    from stagewright.model.presets import PRESETS
-
-    return PRESETS
-
-
-def _hardware() -> Iterable[str]:
-    from stagewright.time.hardware import names
-
-    return names()
-
-
-def _schedules() -> Iterable[str]:
-    from stagewright.schedule.schedules import SCHEDULES
-
-    return SCHEDULES
-
-
-def _formats() -> Iterable[str]:
-    from stagewright.trace.templates import FORMATS
-
-    return (*FORMATS, "bundle")
-
-
-NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "model": _models,
-    "hardware": _hardware,
-    "name": _hardware,
-    "schedule": _schedules,
-    "format_": _formats,
-}
-"""By parameter: the names that it takes beside the paths of files."""
-
-
-class _Name(click.types.StringParamType):
-    """A text for which the shell offers names; where none begins so, files."""
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The names that begin so."""
-        names = sorted(NAMES[str(param.name)]())
-        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        return found or [CompletionItem(incomplete, type="file")]
-
-
-def add_completion(commands: click.Group) -> None:
-    """Let the shell complete names."""
-    for command in commands.commands.values():
-        for parameter in command.params:
-            if parameter.name in NAMES and parameter.type is click.STRING:
-                parameter.type = _Name()
-
-
-@click.command()
-@click.argument("shell", required=False, type=Word(SHELLS))
-@click.pass_context
-def completion(context: click.Context, shell: str | None) -> None:
-    """Print what makes a shell complete commands, options and names: bash, zsh or fish.
-
-    Without SHELL, that of the variable $SHELL.
+    >>> @click.command()
+    ... @click.option("--tp", "--tensor-parallel-size")
+    ... @click.option("--sequence-parallel")
+    ... def show(): ...
+    >>> [nearest_flag(name, show) for name in ("--sp", "--tensor-parallel", "--tpp", "--xyzzy")]
+    ['--sequence-parallel', '--tp', '--tp', None]
     """
-    name = shell or os.path.basename(os.environ.get("SHELL", ""))
-    if name not in SHELLS:
-        raise UserError(f"no completion for shell {name!r}; name one of {', '.join(SHELLS)}")
-    found = get_completion_class(name)
-    assert found is not None
-    group = context.find_root().command
-    click.echo(found(group, {}, "stagewright", "_STAGEWRIGHT_COMPLETE").source())
+    known = flags(command)
+    name = name.replace("_", "-")
+    for flag in known:
+        if name == "--" + "".join(word[0] for word in flag[2:].split("-")) and "-" in flag[2:]:
+            return known[flag]
+    for flag in known:
+        if len(name) > 4 and flag.startswith(name):
+            return known[flag]
+    hint = did_you_mean(name, known)
+    return next((own for flag, own in known.items() if repr(flag) in hint), None)
+
+
+def flags(command: click.Command) -> Mapping[str, str]:
+    """The options of a command by all their names: the first name of each."""
+    found: dict[str, str] = {}
+    for each in command.params:
+        for names in (each.opts, each.secondary_opts):
+            found |= {name: _first(names) for name in names if name.startswith("--")}
+    return found
+
+
+def _first(names: Iterable[str]) -> str:
+    return next(name for name in names if name.startswith("--"))

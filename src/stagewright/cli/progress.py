@@ -79,7 +79,7 @@ def _left() -> type:
     return Left
 
 
-def told(written: Mapping[str, Any], out: str, seconds: float) -> str:
+def describe_written(written: Mapping[str, Any], out: str, seconds: float) -> str:
     """What has been written, in one line."""
     from stagewright.numbers import quantity
     from stagewright.program.columns import TaskKind

@@ -10,6 +10,7 @@ from stagewright.lower.training import Compiled
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run import files
+from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import to_csv
 from stagewright.trace.formats.bundle import Bundle, is_bundle
@@ -42,6 +43,13 @@ def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None
     Every error is a UserError that names the setting, and the file if it came from there.
     """
     return Run.of({} if path is None else _settings(path), overrides, path)
+
+
+def load_experiment(
+    path: str | Path | None, overrides: Mapping[str, Any] | None = None
+) -> Experiment:
+    """Likewise, with the machine and the execution, which a run file may name."""
+    return Experiment.of({} if path is None else _settings(path), overrides, path)
 
 
 def recorded_model(path: str | Path) -> ModelConfig | None:

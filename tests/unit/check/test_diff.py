@@ -16,7 +16,6 @@ from handmade import COLL, COMP, add, collective, generated, kernel, load, renum
 from stagewright.check.diff import diff
 from stagewright.check.inspect import inspect, nodes
 from stagewright.cli import main as cli
-from stagewright.cli import trace as cli_trace
 from stagewright.errors import UserError
 from stagewright.lower.training import compile
 from stagewright.program.columns import TaskKind
@@ -197,10 +196,8 @@ def test_what_cannot_be_compared(folder: Path, tmp_path: Path):
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Runs the command line; returns exit code, output and errors."""
-    for command in cli_trace.COMMANDS:
-        monkeypatch.setitem(cli.commands.commands, str(command.name), command)
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit_:

@@ -12,6 +12,7 @@ import pytest
 import stagewright
 from paths import ROOT
 from stagewright.cli import main as cli
+from stagewright.cli import shared
 from stagewright.model.presets import PRESETS
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
@@ -77,7 +78,7 @@ def test_help_names_the_defaults():
 
 def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Call):
     seen: list[Run] = []
-    monkeypatch.setattr(cli, "_compile", lambda run, *_: seen.append(run) or 1 / 0)
+    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
     settings: dict[str, Any] = {}
     arguments: list[str] = []
     for setting in SETTINGS.values():
@@ -279,7 +280,7 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["verify", "x", "--zero", "1"],
-        "no such option --zero; it is an option of generate, show, simulate, report",
+        "no such option --zero; it is an option of show, simulate, report, generate",
     ),
     (
         ["show", "gpt2", "--schedule", "1fb1"],
@@ -371,7 +372,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def compile(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_compile", compile)
+    monkeypatch.setattr(shared, "compile_run", compile)
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, call: Call):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -13,7 +14,11 @@ from click.shell_completion import ShellComplete
 
 from paths import ROOT
 from stagewright.cli import main as cli
-from stagewright.cli.help import EXAMPLES, SHELLS
+from stagewright.cli import shared
+from stagewright.cli.commands.completion import SHELLS
+from stagewright.cli.main import EXAMPLES
+from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
+from stagewright.run.settings import Run
 
 CONFIG = ROOT / "src/stagewright/data/configs/llama-3.1-70b.json"
 SLOW = {"stagewright validate --source korthikanti --json"}  # some 20 s
@@ -146,3 +151,101 @@ def test_a_mistyped_choice_is_told_the_one_that_is_meant(
     word = max(kind.choices, key=len)
     assert code(f"stagewright {command} {option} {word[:-1]}_") == 2
     assert f"; did you mean {word!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("simulate gpt2 --hardware h100", "h100-sxm"),
+        ("show gpt2 --sp", "--sequence-parallel"),
+        ("show gpt2 --tensor-parallel 8", "--tp"),
+        ("show gpt2 --tensor_model_parallel_size 8", "--tp"),
+        ("show gpt2 --recompute-layers 8", "--recompute-num-layers"),
+        ("show gpt2 --zerro 8", "--zero"),
+    ],
+)
+def test_a_mistyped_word_is_told_its_neighbour(
+    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+):
+    assert code(f"stagewright {line}") == 2
+    assert f"; did you mean {meant!r}?" in capsys.readouterr().err
+
+
+# ---- help in sections, and the names of other tools ----------------------------------------------
+
+
+def test_help_is_in_sections_and_rare_options_are_on_demand(capsys: pytest.CaptureFixture[str]):
+    assert code("stagewright simulate --help") == 0
+    short = capsys.readouterr().out
+    assert code("stagewright simulate --help-all") == 0
+    long = capsys.readouterr().out
+
+    heads = ["Options:", "Machine:", "Execution:", *(f"{t}:" for t, _ in RUN_SECTIONS.values())]
+    words = "".join(long.split())  # a name may be broken at a hyphen
+    places = [long.index(f"\n{head}\n") for head in heads]
+    assert places == sorted(places)
+    for setting in EXPERIMENT.values():
+        flag = setting.flag.replace("--", "--[no-]") if setting.kind is bool else setting.flag
+        assert flag in long.split(), flag
+        assert (flag in short.split()) is not setting.rare, flag
+        assert all(f"--{name}" in words for name in (*setting.names, *setting.switches))
+    assert "rare options" in short
+    assert "--tensor-model-parallel-size" not in short
+
+
+@pytest.mark.parametrize(
+    ("line", "run"),
+    [
+        ("--tensor-model-parallel-size 2 --num-layers 4", {"tp": 2, "layers": 4}),
+        ("--parallelism.tensor_parallel_degree 2", {"tp": 2}),
+        ("--data-parallel-size 2 --use-distributed-optimizer", {"dp": 2, "zero": 1}),
+        ("--use-distributed-optimizer --zero 1", {"zero": 1}),
+        ("--recompute-granularity full --bf16", {"recompute": "full"}),
+        ("--mode decode --max-num-seqs 4 --block-size 32", {
+            "mode": "decode", "batch_size": 4, "kv_block_size": 32}),
+        ("--mode decode --tp 2 --dp 2 --enable-expert-parallel", {
+            "mode": "decode", "tp": 2, "dp": 2, "ep": 4, "etp": 1}),
+        ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", {"pp": 2, "vpp": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    seen: list[Run] = []
+    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    code(f"stagewright show gpt2 {line}")
+    assert [of.unresolved() for of in seen] == [Run(model="gpt2", **run).unresolved()]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--use-distributed-optimizer --zero 3", "means --zero 1, got --zero 3; drop either"),
+        ("--pp 2 --num-layers-per-virtual-pipeline-stage 5", "does not divide the 12 layers"),
+    ],
+)
+def test_names_of_other_tools_may_contradict(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert code(f"stagewright show gpt2 {line}") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_file_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {model: llama3-8b, layers: 2}\nparallelism: {tp: 2}\nseq_length: 512\n"
+        "hardware: h100-sxm\nnodes: 1\nprice: 4\nexecution: {no_overlap: [dp], prefetch: 2}\n"
+    )
+    assert code(f"stagewright simulate --config {path} --json") == 0
+    of_file = capsys.readouterr().out
+    line = (
+        "stagewright simulate llama3-8b --layers 2 --tp 2 --seq-length 512 --hardware h100-sxm "
+        "--nodes 1 --price 4 --no-overlap dp --prefetch 2 --json"
+    )
+    assert code(line) == 0
+    assert capsys.readouterr().out == of_file
+    assert code(f"stagewright show --config {path} --json") == 0
+    assert code(f"stagewright report --config {path} -o {tmp_path}/run.html") == 0
+    page = (tmp_path / "run.html").read_text()
+    assert "stagewright simulate llama3-8b --layers 2 --tp 2 --dp 4" in page
+    assert "--hardware h100-sxm --price 4.0 --no-overlap dp --prefetch 2" in page

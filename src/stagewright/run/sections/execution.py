@@ -17,6 +17,7 @@ class Execution:
         frozenset(),
         "Axes whose communication kernels wait for, both ways: tp,cp,ep,dp,pp.",
         metavar="LIST",
+        switches={"overlap-grad-reduce": frozenset()},
     )
     prefetch: int = setting(1, "Blocks ahead that sharded weights are gathered.")
     overlap_param_gather: Switch = setting(

@@ -1,16 +1,14 @@
-"""How traces are written: the options that commands share, and the command `expand`."""
+"""Options of commands that write traces."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
 from stagewright.cli.help import Word
-from stagewright.cli.progress import shown, told
 from stagewright.errors import UserError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -60,28 +58,3 @@ def writing(command: _Command) -> _Command:
     for option in reversed(OPTIONS):
         command = option(command)
     return command
-
-
-@click.command()
-@click.argument("bundle")
-@click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
-@click.option("--ranks", metavar="LIST", help="These ranks, such as 0-7,131071. [all]")
-@click.option(
-    "--format", "format_", default="chakra", metavar="NAME", help="chakra, json or dot. [chakra]"
-)
-@writing
-def expand(bundle: str, out: str, ranks: str | None, format_: str, **how: Any) -> None:
-    """Write the traces of ranks of a bundle: the bytes that generate writes for them."""
-    from stagewright.cli.main import parse_ranks
-    from stagewright.trace.formats.bundle import Bundle
-    from stagewright.trace.unbundle import expand
-
-    started = time.perf_counter()
-    source = Bundle(bundle)
-    chosen = None if ranks is None else parse_ranks(ranks, source.world_size)
-    with shown() as bar:
-        written = expand(source, out, format=format_, ranks=chosen, progress=bar, **how)
-    click.echo(told(written, out, time.perf_counter() - started))
-
-
-COMMANDS = (expand,)

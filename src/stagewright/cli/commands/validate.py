@@ -1,8 +1,7 @@
-"""The commands about time: the hardware known, and predictions beside measurements."""
+"""The command that puts predictions beside measurements."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -10,66 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli.trace import JSON
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import JSON
 from stagewright.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stagewright.evidence.predictions import Prediction
 
 
-@click.command()
-@click.argument("name", required=False)
-@JSON
-def hardware(name: str | None, as_json: bool) -> None:
-    """List the hardware known by name, or print all figures of one with their sources.
-
-    NAME is one of the list, or the path of a YAML file.
-    """
-    from stagewright.time import hardware
-
-    if name is not None:
-        found = hardware.resolve(name).model_dump(mode="json", exclude_none=True)
-        if as_json:
-            click.echo(json.dumps(found, indent=2))
-        else:
-            _print_figures(found)
-        return
-    all_ = [hardware.resolve(n) for n in hardware.names()]
-    if as_json:
-        click.echo(json.dumps([h.model_dump(mode="json") for h in all_], indent=2))
-        return
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("name", "bf16 TFLOP/s", "GB", "GB/s", "scale-up", "GB/s", "NIC GB/s", "W"):
-        table.add_column(title, justify="left" if title in ("name", "scale-up") else "right")
-    for h in all_:
-        up = f"{h.scale_up.topology} of {h.scale_up.gpus}"
-        numbers = (h.peak_bf16_tflops, h.memory_gb, h.memory_bandwidth_gb_s)
-        links = (h.scale_up.bandwidth_gb_s, h.scale_out.bandwidth_gb_s, h.tdp_w)
-        table.add_row(h.name, *(f"{x:g}" for x in numbers), up, *(f"{x:g}" for x in links))
-    console().print(table)
-
-
-def _print_figures(found: dict[str, object], prefix: str = "") -> None:
-    sources = found.pop("sources", {})
-    assert isinstance(sources, dict)
-
-    def walk(values: dict[str, object], prefix: str) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")  # pyright: ignore
-            else:
-                source = sources.get(prefix + key, "")  # pyright: ignore
-                click.echo(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
-
-    walk(found, prefix)
-
-
-@click.command()
+@command
 @click.option("--source", metavar="TEXT", help="Only measurements of this source. [all]")
 @click.option("--rows", metavar="FILE", help="Measurements of your own (CSV), and no others.")
 @JSON
@@ -96,7 +45,7 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
     if as_json:
         keys = ("source", "row", "quantity", "measured", "predicted", "error", "fitted")
         listed = [{k: getattr(o, k) for k in keys} for o in (*predictions, *kernels)]
-        click.echo(json.dumps({"rows": listed}, indent=2))
+        shared.print_json({"rows": listed})
         return
     _print_predictions(predictions if source is None else [*predictions, *kernels])
     _print_totals([*predictions, *kernels])
@@ -107,7 +56,7 @@ def _print_predictions(predictions: Iterable[Prediction]) -> None:
     from stagewright.evidence.validate import NEEDS_REASON
     from stagewright.views.tables import rich
 
-    out = console()
+    out = shared.console()
     by_source: dict[str, list[Prediction]] = {}
     for o in predictions:
         by_source.setdefault(o.source, []).append(o)
@@ -123,7 +72,7 @@ def _print_totals(predictions: Iterable[Prediction]) -> None:
     from stagewright.evidence.predictions import totals
     from stagewright.views.tables import rich
 
-    console().print(rich(totals(predictions)))
+    shared.console().print(rich(totals(predictions)))
 
 
 @contextmanager
@@ -144,12 +93,11 @@ def _progress() -> Generator[Callable[[int, int], None] | None]:
         yield update
 
 
-def console() -> Console:
-    """Where tables go."""
-    from rich.console import Console
-
-    # A pipe or a file has no width of its own: rich would take 80 and cut the tables.
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-
-
-COMMANDS = (hardware, validate)
+ENTRY = Entry(
+    110,
+    validate,
+    (
+        "stagewright validate --source nccl-tests",
+        "stagewright validate --source korthikanti --json",
+    ),
+)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
+
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
 
 if TYPE_CHECKING:
     from stagewright.evidence.doctor import Examination, Package
 
 
-@click.command()
+@command
 @click.argument("directory", default=".")
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
 @click.option(
@@ -27,7 +29,7 @@ def doctor(directory: str, as_json: bool, speed: bool) -> int:
 
     found = examine(directory, speed=speed)
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        shared.print_json(found.to_json())
     else:
         _print(found)
     return int(bool(found.problems))
@@ -69,3 +71,13 @@ def _mark(ok: bool, color: str = "red") -> str:
 
 def _describe(package: Package) -> str:
     return f"{package.name} {package.version or '-'} (wanted {package.wanted or 'any'})"
+
+
+ENTRY = Entry(
+    130,
+    doctor,
+    (
+        "stagewright doctor",
+        "stagewright doctor --no-speed --json",
+    ),
+)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli.help import Word
-from stagewright.cli.time import console
-from stagewright.cli.trace import JSON
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, Word, command
+from stagewright.cli.options import JSON
 
 if TYPE_CHECKING:
     from stagewright.evidence.reproduce import Case, Row
 
 
-@click.command()
+@command
 @click.argument("tables", metavar="stage-paper", type=Word(("stage-paper",)))
 @click.option("-o", "--out", metavar="FILE", help="Write the page (Markdown) and print nothing.")
 @JSON
@@ -36,7 +35,7 @@ def reproduce(tables: str, out: str | None, as_json: bool) -> None:
         told = {name: text for name, text in reproduce.paper().items() if name != "cases"}
         told["cases"] = [case._asdict() for case, _ in cases]
         told["rows"] = [row._asdict() | {"error": row.error} for _, rows in cases for row in rows]
-        click.echo(json.dumps(told, indent=2))
+        shared.print_json(told)
     else:
         _print(cases)
 
@@ -47,7 +46,7 @@ def _print(cases: list[tuple[Case, list[Row]]]) -> None:
 
     from stagewright.evidence import reproduce
 
-    out = console()
+    out = shared.console()
     for name, what in reproduce.TABLES.items():
         of = [r for _, rows in cases for r in rows if r.table == name and reproduce.shows(r)]
         table = Table(box=box.SIMPLE_HEAD, title=f"Table {name}: {what}", title_justify="left")
@@ -66,4 +65,11 @@ def _print(cases: list[tuple[Case, list[Row]]]) -> None:
         out.print(f"  {case.name}: {case.assumed}")
 
 
-COMMANDS = (reproduce,)
+ENTRY = Entry(
+    120,
+    reproduce,
+    (
+        "stagewright reproduce stage-paper",
+        "stagewright reproduce stage-paper -o stage-paper.md",
+    ),
+)

@@ -1,0 +1,35 @@
+"""The command that compares traces."""
+
+from __future__ import annotations
+
+import click
+
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import JSON
+
+
+@command
+@click.argument("a")
+@click.argument("b")
+@JSON
+def diff(a: str, b: str, as_json: bool) -> int:
+    """Compare two traces, directories or bundles; exit with 0 if they hold the same, else 1."""
+    from stagewright.check import diff
+
+    found = diff.diff(a, b)
+    if as_json:
+        shared.print_json(found.to_json())
+    else:
+        diff.print_difference(found, shared.console())
+    return int(not found.same)
+
+
+ENTRY = Entry(
+    90,
+    diff,
+    (
+        "stagewright diff traces again",
+        "stagewright diff traces/workload.0.et again/workload.0.et --json",
+    ),
+)

@@ -1,0 +1,88 @@
+"""The command that writes traces."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+import stagewright
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import run_options
+from stagewright.cli.progress import describe_written, shown
+from stagewright.cli.writing import HOW, writing
+from stagewright.errors import UserError
+
+
+@command
+@run_options
+@click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
+@click.option(
+    "--format",
+    "format_",
+    default="chakra",
+    metavar="NAME",
+    help="chakra, json, dot or bundle. [chakra]",
+)
+@click.option("--durations", metavar="FILE", help="CSV of measured kernels (see show --kernels).")
+@click.option(
+    "--astra-sim", is_flag=True, help="Also what ASTRA-sim needs to run them on --hardware."
+)
+@click.option("--hardware", metavar="NAME", help="For --astra-sim: GPU, or a .yaml file of one.")
+@click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
+@writing
+def generate(
+    model: str | None,
+    config: str | None,
+    out: str,
+    format_: str,
+    durations: str | None,
+    astra_sim: bool,
+    hardware: str | None,
+    ranks: str | None,
+    **settings: Any,
+) -> None:
+    """Write the trace of every rank.
+
+    MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json.
+    """
+    started = time.perf_counter()
+    how = {name: settings.pop(name) for name in HOW}
+    run = shared.load_run(model, config, settings)
+    chosen = None if ranks is None else shared.parse_ranks(ranks, run.world_size)
+    if not astra_sim and hardware is not None:
+        raise UserError("--hardware is for --astra-sim; add that, or leave it out")
+    if astra_sim and (hardware is None or format_ != "chakra" or chosen is not None):
+        raise UserError("--astra-sim needs --hardware, and all ranks in --format chakra")
+    with shown() as bar:
+        bar.say("working out what ranks do")
+        compiled = shared.compile_run(run, model, config)
+        bar.say("checking it")
+        written = stagewright.generate(
+            compiled,
+            out,
+            format=format_,
+            durations=durations,
+            astra_sim=hardware,
+            ranks=chosen,
+            progress=bar,
+            **how,
+        )
+    click.echo(describe_written(written, out, time.perf_counter() - started))
+    if durations is not None:
+        from stagewright.time import measured
+
+        click.echo(measured.describe(written["durations"]))
+
+
+ENTRY = Entry(
+    60,
+    generate,
+    (
+        "stagewright generate llama3.1-70b --tp 8 --pp 4 --dp 2 -o traces",
+        "stagewright generate path/to/config.json --zero 3 --dp 64 --ranks 0-7 -o few",
+        "stagewright generate --config traces/manifest.json -o again",
+    ),
+)

@@ -1,0 +1,61 @@
+"""The command that writes a page about a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import stagewright
+from stagewright.cli import shared
+from stagewright.cli.commands.simulate import run_experiment
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import experiment_options
+from stagewright.errors import UserError
+from stagewright.run.sections import EXPERIMENT
+
+if TYPE_CHECKING:
+    from stagewright.run.experiment import Experiment
+
+
+@command
+@experiment_options
+@click.option("-o", "--out", required=True, metavar="FILE", help="The page, such as run.html.")
+def report(model: str | None, config: str | None, out: str, **settings: Any) -> None:
+    """Write a page about a run: memory, communication, pipeline, graph; with --hardware, time.
+
+    One file of HTML that needs no network. MODEL is a preset (see `stagewright models`), the path
+    of a Hugging Face config.json, or a bundle.
+    """
+    from stagewright.numbers import quantity
+    from stagewright.trace.formats.bundle import is_bundle
+
+    if model is not None and config is None and is_bundle(model):
+        model, config = None, model
+    experiment = shared.load_experiment(model, config, settings)
+    if experiment.cluster.hardware is None:
+        _check_no_machine(experiment)
+        text = stagewright.report(shared.compile_run(experiment.run, model, config), out)
+    else:
+        text = stagewright.report(run_experiment(experiment, model, config), out)
+    click.echo(f"{out}: {quantity(len(text.encode()), 'B')}")
+
+
+def _check_no_machine(experiment: Experiment) -> None:
+    """Refuse options that say how a step runs on hardware that is not named."""
+    sections = {"cluster": experiment.cluster, "execution": experiment.execution}
+    for setting in EXPERIMENT.values():
+        home = sections.get(setting.section)
+        if home is not None and getattr(home, setting.name) != setting.default:
+            flag = setting.flag
+            raise UserError(f"{flag} is for --hardware; add that, or leave {flag} out")
+
+
+ENTRY = Entry(
+    50,
+    report,
+    (
+        "stagewright report llama3.1-70b --tp 8 --pp 4 --dp 2 -o run.html",
+        "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o run.html",
+    ),
+)

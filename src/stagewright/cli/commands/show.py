@@ -1,0 +1,101 @@
+"""The command that shows what the ranks of a run do."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import run_options
+from stagewright.errors import UserError
+
+if TYPE_CHECKING:
+    from stagewright.lower.training import Compiled
+    from stagewright.views.summary import Recorded
+
+
+@command
+@run_options
+@click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object.")
+@click.option("--graph", is_flag=True, help="The sharded graph, as text.")
+@click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
+@click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
+@click.option("--memory-plot", metavar="FILE", help="Memory over the step, as an HTML page.")
+def show(
+    model: str | None,
+    config: str | None,
+    as_json: bool,
+    graph: bool,
+    kernels: bool,
+    schedule_picture: bool,
+    memory_plot: str | None,
+    **settings: Any,
+) -> None:
+    """Print what the ranks compute, communicate and hold.
+
+    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or a
+    bundle, which is shown as it is: without settings.
+    """
+    from stagewright.trace.formats.bundle import is_bundle
+    from stagewright.views.summary import recorded
+
+    chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
+    if sum(chosen) > 1:
+        raise UserError(
+            "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; "
+            "use one"
+        )
+    if model is not None and is_bundle(model):
+        if config is not None or any(value is not None for value in settings.values()):
+            raise UserError(
+                f"{model}: a bundle is shown as it is; for other settings: --config {model}"
+            )
+        if as_json or not any(chosen):
+            _show_summary(recorded(model), as_json)
+            return
+        model, config = None, model
+    compiled = shared.compile_run(shared.load_run(model, config, settings), model, config)
+    if memory_plot is not None:
+        from stagewright.files import write_text
+        from stagewright.views.pages import memory as plot
+
+        write_text(memory_plot, plot.page(compiled))
+        click.echo(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
+    elif graph:
+        click.echo(compiled.graph_text())
+    elif kernels:
+        from stagewright.time.measured import to_csv
+
+        click.echo(to_csv(compiled.program), nl=False)
+    elif schedule_picture:
+        from stagewright.schedule.schedules import text
+
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        click.echo(text(compiled.order, columns))
+    else:
+        _show_summary(compiled, as_json)
+
+
+def _show_summary(of: Compiled | Recorded, as_json: bool) -> None:
+    from stagewright.views.summary import summary, tables
+
+    result = summary(of)
+    if as_json:
+        shared.print_json(result)
+    else:
+        tables(result, shared.console())
+
+
+ENTRY = Entry(
+    30,
+    show,
+    (
+        "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2 --sequence-parallel",
+        "stagewright show llama3-8b --pp 4 --global-batch-size 8 --schedule-picture",
+        "stagewright show deepseek-v3 --pp 16 --dp 8 --ep 8 --recompute full --json",
+    ),
+)

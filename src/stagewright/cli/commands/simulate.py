@@ -1,0 +1,121 @@
+"""The command that runs a step on a machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import stagewright
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import JSON, experiment_options
+from stagewright.cli.progress import shown
+from stagewright.errors import UserError
+from stagewright.numbers import duration, quantity
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stagewright.run.experiment import Experiment
+    from stagewright.time.simulate.step import Simulation
+
+
+@command
+@experiment_options
+@click.option("--perfetto", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
+@JSON
+def simulate(
+    model: str | None, config: str | None, perfetto: str | None, as_json: bool, **settings: Any
+) -> None:
+    """Run a step on a machine: its time, and where it goes.
+
+    MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json. A run
+    file given by --config may hold all that options say.
+    """
+    experiment = shared.load_experiment(model, config, settings)
+    if experiment.cluster.hardware is None:
+        raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
+    simulation = run_experiment(experiment, model, config)
+    if perfetto is not None:
+        from stagewright.views.perfetto import write
+
+        title = f"{simulation.compiled.run.describe()} on {simulation.machine}"
+        write(simulation.line, perfetto, title)
+    price = experiment.cluster.price
+    if as_json:
+        shared.print_json(simulation.summary() | {"power": simulation.expense(price)._asdict()})
+    else:
+        report(simulation, shared.console(), price)
+
+
+def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> Simulation:
+    """A run on its hardware, with progress shown."""
+    from dataclasses import replace
+
+    from stagewright.api import fill_nodes
+
+    cluster = experiment.cluster
+    run = fill_nodes(experiment.run, cluster, cluster.nodes)
+    compiled = shared.compile_run(run, model, config)
+    with shown("tasks") as bar:
+        return stagewright.simulate(
+            compiled,
+            replace(cluster, nodes=None),
+            execution=experiment.execution,
+            progress=bar,
+        )
+
+
+# ---- for people ----------------------------------------------------------------------------------
+
+
+def report(found: Simulation, out: Console, price: float | None = None) -> None:
+    """Print a simulation."""
+    from stagewright.views.tables import parts, rich, transfers
+
+    out.print(f"{found.compiled.run.describe()} on {found.machine}")
+    uses = f"HFU {found.hfu:.1%}"
+    if found.compiled.run.mode == "train":
+        uses = f"MFU {found.mfu:.1%} (causal {found.mfu_causal:.1%}), {uses}"
+    rate = found.tokens_per_second
+    out.print(
+        f"step {duration(found.seconds)}: {quantity(round(rate), 'tokens')}/s, "
+        f"{rate / found.machine.gpus:,.1f} per GPU; {uses}"
+    )
+    out.print(rich(parts(found)))
+    out.print(rich(transfers(found)))
+    if any(of.peak for of in found.memory):
+        out.print(_memory(found))
+    total = found.seconds
+    way = ", ".join(f"{name} {s / total:.1%}" for name, s in found.critical_path.items())
+    out.print(f"critical path: {way}")
+    spent = found.expense(price)
+    usd = spent.usd_per_million_tokens
+    out.print(
+        f"power: {spent.watts_per_gpu:,.0f} W per GPU, {spent.joules_per_token:.3g} J per token"
+        + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
+    )
+
+
+def _memory(found: Simulation) -> str:
+    """The most that any GPU holds, and whether that fits."""
+
+    most = max(range(len(found.memory)), key=lambda nth: found.memory[nth].peak)
+    lane, peak = found.line.lanes[most], found.memory[most].at_peak()
+    room = round(found.machine.hardware.memory_gb * 1e9)
+    fits = "" if peak["peak"] <= room else ": it does not fit"
+    return (
+        f"memory: at most {quantity(int(peak['peak']), 'B')} of {quantity(room, 'B')}{fits} "
+        f"(pipeline rank {lane.of.pipeline_rank}, after {duration(peak['seconds'])})"
+    )
+
+
+ENTRY = Entry(
+    40,
+    simulate,
+    (
+        "stagewright simulate llama3.1-70b --tp 8 --pp 4 --dp 2 --hardware h100-sxm",
+        "stagewright simulate llama3.1-8b --dp 8 --zero 3 --hardware a100-sxm-80gb --json",
+    ),
+)

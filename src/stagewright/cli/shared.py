@@ -1,0 +1,86 @@
+"""What commands share: the run that is asked for, ranks, where tables and JSON go."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagewright.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stagewright.lower.training import Compiled
+    from stagewright.run.experiment import Experiment
+    from stagewright.run.settings import Run
+
+PIPED_WIDTH = 160
+"""Columns of a table that no terminal shows."""
+
+
+def load_run(model: str | None, config: str | None, settings: Mapping[str, Any]) -> Run:
+    """The run of a command line: options go before what the file `config` says."""
+    return load_experiment(model, config, settings).run
+
+
+def load_experiment(
+    model: str | None, config: str | None, settings: Mapping[str, Any]
+) -> Experiment:
+    """The run, the machine and the execution of a command line."""
+    from stagewright.cli.other_names import translate
+    from stagewright.trace.recorded import load_experiment
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    if model is not None:
+        given["model"] = model
+    given, finish = translate(given)
+    return finish(load_experiment(config, given))
+
+
+def compile_run(run: Run, model: str | None, config: str | None) -> Compiled:
+    """Compile; a manifest of an earlier run brings its model along unless another is named."""
+    from stagewright.lower.training import compile
+    from stagewright.trace.recorded import recorded_model
+
+    recorded = recorded_model(config) if config is not None and model is None else None
+    return compile(run, recorded)
+
+
+def parse_ranks(text: str, world_size: int) -> list[int]:
+    """Ranks such as `0-7,12`, ascending and each once.
+
+    >>> parse_ranks("12, 0-3,2", 16)
+    [0, 1, 2, 3, 12]
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not dash:
+            last = first
+        if not all(
+            word.isdecimal() and word.isascii() and len(word) < 10 for word in (first, last)
+        ):
+            raise UserError(f"--ranks: cannot read {part.strip()!r}; wanted ranks such as 0-7,12")
+        if int(first) > int(last):
+            raise UserError(f"--ranks: {part.strip()!r} runs backwards; use {last}-{first}")
+        if int(last) >= world_size:
+            raise UserError(f"--ranks: there is no rank {int(last)}; use 0 to {world_size - 1}")
+        ranks.update(range(int(first), int(last) + 1))
+    return sorted(ranks)
+
+
+def print_json(value: object) -> None:
+    """Print a result as JSON."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def console() -> Console:
+    """Where tables are printed; a pipe or a file has no width of its own."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    return Console(width=width, highlight=False, soft_wrap=False)
