@@ -8,6 +8,7 @@ from typing import Any
 from stagewright.algebra.size import size
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.inference import (
+    HeadDims,
     cached,
     cached_attention,
     cached_rows,
@@ -59,9 +60,9 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     if b.recipe.repeat_kv and g == "G":
         k, v = (_repeated(x, name, q) for x, name in ((k, "k"), (v, "v")))
         g = "A"
-    qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
+    dims = HeadDims("bq(gr)", "bkg") if g == "G" else HeadDims("bqa", "bka")
     bias = [relative_bias(b)] if c.position == "relative" else []
-    o = identity(_core(b, q, (k, v), reach, qd, kd, bias=bias), "context", scope=scope)
+    o = identity(_core(b, q, (k, v), reach, dims, bias=bias), "context", scope=scope)
     if c.attention_gate:
         w = b.weight("wg", "M", "A/tp", "D", scope=scope)
         gate = b.linear("bsm,mad->bsad", h, w, "gate", joint="qkv")
@@ -115,8 +116,8 @@ def cross_attention(b: Builder, h: Node) -> Node:
         identity(x, f"cross_{n}_core", role=None if n == "q" else Role.KEYS)
         for n, x in heads.items()
     )
-    qd, kd = ("bq(gr)", "bkg") if g == "G" else ("bqa", "bka")
-    return _crossed(b, _core(b, q, (k, v), Reach(), qd, kd, causal=False))
+    dims = HeadDims("bq(gr)", "bkg") if g == "G" else HeadDims("bqa", "bka")
+    return _crossed(b, _core(b, q, (k, v), Reach(), dims, causal=False))
 
 
 def _crossed(b: Builder, o: Node) -> Node:
@@ -201,13 +202,13 @@ def _naive(
     v = b.linear("bsc,cau->bsau", latent, w_uv, "v", **up)
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
     if b.recipe.inference:
-        o = cached_attention(b, q, (k, v), reach, "bqa", "bka", "v", rows=rows)
+        o = cached_attention(b, q, (k, v), reach, HeadDims("bqa", "bka", "v"), rows=rows)
         return identity(o, "context", scope="attention")
     q, k, v = (
         identity(x, f"{n}_core", role=None if n == "q" else Role.KEYS)
         for n, x in (("q", q), ("k", k), ("v", v))
     )
-    o = _core(b, q, (k, v), reach, "bqa", "bka", value="v")
+    o = _core(b, q, (k, v), reach, HeadDims("bqa", "bka", "v"))
     return identity(o, "context", scope="attention")
 
 
@@ -224,7 +225,8 @@ def _absorbed(
     q = b.linear("bsan,can->bsac", plain, w_uk, "q_absorbed", scope="attention")
     q = identity(join(q, turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
     keys = identity(_joined(latent, shared), "latent_core", role=Role.KEYS)
-    o = identity(_core(b, q, (keys,), reach, "bqa", "bk", value="v"), "context", scope="attention")
+    o = _core(b, q, (keys,), reach, HeadDims("bqa", "bk", "v"))
+    o = identity(o, "context", scope="attention")
     return b.linear("bsac,cau->bsau", o, w_uv, "absorbed", scope="attention")
 
 
@@ -234,21 +236,21 @@ def _joined(latent: Node, shared: Node) -> Node:
 
 
 def _core(
-    b: Builder, q: Node, keys: tuple[Node, ...], reach: Reach, qd: str, kd: str, value: str = "d",
-    *, causal: bool = True, bias: Sequence[Node] = (),
+    b: Builder, q: Node, keys: tuple[Node, ...], reach: Reach, dims: HeadDims, *,
+    causal: bool = True, bias: Sequence[Node] = (),
 ) -> Node:  # fmt: skip
     """softmax(q k / sqrt(d)) v, as one flash attention kernel (arXiv 2205.14135) or in parts.
 
-    `keys` are keys and values, or latents that are keys and, their first channels, values. `qd` and
-    `kd` are the indices of queries and keys but for the width, `value` that of values.
+    `keys` are keys and values, or latents that are keys and, their first channels, values.
     """
+    qd, kd, value = dims
     c, heads = b.config, qd[2:]
     scope = "attention.core"
     sinks = [b.param("sinks", "A/tp.caches", scope="attention")] if c.attention_sinks else []
     if b.recipe.inference:
         if c.encoder:
             return source_attention(b, q, *keys, bias=bias)
-        return served_attention(b, q, keys, reach, qd, kd, value, bias, sinks)
+        return served_attention(b, q, keys, reach, dims, bias, sinks)
     mask: dict[str, Any] = {
         "window": reach.window,
         "width": b.score_width,
@@ -263,10 +265,10 @@ def _core(
         wide = value.upper()
         terms = [f"{qd}D", *(kd + x for x in ("D", wide)[: len(keys)])]
         # A query's bias is of all keys, also of those that are on their way.
-        for name, more, dims in (("bias", bias, f"{heads}qJ"), ("sinks", sinks, heads)):
+        for name, more, term in (("bias", bias, f"{heads}qJ"), ("sinks", sinks, heads)):
             if more:
                 attrs[name] = True
-                terms.append(dims)
+                terms.append(term)
         spec = f"{','.join(terms)}->{qd}{wide}"
         return apply("attention", spec, q, *keys, *bias, *sinks, role=Role.CORE, **attrs)
     k = keys[0]

@@ -11,7 +11,7 @@ and a key it sees, and the keys that are read, are sizes by themselves (`batch.e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder, sizes_of
@@ -20,6 +20,17 @@ from stagewright.graph.node import Graph, Node, toposort
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Binding, Role
 from stagewright.model.config import Reach
+
+
+class HeadDims(NamedTuple):
+    """The indices of attention's operands, in which groups of query heads share a key."""
+
+    queries: str
+    """Of queries and results, but for the width: `bqa`, or `bq(gr)` for r heads to a key."""
+    keys: str
+    """Of keys and values, but for the width: `bka`, `bkg`, or `bk` for one key of all heads."""
+    value: str = "d"
+    """The width of values."""
 
 
 def finish(name: str, b: Builder, y: Node | None) -> Block:
@@ -91,7 +102,7 @@ def cached_rows(b: Builder, kept: Node, new: Node, reach: Reach) -> tuple[Node, 
 
 
 def served_attention(
-    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str,
+    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, dims: HeadDims,
     bias: Sequence[Node], sinks: Sequence[Node],
 ) -> Node:  # fmt: skip
     """Attention to keys and values, or latents, that go into a cache and to those that are there.
@@ -102,11 +113,11 @@ def served_attention(
     names = ("k", "v") if len(keys) == 2 else ("latent",)
     kept = cached(b, dict(zip(names, keys, strict=True)), reach)
     if kind_of(b, reach) != "_striped":
-        return cached_attention(b, q, kept, reach, qd, kd, value, bias=bias, sinks=sinks)
+        return cached_attention(b, q, kept, reach, dims, bias=bias, sinks=sinks)
     if b.recipe.inference.prefix:
-        return striped_attention(b, q, kept, reach, qd, kd, value, sinks)
+        return striped_attention(b, q, kept, reach, dims, sinks)
     rows = _slots("_striped")
-    return cached_attention(b, q, keys, reach, qd, kd, value, rows=rows, sinks=sinks)
+    return cached_attention(b, q, keys, reach, dims, rows=rows, sinks=sinks)
 
 
 def source_attention(b: Builder, q: Node, k: Node, v: Node, bias: Sequence[Node]) -> Node:
@@ -152,15 +163,15 @@ def _heads(q: Node, k: Node) -> tuple[str, str]:
 
 
 def cached_attention(
-    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str, *,
+    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, dims: HeadDims, *,
     rows: Node | None = None, bias: Sequence[Node] = (), sinks: Sequence[Node] = (),
 ) -> Node:  # fmt: skip
     """Attention of new tokens to what a cache holds, or to rows that are in the slots `rows`.
 
-    `qd` and `kd` are the indices of queries and keys but for the width, `value` that of values.
     Latents are keys and, their first channels, values. A table of biases is looked up by distance,
     as TensorRT-LLM's kernels do ("implicit relative attention").
     """
+    qd, kd, value = dims
     whole = kd.replace("k", "K")  # softmax is over all keys of a request
     at, places = (",bK", (rows,)) if rows is not None else ("", ())
     heads = (f",z{qd[2:]}" if bias else "") + (f",{qd[2:]}" if sinks else "")
@@ -183,7 +194,7 @@ def cached_attention(
 
 
 def striped_attention(
-    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, qd: str, kd: str, value: str,
+    b: Builder, q: Node, keys: Sequence[Node], reach: Reach, dims: HeadDims,
     sinks: Sequence[Node] = (),
 ) -> Node:  # fmt: skip
     """The same where stripes hold a request's tokens: attention to each, and all put together.
@@ -191,6 +202,7 @@ def striped_attention(
     A stripe counts as much as its sum of exponentials. So all get the logarithms of these, and a
     query's result is a sum (vLLM's `cp_lse_ag_out_rs`, vllm/v1/attention/ops/common.py).
     """
+    qd, kd, value = dims
     kind, rows = kind_of(b, reach), qd.replace("(gr)", "a")
     stripes = size("Stripes")
     q = identity(q, "q_striped")
