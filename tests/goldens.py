@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,10 @@ def _run(command: str) -> tuple[str, str, int]:
     os.environ["COLUMNS"] = "100"
     error = io.StringIO()
     with contextlib.redirect_stderr(error):
-        done = CliRunner().invoke(commands, shlex.split(command))
+        apart = (
+            {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
+        )  # click 8.1
+        done = CliRunner(**apart).invoke(commands, shlex.split(command))
     failed = done.exception if not isinstance(done.exception, SystemExit) else None
     if failed is not None and not isinstance(failed, UserError):
         raise failed
