@@ -32,6 +32,26 @@ class Mesh:
     mirror: str = ""
     """An axis whose positions p and size - 1 - p are replicas of each other, as pipeline ranks are
     in DualPipe. Then `MIRROR` names an axis of two, over ranks that this axis counts already."""
+    stands_for: tuple[tuple[str, str], ...] = ()
+    """Names of groups and the degrees they are: with two meshes side by side, `decode tp` is tp."""
+
+    def degrees(self, axes: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+        """The joint group of some axes, by degrees: for each, the names of all of the same axes.
+
+        >>> Mesh((("dp", 8), ("tp", 2)), (("dp", ("dp",)), ("ep", ("dp",)))).degrees({"dp", "tp"})
+        (('dp', 'ep'), ('tp',))
+        """
+        left = set(axes)
+        found: list[tuple[str, ...]] = []
+        for _, parts in sorted(self.groups, key=lambda g: -len(g[1])):
+            if set(parts) <= left:
+                left -= set(parts)
+                found.append(tuple(n for n, same in self.groups if set(same) == set(parts)))
+        return tuple(sorted([*found, *((a,) for a in left)], key="/".join))
+
+    def degree_of(self, name: str) -> str:
+        """The degree that a group's name stands for: most stand for themselves."""
+        return dict(self.stands_for).get(name, name)
 
     def label(self, axes: Iterable[str]) -> str:
         """The usual name of the joint group of some axes: `tp`, `dp+cp`.
@@ -42,13 +62,7 @@ class Mesh:
         >>> Mesh((("dp", 8),), (("dp", ("dp",)), ("ep", ("dp",)))).label({"dp"})
         'dp/ep'
         """
-        left = set(axes)
-        words: list[str] = []
-        for _, parts in sorted(self.groups, key=lambda g: -len(g[1])):
-            if set(parts) <= left:
-                left -= set(parts)
-                words.append("/".join(n for n, same in self.groups if set(same) == set(parts)))
-        return "+".join(sorted([*words, *left]))
+        return "+".join("/".join(names) for names in self.degrees(axes))
 
     @property
     def names(self) -> tuple[str, ...]:

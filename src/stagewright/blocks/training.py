@@ -10,8 +10,7 @@ from stagewright.graph.gradient import backward
 from stagewright.graph.make import add, apply, cast, elementwise, identity, leaf, letters
 from stagewright.graph.node import Graph, Node, replace, toposort
 from stagewright.graph.roles import CLIP, STREAM, TABLE, Binding, Role
-
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+from stagewright.graph.table import OPS
 
 
 def finish(
@@ -173,7 +172,7 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
     precision = recipe.precision
     own: dict[str, Any] = {"phase": "optimizer", "once": True, **_of(p)}
     dtypes = {"master": precision.master or p.dtype} | dict.fromkeys(
-        MOMENTS[recipe.optimizer], precision.moment
+        OPS[recipe.optimizer].moments, precision.moment
     )
     if not precision.master:
         dtypes.pop("master")
@@ -196,7 +195,7 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
         spec,
         *operands,
         dtype=p.dtype,
-        updates=len(MOMENTS[recipe.optimizer]) + bool(precision.master),
+        updates=len(OPS[recipe.optimizer].moments) + bool(precision.master),
         name=f"{p.name}.new",
         **own,
     )

@@ -27,6 +27,7 @@ from stagewright.model.config import ModelConfig, Reach
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.shapes import ops_of
 from stagewright.run import lengths as batch
 from stagewright.run.lengths import Group
 from stagewright.run.requests import cache_of, groups
@@ -287,6 +288,9 @@ def _side_by_side(meshes: Sequence[Mesh]) -> Meshes:
             for label, axes in mesh.groups
         ),
         parts=tuple(meshes),
+        stands_for=tuple(
+            (f"{name} {label}", label) for name, mesh in named for label, _ in mesh.groups
+        ),
     )
 
 
@@ -326,7 +330,7 @@ def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
 
 def _rows_of(tasks: Tasks, op: str, layer: int) -> list[int]:
     """The kernels of a layer that an op is part of."""
-    fused = [i for i, ops in enumerate(tasks.ops) if op in ops.split("+")]
+    fused = [i for i, ops in enumerate(tasks.ops) if op in ops_of(ops)]
     return np.flatnonzero((tasks.layer == layer) & np.isin(tasks.op, fused)).tolist()
 
 

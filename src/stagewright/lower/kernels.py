@@ -217,7 +217,7 @@ class _Lowering:
             if together is not None and OPS[n.op].joint:
                 together.append(n)
                 continue
-            if n.op in COLLECTIVE_OPS or n.op in _VIEWS:
+            if n.op in COLLECTIVE_OPS or _is_view(n):
                 result.append([n])
                 if any(s in behind or s in open_ for s in n.srcs):
                     behind.add(n)
@@ -255,7 +255,7 @@ class _Lowering:
         writes = n.op == "accumulate" or any(u.op == "accumulate" for u in self.users.get(n, []))
         if not writes or not home or home[-1] is not n.srcs[0] or home[-1].phase != n.phase:
             return None
-        return None if home[0].op in COLLECTIVE_OPS or home[0].op in _VIEWS else home
+        return None if home[0].op in COLLECTIVE_OPS or _is_view(home[0]) else home
 
     def part(self, n: Node) -> TaskPart:
         if n.op == "tie":
@@ -277,7 +277,7 @@ class _Lowering:
         if n.op == "slice" and n.role is Role.OWN_ROWS:
             self.at[n] = task = self.copy(n)
             return [task]
-        if n.op in _VIEWS:
+        if _is_view(n):
             self.at[n] = self.at[n.srcs[0]]
             if n.op == "tie":
                 return [self.message(n, "all_reduce", (TIED, n.binding.tied))]
@@ -520,7 +520,11 @@ def handed_on(graph: Graph) -> dict[LiveValue, Node]:
     return {keys[key]: n for key, n in graph.outputs.items() if key in keys}
 
 
-_VIEWS = frozenset({"slice", "tie"})
+def _is_view(n: Node) -> bool:
+    """Whether a value has no bytes of its own: no kernel makes it."""
+    return n.op == "slice" or (n.op in OPS and OPS[n.op].view)
+
+
 _BUCKETED = frozenset(
     {
         Role.SENT, Role.USED, Role.KEYS, Role.MICROBATCH_GRADIENT, Role.STEP_GRADIENT, Role.REDUCED,

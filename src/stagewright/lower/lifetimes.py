@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
-from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.graph.table import COLLECTIVE_OPS, OPS
 from stagewright.lower.kernels import Kernel
 from stagewright.program.columns import CATEGORIES, TaskKind, Values
 
@@ -25,7 +25,6 @@ Touch = tuple[int, int, int]  # whose rows (see `stages`), stage, place there
 _GRADIENT = frozenset(
     {Role.SUM_OVER_MODEL, Role.MICROBATCH_GRADIENT, Role.STEP_GRADIENT, Role.REDUCED}
 )  # roles of collectives that move gradients
-OPTIMIZERS = frozenset({"adamw", "sgd"})
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +67,7 @@ BUFFERS = Gradients()
 def root(n: Node, gradients: Gradients = BUFFERS) -> Node:
     """The value whose bytes these are."""
     while True:
-        view = n.op == "tie" or (n.op == "slice" and n.role is not Role.OWN_ROWS)
+        view = (n.op in OPS and OPS[n.op].view) or (n.op == "slice" and n.role is not Role.OWN_ROWS)
         if gradients.as_made and gradients.one and n.op == "accumulate":
             view = True
         # Gradients are reduced where they were summed up, parameters gathered where they are.
@@ -80,10 +79,15 @@ def root(n: Node, gradients: Gradients = BUFFERS) -> Node:
         n = n.srcs[0]
 
 
+def updates(n: Node) -> bool:
+    """Whether a value is a parameter as an optimizer has just written it."""
+    return n.op in OPS and bool(OPS[n.op].moments)
+
+
 def stays(n: Node, gradients: Gradients = BUFFERS) -> bool:
     """Whether a value is part of what is there all the time."""
     buffers = ("accumulate",) if not gradients.as_made else ()
-    return n.op in ("param", "state", *buffers) or n.op in OPTIMIZERS
+    return n.op in ("param", "state", *buffers) or updates(n)
 
 
 class New(NamedTuple):
@@ -118,8 +122,7 @@ def uses(
     result: dict[Kernel, Use] = {}
     held = set[Node]()
     if gradients.as_made and graph is not None:
-        updates = [n for n in graph if n.op in OPTIMIZERS]
-        held = {root(n.srcs[0], gradients) for n in updates}  # gradients come first
+        held = {root(n.srcs[0], gradients) for n in graph if updates(n)}  # gradients come first
     for t in tasks:
         made = tuple(n for n in t.made if root(n, gradients) is n and not stays(n, gradients))
         alone = t.kind != TaskKind.COLLECTIVE or len(made) < 2
@@ -132,8 +135,7 @@ def uses(
             category = "gradients" if whole else _category(t)
             new.append(New(some, name, category, sum(size[n] for n in some), whole, lasts))
         times: dict[Node, Any] = {
-            n: gradients.temporaries if n.op in OPTIMIZERS else n.get("temporaries", 0)
-            for n in t.made
+            n: gradients.temporaries if updates(n) else n.get("temporaries", 0) for n in t.made
         }
         scratch = sum(size[n] * k for n, k in times.items()) if any(times.values()) else None
         seen = tuple(dict.fromkeys(root(n, gradients) for n in (*t.made, *t.reads)))

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM
 from stagewright.lower.kernels import Dependency, Kernel, LiveValue, TaskPart, interface
-from stagewright.lower.lifetimes import OPTIMIZERS, root, stays
+from stagewright.lower.lifetimes import root, stays
+from stagewright.lower.lifetimes import updates as is_update
 from stagewright.program.columns import TaskKind
 
 _LATER = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
@@ -56,7 +57,7 @@ def states(tasks: Sequence[Kernel], size: Mapping[Node, int]) -> list[Kernel]:
     As in Megatron-LM's `--optimizer-cpu-offload`, the host holds master copies and moments and
     makes the update, which is not a task of the device.
     """
-    updates = [t for t in tasks if any(n.op in OPTIMIZERS for n in t.made)]
+    updates = [t for t in tasks if any(map(is_update, t.made))]
     if not updates:
         return [*tasks]
     new = [n for t in updates for n in t.made]

@@ -48,6 +48,10 @@ class Communication:
     communicators: tuple[Communicator, ...]
     peers: tuple[Peer, ...]
 
+    def degrees_of(self, slot: int) -> tuple[tuple[str, ...], ...]:
+        """The degrees that communicator `slot` is along; see `Mesh.degrees`."""
+        return self.mesh.degrees(self.communicators[slot].axes)
+
     def label_of(self, slot: int) -> str:
         """The usual name of communicator `slot`: `tp`, `cp+dp`, `pp[0, 3]`."""
         axes, only = self.communicators[slot]

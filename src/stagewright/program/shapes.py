@@ -17,7 +17,16 @@ from stagewright.algebra.index import parse
 from stagewright.algebra.size import Size
 from stagewright.graph.cost import extents
 from stagewright.graph.node import Node
+from stagewright.graph.table import OPS, Timing, heads
 from stagewright.program.columns import Shape
+
+GEMM = "gemm"
+"""What the shape of a product of two operands is called, whatever indices it has."""
+
+
+def ops_of(joined: str) -> tuple[str, ...]:
+    """The ops that a kernel fuses, from how columns name it: joined by `+`."""
+    return tuple(joined.split("+"))
 
 
 def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], Any]) -> Shape:
@@ -27,8 +36,8 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     sizes = {x: math.ceil(extent_) for x, extent_ in extents(n, extent).items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
-        return Shape("gemm", _gemm(n, sizes), joint)
-    if n.op in ("attention", "attention_bwd"):
+        return Shape(GEMM, _gemm(n, sizes), joint)
+    if OPS[n.op].timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
         return Shape(n.op, _attention(n, sizes))
     ops = "+".join(dict.fromkeys(m.op for m in cluster))
     chunk: Any = n.get("chunk")
@@ -53,13 +62,13 @@ def _gemm(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
 def _attention(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = parse(str(n["spec"])).ins
     keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
-    heads = {x: size for x, size in sizes.items() if x not in "bqkdvj"}
+    by_head = heads(sizes)
     window: Any = n.get("window") or 0
     chunk: Any = n.get("chunk") or 0
     return (
         ("batch", sizes.get("b", 1)),
-        ("heads", math.prod(heads.values())),
-        ("kv_heads", math.prod(size for x, size in heads.items() if x in keys)),
+        ("heads", math.prod(by_head.values())),
+        ("kv_heads", math.prod(size for x, size in by_head.items() if x in keys)),
         ("q", sizes["q"]),
         ("k", sizes["k"]),
         ("d", sizes["d"]),

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
+from stagewright.graph.table import OPS, Timing, served_heads
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
+from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, dispatch_seconds, message_seconds
 from stagewright.time.fused_products import with_fused_products
 from stagewright.time.hardware import Hardware
@@ -91,8 +93,7 @@ class Placements:
 
     def of_experts(self, slot: int) -> bool:
         """Whether a communicator is that of ranks which share experts."""
-        label = self.program.label_of(slot)
-        return any("ep" in word.split("/") for word in label.split("+"))
+        return any("ep" in names for names in self.program.degrees_of(slot))
 
     def level(self, slot: int, which: RankClass) -> int:
         """The outermost dimension that a message of the class passes."""
@@ -157,24 +158,25 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
     kernels = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
     for kernel, dtype in {(str(k), str(d)) for k, d in zip(kernels, dtypes, strict=True)}:
-        if kernel not in ("gemm", "attention", "attention_bwd", *CHUNKED, *COPYING, *SERVED):
+        timing = timing_of(kernel)
+        if timing is Timing.MEMORY:
             continue
         here = (kernels == kernel) & (dtypes == dtype)
         shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
         # An extent that a kernel need not have is 0 where it lacks it: chunks of attention.
         names = dict.fromkeys(x for s in shapes for x in s)
         size = {x: np.array([s.get(x, 0) for s in shapes], dtype=float) for x in names}
-        if kernel == "gemm":
+        if timing is Timing.PRODUCT:
             seconds[here] = gemm_seconds(
                 size["batch"], size["m"], size["n"], size["k"],
                 traffic=traffic[here], dtype=dtype, on=hardware,
             )  # fmt: skip
-        elif kernel in COPYING:
+        elif timing in (Timing.TO_EXPERTS, Timing.FROM_EXPERTS):
             again = tasks.phase[rows[here]] == PHASES.index("backward")
-            seconds[here] = _copies(size, kernel, traffic[here], again, dtype, hardware)
-        elif kernel in SERVED:
+            seconds[here] = _copies(size, timing, traffic[here], again, dtype, hardware)
+        elif timing is Timing.SERVED_ATTENTION:
             seconds[here] = _served(size, flops[here], traffic[here], dtype, hardware)
-        elif kernel in CHUNKED:
+        elif timing is Timing.CHUNKED:
             # A step of decode has no chunks: it moves states.
             here[here] = whole = size.get("chunk", np.zeros(len(shapes))) > 0
             size = {x: column[whole] for x, column in size.items()}
@@ -182,24 +184,22 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
                 seconds[here] = _chunked(size, flops[here], traffic[here], dtype, hardware)
         else:
             seconds[here] = attention_shape_seconds(
-                size, flops[here], traffic[here], dtype, hardware, kernel == "attention_bwd"
-            )
+                size, flops[here], traffic[here], dtype, hardware,
+                timing is Timing.ATTENTION_BACKWARD,
+            )  # fmt: skip
     return seconds / hardware.sustained_fraction
 
 
-CHUNKED = tuple(
-    f"{op}{way}" for op in ("linear_attention", "delta_rule") for way in ("", "_bwd", "_served")
-)
-"""Kernels whose work is matrix products inside and between chunks of tokens."""
-
-
-COPYING = ("dispatch", "combine")
-"""Kernels that copy tokens to experts, and add what comes back."""
+def timing_of(kernel: str) -> Timing:
+    """Which model times a kernel, by what its shape calls it: matrix products, or an op alone."""
+    if kernel == GEMM:
+        return Timing.PRODUCT
+    return OPS[kernel].timing if kernel in OPS else Timing.MEMORY
 
 
 def _copies(
     size: dict[str, Float],
-    kernel: str,
+    timing: Timing,
     traffic: Float,
     again: Bool,
     dtype: str,
@@ -207,15 +207,11 @@ def _copies(
 ) -> Seconds:
     """Copies of tokens, which are sorted by expert first, but for those of backward."""
     copies = size["e"] * size["r"]
-    if kernel == "combine":
+    if timing is Timing.FROM_EXPERTS:
         return copies_seconds(traffic, copies, hardware)
     moved = np.maximum(traffic, 2 * copies * size["m"] * float(BYTES[dtype]))
     sorting = np.where(again, 0, routing_seconds(copies, hardware))
     return copies_seconds(moved, copies, hardware) + sorting
-
-
-SERVED = ("cached_attention", "striped_attention", "varlen_attention")
-"""Attention of requests that have lengths of their own."""
 
 
 def _served(
@@ -229,7 +225,7 @@ def _served(
     share the keys of one tile, so that none is waited for (flash decoding), or bytes take longer:
     one token sees few queries for each key that is read."""
     width = size["d"] + size.get("v", size["d"])
-    heads = math.prod([size.get(x, np.ones_like(width)) for x in "bagr"])
+    heads = math.prod(served_heads(size))
     tiles = np.ceil(size["q"] / QUERIES) * heads
     none = np.zeros_like(flops)
     work = attention_seconds(

@@ -69,7 +69,7 @@ def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
     In backward a gather feeds two products, of which the first goes beside it; one of what forward
     has kept waits for nothing in backward, and is hidden without being cut.
     """
-    of = [program.mesh.label(c.axes) == "tp" for c in program.communicators]
+    of = [program.mesh.degrees(c.axes) == (("tp",),) for c in program.communicators]
     sizes = [program.mesh.size(*c.axes) for c in program.communicators]
     ranks = np.where(of, sizes, 1) if of else np.ones(1, np.int64)
     chosen = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.layer >= 0)

@@ -144,9 +144,9 @@ def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
     domain = "NVLink domain" if machine.hardware.vendor == "NVIDIA" else "scale-up domain"
     told: set[str] = set()
     for slot in range(len(program.communicators)):
-        label = program.label_of(slot)
-        kind = next((k for k in ("tp", "cp", "ep", "etp") if k in label.split("/")), "")
-        if not kind or kind in told or "+" in label:  # joint groups reduce gradients
+        first, *others = program.degrees_of(slot) or ((),)
+        kind = next((k for k in ("tp", "cp", "ep", "etp") if k in first), "")
+        if not kind or kind in told or others:  # joint groups reduce gradients
             continue
         groups = program.members(slot, np.arange(program.group_count(slot), dtype=np.int64))
         lying = [each for each in placements(machine, groups) if each.counts[0] < each.ranks]

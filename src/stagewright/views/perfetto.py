@@ -85,7 +85,7 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
             elif kind in (TaskKind.LOAD, TaskKind.STORE):
                 names[int(tid)] = "to the host" if kind == TaskKind.STORE else "from the host"
             elif kind == TaskKind.COLLECTIVE:
-                names.setdefault(int(tid), axis)
+                names.setdefault(int(tid), str(axis))
             else:
                 shift = line.program.peers[slot].shift
                 what = "send to" if kind == TaskKind.SEND else "receive from"

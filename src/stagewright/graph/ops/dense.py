@@ -10,7 +10,7 @@ from stagewright.graph import reference_state as scan
 from stagewright.graph.make import apply, cast, elementwise, identity, letters
 from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import joint_gradients, no_gradient, of_what_it_is_made, sum_to
-from stagewright.graph.table import NUMBER, SIZE, Grads, Op, Timing, may, need, own_attributes
+from stagewright.graph.table import NUMBER, SIZE, Grads, Op, may, need, own_attributes
 
 
 def _fp8(n: Node) -> bool:
@@ -188,7 +188,6 @@ ROWS: dict[str, Op] = {
         flops=2,
         multilinear=True,
         attrs={**_PRODUCT, "joint": may(tuple), "touched": may(*SIZE)},
-        timing=Timing.PRODUCT,
     ),
     "times": Op(meaning.einsum, _einsum_vjp, flops=2, multilinear=True, fuses=True, attrs=_PRODUCT),
     "sum": Op(meaning.total, linear=True, fuses=True),

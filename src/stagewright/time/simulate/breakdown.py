@@ -46,12 +46,12 @@ class Axes(NamedTuple):
 def axes_of(line: Timeline, lane: Lane) -> Axes:
     """The axes of a lane."""
     found = axis_of(line.program, lane.of.tasks)
-    names = sorted({*found.values()})
+    names = sorted({*map(str, found.values())})
     tasks, rows = lane.of.tasks, lane.issue.rows
     of = np.full(len(rows), -1, dtype=np.int64)
     for (kind, slot, collective), axis in found.items():
         mine = (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
-        of[mine[rows]] = names.index(axis)
+        of[mine[rows]] = names.index(str(axis))
     # What is settled aside belongs to the communication that it follows.
     for stream in np.unique(lane.issue.stream[lane.aside]):
         mine = np.flatnonzero(lane.issue.stream == stream)

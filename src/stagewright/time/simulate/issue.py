@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,43 +228,53 @@ def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
     if not how.no_overlap or how.streams == "one":
         return result
     for (kind, slot, collective), axis in axis_of(program, tasks).items():
-        if _degree(axis) in how.no_overlap:
+        if _degree(program, axis) in how.no_overlap:
             result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
     return result
 
 
-def _degree(axis: str) -> str:
+class Along(NamedTuple):
+    """What tasks communicate along: degrees, and of a pipeline perhaps some positions only."""
+
+    degrees: tuple[str, ...]
+    only: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return "+".join(self.degrees) + ("" if self.only is None else str(list(self.only)))
+
+
+def _degree(program: Program, axis: Along) -> str:
     """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
     alias = {"edp": "dp", "etp": "tp", MIRROR: "dp"}
-    each = [word.split()[-1] for word in axis.split("[")[0].split("+")]  # of `decode tp`: tp
-    words = {alias.get(word, word) for word in each}
-    return next((word for word in ("dp", "pp", "ep", "cp", "tp") if word in words), axis)
+    degrees = {program.mesh.degree_of(name) for name in axis.degrees}
+    degrees = {alias.get(degree, degree) for degree in degrees}
+    return next((degree for degree in ("dp", "pp", "ep", "cp", "tp") if degree in degrees), "")
 
 
-def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], str]:
-    """What people call the axis that tasks communicate along, by (kind, slot, collective).
+def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], Along]:
+    """The axis that tasks communicate along, by (kind, slot, collective).
 
     Where one set of ranks serves two degrees, dispatch and combine are the experts'.
     """
     columns = (tasks.kind, tasks.slot, tasks.collective)
     moves = tasks.kind != TaskKind.COMPUTE
-    found: dict[tuple[int, int, int], str] = {}
+    found: dict[tuple[int, int, int], Along] = {}
     for key in _distinct(columns, moves):
         kind, slot, collective = key
         if kind in (TaskKind.LOAD, TaskKind.STORE):
-            found[kind, slot, collective] = "host"
+            found[kind, slot, collective] = Along(("host",))
             continue
         if kind != TaskKind.COLLECTIVE:
-            label = program.mesh.label((program.peers[slot].axis,))
+            degrees, only = program.mesh.degrees((program.peers[slot].axis,)), None
         else:
-            label = program.label_of(slot)
+            degrees, only = program.degrees_of(slot), program.communicators[slot].only
         experts = kind == TaskKind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
-        words = [_choose(word.split("/"), experts) for word in label.split("+")]
-        found[kind, slot, collective] = "+".join(dict.fromkeys(words))
+        chosen = dict.fromkeys(_choose(names, experts) for names in degrees)
+        found[kind, slot, collective] = Along(tuple(chosen), only)
     return found
 
 
-def _choose(names: list[str], experts: bool) -> str:
+def _choose(names: Sequence[str], experts: bool) -> str:
     return "ep" if experts and "ep" in names else names[0]
 
 
