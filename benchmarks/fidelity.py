@@ -23,7 +23,7 @@ import numpy as np
 from stagewright.evidence import kernels as validate_kernels
 from stagewright.evidence import reproduce, validate
 from stagewright.evidence.predictions import Prediction, summary
-from stagewright.lower.training import parameters
+from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent

@@ -31,7 +31,8 @@ CASES = {
 CODE = """
 import json, sys, time
 import numpy as np
-from stagewright.lower import training as compiler
+from stagewright.lower import training
+from stagewright.lower.compile import compile
 from stagewright.trace.formats import chakra
 from stagewright.run.settings import Run
 spent = [0.0]
@@ -42,8 +43,8 @@ def timed(function):
         spent[0] += time.process_time() - began
         return result
     return call
-compiler.lower, compiler.lowered = timed(compiler.lower), timed(compiler.lowered)
-program = compiler.compile(Run(**json.loads(sys.argv[1]))).program
+training.lower, training.lower_block = timed(training.lower), timed(training.lower_block)
+program = compile(Run(**json.loads(sys.argv[1]))).program
 firsts = np.sort([of.ranks[0] for of in program.classes])
 batches = chakra.plan(program, firsts, {})
 began = time.process_time()

@@ -29,7 +29,7 @@ SMALL = {"model": "llama3.1-70b", "tp": 8, "pp": 4, "layers": 8, "seq_length": 8
 
 CODE = """
 import json, resource, sys, time
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.trace.write import write
 program = compile(Run(**json.loads(sys.argv[1]))).program

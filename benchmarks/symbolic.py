@@ -20,37 +20,42 @@ RUN = {"model": "llama3.1-405b", "tp": 8, "cp": 2, "pp": 16, "sequence_parallel"
 
 WHOLE = """
 import json, sys, time
-from stagewright.lower import training as compiler
+from stagewright.lower import training
+from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
-spent, lower = [0.0], compiler.lower
+spent, lower = [0.0], training.lower
 def timed(*arguments, **options):
     began = time.process_time()
     program = lower(*arguments, **options)
     spent[0] += time.process_time() - began
     return program
-compiler.lower = timed
-compiled = compiler.compile(Run(**json.loads(sys.argv[1])))
+training.lower = timed
+compiled = compile(Run(**json.loads(sys.argv[1])))
 nodes = sum(len(of.tasks) for of in compiled.program.classes)
 print(json.dumps({"symbolic": time.process_time() - spent[0], "nodes": nodes}))
 """
 
 ANEW = """
 import json, sys, time
-from stagewright.lower import training as compiler
+from stagewright.lower import blocks
+from stagewright.lower.compile import compile
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import place_blocks
 from stagewright.model.catalog import resolve
-from stagewright.run.rules import check
 from stagewright.run.settings import Run
+from stagewright.parallel.degrees import parallelization
 run = Run(**json.loads(sys.argv[1]))
-kinds = compiler.compile(run).blocks  # and everything is imported
+compile(run)  # and everything is imported
 model = resolve(run.model)
 run = run.resolved(model)
-mesh, plan = compiler.parallelization(run, model)
-sizes = compiler.sizes_of(run, model)
-kind = next(k for stage in compiler.place_blocks(run, model) for k, i in stage if i >= 0)
+mesh, plan = parallelization(run, model)
+sizes = sizes_of(run, model)
+recipe = recipe_of(run, model)
+layer = next(v for stage in place_blocks(run, model) for v, i in stage if i >= 0)
 began = time.process_time()
 for _ in range(int(sys.argv[2])):
-    compiler.block_of.cache_clear()
-    compiler.sharded(kind, run, model, plan, sizes)
+    blocks.build_for_one_device.cache_clear()
+    blocks.shard_block(layer, run, model, plan, sizes, recipe)
 print(json.dumps({"symbolic": time.process_time() - began}))
 """
 

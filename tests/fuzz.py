@@ -353,7 +353,7 @@ def _config(path: Path) -> object:
 
 def _config_compiled(path: Path) -> object:
     """What a config.json says can be compiled or is refused."""
-    from stagewright.lower.training import compile
+    from stagewright.lower.compile import compile
     from stagewright.model.catalog import from_config
     from stagewright.run.settings import Run
 
@@ -390,7 +390,7 @@ def _hardware(path: Path) -> object:
 def _modules(path: Path) -> object:
     """A .stg file, and what it describes compiled."""
     from stagewright.blocks.stg import load
-    from stagewright.lower.training import compile
+    from stagewright.lower.compile import compile
     from stagewright.run.settings import Run
 
     model = load(path)

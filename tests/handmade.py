@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.trace.formats import et_def, wire
 from stagewright.trace.write import write

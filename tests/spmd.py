@@ -25,7 +25,7 @@ from stagewright.blocks import Block, Recipe
 from stagewright.graph.cost import indices
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.table import LEAVES, MOVES, OPS
-from stagewright.lower.training import sizes_of
+from stagewright.lower.recipe import sizes_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.model.state_space import StateSpace

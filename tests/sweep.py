@@ -24,7 +24,8 @@ from invariants import check
 from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
-from stagewright.lower.training import Compiled, compile
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import TaskKind
@@ -258,7 +259,7 @@ def _experts(dice: Dice, model: ModelConfig) -> dict[str, Any]:
 # ---- what must hold ------------------------------------------------------------------------------
 
 
-def sound(compiled: Compiled, dice: Dice) -> None:
+def sound(compiled: CompiledRun, dice: Dice) -> None:
     """The program keeps every rule, by two checkers that share no code."""
     check_program(compiled.program)
     if compiled.run.prefill is not None:  # two meshes, where `check` knows one; `verify` both
@@ -274,7 +275,7 @@ def sound(compiled: Compiled, dice: Dice) -> None:
 PRODUCTS = ("einsum", "attention", "attention_bwd")  # as kernels are named that are not fused
 
 
-def products(compiled: Compiled) -> list[int]:
+def products(compiled: CompiledRun) -> list[int]:
     """FLOPs of matrix products and attention of all ranks: forward, recompute, backward."""
     found = [0, 0, 0]
     for c in compiled.program.classes:
@@ -300,7 +301,7 @@ def alone(recompute: str, *values: Any) -> list[int]:
     return products(compile(Run(**settings, vocab=VOCAB, fuse=False, recompute=recompute)))
 
 
-def conserves(compiled: Compiled) -> None:
+def conserves(compiled: CompiledRun) -> None:
     """All ranks together do the work of one: more only where ranks share what cannot be split."""
     run, model = compiled.run, compiled.model
     if run.mode != "train":
@@ -331,7 +332,7 @@ def conserves(compiled: Compiled) -> None:
         assert all(w <= f <= heads * w for f, w in zip(found, wanted, strict=True)), (found, wanted)
 
 
-def written(compiled: Compiled, folder: Path, *, whole: bool) -> None:
+def written(compiled: CompiledRun, folder: Path, *, whole: bool) -> None:
     """What is written is sound to `verify`, which reads it like a stranger's."""
     stagewright.generate(compiled, folder)
     if not whole:

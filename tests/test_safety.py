@@ -15,7 +15,7 @@ import pytest
 
 import stagewright
 from stagewright.errors import UserError
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 
 SOURCE = Path(stagewright.__file__).parent

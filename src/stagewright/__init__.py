@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from stagewright.version import __version__
 
 if TYPE_CHECKING:
-    from stagewright.api import compile, generate, report, simulate
+    from stagewright.api import Compiled, compile, generate, report, simulate
     from stagewright.errors import UserError
-    from stagewright.lower.training import Compiled
     from stagewright.model.catalog import resolve
     from stagewright.model.config import ModelConfig
     from stagewright.run.settings import Run
@@ -40,7 +39,7 @@ __all__ = [
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
 _HOME = {
     "Bundle": "trace.formats.bundle",
-    "Compiled": "lower.training",
+    "Compiled": "api",
     "ModelConfig": "model.config",
     "Run": "run.settings",
     "Table": "texttable",

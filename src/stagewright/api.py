@@ -1,4 +1,4 @@
-"""What one asks of a run, from Python: a function for each command.
+"""The public functions, one for each command, and the objects with views that they return.
 
 >>> import stagewright as sw
 >>> compiled = sw.compile("llama3-8b", tp=8, seq_length=4096)
@@ -6,43 +6,93 @@
 >>> found.seconds == sw.simulate("llama3-8b", "h100-sxm", tp=8, seq_length=4096).seconds
 True
 
-Where a run is wanted, that is the name of a model with settings (the fields of `Run`), a `Run`, or
-what `compile` gave. Errors are `UserError`s that say what to change.
+A run is given as the name of a model with settings (the fields of `Run`), as a `Run`, or as the
+result of `compile`. Errors are `UserError`s that say what to change.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.files import write_text
-from stagewright.lower import training as compiler
-from stagewright.lower.training import Compiled
+from stagewright.lower.compile import compile as compile_run
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.texttable import Table
 from stagewright.time.astra_sim import beside
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.measured import load, measured
 from stagewright.time.network import Machine
-from stagewright.time.simulate.step import Simulation
-from stagewright.time.simulate.step import simulate as run_on
+from stagewright.time.simulate.step import SimulatedStep
+from stagewright.time.simulate.step import simulate as simulate_step
+from stagewright.time.simulate.timeline import Progress
 from stagewright.trace.recorded import manifest
 from stagewright.trace.write import write
+from stagewright.views import tables
+from stagewright.views.pages import notebook
 from stagewright.views.pages.report import page
-
-if TYPE_CHECKING:
-    from stagewright.time.simulate.timeline import Progress
+from stagewright.views.summary import summary
 
 Asked = str | os.PathLike[str] | Run
+
+
+class Compiled(CompiledRun):
+    """A compiled run, with its views: tables, text, and HTML in notebooks."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return notebook.of_compiled(self)
+
+    def summary(self) -> dict[str, Any]:
+        """What the ranks compute, exchange and hold: the object that `show --json` prints."""
+        return summary(self)
+
+    def compute(self) -> Table:
+        """Layers, tasks and FLOPs by phase of a rank of each stage."""
+        return tables.compute(self.summary())
+
+    def memory(self) -> Table:
+        """Bytes by category at the peak of memory, of a rank of each stage."""
+        return tables.memory(self.summary())
+
+    def communication(self) -> Table:
+        """Collectives and messages of a rank of each stage, by phase, kind and axis."""
+        return tables.communication(self.summary(), merged=False)
+
+    def tasks(self, rank: int = 0) -> Table:
+        """All tasks of one rank, a row each, in the order of issue."""
+        return tables.tasks(self.program, rank)
+
+
+class Simulation(SimulatedStep):
+    """A simulated step, with its views: tables, and HTML in notebooks."""
+
+    def _repr_html_(self) -> str:
+        return notebook.of_simulation(self)
+
+    def where(self) -> Table:
+        """Where the time goes, as shares of the step: of the mean GPU and of each kind of ranks."""
+        return tables.parts(self)
+
+    def transfers(self) -> Table:
+        """How long the mean GPU communicates along each axis, and how much of it is hidden."""
+        return tables.transfers(self)
+
+    def tasks(self, lane: int = 0) -> Table:
+        """When the tasks of a lane (an index into `line.lanes`) run, in seconds."""
+        return tables.tasks_in_time(self, lane)
 
 
 def compile(
@@ -54,15 +104,16 @@ def compile(
 ) -> Compiled:
     """All that a run implies: graphs, schedule and the program of every rank.
 
-    `model` is a preset, the path of a Hugging Face config.json, or a `Run`; settings go before
-    those of a run. `config` replaces the configuration that the model's name stands for. `table` is
-    a strategy of one's own: where values live, such as `{"wq": "[M, A/tp, D]"}`.
+    `model` is a preset, the path of a Hugging Face config.json, or a `Run`; `settings` replace
+    those of a run. `config` replaces the configuration that the model's name stands for. `table`
+    gives layouts of named values, such as `{"wq": "[M, A/tp, D]"}`, in place of the strategy's.
     """
-    return compiler.compile(_run(model, settings), config, table=table)
+    compiled = compile_run(_run(model, settings), config, table=table)
+    return Compiled(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})
 
 
 def simulate(
-    what: Asked | Compiled,
+    what: Asked | CompiledRun,
     hardware: str | os.PathLike[str] | Hardware | Machine | ClusterSection,
     *,
     execution: Execution | None = None,
@@ -79,7 +130,7 @@ def simulate(
     `dp`, dp fills the nodes.
     """
     cluster, how, settings = _sections(hardware, execution, settings)
-    if isinstance(what, Compiled):
+    if isinstance(what, CompiledRun):
         if settings or cluster.nodes is not None:
             name = next(iter(settings), "nodes")
             raise UserError(f"{name} cannot change what is compiled; give it to compile")
@@ -94,8 +145,9 @@ def simulate(
             topology=cluster.topology,
             algorithm=cluster.algorithm,
         )
-    simulation = run_on(compiled, machine, how, cluster.stragglers, progress)
-    return simulation if cluster.hardware is None else replace(simulation, cluster=cluster)
+    step = simulate_step(compiled, machine, how, cluster.stragglers, progress)
+    asked = None if cluster.hardware is None else cluster
+    return Simulation(step.compiled, step.machine, step.line, asked)
 
 
 def _sections(
@@ -137,7 +189,7 @@ def fill_nodes(
 
 
 def generate(
-    compiled: Compiled,
+    compiled: CompiledRun,
     out: str,
     *,
     format: str = "chakra",
@@ -165,7 +217,7 @@ def generate(
 
 
 def report(
-    what: Asked | Compiled | Simulation,
+    what: Asked | CompiledRun | SimulatedStep,
     out: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> str:
@@ -174,12 +226,12 @@ def report(
     With a `hardware` among the settings, or of a simulation, it tells of time, too.
     """
     found = None
-    if isinstance(what, Simulation):
+    if isinstance(what, SimulatedStep):
         found, what = what, what.compiled
     elif "hardware" in settings:
         found = simulate(what, settings.pop("hardware"), **settings)
         what = found.compiled
-    compiled = what if isinstance(what, Compiled) else compile(what, **settings)
+    compiled = what if isinstance(what, CompiledRun) else compile(what, **settings)
     text = page(compiled, found)
     if out is not None:
         write_text(os.fspath(out), text)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.lower.training import Compiled, compile
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, RankClass, TaskKind
 from stagewright.run.settings import Run
@@ -98,11 +99,11 @@ def run_of(case: Case, **more: Any) -> Run:
     return Run(**(settings | more))
 
 
-def compiled_of(case: Case, **more: Any) -> Compiled:
+def compiled_of(case: Case, **more: Any) -> CompiledRun:
     return compile(run_of(case, **more), model_of(case))
 
 
-def rank_of(case: Case, compiled: Compiled) -> RankClass:
+def rank_of(case: Case, compiled: CompiledRun) -> RankClass:
     """The program of the rank that was recorded: the position in the pipeline is what matters."""
     mesh = dict(case["mesh"])
     inner = 1
@@ -121,7 +122,7 @@ def recorded_collectives(case: Case) -> dict[tuple[Any, ...], Traffic]:
     return {tuple(row[:5]): Traffic(*row[5:]) for row in case["collectives"]}
 
 
-def collectives(case: Case, compiled: Compiled) -> dict[tuple[Any, ...], Traffic]:
+def collectives(case: Case, compiled: CompiledRun) -> dict[tuple[Any, ...], Traffic]:
     """By phase, kind, mesh dim, group size and dtype, as a case has them."""
     t, program = rank_of(case, compiled).tasks, compiled.program
     mesh = dict(case["mesh"])
@@ -175,7 +176,7 @@ def recorded_flops(case: Case) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
-def flops(case: Case, compiled: Compiled) -> dict[tuple[str, str], int]:
+def flops(case: Case, compiled: CompiledRun) -> dict[tuple[str, str], int]:
     """The same of ours, attention as torch's formulas count it: masked pairs too.
 
     A rank's causal attention is one block of its own queries and keys, of which half is masked,
@@ -195,7 +196,7 @@ def flops(case: Case, compiled: Compiled) -> dict[tuple[str, str], int]:
     return {key: n for key, n in found.items() if n}
 
 
-def state(case: Case, compiled: Compiled) -> dict[str, int]:
+def state(case: Case, compiled: CompiledRun) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states when the step is over."""
     held = {"rank_param_bytes": "parameters", "rank_grad_bytes": "gradients",
             "rank_opt_state_bytes": "optimizer"}  # fmt: skip
@@ -208,7 +209,7 @@ def state(case: Case, compiled: Compiled) -> dict[str, int]:
     }
 
 
-def live_after_forward(case: Case, compiled: Compiled) -> int:
+def live_after_forward(case: Case, compiled: CompiledRun) -> int:
     """Bytes held when the last forward pass is done, but for inputs."""
     of = rank_of(case, compiled)
     last = int(np.flatnonzero(of.tasks.phase == PHASES.index("forward"))[-1])
@@ -218,7 +219,7 @@ def live_after_forward(case: Case, compiled: Compiled) -> int:
     return int(v.size[there[~np.isin(v.name[there], inputs)]].sum())
 
 
-def peak(case: Case, compiled: Compiled) -> int:
+def peak(case: Case, compiled: CompiledRun) -> int:
     """The most bytes held."""
     return rank_of(case, compiled).memory["peak"]
 
@@ -239,7 +240,7 @@ def recorded_live(case: Case, what: str) -> int:
     return case["live"]["after"][what] - by["input"] - outside - 8
 
 
-def order(case: Case, compiled: Compiled) -> str:
+def order(case: Case, compiled: CompiledRun) -> str:
     """What a pipeline rank does, action by action."""
     return " ".join(map(str, flat(compiled.order[rank_of(case, compiled).pipeline_rank])))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
 from stagewright.model.config import Vision
 from stagewright.program.columns import PHASES, TaskKind

@@ -17,7 +17,7 @@ from weights import weight
 from spmd import Spmd
 from stagewright import blocks as nn
 from stagewright.graph.node import Graph, toposort
-from stagewright.lower.training import sizes_of
+from stagewright.lower.recipe import sizes_of
 from stagewright.model.catalog import from_config
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run

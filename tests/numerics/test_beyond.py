@@ -16,7 +16,10 @@ from spmd import check as same_as_one_device
 from spmd import random_values, single
 from stagewright import blocks as nn
 from stagewright.errors import UserError
-from stagewright.lower.training import Kind, parameters, recipe_of, sharded, sizes_of
+from stagewright.lower.blocks import shard_block
+from stagewright.lower.parameters import parameters
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import Diffusion, ModelConfig, Recommendation, Vision
 from stagewright.model.presets import PRESETS
 from stagewright.parallel.degrees import parallelization
@@ -85,7 +88,7 @@ SETTINGS["llava"] = [*LAYERED, {"tp": 2, "dp": 2, "recompute": "full"}]
 
 
 @cache
-def one_device(model: str, kind: Kind, run: Run) -> Any:
+def one_device(model: str, kind: BlockVariant, run: Run) -> Any:
     config = MODELS[model]
     block = nn.BLOCKS[kind.block](config, recipe_of(run, config), kind.layer)
     sizes = sizes_of(run, config)
@@ -105,9 +108,9 @@ def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any
     axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
     for part in dict.fromkeys(p._replace(number=0) for p in nn.chain(config)):
         layered = "layer" in part.block
-        kind = Kind(part.block, part.layer, layered and run.recompute == "full")
+        kind = BlockVariant(part.block, part.layer, layered and run.recompute == "full")
         block, sizes, values, truth = one_device(model, kind, run)
-        graph = sharded(kind, run, config, plan, sizes)
+        graph = shard_block(kind, run, config, plan, sizes, recipe_of(run, config))
         same_as_one_device(block.graph, graph, axes, sizes, values, truth)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stagewright.arrays import Float
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run

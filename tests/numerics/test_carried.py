@@ -18,17 +18,11 @@ from stagewright import blocks as nn
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
+from stagewright.lower.blocks import build_block, shard_block
 from stagewright.lower.kernels import LiveValue, handed_on, interface
-from stagewright.lower.training import (
-    Kind,
-    block_of,
-    parameters,
-    place_blocks,
-    recipe_of,
-    sharded,
-    sizes_of,
-    with_ties,
-)
+from stagewright.lower.parameters import parameters
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import BlockVariant, place_blocks, tie_tables
 from stagewright.model.presets import PRESETS
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import TaskKind
@@ -42,11 +36,11 @@ TABLES = {"t5": 3, "t5, 1.1": 3, "zamba2": 1 + 2 * 9, "zamba2, attention": 8}
 """Those that have copies; of others, the embedding's."""
 
 
-def blocks(model: str, **settings: Any) -> tuple[Run, list[tuple[Kind, int]]]:
+def blocks(model: str, **settings: Any) -> tuple[Run, list[tuple[BlockVariant, int]]]:
     """The blocks of a model that is all on one rank, in order."""
     config = MODELS[model]
     run = Run(model=model, dropout=False, **settings).resolved(config)
-    stages = with_ties(place_blocks(run, config), make_order("1f1b", 1, 1, 1), config)
+    stages = tie_tables(place_blocks(run, config), make_order("1f1b", 1, 1, 1), config)
     return run, stages[0]
 
 
@@ -60,8 +54,7 @@ class Whole:
         run, kinds = blocks(model, seq_length=6, micro_batch_size=2, **settings)
         self.sizes = sizes_of(run, self.config)
         self.graphs = [
-            block_of(k.block, self.config, recipe_of(run, self.config, k), k.layer).graph
-            for k, _ in kinds
+            build_block(k, self.config, recipe_of(run, self.config)).graph for k, _ in kinds
         ]
         self.ahead = [only_forward(graph) for graph in self.graphs]
         self.made = [
@@ -179,15 +172,15 @@ def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any
     axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
     sizes = sizes_of(run, config)
     for kind in dict.fromkeys(kind for kind, _ in kinds):
-        recipe = recipe_of(run, config, kind)
-        graph = sharded(kind, run, config, plan, sizes, recipe)
+        recipe = recipe_of(run, config)
+        graph = shard_block(kind, run, config, plan, sizes, recipe)
         block, values, truth = one_device(model, kind, recipe, tuple(sizes.items()))
         same_as_one_device(block.graph, graph, axes, sizes, values, truth)
 
 
 @cache
-def one_device(model: str, kind: Kind, recipe: nn.Recipe, sizes: Any) -> Any:
-    block = block_of(kind.block, MODELS[model], recipe, kind.layer)
+def one_device(model: str, kind: BlockVariant, recipe: nn.Recipe, sizes: Any) -> Any:
+    block = build_block(kind, MODELS[model], recipe)
     values = random_values(block.graph, dict(sizes))
     return block, values, single(block.graph, dict(sizes), values)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stagewright.lower.training import Compiled, compile
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 
@@ -17,7 +18,7 @@ CORE = ("scores", "core", "d_probs", "d_scores", "d_q_core", "d_k_core", "d_v_co
 PRODUCTS = ("einsum", "attention", "attention_bwd")  # as unfused kernels are named
 
 
-def work(compiled: Compiled) -> Counter[tuple[str, str]]:
+def work(compiled: CompiledRun) -> Counter[tuple[str, str]]:
     """FLOPs of all ranks by phase and operation."""
     found: Counter[tuple[str, str]] = Counter()
     for c in compiled.program.classes:
@@ -48,7 +49,7 @@ PUBLISHED: list[dict[str, Any]] = [
 ]
 
 
-def closed_form(compiled: Compiled) -> int:
+def closed_form(compiled: CompiledRun) -> int:
     """Forward and backward of a step, in all.
 
     PaLM (arXiv 2204.02311), appendix B, has 6 N + 12 L H Q T per token: N parameters in products

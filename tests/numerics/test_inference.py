@@ -20,7 +20,8 @@ from paths import EXAMPLES
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.capacity import Capacity
-from stagewright.lower.training import Compiled, compile
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import Reach
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
@@ -42,11 +43,11 @@ DENSE_V3 = replace(
 )  # fmt: skip
 
 
-def run(model: str = "llama3.1-70b", **fields: Any) -> Compiled:
+def run(model: str = "llama3.1-70b", **fields: Any) -> CompiledRun:
     return compile(Run(model=model, **fields), DENSE_V3 if model == "deepseek-v3-dense" else None)
 
 
-def work(compiled: Compiled, column: str = "flops") -> Counter[str]:
+def work(compiled: CompiledRun, column: str = "flops") -> Counter[str]:
     """Of all ranks, by op; fused kernels by the first."""
     found: Counter[str] = Counter()
     for c in compiled.program.classes:
@@ -444,7 +445,7 @@ def test_attention_reads_the_keys_it_sees() -> None:
 # ---- communication -------------------------------------------------------------------------------
 
 
-def collectives(compiled: Compiled) -> Counter[str]:
+def collectives(compiled: CompiledRun) -> Counter[str]:
     c, *_ = compiled.program.classes
     t = c.tasks
     return Counter(

@@ -27,7 +27,7 @@ from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.graph.verify import verify
-from stagewright.lower.training import sizes_of
+from stagewright.lower.recipe import sizes_of
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
 from stagewright.run.settings import Run

@@ -17,7 +17,9 @@ from stagewright.graph.node import Graph, toposort
 from stagewright.graph.reference import FAR
 from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
-from stagewright.lower.training import Kind, block_of, place_blocks, recipe_of, sizes_of
+from stagewright.lower.blocks import build_block
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import BlockVariant, place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
@@ -40,7 +42,7 @@ def forward(graph: Graph) -> Graph:
     return Graph.of(toposort(ends.values()), ends)
 
 
-def kinds(config: ModelConfig, run: Run) -> list[Kind]:
+def kinds(config: ModelConfig, run: Run) -> list[BlockVariant]:
     """The blocks of a model on one rank, in order."""
     (stage,) = place_blocks(run.resolved(config), config)
     return [kind for kind, _ in stage]
@@ -55,7 +57,7 @@ def weights(model: str) -> list[Values]:
     shared: Values = {}
     found: list[Values] = []
     for seed, kind in enumerate(kinds(config, run)):
-        params = [n for n in block_of(kind.block, config, recipe_of(run, config), kind.layer).graph
+        params = [n for n in build_block(kind, config, recipe_of(run, config)).graph
                   if n.op == "param"]  # fmt: skip
         own = random_values(Graph.of(params, {n.name: n for n in params}), sizes, seed)
         tied = {n.name for n in params if n.binding.tied}
@@ -81,8 +83,8 @@ def truth(model: str, source: list[int], tokens: list[int]) -> Any:
     sizes = sizes_of(run.resolved(config), config)
     handed: Values = {"source_tokens": np.array([source]), "tokens": np.array([tokens])}
     for kind, own in zip(kinds(config, run), weights(model), strict=True):
-        recipe = recipe_of(run.resolved(config), config, kind)
-        graph = forward(block_of(kind.block, config, recipe, kind.layer).graph)
+        recipe = recipe_of(run.resolved(config), config)
+        graph = forward(build_block(kind, config, recipe).graph)
         env = Spmd({}, sizes).run(graph, own | handed)
         made = {name: env[n][()] for name, n in graph.outputs.items()}
         handed |= made | ({"x": made["y"]} if "y" in made else {})
@@ -145,7 +147,7 @@ def played(model: str) -> Iterator[Step]:
         sizes |= dict.fromkeys(("L", "L_source"), 5 * BLOCK) | dict.fromkeys(("I", "I_source"), 5)
         recipe = Recipe(dropout=False, inference=Inference(decode=number > 0))
         for at, (kind, params) in enumerate(zip(kinds(config, run), weights(model), strict=True)):
-            graph = block_of(kind.block, config, recipe, kind.layer).graph
+            graph = build_block(kind, config, recipe).graph
             empty = {n.name: np.zeros([d.value(sizes) for d in n.shape])
                      for n in graph if n.op == "state"}  # fmt: skip
             values = params | handed | empty | caches.get(at, {})

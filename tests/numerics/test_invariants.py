@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from effort import times
 from invariants import COLLECTIVE, RECV, SEND, Broken, World, check
 from stagewright.errors import UserError
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, RankClass
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES

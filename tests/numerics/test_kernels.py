@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.settings import Run
 

@@ -12,9 +12,13 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.graph.node import Node
-from stagewright.lower.kernels import TaskPart, bytes_of
-from stagewright.lower.training import compile, extent_of, lowered, parallelization, sizes_of
+from stagewright.lower.blocks import lower_block
+from stagewright.lower.compile import compile
+from stagewright.lower.kernels import TaskPart, bytes_of, extent_of
+from stagewright.lower.recipe import sizes_of
+from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve
+from stagewright.parallel.degrees import parallelization
 from stagewright.program import memory as over_time
 from stagewright.program.columns import CATEGORIES, RankClass
 from stagewright.run.settings import Run
@@ -164,7 +168,7 @@ def terms(**settings: Any) -> dict[str, Fraction]:
     run, graph = compiled.run, compiled.blocks["layer"]
     mesh, _ = parallelization(run, compiled.model)
     extent = extent_of(sizes_of(run, compiled.model), mesh)
-    tasks = lowered(graph, run, mesh, extent).tasks
+    tasks = lower_block(graph, run, mesh, extent, BlockVariant("layer")).tasks
     made = {n for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input" and n.name == "x"}
     kept: dict[Node, None] = {}

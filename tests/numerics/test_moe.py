@@ -23,7 +23,9 @@ from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.graph.verify import verify
-from stagewright.lower.training import Compiled, compile, recipe_of, sizes_of
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.placement import strategy
 from stagewright.program.columns import PHASES, TaskKind
@@ -379,7 +381,7 @@ def test_gradients_of_experts_are_reduced_over_their_copies(
 # ---- work ----------------------------------------------------------------------------------------
 
 
-def products(compiled: Compiled) -> Counter[str]:
+def products(compiled: CompiledRun) -> Counter[str]:
     """FLOPs of matrix products of all ranks by phase."""
     found: Counter[str] = Counter()
     for c in compiled.program.classes:
@@ -449,7 +451,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @cache
-def compiled(name: str) -> Compiled:
+def compiled(name: str) -> CompiledRun:
     model, settings = PROGRAMS[name]
     models = MODELS | {"dense first": replace(MODELS["mla"], first_dense_layers=1)}
     return compile(Run(model=model, seq_length=16, **settings), models[model])

@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from paths import DATA
-from stagewright.lower.training import parameters
+from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 
 TABLE = DATA / "published_parameters.csv"

@@ -20,10 +20,14 @@ from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.assemble import lower
+from stagewright.lower.blocks import lower_block
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.kernels import extent_of
+from stagewright.lower.recipe import sizes_of
 from stagewright.lower.routing import ROWS, Load, Routing, Rows
 from stagewright.lower.stages import Placed
-from stagewright.lower.training import Compiled, compile, lowered, place_blocks, sizes_of
+from stagewright.lower.variants import place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind
@@ -40,7 +44,7 @@ LOADS = {"even": [1, 1, 1, 1], "one idle": [3, 1, 4, 0], "halves": [1, 3, 2, 2]}
 def run(tmp_path: Path) -> Any:
     """Compile the toy with these loads, a list of numbers or one for each layer."""
 
-    def compiled(load: object, model: ModelConfig = MOE, **settings: Any) -> Compiled:
+    def compiled(load: object, model: ModelConfig = MOE, **settings: Any) -> CompiledRun:
         file = tmp_path / "load.json"
         file.write_text(json.dumps(load))
         given = {"expert_load": str(file)} if load else {}
@@ -168,7 +172,9 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
 
     def make(rows: Rows) -> Program:
         extent = extent_of(sizes, mesh, {ROWS: rows})
-        blocks = {kind: lowered(graph, asked, mesh, extent) for kind, graph in graphs.items()}
+        blocks = {
+            kind: lower_block(graph, asked, mesh, extent, kind) for kind, graph in graphs.items()
+        }
         placed = [[Placed(blocks[kind], i, "") for kind, i in stage] for stage in stages]
         return lower(placed, order, mesh)
 

@@ -15,7 +15,7 @@ import pytest
 import stagewright as sw
 from invariants import check as check_program
 from stagewright.errors import UserError
-from stagewright.lower.training import parameters
+from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.program.columns import PHASES, TaskKind

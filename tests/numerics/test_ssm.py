@@ -15,9 +15,11 @@ from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import COLLECTIVE_OPS
+from stagewright.lower.blocks import shard_block
+from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.kernels import TaskPart, bytes_of, extent_of, kernels
-from stagewright.lower.training import Kind, sharded, sizes_of
-from stagewright.lower.training import compile as compile_run
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.model.presets import PRESETS
@@ -59,7 +61,8 @@ def layer(name: str, settings: tuple[tuple[str, Any], ...]) -> tuple[Graph, Run]
     run = Run(model=name, **dict(settings)).resolved(model)
     check_run(run, model)
     _, plan = parallelization(run, model)
-    graph = sharded(Kind("layer", model.layer(0)), run, model, plan, sizes_of(run, model))
+    sizes, recipe = sizes_of(run, model), recipe_of(run, model)
+    graph = shard_block(BlockVariant("layer", model.layer(0)), run, model, plan, sizes, recipe)
     return graph, run
 
 

@@ -22,8 +22,10 @@ from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.graph.verify import verify
-from stagewright.lower.training import Kind, compile, recipe_of, sizes_of
-from stagewright.lower.training import sharded as compiled
+from stagewright.lower.blocks import shard_block
+from stagewright.lower.compile import compile
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import BlockVariant
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
@@ -333,12 +335,12 @@ def test_any_run(model: str) -> None:
             continue
         block = rng.choice(["embedding", "layer", "layer", "layer", "head"])
         index = rng.randrange(TINY[model].num_layers)
-        kind = Kind(block)
+        kind = BlockVariant(block)
         if block == "layer":
-            kind = Kind(block, TINY[model].layer(index), run.recompute == "full")
+            kind = BlockVariant(block, TINY[model].layer(index), run.recompute == "full")
         mesh, plan = parallelization(run, TINY[model])
         c = case(model, block, recipe_of(run, TINY[model]), index)
-        graph = compiled(kind, run, TINY[model], plan, c.sizes)
+        graph = shard_block(kind, run, TINY[model], plan, c.sizes, recipe_of(run, TINY[model]))
         if not even(graph, dict(mesh.axes), c.sizes):
             continue
         done += 1

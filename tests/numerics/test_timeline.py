@@ -7,7 +7,7 @@ import pytest
 
 import eventsim
 from stagewright.arrays import Int
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run

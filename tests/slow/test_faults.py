@@ -24,7 +24,7 @@ import itertools, json, os, random, shutil, signal, sys, time
 out, place = sys.argv[1], os.path.dirname(sys.argv[1])
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.errors import UserError
 from stagewright.run.settings import Run
 from stagewright.check.verify import verify

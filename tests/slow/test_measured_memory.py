@@ -14,7 +14,7 @@ import pytest
 
 from paths import DOCS
 from stagewright.evidence.memory import PeakPrediction, predictions, summary
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
 from stagewright.run.settings import Run
 

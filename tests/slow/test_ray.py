@@ -12,7 +12,7 @@ import pytest
 
 from extras import needed
 from stagewright.errors import UserError
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.trace import templates

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from stagewright.check.verify import verify
 from stagewright.cli.main import commands
 from stagewright.errors import Stopped, UserError
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.trace import manifest, staging
@@ -217,7 +217,7 @@ import os, signal, sys
 sys.path[:0] = sys.argv[3:]
 from test_unfinished import DEGREES, TOY
 from stagewright.trace import journal
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.trace.write import write
 journal.INTERVAL = 0
@@ -378,7 +378,7 @@ out = sys.argv[1]
 sys.path[:0] = sys.argv[2:]
 from test_unfinished import DEGREES, TOY
 from stagewright.trace import journal
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.trace.write import write
 journal.INTERVAL = 0

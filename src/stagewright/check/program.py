@@ -4,7 +4,7 @@ Work is per rank class: rows are checked once per class, and partners once per r
 is checked by a folded one, in which ranks meet in all the same ways; a small one also runs rank by
 rank.
 
->>> from stagewright.lower.training import compile
+>>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> check_program(compile(Run(model="gpt2", pp=2, layers=2, seq_length=8)).program)["communication"]
 'one order per rank'

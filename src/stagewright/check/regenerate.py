@@ -10,8 +10,11 @@ import numpy as np
 from stagewright.check.files.reader import TraceReader
 from stagewright.check.files.templates import TraceClass
 from stagewright.errors import UserError
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
+from stagewright.trace.formats.chakra import encode
 from stagewright.trace.formats.et_def import values
+from stagewright.trace.recorded import load_run, recorded_model
 
 
 def program_of(manifest: Path, nodes: int) -> Program | str:
@@ -20,9 +23,6 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
     `nodes` are in the traces: a manifest that promises far more work than they hold is not
     believed.
     """
-    from stagewright.lower.training import compile
-    from stagewright.trace.recorded import load_run, recorded_model
-
     try:
         run, model = load_run(manifest), recorded_model(manifest)
         if model is not None:
@@ -38,8 +38,6 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
 
 def difference(program: Program, classes: Sequence[TraceClass]) -> str:
     """Where the traces are not what the program makes, in words; empty if they are."""
-    from stagewright.trace.formats.chakra import encode
-
     for traces in classes:
         rank = traces.ranks[0]
         if rank >= program.mesh.world_size:

@@ -14,7 +14,7 @@ from stagewright.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stagewright.lower.training import Compiled
+    from stagewright.lower.compiled_run import CompiledRun
     from stagewright.run.experiment import Experiment
     from stagewright.run.settings import Run
 
@@ -41,9 +41,9 @@ def load_experiment(
     return finish(load_experiment(config, given))
 
 
-def compile_run(run: Run, model: str | None, config: str | None) -> Compiled:
+def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:
     """Compile; a manifest of an earlier run brings its model along unless another is named."""
-    from stagewright.lower.training import compile
+    from stagewright.lower.compile import compile
     from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None

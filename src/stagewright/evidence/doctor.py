@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
 from stagewright.executors import cores
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.trace.write import write
 from stagewright.version import __version__

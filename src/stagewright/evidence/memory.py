@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from stagewright.evidence.validate import run_of_row
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 

@@ -15,7 +15,7 @@ import yaml
 
 from stagewright.evidence.validate import run_of_values
 from stagewright.graph.node import BYTES
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.run.settings import Run
 

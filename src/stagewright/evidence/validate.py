@@ -18,7 +18,7 @@ from typing import Any
 from stagewright.errors import UserError, did_you_mean
 from stagewright.evidence.predictions import Prediction
 from stagewright.files import read_text
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import section_of

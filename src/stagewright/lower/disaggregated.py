@@ -20,9 +20,9 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.per_rank import place_along
-from stagewright.lower.serving import compiled as one_mesh
-from stagewright.lower.training import Compiled
+from stagewright.lower.serving import compile_serving
 from stagewright.model.config import ModelConfig, Reach
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
@@ -88,11 +88,11 @@ class Message(NamedTuple):
     size: int  # bytes
 
 
-def compiled(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Compiled:
+def compile_disaggregated(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     """A step of a resolved run that has been checked, whose `prefill` is given."""
     first = prefill_run(run).resolved(model)
     check(first, model)
-    sides = one_mesh(first, model, table), one_mesh(run, model, table)
+    sides = compile_serving(first, model, table), compile_serving(run, model, table)
     found = messages(first, run, model)
     program = joined([side.program for side in sides], found, str(run.kv_cache_dtype))
     blocks = {f"{name} {k}": g for name, s in zip(SIDES, sides, strict=True)

@@ -1,16 +1,18 @@
-"""Bytes of a rank in a step of inference: weights, the cache of keys and values, and what is made.
+"""Bytes of a rank in an inference step: weights, the cache of keys and values, live values.
 
 Allocation is ideal: a value is there from the kernel that makes it to the last that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
-from stagewright.lower.kernels import Extent, Kernel, TaskPart, bytes_of, carried
+from stagewright.lower.kernels import Extent, Kernel, TaskPart, bytes_of, carried, handed_on
+from stagewright.lower.variants import BlockVariant, PlacedVariant
 
 
 class ServedFootprint(NamedTuple):
@@ -19,60 +21,111 @@ class ServedFootprint(NamedTuple):
     parameters: int
     tables: Mapping[str, int]  # parameters that blocks of a rank share
     kv_cache: int  # of the requests of one microbatch
-    peak: int  # most that lives besides
+    peak: int  # the most that is live besides
 
 
-def served_footprint(graph: Graph, tasks: Sequence[Kernel], extent: Extent) -> ServedFootprint:
+@dataclass(slots=True, eq=False)
+class ServingMemory:
+    """The memory of each pipeline rank, for any batches; footprints of blocks are kept."""
+
+    stages: Sequence[Sequence[PlacedVariant]]
+    graphs: Mapping[BlockVariant, Graph]
+    kernels: Mapping[BlockVariant, Sequence[Kernel]]
+    """Of each block, for any sizes: which kernel reads which value does not depend on sizes."""
+    extent: Callable[[Mapping[str, int]], Extent]
+    _footprints: dict[tuple[int, ...], dict[BlockVariant, ServedFootprint]] = field(
+        default_factory=dict[tuple[int, ...], dict[BlockVariant, ServedFootprint]]
+    )
+    _live: dict[BlockVariant, tuple[dict[str, Node], frozenset[str]]] = field(init=False)
+    """Of each block, the values beside the stream that it is handed, and those that it makes."""
+
+    def __post_init__(self) -> None:
+        """Note what the blocks exchange."""
+        self._live = {
+            variant: (carried(graph), frozenset(value.name for value in handed_on(graph)))
+            for variant, graph in self.graphs.items()
+        }
+
+    def by_category(self, rank: int, batches: Iterable[Mapping[str, int]]) -> dict[str, int]:
+        """Bytes of a pipeline rank by category, and their peak; `batches` by microbatch.
+
+        The requests of all microbatches have their keys and values in the cache at once.
+        """
+        microbatches = [self._on_rank(rank, sizes) for sizes in batches]
+        tables = {name: size for block in microbatches[0] for name, size in block.tables.items()}
+        own = sum(block.parameters for block in microbatches[0])
+        bytes_by_category = {
+            "parameters": own + sum(tables.values()),
+            "kv_cache": sum(block.kv_cache for blocks in microbatches for block in blocks),
+            "activations": max(block.peak for blocks in microbatches for block in blocks),
+        }
+        return bytes_by_category | {"peak": sum(bytes_by_category.values())}
+
+    def _on_rank(self, rank: int, sizes: Mapping[str, int]) -> list[ServedFootprint]:
+        """The blocks of a pipeline rank, values that pass by each of them included."""
+        footprints, passing = self._of_blocks(sizes), self._passing(rank, sizes)
+        return [
+            footprints[variant]._replace(peak=footprints[variant].peak + size)
+            for (variant, _), size in zip(self.stages[rank], passing, strict=True)
+        ]
+
+    def _of_blocks(self, sizes: Mapping[str, int]) -> dict[BlockVariant, ServedFootprint]:
+        key = tuple(sizes.values())
+        if key not in self._footprints:
+            extent = self.extent(sizes)
+            self._footprints[key] = {
+                variant: served_footprint(graph, self.kernels[variant], extent)
+                for variant, graph in self.graphs.items()
+            }
+        return self._footprints[key]
+
+    def _passing(self, rank: int, sizes: Mapping[str, int]) -> list[int]:
+        """For each block of a pipeline rank, bytes of the values beside the stream that it holds.
+
+        These are the values that this block or one behind it reads and one before it made.
+        """
+        extent = self.extent(sizes)
+        held: list[int] = []
+        needed: dict[str, int] = {}
+        for r in range(len(self.stages) - 1, rank - 1, -1):
+            for variant, _ in reversed(self.stages[r]):
+                reads, made = self._live[variant]
+                needed |= {name: bytes_of(n, extent) for name, n in reads.items()}
+                needed = {name: size for name, size in needed.items() if name not in made}
+                if r == rank:
+                    held.append(sum(needed.values()))
+        return held[::-1]
+
+
+def served_footprint(graph: Graph, kernels: Sequence[Kernel], extent: Extent) -> ServedFootprint:
     """What a block needs in inference."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
-    # Written in place; what blocks hand on besides the stream is there longer than one of them.
-    static = {*params, *caches, *(n for n in graph if n.op == "cache" or n.role is Role.CACHE)}
-    static |= {*carried(graph).values()}
+    # Caches are written in place; values that blocks hand on outlive any one block.
+    written = {n for n in graph if n.op == "cache" or n.role is Role.CACHE}
+    static = {*params, *caches, *written, *carried(graph).values()}
     return ServedFootprint(
         sum(bytes_of(n, extent) for n in params if not n.binding.tied),
         {n.binding.tied: bytes_of(n, extent) for n in params if n.binding.tied},
         sum(bytes_of(n, extent) for n in caches),
-        _peak([t for t in tasks if t.part is TaskPart.FORWARD], static, set(), set(), extent),
+        _peak([t for t in kernels if t.part is TaskPart.FORWARD], static, extent),
     )
 
 
-def served_memory(microbatches: Sequence[Sequence[ServedFootprint]]) -> dict[str, int]:
-    """Bytes of one rank by category, and their peak; the blocks' footprints by microbatch.
-
-    The requests of all microbatches have their keys and values in the cache at once.
-    """
-    tables = {name: held for f in microbatches[0] for name, held in f.tables.items()}
-    result = {
-        "parameters": sum(f.parameters for f in microbatches[0]) + sum(tables.values()),
-        "kv_cache": sum(f.kv_cache for blocks in microbatches for f in blocks),
-        "activations": max(f.peak for blocks in microbatches for f in blocks),
-    }
-    return result | {"peak": sum(result.values())}
-
-
-def _peak(
-    tasks: Sequence[Kernel], static: set[Node], before: set[Node], after: set[Node], extent: Extent
-) -> int:
-    """Most bytes alive while the tasks run; `before` live at the start, `after` are not freed."""
-    last: dict[Node, int] = {}
-    for i, t in enumerate(tasks):
-        for n in (*t.reads, *t.made):
-            last[n] = i
-    dies: dict[int, list[Node]] = {}
-    for n, i in last.items():
-        if n not in after and n not in static:
-            dies.setdefault(i, []).append(n)
-    alive = set(before)
-    now = most = sum(bytes_of(n, extent) for n in alive)
-    for i, t in enumerate(tasks):
-        for n in (*t.reads, *t.made):
-            if n not in alive and n not in static:
+def _peak(kernels: Sequence[Kernel], static: set[Node], extent: Extent) -> int:
+    """The most bytes alive while the kernels run, without the `static` values."""
+    values = [[n for n in dict.fromkeys((*t.reads, *t.made)) if n not in static] for t in kernels]
+    last_use = {n: i for i, used in enumerate(values) for n in used}
+    alive: set[Node] = set()
+    now = peak = 0
+    for i, used in enumerate(values):
+        for n in used:
+            if n not in alive:
                 alive.add(n)
                 now += bytes_of(n, extent)
-        most = max(most, now)
-        for n in dies.get(i, ()):
-            if n in alive:
+        peak = max(peak, now)
+        for n in used:
+            if last_use[n] == i:
                 alive.discard(n)
                 now -= bytes_of(n, extent)
-    return most
+    return peak

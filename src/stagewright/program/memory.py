@@ -3,7 +3,7 @@
 Allocation is ideal: a value is live from before the row that makes it until after the last row that
 reads it. Rows are in issue order, which is the order of the program.
 
->>> from stagewright.lower.training import compile
+>>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> (of,) = compile(Run(model="gpt2", layers=2, seq_length=64)).program.classes
 >>> over = timeline(of)

@@ -5,7 +5,7 @@ of its group the same part, as if all exchanged directly: an all_gather its shar
 or all_to_all one part of its input for each member; an all_reduce twice that. A ring or a tree
 sends as much in all, but between other pairs.
 
->>> from stagewright.lower.training import compile
+>>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> run = Run(model="llama3-8b", pp=2, layers=2, seq_length=8, global_batch_size=1)
 >>> found = matrix(compile(run).program, "pp")

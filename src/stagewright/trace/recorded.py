@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stagewright.lower.training import Compiled
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run import files
@@ -17,7 +17,7 @@ from stagewright.trace.formats.bundle import Bundle, is_bundle
 from stagewright.version import __version__
 
 
-def manifest(compiled: Compiled) -> dict[str, Any]:
+def manifest(compiled: CompiledRun) -> dict[str, Any]:
     """What is written beside the traces: everything that the result depends on, to repeat the run.
 
     `stagewright generate --config manifest.json` does so.

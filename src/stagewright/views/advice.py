@@ -5,7 +5,7 @@ Each rule looks at one thing and gives remarks, the figures in them included. Wh
 whether something is *much*, its threshold is a named constant here: a matter of taste, that changes
 no number.
 
->>> from stagewright.lower.training import compile
+>>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> for remark in remarks(compile(Run(model="llama3-8b", pp=4, global_batch_size=8))):
 ...     print(remark)
@@ -20,20 +20,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import exact_sum
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, spans
 from stagewright.program.columns import Program, RankClass
+from stagewright.run.settings import Run
 from stagewright.schedule.actions import bubble
 from stagewright.time.network import Machine, placements
-
-if TYPE_CHECKING:
-    from stagewright.lower.training import Compiled
-    from stagewright.run.settings import Run
-    from stagewright.time.simulate.step import Simulation
+from stagewright.time.simulate.step import SimulatedStep
 
 LEVELS = ("problem", "warning", "note")
 
@@ -60,7 +58,7 @@ class Remark(NamedTuple):
         return f"{self.level}: {self.about}: {self.text}"
 
 
-def remarks(compiled: Compiled, found: Simulation | None = None) -> list[Remark]:
+def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[Remark]:
     """What there is to say of a run, and of its simulation; what matters most comes first."""
     said = [
         *_capacity(compiled),
@@ -76,7 +74,7 @@ def remarks(compiled: Compiled, found: Simulation | None = None) -> list[Remark]
     return sorted(said, key=lambda remark: LEVELS.index(remark.level))
 
 
-def _capacity(compiled: Compiled) -> Iterator[Remark]:
+def _capacity(compiled: CompiledRun) -> Iterator[Remark]:
     fitting = compiled.capacity
     if fitting and not fitting.fits:
         yield Remark(
@@ -101,7 +99,7 @@ def _less(category: str, run: Run) -> str:
     return ""
 
 
-def _memory(found: Simulation) -> Iterator[Remark]:
+def _memory(found: SimulatedStep) -> Iterator[Remark]:
     room = round(found.machine.hardware.memory_gb * 1e9)
     lanes = zip(found.line.lanes, found.peaks, strict=True)
     held = [(sum(peak.values()), lane.of, peak) for lane, peak in lanes if peak]
@@ -132,7 +130,7 @@ def _memory(found: Simulation) -> Iterator[Remark]:
         )
 
 
-def _a(found: Simulation) -> str:
+def _a(found: SimulatedStep) -> str:
     return f"a {found.machine.hardware.name}"
 
 
@@ -163,7 +161,7 @@ def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
             )
 
 
-def _speed(found: Simulation) -> Iterator[Remark]:
+def _speed(found: SimulatedStep) -> Iterator[Remark]:
     if found.compiled.run.mode != "train" or found.mfu >= LOW_MFU:
         return
     mean, whole = found.mean, found.seconds
@@ -183,7 +181,7 @@ def _speed(found: Simulation) -> Iterator[Remark]:
     )
 
 
-def _exposed(found: Simulation) -> Iterator[Remark]:
+def _exposed(found: SimulatedStep) -> Iterator[Remark]:
     for axis, seconds in found.mean.exposed.items():
         if seconds > MUCH_EXPOSED * found.seconds:
             yield Remark(
@@ -194,7 +192,7 @@ def _exposed(found: Simulation) -> Iterator[Remark]:
             )
 
 
-def _idle(compiled: Compiled, found: Simulation | None) -> Iterator[Remark]:
+def _idle(compiled: CompiledRun, found: SimulatedStep | None) -> Iterator[Remark]:
     run = compiled.run
     if run.pp < 2 or run.mode != "train":
         return
@@ -222,7 +220,7 @@ def _mean(some: Sequence[tuple[int, int]]) -> float:
     return sum(each * ranks for each, ranks in some) / sum(ranks for _, ranks in some)
 
 
-def _stages(compiled: Compiled) -> Iterator[Remark]:
+def _stages(compiled: CompiledRun) -> Iterator[Remark]:
     """A pipeline is as fast as its busiest stage."""
     work: dict[int, list[tuple[int, int]]] = {}
     for of in compiled.program.classes:
@@ -241,7 +239,7 @@ def _stages(compiled: Compiled) -> Iterator[Remark]:
         )
 
 
-def _experts(compiled: Compiled) -> Iterator[Remark]:
+def _experts(compiled: CompiledRun) -> Iterator[Remark]:
     if not compiled.model.num_experts:
         return
     if compiled.load is None:
@@ -270,7 +268,7 @@ def _experts(compiled: Compiled) -> Iterator[Remark]:
         )
 
 
-def _layers(compiled: Compiled) -> Iterator[Remark]:
+def _layers(compiled: CompiledRun) -> Iterator[Remark]:
     """Stages that differ in their number of layers."""
     counts = compiled.run.layers_per_stage
     if counts and min(counts) < max(counts):

@@ -38,6 +38,9 @@ import numpy as np
 
 from stagewright.arrays import Int, exact_sum
 from stagewright.errors import UserError
+from stagewright.lower.capacity import Capacity
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural, quantity
 from stagewright.program import memory
@@ -60,9 +63,6 @@ from stagewright.views.tables import memory as held
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from stagewright.lower.capacity import Capacity
-    from stagewright.lower.training import Compiled
 
 Summary = dict[str, Any]
 
@@ -88,13 +88,11 @@ def recorded(path: str) -> Recorded:
     run = load_run(path)
     fitting = None
     if run.device_memory is not None:
-        from stagewright.lower.training import compile
-
         fitting = compile(run, model).capacity
     return Recorded(run, model, total, active, source.program(), fitting)
 
 
-def summary(compiled: Compiled | Recorded) -> Summary:
+def summary(compiled: CompiledRun | Recorded) -> Summary:
     """What the ranks of a run compute, exchange and hold; the keys are described above."""
     program = compiled.program
     return {
@@ -108,7 +106,7 @@ def summary(compiled: Compiled | Recorded) -> Summary:
     }
 
 
-def _served(compiled: Compiled | Recorded) -> Summary:
+def _served(compiled: CompiledRun | Recorded) -> Summary:
     asked, source = groups(compiled.run), compiled.run.source_length
     fitting = compiled.capacity
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,9 @@ from stagewright.errors import UserError
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind
 from stagewright.texttable import Table
-from stagewright.time.simulate.timeline import TICK
-
-if TYPE_CHECKING:
-    from stagewright.time.simulate.breakdown import Breakdown
-    from stagewright.time.simulate.step import Simulation
-    from stagewright.time.simulate.timeline import Lane
+from stagewright.time.simulate.breakdown import Breakdown
+from stagewright.time.simulate.step import SimulatedStep
+from stagewright.time.simulate.timeline import TICK, Lane
 
 Class = dict[str, Any]
 """One of a summary's `rank_classes`."""
@@ -203,7 +200,7 @@ def _stages(stages: dict[str, int]) -> str:
 _MOST_ROWS = 32
 
 
-def parts(found: Simulation) -> Table:
+def parts(found: SimulatedStep) -> Table:
     """The parts of the mean GPU and of every lane, as shares of the step."""
     mean, whole = found.mean, found.seconds
     phases, axes = list(mean.kernels), list(mean.exposed)
@@ -236,7 +233,7 @@ def lanes_in_words(lanes: Sequence[Lane]) -> str:
     return f"{count} of pipeline rank {first}" + (f" to {last}" if last > first else "")
 
 
-def transfers(found: Simulation) -> Table:
+def transfers(found: SimulatedStep) -> Table:
     """How long the mean GPU communicates along each axis, and how much of that nothing hides."""
     mean = found.mean
     rows = [
@@ -249,7 +246,7 @@ def transfers(found: Simulation) -> Table:
     return _of_rows("communication of the mean GPU", names, rows, units)
 
 
-def tasks_in_time(found: Simulation, lane: int) -> Table:
+def tasks_in_time(found: SimulatedStep, lane: int) -> Table:
     """The tasks of a lane with the seconds between which each runs, in the order of issue."""
     count = len(found.line.lanes)
     if not 0 <= lane < count:

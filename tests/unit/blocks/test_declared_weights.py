@@ -17,7 +17,10 @@ from stagewright.graph.make import apply, identity
 from stagewright.graph.node import Graph, Node, text
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.shard import shard
-from stagewright.lower.training import Kind, sharded, sizes_of, table_of
+from stagewright.lower.blocks import shard_block
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.strategy_table import table_of
+from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.placement import strategy
@@ -60,7 +63,14 @@ def layer(settings: Mapping[str, Any], table: Mapping[str, str] = {}) -> Graph:
     run = Run(model=model.name, layers=1, seq_length=8, **settings).resolved(model)
     _, plan = parallelization(run, model)
     plan = replace(plan, table=table_of(run, model, table))
-    return sharded(Kind("layer", model.layer(0)), run, model, plan, sizes_of(run, model))
+    return shard_block(
+        BlockVariant("layer", model.layer(0)),
+        run,
+        model,
+        plan,
+        sizes_of(run, model),
+        recipe_of(run, model),
+    )
 
 
 def test_what_belongs_to_a_parameter_has_its_declaration() -> None:

@@ -21,7 +21,10 @@ from stagewright.blocks.stg import parse
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import COLLECTIVE_OPS
-from stagewright.lower.training import Kind, recipe_of, sharded, sizes_of, table_of
+from stagewright.lower.blocks import shard_block
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.strategy_table import table_of
+from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import Layer, ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import TaskKind
@@ -43,8 +46,9 @@ def graph_of(model: ModelConfig, **settings: Any) -> tuple[Graph, Run]:
     run = Run(model=model.name, **settings).resolved(model)
     _, plan = parallelization(run, model)
     plan = dataclasses.replace(plan, table=table_of(run, model, {}))
-    kind = Kind("layer", model.layer(0))
-    return sharded(kind, run, model, plan, sizes_of(run, model)), run
+    kind = BlockVariant("layer", model.layer(0))
+    sizes, recipe = sizes_of(run, model), recipe_of(run, model)
+    return shard_block(kind, run, model, plan, sizes, recipe), run
 
 
 def collectives(graph: Graph, phase: str) -> list[str]:

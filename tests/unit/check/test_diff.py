@@ -17,7 +17,7 @@ from stagewright.check.diff import diff
 from stagewright.check.inspect import inspect, nodes
 from stagewright.cli import main as cli
 from stagewright.errors import UserError
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 

@@ -46,7 +46,7 @@ from stagewright.check.files.world import World as CheckedWorld
 from stagewright.check.program import Unsound, check_program
 from stagewright.check.verify import Report, find, parts_of, read, verify
 from stagewright.errors import UserError
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 

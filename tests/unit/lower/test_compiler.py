@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
 from stagewright.program.columns import Program, TaskKind, Tasks
 from stagewright.program.communicators import Communicator

@@ -13,8 +13,9 @@ import stagewright as sw
 from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.disaggregated import held_by, messages, prefill_run
-from stagewright.lower.training import Compiled, compile
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.settings import Run
@@ -44,11 +45,11 @@ def resolved(run: Run) -> Run:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest) -> Compiled:
+def case(request: pytest.FixtureRequest) -> CompiledRun:
     return compile(asked(context_length=CONTEXT, **CASES[request.param]))
 
 
-def moved(compiled: Compiled, kind: TaskKind) -> Counter[int]:
+def moved(compiled: CompiledRun, kind: TaskKind) -> Counter[int]:
     """Bytes that each rank sends or receives, across."""
     found: Counter[int] = Counter()
     for c in compiled.program.classes:
@@ -60,7 +61,7 @@ def moved(compiled: Compiled, kind: TaskKind) -> Counter[int]:
     return found
 
 
-def test_every_rank_gets_its_part_of_the_cache(case: Compiled) -> None:
+def test_every_rank_gets_its_part_of_the_cache(case: CompiledRun) -> None:
     """What it holds of the requests, without the place of the new token."""
     run, model = case.run, case.model
     of_head = 2 * model.kv_channels
@@ -80,14 +81,14 @@ def test_every_rank_gets_its_part_of_the_cache(case: Compiled) -> None:
     assert max(gave) < start
 
 
-def test_it_runs(case: Compiled) -> None:
+def test_it_runs(case: CompiledRun) -> None:
     assert check_program(case.program)["run"] == "rank by rank"
     ranks = np.concatenate([c.ranks for c in case.program.classes])
     assert sorted(ranks.tolist()) == list(range(case.run.world_size))
     assert summary(case)["world_size"] == case.run.world_size
 
 
-def test_each_side_does_what_it_does_alone(case: Compiled) -> None:
+def test_each_side_does_what_it_does_alone(case: CompiledRun) -> None:
     run = case.run
     alone = compile(run.model_copy(update={"prefill": None})), compile(prefill_run(run))
     for column in ("flops", "traffic"):

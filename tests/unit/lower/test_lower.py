@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.lower.training import Compiled, compile
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.run.settings import Run
@@ -21,7 +22,7 @@ SP = {"sequence_parallel": True}
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
 
 
-def compiled(**settings: Any) -> Compiled:
+def compiled(**settings: Any) -> CompiledRun:
     return compile(Run(**settings))
 
 
@@ -480,7 +481,7 @@ def test_dualpipe_reduces_gradients_between_its_replicas() -> None:
     assert [*c.program.groups().values()] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     plain = compiled(**LLAMA | {"layers": 8}, pp=4, dp=2, clip_grad=False)
 
-    def reduced(c: Compiled, rank: int) -> int:
+    def reduced(c: CompiledRun, rank: int) -> int:
         t = c.program.classes[rank].tasks
         return int(t.comm_bytes[(t.kind == TaskKind.COLLECTIVE) & (t.microbatch < 0)].sum())
 

@@ -14,7 +14,8 @@ import stagewright
 from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
-from stagewright.lower.training import Compiled, compile
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program import memory
 from stagewright.program.columns import CATEGORIES, TaskKind, Tasks
 from stagewright.run.settings import Run
@@ -29,7 +30,7 @@ ACTIVATIONS: dict[str, Any] = {"cpu_offloading_num_layers": LAYERS}
 STATES: dict[str, Any] = {"optimizer_cpu_offload": True}
 
 
-def run(**settings: Any) -> Compiled:
+def run(**settings: Any) -> CompiledRun:
     return compile(Run(**{**GPT, **settings}))
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from effort import times
 from paths import DATA, ROOT
 from stagewright.errors import UserError
-from stagewright.lower.training import parameters
+from stagewright.lower.parameters import parameters
 from stagewright.model.catalog import from_config, resolve
 from stagewright.model.config import ATTENTIONS, LIMITS, RECURRENCES, SIDE_BY_SIDE, ModelConfig
 from stagewright.model.hf import keys as hf_keys

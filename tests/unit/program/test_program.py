@@ -14,8 +14,13 @@ from effort import times
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
-from stagewright.lower.training import compile
-from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
+from stagewright.lower.compile import compile
+from stagewright.program.columns import (
+    Program,
+    RankClass,
+    TaskKind,
+    Tasks,
+)
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.program.fold import fold
 from stagewright.run.settings import Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.memory import timeline as by_row
 from stagewright.run.settings import Run
 from stagewright.time.simulate.memory import memory_timeline

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stagewright.evidence import validate
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.lower.training import compile
+from stagewright.lower.compile import compile
 from stagewright.program.columns import TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run

@@ -14,7 +14,7 @@ from stagewright.cli.options import run_options
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
-    from stagewright.lower.training import Compiled
+    from stagewright.lower.compiled_run import CompiledRun
     from stagewright.views.summary import Recorded
 
 
@@ -80,7 +80,7 @@ def show(
         _show_summary(compiled, as_json)
 
 
-def _show_summary(of: Compiled | Recorded, as_json: bool) -> None:
+def _show_summary(of: CompiledRun | Recorded, as_json: bool) -> None:
     from stagewright.views.summary import summary, tables
 
     result = summary(of)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.run.experiment import Experiment
-    from stagewright.time.simulate.step import Simulation
+    from stagewright.time.simulate.step import SimulatedStep
 
 
 @command
@@ -49,7 +49,7 @@ def simulate(
         report(simulation, shared.console(), price)
 
 
-def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> Simulation:
+def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> SimulatedStep:
     """A run on its hardware, with progress shown."""
     from dataclasses import replace
 
@@ -70,7 +70,7 @@ def run_experiment(experiment: Experiment, model: str | None, config: str | None
 # ---- for people ----------------------------------------------------------------------------------
 
 
-def report(found: Simulation, out: Console, price: float | None = None) -> None:
+def report(found: SimulatedStep, out: Console, price: float | None = None) -> None:
     """Print a simulation."""
     from stagewright.views.tables import parts, rich, transfers
 
@@ -98,7 +98,7 @@ def report(found: Simulation, out: Console, price: float | None = None) -> None:
     )
 
 
-def _memory(found: Simulation) -> str:
+def _memory(found: SimulatedStep) -> str:
     """The most that any GPU holds, and whether that fits."""
 
     most = max(range(len(found.memory)), key=lambda nth: found.memory[nth].peak)

@@ -24,9 +24,11 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
 from stagewright.program.columns import PHASES
@@ -35,7 +37,6 @@ from stagewright.run.requests import groups
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.texttable import Table
 from stagewright.time.cost import Routed, task_seconds
 from stagewright.time.network import Machine
 from stagewright.time.power import Expense, expense
@@ -44,19 +45,15 @@ from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
 from stagewright.time.simulate.timeline import Progress, Timeline, timeline
-from stagewright.views import tables
-
-if TYPE_CHECKING:
-    from stagewright.lower.training import Compiled
 
 _POINTS = 200  # of memory over time, in JSON
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
+class SimulatedStep:
     """A compiled run on a machine, and what came of it."""
 
-    compiled: Compiled
+    compiled: CompiledRun
     machine: Machine
     line: Timeline
     cluster: ClusterSection | None = None
@@ -64,23 +61,6 @@ class Simulation:
 
     def __repr__(self) -> str:
         return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
-
-    def _repr_html_(self) -> str:
-        from stagewright.views.pages.notebook import of_simulation
-
-        return of_simulation(self)
-
-    def where(self) -> Table:
-        """Where the time goes, as shares of the step: of the mean GPU and of each kind of ranks."""
-        return tables.parts(self)
-
-    def transfers(self) -> Table:
-        """How long the mean GPU communicates along each axis, and how much of it is hidden."""
-        return tables.transfers(self)
-
-    def tasks(self, lane: int = 0) -> Table:
-        """When the tasks of a lane (an index into `line.lanes`) run, in seconds."""
-        return tables.tasks_in_time(self, lane)
 
     @property
     def seconds(self) -> float:
@@ -225,19 +205,19 @@ class Simulation:
 
 
 def simulate(
-    compiled: Compiled,
+    compiled: CompiledRun,
     machine: Machine,
     how: Execution | None = None,
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
-) -> Simulation:
+) -> SimulatedStep:
     """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
     line = executed(compiled, machine, how or Execution(), factors, progress)
-    return Simulation(compiled, machine, line)
+    return SimulatedStep(compiled, machine, line)
 
 
 def executed(
-    compiled: Compiled,
+    compiled: CompiledRun,
     machine: Machine,
     how: Execution,
     factors: Mapping[int, float] | None = None,
@@ -272,8 +252,6 @@ def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
 
     Three times the matrix products of a forward pass; nothing twice, and nothing padded.
     """
-    from stagewright.lower.training import compile
-
     alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
     alone = alone.model_copy(update={"decoder_seq_length": run.decoder_seq_length})
     tasks = compile(alone, model).program.classes[0].tasks

@@ -4,7 +4,7 @@ One rank stands for all that behave alike, its *lane*: those of a class, unless 
 differ. A class of one lane runs piece by piece (`pieces`), any other task by task (`walk`). What
 joins classes is messages, and collectives of ranks of several.
 
->>> from stagewright.lower.training import compile
+>>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> program = compile(Run(model="gpt2", pp=2, layers=2, seq_length=8)).program
 >>> line = timeline(program, [np.full(len(of.tasks), 1e-6) for of in program.classes])

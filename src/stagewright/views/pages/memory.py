@@ -6,9 +6,10 @@ without it the pictures and the tables of the peaks remain.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import quantity, spans
 from stagewright.program import memory
 from stagewright.program.columns import RankClass
@@ -17,14 +18,11 @@ from stagewright.views.pages.shell import Section, details, page_of, paragraph, 
 from stagewright.views.pictures import memory as pictures
 from stagewright.views.tables import alive_in_words
 
-if TYPE_CHECKING:
-    from stagewright.lower.training import Compiled
-
 POINTS = 500
 _SHOWN = 12  # of what is alive at the peak
 
 
-def page(compiled: Compiled) -> str:
+def page(compiled: CompiledRun) -> str:
     """The page for a compiled training run."""
     if compiled.run.mode != "train":
         raise UserError(

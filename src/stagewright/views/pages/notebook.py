@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
 
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import quantity
 from stagewright.texttable import SHOWN, STYLE
+from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views import tables
 from stagewright.views.advice import remarks
 from stagewright.views.pages.report import parts_of_time, peaks, tiles
 from stagewright.views.pages.shell import details
 from stagewright.views.pictures import bars, schedule, svg, timeline
-
-if TYPE_CHECKING:
-    from stagewright.lower.training import Compiled
-    from stagewright.time.simulate.step import Simulation
+from stagewright.views.summary import summary
 
 
-def of_compiled(compiled: Compiled) -> str:
+def of_compiled(compiled: CompiledRun) -> str:
     """A run: its memory and schedule."""
-    told = compiled.summary()
     drawn = bars.picture(
         bars.merge_equal(peaks(compiled, None), "stage"), svg.CATEGORIES, "peak",
         "Memory at the peak by category", lambda size: quantity(round(size), "B"),
@@ -28,23 +25,23 @@ def of_compiled(compiled: Compiled) -> str:
     parts = [_head(compiled, None), _titled("Memory of a rank at its peak", drawn)]
     if len(compiled.order) > 1:
         parts.append(_titled("Pipeline", schedule.picture(compiled.order)))
-    found = (tables.compute(told), tables.memory(told), tables.communication(told))
-    parts += [details(each.title, STYLE + each.html(SHOWN)) for each in found if len(each)]
+    numbers = summary(compiled)
+    shown = tables.compute(numbers), tables.memory(numbers), tables.communication(numbers)
+    parts += [details(table.title, STYLE + table.html(SHOWN)) for table in shown if len(table)]
     return f"<div>{''.join(parts)}</div>"
 
 
-def of_simulation(found: Simulation) -> str:
+def of_simulation(found: SimulatedStep) -> str:
     """A step on a machine: where its time goes."""
     parts = [_head(found.compiled, found), f"<p>{html.escape(str(found.machine))}</p>"]
     parts.append(_titled("Where the time of a GPU goes", parts_of_time(found)))
     parts.append(_titled("Timeline", timeline.picture(found.line)))
-    parts += [
-        details(each.title, STYLE + each.html(SHOWN)) for each in (found.where(), found.transfers())
-    ]
+    shown = tables.parts(found), tables.transfers(found)
+    parts += [details(table.title, STYLE + table.html(SHOWN)) for table in shown]
     return f"<div>{''.join(parts)}</div>"
 
 
-def _head(compiled: Compiled, found: Simulation | None) -> str:
+def _head(compiled: CompiledRun, found: SimulatedStep | None) -> str:
     figures = "; ".join(
         f"{html.escape(name.lower() if name != name.upper() else name)} <b>{html.escape(value)}</b>"
         + (f" ({html.escape(more)})" if more else "")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import count, duration, plural, quantity, spans
 from stagewright.program.columns import PHASES, RankClass
 from stagewright.schedule.actions import bubble
 from stagewright.time import traffic
+from stagewright.time.simulate.step import SimulatedStep
 from stagewright.version import __version__
 from stagewright.views import tables
 from stagewright.views.advice import Remark, remarks
@@ -30,17 +32,13 @@ from stagewright.views.pages.shell import (
 from stagewright.views.pictures import bars, layer, matrix, memory, schedule, svg, timeline
 from stagewright.views.summary import Summary, summary
 
-if TYPE_CHECKING:
-    from stagewright.lower.training import Compiled
-    from stagewright.time.simulate.step import Simulation
-
 POINTS = 160
 """Of memory over time."""
 MOST_CLASSES = 16
 """Pictures of memory over time; of more classes of ranks, some from the first to the last."""
 
 
-def page(compiled: Compiled, found: Simulation | None = None) -> str:
+def page(compiled: CompiledRun, found: SimulatedStep | None = None) -> str:
     """The page of a run; with a simulation, also of its time on a machine."""
     told = summary(compiled)
     data: dict[str, Any] = {}
@@ -64,7 +62,7 @@ def page(compiled: Compiled, found: Simulation | None = None) -> str:
     return page_of(f"{compiled.model.name} on {ranks}", head, sections, data)
 
 
-def tiles(compiled: Compiled, found: Simulation | None) -> list[tuple[str, str, str]]:
+def tiles(compiled: CompiledRun, found: SimulatedStep | None) -> list[tuple[str, str, str]]:
     """The key figures: what each is of, the figure, and a word more."""
     run, active = compiled.run, compiled.active_parameters
     few = f"{count(active)} active per token" if active != compiled.parameters else ""
@@ -90,7 +88,7 @@ def tiles(compiled: Compiled, found: Simulation | None) -> list[tuple[str, str, 
     return told
 
 
-def _tiles(compiled: Compiled, found: Simulation | None) -> str:
+def _tiles(compiled: CompiledRun, found: SimulatedStep | None) -> str:
     body = "".join(
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}"
         f"<small>{html.escape(more)}</small></dd></div>"
@@ -99,7 +97,7 @@ def _tiles(compiled: Compiled, found: Simulation | None) -> str:
     return f'<dl class="tiles">{body}</dl>'
 
 
-def _remarks(said: Sequence[Remark], found: Simulation | None) -> Section:
+def _remarks(said: Sequence[Remark], found: SimulatedStep | None) -> Section:
     body = "".join(
         f'<li class="{r.level}"><b>{r.level.capitalize()}.</b> <b>{html.escape(r.about)}</b> '
         f"{html.escape(r.text[0].upper() + r.text[1:])}</li>"
@@ -114,7 +112,7 @@ def _remarks(said: Sequence[Remark], found: Simulation | None) -> Section:
     return Section("remarks", "What to know", body)
 
 
-def parts_of_time(found: Simulation) -> svg.Picture:
+def parts_of_time(found: SimulatedStep) -> svg.Picture:
     """Parts of the step, of the mean GPU and of each kind of ranks."""
     mean, whole = found.mean, found.seconds
     shown = [("mean GPU", mean), *_some_lanes(found)]
@@ -139,7 +137,7 @@ def parts_of_time(found: Simulation) -> svg.Picture:
     )
 
 
-def _time(found: Simulation) -> Section:
+def _time(found: SimulatedStep) -> Section:
     whole = found.seconds
     way = ", ".join(f"{name} {s / whole:.1%}" for name, s in found.critical_path.items())
     strips = timeline.picture(found.line)
@@ -149,16 +147,16 @@ def _time(found: Simulation) -> Section:
         paragraph(str(found.machine))
         + picture(parts_of_time(found), "Parts of the step: kernels by phase, communication "
                   "that nothing hides by axis, and the bubble, in which a rank waits for others.")
-        + details("The same as a table", table(found.where()))
+        + details("The same as a table", table(tables.parts(found)))
         + picture(strips, "The step from left to right. A column is as high as its strip where "
                   "kernels, or transfers along an axis, run all of its time." + few)
-        + table(found.transfers())
+        + table(tables.transfers(found))
         + paragraph(f"The critical path: {way}.")
     )  # fmt: skip
     return Section("time", "Time", body)
 
 
-def _some_lanes(found: Simulation) -> list[tuple[str, Any]]:
+def _some_lanes(found: SimulatedStep) -> list[tuple[str, Any]]:
     """Lanes whose shares differ as they are shown, each with its parts."""
     known: dict[tuple[str, ...], tuple[int, Any]] = {}
     ranks: dict[tuple[str, ...], list[int]] = {}
@@ -175,7 +173,7 @@ def _some_lanes(found: Simulation) -> list[tuple[str, Any]]:
 
 
 def _memory(
-    compiled: Compiled, told: Summary, found: Simulation | None, data: dict[str, Any]
+    compiled: CompiledRun, told: Summary, found: SimulatedStep | None, data: dict[str, Any]
 ) -> Section:
     held = peaks(compiled, found)
     limit = None
@@ -197,7 +195,7 @@ def _memory(
     return Section("memory", "Memory", body)
 
 
-def peaks(compiled: Compiled, found: Simulation | None) -> list[tuple[int, dict[str, int]]]:
+def peaks(compiled: CompiledRun, found: SimulatedStep | None) -> list[tuple[int, dict[str, int]]]:
     """Pipeline ranks, and what is held at the peak by category: in the simulation if there is."""
     if found:
         lanes = zip(found.line.lanes, found.peaks, strict=True)
@@ -208,7 +206,9 @@ def peaks(compiled: Compiled, found: Simulation | None) -> list[tuple[int, dict[
     ]
 
 
-def _memory_over_time(compiled: Compiled, found: Simulation | None, data: dict[str, Any]) -> str:
+def _memory_over_time(
+    compiled: CompiledRun, found: SimulatedStep | None, data: dict[str, Any]
+) -> str:
     """A tab for each class of ranks, or lane of a simulation."""
     if found:
         of_class = [lane.of for lane in found.line.lanes]
@@ -265,7 +265,7 @@ def _compute(told: Summary) -> Section:
     return Section("compute", "Compute", body)
 
 
-def _communication(compiled: Compiled, told: Summary, data: dict[str, Any]) -> Section:
+def _communication(compiled: CompiledRun, told: Summary, data: dict[str, Any]) -> Section:
     most: dict[str, dict[str, int]] = {}
     for each in told["rank_classes"]:
         mine: dict[str, dict[str, int]] = {}
@@ -290,7 +290,7 @@ def _communication(compiled: Compiled, told: Summary, data: dict[str, Any]) -> S
     return Section("communication", "Communication", body + _matrices(compiled, data))
 
 
-def _matrices(compiled: Compiled, data: dict[str, Any]) -> str:
+def _matrices(compiled: CompiledRun, data: dict[str, Any]) -> str:
     """Who sends to whom: along all axes, and along each."""
     program = compiled.program
     edges = traffic.blocks(program)
@@ -322,7 +322,7 @@ def _matrices(compiled: Compiled, data: dict[str, Any]) -> str:
     return "<h3>Who sends to whom</h3>" + paragraph(how) + tabs("matrix", "Axes", panels)
 
 
-def _schedule(compiled: Compiled) -> Section:
+def _schedule(compiled: CompiledRun) -> Section:
     order, run = compiled.order, compiled.run
     if len(order) == 1 and run.microbatches == 1:
         text = "One rank holds all layers, and one microbatch passes through them."
@@ -337,7 +337,7 @@ def _schedule(compiled: Compiled) -> Section:
     return Section("schedule", "Pipeline", paragraph(words) + picture(schedule.picture(order)))
 
 
-def _graphs(compiled: Compiled) -> Section:
+def _graphs(compiled: CompiledRun) -> Section:
     """Each distinct block, forward; and backward for who opens it."""
     mesh = compiled.program.mesh
     # What most layers are made of comes first.
@@ -359,7 +359,7 @@ def _graphs(compiled: Compiled) -> Section:
     return Section("layer", "Layer", paragraph(words) + tabs("graphs", "Blocks", panels))
 
 
-def _about(found: Simulation | None) -> Section:
+def _about(found: SimulatedStep | None) -> Section:
     lines = [
         "FLOPs are two for each multiply-add; causal flash attention counts the blocks that it "
         "computes. Bytes of a collective are those of a rank's local input: of an all_gather the "

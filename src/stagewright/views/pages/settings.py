@@ -6,22 +6,20 @@ import dataclasses
 import html
 import shlex
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.declare import Setting, text_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
+from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.pages.shell import Section, details, table
 
-if TYPE_CHECKING:
-    from stagewright.lower.training import Compiled
-    from stagewright.time.simulate.step import Simulation
 
-
-def settings(compiled: Compiled, simulation: Simulation | None = None) -> Section:
+def settings(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Section:
     """The command, all settings, and all fields of the model."""
     run, model = compiled.run, compiled.model
     unresolved = run.unresolved()

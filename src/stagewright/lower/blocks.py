@@ -1,0 +1,225 @@
+"""A block variant as a graph, pass by pass, and with numbers as kernels and collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from stagewright import blocks as nn
+from stagewright.algebra.layout import Mesh
+from stagewright.errors import UserError
+from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.recompute import remat
+from stagewright.graph.roles import Role
+from stagewright.graph.shard import shard
+from stagewright.graph.verify import verify
+from stagewright.lower import offload
+from stagewright.lower.kernels import Extent, Kernel, bytes_of, handed_on, interface, kernels
+from stagewright.lower.lifetimes import Gradients, static, uses
+from stagewright.lower.stages import LoweredBlock, weight_half
+from stagewright.lower.variants import BlockVariant
+from stagewright.model.config import Layer, ModelConfig
+from stagewright.parallel.degrees import reduces_each_microbatch
+from stagewright.parallel.placement import strategy
+from stagewright.parallel.plan import Plan
+from stagewright.run.rules import MOST_FLOPS
+from stagewright.run.settings import Run
+
+# ---- the graph of a block: built for one device, recomputed, sharded -----------------------------
+
+
+class BlockContext(NamedTuple):
+    """What the passes over the graph of a block depend on."""
+
+    variant: BlockVariant
+    run: Run
+    plan: Plan
+    sizes: Mapping[str, int]
+
+
+def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) -> nn.Block:
+    """The block for one device: forward pass, and in training gradients and optimizer step."""
+    recipe = replace(recipe, ties=variant.ties, begins=variant.begins, ends=variant.ends)
+    return build_for_one_device(variant.block, model, recipe, variant.layer)
+
+
+@lru_cache(maxsize=64)
+def build_for_one_device(
+    name: str, model: ModelConfig, recipe: nn.Recipe, layer: Layer
+) -> nn.Block:
+    """The same by name; the runs of a search share the blocks."""
+    block = nn.BLOCKS[name](model, recipe, layer)
+    verify(block.graph, "building, with gradients")
+    return block
+
+
+def recompute(block: nn.Block, context: BlockContext) -> nn.Block:
+    """Backward computes or gathers again what the run does not keep for it."""
+    variant, run, _, _ = context
+    results: set[Node] = set()  # of forward, that backward makes again though they are kept
+    if run.recompute_early_stop:
+        pass
+    elif variant.recomputed:
+        results = {n for value, n in handed_on(block.graph).items() if not value.gradient}
+    else:
+        results = {n for n in block.graph if n.role is Role.CORE}
+    graph, primal = remat(
+        block.graph,
+        lambda n: recompute_phase(n, run, variant),
+        block.primal,
+        rerun=results.__contains__,
+    )
+    return nn.Block(block.name, graph, primal)
+
+
+def place(block: nn.Block, context: BlockContext) -> nn.Block:
+    """Every value where the plan puts it, with the collectives that move it there."""
+    _, run, plan, sizes = context
+    graph = shard(
+        block.graph,
+        strategy(plan, sizes),
+        block.primal,
+        keep_gathered=run.activation_gather == "keep",
+        inner=plan.inner,
+        model_axes=plan.model_axes,
+    )
+    return nn.Block(block.name, graph, {})
+
+
+BLOCK_PASSES: dict[str, Callable[[nn.Block, BlockContext], nn.Block]] = {
+    "recomputation": recompute,
+    "sharding": place,
+}
+"""What is done, in order, to a block built for one device; its graph is verified after each."""
+
+
+def shard_block(
+    variant: BlockVariant,
+    run: Run,
+    model: ModelConfig,
+    plan: Plan,
+    sizes: Mapping[str, int],
+    recipe: nn.Recipe,
+) -> Graph:
+    """The graph of a block variant as each rank executes it, symbolic in its sizes."""
+    block = build_block(variant, model, recipe)
+    for name, block_pass in BLOCK_PASSES.items():
+        block = block_pass(block, BlockContext(variant, run, plan, sizes))
+        verify(block.graph, name)
+    return block.graph
+
+
+def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
+    """The phase in which backward makes a forward value again; None where the value is kept."""
+    if n.role in (Role.SENT, Role.USED, Role.LOW_PRECISION):  # a weight as the computation sees it
+        gathered_again = run.zero == 3 and run.reshard_after_forward and not variant.root
+        return "backward" if gathered_again else None
+    if variant.recomputed:
+        return None if n.once else "recompute"
+    # Without context parallelism, an identity names a place where nothing moves.
+    value = n.srcs[0] if n.op == "identity" and run.cp == 1 else n
+    if value.role is Role.REMADE:  # by the kernels that are trained with
+        return "backward"
+    gathers_keys = run.activation_gather == "again" or run.cp_grad_comm_type == "ring"
+    if n.role is Role.KEYS and run.cp_comm_type == "all_gather" and gathers_keys:
+        return "backward"
+    if run.recompute != "selective":
+        return None
+    modules = {
+        "core_attn": n.scope == "attention.core",
+        "norm": n.op == "norm" and n.scope in ("attention", "mlp"),
+        "activation": n.op in ("act", "glu") and n.scope == "mlp",
+    }
+    return "recompute" if any(modules[m] for m in run.recompute_modules) else None
+
+
+# ---- the kernels of a block: the graph with numbers ----------------------------------------------
+
+
+def lower_block(
+    graph: Graph, run: Run, mesh: Mesh, extent: Extent, variant: BlockVariant
+) -> LoweredBlock:
+    """The kernels, messages and memory of a sharded block on one rank, for these sizes."""
+    how: dict[str, Any] = {
+        "fuse": run.fuse,
+        "bucket": "step" if ddp_bucket_bytes(run) else run.bucket,
+        "key_grads": run.cp_grad_comm_type,
+    }
+    tasks, made_by = kernels(graph, extent, mesh, **how)
+    _check_numbers(tasks, run)
+    eager_update = run.operators == "eager" and run.optimizer == "adamw"
+    # `denom` of torch.optim.AdamW: a square root, and what it is divided by.
+    temporaries = 2 * eager_update
+    gradients = Gradients(run.set_grads_to_none, run.microbatches == 1, temporaries)
+    size = _bytes_of_values(graph, run, mesh, extent)
+    offloaded = frozenset[Node]()
+    if variant.activations_on_host:
+        tasks, offloaded = offload.activations(graph, tasks, size)
+    if variant.states_on_host:
+        tasks = offload.states(tasks, size)
+    made = handed_on(graph)
+    makes = {value: made_by[n] for value, n in made.items()}
+    tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
+    handed_back = [t for v, t in makes.items() if v.gradient and v.name not in tied]
+    stays = static(graph, size, states_on_host=variant.states_on_host, gradients=gradients)
+    if ddp_bucket_bytes(run) and run.dp * run.cp > 1:  # buckets hold the gradients once more
+        stays["communication"] = sum(size[n] for n in graph if n.op == "accumulate")
+    return LoweredBlock(
+        graph,
+        tasks,
+        makes,
+        made,
+        _handed_to(graph, extent),
+        weight_half(tasks, handed_back),
+        size,
+        uses(tasks, size, graph, gradients),
+        stays,
+        offloaded,
+        gradients,
+        variant.root,
+    )
+
+
+def _check_numbers(tasks: Sequence[Kernel], run: Run) -> None:
+    """Sums over a step must stay within 64 bits."""
+    for t in tasks:
+        if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
+            raise UserError(
+                f"{run.model}: {t.name} makes a kernel or message of more than {MOST_FLOPS} FLOPs "
+                "or bytes on one rank; lower a size, or split it over more ranks"
+            )
+
+
+def _handed_to(graph: Graph, extent: Extent) -> dict[str, tuple[int, str]]:
+    """Bytes and dtype, on one rank, of each value that blocks before this one hand to it."""
+    return {
+        value.name: (bytes_of(n, extent), n.dtype)
+        for n in graph
+        if (value := interface(n)) and not value.gradient
+    }
+
+
+def _bytes_of_values(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> dict[Node, int]:
+    """Bytes that each value takes on one rank."""
+    size = {n: bytes_of(n, extent) for n in graph}
+    for n in graph if extent.rows else ():  # gathered together with their padding
+        if n.op == "all_gather" and n.role is Role.USED:
+            axes: Any = n["axes"]
+            size[n] = size[n.srcs[0]] * mesh.size(*axes)
+    if run.operators == "eager":  # PyTorch's attention keeps an fp32 number for every row of scores
+        attention = [n for n in graph if n.op == "attention"]
+        size |= {n: size[n] + _bytes_of_row_sums(n, extent) for n in attention}
+    return size
+
+
+def _bytes_of_row_sums(n: Node, extent: Extent) -> int:
+    rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
+    return rows * int(BYTES["fp32"])
+
+
+def ddp_bucket_bytes(run: Run) -> int:
+    """The size of DDP's buckets, which reduce whole gradients once per step; 0: no buckets."""
+    return 0 if run.zero or reduces_each_microbatch(run) else (run.ddp_bucket_cap_mb or 0) * 2**20

@@ -1,0 +1,35 @@
+"""Compiles a run: checks it, and hands it to the pipeline of its mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.disaggregated import compile_disaggregated
+from stagewright.lower.serving import compile_serving
+from stagewright.lower.training import compile_training
+from stagewright.model.catalog import resolve
+from stagewright.model.config import ModelConfig
+from stagewright.run.rules import check
+from stagewright.run.settings import Run
+
+
+def compile(
+    run: Run, model: ModelConfig | None = None, *, table: Mapping[str, str] | None = None
+) -> CompiledRun:
+    """Everything that a run implies; raises UserError where it cannot be done.
+
+    `model` replaces the configuration that `run.model` names. `table` is a placement of one's own:
+    the layout of values and parameters by name, such as `{"wq": "[M, A/tp, D]"}`; its rows go
+    before those of `run.strategy` and those that the degrees imply.
+    """
+    model = (model or resolve(run.model)).with_overrides(
+        num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
+    )
+    run = run.resolved(model)
+    check(run, model)
+    if run.mode == "train":
+        return compile_training(run, model, table or {})
+    if run.prefill is not None:
+        return compile_disaggregated(run, model, table or {})
+    return compile_serving(run, model, table or {})

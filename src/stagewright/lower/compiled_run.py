@@ -1,0 +1,42 @@
+"""What compiling a run gives: its graphs, its schedule and the program of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stagewright.graph.node import Graph, text
+from stagewright.lower.capacity import Capacity
+from stagewright.lower.routing import Load
+from stagewright.model.config import ModelConfig
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import Order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledRun:
+    """A run with every decision made: resolved settings, sharded graphs, schedule, programs.
+
+    `blocks` maps the label of each block variant to its sharded graph. `parameters` counts those of
+    the model as published, `active_parameters` those that a token uses.
+    """
+
+    run: Run
+    model: ModelConfig
+    parameters: int
+    active_parameters: int
+    blocks: Mapping[str, Graph]
+    order: Order
+    program: Program
+    capacity: Capacity | None = None
+    """How many requests fit; only in inference, where the memory of a device is given."""
+    load: Load | None = None
+    """Tokens per expert; only where they are not spread evenly."""
+
+    def __repr__(self) -> str:
+        return f"<{self.run.describe()}: {self.program.mesh.world_size} ranks, compiled>"
+
+    def graph_text(self) -> str:
+        """The sharded graph in the paper's notation, one section per block variant."""
+        return "\n\n".join(f"# {label}\n{text(graph)}" for label, graph in self.blocks.items())

@@ -1,0 +1,40 @@
+"""How many parameters a model has."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+
+from stagewright.lower.blocks import build_block
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import place_blocks, tie_tables
+from stagewright.model.config import ModelConfig
+from stagewright.run.settings import Run
+from stagewright.schedule.schedules import make as make_order
+
+
+@lru_cache(maxsize=16)
+def parameters(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of the model as published: all of them, and those that one token uses.
+
+    Without padding; tied weights count once. Of a layer's experts, a token uses `top_k`.
+    """
+    run = Run(model=model.name)
+    seq_length = model.max_position_embeddings if model.vision else 1
+    sizes = sizes_of(run.model_copy(update={"seq_length": seq_length}), model)
+    one_stage = run.model_copy(update={"layers_per_stage": (model.depth,)})
+    (stage,) = tie_tables(place_blocks(one_stage, model), make_order("1f1b", 1, 1, 1), model)
+    recipe = recipe_of(run, model)
+    total = active = 0
+    for variant, count in Counter(variant for variant, _ in stage).items():
+        graph = build_block(variant, model, recipe).graph
+        updated = {n.binding.param for n in graph if n.phase == "optimizer"}
+        for n in graph:
+            parameter = n.binding.param
+            if n.op == "param" and parameter in updated and not n.binding.buffer:
+                number = count * math.prod(d.value(sizes) for d in n.shape)
+                total += number
+                routed = parameter is not None and parameter.of_expert
+                active += number * model.top_k // model.num_experts if routed else number
+    return total, active

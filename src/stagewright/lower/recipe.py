@@ -1,0 +1,124 @@
+"""What a run's settings mean to the builders of blocks: a recipe, and the sizes of dims."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from stagewright import blocks as nn
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.degrees import reduces_each_microbatch
+from stagewright.run import requests
+from stagewright.run.settings import Run
+
+OPTIMIZER_READS = {"adamw": 3, "sgd": 1}
+"""How often PyTorch's optimizers read a gradient: `lerp_` once and `addcmul_` twice; `add_`."""
+
+
+def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
+    """How the run trains or serves a model, as far as a single device can tell."""
+    gathered_once = run.zero == 3 and not run.reshard_after_forward
+    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel
+    return nn.Recipe(
+        experts=_experts(run, model),
+        precision=_precision(run),
+        optimizer=run.optimizer,
+        flash_attention=run.flash_attention,
+        dropout=run.dropout and run.mode == "train",
+        clip_grad=run.clip_grad,
+        sum_tied=reduces_each_microbatch(run),
+        # Weights held in fp32 are cast in each microbatch, and so are the copies made of the casts.
+        cast_once=gathered_once or (run.zero < 3 and run.params_dtype != "fp32"),
+        gather_once=gathered_once,
+        mtp_loss=run.mtp_loss_scaling_factor,
+        absorb=run.mla == "absorb",
+        inference=None if run.mode == "train" else _inference(run, model),
+        eager=run.operators == "eager",
+        joint_projections=run.joint_projections,
+        repeat_kv=run.repeat_kv,
+        split_loss=run.loss_parallel and run.tp > 1,
+        step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
+        loss_parallel=run.loss_parallel or run.tp == 1,
+        own_input_grads=run.input_grad_reduce == "linear" and run.tp > 1,
+        whole_embedding_grad=run.whole_embedding_grad and run.tp > 1,
+        sum_as_made=dtensor and run.zero == 3,
+        sum_as_read=OPTIMIZER_READS[run.optimizer] if dtensor and run.zero < 3 else 0,
+    )
+
+
+def _inference(run: Run, model: ModelConfig) -> nn.Inference:
+    return nn.Inference(
+        run.kv_cache_dtype or "bf16",
+        requests.STORED[run.weight_precision or "bf16"],
+        run.num_redundant_experts,
+        run.mode == "decode",
+        requests.stripes(run, model) > 1,
+        requests.prefixed(run),
+    )
+
+
+def _precision(run: Run) -> nn.Precision:
+    """Number formats of a run."""
+    usual = replace(nn.PRECISIONS[run.precision], reduce=run.grad_reduce_dtype or "")
+    stored = run.params_dtype
+    if stored is None:
+        return usual
+    return replace(usual, param=stored, gradient=stored, moment=stored, master="")
+
+
+def _experts(run: Run, model: ModelConfig) -> nn.ExpertRecipe:
+    exchanged = run.ep * (run.etp or run.tp) > 1 and not run.moe_pad_expert_input_to_capacity
+    bias, trains = run.moe_router_enable_expert_bias, run.mode == "train"
+    return nn.ExpertRecipe(
+        dispatcher=run.moe_token_dispatcher_type,
+        apply_probs=run.moe_apply_probs or model.apply_probs,
+        exchange_counts=trains and exchanged and run.moe_token_dispatcher_type == "alltoall",
+        router_fp32=run.moe_router_dtype == "fp32",
+        load_balancing_type=run.moe_router_load_balancing_type,
+        aux_loss=run.moe_aux_loss_coeff,
+        z_loss=run.moe_z_loss_coeff,
+        expert_bias=model.expert_bias if bias is None else bias,
+    )
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, int]:
+    """The number behind each named dim; the vocabulary is padded so that tp divides it.
+
+    In inference, the sizes that depend on a batch are not among them. `replicas` is how often the
+    schedule holds each stage, each time with a microbatch of its own.
+    """
+    multiple = run.make_vocab_size_divisible_by * run.tp
+    sizes = nn.sizes(model) | {"V": -(-model.vocab_size // multiple) * multiple}
+    of_modules = {name: number for m in model.modules for name, number in m.sizes.items()}
+    if run.mode != "train":
+        experts = model.num_experts + run.num_redundant_experts
+        stripes = requests.stripes(run, model)
+        return sizes | {"B": run.dp, "H": experts, "Stripes": stripes} | of_modules
+    return sizes | {
+        "B": run.micro_batch_size * run.dp * replicas,
+        "S": (run.decoder_seq_length if model.encoder_num_layers else run.seq_length) or 0,
+        "Source": run.seq_length or 0,
+        "R": _rows_per_expert(run, model) * replicas,
+        "dp_parts": run.dp * replicas,
+        "parts": run.dp * run.cp * (run.tp if run.sequence_parallel else 1) * replicas,
+        **_text_positions(run, model),
+        **of_modules,
+    }
+
+
+def _text_positions(run: Run, model: ModelConfig) -> dict[str, int]:
+    """Positions left to the text, where a tower's patches stand before it in the sequence."""
+    vision = model.tower and model.tower.vision
+    return {"Text": (run.seq_length or 0) - vision.patches} if vision else {}
+
+
+def _rows_per_expert(run: Run, model: ModelConfig) -> int:
+    """Copies of tokens that each expert gets from all ranks, the same number from every rank."""
+    if not model.num_experts:
+        return 0
+    ranks = run.tp * run.cp * run.dp
+    tokens = run.micro_batch_size * run.dp * (run.seq_length or 0)
+    return ranks * math.ceil(tokens * model.top_k / model.num_experts / ranks)
