@@ -1,45 +1,86 @@
 """What each op computes, in numpy, on one rank's arrays: the truth that tests hold the graph to.
 
-`ctx` tells a rank where it is: `ctx.start(letter)` is the global index at which its part of an
-index begins, `ctx.shape` the local shape of its output, `ctx.leads(axes)` whether it is the first
-along some axes, and `ctx[attr]` an attribute of the node. Nothing but tests runs this module's
-functions.
+A `Context` tells a rank where it is, and what the node is told. Nothing but tests runs this
+module's functions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from stagewright.algebra.index import bind, parse
 
+
+class Context(Protocol):
+    """A rank's place in a sharded op, and the node's attributes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The local shape of the result."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Points of the whole index space that the result sums over."""
+        ...
+
+    def start(self, letter: str) -> int:
+        """The global index at which the rank's part of an index begins."""
+        ...
+
+    def size(self, letter: str) -> int:
+        """The whole size of an index."""
+        ...
+
+    def shape_of(self, letter: str) -> int:
+        """The size of the rank's part of an index."""
+        ...
+
+    def value(self, attr: str) -> int:
+        """An attribute that is a size, as a number."""
+        ...
+
+    def leads(self, axes: tuple[str, ...]) -> bool:
+        """Whether the rank is the first along some axes: of equal copies, one counts."""
+        ...
+
+    def __getitem__(self, attr: str) -> Any:
+        """An attribute of the node."""
+        ...
+
+    def get(self, attr: str, default: Any = None) -> Any:
+        """An attribute of the node, or `default`."""
+        ...
+
+
 _erf = np.vectorize(math.erf)
 
 
-def same(ctx: Any, x: Any) -> Any:
+def same(ctx: Context, x: Any) -> Any:
     return x
 
 
-def first(ctx: Any, x: Any, *_: Any) -> Any:
+def first(ctx: Context, x: Any, *_: Any) -> Any:
     return x
 
 
-def add(ctx: Any, *xs: Any) -> Any:
+def add(ctx: Context, *xs: Any) -> Any:
     return sum(xs[1:], start=xs[0])
 
 
-def scale(ctx: Any, x: Any) -> Any:
+def scale(ctx: Context, x: Any) -> Any:
     return x * ctx["by"]
 
 
-def divide(ctx: Any, x: Any, y: Any) -> Any:
+def divide(ctx: Context, x: Any, y: Any) -> Any:
     return x / y
 
 
-def einsum(ctx: Any, *xs: Any) -> Any:
+def einsum(ctx: Context, *xs: Any) -> Any:
     """Einsum over specs that may hold `(gr)` dims: these are split, contracted and joined again."""
     spec = parse(ctx["spec"])
     sizes = bind(spec, [x.shape for x in xs], ctx.shape)
@@ -51,15 +92,15 @@ def einsum(ctx: Any, *xs: Any) -> Any:
     return out.reshape([math.prod(sizes[a] for a in d) for d in spec.out])
 
 
-def total(ctx: Any, x: Any) -> Any:
+def total(ctx: Context, x: Any) -> Any:
     return einsum(ctx, x)
 
 
-def mean(ctx: Any, x: Any) -> Any:
+def mean(ctx: Context, x: Any) -> Any:
     return einsum(ctx, x) / ctx.count
 
 
-def spread(ctx: Any, g: Any) -> Any:
+def spread(ctx: Context, g: Any) -> Any:
     return np.full(ctx.shape, g / ctx.count)
 
 
@@ -77,48 +118,95 @@ def _align(spec_text: str, x: Any, last: int = 0) -> Any:
     return np.transpose(x, order)[index]
 
 
-def bias(ctx: Any, x: Any, b: Any) -> Any:
+def bias(ctx: Context, x: Any, b: Any) -> Any:
     return x + _align(ctx["spec"], b)
 
 
-def _gelu(x: Any) -> Any:
-    return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
+_Function = Callable[[Any], Any]
+
+
+class Activation(NamedTuple):
+    """A function of every element, and its derivative."""
+
+    value: _Function
+    slope: _Function
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def _normal(x: Any) -> Any:
+    """The distribution function of the standard normal distribution."""
+    return 0.5 * (1 + _erf(x / math.sqrt(2)))
+
+
+def _gelu_slope(x: Any) -> Any:
+    return _normal(x) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 
 def _gelu_tanh(x: Any) -> Any:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
-    "relu": lambda x: np.maximum(x, 0),
-    "relu2": lambda x: np.maximum(x, 0) ** 2,
-    "tanh": np.tanh,
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "softplus": lambda x: np.log1p(np.exp(x)),
-    "exp": np.exp,
-    "neg_exp": lambda x: -np.exp(x),
+def _gelu_tanh_slope(x: Any) -> Any:
+    t = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner
+
+
+def _swish(by: float) -> Activation:
+    """x * sigmoid(by * x)."""
+
+    def value(x: Any) -> Any:
+        return x * _sigmoid(by * x)
+
+    def slope(x: Any) -> Any:
+        s = _sigmoid(by * x)
+        return s + by * x * s * (1 - s)
+
+    return Activation(value, slope)
+
+
+_FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
+    "gelu": (lambda x: x * _normal(x), _gelu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "silu": _swish(1.0),
+    "quick_gelu": _swish(1.702),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: (x > 0).astype(float)),
+    "relu2": (lambda x: np.maximum(x, 0) ** 2, lambda x: 2 * np.maximum(x, 0)),
+    "tanh": (np.tanh, lambda x: 1 - np.tanh(x) ** 2),
+    "sigmoid": (_sigmoid, lambda x: _sigmoid(x) * (1 - _sigmoid(x))),
+    "softplus": (lambda x: np.log1p(np.exp(x)), _sigmoid),
+    "exp": (np.exp, np.exp),
+    "neg_exp": (lambda x: -np.exp(x), lambda x: -np.exp(x)),
 }
+ACTIVATIONS = {name: Activation(*pair) for name, pair in _FUNCTIONS.items()}
 
 
-def _act(ctx: Any, x: Any) -> Any:
+def _act(ctx: Context, x: Any) -> Any:
     """An activation; one with a limit is flat above it."""
     if ctx["fn"] == "softcap":
         return ctx["cap"] * np.tanh(x / ctx["cap"])
     most = ctx.get("clamp")
-    return ACTIVATIONS[ctx["fn"]](x if most is None else np.minimum(x, most))
+    return ACTIVATIONS[ctx["fn"]].value(x if most is None else np.minimum(x, most))
 
 
-def modulate(ctx: Any, x: Any, by: Any) -> Any:
+def _slope(ctx: Context, x: Any) -> Any:
+    """The derivative of the same."""
+    if ctx["fn"] == "softcap":
+        return 1 - np.tanh(x / ctx["cap"]) ** 2
+    slope, most = ACTIVATIONS[ctx["fn"]].slope, ctx.get("clamp")
+    return slope(x) if most is None else slope(np.minimum(x, most)) * (x < most)
+
+
+def modulate(ctx: Context, x: Any, by: Any) -> Any:
     """x * (base + a row) + another row, the same for all positions."""
     shift = by[:, None, ctx["shift"]] if ctx["shift"] >= 0 else 0.0
     return x * (ctx["base"] + by[:, None, ctx["scale"]]) + shift
 
 
-def modulate_wgrad(ctx: Any, g: Any, x: Any) -> Any:
+def modulate_wgrad(ctx: Context, g: Any, x: Any) -> Any:
     out = np.zeros(ctx.shape)
     out[:, ctx["scale"]] = (g * x).sum(1)
     if ctx["shift"] >= 0:
@@ -126,37 +214,32 @@ def modulate_wgrad(ctx: Any, g: Any, x: Any) -> Any:
     return out
 
 
-def act(ctx: Any, x: Any) -> Any:
+def act(ctx: Context, x: Any) -> Any:
     return _act(ctx, x)
 
 
-def _slope(ctx: Any, x: Any) -> Any:
-    h = 1e-6
-    return (_act(ctx, x + h) - _act(ctx, x - h)) / (2 * h)
-
-
-def act_bwd(ctx: Any, g: Any, x: Any) -> Any:
+def act_bwd(ctx: Context, g: Any, x: Any) -> Any:
     return g * _slope(ctx, x)
 
 
-def _weighed(ctx: Any, up: Any) -> Any:
+def _weighed(ctx: Context, up: Any) -> Any:
     """What a gate weighs: within limits, and with an offset."""
     most = ctx.get("clamp")
     return (up if most is None else np.clip(up, -most, most)) + ctx.get("offset", 0.0)
 
 
-def glu(ctx: Any, gate: Any, up: Any) -> Any:
+def glu(ctx: Context, gate: Any, up: Any) -> Any:
     return _act(ctx, gate) * _weighed(ctx, up)
 
 
-def glu_bwd(ctx: Any, g: Any, gate: Any, up: Any) -> Any:
+def glu_bwd(ctx: Context, g: Any, gate: Any, up: Any) -> Any:
     if ctx["wrt"] == 0:
         return g * _weighed(ctx, up) * _slope(ctx, gate)
     most = ctx.get("clamp")
     return g * _act(ctx, gate) * (1.0 if most is None else np.abs(up) <= most)
 
 
-def pscan(ctx: Any, a: Any, b: Any) -> Any:
+def pscan(ctx: Context, a: Any, b: Any) -> Any:
     """Each y along `dim` is a times the y before it, plus b."""
     out = np.zeros(b.shape)
     y, a, b = (np.moveaxis(x, ctx["dim"], 0) for x in (out, a, b))
@@ -166,7 +249,7 @@ def pscan(ctx: Any, a: Any, b: Any) -> Any:
     return out
 
 
-def pscan_bwd(ctx: Any, g: Any, a: Any, b: Any, y: Any) -> Any:
+def pscan_bwd(ctx: Context, g: Any, a: Any, b: Any, y: Any) -> Any:
     """The scan backwards, of gradients; with respect to a (0) times the y before."""
     out = np.zeros(b.shape)
     g, a, y, d = (np.moveaxis(x, ctx["dim"], 0) for x in (g, a, y, out))
@@ -178,9 +261,9 @@ def pscan_bwd(ctx: Any, g: Any, a: Any, b: Any, y: Any) -> Any:
     return out
 
 
-def random_mask(ctx: Any, x: Any) -> Any:
+def random_mask(ctx: Context, x: Any) -> Any:
     """Pseudo-random by global position, so that every layout draws the same mask."""
-    grid = np.zeros(x.shape)
+    grid: Any = np.zeros(x.shape)
     for i, dim in enumerate(parse(ctx["spec"]).out):
         shape = [1] * x.ndim
         shape[i] = n = int(x.shape[i])
@@ -188,11 +271,11 @@ def random_mask(ctx: Any, x: Any) -> Any:
     return (np.sin(grid * 12.9898 + 78.233) * 43758.5453 % 1 >= ctx["rate"]).astype(float)
 
 
-def dropout(ctx: Any, x: Any, mask: Any) -> Any:
+def dropout(ctx: Context, x: Any, mask: Any) -> Any:
     return x * mask / (1 - ctx["rate"])
 
 
-def rope(ctx: Any, x: Any, at: Any = None) -> Any:
+def rope(ctx: Context, x: Any, at: Any = None) -> Any:
     """Rotate pairs of the last dim by an angle that grows with the position.
 
     Positions are `at`, [sequences, places], or the places in dim 1.
@@ -207,29 +290,29 @@ def rope(ctx: Any, x: Any, at: Any = None) -> Any:
     return np.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * half :]], axis=-1)
 
 
-def _standard(ctx: Any, x: Any) -> tuple[Any, Any]:
+def _standard(ctx: Context, x: Any) -> tuple[Any, Any]:
     y = x - x.mean(-1, keepdims=True) if ctx["fn"] == "layernorm" else x
     r = 1 / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-5)
     return y * r, r
 
 
-def norm(ctx: Any, x: Any, w: Any = 1.0, b: Any = 0.0) -> Any:
+def norm(ctx: Context, x: Any, w: Any = 1.0, b: Any = 0.0) -> Any:
     return _standard(ctx, x)[0] * w + b
 
 
-def norm_bwd(ctx: Any, g: Any, x: Any, w: Any = 1.0) -> Any:
+def norm_bwd(ctx: Context, g: Any, x: Any, w: Any = 1.0) -> Any:
     y, r = _standard(ctx, x)
     h = g * w
     dx = h - y * (h * y).mean(-1, keepdims=True)
     return r * (dx - h.mean(-1, keepdims=True) if ctx["fn"] == "layernorm" else dx)
 
 
-def norm_wgrad(ctx: Any, g: Any, x: Any) -> Any:
+def norm_wgrad(ctx: Context, g: Any, x: Any) -> Any:
     y, _ = _standard(ctx, x)
     return (g * y).reshape(-1, g.shape[-1]).sum(0)
 
 
-def _mask(ctx: Any, queries: int, keys: int) -> Any:
+def _mask(ctx: Context, queries: int, keys: int) -> Any:
     """0 where a query sees a key, -inf elsewhere."""
     q = ctx.start("q") + np.arange(queries)[:, None]
     k = ctx.start("k") + np.arange(keys)[None, :]
@@ -254,30 +337,30 @@ def _probabilities(scores: Any, sinks: Any = None) -> Any:
     return e / (e.sum(-1, keepdims=True) + np.exp(sinks - most))
 
 
-def softmax(ctx: Any, x: Any, sinks: Any = None) -> Any:
+def softmax(ctx: Context, x: Any, sinks: Any = None) -> Any:
     scores = x / math.sqrt(ctx["width"]) + _mask(ctx, x.shape[-2], x.shape[-1])
     return _probabilities(scores, None if sinks is None else sinks[:, None, None])
 
 
-def sinks_bwd(ctx: Any, g: Any, y: Any) -> Any:
+def sinks_bwd(ctx: Context, g: Any, y: Any) -> Any:
     return -((1 - y.sum(-1)) * (g * y).sum(-1)).sum((0, 2))
 
 
-def softmax_bwd(ctx: Any, g: Any, y: Any) -> Any:
+def softmax_bwd(ctx: Context, g: Any, y: Any) -> Any:
     return y * (g - (g * y).sum(-1, keepdims=True)) / math.sqrt(ctx["width"])
 
 
-def _width(ctx: Any, q: Any) -> float:
+def _width(ctx: Context, q: Any) -> float:
     """What scores are divided by: a head of latents is wider than the head they stand for."""
     return math.sqrt(ctx.get("width", q.shape[-1]))
 
 
-def attention(ctx: Any, q: Any, *keys: Any) -> Any:
+def attention(ctx: Context, q: Any, *keys: Any) -> Any:
     keys, more = _apart(ctx, keys)
     return _attend(ctx, q, *_heads(*keys, width=ctx.shape[-1]), more)[1]
 
 
-def _apart(ctx: Any, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _apart(ctx: Context, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keys and values, and what follows them: a bias of scores, the scores of sinks."""
     names = [name for name in ("bias", "sinks") if ctx.get(name)]
     first = len(operands) - len(names)
@@ -294,7 +377,7 @@ def _grouped(q: Any, k: Any) -> Any:
     return q.reshape(b, s, k.shape[2], a // k.shape[2], d)
 
 
-def _attend(ctx: Any, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple[Any, Any]:
+def _attend(ctx: Context, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple[Any, Any]:
     x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / _width(ctx, q)
     if "bias" in more:
         x = x + more["bias"].reshape(1, k.shape[2], -1, *more["bias"].shape[1:])
@@ -308,11 +391,11 @@ def _per_head(sinks: Any, k: Any) -> Any:
     return None if sinks is None else sinks.reshape(1, k.shape[2], -1, 1, 1)
 
 
-def _cap(ctx: Any, x: Any) -> Any:
+def _cap(ctx: Context, x: Any) -> Any:
     return ctx["softcap"] * np.tanh(x / ctx["softcap"]) if ctx.get("softcap") else x
 
 
-def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
+def attention_bwd(ctx: Context, g: Any, q: Any, *keys: Any) -> Any:
     keys, more = _apart(ctx, keys)
     k, v = _heads(*keys, width=g.shape[-1])
     p, _ = _attend(ctx, q, k, v, more)
@@ -339,7 +422,7 @@ def attention_bwd(ctx: Any, g: Any, q: Any, *keys: Any) -> Any:
     return dk[:, :, 0]
 
 
-def _buckets(ctx: Any, queries: int, keys: int, many: int) -> Any:
+def _buckets(ctx: Context, queries: int, keys: int, many: int) -> Any:
     """Rows of a table of biases, one-hot [queries, keys, rows]: near distances have their own.
 
     T5 (arXiv 1910.10683, section 2.1) spaces far ones logarithmically; here all far ones are one.
@@ -353,12 +436,12 @@ def _bucket(causal: bool, ahead: Any, many: int) -> Any:
     return np.minimum(np.abs(ahead), half - 1) + (0 if causal else half) * (ahead > 0)
 
 
-def relative_bias(ctx: Any, table: Any) -> Any:
+def relative_bias(ctx: Context, table: Any) -> Any:
     _, q, k = ctx.shape
     return np.einsum("va,qkv->aqk", table, _buckets(ctx, q, k, len(table)))
 
 
-def relative_bias_bwd(ctx: Any, g: Any) -> Any:
+def relative_bias_bwd(ctx: Context, g: Any) -> Any:
     return np.einsum("aqk,qkv->va", g, _buckets(ctx, g.shape[1], g.shape[2], ctx.shape[0]))
 
 
@@ -367,7 +450,7 @@ def relative_bias_bwd(ctx: Any, g: Any) -> Any:
 FAR = 2**32
 
 
-def _owners(ctx: Any, table: Any, slots: Any) -> tuple[Any, Any]:
+def _owners(ctx: Context, table: Any, slots: Any) -> tuple[Any, Any]:
     """Request and position that slots hold.
 
     Stripes are behind each other: the tokens of a block are dealt to them in turn.
@@ -379,7 +462,7 @@ def _owners(ctx: Any, table: Any, slots: Any) -> tuple[Any, Any]:
     return request, first + here % width * (ctx.value("stripes") if striped else 1) + stripe
 
 
-def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
+def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
     """A token sees what the cache holds of its request up to its own position.
 
     Rows gathered from the cache come with their slots; there are as many as slots where this runs.
@@ -409,12 +492,12 @@ def cached_attention(ctx: Any, q: Any, *rest: Any) -> Any:
     return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
 
-def _scores(ctx: Any, q: Any, k: Any, seen: Any) -> Any:
+def _scores(ctx: Context, q: Any, k: Any, seen: Any) -> Any:
     x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
     return _cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None]
 
 
-def striped_attention(ctx: Any, q: Any, *rest: Any) -> Any:
+def striped_attention(ctx: Context, q: Any, *rest: Any) -> Any:
     """The same to the keys of each stripe alone; or logarithms of its sums of exponentials."""
     *caches, slots, table = rest
     asks, at = _owners(ctx, table, slots)
@@ -437,14 +520,14 @@ def striped_attention(ctx: Any, q: Any, *rest: Any) -> Any:
     return np.stack(found)
 
 
-def merge_stripes(ctx: Any, o: Any, sums: Any, sinks: Any = None) -> Any:
+def merge_stripes(ctx: Context, o: Any, sums: Any, sinks: Any = None) -> Any:
     """Of each stripe's result what it counts for: its part of the sum of exponentials."""
     whole = np.exp(sums).sum(0) + (0.0 if sinks is None else np.exp(sinks))
     own = sums[ctx.start("n") :][: len(o)]
     return (o * (np.exp(own) / whole)[..., None]).sum(0)
 
 
-def cache(ctx: Any, old: Any, new: Any, slots: Any) -> Any:
+def cache(ctx: Context, old: Any, new: Any, slots: Any) -> Any:
     """The cache with new rows in their slots."""
     out: Any = np.array(old, dtype=float)
     striped = parse(ctx["spec"]).out[1] == ("n",)
@@ -457,16 +540,16 @@ def cache(ctx: Any, old: Any, new: Any, slots: Any) -> Any:
     return out
 
 
-def take(ctx: Any, x: Any, rows: Any) -> Any:
+def take(ctx: Context, x: Any, rows: Any) -> Any:
     return np.take_along_axis(x, rows[..., None], axis=rows.ndim - 1).reshape(ctx.shape)
 
 
-def _rows(ctx: Any, tokens: Any, rows: int) -> Any:
+def _rows(ctx: Context, tokens: Any, rows: int) -> Any:
     """One-hot of the tokens over this rank's part of the vocabulary."""
     return (tokens[..., None] == ctx.start("v") + np.arange(rows)).astype(float)
 
 
-def embedding(ctx: Any, tokens: Any, table: Any) -> Any:
+def embedding(ctx: Context, tokens: Any, table: Any) -> Any:
     spec = parse(ctx["spec"])
     at, of, out = ("".join(d[0] for d in dims) for dims in (*spec.ins, spec.out))
     row = next(x for x in of if x not in out)
@@ -474,7 +557,7 @@ def embedding(ctx: Any, tokens: Any, table: Any) -> Any:
     return np.einsum(f"{at}{row},{of}->{out}", rows, table)
 
 
-def embedding_bwd(ctx: Any, g: Any, tokens: Any) -> Any:
+def embedding_bwd(ctx: Context, g: Any, tokens: Any) -> Any:
     spec = parse(ctx["spec"])
     made, at, of = ("".join(d[0] for d in dims) for dims in (*spec.ins, spec.out))
     row = next(x for x in of if x not in made)
@@ -482,46 +565,46 @@ def embedding_bwd(ctx: Any, g: Any, tokens: Any) -> Any:
     return np.einsum(f"{made},{at}{row}->{of}", g, rows)
 
 
-def first_token(ctx: Any, x: Any) -> Any:
+def first_token(ctx: Context, x: Any) -> Any:
     return x[:, 0] * float(ctx.start("s") == 0)
 
 
-def first_token_bwd(ctx: Any, g: Any) -> Any:
+def first_token_bwd(ctx: Context, g: Any) -> Any:
     out = np.zeros(ctx.shape)
     if ctx.start("s") == 0:
         out[:, 0] = g
     return out
 
 
-def maximum(ctx: Any, x: Any) -> Any:
+def maximum(ctx: Context, x: Any) -> Any:
     return x.max(-1)
 
 
-def exp_sum(ctx: Any, x: Any, top: Any) -> Any:
+def exp_sum(ctx: Context, x: Any, top: Any) -> Any:
     return np.exp(x - top[..., None]).sum(-1)
 
 
-def exp_sum_bwd(ctx: Any, g: Any, x: Any, top: Any) -> Any:
+def exp_sum_bwd(ctx: Context, g: Any, x: Any, top: Any) -> Any:
     return g[..., None] * np.exp(x - top[..., None])
 
 
-def pick(ctx: Any, x: Any, labels: Any) -> Any:
+def pick(ctx: Context, x: Any, labels: Any) -> Any:
     return (x * _rows(ctx, labels, x.shape[-1])).sum(-1)
 
 
-def pick_bwd(ctx: Any, g: Any, labels: Any) -> Any:
+def pick_bwd(ctx: Context, g: Any, labels: Any) -> Any:
     return g[..., None] * _rows(ctx, labels, ctx.shape[-1])
 
 
-def nll(ctx: Any, top: Any, summed: Any, picked: Any) -> Any:
+def nll(ctx: Context, top: Any, summed: Any, picked: Any) -> Any:
     return np.log(summed) + top - picked
 
 
-def norm2(ctx: Any, x: Any) -> Any:
+def norm2(ctx: Context, x: Any) -> Any:
     return (x * x).sum() * float(ctx.leads(ctx["alone"]))
 
 
-def _chosen(ctx: Any, experts: int = 0) -> Any:
+def _chosen(ctx: Context, experts: int = 0) -> Any:
     """1 where a token goes to an expert, [tokens, experts]: in turns, so that all ranks agree."""
     sequence: Any = ctx.start("b") + np.arange(int(ctx.shape_of("b")))
     place: Any = ctx.start("s") + np.arange(int(ctx.shape_of("s")))
@@ -532,7 +615,7 @@ def _chosen(ctx: Any, experts: int = 0) -> Any:
     return (turn % many < ctx["top_k"]).astype(float)
 
 
-def _routes(ctx: Any, rows: int) -> Any:
+def _routes(ctx: Context, rows: int) -> Any:
     """1 where a row of an expert is a copy of a token, [experts, rows, tokens]."""
     chosen = _chosen(ctx)
     result: Any = np.zeros((chosen.shape[1], rows, chosen.shape[0]))
@@ -542,27 +625,27 @@ def _routes(ctx: Any, rows: int) -> Any:
     return result
 
 
-def log_softmax(ctx: Any, x: Any) -> Any:
+def log_softmax(ctx: Context, x: Any) -> Any:
     return np.log(_softmax(x))
 
 
-def log_softmax_bwd(ctx: Any, g: Any, y: Any) -> Any:
+def log_softmax_bwd(ctx: Context, g: Any, y: Any) -> Any:
     return g - np.exp(y) * g.sum(-1, keepdims=True)
 
 
-def log_probs(ctx: Any, x: Any, top: Any, total: Any) -> Any:
+def log_probs(ctx: Context, x: Any, top: Any, total: Any) -> Any:
     return x - (top + np.log(total))[..., None]
 
 
-def log_probs_bwd(ctx: Any, g: Any, y: Any, summed: Any) -> Any:
+def log_probs_bwd(ctx: Context, g: Any, y: Any, summed: Any) -> Any:
     return g - np.exp(y) * summed[..., None]
 
 
-def repeat(ctx: Any, x: Any) -> Any:
+def repeat(ctx: Context, x: Any) -> Any:
     return np.repeat(x, ctx.shape[2] // x.shape[2], 2)
 
 
-def repeat_bwd(ctx: Any, g: Any) -> Any:
+def repeat_bwd(ctx: Context, g: Any) -> Any:
     return g.reshape(*ctx.shape[:3], -1, ctx.shape[3]).sum(3)
 
 
@@ -571,7 +654,7 @@ def _softmax(x: Any) -> Any:
     return e / e.sum(-1, keepdims=True)
 
 
-def _gates(ctx: Any, logits: Any) -> Any:
+def _gates(ctx: Context, logits: Any) -> Any:
     """Of the chosen experts, with or without weights that add up to one."""
     chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
     if not ctx["norm"]:
@@ -581,12 +664,12 @@ def _gates(ctx: Any, logits: Any) -> Any:
     return weight / weight.sum(-1, keepdims=True)
 
 
-def topk(ctx: Any, logits: Any, *_: Any) -> Any:
+def topk(ctx: Context, logits: Any, *_: Any) -> Any:
     """The gates of experts, of which those behind the last are the first once more."""
     return _gates(ctx, logits[..., np.arange(ctx.shape[-1]) % logits.shape[-1]])
 
 
-def topk_bwd(ctx: Any, g: Any, logits: Any) -> Any:
+def topk_bwd(ctx: Context, g: Any, logits: Any) -> Any:
     chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
     s = 1 / (1 + np.exp(-logits))
     if ctx["norm"]:
@@ -599,7 +682,7 @@ def topk_bwd(ctx: Any, g: Any, logits: Any) -> Any:
     return y * (g * chosen - (g * chosen * y).sum(-1, keepdims=True))
 
 
-def scores(ctx: Any, logits: Any) -> Any:
+def scores(ctx: Context, logits: Any) -> Any:
     """What balances the load looks at: the scores of all experts, which add up to one."""
     if ctx["fn"] == "softmax":
         return _softmax(logits)
@@ -607,18 +690,18 @@ def scores(ctx: Any, logits: Any) -> Any:
     return y / y.sum(-1, keepdims=True)
 
 
-def scores_bwd(ctx: Any, g: Any, logits: Any) -> Any:
+def scores_bwd(ctx: Context, g: Any, logits: Any) -> Any:
     y = scores(ctx, logits)
     back = y * (g - (g * y).sum(-1, keepdims=True))
     return back if ctx["fn"] == "softmax" else back * (1 - 1 / (1 + np.exp(-logits)))
 
 
-def count(ctx: Any, gates: Any) -> Any:
+def count(ctx: Context, gates: Any) -> Any:
     """Copies of tokens that each expert gets."""
     return einsum(ctx, (gates != 0).astype(float))
 
 
-def aux_loss_bwd(ctx: Any, counts: Any) -> Any:
+def aux_loss_bwd(ctx: Context, counts: Any) -> Any:
     """Gradient of E sum(f P): f the part of copies that go to an expert, P its mean score."""
     spec = parse(ctx["spec"])
     over = {x for d in spec.out for x in d} - {x for d in spec.ins[0] for x in d}
@@ -630,7 +713,7 @@ def aux_loss_bwd(ctx: Any, counts: Any) -> Any:
     return ones * (np.repeat(ahead, each, axis=0) if ahead.ndim == 3 else ahead)
 
 
-def z_loss_bwd(ctx: Any, g: Any, logits: Any) -> Any:
+def z_loss_bwd(ctx: Context, g: Any, logits: Any) -> Any:
     """With the gradient of mean(log(sum(exp(logits)))^2) (ST-MoE, arXiv 2202.08906, equation 5)."""
     spec = parse(ctx["spec"])
     tokens = math.prod(ctx.size(x) for d in spec.out[:-1] for x in d)
@@ -639,68 +722,68 @@ def z_loss_bwd(ctx: Any, g: Any, logits: Any) -> Any:
     return g + 2 * ctx["coeff"] * total * _softmax(logits) / tokens
 
 
-def splits(ctx: Any, gates: Any) -> Any:
+def splits(ctx: Context, gates: Any) -> Any:
     """Copies that each expert gets from the tokens of a rank."""
     flat = (gates != 0).astype(float).reshape(ctx.shape[0], -1, gates.shape[-1])
     return flat.sum(1)
 
 
-def _weights(ctx: Any, gates: Any) -> Any:
+def _weights(ctx: Context, gates: Any) -> Any:
     flat = gates.reshape(-1, gates.shape[-1])
     return flat if ctx["weighted"] else np.ones_like(flat)
 
 
-def dispatch(ctx: Any, x: Any, gates: Any) -> Any:
+def dispatch(ctx: Context, x: Any, gates: Any) -> Any:
     routes = _routes(ctx, ctx.shape[1])
     return np.einsum("ert,tm,te->erm", routes, x.reshape(-1, x.shape[-1]), _weights(ctx, gates))
 
 
-def combine(ctx: Any, h: Any, gates: Any) -> Any:
+def combine(ctx: Context, h: Any, gates: Any) -> Any:
     routes = _routes(ctx, h.shape[1])
     return np.einsum("ert,erm,te->tm", routes, h, _weights(ctx, gates)).reshape(ctx.shape)
 
 
-def combine_gates(ctx: Any, tokens: Any, rows: Any, gates: Any) -> Any:
+def combine_gates(ctx: Context, tokens: Any, rows: Any, gates: Any) -> Any:
     flat = tokens.reshape(-1, tokens.shape[-1])
     routes = _routes(ctx, rows.shape[1])
     return np.einsum("ert,erm,tm->te", routes, rows, flat).reshape(gates.shape)
 
 
-def row_gates(ctx: Any, gates: Any) -> Any:
+def row_gates(ctx: Context, gates: Any) -> Any:
     flat = gates.reshape(-1, gates.shape[-1])
     return np.einsum("ert,te->er", _routes(ctx, ctx.shape[1]), flat)
 
 
-def row_gates_bwd(ctx: Any, g: Any) -> Any:
+def row_gates_bwd(ctx: Context, g: Any) -> Any:
     return np.einsum("ert,er->te", _routes(ctx, g.shape[1]), g).reshape(ctx.shape)
 
 
-def own_experts(ctx: Any, x: Any) -> Any:
+def own_experts(ctx: Context, x: Any) -> Any:
     first = ctx.start("f")
     return x[..., first : first + ctx.shape[-1]]
 
 
-def own_experts_bwd(ctx: Any, g: Any) -> Any:
+def own_experts_bwd(ctx: Context, g: Any) -> Any:
     out = np.zeros(ctx.shape)
     first = ctx.start("f")
     out[..., first : first + g.shape[-1]] = g
     return out
 
 
-def weigh(ctx: Any, x: Any, w: Any) -> Any:
+def weigh(ctx: Context, x: Any, w: Any) -> Any:
     return x * w[..., None]
 
 
-def weigh_bwd(ctx: Any, g: Any, x: Any) -> Any:
+def weigh_bwd(ctx: Context, g: Any, x: Any) -> Any:
     return (g * x).sum(-1)
 
 
-def bias_update(ctx: Any, counts: Any, bias: Any) -> Any:
+def bias_update(ctx: Context, counts: Any, bias: Any) -> Any:
     """More for experts that got less than others (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     return bias + 1e-3 * np.sign(counts.mean() - counts)
 
 
-def join(ctx: Any, a: Any, b: Any) -> Any:
+def join(ctx: Context, a: Any, b: Any) -> Any:
     """Operands stand behind each other along `dim` of the result; what lacks dims is repeated."""
     spec = parse(ctx["spec"])
     found: list[Any] = []
@@ -716,7 +799,7 @@ def join(ctx: Any, a: Any, b: Any) -> Any:
     return np.concatenate(found, axis=ctx["dim"])
 
 
-def part(ctx: Any, x: Any) -> Any:
+def part(ctx: Context, x: Any) -> Any:
     """The first or last along `dim`, summed over the dims that the result lacks."""
     spec = parse(ctx["spec"])
     own = [i for i, d in enumerate(spec.out) if d not in spec.ins[0]]
@@ -729,7 +812,7 @@ def part(ctx: Any, x: Any) -> Any:
     return x.sum(lost)
 
 
-def pad(ctx: Any, g: Any) -> Any:
+def pad(ctx: Context, g: Any) -> Any:
     out = np.zeros(ctx.shape)
     dim = ctx["dim"] % out.ndim
     if g.ndim < out.ndim:
@@ -739,13 +822,13 @@ def pad(ctx: Any, g: Any) -> Any:
     return out
 
 
-def triangle(ctx: Any, x: Any) -> Any:
+def triangle(ctx: Context, x: Any) -> Any:
     """Below the diagonal of the last two dims, row by row."""
     i, j = np.tril_indices(x.shape[-1], -1)
     return x[..., i, j]
 
 
-def triangle_bwd(ctx: Any, g: Any) -> Any:
+def triangle_bwd(ctx: Context, g: Any) -> Any:
     out = np.zeros(ctx.shape)
     i, j = np.tril_indices(out.shape[-1], -1)
     out[..., i, j] = g

@@ -1,4 +1,4 @@
-"""Ops that carry a state along the sequence: what they compute, in numpy, and what they cost.
+"""Ops that carry a state along the sequence: what they compute, in numpy.
 
 All of them are one recurrence. Per head, a state of `n` x `p` numbers decays, takes in the outer
 product of a key and a value, and is read with a query:
@@ -10,26 +10,17 @@ selective scan (arXiv 2312.00752) has heads of width 1 and a decay per element o
 (arXiv 2405.21060) a decay per head, keys B and queries C that a group of heads shares, and beta dt;
 lightning attention (arXiv 2405.17381) a fixed decay; gated delta nets (arXiv 2412.06464) and Kimi's
 delta attention (arXiv 2510.26692) the delta rule. Index letters: g groups, h heads of a group.
-
-Costs are those of the kernels that are trained with: selective_scan and SSD of state-spaces/mamba,
-the chunk kernels of fla-org/flash-linear-attention. These work on chunks of L tokens in matrix
-products, which are what is counted, and hand states on through device memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stagewright.algebra.index import parse
-from stagewright.graph.reference import ACTIVATIONS
-
-Sizes = Mapping[str, Any]  # letter -> size on one rank
-
-# ---- what they compute ---------------------------------------------------------------------------
+from stagewright.graph.reference import ACTIVATIONS, Context
 
 
 def _convolved(x: Any, w: Any, bias: tuple[Any, ...]) -> Any:
@@ -40,16 +31,15 @@ def _convolved(x: Any, w: Any, bias: tuple[Any, ...]) -> Any:
     return sum((padded[:, j : j + length] * w[..., j] for j in range(taps)), start=sum(bias))
 
 
-def conv1d(ctx: Any, x: Any, w: Any, *bias: Any) -> Any:
+def conv1d(ctx: Context, x: Any, w: Any, *bias: Any) -> Any:
     """Causal, each channel by itself; then an activation."""
     y = _convolved(x, w, bias)
-    return ACTIVATIONS[ctx["fn"]](y) if ctx["fn"] else y
+    return ACTIVATIONS[ctx["fn"]].value(y) if ctx["fn"] else y
 
 
-def conv1d_bwd(ctx: Any, g: Any, x: Any, w: Any, *bias: Any) -> Any:
+def conv1d_bwd(ctx: Context, g: Any, x: Any, w: Any, *bias: Any) -> Any:
     if ctx["fn"]:
-        y, h, fn = _convolved(x, w, bias), 1e-6, ACTIVATIONS[ctx["fn"]]
-        g = g * (fn(y + h) - fn(y - h)) / (2 * h)
+        g = g * ACTIVATIONS[ctx["fn"]].slope(_convolved(x, w, bias))
     taps, length = w.shape[-1], x.shape[1]
     match ctx["wrt"]:
         case 0:
@@ -105,7 +95,7 @@ def _recur_bwd(
     return dq, dk, dv, dbeta, ddecay
 
 
-def _gates(ctx: Any, k: Any, v: Any, given: tuple[Any, ...]) -> _Gates:
+def _gates(ctx: Context, k: Any, v: Any, given: tuple[Any, ...]) -> _Gates:
     """beta and decay; where they are not given, 1 and lightning attention's slope of each head."""
     shape = (*v.shape[:4], k.shape[-1])
     if given:
@@ -116,24 +106,24 @@ def _gates(ctx: Any, k: Any, v: Any, given: tuple[Any, ...]) -> _Gates:
     return _Gates(np.ones(shape[:4]), np.broadcast_to(-slope[:, None, None], shape))
 
 
-def linear_attention(ctx: Any, q: Any, k: Any, v: Any, *gates: Any) -> Any:
+def linear_attention(ctx: Context, q: Any, k: Any, v: Any, *gates: Any) -> Any:
     return _recur(q * ctx["scale"], k, v, _gates(ctx, k, v, gates), False)[0]
 
 
-def linear_attention_bwd(ctx: Any, g: Any, q: Any, k: Any, v: Any, *gates: Any) -> Any:
+def linear_attention_bwd(ctx: Context, g: Any, q: Any, k: Any, v: Any, *gates: Any) -> Any:
     return _gradient(ctx, False, g, q, k, v, gates)
 
 
-def delta_rule(ctx: Any, q: Any, k: Any, v: Any, *gates: Any) -> Any:
+def delta_rule(ctx: Context, q: Any, k: Any, v: Any, *gates: Any) -> Any:
     """The operands after the gates are products inside chunks, kept for backward."""
     return _recur(q * ctx["scale"], k, v, _gates(ctx, k, v, gates), True)[0]
 
 
-def delta_rule_bwd(ctx: Any, g: Any, q: Any, k: Any, v: Any, *gates: Any) -> Any:
+def delta_rule_bwd(ctx: Context, g: Any, q: Any, k: Any, v: Any, *gates: Any) -> Any:
     return _gradient(ctx, True, g, q, k, v, gates)
 
 
-def _gradient(ctx: Any, delta: bool, g: Any, q: Any, k: Any, v: Any, gates: Any) -> Any:
+def _gradient(ctx: Context, delta: bool, g: Any, q: Any, k: Any, v: Any, gates: Any) -> Any:
     wrt: int = ctx["wrt"]
     found = _recur_bwd(g, q * ctx["scale"], k, v, _gates(ctx, k, v, gates), delta)[wrt]
     if wrt == 0:
@@ -141,7 +131,7 @@ def _gradient(ctx: Any, delta: bool, g: Any, q: Any, k: Any, v: Any, gates: Any)
     return found if wrt < 4 or gates[1].ndim == 5 else found.sum(-1)
 
 
-def scan(ctx: Any, x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
+def scan(ctx: Context, x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
     """Mamba's selective scan: one group of heads of width 1."""
     return _recur(*_selective(x, dt, a, b, c), False)[0][:, :, 0, :, 0]
 
@@ -151,7 +141,7 @@ def _selective(x: Any, dt: Any, a: Any, b: Any, c: Any) -> tuple[Any, Any, Any, 
     return c[:, :, None], b[:, :, None], x[:, :, None, :, None], gates
 
 
-def scan_bwd(ctx: Any, g: Any, x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
+def scan_bwd(ctx: Context, g: Any, x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
     whole = g[:, :, None, :, None]
     dq, dk, dv, dbeta, ddecay = _recur_bwd(whole, *_selective(x, dt, a, b, c), False)
     rates = ddecay[:, :, 0]
@@ -173,7 +163,7 @@ def scan_bwd(ctx: Any, g: Any, x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
 # the result or the states after the step are asked for.
 
 
-def conv1d_served(ctx: Any, x: Any, w: Any, *rest: Any) -> Any:
+def conv1d_served(ctx: Context, x: Any, w: Any, *rest: Any) -> Any:
     *bias, state, ids = rest
     seen, y = np.array(state, dtype=float), np.zeros_like(x)
     for b, t in np.ndindex(*ids.shape):
@@ -183,10 +173,10 @@ def conv1d_served(ctx: Any, x: Any, w: Any, *rest: Any) -> Any:
         seen[b, r] = window[..., 1:]
     if ctx["part"] == "state":
         return seen
-    return ACTIVATIONS[ctx["fn"]](y) if ctx["fn"] else y
+    return ACTIVATIONS[ctx["fn"]].value(y) if ctx["fn"] else y
 
 
-def _served(ctx: Any, q: Any, k: Any, v: Any, gates: _Gates, state: Any, ids: Any) -> Any:
+def _served(ctx: Context, q: Any, k: Any, v: Any, gates: _Gates, state: Any, ids: Any) -> Any:
     """What is read at every position, or the states [b, r, g, h, n, p] after all."""
     delta = ctx.get("kernel") in ("delta", "kimi")
     now, read = np.array(state, dtype=float), np.zeros(v.shape)
@@ -199,19 +189,19 @@ def _served(ctx: Any, q: Any, k: Any, v: Any, gates: _Gates, state: Any, ids: An
     return now if ctx["part"] == "state" else read
 
 
-def linear_attention_served(ctx: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+def linear_attention_served(ctx: Context, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     *gates, state, ids = rest
     return _served(ctx, q * ctx["scale"], k, v, _gates(ctx, k, v, tuple(gates)), state, ids)
 
 
-def scan_served(ctx: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, state: Any, ids: Any) -> Any:
+def scan_served(ctx: Context, x: Any, dt: Any, a: Any, b: Any, c: Any, state: Any, ids: Any) -> Any:
     """Channels are heads of width 1, in one group."""
     q, k, v, gates = _selective(x, dt, a, b, c)
     found = _served(ctx, q, k, v, gates, state[:, :, None, :, :, None], ids)
     return found[:, :, 0, :, :, 0] if ctx["part"] == "state" else found[:, :, 0, :, 0]
 
 
-def _within(ctx: Any, q: Any, k: Any, decay: Any) -> Any:
+def _within(ctx: Context, q: Any, k: Any, decay: Any) -> Any:
     """q k' inside each chunk, decayed from the key's position to the query's: [b, s, g, h, L]."""
     chunk = ctx.shape[-1]
     b, s, g, h = decay.shape[:4]
@@ -225,7 +215,7 @@ def _within(ctx: Any, q: Any, k: Any, decay: Any) -> Any:
     return np.einsum("bcign,bcjgn,bcijghn->bcighj", qs, ks, since).reshape(b, s, g, h, chunk)
 
 
-def delta_scores(ctx: Any, q: Any, k: Any, decay: Any) -> Any:
+def delta_scores(ctx: Context, q: Any, k: Any, decay: Any) -> Any:
     """Of every position, its query with the keys of its chunk up to it."""
     chunk = ctx.shape[-1]
     at: Any = np.arange(int(q.shape[1]))
@@ -233,7 +223,7 @@ def delta_scores(ctx: Any, q: Any, k: Any, decay: Any) -> Any:
     return np.where(seen[:, None, None], _within(ctx, q, k, decay), 0.0)
 
 
-def delta_inverse(ctx: Any, k: Any, beta: Any, decay: Any) -> Any:
+def delta_inverse(ctx: Context, k: Any, beta: Any, decay: Any) -> Any:
     """The inverse of 1 + tril(beta k k') of each chunk, by rows (arXiv 2412.06464, section 3.3)."""
     chunk = ctx.shape[-1]
     at: Any = np.arange(int(k.shape[1]))
@@ -248,7 +238,7 @@ def delta_inverse(ctx: Any, k: Any, beta: Any, decay: Any) -> Any:
 # ---- norms over groups of heads, and lengths -----------------------------------------------------
 
 
-def _fit(ctx: Any, i: int, x: Any, like: int = 0) -> Any:
+def _fit(ctx: Context, i: int, x: Any, like: int = 0) -> Any:
     """Operand `i` with dims of size 1 for the indices that only operand `like` has."""
     spec = parse(ctx["spec"])
     have, want = list(spec.ins[i]), list(spec.ins[like])
@@ -256,25 +246,25 @@ def _fit(ctx: Any, i: int, x: Any, like: int = 0) -> Any:
     return np.transpose(x, order)[tuple(slice(None) if d in have else None for d in want)]
 
 
-def mean_square(ctx: Any, x: Any) -> Any:
+def mean_square(ctx: Context, x: Any) -> Any:
     spec = parse(ctx["spec"])
     lost = tuple(i for i, d in enumerate(spec.ins[0]) if d not in spec.out)
     return (x * x).sum(lost) / ctx.count
 
 
-def mean_square_bwd(ctx: Any, g: Any, x: Any) -> Any:
+def mean_square_bwd(ctx: Context, g: Any, x: Any) -> Any:
     spec = parse(ctx["spec"])
     count = math.prod(ctx.size(d[0]) for d in spec.ins[1] if d not in spec.ins[0])
     return 2 / count * x * _fit(ctx, 0, g, like=1)
 
 
-def rms_scale(ctx: Any, x: Any, ms: Any, *weight: Any) -> Any:
+def rms_scale(ctx: Context, x: Any, ms: Any, *weight: Any) -> Any:
     """x over its root mean square, times a weight if there is one."""
     y = x / np.sqrt(_fit(ctx, 1, ms) + 1e-5)
     return y * _fit(ctx, 2, weight[0]) if weight else y
 
 
-def rms_scale_bwd(ctx: Any, g: Any, x: Any, ms: Any, *weight: Any) -> Any:
+def rms_scale_bwd(ctx: Context, g: Any, x: Any, ms: Any, *weight: Any) -> Any:
     spec = parse(ctx["spec"])
     scaled = g * _fit(ctx, 3, weight[0]) if weight else g
     root = 1 / np.sqrt(_fit(ctx, 2, ms) + 1e-5)
@@ -286,14 +276,14 @@ def rms_scale_bwd(ctx: Any, g: Any, x: Any, ms: Any, *weight: Any) -> Any:
     return (g * x * root).sum(lost)
 
 
-def inverse_norm(ctx: Any, x: Any) -> Any:
+def inverse_norm(ctx: Context, x: Any) -> Any:
     return 1 / np.sqrt((x * x).sum(-1) + 1e-6)
 
 
-def unit(ctx: Any, x: Any, r: Any) -> Any:
+def unit(ctx: Context, x: Any, r: Any) -> Any:
     """Rows of length 1; `r` is their inverse length, of which x is not differentiated again."""
     return x * r[..., None]
 
 
-def unit_bwd(ctx: Any, g: Any, y: Any, r: Any) -> Any:
+def unit_bwd(ctx: Context, g: Any, y: Any, r: Any) -> Any:
     return r[..., None] * (g - y * (g * y).sum(-1, keepdims=True))

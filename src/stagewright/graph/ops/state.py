@@ -1,4 +1,9 @@
-"""Ops that carry a state along the sequence: rows, gradients and costs."""
+"""Ops that carry a state along the sequence: rows, gradients and costs.
+
+Costs are those of the kernels that are trained with: selective_scan and SSD of state-spaces/mamba,
+the chunk kernels of fla-org/flash-linear-attention. These work on chunks of L tokens in matrix
+products, which are what is counted, and hand states on through device memory.
+"""
 
 from __future__ import annotations
 
