@@ -213,27 +213,21 @@ def schedules() -> str:
 
 
 def ops() -> str:
-    """The op table."""
-    from stagewright.graph import table as ops
+    """The op table, a section for each family."""
+    from stagewright.graph import ops
+    from stagewright.graph import table as op_table
 
     nodes = _nodes()
-    source = inspect.getsource(ops)
-    rows: list[Sequence[object]] = []
     parts = [
-        "# Ops\n\n" + prose(ops.__doc__).partition("\n\n")[2] + "\n\n"
+        "# Ops\n\n" + prose(op_table.__doc__).partition("\n\n")[2] + "\n\n"
         "*FLOPs* are per point of the index space; *sum* says whether a value that is still a sum "
         "over an axis may pass (*all*: if all operands are; *one*: if one is); *fused*: joins its "
         "neighbours in one kernel. The example is of a model here.\n"
     ]
     heads = ("op", "index expression, for example", "FLOPs", "sum", "fused", "gradient")
-    for line in source[source.index("OPS: dict[str, Op] = {") :].splitlines()[1:]:
-        if line.startswith("    # "):
-            if rows:
-                parts.append(table(heads, rows))
-            parts.append(f"## {line.strip('# ').capitalize()}\n")
-            rows = []
-        for name in re.findall(r'^    "(\w+)": Op\(', line):
-            op = ops.OPS[name]
+    for family in ops.FAMILIES:
+        rows: list[Sequence[object]] = []
+        for name, op in family.ROWS.items():
             node = nodes.get(name)
             cost = f"{op.flops:g}" if isinstance(op.flops, int | float) else "of its chunks"
             if node is not None and node.get("products") is not None:
@@ -242,7 +236,8 @@ def ops() -> str:
             spec = "" if node is None else f"`{node['spec']}`"
             fused, gradient = ("yes" if of else "" for of in (op.fuses, op.vjp))
             rows.append((f"`{name}`", spec, cost, sums, fused, gradient))
-    parts.append(table(heads, rows))
+        title = re.sub(r": rows[^:]*$", "", first(family))
+        parts.append(f"## {title}\n\n{table(heads, rows)}")
     return "\n".join(parts)
 
 
@@ -341,6 +336,7 @@ def keys() -> str:
     from click.testing import CliRunner
 
     from stagewright.cli import main as cli
+    from stagewright.trace.recorded import manifest as manifest_of_run
     from stagewright.views import summary
 
     def printed(line: str) -> str:
@@ -364,7 +360,7 @@ def keys() -> str:
             parts += [f"## {title}\n\n`stagewright {line}`", _paths(found)]
         manifest = json.loads(Path("traces/manifest.json").read_text(encoding="utf-8"))
     manifest["files"] = {"*": next(iter(manifest["files"].values()))}
-    parts += ["## manifest.json\n\n" + prose(summary.manifest.__doc__), _paths(manifest)]
+    parts += ["## manifest.json\n\n" + prose(manifest_of_run.__doc__), _paths(manifest)]
     return "\n\n".join(parts) + "\n"
 
 

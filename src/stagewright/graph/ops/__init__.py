@@ -6,5 +6,8 @@ In: ways to make nodes (`graph.make`) and what ops compute (`graph.reference`). 
 from stagewright.graph.ops import attention, dense, experts, state, step, vocabulary
 from stagewright.graph.table import OPS
 
-for _family in (dense, attention, state, experts, vocabulary, step):
+FAMILIES = (dense, attention, state, experts, vocabulary, step)
+"""Modules of rows, in the order of the table."""
+
+for _family in FAMILIES:
     OPS.update(_family.ROWS)
