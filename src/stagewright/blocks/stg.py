@@ -1,6 +1,6 @@
-"""Modules that users write, in the paper's notation: a `.stg` file (docs/stg.md has the language).
+"""Modules that users write, in the paper's notation: `.stg` files (docs/own-models.md).
 
-A module is read once into statements, and written down as nodes wherever a model uses it; backward
+A module is parsed once into statements, which make nodes wherever a model uses the module; backward
 and collectives follow from the graph as for every other part of a model.
 
 >>> file = parse('''
@@ -41,13 +41,13 @@ COLLECTIVES = {
     "ReduceScatter": "reduce_scatter",
     "AllToAll": "all_to_all",
 }
-"""What may be said in a call though it follows from layouts; it is checked against them."""
+"""Collectives that a text may name though they follow from layouts, which have to agree."""
 
 DTYPES = tuple(BYTES)
 MOST_DEPTH = 100  # of calls in calls
 RUN_SIZES = ("B", "S")
 MODEL_SIZES = ("M", "A", "G", "D", "F", "V")
-"""Sizes that a module may use without saying: those of the run, and of the model it is part of."""
+"""Sizes that a module may use undeclared: those of the run, and of the model that it is part of."""
 
 _ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
     "attention": {"causal": True, "window": 0, "softcap": 0, "products": (1, 1)},
@@ -55,13 +55,13 @@ _ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
     "norm": {"fn": "rmsnorm"},
     "rope": {"inverse": False},
 }
-"""What an op is told where a file says nothing else."""
+"""Attributes of an op that a file need not write."""
 
 _ROLES: Mapping[str, Role] = {"attention": Role.CORE}
 
 
-class Name(NamedTuple):
-    """A value by its name."""
+class Reference(NamedTuple):
+    """A name in the text, and where it stands: of a value, a size, a module or a setting."""
 
     name: str
     at: int
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     at: int
     bracket: str
     bracket_at: int
-    arguments: tuple[Name | Call, ...]
+    arguments: tuple[Reference | Call, ...]
 
 
 class Statement(NamedTuple):
@@ -83,7 +83,7 @@ class Statement(NamedTuple):
     name: str
     at: int
     tensor: Tensor | None
-    value: Name | Call | None
+    value: Reference | Call | None
 
 
 class File(NamedTuple):
@@ -116,7 +116,7 @@ def parse(text: str, file: str, resolve: Resolve = preset) -> File:
     `resolve` finds the model that a text names after `like`.
     """
     try:
-        return _Reader(text, file, resolve).file()
+        return _Parser(text, file, resolve).file()
     except NotationError as error:
         raise UserError(f"{file}, {where(text, error.at)}: {error}") from None
 
@@ -141,10 +141,10 @@ class _Draft:
     statements: list[Statement] = field(default_factory=list[Statement])
     shapes: dict[str, tuple[Size, ...]] = field(default_factory=dict[str, tuple[Size, ...]])
     known: set[str] = field(default_factory=set[str])
-    output: Name | None = None
+    output: Reference | None = None
 
 
-class _Reader:
+class _Parser:
     """One pass over the text; `at` is where it stands."""
 
     def __init__(self, text: str, file: str, resolve: Resolve) -> None:
@@ -153,7 +153,7 @@ class _Reader:
         self.draft: _Draft | None = None
         self.described = re.search(r"^[ \t]*model[ \t]", text, re.MULTILINE) is not None
         self.sizes = RUN_SIZES + (MODEL_SIZES if self.described else ())
-        self.model: tuple[Name, Name | None, dict[str, Any]] | None = None
+        self.model: tuple[Reference, Reference | None, dict[str, Any]] | None = None
 
     # ---- characters ------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class _Reader:
             raise NotationError(f"got {shown}, wanted {wanted!r} {why}", self.at)
         self.at += 1
 
-    def name(self, what: str) -> Name:
+    def name(self, what: str) -> Reference:
         self.skip()
         found = _NAME.match(self.text, self.at)
         if found is None:
@@ -181,16 +181,16 @@ class _Reader:
             shown = "the end of the line" if got in ("", "\n") else repr(got)
             raise NotationError(f"got {shown}, wanted {what}", self.at)
         self.at = found.end()
-        return Name(found.group(), found.start())
+        return Reference(found.group(), found.start())
 
-    def word(self, what: str) -> Name:
+    def word(self, what: str) -> Reference:
         """Anything without blanks: names of models have dots and dashes."""
         self.skip()
         found = _WORD.match(self.text, self.at)
         if found is None:
             raise NotationError(f"got the end of the line, wanted {what}", self.at)
         self.at = found.end()
-        return Name(found.group(), found.start())
+        return Reference(found.group(), found.start())
 
     def bracket(self) -> tuple[str, int]:
         """`[...]` as it stands, brackets and all, and where it begins."""
@@ -220,7 +220,7 @@ class _Reader:
         self.end_module()
         return File(self.modules, self.config())
 
-    def statement(self, first: Name) -> None:
+    def statement(self, first: Reference) -> None:
         if self.peek() not in ("[", "=", "*", "'"):
             match first.name:
                 case "module":
@@ -241,7 +241,7 @@ class _Reader:
         self.assign(first)
         return None
 
-    def begin_module(self, name: Name) -> None:
+    def begin_module(self, name: Reference) -> None:
         self.end_module()
         if name.name in self.modules:
             raise NotationError(f"module {name.name} comes twice; rename one", name.at)
@@ -290,7 +290,7 @@ class _Reader:
             dtype = word.name
         draft.inputs.append((name.name, shape, dtype))
 
-    def size(self, draft: _Draft, name: Name) -> None:
+    def size(self, draft: _Draft, name: Reference) -> None:
         if name.name in draft.sizes or name.name in DEGREES or not name.name.isidentifier():
             why = "is a parallel degree" if name.name in DEGREES else "comes twice, or is no name"
             raise NotationError(f"size {name.name} {why}; rename it", name.at)
@@ -302,7 +302,7 @@ class _Reader:
         self.at = at + len(found.group()) if found else at
         value = self.read_size(draft, text, at)
         if value.is_number:
-            number = _whole(value)
+            number = _number(value)
             if number is None or not 1 <= number <= 2**40:
                 wanted = f"a whole number from 1 to {2**40}"
                 raise NotationError(f"size {name.name} is {text[:60]}, wanted {wanted}", at)
@@ -312,7 +312,7 @@ class _Reader:
             value = size(symbol)
         draft.sizes[name.name] = value
 
-    def assign(self, name: Name) -> None:
+    def assign(self, name: Reference) -> None:
         draft = self.current()
         found, shape = None, None
         if self.peek() == "[":
@@ -326,7 +326,7 @@ class _Reader:
             draft.shapes[name.name] = shape
         draft.statements.append(Statement(name.name, name.at, found, value))
 
-    def new(self, draft: _Draft, name: Name) -> None:
+    def new(self, draft: _Draft, name: Reference) -> None:
         if name.name in draft.known:
             raise NotationError(f"{name.name} is there already; values never change", name.at)
         draft.known.add(name.name)
@@ -347,7 +347,7 @@ class _Reader:
         except (ValueError, ZeroDivisionError, RecursionError, OverflowError) as error:
             raise NotationError(f"cannot read the size {text[:60]!r}: {error}", at) from None
 
-    def expression(self, draft: _Draft, depth: int) -> Name | Call:
+    def expression(self, draft: _Draft, depth: int) -> Reference | Call:
         if depth > MOST_DEPTH:
             raise NotationError("calls nest too deep; name some of them", self.at)
         name = self.name("a value or an op")
@@ -364,7 +364,7 @@ class _Reader:
             hint = did_you_mean(name.name, (*_OPS, *COLLECTIVES))
             raise NotationError(f"no op {name.name!r}{hint}", name.at)
         self.take("(", "")
-        arguments: list[Name | Call] = []
+        arguments: list[Reference | Call] = []
         while self.peek() != ")":
             arguments.append(self.expression(draft, depth + 1))
             if self.peek() != ")":
@@ -410,7 +410,7 @@ class _Reader:
             like = self.word("the name of a preset")
         self.model = name, like, {}
 
-    def setting(self, key: Name) -> None:
+    def setting(self, key: Reference) -> None:
         assert self.model is not None
         found = _KEY.match(self.text, key.at)
         fields = ModelConfig.__dataclass_fields__
@@ -457,12 +457,12 @@ _ONES: Mapping[str, Any] = dict.fromkeys(
     ),
     1,
 ) | {"max_position_embeddings": 2**31, "position": "none"}
-"""The sizes of a model that has none of its own."""
+"""Sizes of a model that is one module and nothing else."""
 
 _OPS = tuple(name for name, row in OPS.items() if (row.vjp or name == "sum") and name not in LEAVES)
 
 
-def _whole(value: Size) -> int | None:
+def _number(value: Size) -> int | None:
     try:
         return value.value({})
     except ValueError:
@@ -535,9 +535,9 @@ class _Scope:
             raise NotationError(f"{s.name} is [{got}] here, wanted [{wanted}] as written", s.at)
         self.values[s.name] = made if made.name == full else identity(made, full)
 
-    def value(self, of: Name | Call, name: str, out: tuple[Size, ...] | None = None) -> Node:
+    def value(self, of: Reference | Call, name: str, out: tuple[Size, ...] | None = None) -> Node:
         """A value; what a call makes gets a name."""
-        if isinstance(of, Name):
+        if isinstance(of, Reference):
             return self.values[of.name]
         arguments = [
             self.value(a, f"{name}.{i}" if i else f"{name}.in") for i, a in enumerate(of.arguments)
@@ -550,7 +550,7 @@ class _Scope:
             raise NotationError(f"{of.op}: {error}", of.at) from None
 
     def collective(self, of: Call, arguments: list[Node], name: str) -> Node:
-        """A place that says what shall happen to get there; the layouts have to agree."""
+        """The argument under a name and a layout, and the collective that has to lead there."""
         degrees = tuple(word.strip() for word in of.bracket.split(",") if word.strip())
         for degree in degrees:
             if degree not in DEGREES:
@@ -573,7 +573,7 @@ class _Scope:
             key, equals, value = (word.strip() for word in part.partition("="))
             if part.strip():
                 attributes[key] = _value(value) if equals else True
-        spec = spec.strip() or _SPECS.get(of.op, _alike)(xs, attributes)
+        spec = spec.strip() or _SPECS.get(of.op, _elementwise)(xs, attributes)
         parsed = parse_spec(spec)
         shown = {x for dims in parsed.ins for d in dims for x in d}
         hidden = out is not None and any(x not in shown for d in parsed.out for x in d)
@@ -583,13 +583,13 @@ class _Scope:
         return apply(of.op, spec, *xs, role=_ROLES.get(of.op), **own, **attributes)
 
 
-def _alike(xs: list[Node], attributes: dict[str, Any]) -> str:
+def _elementwise(xs: list[Node], attributes: dict[str, Any]) -> str:
     x = letters(xs[0])
     return ",".join([x] * len(xs)) + "->" + x
 
 
-def _rows(xs: list[Node], attributes: dict[str, Any]) -> str:
-    """The last dim whole; further operands have it alone."""
+def _along_last(xs: list[Node], attributes: dict[str, Any]) -> str:
+    """The last dim is not split; further operands have that dim alone."""
     z = letters(xs[0])
     whole = z[-1].upper()
     x = z[:-1] + whole
@@ -608,7 +608,7 @@ def _lookup(xs: list[Node], attributes: dict[str, Any]) -> str:
 
 
 def _scan(xs: list[Node], attributes: dict[str, Any]) -> str:
-    """Whole along the dim of the scan."""
+    """The dim of the scan is not split."""
     z = letters(xs[0])
     dim = int(attributes["dim"])
     z = z[:dim] + z[dim].upper() + z[dim + 1 :]
@@ -616,9 +616,9 @@ def _scan(xs: list[Node], attributes: dict[str, Any]) -> str:
 
 
 _SPECS: Mapping[str, Callable[[list[Node], dict[str, Any]], str]] = {
-    "norm": _rows,
-    "softmax": _rows,
-    "rope": _rows,
+    "norm": _along_last,
+    "softmax": _along_last,
+    "rope": _along_last,
     "bias": _trailing,
     "embedding": _lookup,
     "pscan": _scan,
