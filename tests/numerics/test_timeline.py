@@ -7,10 +7,14 @@ import pytest
 
 import eventsim
 from stagewright.arrays import Int
+from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.time.simulate.endpoints import endpoints, lane_of_rank
+from stagewright.time.simulate.issue import issue
+from stagewright.time.simulate.system import System
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from timed import RUNS, WAYS, durations
 
@@ -56,3 +60,16 @@ def test_stragglers(run: str) -> None:
     every = dict(enumerate((1 + random.random(program.mesh.world_size)).tolist()))
     some = compare(program, ticks, Execution(overlap_slowdown=0.1), every)
     assert len(line.lanes) <= len(some.lanes) == program.mesh.world_size
+
+
+def test_a_deadlock_names_who_waits_for_what() -> None:
+    program = compile(Run(model="gpt2", pp=2, layers=2, seq_length=8)).program
+    issues = [issue(program, of.tasks, Execution()) for of in program.classes]
+    ends = endpoints(program, issues, lane_of_rank(program, np.ones(2)))
+    ticks = [np.ones(len(of.tasks), np.int64) for of in program.classes]
+    system = System(program, Execution(), issues, ticks, np.ones(2), ends)
+    system.post = lambda sent, end: None  # pyright: ignore  # messages get lost
+    with pytest.raises(
+        UserError, match=r"deadlock: rank 1 waits for .+ of microbatch 0 from rank 0"
+    ):
+        system.run()

@@ -40,7 +40,7 @@ Seconds = Float
 
 
 class Routed(NamedTuple):
-    """How many experts there are, and to how many of them a token goes."""
+    """The number of experts, and how many of them each token is routed to."""
 
     experts: int
     top_k: int
@@ -83,7 +83,7 @@ class Placements:
         self.groups = [program.group_of(slot) for slot in range(len(program.communicators))]
 
     def placements(self, slot: int, which: RankClass) -> list[Placement]:
-        """How the groups lie that have members among the ranks of a class."""
+        """The placements of the groups that have members in a class."""
         ids = self.groups[slot]
         wanted = np.unique(ids[which.ranks])
         ranks = np.flatnonzero(np.isin(ids, wanted[wanted > 0]))
@@ -92,7 +92,7 @@ class Placements:
         return placements(self.machine, ranks.reshape(groups, -1).astype(np.int64))
 
     def of_experts(self, slot: int) -> bool:
-        """Whether a communicator is that of ranks which share experts."""
+        """Whether a communicator belongs to expert parallelism."""
         return any("ep" in names for names in self.program.degrees_of(slot))
 
     def level(self, slot: int, which: RankClass) -> int:
@@ -142,7 +142,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
 def _unique(
     columns: tuple[NDArray[np.integer], ...], chosen: Bool
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Rows that stand for all alike among those chosen, and for each chosen its representative."""
+    """The first of each set of equal chosen rows, and for each chosen row the index of its set."""
     where = np.flatnonzero(chosen)
     table = np.stack([c[where].astype(np.int64) for c in columns], axis=1)
     if not len(where):
@@ -152,7 +152,7 @@ def _unique(
 
 
 def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
-    """Duration of some COMPUTE rows of a table, by the shapes of their kernels."""
+    """Durations of some COMPUTE rows, from the shapes of their kernels."""
     flops, traffic = tasks.flops[rows].astype(float), tasks.traffic[rows].astype(float)
     seconds = memory_seconds(traffic, flops, hardware)
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
@@ -205,7 +205,7 @@ def _copies(
     dtype: str,
     hardware: Hardware,
 ) -> Seconds:
-    """Copies of tokens, which are sorted by expert first, but for those of backward."""
+    """Copies of tokens; in forward they include the sorting of tokens by expert."""
     copies = size["e"] * size["r"]
     if timing is Timing.FROM_EXPERTS:
         return copies_seconds(traffic, copies, hardware)
@@ -221,9 +221,11 @@ def _served(
     dtype: str,
     hardware: Hardware,
 ) -> Seconds:
-    """Tiles of queries through the keys of their requests, as attention in training; several units
-    share the keys of one tile, so that none is waited for (flash decoding), or bytes take longer:
-    one token sees few queries for each key that is read."""
+    """Attention over requests with lengths of their own, in tiles of queries as in training.
+
+    Several units share the keys of one tile (flash decoding), so that the load is even. Reading the
+    keys may take longer than computing: a single token has few queries for each key read.
+    """
     width = size["d"] + size.get("v", size["d"])
     heads = math.prod(served_heads(size))
     tiles = np.ceil(size["q"] / QUERIES) * heads
@@ -241,7 +243,7 @@ def _chunked(
     dtype: str,
     hardware: Hardware,
 ) -> Seconds:
-    """A recurrence in chunks as one product per chunk and head, of as many FLOPs: no fit of it."""
+    """A chunked recurrence as one product of equal FLOPs per chunk and head; not fitted."""
     batch = np.ceil(size["s"] / size["chunk"]) * size["b"] * size["g"] * size["h"]
     m, n = size["chunk"], size["p"]
     k = flops / (2 * m * n * batch)

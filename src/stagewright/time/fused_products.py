@@ -1,9 +1,9 @@
-"""Matrix products of one input that a framework runs as one: query, key and value; gate and up.
+"""Products of one input that a framework fuses into one: query, key and value; gate and up.
 
 Megatron-LM's `linear_qkv` and `linear_fc1`, and vLLM's `QKVParallelLinear`, hold the weights side
-by side. The graph keeps them apart, as papers and checkpoints do; here they are timed as one: a
-longer sum for the gradient of the input, which then needs no additions, and more columns for all
-else.
+by side. The graph keeps the products apart, as papers and checkpoints do; here they are timed as
+one: with a longer sum for the gradient of the input, which then needs no additions, and with more
+columns for the forward product and the gradient of the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stagewright.time.roofline import bytes_per_second, gemm_seconds
 
 
 class Gemms(NamedTuple):
-    """Matrix products, a row each: those of all that is run as one, and how much of it a row is."""
+    """Matrix products as they run, one per row, and the share of the product that the row is."""
 
     batch: Float
     m: Float
@@ -32,7 +32,7 @@ class Gemms(NamedTuple):
 
 
 class FusedGemms(NamedTuple):
-    """Rows that are parts of products, and which: the parts of one have the same number."""
+    """Rows fused into larger products; `whole[i]` is the index of the product row i belongs to."""
 
     rows: Int
     whole: Int
@@ -42,7 +42,7 @@ class FusedGemms(NamedTuple):
 
 
 def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
-    """Those of some rows, parts of others as what they are part of."""
+    """The products of these rows; a row of a fused product yields the whole product."""
     own, joint = _separate_gemms(tasks, rows), fused_gemms(tasks)
     at = np.full(len(tasks), -1)
     at[joint.rows] = np.arange(len(joint.rows))
@@ -54,7 +54,7 @@ def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
 
 
 def fused_gemms(tasks: Tasks) -> FusedGemms:
-    """All rows that are parts of a larger product, none of which was measured by itself."""
+    """All rows fused into larger products, except rows whose own duration was measured."""
     number: dict[tuple[str, ...], int] = {(): 0}
     names = [number.setdefault(shape.joint, len(number)) for shape in tasks.shapes]
     label = np.array([*names, 0], np.int64)[tasks.shape]  # the last is that of no shape
@@ -99,7 +99,7 @@ def _extents(shape: Shape) -> tuple[float, ...]:
 
 
 def gemms_seconds(some: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
-    """Duration of each row within a step: its share of the product."""
+    """Duration of each row within a step: its share of the duration of the product."""
     table = np.stack([*some[:-2], some.dtype.astype(float)], axis=1)
     alike, back = np.unique(table, axis=0, return_inverse=True)
     seconds = np.zeros(len(alike))
@@ -113,14 +113,14 @@ def gemms_seconds(some: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
 
 
 def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
-    """Durations with products of one input run as one, without what would add up their parts."""
+    """Durations with products of one input fused, without the additions this makes needless."""
     joint = fused_gemms(tasks)
     if not len(joint.rows):
         return seconds
     result = seconds.copy()
     result[joint.rows] = gemms_seconds(joint.products, tasks.dtypes, on)
 
-    # Who reads several parts of a sum adds them.
+    # A row that reads several parts of one sum would add them up.
     whole = np.full(len(tasks), -1)
     whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
     size = np.zeros(len(tasks))

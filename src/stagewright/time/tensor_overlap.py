@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism in pieces, beside the products that they feed or follow.
+"""Tensor-parallel collectives split into chunks and overlapped with the adjacent products.
 
 Transformer Engine's user buffers (Megatron-LM's `--tp-comm-overlap`) and PyTorch's async TP cut a
 product so that one piece of it is sent while the next is computed, as Wang et al., "Overlap
@@ -23,12 +23,12 @@ _BACKWARD = PHASES.index("backward")
 
 
 def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
-    """Durations with tensor parallelism's collectives of layers cut, and their products.
+    """Durations when TP collectives are split and overlapped with the adjacent GEMMs.
 
-    A product in as many pieces as ranks takes g, longer than whole. Of it and a collective of c the
-    longer runs through, and one piece of the shorter stands before or after: max(c, g) + min(c, g)
-    / tp in all, of which the collective is given what is not g. Where that is no faster, nothing is
-    cut; a kernel that was measured is not, either.
+    A product split into tp chunks takes g, longer than the whole product. Of the product and a
+    collective of duration c, the longer runs through, and one chunk of the shorter is exposed:
+    max(c, g) + min(c, g) / tp together, of which the collective is assigned all but g. Where this
+    is no faster, nothing is split; nor is a kernel whose duration was measured.
     """
     pairs = _overlap_pairs(program, tasks)
     if not len(pairs.product):
@@ -56,7 +56,7 @@ def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardwa
 
 
 class _OverlapPairs(NamedTuple):
-    """Pairs of rows: a collective, a product that goes beside it, and the ranks of the group."""
+    """Pairs of a collective and the product it overlaps with, and the ranks of the group."""
 
     collective: Int
     product: Int
@@ -64,10 +64,10 @@ class _OverlapPairs(NamedTuple):
 
 
 def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
-    """A gather and what it feeds, by way of a conversion too; a product and the scatter after it.
+    """Pairs of a gather and a product it feeds (through casts too), of a product and its scatter.
 
-    In backward a gather feeds two products, of which the first goes beside it; one of what forward
-    has kept waits for nothing in backward, and is hidden without being cut.
+    In backward a gather feeds two products and overlaps with the first. A gather of an activation
+    kept by forward waits for nothing in backward, and is hidden without being split.
     """
     of = [program.mesh.degrees(c.axes) == (("tp",),) for c in program.communicators]
     sizes = [program.mesh.size(*c.axes) for c in program.communicators]
@@ -85,7 +85,7 @@ def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
     late = np.zeros(len(tasks), bool)
     late[owner[tasks.phase[needed] == _BACKWARD]] = True
     gathers &= (tasks.phase != _BACKWARD) | late
-    # A conversion stands for what it converts.
+    # A cast stands for the value it converts.
     origin = np.arange(len(tasks))
     through = converts[owner] & gathers[needed]
     origin[owner[through]] = needed[through]
@@ -103,7 +103,7 @@ def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
 
 
 def _split_gemm_seconds(tasks: Tasks, rows: Int, pieces: Int, on: Hardware) -> Seconds:
-    """Products of so many pieces, each of a part of the rows; each reads all of the weights."""
+    """Durations of products split by rows into `pieces`; each piece reads all of the weights."""
     whole = gemms_of(tasks, rows)
     weights = whole.batch * whole.n * whole.k
     weights *= np.array([float(BYTES.get(d, 0)) for d in tasks.dtypes])[whole.dtype]

@@ -24,7 +24,7 @@ NEVER = -(1 << 62)
 
 @dataclass(slots=True, eq=False)
 class SegmentMatrix:
-    """What alike runs of tasks share; places count from where a run begins.
+    """What equal segments of tasks share; places count from the start of the segment.
 
     An input is the latest end of what one place waits for outside the run. After these come, where
     it has them, the arrival of the message that the first place receives, and the start of time.
@@ -57,7 +57,7 @@ class SegmentMatrix:
 
 @dataclass(slots=True, eq=False)
 class SegmentMatrices:
-    """All different segments met so far."""
+    """The matrices of all distinct segments so far."""
 
     known: dict[tuple[object, ...], SegmentMatrix] = field(
         default_factory=dict[tuple[object, ...], SegmentMatrix]
@@ -66,9 +66,9 @@ class SegmentMatrices:
     def of(
         self, cuts: Int, issue: Issue, duration: Int, arrives: Bool, sent: Bool
     ) -> list[SegmentMatrix]:
-        """The piece from each of the places `cuts` to the next.
+        """The matrix of the segment from each of the places `cuts` to the next.
 
-        `arrives` are the places that wait for a message from elsewhere; each must begin a piece.
+        `arrives` are the places that wait for a message from elsewhere; each must begin a segment.
         `sent` are those whose ends are asked for although no place of the rank needs them.
         """
         owner = np.repeat(np.arange(len(issue)), np.diff(issue.pointer))
@@ -96,7 +96,7 @@ def _segment_matrix(
     used: Bool,
     arrives: bool,
 ) -> SegmentMatrix:
-    """Work out one; `needs` are places in the run or -1."""
+    """The matrix of one segment; `needs` are places in the segment, or -1."""
     owner = np.repeat(np.arange(len(counts)), counts)
     outside = np.flatnonzero(needs < 0)
     places, starts = np.unique(owner[outside], return_index=True)

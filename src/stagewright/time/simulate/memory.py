@@ -1,4 +1,4 @@
-"""Memory over time: what the values of a rank's program take while the step runs.
+"""Memory over time: the bytes that the values of a rank's program take while the step runs.
 
 A value is allocated when the first task that touches it could start, and freed when the last in
 issue order ends.
@@ -18,7 +18,7 @@ from stagewright.time.simulate.timeline import TICK, Lane
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTimeline:
-    """Bytes by category, in the order of `CATEGORIES`, from each of some times to the next."""
+    """Bytes held per memory category (in the order of `CATEGORIES`), as a step function of time."""
 
     ticks: Int  # ascending
     size: Int  # [categories, times]
@@ -29,18 +29,18 @@ class MemoryTimeline:
         return int(self.size.sum(axis=0).max(initial=0))
 
     def at_peak(self) -> dict[str, float]:
-        """When the most is held (`seconds`), the `peak`, and of what it consists."""
+        """The time of the peak (`seconds`), its bytes (`peak`), and the bytes by category."""
         at = int(self.size.sum(axis=0).argmax())
         parts = {name: int(b) for name, b in zip(CATEGORIES, self.size[:, at], strict=True) if b}
         return {"seconds": int(self.ticks[at]) * TICK, "peak": self.peak, **parts}
 
     def pairs(self) -> list[tuple[float, int]]:
-        """Seconds, and bytes in all."""
+        """Pairs of seconds and bytes of all categories."""
         seconds = (self.ticks * TICK).tolist()
         return list(zip(seconds, self.size.sum(axis=0).tolist(), strict=True))
 
     def sampled(self, points: int) -> MemoryTimeline:
-        """In at most so many points: of each span of time, when most is held."""
+        """Reduced to at most `points`: of each span of time, the moment with the most bytes."""
         if len(self.ticks) <= points:
             return self
         span = self.ticks * points // (int(self.ticks[-1]) + 1)
@@ -51,7 +51,7 @@ class MemoryTimeline:
 
 
 def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:
-    """What a lane holds over the step; `change` are its class's `deltas`, if they are known."""
+    """The memory of a lane over the step; `change` are the `deltas` of its class, if known."""
     start, allocated, freed = change or deltas(lane.of)
     rows = lane.issue.rows
     ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
@@ -59,7 +59,7 @@ def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:
     come, go = allocated.any(axis=0), freed.any(axis=0)
     ticks = np.concatenate([[0], end[go], ready[come]])
     changes = np.concatenate([start[:, None], -freed[:, go], allocated[:, come]], axis=1)
-    order = np.argsort(ticks, kind="stable")  # at one time, what goes before what comes
+    order = np.argsort(ticks, kind="stable")  # at equal times, frees come before allocations
     ticks, size = ticks[order], changes[:, order].cumsum(axis=1)
     last = np.flatnonzero(np.diff(ticks, append=ticks[-1] + 1))
     return MemoryTimeline(ticks[last], size[:, last])

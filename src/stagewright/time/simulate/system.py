@@ -1,4 +1,4 @@
-"""Classes of ranks on their way: each runs until it needs what another has not done yet."""
+"""Advances all rank classes: each runs until it needs a message or collective of another class."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Sent = tuple[int, int]
 """A send: class and place."""
 
 Key = tuple[str, Sent | int]
-"""What a class waits for: a message, or a meeting by number."""
+"""What a class waits for: a message, or a collective across classes (meeting) by number."""
 
 
 Progress = Callable[[int, int], None]
-"""Called with what is done and with all there is to do."""
+"""Called with the number of tasks done and the number of all tasks."""
 
 
 class Times(NamedTuple):
@@ -45,7 +45,7 @@ class Times(NamedTuple):
 
 
 class System:
-    """All classes on their way: each runs until it needs what another has not done yet."""
+    """The simulation of all rank classes, each of which runs until it needs another."""
 
     def __init__(
         self, program: Program, how: Execution, issues: Sequence[Issue], durations: Sequence[Int],
@@ -85,18 +85,51 @@ class System:
                 runnable += waiting.pop(woken, ())
             self.woken.clear()
         if waiting:
-            raise UserError(
-                "this schedule never ends: "
-                + "; ".join(f"{what} {which} is waited for" for what, which in [*waiting][:3])
-            )
+            raise UserError(self._deadlock({nth: k for k, some in waiting.items() for nth in some}))
+
+    def _deadlock(self, awaited: Mapping[int, Key]) -> str:
+        """Which rank waits for which, until the circle closes; `awaited` by class."""
+        chain: list[int] = []
+        words: list[str] = []
+        nth = min(awaited)
+        while nth in awaited and nth not in chain:
+            chain.append(nth)
+            which = awaited[nth][1]
+            if isinstance(which, int):
+                meeting = self.who.meetings[which]
+                missing = next(c for c in meeting.classes if c not in self.readiness[which])
+                place = meeting.places[meeting.classes.index(missing)]
+                words.append(
+                    f"waits in {self._task(missing, place)} for rank {self._rank(missing)}"
+                )
+            else:
+                missing, place = which
+                words.append(
+                    f"waits for {self._task(missing, place)} from rank {self._rank(missing)}"
+                )
+            nth = missing
+        story = ", which ".join(words)
+        if nth not in awaited:
+            story += ", which has ended"
+        return f"deadlock: rank {self._rank(chain[0])} {story}; change the order of the schedule"
+
+    def _rank(self, nth: int) -> int:
+        """The first rank of a class, for messages."""
+        return int(self.program.classes[nth].ranks[0])
+
+    def _task(self, nth: int, place: int) -> str:
+        """A task of a class as people call it."""
+        tasks, row = self.program.classes[nth].tasks, self.issues[nth].rows[place]
+        name, microbatch = tasks.names[int(tasks.name[row])], int(tasks.microbatch[row])
+        return f"{name} of microbatch {microbatch}" if microbatch >= 0 else name
 
     def post(self, sent: Sent, end: Int) -> None:
-        """A message has been sent."""
+        """Record that a message has been sent, and when by lane."""
         self.posted[sent] = end
         self.woken.append(("message", sent))
 
     def meet(self, number: int, nth: int, ready: Int) -> Int | None:
-        """A class is ready for a meeting; returns when it starts, by lane, once all are."""
+        """Record when a class is ready for a meeting; once all are, return its start by lane."""
         meeting, here = self.who.meetings[number], self.readiness[number]
         here[nth] = ready
         if len(here) < len(meeting.classes):
@@ -126,7 +159,7 @@ def _awaited(who: Endpoints) -> list[set[int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ports:
-    """Where a class meets others, by place."""
+    """The places at which a class exchanges messages or meets other classes."""
 
     issue: Issue
     kind: NDArray[np.uint8]
@@ -136,7 +169,7 @@ class Ports:
 
     @classmethod
     def of(cls, program: Program, nth: int, order: Issue, who: Endpoints, sends: set[int]) -> Ports:
-        """Those of a class."""
+        """The ports of class number `nth`."""
         received = who.received[nth]
         inside = who.class_of[received.sender] == nth
         if (inside & (received.sent >= received.place[:, None])).any():
@@ -151,7 +184,7 @@ class Ports:
 
 
 def _with(order: Issue, owner: Int, needed: Int) -> Issue:
-    """With more needs."""
+    """The issue order with additional dependencies."""
     if not len(owner):
         return order
     size = len(order)
@@ -162,7 +195,7 @@ def _with(order: Issue, owner: Int, needed: Int) -> Issue:
 
 
 class BySegment:
-    """A class of one lane."""
+    """A class of one lane, advanced segment by segment."""
 
     def __init__(self, nth: int, system: System, ports: Ports, matrices: SegmentMatrices) -> None:
         """Class number `nth`; `matrices` are those that the classes before it had."""
@@ -241,7 +274,7 @@ class BySegment:
 
 
 class ByTask:
-    """A class whose ranks differ, or whose kernels slow down."""
+    """A class whose ranks differ, or whose kernels slow down, advanced task by task."""
 
     def __init__(
         self, nth: int, system: System, ports: Ports, factor: Float, slowdown: float
@@ -284,7 +317,7 @@ class ByTask:
             self.passed, self.stopped = stop + 1, self.stopped + 1
 
     def _join(self, place: int) -> Key | None:
-        """A place where others have a part; returns what is missing."""
+        """Run a place that involves other classes; returns what is missing."""
         walk, ports, system = self.walk, self.ports, self.system
         if place in ports.meets:
             start = system.meet(ports.meets[place], self.nth, walk.ready(place))

@@ -1,8 +1,8 @@
 """When every task of a program starts and ends.
 
 One rank stands for all that behave alike, its *lane*: those of a class, unless factors make them
-differ. A class of one lane runs piece by piece (`pieces`), any other task by task (`walk`). What
-joins classes is messages, and collectives of ranks of several.
+differ. A class of one lane is advanced segment by segment (`max_plus`), any other task by task
+(`walk`). Classes are joined by messages, and by collectives of ranks of several classes.
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
@@ -35,7 +35,7 @@ TICK = 1e-12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """Ranks that behave alike, and when their tasks run; arrays by place in issue order.
+    """Ranks with equal timing, and when their tasks run; arrays are by place in issue order.
 
     `ready` is when all that a task waits for on its rank has ended, `begin` when it runs: a
     collective begins when its last rank is ready, a message when it is sent.
