@@ -267,7 +267,8 @@ def random_mask(ctx: Context, x: Any) -> Any:
     for i, dim in enumerate(parse(ctx["spec"]).out):
         shape = [1] * x.ndim
         shape[i] = n = int(x.shape[i])
-        grid = grid * 31.7 + (ctx.start(dim[0]) + np.arange(n)).reshape(shape)
+        at: Any = ctx.start(dim[0]) + np.arange(n)
+        grid = grid * 31.7 + at.reshape(shape)
     return (np.sin(grid * 12.9898 + 78.233) * 43758.5453 % 1 >= ctx["rate"]).astype(float)
 
 
