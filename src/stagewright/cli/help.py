@@ -42,7 +42,8 @@ class SectionOption(click.Option):
         names, others = self.opts[:1], self.opts[1:]
         if self.secondary_opts:
             names = [f"--[no-]{names[0][2:]}"]
-        head = names[0] if self.is_flag else f"{names[0]} {self.make_metavar(ctx)}"
+        words = f"[{'|'.join(self.type.choices)}]" if isinstance(self.type, Word) else ""
+        head = names[0] if self.is_flag else f"{names[0]} {self.metavar or words}"
         text = self.help or ""
         if others and ctx.meta.get(_ALL):
             text += f" (also {', '.join(others)})"
