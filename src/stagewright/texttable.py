@@ -11,16 +11,24 @@ from __future__ import annotations
 
 import html
 import importlib
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import UserError
 from stagewright.numbers import duration, quantity
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 SHOWN = 30
 """Rows shown in a notebook."""
+GAP = 2
+"""Blanks between columns of a terminal."""
+FOLDED = 28
+"""Text is not folded to fewer columns than this."""
 
 
 STYLE = (
@@ -46,9 +54,13 @@ def _figure(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _count(value: float) -> str:
+    return f"{value:,}"
+
+
 _FORMATS: dict[str, Callable[[float], str]] = {
     **{"s": duration, "share": _share, "whole share": _whole_share},
-    **{"error": _error, "figure": _figure},
+    **{"error": _error, "figure": _figure, "count": _count},
 }
 
 
@@ -60,8 +72,8 @@ class Table:
     columns: Mapping[str, Sequence[Any]]
     units: Mapping[str, str] = field(default_factory=dict[str, str])
     """Unit by column. `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in
-    percent, `error` in percent with its sign, `figure` in four digits; numbers of a column with
-    the unit `""` are shown unchanged."""
+    percent, `error` in percent with its sign, `figure` in four digits, `count` with commas; numbers
+    of a column with the unit `""` are shown unchanged."""
     grouped: str = ""
     """A column whose value is shown only where it differs from the row above."""
 
@@ -124,6 +136,35 @@ class Table:
         ]
         return "\n".join([self.title, *lines])
 
+    def blocks(self, width: int) -> list[Table]:
+        """The table in pieces of at most so many columns of text, each with the leading labels.
+
+        A number is never cut; text that does not fit is for the caller to fold.
+
+        >>> table = Table("", {"rank": ["a"], "sent": [1], "got": [2]}, {"sent": "", "got": ""})
+        >>> [list(block.columns) for block in table.blocks(12)]
+        [['rank', 'sent'], ['rank', 'got']]
+        """
+        wide = {name: self._width(name) + GAP for name in self.columns}
+        if sum(wide.values()) - GAP <= width:
+            return [self]
+        names = list(self.columns)
+        labels = list(itertools.takewhile(lambda name: not self.is_number(name), names))
+        while len(labels) > 1 and sum(wide[name] for name in labels) > 2 * width // 3:
+            labels.pop()
+        room = width + GAP - sum(wide[name] for name in labels)
+        others = names[len(labels) :]
+        pieces = _pieces(others, wide, room)
+        while len(fewer := _pieces(others, wide, room - 1)) == len(pieces) and room > 1:
+            pieces, room = fewer, room - 1  # as wide as each other
+        first, *more = [self.only(*labels, *piece) for piece in pieces]
+        return [first, *(replace(each, title="") for each in more)]
+
+    def _width(self, name: str) -> int:
+        """Columns of text that a column needs; of text, that it is not folded below."""
+        widest = max(map(len, (name, *self.cells(name))))
+        return widest if self.is_number(name) else max(len(name), min(widest, FOLDED))
+
     def html(self, most: int | None = None) -> str:
         """The table as HTML; after `most` rows, a line says how many are left out."""
         marks = [' class="n"' if self.is_number(name) else "" for name in self.columns]
@@ -161,6 +202,39 @@ class Table:
         with _extra("polars"):
             library = importlib.import_module("polars")
         return library.DataFrame({k: list(v) for k, v in self.columns.items()})
+
+
+def _pieces(names: Sequence[str], wide: Mapping[str, int], room: int) -> list[list[str]]:
+    """Names in order, in pieces that are no wider than the room if no name is."""
+    pieces: list[list[str]] = [[]]
+    for name in names:
+        if pieces[-1] and sum(wide[each] for each in [*pieces[-1], name]) > room:
+            pieces.append([])
+        pieces[-1].append(name)
+    return pieces
+
+
+def print_table(table: Table, console: Console, title_style: str = "italic") -> None:
+    """Print a table for people, in blocks if the console is too narrow for all columns."""
+    from rich import box
+    from rich.table import Table as Rich
+    from rich.text import Text
+
+    if table.title:
+        console.print(Text(table.title, style=title_style))
+    for block in table.blocks(console.width):
+        shown = Rich(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0)
+        )
+        for name in block.columns:
+            if block.is_number(name):
+                shown.add_column(Text(name), justify="right", no_wrap=True)
+            else:
+                shown.add_column(Text(name), overflow="fold")
+        for row, last in zip(block.text_rows(), block.ends(), strict=True):
+            shown.add_row(*map(Text, row), end_section=last)
+        console.print(shown, soft_wrap=False)
+        console.print()
 
 
 def _cell(value: Any, unit: str) -> str:

@@ -23,6 +23,7 @@ from stagewright.check.inspect import group_sizes, readable
 from stagewright.check.verify import find, read
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
+from stagewright.texttable import Table, print_table
 from stagewright.trace.formats.bundle import Bundle, is_bundle
 from stagewright.trace.unbundle import traces
 
@@ -281,9 +282,7 @@ def _pairs(classes: list[TraceClass]) -> Pairs:
 
 def print_difference(found: Difference, console: Console) -> None:
     """A difference as tables."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     console.print(f"A {escape(found.one.path)}\nB {escape(found.two.path)}")
     if found.same:
@@ -295,17 +294,14 @@ def print_difference(found: Difference, console: Console) -> None:
         console.print(escape(note))
     if not found.totals:
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("type", "phase", "op"):
-        table.add_column(title, overflow="fold")
-    for title in ("ranks", "nodes A", "nodes B", "FLOPs A", "FLOPs B", "bytes A", "bytes B"):
-        table.add_column(title, justify="right")
-    for key, (one, two) in sorted(found.totals.items()):
-        numbers = [f"{n:,}" if n else "" for pair in zip(one, two, strict=True) for n in pair]
-        table.add_row(
-            key.type,
-            *(escape(readable(text)) for text in (key.phase, key.op)),
-            f"{key.group:,}" if key.group else "",
-            *numbers,
-        )
-    console.print(table)
+    keys = sorted(found.totals)
+    columns: dict[str, list[Any]] = {
+        "type": [key.type for key in keys],
+        "phase": [readable(key.phase) for key in keys],
+        "op": [readable(key.op) for key in keys],
+        "ranks": [key.group or None for key in keys],
+    }
+    for nth, title in enumerate(("nodes", "FLOPs", "bytes")):
+        for side, name in enumerate("AB"):
+            columns[f"{title} {name}"] = [found.totals[key][side][nth] or None for key in keys]
+    print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)

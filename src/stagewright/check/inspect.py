@@ -12,6 +12,7 @@ from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import TYPES, Profile, plain, profile
 from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
+from stagewright.texttable import Table, print_table
 from stagewright.trace.formats import et_def
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ def _value(value: Any) -> Any:
 
 def print_profile(found: Profile, console: Console) -> None:
     """A profile as tables."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     console.print(
         f"[bold]{escape(found.path)}[/]: {found.nodes:,} nodes, {found.data_deps:,} data and "
@@ -72,22 +71,17 @@ def print_profile(found: Profile, console: Console) -> None:
     )
     words = (f"{name}={escape(readable(value))}" for name, value in found.metadata.items() if value)
     console.print("metadata: " + (", ".join(words) or "none"))
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("type", "phase", "op"):
-        table.add_column(title, overflow="fold")
-    for title in ("ranks", "nodes", "FLOPs", "bytes"):
-        table.add_column(title, justify="right")
-    for key in sorted(found.totals):
-        count, flops, size = found.totals[key]
-        table.add_row(
-            key.type,
-            *(escape(readable(text)) for text in (key.phase, key.op)),
-            f"{key.group:,}" if key.group else "",
-            f"{count:,}",
-            f"{flops:,}" if flops else "",
-            f"{size:,}" if size else "",
-        )
-    console.print(table)
+    rows = [(key, *found.totals[key]) for key in sorted(found.totals)]
+    columns = {
+        "type": [key.type for key, *_ in rows],
+        "phase": [readable(key.phase) for key, *_ in rows],
+        "op": [readable(key.op) for key, *_ in rows],
+        "ranks": [key.group or None for key, *_ in rows],
+        "nodes": [count for _, count, _, _ in rows],
+        "FLOPs": [flops or None for _, _, flops, _ in rows],
+        "bytes": [size or None for _, _, _, size in rows],
+    }
+    print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)
     types = ", ".join(f"{count:,} {name}" for name, count in found.path_types.items())
     told = f"{found.depth:,} nodes ({types})" if found.depth else "none: dependencies in a circle"
     console.print(f"critical path: {told}")
@@ -95,23 +89,18 @@ def print_profile(found: Profile, console: Console) -> None:
 
 def print_nodes(found: Iterator[dict[str, Any]], console: Console) -> None:
     """Nodes as a table."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("id", "type", "name", "data_deps", "ctrl_deps", "attributes"):
-        table.add_column(title, overflow="fold", justify="right" if title == "id" else "left")
+    rows: list[tuple[str, ...]] = []
     for node in found:
         attributes = {name: one["value"] for name, one in node["attributes"].items()}
         if "duration_micros" in node:
             attributes["duration_micros"] = node["duration_micros"]
         shown = " ".join(f"{readable(name)}={readable(v)}" for name, v in attributes.items())
         deps = (" ".join(map(str, node[name])) for name in ("data_deps", "ctrl_deps"))
-        table.add_row(
-            str(node["id"]), node["type"], escape(readable(node["name"])), *deps, escape(shown)
-        )
-    console.print(table)
+        rows.append((str(node["id"]), node["type"], readable(node["name"]), *deps, shown))
+    heads = ("id", "type", "name", "data_deps", "ctrl_deps", "attributes")
+    columns = {head: [row[nth] for row in rows] for nth, head in enumerate(heads)}
+    print_table(Table("", columns, {"id": ""}), console)
 
 
 def readable(value: Any, most: int = 2000) -> str:

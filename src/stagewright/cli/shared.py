@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from stagewright.run.experiment import Experiment
     from stagewright.run.settings import Run
 
-PIPED_WIDTH = 160
-"""Columns of a table that no terminal shows."""
-
 
 def load_run(model: str | None, config: str | None, settings: Mapping[str, Any]) -> Run:
     """The run of a command line: options go before what the file `config` says."""
@@ -79,8 +76,10 @@ def print_json(value: object) -> None:
 
 
 def console() -> Console:
-    """Where tables are printed; a pipe or a file has no width of its own."""
+    """Where tables are printed: as wide as the terminal, or COLUMNS; without both, 80.
+
+    Lines of text are not broken in a pipe or a file, which a search goes through line by line.
+    """
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    return Console(width=width, highlight=False, soft_wrap=False)
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())

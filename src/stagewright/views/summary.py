@@ -56,9 +56,10 @@ from stagewright.program.columns import (
 from stagewright.run import lengths as batch
 from stagewright.run.requests import groups
 from stagewright.run.settings import Run
+from stagewright.texttable import print_table
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.recorded import load_run, recorded_model
-from stagewright.views.tables import communication, compute, peak, rich
+from stagewright.views.tables import communication, compute, peak
 from stagewright.views.tables import memory as held
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def tables(of: Summary, console: Console) -> None:
         console.print(_batch_line(of), highlight=False)
     for found in (each(of) for each in (compute, held, peak, communication)):
         if len(found):
-            console.print(rich(found, title_style="bold"))
+            print_table(found, console, title_style="bold")
 
 
 def _batch_line(of: Summary) -> str:

@@ -269,19 +269,3 @@ def _of_rows(
     columns = [*zip(*rows, strict=True)] or [()] * len(names)
     by = {name: list(column) for name, column in zip(names, columns, strict=True)}
     return Table(title, by, units or {}, grouped)
-
-
-def rich(table: Table, **looks: Any) -> Any:
-    """The table for a terminal."""
-    from rich import box
-    from rich.table import Table as Rich
-
-    found = Rich(title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, **looks)
-    for name in table.columns:
-        if table.is_number(name):
-            found.add_column(name, justify="right")
-        else:
-            found.add_column(name, overflow="fold")
-    for row, last in zip(table.text_rows(), table.ends(), strict=True):
-        found.add_row(*row, end_section=last)
-    return found

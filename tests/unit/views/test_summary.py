@@ -174,7 +174,7 @@ def test_tables_join_classes_that_communicate_alike():
     tables(summary(same), Console(file=stream, width=120))
 
     assert stream.getvalue().count("all_reduce bf16") == 1
-    assert re.search(r"^ +0-1 +forward ", stream.getvalue(), re.MULTILINE)
+    assert re.search(r"^0-1 +forward ", stream.getvalue(), re.MULTILINE)
 
 
 @given(st.lists(st.integers(0, 2**63 - 1)))

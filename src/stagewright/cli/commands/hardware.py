@@ -30,18 +30,19 @@ def hardware(name: str | None, as_json: bool) -> None:
     if as_json:
         shared.print_json([h.model_dump(mode="json") for h in all_])
         return
-    from rich import box
-    from rich.table import Table
+    from stagewright.texttable import Table, print_table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("name", "bf16 TFLOP/s", "GB", "GB/s", "scale-up", "GB/s", "NIC GB/s", "W"):
-        table.add_column(title, justify="left" if title in ("name", "scale-up") else "right")
-    for h in all_:
-        up = f"{h.scale_up.topology} of {h.scale_up.gpus}"
-        numbers = (h.peak_bf16_tflops, h.memory_gb, h.memory_bandwidth_gb_s)
-        links = (h.scale_up.bandwidth_gb_s, h.scale_out.bandwidth_gb_s, h.tdp_w)
-        table.add_row(h.name, *(f"{x:g}" for x in numbers), up, *(f"{x:g}" for x in links))
-    shared.console().print(table)
+    columns = {
+        "TFLOP/s": [h.peak_bf16_tflops for h in all_],
+        "GB": [h.memory_gb for h in all_],
+        "GB/s": [h.memory_bandwidth_gb_s for h in all_],
+        "scale-up": [f"{h.scale_up.topology} {h.scale_up.gpus}" for h in all_],
+        "GB/s up": [h.scale_up.bandwidth_gb_s for h in all_],
+        "NIC GB/s": [h.scale_out.bandwidth_gb_s for h in all_],
+        "W": [h.tdp_w for h in all_],
+    }
+    units = dict.fromkeys(columns.keys() - {"scale-up"}, "figure")
+    print_table(Table("", {"name": [h.name for h in all_], **columns}, units), shared.console())
 
 
 def _print_figures(found: dict[str, object], prefix: str = "") -> None:

@@ -7,15 +7,16 @@ import click
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 
-_MODEL_COLUMNS = (
-    ("layers", "num_layers"),
-    ("hidden", "hidden_size"),
-    ("MLP", "ffn_hidden_size"),
-    ("heads", "num_attention_heads"),
-    ("KV heads", "num_query_groups"),
-    ("vocabulary", "vocab_size"),
-    ("longest", "max_position_embeddings"),
-)
+_COLUMNS = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "MLP": "ffn_hidden_size",
+    "heads": "num_attention_heads",
+    "KV": "num_query_groups",
+    "vocab": "vocab_size",
+    "longest": "max_position_embeddings",
+}
+"""Fields of a model by the heads of their columns."""
 
 
 @command
@@ -29,16 +30,14 @@ def models(as_json: bool) -> None:
     if as_json:
         shared.print_json({name: dataclasses.asdict(PRESETS[name]) for name in PRESETS})
         return
-    from rich import box
-    from rich.table import Table
+    from stagewright.texttable import Table, print_table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("name", overflow="fold")
-    for title, _ in _MODEL_COLUMNS:
-        table.add_column(title, justify="right")
-    for name, preset in PRESETS.items():
-        table.add_row(name, *(str(getattr(preset, field)) for _, field in _MODEL_COLUMNS))
-    shared.console().print(table)
+    columns = {
+        title: [getattr(preset, field) for preset in PRESETS.values()]
+        for title, field in _COLUMNS.items()
+    }
+    table = Table("", {"name": list(PRESETS), **columns}, dict.fromkeys(columns, ""))
+    print_table(table, shared.console())
 
 
 ENTRY = Entry(

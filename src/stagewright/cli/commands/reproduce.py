@@ -41,22 +41,19 @@ def reproduce(tables: str, out: str | None, as_json: bool) -> None:
 
 
 def _print(cases: list[tuple[Case, list[Row]]]) -> None:
-    from rich import box
-    from rich.table import Table
-
     from stagewright.evidence import reproduce
+    from stagewright.texttable import Table, print_table
 
     out = shared.console()
     for name, what in reproduce.TABLES.items():
         of = [r for _, rows in cases for r in rows if r.table == name and reproduce.shows(r)]
-        table = Table(box=box.SIMPLE_HEAD, title=f"Table {name}: {what}", title_justify="left")
         printed = ("measured", "STAGE") if name != "I" else ("printed",)
         errors = ("error", "STAGE's") if name != "I" else ("error",)
-        for title in ("case", "", "ours", *printed, *errors):
-            table.add_column(title, justify="left" if title in ("case", "") else "right")
-        for row in of:
-            table.add_row(*reproduce.cells(row))
-        out.print(table)
+        heads = ("case", "", "ours", *printed, *errors)
+        columns = zip(heads, zip(*map(reproduce.cells, of), strict=True), strict=True)
+        print_table(
+            Table(f"Table {name}: {what}", dict(columns), dict.fromkeys(heads[2:], "")), out
+        )
         for row in of:
             if row.why:
                 out.print(f"  {row.row}, {row.quantity}: {row.why}")

@@ -72,7 +72,8 @@ def run_experiment(experiment: Experiment, model: str | None, config: str | None
 
 def report(found: SimulatedStep, out: Console, price: float | None = None) -> None:
     """Print a simulation."""
-    from stagewright.views.tables import parts, rich, transfers
+    from stagewright.texttable import print_table
+    from stagewright.views.tables import parts, transfers
 
     out.print(f"{found.compiled.run.describe()} on {found.machine}")
     uses = f"HFU {found.hfu:.1%}"
@@ -83,8 +84,8 @@ def report(found: SimulatedStep, out: Console, price: float | None = None) -> No
         f"step {duration(found.seconds)}: {quantity(round(rate), 'tokens')}/s, "
         f"{rate / found.machine.gpus:,.1f} per GPU; {uses}"
     )
-    out.print(rich(parts(found)))
-    out.print(rich(transfers(found)))
+    print_table(parts(found), out)
+    print_table(transfers(found), out)
     if any(of.peak for of in found.memory):
         out.print(_memory(found))
     total = found.seconds

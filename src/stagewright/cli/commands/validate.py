@@ -54,7 +54,7 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
 def _print_predictions(predictions: Iterable[Prediction]) -> None:
     from stagewright.evidence.predictions import table
     from stagewright.evidence.validate import NEEDS_REASON
-    from stagewright.views.tables import rich
+    from stagewright.texttable import print_table
 
     out = shared.console()
     by_source: dict[str, list[Prediction]] = {}
@@ -62,7 +62,7 @@ def _print_predictions(predictions: Iterable[Prediction]) -> None:
         by_source.setdefault(o.source, []).append(o)
     shown = ("row", "quantity", "measured", "predicted", "error", "fitted")
     for source, some in by_source.items():
-        out.print(rich(table(some, source).only(*shown)))
+        print_table(table(some, source).only(*shown), out)
         for o in some:
             if abs(o.error) > NEEDS_REASON and o.quantity != "us":
                 out.print(f"  {o.error:+.0%} {o.row}: {o.reason or 'no reason known'}")
@@ -70,9 +70,9 @@ def _print_predictions(predictions: Iterable[Prediction]) -> None:
 
 def _print_totals(predictions: Iterable[Prediction]) -> None:
     from stagewright.evidence.predictions import totals
-    from stagewright.views.tables import rich
+    from stagewright.texttable import print_table
 
-    shared.console().print(rich(totals(predictions)))
+    print_table(totals(predictions), shared.console())
 
 
 @contextmanager
