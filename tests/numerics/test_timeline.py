@@ -70,6 +70,6 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
     system = System(program, Execution(), issues, ticks, np.ones(2), ends)
     system.post = lambda sent, end: None  # pyright: ignore  # messages get lost
     with pytest.raises(
-        UserError, match=r"deadlock: rank 1 waits for .+ of microbatch 0 from rank 0"
+        UserError, match=r"deadlock: rank 0 waits for backward\.send of microbatch 0"
     ):
         system.run()
