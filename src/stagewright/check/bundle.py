@@ -15,7 +15,7 @@ import numpy as np
 from stagewright.check.files.findings import Findings
 from stagewright.check.program import Unsound, check_program
 from stagewright.check.regenerate import program_of
-from stagewright.check.verify import Report
+from stagewright.check.report import Report
 from stagewright.errors import UserError
 from stagewright.program.columns import Program, Tasks, Values
 from stagewright.trace.formats.bundle import Bundle

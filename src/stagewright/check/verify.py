@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from stagewright.arrays import Int
+from stagewright.check.bundle import check_bundle
 from stagewright.check.files.findings import Finding, Findings
 from stagewright.check.files.groups import check_ids, default_groups, read_groups, read_json
 from stagewright.check.files.hang import explain
@@ -40,6 +40,8 @@ from stagewright.check.files.templates import (
     merge_classes,
 )
 from stagewright.check.files.world import Match, World, WorldPart, runs_in_order
+from stagewright.check.regenerate import difference, program_of
+from stagewright.check.report import Report
 from stagewright.errors import UserError
 from stagewright.executors import cores
 from stagewright.program.columns import TaskKind
@@ -55,42 +57,6 @@ TASK_BYTES = 64_000_000  # that a process reads before it takes the next task
 UNMET = ("collectives-differ", "idle-member", "not-member", "no-group", "no-send")
 
 NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]{0,8})\.et")
-
-
-@dataclass(slots=True)
-class Report:
-    """The contents of a directory of traces, and the findings."""
-
-    directory: str
-    ranks: int = 0  # files
-    world_size: int = 0
-    kinds: int = 0  # classes of ranks whose files differ in their partners only
-    nodes: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    findings: list[Finding] = field(default_factory=list[Finding])
-    checks: list[str] = field(default_factory=list[str])  # what was checked
-    skipped: list[str] = field(default_factory=list[str])  # what was not, and why
-
-    def of(self, level: str) -> list[Finding]:
-        """The errors, or the warnings."""
-        return [found for found in self.findings if found.level == level]
-
-    @property
-    def ok(self) -> bool:
-        """No errors; there may be warnings."""
-        return not self.of("error")
-
-    def to_json(self) -> dict[str, Any]:
-        """One object with everything."""
-        names = ("directory", "ranks", "world_size", "kinds", "nodes", "bytes", "seconds")
-        return {
-            "ok": self.ok,
-            **{name: getattr(self, name) for name in names},
-            "checks": self.checks,
-            "skipped": self.skipped,
-            "findings": [found._asdict() for found in self.findings],
-        }
 
 
 class TraceFiles(NamedTuple):
@@ -112,8 +78,6 @@ def verify(
     report; UserError is only for what is no place of traces.
     """
     if is_bundle(directory):
-        from stagewright.check.bundle import check_bundle
-
         return check_bundle(directory)
     began = time.perf_counter()
     files = find(Path(directory))
@@ -292,8 +256,6 @@ def _check_made(
     files: TraceFiles, classes: Sequence[TraceClass], findings: Findings, report: Report
 ) -> None:
     """The files are what this version makes of the run that the manifest names."""
-    from stagewright.check.regenerate import difference, program_of
-
     if files.manifest.get("stagewright") != __version__ or "run" not in files.manifest:
         report.skipped.append("making the traces again: of another version, or without its run")
         return

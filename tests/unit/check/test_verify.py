@@ -44,7 +44,8 @@ from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import read_groups
 from stagewright.check.files.world import World as CheckedWorld
 from stagewright.check.program import Unsound, check_program
-from stagewright.check.verify import Report, find, parts_of, read, verify
+from stagewright.check.report import Report
+from stagewright.check.verify import find, parts_of, read, verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program

@@ -11,7 +11,7 @@ from stagewright.cli.help import Entry, command
 from stagewright.cli.options import GROUP_FILE, JSON
 
 if TYPE_CHECKING:
-    from stagewright.check.verify import Report
+    from stagewright.check.report import Report
 
 
 @command
