@@ -16,8 +16,8 @@ from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, s
 from stagewright.cli import main as cli
 from stagewright.graph.table import OPS
 from stagewright.model.presets import PRESETS
+from stagewright.run.experiment import Experiment
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time import hardware
 
@@ -173,7 +173,7 @@ def test_modules_of_pages_exist(page: Path):
     "block", [b for page in PAGES for b in blocks(page, "yaml") if "model:" in b.text], ids=str
 )
 def test_run_files_of_pages_are_run_files(block: Block):
-    Run(**yaml.safe_load(block.text))
+    Experiment.of(yaml.safe_load(block.text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

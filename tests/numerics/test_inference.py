@@ -25,7 +25,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import Reach
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
-from stagewright.run import lengths as batch
+from stagewright.run import lengths
 from stagewright.run.lengths import Cache, Group
 from stagewright.run.settings import Run
 from stagewright.time.cost import kernel_seconds
@@ -129,7 +129,7 @@ def test_sums_over_requests(
     stripe, many = stripes
     reach = reach if many == 1 else (0, 0)
     window, chunk = reach
-    want = np.zeros((places, len(batch.COLUMNS)), np.int64)
+    want = np.zeros((places, len(lengths.COLUMNS)), np.int64)
     turn = 0
     for g in groups:
         for _ in range(g.count):
@@ -152,8 +152,8 @@ def test_sums_over_requests(
             ]  # fmt: skip
             turn += 1
     cache = Cache(block, stripes=many)
-    each = batch.each(groups, cache, Reach(*reach), logits, stripe=stripe)
-    found = batch.dealt(groups, each, places)
+    each = lengths.attention_sums(groups, cache, Reach(*reach), logits, stripe=stripe)
+    found = lengths.deal(groups, each, places)
     assert found.tolist() == want.tolist()
 
 
@@ -624,8 +624,8 @@ def test_a_prefix_that_is_cached() -> None:
 
 def test_apportioned_exactly() -> None:
     groups = [Group(1, 1), Group(1, 2), Group(1, 3)]
-    assert [g.count for g in batch.apportioned(groups, 7)] == [3, 2, 2]
-    assert batch.apportioned(groups, 2) == (Group(1, 1), Group(1, 2))
+    assert [g.count for g in lengths.apportion(groups, 7)] == [3, 2, 2]
+    assert lengths.apportion(groups, 2) == (Group(1, 1), Group(1, 2))
 
 
 HOSTILE = {

@@ -5,7 +5,7 @@ of such batches (one for each rank of data parallelism), S the new tokens of one
 requests are in the L slots of a cache, which has I blocks; the leaf `token_slots` says where new
 ones go, `block_table` whose a block is, and `key_slots` which slots some new token sees. Requests
 have lengths of their own, so what attention costs is not a product of dims: the pairs of a query
-and a key it sees, and the keys that are read, are sizes by themselves (`batch.each`).
+and a key it sees, and the keys that are read, are sizes by themselves (`lengths.attention_sums`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.run import lengths as batch
+from stagewright.run import lengths
 from stagewright.run.requests import read_bytes
 from stagewright.run.settings import Run
 
@@ -48,7 +48,7 @@ def _longest(run: Run, fits: Callable[..., bool]) -> int | None:
     # A contiguous cache makes room for the longest request, whatever that is.
     room = ("max_model_len",) if run.kv_cache == "contiguous" else ()
     found = _most(lambda n: fits(**{varied: n - fixed}, **dict.fromkeys(room, n)), fixed + 1)
-    return None if found > batch.LARGEST // 2 else found
+    return None if found > lengths.LARGEST // 2 else found
 
 
 def _most(fits: Callable[[int], bool], least: int = 1) -> int:
@@ -61,7 +61,7 @@ def _most(fits: Callable[[int], bool], least: int = 1) -> int:
     if not fits(least):
         return 0
     low, high = least, least + 1
-    while high <= batch.LARGEST and fits(high):
+    while high <= lengths.LARGEST and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

@@ -28,7 +28,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.program.shapes import ops_of
-from stagewright.run import lengths as batch
+from stagewright.run import lengths
 from stagewright.run.lengths import Group
 from stagewright.run.requests import cache_of, groups
 from stagewright.run.rules import check
@@ -110,11 +110,12 @@ def prefill_run(run: Run) -> Run:
             "prefill computes the context of each request, but some have context_length=0; give "
             "all at least one token"
         )
+    prompts = [Group(group.count, 0, group.context_length) for group in asked]
     shared = [name for name, setting in SETTINGS.items() if setting.of_requests]
     return Run(
         model=run.model,
         mode="prefill",
-        requests=batch.merged([Group(g.count, 0, g.context_length) for g in asked], "requests"),
+        requests=lengths.merge_groups(prompts, "requests"),
         **{name: getattr(run, name) for name in shared},
         **others.settings(),
     )
@@ -187,10 +188,11 @@ def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
     """
     asked = [Group(g.count, g.context_length, 0) for g in groups(run)]
     turns = math.lcm(ranks, run.dp)
-    column = batch.COLUMNS.index("slots" if run.kv_cache == "paged" else "keys")
-    sums = batch.dealt(asked, batch.each(asked, cache_of(run), reach), turns)[:, column]
+    column = lengths.COLUMNS.index("slots" if run.kv_cache == "paged" else "keys")
+    sums = lengths.attention_sums(asked, cache_of(run), reach)
+    tokens = lengths.deal(asked, sums, turns)[:, column]
     found: dict[tuple[int, int], int] = {}
-    for turn, held in enumerate(sums.tolist()):
+    for turn, held in enumerate(tokens.tolist()):
         pair = turn % ranks, turn % run.dp
         found[pair] = found.get(pair, 0) + held
     return found

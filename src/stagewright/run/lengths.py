@@ -6,7 +6,7 @@ draft tokens in speculative decode. A step with both kinds is chunked prefill. S
 them all: new token j of a request with c cached ones sees c + j + 1 keys, or a window of these.
 
 >>> chunk, decode = Group(1, context_length=512, new_tokens=256), Group(64, 4096, 1)
->>> dict(zip(COLUMNS, each([chunk, decode], Cache(block_size=16)).T.tolist()))["pairs"]
+>>> dict(zip(COLUMNS, attention_sums([chunk, decode], Cache(block_size=16)).T.tolist()))["pairs"]
 [163968, 4097]
 """
 
@@ -86,7 +86,7 @@ def read(path: str | Path) -> Groups:
             raise UserError(f"{where}: has {len(row)} cells, wanted {len(names)}, as the header")
         values = {n: _number(cell.strip(), n, where) for n, cell in zip(names, row, strict=True)}
         groups.append(Group(**values))
-    return merged(groups, str(path))
+    return merge_groups(groups, str(path))
 
 
 def _number(text: str, name: str, where: str) -> int:
@@ -103,8 +103,8 @@ def _in_range(value: int, name: str, where: str) -> int:
     return value
 
 
-def given(rows: Sequence[Any]) -> Groups:
-    """Groups from the rows of a run file; UserError with the row for what is no such thing."""
+def groups_of_rows(rows: Sequence[Any]) -> Groups:
+    """Groups from the rows of a run file; a UserError names the row that is none."""
     groups: list[Group] = []
     for i, row in enumerate(rows):
         where = f"requests, row {i + 1}"
@@ -122,36 +122,37 @@ def given(rows: Sequence[Any]) -> Groups:
                 raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number")
             values[name] = _in_range(value, name, where)
         groups.append(Group(**values))
-    return merged(groups, "requests")
+    return merge_groups(groups, "requests")
 
 
-def merged(groups: Sequence[Group], where: str) -> Groups:
+def merge_groups(groups: Sequence[Group], where: str) -> Groups:
     """Neighbours that are alike as one."""
-    found: list[Group] = []
-    for g in groups:
-        if found and replace(found[-1], count=g.count) == g:
-            found[-1] = replace(g, count=found[-1].count + g.count)
+    merged: list[Group] = []
+    for group in groups:
+        if merged and replace(merged[-1], count=group.count) == group:
+            merged[-1] = replace(group, count=merged[-1].count + group.count)
         else:
-            found.append(g)
-    if not found:
+            merged.append(group)
+    if not merged:
         raise UserError(f"{where}: has no requests; wanted at least one row")
-    if total(found) > LARGEST:
-        raise UserError(f"{where}: has {total(found)} requests, wanted at most {LARGEST}")
-    return tuple(found)
+    requests = count_requests(merged)
+    if requests > LARGEST:
+        raise UserError(f"{where}: has {requests} requests, wanted at most {LARGEST}")
+    return tuple(merged)
 
 
-def total(groups: Sequence[Group]) -> int:
-    """Requests in all."""
+def count_requests(groups: Sequence[Group]) -> int:
+    """How many requests the groups have."""
     return sum(g.count for g in groups)
 
 
 def length(group: Group) -> int:
-    """Tokens of one of the requests after the step."""
+    """Tokens of one request of the group after the step: cached and new ones."""
     return (group.context_length or 0) + (group.new_tokens or 0)
 
 
 def describe(groups: Sequence[Group], most: int = 4) -> str:
-    """Requests in few words.
+    """Groups of requests in one word: count x context length + new tokens of each.
 
     >>> describe([Group(64, 4096), Group(1, 0, 512)])
     '64x4096,1x0+512'
@@ -164,14 +165,14 @@ def describe(groups: Sequence[Group], most: int = 4) -> str:
     return ",".join([*map(word, groups[:most]), *(["..."] if len(groups) > most else [])])
 
 
-def apportioned(groups: Sequence[Group], requests: int) -> Groups:
-    """As many requests, in the same proportions: by largest remainder, the earlier row first.
+def apportion(groups: Sequence[Group], requests: int) -> Groups:
+    """Groups in the same proportions with this many requests: by largest remainder, then by row.
 
-    >>> apportioned([Group(1, 100), Group(2, 200)], 4)
+    >>> apportion([Group(1, 100), Group(2, 200)], 4)
     (Group(count=1, context_length=100, new_tokens=None), \
 Group(count=3, context_length=200, new_tokens=None))
     """
-    whole_of = total(groups)
+    whole_of = count_requests(groups)
     shares = [divmod(g.count * requests, whole_of) for g in groups]
     left = requests - sum(whole for whole, _ in shares)
     order = sorted(range(len(groups)), key=lambda i: -shares[i][1])
@@ -188,7 +189,7 @@ COLUMNS = (
 )
 
 
-def each(
+def attention_sums(
     groups: Sequence[Group],
     cache: Cache,
     reach: Reach = ALL,
@@ -197,7 +198,7 @@ def each(
     stripe: int = 0,
     multiple: int = 1,
 ) -> Int:
-    """What attention over one request of each group adds up to: a row per group, exact.
+    """Sums that attention over one request of each group takes: a row per group, exact.
 
     The columns: `requests`, 1; `tokens` that are new; `pairs` of a query and a key it sees; `keys`
     that any query sees; `slots` of the cache that hold its tokens after the step, and `blocks` of
@@ -232,7 +233,7 @@ def each(
         kept = window or chunk
         slots = np.minimum(slots, kept - 1 + new) if kept else slots
     rows = np.where(new <= logits, new, 1)
-    keys, old = (_held(n, cache.stripes, stripe) for n in (before + new, before))
+    keys, old = (_tokens_of_stripe(n, cache.stripes, stripe) for n in (before + new, before))
     padded = -(-new // multiple) * multiple
     columns = (
         *(np.ones_like(new), padded, pairs, keys, slots, blocks, rows),
@@ -245,7 +246,7 @@ SOURCE = ("source", "squares", "crossed", "slots", "blocks")
 
 
 def sources(groups: Sequence[Group], tokens: int, cache: Cache) -> Int:
-    """The same of an encoder that gives each request so many tokens, which all see each other.
+    """The same sums for an encoder of `tokens` tokens per request, which all see each other.
 
     `squares`: pairs of these; `crossed`: of each new token with all of them; `slots` and `blocks`
     of the cache that holds them (vLLM's CrossAttentionManager).
@@ -258,17 +259,17 @@ def sources(groups: Sequence[Group], tokens: int, cache: Cache) -> Int:
     return np.stack([*columns[:2], new * tokens, *columns[2:]], axis=1)
 
 
-def _held(tokens: Int, stripes: int, stripe: int) -> Int:
-    """Of so many tokens of a request, those of one stripe.
+def _tokens_of_stripe(tokens: Int, stripes: int, stripe: int) -> Int:
+    """How many of a request's tokens one stripe holds.
 
-    >>> [int(_held(np.int64(10), 4, stripe)) for stripe in range(4)]
+    >>> [int(_tokens_of_stripe(np.int64(10), 4, stripe)) for stripe in range(4)]
     [3, 3, 2, 2]
     """
     return (tokens + stripes - 1 - stripe) // stripes
 
 
 def _in_stripe(tokens: Int, stripes: int, stripe: int) -> Int:
-    """Pairs of each of so many tokens and a key of one stripe that it sees.
+    """Pairs of a query among the first `tokens` and a key of one stripe that the query sees.
 
     >>> [int(_in_stripe(np.int64(3), 2, stripe)) for stripe in range(2)]
     [4, 2]
@@ -278,16 +279,16 @@ def _in_stripe(tokens: Int, stripes: int, stripe: int) -> Int:
 
 
 def _in_chunks(tokens: Int, chunk: int) -> Int:
-    """Pairs of a query and a key of its chunk, up to it, of so many tokens."""
+    """Pairs of a query among the first `tokens` and a key of its chunk that it sees."""
     whole, rest = np.divmod(tokens, chunk)
     return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
-def dealt(groups: Sequence[Group], values: Int, places: int) -> Int:
-    """Sums of the values of the requests that each place gets, dealt in turn in their order.
+def deal(groups: Sequence[Group], values: Int, places: int) -> Int:
+    """Sums of `values` over the requests that each place gets; requests are dealt in turn.
 
     >>> groups = [Group(3, 10, 1), Group(2, 20, 1)]
-    >>> dealt(groups, each(groups, Cache(16)), 2)[:, :4].tolist()
+    >>> deal(groups, attention_sums(groups, Cache(16)), 2)[:, :4].tolist()
     [[3, 3, 43, 43], [2, 2, 32, 32]]
     """
     counts = np.array([g.count for g in groups], np.int64)

@@ -27,7 +27,7 @@ STORED = {
     "fp4": "nvfp4",
     "mxfp4": "mxfp4",
 }
-"""What weights are stored as, by `weight_precision`; `ir.BYTES` has their groups and scales."""
+"""Data types of stored weights by `weight_precision`; `graph.node.BYTES` has their bytes."""
 
 
 def read_bytes(value: str | int, setting: str = "device_memory") -> int:
@@ -93,14 +93,14 @@ def _groups(run: Settings, context_length: int | None, prompt_length: int | None
     if rows is None:
         rows = (default,)
     elif run.batch_size is not None:
-        rows = lengths.apportioned(rows, run.batch_size)
+        rows = lengths.apportion(rows, run.batch_size)
     filled = [
         replace(g, **{k: getattr(default, k) for k in LENGTHS if getattr(g, k) is None})
         for g in rows
     ]
     if run.mode == "decode" and prompt_length is not None:
         filled.append(Group(run.dp * microbatches(run), 0, prompt_length))
-    return lengths.merged(filled, "requests")
+    return lengths.merge_groups(filled, "requests")
 
 
 LENGTHS = ("context_length", "new_tokens")
@@ -108,22 +108,23 @@ LENGTHS = ("context_length", "new_tokens")
 
 
 def microbatches(run: Settings) -> int:
-    """A pipeline works on as many batches at once as it has ranks, if there are so many requests.
+    """Batches in the pipeline at once: one per pipeline rank, if there are enough requests.
 
-    As vLLM's engine does, whose batch queue is as long as the pipeline.
+    As in vLLM's engine, whose batch queue is as long as the pipeline.
     """
     if run.batch_size is None and run.requests is not None:
-        requests = lengths.total(_rows(run) or ())
+        requests = lengths.count_requests(_rows(run) or ())
     else:
         requests = run.batch_size or run.dp * run.pp
     return max(1, min(run.pp, requests // run.dp))
 
 
 class Loads(NamedTuple):
-    """What ranks compute in each microbatch: distinct sizes, and who has which."""
+    """Sizes of the ranks' work in each microbatch: the distinct ones, and which each rank has."""
 
     sizes: tuple[dict[str, int], ...]
-    of: Int  # [rank of dp and place among those that share a cache, microbatch]
+    of: Int
+    """Index into `sizes` by [rank of dp and stripe of the cache, microbatch]."""
 
 
 def loads(run: Settings, model: ModelConfig) -> Loads:
@@ -138,35 +139,36 @@ def loads(run: Settings, model: ModelConfig) -> Loads:
     places = run.dp * microbatches(run)
 
     def sums(cache: lengths.Cache, reach: Reach = lengths.ALL, stripe: int = 0) -> Int:
-        values = lengths.each(
+        values = lengths.attention_sums(
             requests, cache, reach, _verified(run), stripe=stripe, multiple=padding(run)
         )
-        return lengths.dealt(requests, values, places)
+        return lengths.deal(requests, values, places)
 
     whole = cache_of(run)
     tables = [sums(whole, reach) for reach in model.reaches]
     names = [SIZES[c] + reach.kind for reach in model.reaches for c in lengths.COLUMNS]
     if run.source_length is not None:
         of_source = lengths.sources(requests, run.source_length, whole)
-        tables.append(lengths.dealt(requests, of_source, places))
+        tables.append(lengths.deal(requests, of_source, places))
         names += SOURCES
     if model.num_experts:
         tokens = tables[0][:, lengths.COLUMNS.index("tokens")].reshape(-1, run.dp)
         together = tokens.sum(axis=1, keepdims=True) + np.zeros_like(tokens)
         tables.append(together.reshape(-1, 1))
         names.append("routed")
-    each = np.concatenate(tables, axis=1)[None]
+    table = np.concatenate(tables, axis=1)[None]
     shared = stripes(run, model)
     if shared > 1:
         cache = whole._replace(stripes=shared)
-        asked = striped_columns(run)
-        at = [lengths.COLUMNS.index(c) for c in asked]
+        chosen = striped_columns(run)
+        at = [lengths.COLUMNS.index(c) for c in chosen]
         striped = np.stack([sums(cache, stripe=n)[:, at] for n in range(shared)])
-        if "prefix" in asked:  # one row where only others have some: the program is the same
-            striped[..., asked.index("prefix")] |= striped[..., asked.index("prefix")] == 0
-        each = np.concatenate([np.broadcast_to(each, (shared, *each.shape[1:])), striped], axis=2)
-        names += [f"{SIZES[c]}_striped" for c in asked]
-    rows, of = np.unique(each.reshape(-1, each.shape[2]), axis=0, return_inverse=True)
+        if "prefix" in chosen:  # one row where only others have some: the program is the same
+            striped[..., chosen.index("prefix")] |= striped[..., chosen.index("prefix")] == 0
+        repeated = np.broadcast_to(table, (shared, *table.shape[1:]))
+        table = np.concatenate([repeated, striped], axis=2)
+        names += [f"{SIZES[c]}_striped" for c in chosen]
+    rows, of = np.unique(table.reshape(-1, table.shape[2]), axis=0, return_inverse=True)
     sizes = tuple(dict(zip(names, map(int, row), strict=True)) for row in rows)
     # [stripe, microbatch, rank of dp]
     of = of.reshape(shared, -1, run.dp).transpose(2, 0, 1)
@@ -179,7 +181,10 @@ def stripes(run: Settings, model: ModelConfig) -> int:
 
 
 def striped_columns(run: Settings) -> tuple[str, ...]:
-    """What attention over shared caches depends on: new tokens alone are not read from there."""
+    """Columns of `lengths.COLUMNS` that attention over a striped cache depends on.
+
+    New tokens alone are not read from the cache.
+    """
     of_all = ("slots", "blocks", "stored")
     if not prefixed(run):
         return of_all
@@ -187,12 +192,12 @@ def striped_columns(run: Settings) -> tuple[str, ...]:
 
 
 def _verified(run: Settings) -> int:
-    """Tokens of a request that are all predicted from, where it has no more."""
+    """New tokens of a request that all have logits, if the request has no more of them."""
     return 1 + run.num_speculative_tokens if run.mode == "decode" else 1
 
 
 def padding(run: Settings) -> int:
-    """What new tokens of a request are padded to a multiple of.
+    """New tokens of a request are padded to a multiple of this.
 
     A prompt is in twice as many parts as ranks of cp, of which a rank has an early and a late one,
     so that all see as many keys (vLLM's DualChunkSwap, as in Llama 3's training, arXiv 2407.21783).
@@ -214,14 +219,14 @@ SIZES = dict(
         strict=True,
     )
 )
-"""The dims and numbers of a graph that a batch decides; `requests`, `S` and `O` know no window."""
+"""Dims of a graph by the column that gives their size; `requests`, `S` and `O` know no window."""
 
 
 SOURCES = ("Source", "pairs_source", "pairs_cross", "L_source", "I_source")
-"""The same of `lengths.SOURCE`."""
+"""Dims of a graph by the columns of `lengths.SOURCE`."""
 
 
 def cache_of(run: Settings) -> lengths.Cache:
-    """How a resolved run keeps tokens."""
+    """The KV cache of a resolved run."""
     paged = run.kv_cache == "paged"
     return lengths.Cache(run.kv_block_size if paged else 0, run.max_model_len or 0)

@@ -9,6 +9,9 @@ from stagewright.errors import UserError, divisors
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 
+MOST_FLOPS = 2**56
+"""Of one kernel: sums over a step then stay within 64 bits."""
+
 Facts = Callable[[Run, ModelConfig], Mapping[str, object]]
 
 

@@ -12,7 +12,7 @@ import math
 from stagewright.errors import UserError, divisors, either
 from stagewright.model.config import ModelConfig
 from stagewright.run import serving_rules
-from stagewright.run.rule import Divide, Refuse, apply, nearest, require_divides
+from stagewright.run.rule import MOST_FLOPS, Divide, Refuse, apply, nearest, require_divides
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.declare import AXES, describe_need, describe_value
 from stagewright.run.settings import Run
@@ -21,8 +21,6 @@ from stagewright.schedule import schedules
 MOST_RANKS = 2**22
 MOST_LAYER_PASSES = 2**20
 """Microbatches times layers: this many make a program of about 5 GB."""
-MOST_FLOPS = 2**56
-"""Of one kernel: sums over a step then stay within 64 bits."""
 
 
 def check(run: Run, model: ModelConfig) -> None:

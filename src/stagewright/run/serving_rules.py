@@ -8,11 +8,9 @@ from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run import lengths
 from stagewright.run.requests import LENGTHS, groups, loads, prefixed, read_bytes
-from stagewright.run.rule import Refuse, apply
+from stagewright.run.rule import MOST_FLOPS, Refuse, apply
 from stagewright.run.settings import Run
 
-MOST_FLOPS = 2**56
-"""Of one kernel, as in training: sums over a step then stay within 64 bits."""
 MOST_CACHE = 2**60
 """Numbers of a rank's cache."""
 
@@ -244,7 +242,7 @@ def _check_context(run: Run, model: ModelConfig) -> None:
 
 def _check_requests(run: Run, model: ModelConfig) -> None:
     requests = groups(run)
-    decoding = lengths.total(requests)
+    decoding = lengths.count_requests(requests)
     if run.mode == "decode" and run.prompt_length is not None:
         decoding -= run.dp * run.microbatches
     if decoding < run.dp:

@@ -55,7 +55,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     @classmethod
     def _read_requests(cls, value: Any) -> Any:
         """Rows as groups; a path as it is."""
-        return lengths.given(value) if isinstance(value, list | tuple) else value  # pyright: ignore
+        return lengths.groups_of_rows(value) if isinstance(value, list | tuple) else value  # pyright: ignore
 
     @field_validator("prefill", mode="before")
     @classmethod

@@ -53,7 +53,7 @@ from stagewright.program.columns import (
     TaskKind,
     Tasks,
 )
-from stagewright.run import lengths as batch
+from stagewright.run import lengths
 from stagewright.run.requests import groups
 from stagewright.run.settings import Run
 from stagewright.texttable import print_table
@@ -113,10 +113,10 @@ def _served(compiled: CompiledRun | Recorded) -> Summary:
     return {
         "mode": compiled.run.mode,
         "batch": {
-            "requests": batch.total(asked),
+            "requests": lengths.count_requests(asked),
             "tokens": sum(g.count * (g.new_tokens or 0) for g in asked),
             "cached_tokens": sum(g.count * (g.context_length or 0) for g in asked),
-            **({"source_tokens": batch.total(asked) * source} if source else {}),
+            **({"source_tokens": lengths.count_requests(asked) * source} if source else {}),
         },
         **({"capacity": fitting._asdict()} if fitting else {}),
     }
