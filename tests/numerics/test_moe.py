@@ -202,7 +202,7 @@ def test_losses_against_finite_differences(kind: str, parts: int, router: Any) -
     """The gradient is that of the layer's own output, and of both losses of the router."""
     config = replace(MOE, router=router)
     experts = nn.ExpertRecipe(load_balancing_type=kind, aux_loss=3.0, z_loss=0.2)
-    block = nn.layer(config, Recipe(experts=experts), config.layer(0))
+    block = nn.BLOCKS["layer"](config, Recipe(experts=experts), config.layer(0))
     sizes = sizes_of(Run(model="moe", dp=2, micro_batch_size=2, seq_length=16), config)
     values = random_values(block.graph, sizes)
     truth = single(block.graph, sizes, values)
