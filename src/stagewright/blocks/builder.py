@@ -312,6 +312,20 @@ class Builder:
         spec = f"{rows}{m},{','.join([m] * len(weights))}->{rows}{m}"
         return apply("norm", spec, x, *weights, fn=fn, name=f"{name}_out", **fields)
 
+    def norm_over(
+        self, x: Node, spec: str, weight: Node | None = None, *, name: str = "normed"
+    ) -> Node:
+        """RMSNorm over the dims that `spec` sums away, such as a and d in `bsad->bs`.
+
+        `weight` has all dims of `x` but the first two. Where a degree splits a dim that is summed
+        away, the mean square is a partial sum, which is reduced over the ranks of that degree.
+        """
+        whole, rows = spec.split("->")
+        square = apply("mean_square", spec, x, dtype="fp32", name="mean_square", scope=x.scope)
+        weights, dims = ((), "") if weight is None else ((weight,), f",{whole[2:]}")
+        spec = f"{whole},{rows}{dims}->{whole}"
+        return apply("rms_scale", spec, x, square, *weights, name=name, scope=x.scope)
+
     def _eager_norm(self, x: Node, w: Node, name: str, **fields: Any) -> Node:
         """RMSNorm as it is written in PyTorch: in fp32, its result in the precision of `x`."""
         z = letters(x)

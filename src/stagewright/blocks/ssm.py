@@ -219,7 +219,7 @@ def _inner_norm(b: Builder, x: Node, name: str, dim: str) -> Node:
         case "weighted":
             return b.norm(x, f"mamba.{name}_norm", dim, fn="rmsnorm")
         case "plain":
-            return _rms(x, "bsn->bs")
+            return b.norm_over(x, "bsn->bs")
         case _:
             return x
 
@@ -235,19 +235,8 @@ def _plain_scan(x: Node, dt: Node, a: Node, b: Node, c: Node) -> Node:
     return einsum("bsin,bsn->bsi", states, c, dtype=x.dtype, **own, name="core", role=Role.CORE)
 
 
-def _rms(x: Node, spec: str, weight: Node | None = None) -> Node:
-    """x over its root mean square, over the dims that `spec` sums away, times a weight."""
-    whole, rows = spec.split("->")
-    own: dict[str, Any] = {"scope": SCOPE}
-    ms = apply("mean_square", spec, x, dtype="fp32", name="mean_square", **own)
-    ins = f"{whole},{rows}"
-    if weight is None:
-        return apply("rms_scale", f"{ins}->{whole}", x, ms, name="normed", **own)
-    return apply("rms_scale", f"{ins},{whole[2:]}->{whole}", x, ms, weight, name="normed", **own)
-
-
 def _group_norm(b: Builder, x: Node, spec: str, name: str) -> Node:
-    return _rms(x, spec, _param(b, f"{name}.weight", *HEADS, "Width"))
+    return b.norm_over(x, spec, _param(b, f"{name}.weight", *HEADS, "Width"))
 
 
 def _unit(x: Node) -> Node:

@@ -1040,3 +1040,14 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxForCausalLM": Family(("minimax",), "minimax-text-01", _MINIMAX, _MINIMAX_DEFAULTS),
 }
 """The architectures that can be read. Where a file names none, its model_type's first counts."""
+
+_MISSING = {
+    "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
+    "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
+    "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
+    "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
+    "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
+    "an encoder with learned positions": ("BartForConditionalGeneration", "bart"),
+}
+MISSING = {name: what for what, names in _MISSING.items() for name in names}
+"""What a `ModelConfig` lacks for other architectures and model types that people may try."""

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import cast
 
 from stagewright.errors import did_you_mean
-from stagewright.model.hf.families import FAMILIES
+from stagewright.model.hf.families import FAMILIES, MISSING
 from stagewright.model.hf.keys import Family, Fields, Json, Keys
 
 
@@ -22,18 +22,6 @@ def read(file: str, data: Json) -> tuple[str, Fields]:
     """The preset that a file's model is like, and the fields in which the file says otherwise."""
     family = _family(Keys(file, data))
     return family.like, family.read(file, data)
-
-
-_MISSING = {
-    "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
-    "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
-    "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
-    "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
-    "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
-    "an encoder with learned positions": ("BartForConditionalGeneration", "bart"),
-}
-MISSING = {name: what for what, names in _MISSING.items() for name in names}
-"""What a `ModelConfig` lacks for other architectures and model types that people may try."""
 
 
 def _family(c: Keys) -> Family:
