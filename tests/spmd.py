@@ -420,6 +420,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},  # grouped-query, rmsnorm, gated
     "qwen2": {"qkv_bias": True, "num_query_groups": 2},
     "qwen3": {"qk_norm": True},
+    "olmoe": _MIXTURE | {"qk_norm": True, "qk_norm_over_heads": True, "norm_topk_prob": False},
     "gpt2": _GPT | _DROPOUTS | {"num_query_groups": 12, "activation": "gelu_tanh"},
     "opt": _GPT | {"num_query_groups": 12, "position_offset": 2, "activation": "relu"},
     "falcon-mqa": {"parallel_block": True, "num_query_groups": 1, "norm": "layernorm"}

@@ -17,7 +17,7 @@ from stagewright.blocks.inference import (
     source_attention,
     source_cached,
 )
-from stagewright.graph.make import apply, cast, einsum, elementwise, identity, join, part
+from stagewright.graph.make import apply, cast, einsum, elementwise, identity, join, letters, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.model.config import Reach
@@ -47,7 +47,7 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
         if c.qkv_bias:
             heads[name] = b.bias(heads[name], f"b{name}", n, "D")
         if c.qk_norm and name != "v":
-            heads[name] = b.norm(heads[name], f"{name}_norm", "D", fn="rmsnorm")
+            heads[name] = _head_norm(b, heads[name], f"{name}_norm", n)
         if turned and name != "v":
             heads[name] = _partly_turned(b, heads[name], x, f"{name}_rope")
             if c.qk_l2_norm:
@@ -72,6 +72,14 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     if not c.parallel_block:
         out = identity(out, "attn_reduced")
     return b.bias(out, "bo", "M") if c.attention_output_bias else out
+
+
+def _head_norm(b: Builder, x: Node, name: str, heads: str) -> Node:
+    """RMSNorm of queries or keys [B, S, heads, D]: of each head, or of all heads at once."""
+    if not b.config.qk_norm_over_heads:
+        return b.norm(x, name, "D", fn="rmsnorm")
+    dims, weight = letters(x), b.param(f"{name}.weight", heads, "D", scope=x.scope)
+    return b.norm_over(x, f"{dims}->{dims[:2]}", weight, name=f"{name}_out")
 
 
 def relative_bias(b: Builder) -> Node:

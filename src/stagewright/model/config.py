@@ -94,6 +94,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "latents": Mechanism(
         lambda m: m.kv_lora_rank > 0, "where kv_lora_rank is 0", "with latent attention"
     ),
+    "norms of queries and keys": Mechanism(
+        lambda m: m.qk_norm, "where qk_norm is False", "with norms of queries and keys"
+    ),
     "shared blocks": Mechanism(
         lambda m: m.shared_blocks is not None,
         "without shared blocks",
@@ -270,6 +273,9 @@ class ModelConfig:
     mlp_bias: Annotated[bool, Excludes("shared experts", "shared blocks")] = False
     qk_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """An RMSNorm of kv_channels weights on every query head, and another on every key head."""
+    qk_norm_over_heads: Annotated[bool, Needs("norms of queries and keys")] = False
+    """Each of these two norms is over the channels of all its heads at once, and has a weight for
+    each of them (OLMoE)."""
     qk_l2_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """Such a norm without weights, after rope and where there is rope (Llama 4)."""
     attention_sinks: Annotated[bool, Excludes("latents", "shared blocks")] = False

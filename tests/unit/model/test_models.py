@@ -88,6 +88,7 @@ SAME = {
     "nemotron-h-8b-base-8k": ("nemotron-h-8b", {}),
     "nemotron-h-47b-base-8k": ("nemotron-h-47b", {}),
     # OPT's files say 0 where its paper says that it was trained with 0.1.
+    "olmoe-1b-7b-0924": ("olmoe-1b-7b", {}),
     "opt-125m": ("opt-125m", {"attention_dropout": 0.0}),
     "opt-350m": ("opt-350m", {"attention_dropout": 0.0}),
     "phi-3-mini-4k-instruct": ("phi3-mini", {}),
@@ -113,6 +114,7 @@ LANGUAGE = {
 ACTIVE = {
     "mixtral-8x7b": (12.9, 0, 0.05, "Mistral AI, Mixtral of experts"),
     "mixtral-8x22b": (39, 0, 0.5, "Mistral AI, Cheaper, Better, Faster, Stronger"),
+    "olmoe-1b-7b": (1.3, 0, 0.05, "arXiv:2409.02060, Table 1"),
     "qwen3-30b-a3b": (3.3, 0, 0.06, "its model card; cut, not rounded"),
     "qwen3-235b-a22b": (22, 0, 0.5, "its model card"),
     "deepseek-moe-16b": (2.8, 0, 0.05, "arXiv:2401.06066"),
@@ -273,7 +275,8 @@ def _attention(c: ModelConfig) -> int:
     qkv = queries + 2 * keys
     attention = hidden * qkv + queries * hidden
     attention += c.attention_gate * hidden * queries + c.attention_sinks * c.num_attention_heads
-    return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * 2 * width
+    normed = queries + keys if c.qk_norm_over_heads else 2 * width
+    return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * normed
 
 
 def load(name: str) -> dict[str, Any]:
@@ -343,7 +346,7 @@ class TestPresets:
             **{"mixtral": 2, "deepseek": 5, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
             **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
             **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
-            **{"nemotron": 6, "nemotron3": 1, "minimax": 1, "zamba2": 3},
+            **{"nemotron": 6, "nemotron3": 1, "minimax": 1, "zamba2": 3, "olmoe": 1},
         }
 
     def test_bert_backbone_with_pooler_has_its_published_count(self) -> None:
@@ -463,6 +466,7 @@ class TestModelConfig:
             ("deepseek-v3", "qk_rope_head_dim", 192, "an even part of the 192 channels of a head"),
             ("deepseek-v3", "position", "alibi", "rope or none with latent attention"),
             ("deepseek-v3", "qk_norm", True, "False with latent attention"),
+            ("llama3-8b", "qk_norm_over_heads", True, "False where qk_norm is False"),
             ("palm-8b", "parallel_norms", 3, "a whole number from 1 to 2"),
             ("llama3-8b", "num_attention_heads", 0, "a whole number from 1"),
             ("llama3-8b", "mixers", ("mamba",), "sizes if, and only if, mixers has a recurrence"),
@@ -760,7 +764,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("architecture", "missing"),
         [
-            ("OlmoeForCausalLM", "norms of queries and keys over all heads at once"),
+            ("PhiMoEForCausalLM", "SparseMixer routing"),
             ("ZambaForCausalLM", "Mamba-1 in heads that have a B and a C each"),
             ("Phi3SmallForCausalLM", "block-sparse attention"),
         ],

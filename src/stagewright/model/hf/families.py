@@ -510,6 +510,15 @@ _QWEN2_MOE_DEFAULTS: Json = _QWEN3_MOE_DEFAULTS | {
     "num_experts": 60,
     "num_experts_per_tok": 4,
 }
+# The class says 2048 for the width of an expert, the only model 1024: a file has to say
+_OLMOE_DEFAULTS: Json = _LLAMA_DEFAULTS | {
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
 _GPT_OSS_DEFAULTS: Json = _LLAMA_DEFAULTS | {
     "head_dim": 64,
     "sliding_window": 128,
@@ -710,6 +719,16 @@ FAMILIES: dict[str, Family] = {
         "qwen3-30b-a3b",
         _QWEN_EXPERTS,
         _QWEN3_MOE_DEFAULTS,
+    ),
+    "OlmoeForCausalLM": Family(
+        ("olmoe",),
+        "olmoe-1b-7b",
+        {
+            **BIASED,
+            **experts("num_experts", "intermediate_size"),
+            "norm_topk_prob": "norm_topk_prob",
+        },
+        _OLMOE_DEFAULTS,
     ),
     "Qwen2MoeForCausalLM": Family(
         ("qwen2_moe",),
@@ -1042,7 +1061,6 @@ FAMILIES: dict[str, Family] = {
 """The architectures that can be read. Where a file names none, its model_type's first counts."""
 
 _MISSING = {
-    "norms of queries and keys over all heads at once": ("OlmoeForCausalLM", "olmoe"),
     "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
     "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
     "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
