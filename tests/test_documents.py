@@ -238,6 +238,7 @@ def test_the_reference_has_everything(page: str, names: list[str]):
     assert [each for each in names if each not in text] == []
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_weight_that_a_degree_splits():
     reference = module("docs/reference.py")
     page = reference.PAGES["strategies"]()
