@@ -718,6 +718,11 @@ class TestKeys:
                 {"num_layers": 2, "mixers": ("mamba2", "none"), "mlps": ("none", "experts")}
                 | {"num_experts": 8, "shared_ffn_hidden_size": 7688, "ffn_hidden_size": 0},
             ),
+            (  # the sizes of Nemotron-H-4B, whose heads are wider than hidden size / heads
+                "nemotron-h-47b-base-8k",
+                {"hidden_size": 3072, "num_attention_heads": 32},
+                {"kv_channels": 128},
+            ),
             ("minimax-text-01", {"rotary_dim": 128}, {"rotary_fraction": 1.0}),
             ("glm-4.5-air", {"attention_bias": False}, {"qkv_bias": False}),
         ],

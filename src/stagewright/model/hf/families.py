@@ -24,6 +24,7 @@ from stagewright.model.hf.parts import (
     STATE_TYPES,
     bits,
     experts,
+    head_width,
     indexed,
     layer_types,
     listed_mixers,
@@ -1011,6 +1012,8 @@ FAMILIES: dict[str, Family] = {
         {
             **DECODER,
             "num_layers": _nemotron_depth,
+            # NVIDIA's own files have the second name.
+            "kv_channels": head_width(("num_attention_heads",), "head_dim", "attention_head_dim"),
             "activation": "mlp_hidden_act",
             "state_space": state_heads(_NEMOTRON_STATE),
             "mlps": _nemotron_layers,
