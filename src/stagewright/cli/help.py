@@ -56,7 +56,7 @@ class Command(click.Command):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         """As any command, with `--help-all` if some of its options are rare."""
         super().__init__(*arguments, **more)
-        if any(isinstance(each, SectionOption) and each.rare for each in self.params):
+        if any(isinstance(param, SectionOption) and param.rare for param in self.params):
             self.params.append(
                 click.Option(
                     ["--help-all"],
@@ -163,12 +163,12 @@ def nearest_flag(name: str, command: click.Command) -> str | None:
 
 
 def flags(command: click.Command) -> Mapping[str, str]:
-    """The options of a command by all their names: the first name of each."""
-    found: dict[str, str] = {}
-    for each in command.params:
-        for names in (each.opts, each.secondary_opts):
-            found |= {name: _first(names) for name in names if name.startswith("--")}
-    return found
+    """The first name of each option of a command, by all names of the option."""
+    by_name: dict[str, str] = {}
+    for parameter in command.params:
+        for names in (parameter.opts, parameter.secondary_opts):
+            by_name |= {name: _first(names) for name in names if name.startswith("--")}
+    return by_name
 
 
 def _first(names: Iterable[str]) -> str:

@@ -66,9 +66,9 @@ def commands(context: click.Context) -> None:
 
 def _entries() -> list[Entry]:
     """What the modules of commands declare, in the order of use."""
-    names = [each.name for each in pkgutil.iter_modules(modules.__path__)]
-    found = [importlib.import_module(f"{modules.__name__}.{name}").ENTRY for name in names]
-    return sorted(found, key=lambda entry: entry.order)
+    names = [module.name for module in pkgutil.iter_modules(modules.__path__)]
+    entries = [importlib.import_module(f"{modules.__name__}.{name}").ENTRY for name in names]
+    return sorted(entries, key=lambda entry: entry.order)
 
 
 for _entry in _entries():

@@ -18,7 +18,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 JSON = click.option("--json", "as_json", is_flag=True, help="The result as one JSON object.")
 
 GROUP_FILE = click.option(
-    "--comm-group", metavar="FILE", help="The communicator groups. [beside the traces]"
+    "--comm-group", metavar="FILE", help="File of the communicator groups. [beside the traces]"
 )
 
 _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
@@ -31,8 +31,8 @@ def run_options(command: _Command) -> _Command:
 
 def experiment_options(command: _Command) -> _Command:
     """Give a command those, and every setting of the machine and of the execution."""
-    ours = [of for of in EXPERIMENT.values() if of.name not in SETTINGS]
-    return _with_settings(command, [*ours, *SETTINGS.values()])
+    others = [setting for name, setting in EXPERIMENT.items() if name not in SETTINGS]
+    return _with_settings(command, [*others, *SETTINGS.values()])
 
 
 def _with_settings(command: _Command, settings: Iterable[Setting]) -> _Command:
@@ -50,7 +50,9 @@ def _with_settings(command: _Command, settings: Iterable[Setting]) -> _Command:
     for setting in reversed(settings):
         command = option_of(setting)(command)
     command = click.option(
-        "--config", metavar="FILE", help="Run file (YAML), or an earlier run; options override it."
+        "--config",
+        metavar="FILE",
+        help="Run file (YAML), or an earlier run's manifest; options override it.",
     )(command)
     return click.argument("model", required=False)(command)
 

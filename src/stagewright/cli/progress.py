@@ -44,11 +44,11 @@ def _rate(done: int, total: int, size: int, seconds: float, what: str) -> str:
     """
     from stagewright.numbers import quantity
 
-    told = f"{done:,} of {total:,} {what}"
+    counted = f"{done:,} of {total:,} {what}"
     speed = f"{quantity(int(size / seconds), 'B')}/s" if seconds and size else ""
     per_second = f"{done / seconds:,.0f}/s" if seconds else ""
     moved = quantity(size, "B") if size else ""
-    return ", ".join(filter(None, (told, per_second, moved, speed)))
+    return ", ".join(filter(None, (counted, per_second, moved, speed)))
 
 
 @contextmanager
@@ -84,8 +84,9 @@ def describe_written(written: Mapping[str, Any], out: str, seconds: float) -> st
     from stagewright.numbers import quantity
     from stagewright.program.columns import TaskKind
 
-    nodes = sum(of["files"] * of[kind.name.lower()] for of in written["nodes"] for kind in TaskKind)
-    ranks = sum(of["files"] for of in written["nodes"])
+    counts = written["nodes"]  # of each class of ranks
+    nodes = sum(row["files"] * row[kind.name.lower()] for row in counts for kind in TaskKind)
+    ranks = sum(row["files"] for row in counts)
     size = quantity(written["files"].size, "B")
     left = written.get("missing")
     if left:

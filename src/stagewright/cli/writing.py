@@ -27,26 +27,31 @@ def _shard(
 
 
 OPTIONS = (
-    click.option("--force", is_flag=True, help="Replace what an earlier run wrote there."),
+    click.option("--force", is_flag=True, help="Replace the output of an earlier run."),
     click.option(
-        "--workers", type=click.IntRange(1), metavar="N", help="Threads that write. [one per core]"
+        "--workers",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Threads that write traces. [one per core]",
     ),
     click.option(
-        "--resume", is_flag=True, help="Go on with what a stopped run wrote; keep it if stopped."
+        "--resume", is_flag=True, help="Continue the output of a stopped run; keep it if stopped."
     ),
     click.option(
         "--shard",
         metavar="I/N",
         callback=_shard,
-        help="Write share I of N only, as a job array does; the last to end completes the output.",
+        help="Write share I of N only, as in a job array; the last share completes the output.",
     ),
     click.option(
         "--engine",
         type=Word(("local", "ray")),
         default="local",
-        help="Who writes: threads of this process, or a Ray cluster. [local]",
+        help="Writers: threads of this process, or a Ray cluster. [local]",
     ),
-    click.option("--address", metavar="ADDRESS", help="Of the Ray cluster: host:port, or auto."),
+    click.option(
+        "--address", metavar="ADDRESS", help="Address of the Ray cluster: host:port, or auto."
+    ),
 )
 """Fields of `write.How`, but for progress."""
 

@@ -27,9 +27,9 @@ MOST_BYTES = 16_000_000
 def read_lines(
     given: str | Sequence[Sequence[object]], model: ModelConfig, layers: Sequence[int]
 ) -> list[tuple[float, ...]]:
-    """Numbers in the ratio of the copies that experts get, for each of these layers or for all.
+    """Loads of experts, of which only the ratios count: a row for each of the layers, or for all.
 
-    `given` is a file, or has the numbers.
+    `given` is the path of a file, or the rows.
     """
     file = given if isinstance(given, str) else "expert_load"
     lines = _read(Path(given), layers) if isinstance(given, str) else given
@@ -82,7 +82,7 @@ def _read(file: Path, layers: Sequence[int]) -> list[Sequence[object]]:
     if not lines:
         raise UserError(f"{file}: is empty; wanted a line of numbers, one for each expert")
     if len(lines) > max(1, len(layers)):
-        return [lines] * len(lines)  # too many, whatever is in them
+        return [lines] * len(lines)  # too many for the layers, whatever the lines hold
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO("\n".join(lines)))]
     except csv.Error as error:
@@ -99,11 +99,12 @@ def _from_json(file: Path, data: object, layers: Sequence[int]) -> list[Sequence
         strange = sorted(set(named) - {str(layer) for layer in layers})
         if strange:
             raise UserError(
-                f"{file}: {shown(strange[0])} is no layer with experts; wanted {_words(layers)}"
+                f"{file}: {shown(strange[0])} is no layer with experts; "
+                f"wanted {_describe_layers(layers)}"
             )
         absent = [layer for layer in layers if str(layer) not in named]
         if absent:
-            raise UserError(f"{file}: has no layer {absent[0]}; wanted {_words(layers)}")
+            raise UserError(f"{file}: has no layer {absent[0]}; wanted {_describe_layers(layers)}")
         return _lists(file, [named[str(layer)] for layer in layers])
     values = _items(data)
     return [values] if values and not isinstance(values[0], list) else _lists(file, data)
@@ -113,12 +114,12 @@ def _items(data: object) -> list[object]:
     return cast("list[object]", data) if isinstance(data, list) else []
 
 
-def _words(layers: Sequence[int]) -> str:
+def _describe_layers(layers: Sequence[int]) -> str:
     return f"all of {layers[0]} to {layers[-1]} that have experts ({len(layers)})"
 
 
 def _lists(file: Path, data: object) -> list[Sequence[object]]:
     lists = _items(data)
-    if not lists or not all(isinstance(each, list) for each in lists):
+    if not lists or not all(isinstance(row, list) for row in lists):
         raise UserError(f"{file}: holds {shown(data)}, wanted a list of numbers for each layer")
     return cast("list[Sequence[object]]", lists)

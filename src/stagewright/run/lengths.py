@@ -254,9 +254,9 @@ def sources(groups: Sequence[Group], tokens: int, cache: Cache) -> Int:
     new = np.array([g.new_tokens for g in groups], np.int64)
     width = cache.block_size or tokens
     blocks = -(-tokens // width)
-    alike = (tokens, tokens**2), (blocks * width, blocks)
-    columns = [np.full_like(new, n) for some in alike for n in some]
-    return np.stack([*columns[:2], new * tokens, *columns[2:]], axis=1)
+    numbers = (tokens, tokens**2, blocks * width, blocks)
+    source, squares, slots, taken = (np.full_like(new, number) for number in numbers)
+    return np.stack([source, squares, new * tokens, slots, taken], axis=1)
 
 
 def _tokens_of_stripe(tokens: Int, stripes: int, stripe: int) -> Int:

@@ -36,10 +36,10 @@ def read_bytes(value: str | int, setting: str = "device_memory") -> int:
     >>> read_bytes("80e9"), read_bytes("80 GiB")
     (80000000000, 85899345920)
     """
-    found = _BYTES.fullmatch(str(value))
-    if found is None:
+    match = _BYTES.fullmatch(str(value))
+    if match is None:
         raise UserError(f"{setting} is {value!r}, wanted bytes such as 80e9, 80GB or 80GiB")
-    number, unit = found.groups()
+    number, unit = match.groups()
     power = "_kMGTP".index(unit[0]) if unit and unit != "B" else 0
     size = float(number) * (1024 if unit and "i" in unit else 1000) ** power
     if not 1 <= size <= MOST_MEMORY:

@@ -503,3 +503,37 @@ def test_usage_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     exec(code, {})
 
     assert len(list((tmp_path / "out").glob("*.et"))) == 64
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("models",),
+        ("hardware",),
+        ("show", "llama3.1-70b", "--tp", "8", "--pp", "4", "--dp", "2", "--zero", "1"),
+        ("show", "deepseek-v3", "--tp", "2", "--ep", "4", "--dp", "4", "--layers", "4"),
+        (
+            *("simulate", "llama3.1-70b", "--tp", "8", "--pp", "4", "--zero", "1", "--layers", "8"),
+            *("--hardware", "h100-sxm", "--sequence-parallel", "--global-batch-size", "16"),
+        ),
+    ],
+    ids=" ".join,
+)
+def test_tables_fit_80_columns(line: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    wide = call(*line).out.splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = call(*line).out.splitlines()
+
+    tables = [n for n, row in enumerate(narrow) if row.startswith("───")]
+    assert tables
+    for start in tables:
+        for row in narrow[start - 1 :]:
+            if not row:
+                break
+            assert len(row) <= 80, row
+    words = {word for row in wide for word in row.split() if word[0].isdigit()}
+    assert words <= {word for row in narrow for word in row.split()}  # no number is broken

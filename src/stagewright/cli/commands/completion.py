@@ -49,21 +49,21 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
 
 
 class _Name(click.types.StringParamType):
-    """A text for which the shell offers names; where none begins so, files."""
+    """Text for which the shell offers names; where no name begins as typed, files."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The names that begin so."""
+        """The names that begin as typed."""
         names = sorted(NAMES[str(param.name)]())
-        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        return found or [CompletionItem(incomplete, type="file")]
+        items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return items or [CompletionItem(incomplete, type="file")]
 
 
 def add_completion(commands: click.Group) -> None:
     """Let the shell complete names."""
-    for each in commands.commands.values():
-        for parameter in each.params:
+    for subcommand in commands.commands.values():
+        for parameter in subcommand.params:
             if parameter.name in NAMES and parameter.type is click.STRING:
                 parameter.type = _Name()
 
@@ -79,10 +79,10 @@ def completion(context: click.Context, shell: str | None) -> None:
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
     if name not in SHELLS:
         raise UserError(f"no completion for shell {name!r}; name one of {', '.join(SHELLS)}")
-    found = get_completion_class(name)
-    assert found is not None
+    shell_class = get_completion_class(name)
+    assert shell_class is not None
     group = context.find_root().command
-    click.echo(found(group, {}, "stagewright", "_STAGEWRIGHT_COMPLETE").source())
+    click.echo(shell_class(group, {}, "stagewright", "_STAGEWRIGHT_COMPLETE").source())
 
 
 ENTRY = Entry(

@@ -17,12 +17,12 @@ def diff(a: str, b: str, as_json: bool) -> int:
     """Compare two traces, directories or bundles; exit with 0 if they hold the same, else 1."""
     from stagewright.check import diff
 
-    found = diff.diff(a, b)
+    difference = diff.diff(a, b)
     if as_json:
-        shared.print_json(found.to_json())
+        shared.print_json(difference.to_json())
     else:
-        diff.print_difference(found, shared.console())
-    return int(not found.same)
+        diff.print_difference(difference, shared.console())
+    return int(not difference.same)
 
 
 ENTRY = Entry(

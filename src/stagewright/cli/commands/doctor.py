@@ -8,6 +8,7 @@ import click
 
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
+from stagewright.cli.options import JSON
 
 if TYPE_CHECKING:
     from stagewright.evidence.doctor import Examination, Package
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 @command
 @click.argument("directory", default=".")
-@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@JSON
 @click.option(
     "--speed/--no-speed", default=True, help="Write traces of 64 ranks and remove them. [on]"
 )
@@ -27,30 +28,30 @@ def doctor(directory: str, as_json: bool, speed: bool) -> int:
     """
     from stagewright.evidence.doctor import examine
 
-    found = examine(directory, speed=speed)
+    examination = examine(directory, speed=speed)
     if as_json:
-        shared.print_json(found.to_json())
+        shared.print_json(examination.to_json())
     else:
-        _print(found)
-    return int(bool(found.problems))
+        _print(examination)
+    return int(bool(examination.problems))
 
 
-def _print(found: Examination) -> None:
+def _print(examination: Examination) -> None:
     from stagewright.evidence.doctor import USES
     from stagewright.numbers import quantity
 
-    click.echo(f"stagewright {found.stagewright}  {found.location}")
-    click.echo(f"python      {found.python}")
-    click.echo(f"system      {found.system}, {found.cores} cores")
-    for package in found.packages:
+    click.echo(f"stagewright {examination.stagewright}  {examination.location}")
+    click.echo(f"python      {examination.python}")
+    click.echo(f"system      {examination.system}, {examination.cores} cores")
+    for package in examination.packages:
         click.echo(f"{_mark(package.ok)} {_describe(package)}")
-    for name, packages in found.extras.items():
+    for name, packages in examination.extras.items():
         missing = [package for package in packages if not package.ok]
         click.echo(f"{_mark(not missing, 'yellow')} extra {name}: {USES.get(name, '')}")
         if missing:
             names = ", ".join(map(_describe, missing))
             click.echo(f"        missing: {names}; pip install 'stagewright[{name}]'")
-    speed = found.speed
+    speed = examination.speed
     if speed is not None:
         click.echo(
             f"compile     {speed.compile_seconds:.2f} s for 64 ranks of llama3.1-70b\n"
@@ -58,11 +59,11 @@ def _print(found: Examination) -> None:
             f"{quantity(round(speed.bytes_per_second), 'B/s')} in {speed.directory}, with "
             f"checksums; {quantity(speed.free_bytes, 'B')} free"
         )
-    for note in found.notes:
+    for note in examination.notes:
         click.echo(f"note: {note}")
-    for problem in found.problems:
+    for problem in examination.problems:
         click.echo(f"{_mark(False)} {problem}")
-    click.echo("something is missing" if found.problems else "all that is needed is here")
+    click.echo("something is missing" if examination.problems else "all that is needed is here")
 
 
 def _mark(ok: bool, color: str = "red") -> str:

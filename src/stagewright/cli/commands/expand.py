@@ -18,7 +18,11 @@ from stagewright.cli.writing import writing
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
 @click.option("--ranks", metavar="LIST", help="These ranks, such as 0-7,131071. [all]")
 @click.option(
-    "--format", "format_", default="chakra", metavar="NAME", help="chakra, json or dot. [chakra]"
+    "--format",
+    "format_",
+    default="chakra",
+    metavar="NAME",
+    help="Format of the traces: chakra, json or dot. [chakra]",
 )
 @writing
 def expand(bundle: str, out: str, ranks: str | None, format_: str, **how: Any) -> None:

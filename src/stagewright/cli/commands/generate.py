@@ -24,13 +24,15 @@ from stagewright.errors import UserError
     "format_",
     default="chakra",
     metavar="NAME",
-    help="chakra, json, dot or bundle. [chakra]",
+    help="Format of the traces: chakra, json, dot or bundle. [chakra]",
 )
 @click.option("--durations", metavar="FILE", help="CSV of measured kernels (see show --kernels).")
 @click.option(
-    "--astra-sim", is_flag=True, help="Also what ASTRA-sim needs to run them on --hardware."
+    "--astra-sim", is_flag=True, help="Also write what ASTRA-sim needs to run the traces."
 )
-@click.option("--hardware", metavar="NAME", help="For --astra-sim: GPU, or a .yaml file of one.")
+@click.option(
+    "--hardware", metavar="NAME", help="With --astra-sim: GPU by name, or a .yaml file of one."
+)
 @click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
 @writing
 def generate(

@@ -19,7 +19,7 @@ from stagewright.errors import UserError
 @GROUP_FILE
 @JSON
 @click.option("--nodes", metavar="RANGE", help="Print these nodes, such as 0-50, in file order.")
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="Which rank of a bundle. [0]")
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="Rank of a bundle to print. [0]")
 def inspect(
     file: str, comm_group: str | None, as_json: bool, nodes: str | None, rank: int | None
 ) -> None:
@@ -31,11 +31,11 @@ def inspect(
 
     with _trace(file, rank) as (trace, name):
         if nodes is not None:
-            found = inspect_trace.nodes(trace, *parse_range(nodes))
+            rows = inspect_trace.nodes(trace, *parse_range(nodes))
             if as_json:
-                shared.print_json(list(found))
+                shared.print_json(list(rows))
             else:
-                inspect_trace.print_nodes(found, shared.console())
+                inspect_trace.print_nodes(rows, shared.console())
             return
         profile = inspect_trace.inspect(trace, comm_group)
     profile.path = name

@@ -20,7 +20,9 @@ _COLUMNS = {
 
 
 @command
-@click.option("--json", "as_json", is_flag=True, help="As one JSON object, with every field.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="The models as one JSON object, with every field."
+)
 def models(as_json: bool) -> None:
     """List the models known by name."""
     import dataclasses

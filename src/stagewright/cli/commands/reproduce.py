@@ -32,10 +32,10 @@ def reproduce(tables: str, out: str | None, as_json: bool) -> None:
 
         write_text(out, reproduce.markdown(cases))
     elif as_json:
-        told = {name: text for name, text in reproduce.paper().items() if name != "cases"}
-        told["cases"] = [case._asdict() for case, _ in cases]
-        told["rows"] = [row._asdict() | {"error": row.error} for _, rows in cases for row in rows]
-        shared.print_json(told)
+        result = {name: text for name, text in reproduce.paper().items() if name != "cases"}
+        result["cases"] = [case._asdict() for case, _ in cases]
+        result["rows"] = [row._asdict() | {"error": row.error} for _, rows in cases for row in rows]
+        shared.print_json(result)
     else:
         _print(cases)
 
@@ -46,15 +46,17 @@ def _print(cases: list[tuple[Case, list[Row]]]) -> None:
 
     out = shared.console()
     for name, what in reproduce.TABLES.items():
-        of = [r for _, rows in cases for r in rows if r.table == name and reproduce.shows(r)]
+        printed_rows = [
+            row for _, rows in cases for row in rows if row.table == name and reproduce.shows(row)
+        ]
         printed = ("measured", "STAGE") if name != "I" else ("printed",)
         errors = ("error", "STAGE's") if name != "I" else ("error",)
         heads = ("case", "", "ours", *printed, *errors)
-        columns = zip(heads, zip(*map(reproduce.cells, of), strict=True), strict=True)
+        columns = zip(heads, zip(*map(reproduce.cells, printed_rows), strict=True), strict=True)
         print_table(
             Table(f"Table {name}: {what}", dict(columns), dict.fromkeys(heads[2:], "")), out
         )
-        for row in of:
+        for row in printed_rows:
             if row.why:
                 out.print(f"  {row.row}, {row.quantity}: {row.why}")
     out.print("\n[bold]What is assumed[/bold]")

@@ -70,28 +70,28 @@ def run_experiment(experiment: Experiment, model: str | None, config: str | None
 # ---- for people ----------------------------------------------------------------------------------
 
 
-def report(found: SimulatedStep, out: Console, price: float | None = None) -> None:
+def report(simulation: SimulatedStep, out: Console, price: float | None = None) -> None:
     """Print a simulation."""
     from stagewright.texttable import print_table
     from stagewright.views.tables import parts, transfers
 
-    out.print(f"{found.compiled.run.describe()} on {found.machine}")
-    uses = f"HFU {found.hfu:.1%}"
-    if found.compiled.run.mode == "train":
-        uses = f"MFU {found.mfu:.1%} (causal {found.mfu_causal:.1%}), {uses}"
-    rate = found.tokens_per_second
+    out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
+    uses = f"HFU {simulation.hfu:.1%}"
+    if simulation.compiled.run.mode == "train":
+        uses = f"MFU {simulation.mfu:.1%} (causal {simulation.mfu_causal:.1%}), {uses}"
+    rate = simulation.tokens_per_second
     out.print(
-        f"step {duration(found.seconds)}: {quantity(round(rate), 'tokens')}/s, "
-        f"{rate / found.machine.gpus:,.1f} per GPU; {uses}"
+        f"step {duration(simulation.seconds)}: {quantity(round(rate), 'tokens')}/s, "
+        f"{rate / simulation.machine.gpus:,.1f} per GPU; {uses}"
     )
-    print_table(parts(found), out)
-    print_table(transfers(found), out)
-    if any(of.peak for of in found.memory):
-        out.print(_memory(found))
-    total = found.seconds
-    way = ", ".join(f"{name} {s / total:.1%}" for name, s in found.critical_path.items())
+    print_table(parts(simulation), out)
+    print_table(transfers(simulation), out)
+    if any(memory.peak for memory in simulation.memory):
+        out.print(_memory(simulation))
+    total = simulation.seconds
+    way = ", ".join(f"{name} {s / total:.1%}" for name, s in simulation.critical_path.items())
     out.print(f"critical path: {way}")
-    spent = found.expense(price)
+    spent = simulation.expense(price)
     usd = spent.usd_per_million_tokens
     out.print(
         f"power: {spent.watts_per_gpu:,.0f} W per GPU, {spent.joules_per_token:.3g} J per token"
@@ -99,12 +99,11 @@ def report(found: SimulatedStep, out: Console, price: float | None = None) -> No
     )
 
 
-def _memory(found: SimulatedStep) -> str:
+def _memory(simulation: SimulatedStep) -> str:
     """The most that any GPU holds, and whether that fits."""
-
-    most = max(range(len(found.memory)), key=lambda nth: found.memory[nth].peak)
-    lane, peak = found.line.lanes[most], found.memory[most].at_peak()
-    room = round(found.machine.hardware.memory_gb * 1e9)
+    most = max(range(len(simulation.memory)), key=lambda nth: simulation.memory[nth].peak)
+    lane, peak = simulation.line.lanes[most], simulation.memory[most].at_peak()
+    room = round(simulation.machine.hardware.memory_gb * 1e9)
     fits = "" if peak["peak"] <= room else ": it does not fit"
     return (
         f"memory: at most {quantity(int(peak['peak']), 'B')} of {quantity(room, 'B')}{fits} "

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 @JSON
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
 @click.option(
-    "--workers", type=click.IntRange(1), metavar="N", help="Processes that read. [one per core]"
+    "--workers",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Processes that read traces. [one per core]",
 )
 def verify(
     directory: str, comm_group: str | None, as_json: bool, strict: bool, workers: int | None
@@ -45,11 +48,11 @@ def _print_report(report: Report) -> None:
     from stagewright.numbers import plural
 
     color = {"error": "red", "warning": "yellow"}
-    for found in report.findings:
-        where = "" if found.rank is None else f"rank {found.rank}: "
-        more = _more(found.nodes, found.ranks)
-        level = click.style(f"{found.level}", fg=color[found.level], bold=True)
-        click.echo(f"{level} [{found.code}] {where}{readable(found.message)}{more}")
+    for finding in report.findings:
+        where = "" if finding.rank is None else f"rank {finding.rank}: "
+        more = _more(finding.nodes, finding.ranks)
+        level = click.style(f"{finding.level}", fg=color[finding.level], bold=True)
+        click.echo(f"{level} [{finding.code}] {where}{readable(finding.message)}{more}")
     for text in report.skipped:
         click.echo(f"not checked: {readable(text)}")
     click.echo(
