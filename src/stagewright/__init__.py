@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 from stagewright.version import __version__
 
 if TYPE_CHECKING:
-    from stagewright.api import Compiled, compile, generate, report, simulate
+    from stagewright.api.compiled import Compiled, compile
+    from stagewright.api.generated import generate
+    from stagewright.api.reported import report
+    from stagewright.api.simulated import Simulation, simulate
     from stagewright.errors import UserError
     from stagewright.model.catalog import resolve
     from stagewright.model.config import ModelConfig
@@ -26,6 +29,7 @@ __all__ = [
     "Compiled",
     "ModelConfig",
     "Run",
+    "Simulation",
     "Table",
     "UserError",
     "__version__",
@@ -39,16 +43,17 @@ __all__ = [
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
 _HOME = {
     "Bundle": "trace.formats.bundle",
-    "Compiled": "api",
+    "Compiled": "api.compiled",
     "ModelConfig": "model.config",
     "Run": "run.settings",
+    "Simulation": "api.simulated",
     "Table": "texttable",
     "UserError": "errors",
-    "compile": "api",
-    "generate": "api",
-    "report": "api",
+    "compile": "api.compiled",
+    "generate": "api.generated",
+    "report": "api.reported",
     "resolve": "model.catalog",
-    "simulate": "api",
+    "simulate": "api.simulated",
 }
 
 

@@ -53,7 +53,7 @@ def run_experiment(experiment: Experiment, model: str | None, config: str | None
     """A run on its hardware, with progress shown."""
     from dataclasses import replace
 
-    from stagewright.api import fill_nodes
+    from stagewright.api.simulated import fill_nodes
 
     cluster = experiment.cluster
     run = fill_nodes(experiment.run, cluster, cluster.nodes)

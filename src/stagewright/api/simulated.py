@@ -1,79 +1,28 @@
-"""The public functions, one for each command, and the objects with views that they return.
-
->>> import stagewright as sw
->>> compiled = sw.compile("llama3-8b", tp=8, seq_length=4096)
->>> found = sw.simulate(compiled, "h100-sxm")
->>> found.seconds == sw.simulate("llama3-8b", "h100-sxm", tp=8, seq_length=4096).seconds
-True
-
-A run is given as the name of a model with settings (the fields of `Run`), as a `Run`, or as the
-result of `compile`. Errors are `UserError`s that say what to change.
-"""
+"""A simulated step with its views: what `stagewright.simulate` returns."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from stagewright.check.program import check_program
+from stagewright.api.compiled import Asked, compile, run_of
 from stagewright.errors import UserError
-from stagewright.files import write_text
-from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
-from stagewright.time.astra_sim import beside
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
-from stagewright.time.measured import load, measured
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import Progress
-from stagewright.trace.recorded import manifest
-from stagewright.trace.write import write
 from stagewright.views import tables
 from stagewright.views.pages import notebook
-from stagewright.views.pages.report import page
-from stagewright.views.summary import summary
-
-Asked = str | os.PathLike[str] | Run
-
-
-class Compiled(CompiledRun):
-    """A compiled run, with its views: tables, text, and HTML in notebooks."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return notebook.of_compiled(self)
-
-    def summary(self) -> dict[str, Any]:
-        """What the ranks compute, exchange and hold: the object that `show --json` prints."""
-        return summary(self)
-
-    def compute(self) -> Table:
-        """Layers, tasks and FLOPs by phase of a rank of each stage."""
-        return tables.compute(self.summary())
-
-    def memory(self) -> Table:
-        """Bytes by category at the peak of memory, of a rank of each stage."""
-        return tables.memory(self.summary())
-
-    def communication(self) -> Table:
-        """Collectives and messages of a rank of each stage, by phase, kind and axis."""
-        return tables.communication(self.summary(), merged=False)
-
-    def tasks(self, rank: int = 0) -> Table:
-        """All tasks of one rank, a row each, in the order of issue."""
-        return tables.tasks(self.program, rank)
 
 
 class Simulation(SimulatedStep):
@@ -93,23 +42,6 @@ class Simulation(SimulatedStep):
     def tasks(self, lane: int = 0) -> Table:
         """When the tasks of a lane (an index into `line.lanes`) run, in seconds."""
         return tables.tasks_in_time(self, lane)
-
-
-def compile(
-    model: Asked,
-    config: ModelConfig | None = None,
-    *,
-    table: Mapping[str, str] | None = None,
-    **settings: Any,
-) -> Compiled:
-    """All that a run implies: graphs, schedule and the program of every rank.
-
-    `model` is a preset, the path of a Hugging Face config.json, or a `Run`; `settings` replace
-    those of a run. `config` replaces the configuration that the model's name stands for. `table`
-    gives layouts of named values, such as `{"wq": "[M, A/tp, D]"}`, in place of the strategy's.
-    """
-    compiled = compile_run(_run(model, settings), config, table=table)
-    return Compiled(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})
 
 
 def simulate(
@@ -136,7 +68,7 @@ def simulate(
             raise UserError(f"{name} cannot change what is compiled; give it to compile")
         compiled = what
     else:
-        compiled = compile(fill_nodes(_run(what, settings), hardware, cluster.nodes))
+        compiled = compile(fill_nodes(run_of(what, settings), hardware, cluster.nodes))
     machine = hardware
     if not isinstance(machine, Machine):
         machine = Machine.of(
@@ -186,64 +118,6 @@ def fill_nodes(
             f"pp={run.pp} makes {run.world_size} ranks; make them equal, or leave out --nodes"
         )
     return run
-
-
-def generate(
-    compiled: CompiledRun,
-    out: str,
-    *,
-    format: str = "chakra",
-    durations: str | None = None,
-    astra_sim: str | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Write the trace of every rank into a directory; returns what its manifest.json holds.
-
-    Options are `ranks` (default: all) and those of `stagewright.trace.write.How`. `durations` is a
-    CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the hardware on which
-    ASTRA-sim shall run the traces: its configuration and a script are written beside them. The
-    manifest has all that repeats the run, and what was checked of the program before it was
-    written.
-    """
-    program = compiled.program
-    record = {**manifest(compiled), "checks": check_program(program)}
-    if durations is not None:
-        program, matched = measured(program, load(durations))
-        record["durations"] = {"file": durations, **matched.entry()}
-    if astra_sim is not None:
-        options["beside"] = beside(compiled.run, astra_sim)
-        record["astra_sim"] = {"hardware": astra_sim}
-    return write(program, out, format=format, manifest=record, **options)
-
-
-def report(
-    what: Asked | CompiledRun | SimulatedStep,
-    out: str | os.PathLike[str] | None = None,
-    **settings: Any,
-) -> str:
-    """The page of `stagewright report` as HTML, written to `out` if that is given.
-
-    With a `hardware` among the settings, or of a simulation, it tells of time, too.
-    """
-    found = None
-    if isinstance(what, SimulatedStep):
-        found, what = what, what.compiled
-    elif "hardware" in settings:
-        found = simulate(what, settings.pop("hardware"), **settings)
-        what = found.compiled
-    compiled = what if isinstance(what, CompiledRun) else compile(what, **settings)
-    text = page(compiled, found)
-    if out is not None:
-        write_text(os.fspath(out), text)
-    return text
-
-
-def _run(model: Asked, settings: Mapping[str, Any]) -> Run:
-    if isinstance(model, Run):
-        if not settings:
-            return model
-        return Run.load(None, {**model.model_dump(exclude_unset=True), **settings})
-    return Run.load(None, {"model": os.fspath(model), **settings})
 
 
 def _known(hardware: str | os.PathLike[str] | Hardware | ClusterSection) -> Hardware:

@@ -1,0 +1,40 @@
+"""Traces of a compiled run: what `stagewright.generate` writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stagewright.check.program import check_program
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.time.astra_sim import beside
+from stagewright.time.measured import load, measured
+from stagewright.trace.recorded import manifest
+from stagewright.trace.write import write
+
+
+def generate(
+    compiled: CompiledRun,
+    out: str,
+    *,
+    format: str = "chakra",
+    durations: str | None = None,
+    astra_sim: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Write the trace of every rank into a directory; returns what its manifest.json holds.
+
+    Options are `ranks` (default: all) and those of `stagewright.trace.write.How`. `durations` is a
+    CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the hardware on which
+    ASTRA-sim shall run the traces: its configuration and a script are written beside them. The
+    manifest has all that repeats the run, and what was checked of the program before it was
+    written.
+    """
+    program = compiled.program
+    record = {**manifest(compiled), "checks": check_program(program)}
+    if durations is not None:
+        program, matched = measured(program, load(durations))
+        record["durations"] = {"file": durations, **matched.entry()}
+    if astra_sim is not None:
+        options["beside"] = beside(compiled.run, astra_sim)
+        record["astra_sim"] = {"hardware": astra_sim}
+    return write(program, out, format=format, manifest=record, **options)
