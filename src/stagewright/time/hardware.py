@@ -129,7 +129,6 @@ class Hardware(_Frozen):
     peak_bf16_tflops: float = Field(gt=0)
     peak_fp8_tflops: float | None = Field(gt=0, default=None)
     peak_fp4_tflops: float | None = Field(gt=0, default=None)
-    peak_tf32_tflops: float | None = Field(gt=0, default=None)
     peak_fp32_tflops: float = Field(gt=0)
     """Of the vector units."""
 
