@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from stagewright.graph.make import add
-from stagewright.graph.node import Node, replace, toposort
+from stagewright.graph.node import NO_NODES, Node, replace, toposort
 from stagewright.graph.table import OPS
-
-NOTHING: Mapping[Node, Node] = {}
 
 
 class Backward(NamedTuple):
@@ -21,7 +19,7 @@ class Backward(NamedTuple):
 
 
 def backward(
-    out: Node, seed: Node, wrt: Iterable[Node], others: Mapping[Node, Node] = NOTHING
+    out: Node, seed: Node, wrt: Iterable[Node], others: Mapping[Node, Node] = NO_NODES
 ) -> Backward:
     """Gradients of `out` for each of `wrt`, given the gradient `seed` of `out` itself.
 

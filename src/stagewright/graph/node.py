@@ -73,6 +73,8 @@ class Node:
         return tuple(d / product(size(a) for a in axes) if axes else d for d, axes in dims)
 
 
+NO_NODES: Mapping[Node, Node] = {}
+
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 _FIELDS = tuple(f.name for f in fields(Node))
 

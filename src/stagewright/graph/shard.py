@@ -16,7 +16,7 @@ from stagewright.algebra.index import Dim, Spec, layout_of, parse
 from stagewright.algebra.layout import Layout, duplicated, steps
 from stagewright.graph.make import add, apply, letters
 from stagewright.graph.make import move as _move
-from stagewright.graph.node import Graph, Node, replace
+from stagewright.graph.node import NO_NODES, Graph, Node, replace
 from stagewright.graph.roles import Role
 from stagewright.graph.table import LEAVES, OPS
 
@@ -26,13 +26,11 @@ Want = Callable[[Node, Layout | None], Layout | None]
 Splits = dict[str, tuple[str, ...]]
 Offer = tuple[str, tuple[str, ...], bool]  # letter, axes that may split it, whether by a weight
 
-NOTHING: Mapping[Node, Node] = {}
-
 
 def shard(
     graph: Graph,
     want: Want,
-    primal: Mapping[Node, Node] = NOTHING,
+    primal: Mapping[Node, Node] = NO_NODES,
     *,
     keep_gathered: bool = False,
     inner: frozenset[str] = frozenset(),
