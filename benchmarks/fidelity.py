@@ -22,7 +22,7 @@ import numpy as np
 
 from stagewright.evidence import kernels as validate_kernels
 from stagewright.evidence import reproduce, validate
-from stagewright.evidence.predictions import Prediction, summary
+from stagewright.evidence.predictions import Prediction, errors_by_source
 from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 
@@ -214,7 +214,7 @@ def outcomes(rows: Iterable[Prediction], what: str) -> Part:
             [line(o) for o in rows if o.source == source],
         )
     glance = [(what, s.source, str(s.rows), f"{s.mape:.1%}", f"{s.median:.1%}",
-               f"{s.worst[1]:+.1%}") for s in summary(rows)]  # fmt: skip
+               f"{s.worst[1]:+.1%}") for s in errors_by_source(rows)]  # fmt: skip
     return Part(lines, glance)
 
 

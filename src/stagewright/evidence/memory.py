@@ -9,7 +9,7 @@ between two steps; `workspace`: what libraries take by rule, see `docs/memory.md
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -85,35 +85,3 @@ def _held(run: Run, model: ModelConfig, last: bool) -> tuple[int, int]:
     classes = compile(run, model).program.classes
     of = max(classes, key=lambda c: c.pipeline_rank if last else c.memory["peak"])
     return of.memory["peak"], sum(of.memory[s] for s in STATES)
-
-
-class Summary(NamedTuple):
-    """Of the sizes of the errors of some predictions."""
-
-    source: str
-    rows: int
-    mean: float
-    median: float
-    bias: float  # mean error, signed
-    worst: float  # signed
-
-
-def summary(some: Iterable[PeakPrediction]) -> list[Summary]:
-    """Per source, in the order of the predictions."""
-    by_source: dict[str, list[float]] = {}
-    for outcome in some:
-        by_source.setdefault(outcome.source, []).append(outcome.error)
-    return [_summary(source, errors) for source, errors in by_source.items()]
-
-
-def _summary(source: str, errors: list[float]) -> Summary:
-    sizes = sorted(abs(e) for e in errors)
-    middle = (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2
-    return Summary(
-        source,
-        len(errors),
-        sum(sizes) / len(sizes),
-        middle,
-        sum(errors) / len(errors),
-        max(errors, key=abs),
-    )

@@ -12,7 +12,7 @@ from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.evidence import kernels as validate_kernels
 from stagewright.evidence import validate
-from stagewright.evidence.predictions import Prediction, summary
+from stagewright.evidence.predictions import Prediction, errors_by_source
 from stagewright.time import hardware
 
 HEADER = "source,row,url,hardware,quantity,measured,model,layers,tp,dp,global_batch_size,seq_length"
@@ -87,7 +87,7 @@ def test_few_microbatches_stand_for_many() -> None:
 
 def test_summary_counts_per_source() -> None:
     rows = [Prediction("a", str(e), "s", 1.0, 1.0 + e, e, "", "") for e in (0.1, -0.3, 0.2)]
-    (total,) = summary(rows)
+    (total,) = errors_by_source(rows)
     assert (total.rows, total.worst) == (3, ("-0.3", -0.3))
     assert total.mape == pytest.approx(0.2)
     assert total.median == pytest.approx(0.2)
@@ -101,7 +101,7 @@ def test_summary_counts_per_source() -> None:
 )
 def test_held_out_kernels_are_near(source: str, most: float) -> None:
     """Half of the rows that nothing was fitted to are within the error that we state."""
-    (total,) = summary(validate_kernels.validate(f"aiconfigurator, {source}"))
+    (total,) = errors_by_source(validate_kernels.validate(f"aiconfigurator, {source}"))
     assert total.median <= most
 
 
