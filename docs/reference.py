@@ -198,7 +198,8 @@ def hardware() -> str:
 
 def schedules() -> str:
     """Pipeline schedules and their pictures."""
-    from stagewright.schedule.schedules import SCHEDULES, make, text
+    from stagewright.schedule.schedules import SCHEDULES, make
+    from stagewright.schedule.text import text
 
     parts = [
         "# Schedules\n\nWhat they are for, and how long they idle: [schedules](../schedules.md).\n"

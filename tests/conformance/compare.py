@@ -22,7 +22,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, RankClass, TaskKind
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import flat
+from stagewright.schedule.actions import flat
 
 CASES = Path(__file__).parent / "cases"
 NAMES = sorted(path.stem for path in CASES.glob("*.json"))

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from orders import in_flight
 from stagewright.errors import UserError
 from stagewright.graph.node import Node
 from stagewright.lower.blocks import lower_block
@@ -22,7 +23,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.program import memory as over_time
 from stagewright.program.columns import CATEGORIES, RankClass
 from stagewright.run.settings import Run
-from stagewright.schedule import schedules as pipeline
+from stagewright.schedule.schedules import make
 from stagewright.views.pages import memory as memory_page
 
 GPT = {"model": "gpt3-1.3b", "layers": 4, "seq_length": 256}
@@ -229,7 +230,7 @@ def test_in_flight(schedule: str, microbatches: int) -> None:
     settings = MEGATRON | {"layers": 8, "pp": 4, "schedule": schedule, "flash_attention": True}
     one = memory(**settings, global_batch_size=1)
     many = memory(**settings, global_batch_size=microbatches)
-    alive = pipeline.in_flight(pipeline.make(schedule, 4, microbatches))
+    alive = in_flight(make(schedule, 4, microbatches))
     for rank in range(4):
         wanted = {"1f1b": min(4 - rank, microbatches), "gpipe": microbatches}[schedule]
         assert alive[rank][rank] == wanted

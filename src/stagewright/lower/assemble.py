@@ -44,7 +44,8 @@ from stagewright.lower.stages import (
 )
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks, Values
 from stagewright.program.memory import at_peak
-from stagewright.schedule.actions import Order, Place, Step, flat, parts, places
+from stagewright.schedule.actions import Order, Step, flat, parts
+from stagewright.schedule.places import Place, places
 
 MAX_TAG = 500_000_000  # ASTRA-sim takes message tags modulo this
 HALVES = ("F", "BI", "BW")  # the kinds of action that hold a forward, and each half of a backward

@@ -11,7 +11,7 @@ from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import Order
+from stagewright.schedule.actions import Order
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run.requests import loads
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import forward_only
+from stagewright.schedule.generators import forward_only
 
 Sizes = Mapping[str, int]
 """The sizes that a batch decides."""

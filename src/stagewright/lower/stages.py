@@ -36,7 +36,7 @@ from stagewright.lower.lifetimes import (
 )
 from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.schedule.actions import Place
+from stagewright.schedule.places import Place
 
 DTYPES = tuple(BYTES)
 COLUMNS = {

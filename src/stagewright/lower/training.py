@@ -27,8 +27,8 @@ from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run.requests import read_bytes
 from stagewright.run.settings import Run
+from stagewright.schedule.places import mirrored
 from stagewright.schedule.schedules import make as make_order
-from stagewright.schedule.schedules import mirrored
 
 
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:

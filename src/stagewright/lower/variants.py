@@ -11,7 +11,8 @@ from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
 from stagewright.model.config import Layer, ModelConfig
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import Order, flat, places
+from stagewright.schedule.actions import Order, flat
+from stagewright.schedule.places import places
 
 
 class BlockVariant(NamedTuple):

@@ -12,7 +12,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run import files
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import to_csv
+from stagewright.schedule.text import to_csv
 from stagewright.trace.formats.bundle import Bundle, is_bundle
 from stagewright.version import __version__
 

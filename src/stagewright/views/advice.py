@@ -29,7 +29,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, spans
 from stagewright.program.columns import Program, RankClass
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import bubble
+from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
 from stagewright.time.simulate.step import SimulatedStep
 

@@ -19,7 +19,8 @@ from stagewright.model.catalog import resolve
 from stagewright.program.columns import Program, TaskKind, Tasks
 from stagewright.program.communicators import Communicator
 from stagewright.run.settings import Run
-from stagewright.schedule import schedules as pipeline
+from stagewright.schedule.generators import one_f_one_b
+from stagewright.schedule.text import to_csv
 
 GPT = {"model": "gpt2", "layers": 4, "seq_length": 64}
 LLAMA = GPT | {"model": "llama3.1-8b"}
@@ -83,7 +84,7 @@ def test_kinds_of_layers() -> None:
 
 def test_schedule_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
-    path.write_text(pipeline.to_csv(pipeline.one_f_one_b(2, 4)), encoding="utf-8")
+    path.write_text(to_csv(one_f_one_b(2, 4)), encoding="utf-8")
     run = {**GPT, "pp": 2, "global_batch_size": 4}
     named, read = (compile(Run(**run, schedule=s)).program for s in ("1f1b", str(path)))
     assert digest(named) == digest(read)

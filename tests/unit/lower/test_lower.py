@@ -14,7 +14,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import Action, Overlap, flat
+from stagewright.schedule.actions import Action, Overlap, flat
 
 GPT = {"model": "gpt2", "layers": 4, "seq_length": 64}
 LLAMA = GPT | {"model": "llama3.1-8b"}

@@ -18,38 +18,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orders import in_flight
 from paths import DATA
 from stagewright.errors import UserError
-from stagewright.schedule.schedules import (
-    SCHEDULES,
-    SLOTS,
-    Action,
-    Order,
-    Overlap,
-    bubble,
+from stagewright.schedule.actions import SLOTS, Action, Order, Overlap, flat, halved, needs
+from stagewright.schedule.generators import (
     dualpipe,
     dualpipev,
-    fewest,
-    flat,
-    from_csv,
     gpipe,
-    halved,
-    idle,
-    in_flight,
     interleaved,
     looped_bfs,
-    make,
-    mirrored,
-    needs,
     one_f_one_b,
-    places,
-    play,
-    text,
-    to_csv,
-    validate,
     zb_h1,
     zbv,
 )
+from stagewright.schedule.places import mirrored, places
+from stagewright.schedule.play import bubble, idle, play
+from stagewright.schedule.schedules import SCHEDULES, fewest, make
+from stagewright.schedule.text import from_csv, text, to_csv
+from stagewright.schedule.validate import validate
 
 PUBLISHED = DATA / "schedules"
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 5, 16)]

@@ -18,7 +18,7 @@ from stagewright.numbers import quantity, spans
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import gpipe
+from stagewright.schedule.generators import gpipe
 from stagewright.trace.recorded import manifest
 from stagewright.views.summary import summary, tables
 

@@ -72,7 +72,7 @@ def show(
 
         click.echo(to_csv(compiled.program), nl=False)
     elif schedule_picture:
-        from stagewright.schedule.schedules import text
+        from stagewright.schedule.text import text
 
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         click.echo(text(compiled.order, columns))

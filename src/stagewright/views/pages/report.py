@@ -11,7 +11,7 @@ import numpy as np
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import count, duration, plural, quantity, spans
 from stagewright.program.columns import PHASES, RankClass
-from stagewright.schedule.actions import bubble
+from stagewright.schedule.play import bubble
 from stagewright.time import traffic
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.version import __version__

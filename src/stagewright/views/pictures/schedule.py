@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from stagewright.schedule.actions import SLOTS, Action, Order, parts, play
+from stagewright.schedule.actions import SLOTS, Action, Order, parts
+from stagewright.schedule.play import play
 from stagewright.views.pictures import svg
 
 KINDS: dict[str, svg.Fill] = {

@@ -1,0 +1,262 @@
+"""Schedules as functions from sizes (ranks, microbatches, chunks per rank) to an `Order`.
+
+>>> from stagewright.schedule.text import text
+>>> print(text(one_f_one_b(pp=2, microbatches=3)))
+rank 0  0F0 0F1 .   .   0B0---- 0F2 0B1---- .   0B2----
+rank 1  .   1F0 1B0---- 1F1 1B1---- 1F2 1B2---- .   .
+>>> print(text(zb_h1(pp=2, microbatches=3)))
+rank 0  0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2
+rank 1  .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from stagewright.schedule.actions import Action, Order, Overlap, Step, flat, parts
+
+
+def gpipe(pp: int, microbatches: int) -> Order:
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965).
+
+    >>> gpipe(2, 2)
+    ((0F0, 0F1, 0B0, 0B1), (1F0, 1F1, 1B0, 1B1))
+    """
+    return tuple(
+        tuple(Action(rank, kind, m) for kind in "FB" for m in range(microbatches))
+        for rank in range(pp)
+    )
+
+
+def forward_only(pp: int, microbatches: int) -> Order:
+    """Each microbatch passes through the pipeline once, as in inference.
+
+    >>> forward_only(2, 2)
+    ((0F0, 0F1), (1F0, 1F1))
+    """
+    return tuple(tuple(Action(rank, "F", m) for m in range(microbatches)) for rank in range(pp))
+
+
+def one_f_one_b(pp: int, microbatches: int) -> Order:
+    """One forward, one backward, after a warm-up (PipeDream-flush, arXiv 2006.09503).
+
+    As fast as GPipe, but rank r keeps only min(pp - r, microbatches) microbatches alive.
+
+    >>> one_f_one_b(2, 2)
+    ((0F0, 0F1, 0B0, 0B1), (1F0, 1B0, 1F1, 1B1))
+    """
+
+    def rank_actions(rank: int) -> tuple[Step, ...]:
+        forwards = [Action(rank, "F", m) for m in range(microbatches)]
+        backwards = [Action(rank, "B", m) for m in range(microbatches)]
+        return _alternate(forwards, backwards, warmup=pp - rank - 1)
+
+    return tuple(rank_actions(rank) for rank in range(pp))
+
+
+# ---- chunks: stage = chunk * pp + rank -----------------------------------------------------------
+
+
+def looped_bfs(pp: int, microbatches: int, vpp: int) -> Order:
+    """A chunk runs all microbatches before the next chunk begins (breadth-first, arXiv 2211.05953).
+
+    Backward takes the microbatches from the last to the first, as torch does.
+
+    >>> looped_bfs(2, 2, vpp=2)[1]
+    (1F0, 1F1, 3F0, 3F1, 3B1, 3B0, 1B1, 1B0)
+    """
+    forward = [(chunk, m) for chunk in range(vpp) for m in range(microbatches)]
+    return tuple(
+        tuple(
+            Action(chunk * pp + rank, kind, m)
+            for kind, passes in (("F", forward), ("B", forward[::-1]))
+            for chunk, m in passes
+        )
+        for rank in range(pp)
+    )
+
+
+def interleaved(pp: int, microbatches: int, vpp: int) -> Order:
+    """1F1B over `vpp` chunks per rank: the bubble shrinks by vpp (Megatron-LM, arXiv 2104.04473).
+
+    Microbatches pass through the chunks in equal groups, of pp where pp divides their number. (With
+    exactly pp microbatches, Megatron-LM up to core 0.9 ran all forwards first: as fast, with more
+    microbatches alive. From core 0.10 on, and in torch, the warm-up is the same as always, as here.
+    Groups of more than pp are `microbatch_group_size_per_vp_stage` there.)
+
+    >>> interleaved(2, 2, vpp=2)[1]
+    (1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1)
+    """
+
+    def rank_actions(rank: int) -> tuple[Step, ...]:
+        forwards, backwards = (_passes(k, pp, microbatches, vpp, rank) for k in "FB")
+        warmup = (pp - rank - 1) * 2 + (vpp - 1) * equal_group(pp, microbatches)
+        return _alternate(forwards, backwards, warmup)
+
+    return tuple(rank_actions(rank) for rank in range(pp))
+
+
+def zb_h1(pp: int, microbatches: int, vpp: int = 1) -> Order:
+    """1F1B with backward in halves: weight gradients fill the bubble (arXiv 2401.10241).
+
+    ZB-H1 there, ZB1P in the table of DeepSeek-V3; with chunks, torch's InterleavedZeroBubble. Rank
+    r puts each weight gradient off by r backwards, so all ranks keep as much alive as 1F1B's first.
+
+    >>> zb_h1(2, 3)[1]
+    (1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2)
+    """
+
+    def rank_actions(rank: int) -> tuple[Step, ...]:
+        forwards, inputs = (_passes(k, pp, microbatches, vpp, rank) for k in "FI")
+        weights = [a._replace(kind="W") for a in inputs]
+        warmup = min(pp - rank - 1 + (vpp - 1) * equal_group(pp, microbatches), len(forwards))
+        actions = forwards[:warmup]
+        for i, action in enumerate(inputs):
+            actions += [*forwards[warmup + i : warmup + i + 1], action]
+            actions += weights[i - rank : i - rank + 1] if i >= rank else []
+        return (*actions, *weights[max(len(weights) - rank, 0) :])
+
+    return tuple(rank_actions(rank) for rank in range(pp))
+
+
+# ---- V: rank r has stages r and 2 pp - 1 - r -----------------------------------------------------
+
+
+def zbv(pp: int, microbatches: int) -> Order:
+    """ZB-V: no bubble where F, I and W take equally long (arXiv 2401.10241, section 6).
+
+    A rank's second stage takes over where its first one's microbatches come back.
+
+    >>> zbv(1, 2)
+    ((0F0, 1F0, 1I0, 1W0, 0F1, 0I0, 0W0, 1F1, 1I1, 1W1, 0I1, 0W1),)
+    """
+    many = max(2 * pp - 1, microbatches)  # with fewer, some of what fills the pipeline is left out
+
+    def rank_actions(rank: int) -> tuple[Step, ...]:
+        v = _Vee(pp, rank)
+        v.do("F0", times=2 * (pp - rank) - 1)
+        v.do("F1 F0", times=rank)
+        v.do("F1 I1 W1", times=pp - rank)
+        while v.done["F0"] < many:
+            v.do("F0 I0 W0 F1 I1 W1")
+        while v.done["F1"] < many:
+            v.do("I0 W0 F1 I1 W1")
+        v.do("I0 I1", times=rank)
+        v.do("I0 W0", times=pp - rank)
+        v.do("W1", times=v.done["I1"] - v.done["W1"])
+        v.do("W0", times=v.done["I0"] - v.done["W0"])
+        return tuple(a for a in flat(v.steps) if a.microbatch < microbatches)
+
+    return tuple(rank_actions(rank) for rank in range(pp))
+
+
+def dualpipev(pp: int, microbatches: int) -> Order:
+    """DualPipe cut in half: a V, in which forwards and backwards overlap (DeepSeek's DualPipeV).
+
+    The eight parts of the published schedule, github.com/deepseek-ai/DualPipe.
+
+    >>> from stagewright.schedule.text import text
+    >>> print(text(dualpipev(1, 3)))
+    rank 0  0F0 1F0 0F1 1B0---- 1F1+0B0---- 0F2+1B1---- 1F2+0B1---- 1B2---- 0I2 0W2
+    """
+
+    def rank_actions(rank: int) -> tuple[Step, ...]:
+        v, away = _Vee(pp, rank), pp - rank - 1
+        v.do("F0", times=2 * away)
+        v.do("F0 F1", times=rank + 1)
+        v.do("I1 W F1", times=away)
+        for i in range(microbatches - 2 * pp + rank + 1):
+            # The first two of the rank where the V turns are apart, which makes its bubble smaller.
+            v.do("F0 B1 F1&B0" if i == away == 0 else "F0&B1 F1&B0")
+        v.do("B1 F1&B0", times=away)
+        final = rank + 1  # pairs of backwards at the end; later ones are split into I and W
+        v.do("B1 B0", times=final // 2)
+        v.do("I1 I0" if rank % 2 else "B1 I0")
+        v.do("I1 I0", times=final - final // 2 - 1)
+        v.do("W I0", times=away)
+        v.do("W", times=rank + 1)
+        return tuple(v.steps)
+
+    return tuple(rank_actions(rank) for rank in range(pp))
+
+
+def dualpipe(pp: int, microbatches: int) -> Order:
+    """Microbatches enter at both ends of the pipeline (DeepSeek-V3, arXiv 2412.19437, 3.2.1).
+
+    The first half of the microbatches runs up the ranks, the other half down, so that ranks r and
+    pp - 1 - r both hold stages r and pp - 1 - r. Each does what rank min(r, pp - 1 - r) of
+    `dualpipev` does on half the ranks, whose V is unfolded here.
+
+    >>> from stagewright.schedule.places import places
+    >>> places(dualpipe(2, 4))[:2]
+    [Place(stage=0, rank=0, before=None, after=1), Place(stage=1, rank=0, before=1, after=None)]
+    """
+    half = dualpipev(pp // 2, microbatches // 2)
+
+    def unfold(action: Action, rank: int) -> Action:
+        down = action.stage != rank
+        return action._replace(microbatch=action.microbatch + down * (microbatches // 2))
+
+    def rank_actions(rank: int) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        for step in half[min(rank, pp - 1 - rank)]:
+            actions = [unfold(a, rank) for a in parts(step)]
+            steps.append(Overlap(*actions) if len(actions) == 2 else actions[0])
+        return tuple(steps)
+
+    return tuple(rank_actions(rank) for rank in range(pp))
+
+
+class _Vee:
+    """The steps of one rank of a V, written down as words such as `F0 I1 F1&B0`.
+
+    The digit of a word says which of the rank's two stages the action belongs to; each stage's
+    microbatches come in order. `W` alone is the weight gradient that was postponed the longest.
+    """
+
+    def __init__(self, pp: int, rank: int) -> None:
+        self.stages = rank, 2 * pp - 1 - rank
+        self.steps: list[Step] = []
+        self.done: Counter[str] = Counter()  # by word
+        self.postponed: list[Action] = []
+
+    def do(self, words: str, times: int = 1) -> None:
+        for word in words.split() * times:
+            actions = [self.action(w) for w in word.split("&")]
+            self.steps.append(Overlap(*actions) if len(actions) == 2 else actions[0])
+
+    def action(self, word: str) -> Action:
+        if word == "W":
+            return self.postponed.pop(0)._replace(kind="W")
+        kind, which = word
+        # A full backward counts as both of its halves.
+        counted = f"I{which}" if kind == "B" else word
+        action = Action(self.stages[int(which)], kind, self.done[counted])
+        self.done[counted] += 1
+        if kind == "I":
+            self.postponed.append(action)
+        return action
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Step, ...]:
+    """`warmup` forwards, then a forward and a backward by turns, then the other backwards."""
+    warmup = min(warmup, len(forwards))
+    steady = (action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair)
+    return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
+
+
+def _passes(kind: str, pp: int, microbatches: int, vpp: int, rank: int) -> list[Action]:
+    """A rank's forwards or backwards: group after group of microbatches through its chunks."""
+    chunks = range(vpp) if kind == "F" else range(vpp - 1, -1, -1)
+    size = equal_group(pp, microbatches)
+    return [
+        Action(chunk * pp + rank, kind, m)
+        for first in range(0, microbatches, size)
+        for chunk in chunks
+        for m in range(first, first + size)
+    ]
+
+
+def equal_group(pp: int, microbatches: int) -> int:
+    """Microbatches per group that passes through the chunks together: pp, or a few more."""
+    return microbatches // max(1, microbatches // pp)

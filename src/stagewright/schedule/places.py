@@ -1,0 +1,83 @@
+"""Which rank holds which virtual stage, as it follows from an order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from stagewright.errors import UserError
+from stagewright.schedule.actions import Action, Order, Step, flat, parts
+
+
+class Place(NamedTuple):
+    """A stage on a rank, and the ranks of the stages around it; None at the model's ends."""
+
+    stage: int
+    rank: int
+    before: int | None
+    after: int | None
+
+
+def places(order: Order) -> list[Place]:
+    """The places of all stages, sorted by rank and stage.
+
+    A stage may be on several ranks, each with microbatches of its own, as in DualPipe; all
+    microbatches that it has on one rank come from one rank and go on to one.
+
+    >>> from stagewright.schedule.text import from_csv
+    >>> [tuple(p)[:3] for p in places(from_csv("0F0,3F0,3B0,0B0\\n1F0,2F0,2B0,1B0"))]
+    [(0, 0, None), (3, 0, 1), (1, 1, 0), (2, 1, 1)]
+    """
+    home = {(a.stage, a.microbatch): rank for rank, steps in enumerate(order) for a in flat(steps)}
+    by_stage: dict[tuple[int, int], tuple[Place, int]] = {}
+    for (stage, microbatch), rank in home.items():
+        place = Place(
+            stage, rank, home.get((stage - 1, microbatch)), home.get((stage + 1, microbatch))
+        )
+        first, other = by_stage.setdefault((rank, stage), (place, microbatch))
+        if first != place:
+            raise UserError(
+                f"pipeline order: microbatches {other} and {microbatch} both pass through stage "
+                f"{stage} on rank {rank}, but come from or go on to different ranks; wanted one "
+                "way through the ranks for all microbatches of a stage on a rank"
+            )
+    return [by_stage[key][0] for key in sorted(by_stage)]
+
+
+def mirrored(order: Order) -> bool:
+    """Whether each stage is on two ranks, r and pp - 1 - r, as in DualPipe.
+
+    Such pairs reduce gradients together, so they must do the same in the same order, each with its
+    own microbatches; any other way to hold a stage twice is a UserError.
+    """
+    holders: dict[int, list[int]] = {}
+    for place in places(order):
+        holders.setdefault(place.stage, []).append(place.rank)
+    if all(len(ranks) == 1 for ranks in holders.values()):
+        return False
+    last = len(order) - 1
+    for stage, ranks in holders.items():
+        if len(ranks) != 2 or sum(ranks) != last:
+            raise UserError(
+                f"pipeline order: stage {stage} is on rank{'s' * (len(ranks) > 1)} "
+                f"{', '.join(map(str, ranks))}; wanted every stage on one rank, or every stage on "
+                f"two, r and {last} - r, as in DualPipe"
+            )
+    for rank in range(len(order) // 2):
+        if _pattern(order[rank]) != _pattern(order[last - rank]):
+            raise UserError(
+                f"pipeline order: ranks {rank} and {last - rank} hold the same stages but do not "
+                "do the same in the same order; make their rows equal but for the microbatches"
+            )
+    return True
+
+
+def _pattern(steps: Iterable[Step]) -> list[list[tuple[int, str, int]]]:
+    """Steps with the microbatches of each stage numbered in the order in which they occur."""
+    numbers: dict[int, dict[int, int]] = {}
+
+    def number(a: Action) -> int:
+        of_stage = numbers.setdefault(a.stage, {})
+        return of_stage.setdefault(a.microbatch, len(of_stage))
+
+    return [[(a.stage, a.kind, number(a)) for a in parts(step)] for step in steps]
