@@ -14,7 +14,7 @@ from spmd import Spmd, check, random_values
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Inference, Recipe
 from stagewright.graph.node import Graph, toposort
-from stagewright.graph.reference import FAR
+from stagewright.graph.reference.attention import FAR
 from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower.blocks import build_block

@@ -1,6 +1,7 @@
 """The rows of the op table by family, each beside its gradient and its costs.
 
-In: ways to make nodes (`graph.make`) and what ops compute (`graph.reference`). Out: `OPS`, filled.
+In: ways to make nodes (`graph.make`) and what ops compute (`graph.reference`, in modules of the
+same names). Out: `OPS`, filled.
 """
 
 from stagewright.graph.ops import attention, dense, experts, state, step, vocabulary

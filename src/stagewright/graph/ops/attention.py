@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from stagewright.graph import reference as meaning
 from stagewright.graph.make import apply
 from stagewright.graph.node import BYTES, Node
+from stagewright.graph.reference import attention as meaning
 from stagewright.graph.table import (
     NUMBER,
     SIZE,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from stagewright.algebra.index import parse
-from stagewright.graph import reference as meaning
-from stagewright.graph import reference_state as scan
 from stagewright.graph.make import apply, cast, elementwise, identity, letters
 from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import joint_gradients, no_gradient, of_what_it_is_made, sum_to
+from stagewright.graph.reference import dense as meaning
+from stagewright.graph.reference import shared
 from stagewright.graph.table import NUMBER, SIZE, Grads, Op, may, need, own_attributes
 
 
@@ -192,9 +192,10 @@ ROWS: dict[str, Op] = {
     "times": Op(meaning.einsum, _einsum_vjp, flops=2, multilinear=True, fuses=True, attrs=_PRODUCT),
     "sum": Op(meaning.total, linear=True, fuses=True),
     "mean": Op(meaning.mean, _mean_vjp, linear=True, fuses=True),
-    "identity": Op(meaning.same, _identity_vjp, flops=0, linear=True),
+    "spread": Op(meaning.spread, flops=0, fuses=True),
+    "identity": Op(shared.same, _identity_vjp, flops=0, linear=True),
     "add": Op(meaning.add, _add_vjp, linear=True, fuses=True),
-    "cast": Op(meaning.same, _cast_vjp, linear=True, fuses=True),
+    "cast": Op(shared.same, _cast_vjp, linear=True, fuses=True),
     "scale": Op(meaning.scale, _scale_vjp, linear=True, fuses=True, attrs={"by": need(*NUMBER)}),
     "divide": Op(meaning.divide, fuses=True),
     "bias": Op(meaning.bias, _bias_vjp, fuses=True),
@@ -215,22 +216,22 @@ ROWS: dict[str, Op] = {
     "norm_bwd": Op(meaning.norm_bwd, flops=9, fuses=True, attrs=_NORM),
     "norm_wgrad": Op(meaning.norm_wgrad, flops=3, fuses=True, attrs={"fn": may(str)}),
     "mean_square": Op(
-        scan.mean_square,
+        meaning.mean_square,
         _mean_square_vjp,
         flops=2,
         fuses=True,
         attrs={"backward_temporaries": may(int)},
     ),
     "mean_square_bwd": Op(
-        scan.mean_square_bwd, flops=2, fuses=True, attrs={"temporaries": need(int)}
+        meaning.mean_square_bwd, flops=2, fuses=True, attrs={"temporaries": need(int)}
     ),
-    "rms_scale": Op(scan.rms_scale, joint_gradients, flops=3, fuses=True),
+    "rms_scale": Op(meaning.rms_scale, joint_gradients, flops=3, fuses=True),
     "rms_scale_bwd": Op(
-        scan.rms_scale_bwd, flops=3, fuses=True, joint=True, attrs={"wrt": need(int)}
+        meaning.rms_scale_bwd, flops=3, fuses=True, joint=True, attrs={"wrt": need(int)}
     ),
-    "inverse_norm": Op(scan.inverse_norm, of_what_it_is_made, flops=2, fuses=True),
-    "unit": Op(scan.unit, _unit_vjp, fuses=True),
-    "unit_bwd": Op(scan.unit_bwd, flops=5, fuses=True),
+    "inverse_norm": Op(meaning.inverse_norm, of_what_it_is_made, flops=2, fuses=True),
+    "unit": Op(meaning.unit, _unit_vjp, fuses=True),
+    "unit_bwd": Op(meaning.unit_bwd, flops=5, fuses=True),
     "repeat": Op(meaning.repeat, _repeat_vjp, flops=0, linear=True, fuses=True),
     "repeat_bwd": Op(meaning.repeat_bwd, linear=True, fuses=True),
     "join": Op(meaning.join, _join_vjp, flops=0, linear=True, fuses=True, attrs=_DIM),

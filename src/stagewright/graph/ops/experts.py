@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from stagewright.graph import reference as meaning
 from stagewright.graph.make import COMBINE, DISPATCH, apply, elementwise_whole, letters, weigh
 from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import no_gradient
+from stagewright.graph.reference import experts as meaning
+from stagewright.graph.reference import shared
 from stagewright.graph.table import NUMBER, Grads, Op, Timing, need, own_attributes
 
 
@@ -93,11 +94,11 @@ ROWS: dict[str, Op] = {
     "scores": Op(meaning.scores, _scores_vjp, flops=5, fuses=True, attrs=_SCORES),
     "scores_bwd": Op(meaning.scores_bwd, flops=5, fuses=True, attrs=_SCORES),
     "count": Op(meaning.count, fuses=True),
-    "aux_loss": Op(meaning.first, _aux_loss_vjp, flops=2, fuses=True, attrs=_AUX),
+    "aux_loss": Op(shared.first, _aux_loss_vjp, flops=2, fuses=True, attrs=_AUX),
     "aux_loss_bwd": Op(meaning.aux_loss_bwd, fuses=True, attrs=_AUX),
-    "z_loss": Op(meaning.same, _z_loss_vjp, flops=3, fuses=True, attrs=_COEFF),
+    "z_loss": Op(shared.same, _z_loss_vjp, flops=3, fuses=True, attrs=_COEFF),
     "z_loss_bwd": Op(meaning.z_loss_bwd, flops=5, fuses=True, attrs=_COEFF),
-    "routes": Op(meaning.same, no_gradient, fuses=True),
+    "routes": Op(shared.same, no_gradient, fuses=True),
     "splits": Op(meaning.splits, rows=("o", ("b", "s")), fuses=True),
     "dispatch": Op(
         meaning.dispatch,

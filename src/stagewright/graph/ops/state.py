@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from stagewright.graph import reference as meaning
-from stagewright.graph import reference_state as scan
 from stagewright.graph.make import apply
 from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import joint_gradients, of_what_it_is_made
+from stagewright.graph.reference import state as meaning
 from stagewright.graph.table import NUMBER, Grads, Op, Sizes, Timing, need, own_attributes
 
 
@@ -211,32 +210,39 @@ _SERVED: dict[str, Any] = {
 }
 
 ROWS: dict[str, Op] = {
-    "conv1d": Op(scan.conv1d, joint_gradients, flops=conv1d_flops, attrs=_CONV),
+    "conv1d": Op(meaning.conv1d, joint_gradients, flops=conv1d_flops, attrs=_CONV),
     "conv1d_bwd": Op(
-        scan.conv1d_bwd,
+        meaning.conv1d_bwd,
         flops=conv1d_flops,
         multilinear=True,
         joint=True,
         attrs={**_CONV, "wrt": need(int)},
     ),
-    "scan": Op(scan.scan, joint_gradients, flops=scan_flops),
-    "scan_bwd": Op(scan.scan_bwd, flops=scan_flops, joint=True, attrs=_WRT),
-    "linear_attention": Op(scan.linear_attention, joint_gradients, **_CHUNKED, attrs=_RECURRENCE),
+    "scan": Op(meaning.scan, joint_gradients, flops=scan_flops),
+    "scan_bwd": Op(meaning.scan_bwd, flops=scan_flops, joint=True, attrs=_WRT),
+    "linear_attention": Op(
+        meaning.linear_attention, joint_gradients, **_CHUNKED, attrs=_RECURRENCE
+    ),
     "linear_attention_bwd": Op(
-        scan.linear_attention_bwd, **_CHUNKED, joint=True, attrs={**_RECURRENCE, **_WRT}
+        meaning.linear_attention_bwd, **_CHUNKED, joint=True, attrs={**_RECURRENCE, **_WRT}
     ),
-    "delta_rule": Op(scan.delta_rule, _delta_rule_vjp, **_CHUNKED, attrs=_RECURRENCE),
+    "delta_rule": Op(meaning.delta_rule, _delta_rule_vjp, **_CHUNKED, attrs=_RECURRENCE),
     "delta_rule_bwd": Op(
-        scan.delta_rule_bwd, **_CHUNKED, joint=True, attrs={**_RECURRENCE, **_WRT}
+        meaning.delta_rule_bwd, **_CHUNKED, joint=True, attrs={**_RECURRENCE, **_WRT}
     ),
-    "delta_scores": Op(scan.delta_scores, of_what_it_is_made, flops=within_flops, attrs=_CHUNK),
-    "delta_inverse": Op(scan.delta_inverse, of_what_it_is_made, flops=within_flops, attrs=_CHUNK),
+    "delta_scores": Op(meaning.delta_scores, of_what_it_is_made, flops=within_flops, attrs=_CHUNK),
+    "delta_inverse": Op(
+        meaning.delta_inverse, of_what_it_is_made, flops=within_flops, attrs=_CHUNK
+    ),
     "conv1d_served": Op(
-        scan.conv1d_served, flops=conv1d_served_flops, joint=True, attrs={**_CONV, **_OF_REQUESTS}
+        meaning.conv1d_served,
+        flops=conv1d_served_flops,
+        joint=True,
+        attrs={**_CONV, **_OF_REQUESTS},
     ),
-    "scan_served": Op(scan.scan_served, flops=scan_served_flops, joint=True, attrs=_OF_REQUESTS),
-    "linear_attention_served": Op(scan.linear_attention_served, **_SERVED),
-    "delta_rule_served": Op(scan.linear_attention_served, **_SERVED),
+    "scan_served": Op(meaning.scan_served, flops=scan_served_flops, joint=True, attrs=_OF_REQUESTS),
+    "linear_attention_served": Op(meaning.linear_attention_served, **_SERVED),
+    "delta_rule_served": Op(meaning.linear_attention_served, **_SERVED),
     "pscan": Op(meaning.pscan, _pscan_vjp, flops=2, attrs=_DIM),
     "pscan_bwd": Op(meaning.pscan_bwd, flops=2, joint=True, attrs={**_DIM, **_WRT}),
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagewright.graph import reference as meaning
 from stagewright.graph.make import apply, elementwise, elementwise_whole
 from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import no_gradient, sum_to
+from stagewright.graph.reference import vocabulary as meaning
 from stagewright.graph.table import Grads, Op, need
 
 
@@ -90,5 +90,4 @@ ROWS: dict[str, Op] = {
     "pick": Op(meaning.pick, _pick_vjp, flops=0, fuses=True),
     "pick_bwd": Op(meaning.pick_bwd, flops=0, fuses=True),
     "nll": Op(meaning.nll, _nll_vjp, flops=3, fuses=True),
-    "spread": Op(meaning.spread, flops=0, fuses=True),
 }

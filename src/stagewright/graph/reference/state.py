@@ -14,13 +14,12 @@ delta attention (arXiv 2510.26692) the delta rule. Index letters: g groups, h he
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.algebra.index import parse
-from stagewright.graph.reference import ACTIVATIONS, Context
+from stagewright.graph.reference.dense import ACTIVATIONS
+from stagewright.graph.reference.shared import Context
 
 
 def _convolved(x: Any, w: Any, bias: tuple[Any, ...]) -> Any:
@@ -235,55 +234,23 @@ def delta_inverse(ctx: Context, k: Any, beta: Any, decay: Any) -> Any:
     return inverse.transpose(0, 1, 4, 2, 3, 5).reshape(rows.shape)
 
 
-# ---- norms over groups of heads, and lengths -----------------------------------------------------
+def pscan(ctx: Context, a: Any, b: Any) -> Any:
+    """Each y along `dim` is a times the y before it, plus b."""
+    out = np.zeros(b.shape)
+    y, a, b = (np.moveaxis(x, ctx["dim"], 0) for x in (out, a, b))
+    before: Any = 0.0
+    for t in range(len(y)):
+        before = y[t] = a[t] * before + b[t]
+    return out
 
 
-def _fit(ctx: Context, i: int, x: Any, like: int = 0) -> Any:
-    """Operand `i` with dims of size 1 for the indices that only operand `like` has."""
-    spec = parse(ctx["spec"])
-    have, want = list(spec.ins[i]), list(spec.ins[like])
-    order = [have.index(d) for d in want if d in have]
-    return np.transpose(x, order)[tuple(slice(None) if d in have else None for d in want)]
-
-
-def mean_square(ctx: Context, x: Any) -> Any:
-    spec = parse(ctx["spec"])
-    lost = tuple(i for i, d in enumerate(spec.ins[0]) if d not in spec.out)
-    return (x * x).sum(lost) / ctx.count
-
-
-def mean_square_bwd(ctx: Context, g: Any, x: Any) -> Any:
-    spec = parse(ctx["spec"])
-    count = math.prod(ctx.size(d[0]) for d in spec.ins[1] if d not in spec.ins[0])
-    return 2 / count * x * _fit(ctx, 0, g, like=1)
-
-
-def rms_scale(ctx: Context, x: Any, ms: Any, *weight: Any) -> Any:
-    """x over its root mean square, times a weight if there is one."""
-    y = x / np.sqrt(_fit(ctx, 1, ms) + 1e-5)
-    return y * _fit(ctx, 2, weight[0]) if weight else y
-
-
-def rms_scale_bwd(ctx: Context, g: Any, x: Any, ms: Any, *weight: Any) -> Any:
-    spec = parse(ctx["spec"])
-    scaled = g * _fit(ctx, 3, weight[0]) if weight else g
-    root = 1 / np.sqrt(_fit(ctx, 2, ms) + 1e-5)
-    if ctx["wrt"] == 0:
-        return scaled * root
-    lost = tuple(i for i, d in enumerate(spec.ins[0]) if d not in spec.out)
-    if ctx["wrt"] == 1:
-        return (-0.5 * scaled * x * root**3).sum(lost)
-    return (g * x * root).sum(lost)
-
-
-def inverse_norm(ctx: Context, x: Any) -> Any:
-    return 1 / np.sqrt((x * x).sum(-1) + 1e-6)
-
-
-def unit(ctx: Context, x: Any, r: Any) -> Any:
-    """Rows of length 1; `r` is their inverse length, of which x is not differentiated again."""
-    return x * r[..., None]
-
-
-def unit_bwd(ctx: Context, g: Any, y: Any, r: Any) -> Any:
-    return r[..., None] * (g - y * (g * y).sum(-1, keepdims=True))
+def pscan_bwd(ctx: Context, g: Any, a: Any, b: Any, y: Any) -> Any:
+    """The scan backwards, of gradients; with respect to a (0) times the y before."""
+    out = np.zeros(b.shape)
+    g, a, y, d = (np.moveaxis(x, ctx["dim"], 0) for x in (g, a, y, out))
+    after: Any = 0.0
+    for t in reversed(range(len(g))):
+        total = g[t] + after
+        after = a[t] * total
+        d[t] = total if ctx["wrt"] else total * (y[t - 1] if t else 0.0)
+    return out

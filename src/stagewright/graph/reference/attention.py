@@ -1,0 +1,232 @@
+"""Attention and its caches: what they compute, in numpy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from stagewright.algebra.index import parse
+from stagewright.graph.reference.shared import Context, probabilities
+
+
+def _mask(ctx: Context, queries: int, keys: int) -> Any:
+    """0 where a query sees a key, -inf elsewhere."""
+    q = ctx.start("q") + np.arange(queries)[:, None]
+    k = ctx.start("k") + np.arange(keys)[None, :]
+    seen = np.ones((queries, keys), dtype=bool)
+    if ctx.get("causal"):
+        seen &= k <= q
+    if ctx.get("window"):
+        seen &= k > q - ctx["window"]
+    if ctx.get("chunk"):
+        seen &= k // ctx["chunk"] == q // ctx["chunk"]
+    return np.where(seen, 0.0, -np.inf)
+
+
+def softmax(ctx: Context, x: Any, sinks: Any = None) -> Any:
+    scores = x / math.sqrt(ctx["width"]) + _mask(ctx, x.shape[-2], x.shape[-1])
+    return probabilities(scores, None if sinks is None else sinks[:, None, None])
+
+
+def sinks_bwd(ctx: Context, g: Any, y: Any) -> Any:
+    return -((1 - y.sum(-1)) * (g * y).sum(-1)).sum((0, 2))
+
+
+def softmax_bwd(ctx: Context, g: Any, y: Any) -> Any:
+    return y * (g - (g * y).sum(-1, keepdims=True)) / math.sqrt(ctx["width"])
+
+
+def _width(ctx: Context, q: Any) -> float:
+    """What scores are divided by: a head of latents is wider than the head they stand for."""
+    return math.sqrt(ctx.get("width", q.shape[-1]))
+
+
+def attention(ctx: Context, q: Any, *keys: Any) -> Any:
+    keys, more = _apart(ctx, keys)
+    return _attend(ctx, q, *_heads(*keys, width=ctx.shape[-1]), more)[1]
+
+
+def _apart(ctx: Context, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keys and values, and what follows them: a bias of scores, the scores of sinks."""
+    names = [name for name in ("bias", "sinks") if ctx.get(name)]
+    first = len(operands) - len(names)
+    return operands[:first], dict(zip(names, operands[first:], strict=True))
+
+
+def _heads(k: Any, *v: Any, width: int) -> tuple[Any, Any]:
+    """Keys and values of heads; latents, which all share, are keys and their beginning values."""
+    return (k, v[0]) if v else (k[:, :, None], k[:, :, None, :width])
+
+
+def _grouped(q: Any, k: Any) -> Any:
+    b, s, a, d = q.shape
+    return q.reshape(b, s, k.shape[2], a // k.shape[2], d)
+
+
+def _attend(ctx: Context, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple[Any, Any]:
+    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / _width(ctx, q)
+    if "bias" in more:
+        x = x + more["bias"].reshape(1, k.shape[2], -1, *more["bias"].shape[1:])
+    sinks = _per_head(more.get("sinks"), k)
+    p = probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]), sinks)
+    return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _per_head(sinks: Any, k: Any) -> Any:
+    """Beside scores [sequences, groups, heads of a group, queries, keys]."""
+    return None if sinks is None else sinks.reshape(1, k.shape[2], -1, 1, 1)
+
+
+def _cap(ctx: Context, x: Any) -> Any:
+    return ctx["softcap"] * np.tanh(x / ctx["softcap"]) if ctx.get("softcap") else x
+
+
+def attention_bwd(ctx: Context, g: Any, q: Any, *keys: Any) -> Any:
+    keys, more = _apart(ctx, keys)
+    k, v = _heads(*keys, width=g.shape[-1])
+    p, _ = _attend(ctx, q, k, v, more)
+    g5, q5 = _grouped(g, k), _grouped(q, k)
+    dv = np.einsum("bgrqk,bqgrd->bkgd", p, g5)
+    if ctx["wrt"] == "v":
+        return dv
+    dp = np.einsum("bqgrd,bkgd->bgrqk", g5, v)
+    if ctx["wrt"] == "sinks":
+        return -((1 - p.sum(-1)) * (dp * p).sum(-1)).sum((0, 3)).reshape(-1)
+    dx = p * (dp - (dp * p).sum(-1, keepdims=True))
+    if ctx.get("softcap"):
+        x = np.einsum("bqgrd,bkgd->bgrqk", q5, k) / _width(ctx, q)
+        dx = dx * (1 - np.tanh(x / ctx["softcap"]) ** 2)
+    if ctx["wrt"] == "bias":
+        return dx.sum(0).reshape(-1, *dx.shape[-2:])
+    dx = dx / _width(ctx, q)
+    if ctx["wrt"] == "q":
+        return np.einsum("bgrqk,bkgd->bqgrd", dx, k).reshape(q.shape)
+    dk = np.einsum("bgrqk,bqgrd->bkgd", dx, q5)
+    if len(keys) == 2:
+        return dk
+    dk[..., : v.shape[-1]] += dv
+    return dk[:, :, 0]
+
+
+def _buckets(ctx: Context, queries: int, keys: int, many: int) -> Any:
+    """Rows of a table of biases, one-hot [queries, keys, rows]: near distances have their own.
+
+    T5 (arXiv 1910.10683, section 2.1) spaces far ones logarithmically; here all far ones are one.
+    """
+    ahead = np.arange(keys)[None, :] - ctx.start("q") - np.arange(queries)[:, None]
+    return (_bucket(ctx["causal"], ahead, many)[..., None] == np.arange(many)).astype(float)
+
+
+def _bucket(causal: bool, ahead: Any, many: int) -> Any:
+    half = many if causal else many // 2
+    return np.minimum(np.abs(ahead), half - 1) + (0 if causal else half) * (ahead > 0)
+
+
+def relative_bias(ctx: Context, table: Any) -> Any:
+    _, q, k = ctx.shape
+    return np.einsum("va,qkv->aqk", table, _buckets(ctx, q, k, len(table)))
+
+
+def relative_bias_bwd(ctx: Context, g: Any) -> Any:
+    return np.einsum("aqk,qkv->va", g, _buckets(ctx, g.shape[1], g.shape[2], ctx.shape[0]))
+
+
+# The cache of keys and values. Its slots are in blocks, a block is of one request. The table holds,
+# per block, the request and the position of its first token as one number.
+FAR = 2**32
+
+
+def _owners(ctx: Context, table: Any, slots: Any) -> tuple[Any, Any]:
+    """Request and position that slots hold.
+
+    Stripes are behind each other: the tokens of a block are dealt to them in turn.
+    """
+    striped = ctx.get("block") is not None
+    width = ctx.value("block") if striped else ctx.size("k") // ctx.size("i")  # slots of a block
+    stripe, here = np.divmod(slots, width * table.shape[1])
+    request, first = np.divmod(np.take_along_axis(table, here // width, axis=1), FAR)
+    return request, first + here % width * (ctx.value("stripes") if striped else 1) + stripe
+
+
+def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
+    """A token sees what the cache holds of its request up to its own position.
+
+    Rows gathered from the cache come with their slots; there are as many as slots where this runs.
+    """
+    rest, more = _apart(ctx, rest)
+    many = 1 if ctx.get("latent") else 2
+    slots, table, *gathered = rest[many:]
+    places = ctx.start("k") + np.arange(int(rest[0].shape[1]))[None, :]
+    places = gathered[0] if gathered else places
+    k, v = _heads(*rest[:many], width=ctx.shape[-1])
+    asks, at = _owners(ctx, table, slots)
+    holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), places.shape[-1])))
+    seen = asks[:, :, None] == holds[:, None, :]
+    ahead = place[:, None, :] - at[:, :, None]
+    causal = ctx.get("causal", True)
+    if causal:
+        seen &= ahead <= 0
+    if ctx.get("window"):
+        seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
+    if ctx.get("chunk"):
+        seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
+    bias: Any = 0.0
+    if "bias" in more:  # [sequences, queries, keys, heads]
+        bias = more["bias"][_bucket(causal, np.clip(ahead, -(2**20), 2**20), len(more["bias"]))]
+        bias = np.moveaxis(bias, 3, 1).reshape(len(q), k.shape[2], -1, *bias.shape[1:3])
+    p = probabilities(_scores(ctx, q, k, seen) + bias, _per_head(more.get("sinks"), k))
+    return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _scores(ctx: Context, q: Any, k: Any, seen: Any) -> Any:
+    x = np.einsum("bqgrd,bkgd->bgrqk", _grouped(q, k), k) / math.sqrt(ctx["width"])
+    return _cap(ctx, x) + np.where(seen, 0.0, -np.inf)[:, None, None]
+
+
+def striped_attention(ctx: Context, q: Any, *rest: Any) -> Any:
+    """The same to the keys of each stripe alone; or logarithms of its sums of exponentials."""
+    *caches, slots, table = rest
+    asks, at = _owners(ctx, table, slots)
+    width = 1 if ctx.get("sums") else ctx.shape[-1]
+    found: list[Any] = []
+    for nth in range(int(caches[0].shape[1])):
+        k, v = _heads(*(x[:, nth] for x in caches), width=width)
+        many = int(k.shape[1])
+        places = (ctx.start("n") + nth) * many + np.arange(many)[None, :]
+        holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), many)))
+        seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
+        e = np.exp(_scores(ctx, q, k, seen))
+        total = e.sum(-1)  # [sequences, groups, heads of a group, queries]; 0 where it sees none
+        if ctx.get("sums"):
+            with np.errstate(divide="ignore"):
+                found.append(np.log(np.moveaxis(total, 3, 1)).reshape(q.shape[:3]))
+            continue
+        o = np.einsum("bgrqk,bkgd->bqgrd", e / np.maximum(total, 1e-300)[..., None], v)
+        found.append(o.reshape(*q.shape[:3], v.shape[-1]))
+    return np.stack(found)
+
+
+def merge_stripes(ctx: Context, o: Any, sums: Any, sinks: Any = None) -> Any:
+    """Of each stripe's result what it counts for: its part of the sum of exponentials."""
+    whole = np.exp(sums).sum(0) + (0.0 if sinks is None else np.exp(sinks))
+    own = sums[ctx.start("n") :][: len(o)]
+    return (o * (np.exp(own) / whole)[..., None]).sum(0)
+
+
+def cache(ctx: Context, old: Any, new: Any, slots: Any) -> Any:
+    """The cache with new rows in their slots."""
+    out: Any = np.array(old, dtype=float)
+    striped = parse(ctx["spec"]).out[1] == ("n",)
+    table = out if striped else out[:, None]
+    stripe, at = np.divmod(slots, ctx.size("k"))
+    stripe, at = stripe - (ctx.start("n") if striped else 0), at - ctx.start("k")
+    here = (stripe >= 0) & (stripe < table.shape[1]) & (at >= 0) & (at < table.shape[2])
+    for b, s in zip(*np.nonzero(here), strict=True):
+        table[b, stripe[b, s], at[b, s]] = new[b, s]
+    return out
+
+
+def take(ctx: Context, x: Any, rows: Any) -> Any:
+    return np.take_along_axis(x, rows[..., None], axis=rows.ndim - 1).reshape(ctx.shape)

@@ -1,0 +1,346 @@
+"""Products, element-wise ops, norms and changes of width: what they compute, in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.algebra.index import bind, parse
+from stagewright.graph.reference.shared import Context, sigmoid
+
+_erf = np.vectorize(math.erf)
+
+
+def add(ctx: Context, *xs: Any) -> Any:
+    return sum(xs[1:], start=xs[0])
+
+
+def scale(ctx: Context, x: Any) -> Any:
+    return x * ctx["by"]
+
+
+def divide(ctx: Context, x: Any, y: Any) -> Any:
+    return x / y
+
+
+def einsum(ctx: Context, *xs: Any) -> Any:
+    """Einsum over specs that may hold `(gr)` dims: these are split, contracted and joined again."""
+    spec = parse(ctx["spec"])
+    sizes = bind(spec, [x.shape for x in xs], ctx.shape)
+    flat = [
+        x.reshape([sizes[a] for d in dims for a in d]) for x, dims in zip(xs, spec.ins, strict=True)
+    ]
+    ins = ",".join("".join(a for d in dims for a in d) for dims in spec.ins)
+    out = np.einsum(f"{ins}->{''.join(a for d in spec.out for a in d)}", *flat)
+    return out.reshape([math.prod(sizes[a] for a in d) for d in spec.out])
+
+
+def total(ctx: Context, x: Any) -> Any:
+    return einsum(ctx, x)
+
+
+def mean(ctx: Context, x: Any) -> Any:
+    return einsum(ctx, x) / ctx.count
+
+
+def spread(ctx: Context, g: Any) -> Any:
+    return np.full(ctx.shape, g / ctx.count)
+
+
+def _align(spec_text: str, x: Any, last: int = 0) -> Any:
+    """The second operand, with dims of size 1 for the indices that only the first one has.
+
+    The `last` dims of both stay as they are.
+    """
+    spec = parse(spec_text)
+    have, want = list(spec.ins[1]), list(spec.ins[0])
+    for i in range(1, last + 1):
+        want[-i] = have[-i]
+    order = [have.index(d) for d in want if d in have]
+    index = tuple(slice(None) if d in have else None for d in want)
+    return np.transpose(x, order)[index]
+
+
+def bias(ctx: Context, x: Any, b: Any) -> Any:
+    return x + _align(ctx["spec"], b)
+
+
+_Function = Callable[[Any], Any]
+
+
+class Activation(NamedTuple):
+    """A function of every element, and its derivative."""
+
+    value: _Function
+    slope: _Function
+
+
+def _normal(x: Any) -> Any:
+    """The distribution function of the standard normal distribution."""
+    return 0.5 * (1 + _erf(x / math.sqrt(2)))
+
+
+def _gelu_slope(x: Any) -> Any:
+    return _normal(x) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh(x: Any) -> Any:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _gelu_tanh_slope(x: Any) -> Any:
+    t = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner
+
+
+def _swish(by: float) -> Activation:
+    """x * sigmoid(by * x)."""
+
+    def value(x: Any) -> Any:
+        return x * sigmoid(by * x)
+
+    def slope(x: Any) -> Any:
+        s = sigmoid(by * x)
+        return s + by * x * s * (1 - s)
+
+    return Activation(value, slope)
+
+
+_FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
+    "gelu": (lambda x: x * _normal(x), _gelu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "silu": _swish(1.0),
+    "quick_gelu": _swish(1.702),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: (x > 0).astype(float)),
+    "relu2": (lambda x: np.maximum(x, 0) ** 2, lambda x: 2 * np.maximum(x, 0)),
+    "tanh": (np.tanh, lambda x: 1 - np.tanh(x) ** 2),
+    "sigmoid": (sigmoid, lambda x: sigmoid(x) * (1 - sigmoid(x))),
+    "softplus": (lambda x: np.log1p(np.exp(x)), sigmoid),
+    "exp": (np.exp, np.exp),
+    "neg_exp": (lambda x: -np.exp(x), lambda x: -np.exp(x)),
+}
+
+
+ACTIVATIONS = {name: Activation(*pair) for name, pair in _FUNCTIONS.items()}
+
+
+def _act(ctx: Context, x: Any) -> Any:
+    """An activation; one with a limit is flat above it."""
+    if ctx["fn"] == "softcap":
+        return ctx["cap"] * np.tanh(x / ctx["cap"])
+    most = ctx.get("clamp")
+    return ACTIVATIONS[ctx["fn"]].value(x if most is None else np.minimum(x, most))
+
+
+def _slope(ctx: Context, x: Any) -> Any:
+    """The derivative of the same."""
+    if ctx["fn"] == "softcap":
+        return 1 - np.tanh(x / ctx["cap"]) ** 2
+    slope, most = ACTIVATIONS[ctx["fn"]].slope, ctx.get("clamp")
+    return slope(x) if most is None else slope(np.minimum(x, most)) * (x < most)
+
+
+def modulate(ctx: Context, x: Any, by: Any) -> Any:
+    """x * (base + a row) + another row, the same for all positions."""
+    shift = by[:, None, ctx["shift"]] if ctx["shift"] >= 0 else 0.0
+    return x * (ctx["base"] + by[:, None, ctx["scale"]]) + shift
+
+
+def modulate_wgrad(ctx: Context, g: Any, x: Any) -> Any:
+    out = np.zeros(ctx.shape)
+    out[:, ctx["scale"]] = (g * x).sum(1)
+    if ctx["shift"] >= 0:
+        out[:, ctx["shift"]] = g.sum(1)
+    return out
+
+
+def act(ctx: Context, x: Any) -> Any:
+    return _act(ctx, x)
+
+
+def act_bwd(ctx: Context, g: Any, x: Any) -> Any:
+    return g * _slope(ctx, x)
+
+
+def _weighed(ctx: Context, up: Any) -> Any:
+    """What a gate weighs: within limits, and with an offset."""
+    most = ctx.get("clamp")
+    return (up if most is None else np.clip(up, -most, most)) + ctx.get("offset", 0.0)
+
+
+def glu(ctx: Context, gate: Any, up: Any) -> Any:
+    return _act(ctx, gate) * _weighed(ctx, up)
+
+
+def glu_bwd(ctx: Context, g: Any, gate: Any, up: Any) -> Any:
+    if ctx["wrt"] == 0:
+        return g * _weighed(ctx, up) * _slope(ctx, gate)
+    most = ctx.get("clamp")
+    return g * _act(ctx, gate) * (1.0 if most is None else np.abs(up) <= most)
+
+
+def random_mask(ctx: Context, x: Any) -> Any:
+    """Pseudo-random by global position, so that every layout draws the same mask."""
+    grid: Any = np.zeros(x.shape)
+    for i, dim in enumerate(parse(ctx["spec"]).out):
+        shape = [1] * x.ndim
+        shape[i] = n = int(x.shape[i])
+        at: Any = ctx.start(dim[0]) + np.arange(n)
+        grid = grid * 31.7 + at.reshape(shape)
+    return (np.sin(grid * 12.9898 + 78.233) * 43758.5453 % 1 >= ctx["rate"]).astype(float)
+
+
+def dropout(ctx: Context, x: Any, mask: Any) -> Any:
+    return x * mask / (1 - ctx["rate"])
+
+
+def rope(ctx: Context, x: Any, at: Any = None) -> Any:
+    """Rotate pairs of the last dim by an angle that grows with the position.
+
+    Positions are `at`, [sequences, places], or the places in dim 1.
+    """
+    length, half = int(x.shape[1]), int(x.shape[-1]) // 2
+    at = ctx.start("s") + np.arange(length)[None, :] if at is None else at
+    sign = -1 if ctx["inverse"] else 1
+    angle = at[..., None] * 100.0 ** (-np.arange(half) / max(half, 1)) * sign
+    angle = angle.reshape(-1, length, *[1] * (x.ndim - 3), half)
+    cos, sin = np.cos(angle), np.sin(angle)
+    a, b = x[..., :half], x[..., half : 2 * half]
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * half :]], axis=-1)
+
+
+def _standard(ctx: Context, x: Any) -> tuple[Any, Any]:
+    y = x - x.mean(-1, keepdims=True) if ctx["fn"] == "layernorm" else x
+    r = 1 / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+    return y * r, r
+
+
+def norm(ctx: Context, x: Any, w: Any = 1.0, b: Any = 0.0) -> Any:
+    return _standard(ctx, x)[0] * w + b
+
+
+def norm_bwd(ctx: Context, g: Any, x: Any, w: Any = 1.0) -> Any:
+    y, r = _standard(ctx, x)
+    h = g * w
+    dx = h - y * (h * y).mean(-1, keepdims=True)
+    return r * (dx - h.mean(-1, keepdims=True) if ctx["fn"] == "layernorm" else dx)
+
+
+def norm_wgrad(ctx: Context, g: Any, x: Any) -> Any:
+    y, _ = _standard(ctx, x)
+    return (g * y).reshape(-1, g.shape[-1]).sum(0)
+
+
+def repeat(ctx: Context, x: Any) -> Any:
+    return np.repeat(x, ctx.shape[2] // x.shape[2], 2)
+
+
+def repeat_bwd(ctx: Context, g: Any) -> Any:
+    return g.reshape(*ctx.shape[:3], -1, ctx.shape[3]).sum(3)
+
+
+def join(ctx: Context, a: Any, b: Any) -> Any:
+    """Operands stand behind each other along `dim` of the result; what lacks dims is repeated."""
+    spec = parse(ctx["spec"])
+    found: list[Any] = []
+    for x, dims in zip((a, b), spec.ins, strict=True):
+        own = [d for d in dims if d not in spec.out]
+        order = [d if d in dims else None for d in spec.out]
+        order[ctx["dim"]] = own[0] if own else None
+        x = np.transpose(x, [dims.index(d) for d in order if d is not None])
+        x = x[tuple(slice(None) if d is not None else None for d in order)]
+        shape = list(ctx.shape)
+        shape[ctx["dim"]] = x.shape[ctx["dim"]]
+        found.append(np.broadcast_to(x, shape))
+    return np.concatenate(found, axis=ctx["dim"])
+
+
+def part(ctx: Context, x: Any) -> Any:
+    """The first or last along `dim`, summed over the dims that the result lacks."""
+    spec = parse(ctx["spec"])
+    own = [i for i, d in enumerate(spec.out) if d not in spec.ins[0]]
+    width = ctx.shape[own[0]] if own else 1
+    dim = ctx["dim"] % x.ndim
+    x = x[(slice(None),) * dim + (slice(width) if ctx["first"] else slice(-width, None),)]
+    lost = tuple(
+        i for i, d in enumerate(spec.ins[0]) if d not in spec.out and (i != dim or not own)
+    )
+    return x.sum(lost)
+
+
+def pad(ctx: Context, g: Any) -> Any:
+    out = np.zeros(ctx.shape)
+    dim = ctx["dim"] % out.ndim
+    if g.ndim < out.ndim:
+        g = np.expand_dims(g, dim)
+    width = g.shape[dim]
+    out[(slice(None),) * dim + (slice(width) if ctx["first"] else slice(-width, None),)] = g
+    return out
+
+
+def triangle(ctx: Context, x: Any) -> Any:
+    """Below the diagonal of the last two dims, row by row."""
+    i, j = np.tril_indices(x.shape[-1], -1)
+    return x[..., i, j]
+
+
+def triangle_bwd(ctx: Context, g: Any) -> Any:
+    out = np.zeros(ctx.shape)
+    i, j = np.tril_indices(out.shape[-1], -1)
+    out[..., i, j] = g
+    return out
+
+
+def _fit(ctx: Context, i: int, x: Any, like: int = 0) -> Any:
+    """Operand `i` with dims of size 1 for the indices that only operand `like` has."""
+    spec = parse(ctx["spec"])
+    have, want = list(spec.ins[i]), list(spec.ins[like])
+    order = [have.index(d) for d in want if d in have]
+    return np.transpose(x, order)[tuple(slice(None) if d in have else None for d in want)]
+
+
+def mean_square(ctx: Context, x: Any) -> Any:
+    spec = parse(ctx["spec"])
+    lost = tuple(i for i, d in enumerate(spec.ins[0]) if d not in spec.out)
+    return (x * x).sum(lost) / ctx.count
+
+
+def mean_square_bwd(ctx: Context, g: Any, x: Any) -> Any:
+    spec = parse(ctx["spec"])
+    count = math.prod(ctx.size(d[0]) for d in spec.ins[1] if d not in spec.ins[0])
+    return 2 / count * x * _fit(ctx, 0, g, like=1)
+
+
+def rms_scale(ctx: Context, x: Any, ms: Any, *weight: Any) -> Any:
+    """x over its root mean square, times a weight if there is one."""
+    y = x / np.sqrt(_fit(ctx, 1, ms) + 1e-5)
+    return y * _fit(ctx, 2, weight[0]) if weight else y
+
+
+def rms_scale_bwd(ctx: Context, g: Any, x: Any, ms: Any, *weight: Any) -> Any:
+    spec = parse(ctx["spec"])
+    scaled = g * _fit(ctx, 3, weight[0]) if weight else g
+    root = 1 / np.sqrt(_fit(ctx, 2, ms) + 1e-5)
+    if ctx["wrt"] == 0:
+        return scaled * root
+    lost = tuple(i for i, d in enumerate(spec.ins[0]) if d not in spec.out)
+    if ctx["wrt"] == 1:
+        return (-0.5 * scaled * x * root**3).sum(lost)
+    return (g * x * root).sum(lost)
+
+
+def inverse_norm(ctx: Context, x: Any) -> Any:
+    return 1 / np.sqrt((x * x).sum(-1) + 1e-6)
+
+
+def unit(ctx: Context, x: Any, r: Any) -> Any:
+    """Rows of length 1; `r` is their inverse length, of which x is not differentiated again."""
+    return x * r[..., None]
+
+
+def unit_bwd(ctx: Context, g: Any, y: Any, r: Any) -> Any:
+    return r[..., None] * (g - y * (g * y).sum(-1, keepdims=True))
