@@ -30,8 +30,13 @@ class Precision:
     gradient: str = "fp32"
     master: str = "fp32"
     moment: str = "fp32"
+    moments: tuple[tuple[str, str], ...] = ()  # by name, those that are not held in `moment`
     param: str = ""  # what parameters are stored in, where not `compute`
     reduce: str = ""  # gradients of a microbatch on their way, where not `gradient`
+
+    def dtype_of(self, moment: str) -> str:
+        """The number format in which the optimizer holds one of its moments, such as `exp_avg`."""
+        return dict(self.moments).get(moment, self.moment)
 
 
 PRECISIONS = {

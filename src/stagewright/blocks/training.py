@@ -171,11 +171,8 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
     """One parameter's optimizer step: reads gradient and states, writes states and parameter."""
     precision = recipe.precision
     own: dict[str, Any] = {"phase": "optimizer", "once": True, **_of(p)}
-    dtypes = {"master": precision.master or p.dtype} | dict.fromkeys(
-        OPS[recipe.optimizer].moments, precision.moment
-    )
-    if not precision.master:
-        dtypes.pop("master")
+    dtypes = {"master": precision.master} if precision.master else {}
+    dtypes |= {m: precision.dtype_of(m) for m in OPS[recipe.optimizer].moments}
     states = [
         leaf("state", p.shape, d, f"{p.name}.{s}", role=Role.STATE, **own)
         for s, d in dtypes.items()
