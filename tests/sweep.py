@@ -213,6 +213,8 @@ def _habits(dice: Dice) -> dict[str, Any]:
     found: dict[str, Any] = {"framework": dice.choice(("megatron", "torchtitan"))}
     choices: dict[str, tuple[Any, ...]] = {
         "params_dtype": ("bf16", "fp32"),
+        "exp_avg_dtype": ("bf16", "fp8"),
+        "exp_avg_sq_dtype": ("bf16", "fp32"),
         "grad_reduce_dtype": ("bf16", "fp32"),
         "optimizer_step_tensors": (False, True),
         "recompute_early_stop": (False, True),

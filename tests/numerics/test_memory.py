@@ -59,6 +59,17 @@ def parameters(**settings: Any) -> int:
         ({"dp": 4, "zero": 3}, (2 / 4, 4 / 4, 12 / 4)),
         ({"dp": 4, "cp": 2, "zero": 3}, (2 / 8, 4 / 8, 12 / 8)),  # over context parallelism too
         ({"dp": 8, "dp_shard": 2, "zero": 3}, (2 / 2, 4 / 2, 12 / 2)),
+        # Megatron-LM's precision-aware optimizer: each moment in a format of its own.
+        ({"dp": 4, "zero": 1, "exp_avg_dtype": "bf16"}, (2, 4, (4 + 2 + 4) / 4)),
+        ({"dp": 4, "zero": 1, "exp_avg_sq_dtype": "fp8"}, (2, 4, (4 + 4 + 1) / 4)),
+        (
+            {"dp": 4, "zero": 3, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+            (2 / 4, 4 / 4, (4 + 2 + 2) / 4),
+        ),
+        (
+            {"dp": 4, "zero": 1, "params_dtype": "bf16", "exp_avg_sq_dtype": "fp32"},
+            (2, 2, (2 + 4) / 4),
+        ),
         ({"dp": 4}, (2, 4, 12)),
         ({"pp": 1, "global_batch_size": 8}, (2, 4, 12)),
     ],

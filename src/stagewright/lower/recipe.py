@@ -59,7 +59,12 @@ def _inference(run: Run, model: ModelConfig) -> nn.Inference:
 
 def _precision(run: Run) -> nn.Precision:
     """Number formats of a run."""
-    usual = replace(nn.PRECISIONS[run.precision], reduce=run.grad_reduce_dtype or "")
+    given = {"exp_avg": run.exp_avg_dtype, "exp_avg_sq": run.exp_avg_sq_dtype}
+    usual = replace(
+        nn.PRECISIONS[run.precision],
+        reduce=run.grad_reduce_dtype or "",
+        moments=tuple((name, dtype) for name, dtype in given.items() if dtype),
+    )
     stored = run.params_dtype
     if stored is None:
         return usual

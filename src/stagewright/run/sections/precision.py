@@ -1,9 +1,17 @@
 """Data types, kernels and the optimizer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from stagewright.run.sections.declare import TRAINING, Switch, setting
+
+_USUAL_MOMENTS = "params_dtype, else fp32"
+_MOMENT: dict[str, Any] = {
+    "modes": TRAINING,
+    "elsewhere": "there is no optimizer",
+    "needs": {"optimizer": ("adamw",), "zero": (1, 2, 3)},
+    "rare": True,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +27,23 @@ class PrecisionSection:
     optimizer: Literal["adamw", "sgd"] = setting(
         "adamw", "The optimizer.", modes=TRAINING, elsewhere="there is no optimizer"
     )
+    exp_avg_dtype: Literal["fp32", "bf16", "fp8"] | None = setting(
+        None,
+        "Data type in which AdamW holds the average of gradients.",
+        unset=_USUAL_MOMENTS,
+        **_MOMENT,
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp8"] | None = setting(
+        None,
+        "Data type in which AdamW holds the average of squared gradients.",
+        unset=_USUAL_MOMENTS,
+        **_MOMENT,
+    )
+    """Both are options of Megatron-LM's precision-aware optimizer (`--exp-avg-dtype`,
+    `--exp-avg-sq-dtype`), which asks for AdamW and the distributed optimizer (`OptimizerConfig` in
+    megatron/core/optimizer/optimizer_config.py). What is held is counted: fp8 without its one scale
+    per tensor, and without the copies in fp32 that Transformer Engine's FusedAdam makes while it
+    updates."""
     flash_attention: Switch = setting(
         True,
         "Compute attention as one kernel.",
