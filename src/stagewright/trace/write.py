@@ -157,7 +157,10 @@ def chosen_ranks(world: int, ranks: Sequence[int] | None) -> Int:
 def _absolute(out: Path | str) -> str:
     """An absolute path, or a URL."""
     address = str(out).removeprefix("file://")
-    return address if "://" in address else os.path.realpath(address)
+    try:
+        return address if "://" in address else os.path.realpath(address)
+    except ValueError as error:  # a name that no file can have
+        raise UserError(f"{address!a}: cannot be written: {error}") from None
 
 
 def _share_of(program: Program, ranks: Int, shard: tuple[int, int] | None) -> Int:
