@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
+import stagewright as sw
 from spmd import PLAIN, RandomLayouts, Spmd, case, check, single
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Recipe
@@ -196,3 +198,44 @@ def test_a_dropout_mask_is_drawn_alike_again() -> None:
     for same in masks.values():
         assert {n.phase for n in same} == {"forward", "recompute"}
         assert all((env[n][()] == env[same[0]][()]).all() for n in same)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"activation_gather": "keep"},
+        {"activation_gather": "keep", "tp": 2, "sequence_parallel": True},
+        {"framework": "torchtitan"},
+        {"framework": "torchtitan", "precision": "fp32"},
+        {"framework": "torchtitan", "params_dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_weights_are_gathered_again_whatever_is_done_with_activations(
+    settings: dict[str, Any], reshard: bool
+):
+    """FSDP2's `reshard_after_forward` says it alone: not how activations are kept, and no cast."""
+    compiled = sw.compile(
+        "llama3-8b",
+        layers=2,
+        dp=4,
+        zero=3,
+        seq_length=512,
+        reshard_after_forward=reshard,
+        **settings,
+    )
+    layer = next(graph for label, graph in compiled.blocks.items() if label.startswith("layer"))
+    gathered = {
+        phase: {
+            n.srcs[0].binding.name
+            for n in layer
+            if n.op == "all_gather"
+            and n.phase == phase
+            and "dp" in cast(tuple[str, ...], n["axes"])
+        }
+        for phase in ("forward", "backward")
+    }
+    assert len(gathered["forward"]) >= 7
+    assert gathered["backward"] == (gathered["forward"] if reshard else set())

@@ -26,6 +26,8 @@ Want = Callable[[Node, Layout | None], Layout | None]
 Splits = dict[str, tuple[str, ...]]
 Offer = tuple[str, tuple[str, ...], bool]  # letter, axes that may split it, whether by a weight
 
+_BY_REMAT = frozenset({Role.KEYS, Role.SENT, Role.USED})
+
 
 def shard(
     graph: Graph,
@@ -278,8 +280,8 @@ class _Sharding:
             if (
                 earlier
                 and earlier in self.made
-                # Of keys, `remat` has said whether they are gathered again.
-                and (step.kind != "all_gather" or (self.keep_gathered and role is not Role.KEYS))
+                # Of keys and of weights, `remat` has said whether they are gathered again.
+                and (step.kind != "all_gather" or (self.keep_gathered and role not in _BY_REMAT))
             ):
                 n = earlier
             else:
