@@ -1,4 +1,4 @@
-"""A layer: norms, residual sums, and in between what `models.Layer` names."""
+"""A layer: norms, residual sums, and in between what `model.config.Layer` names."""
 
 from __future__ import annotations
 

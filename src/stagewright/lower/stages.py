@@ -163,7 +163,7 @@ class Tables:
     pipeline_ranks: int
     holders: Mapping[str, tuple[int, ...]]  # of tables with copies, the pipeline ranks
     bucket_cap: int = 0  # bytes of a bucket of gradients, across layers
-    units: bool = False  # blocks are units of FSDP2, see `units.sharded`
+    units: bool = False  # blocks are units of FSDP2, see `lower.buckets.sharded`
     caches: int = 0  # microbatches whose messages have buffers all the time
     retains: bool = False  # a backward in halves keeps all that it has read
     keeps_sent: bool = False  # a gradient that was sent is there until the next is

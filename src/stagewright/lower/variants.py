@@ -80,8 +80,9 @@ def _label(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> str:
 def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
     """The blocks of each virtual stage of a resolved run, in order.
 
-    A block that is no layer goes with the layer after it, or before it (`blocks.Part.behind`);
-    those before all layers are on the first stage, those after them on the last.
+    A block that is no layer goes with the layer after it, or before it
+    (`blocks.chain.PlacedBlock.behind`); those before all layers are on the first stage, those after
+    them on the last.
     """
     counts = run.layers_per_stage
     assert counts is not None

@@ -444,7 +444,7 @@ class ModelConfig:
         """The same model with a Python function for each layer's mixer, or for its MLP, or both.
 
         `function(builder, h)` maps the hidden state [B, S, M] to what is added to it; `builder` is
-        a `nn.builder.Builder`.
+        a `blocks.builder.Builder`.
         """
         name = function.__name__
         module = Module(name, lambda builder, values: function(builder, *values.values()))

@@ -13,8 +13,8 @@ program; each class has
   summed over the step; bytes of the local input (all_gather: the shard that a rank gives)
 - `sends` and `receives`: one entry per phase and mesh axis, with `count` and `bytes`; with offload
   also `stores` and `loads`, to and from the memory of the host, by phase
-- `memory`: bytes of one rank by category (`program.CATEGORIES`) while most is held, and their sum,
-  `peak`; with `memory_allowance`, beside them `allowance`
+- `memory`: bytes of one rank by category (`program.columns.CATEGORIES`) while most is held, and
+  their sum, `peak`; with `memory_allowance`, beside them `allowance`
 - `memory_peak`: that moment: `row`, `task`, `phase`, `layer` (-1: none), `microbatch` (-1: once per
   step), and `alive`, what is there: values of one name together, the largest first, each with
   `category`, `name`, `layers`, `microbatches`, `instances` and `bytes`
