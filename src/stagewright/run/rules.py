@@ -1,20 +1,25 @@
 """What a run cannot be: `check` says what to change where it contradicts itself or its model.
 
 Rows are `rule.Refuse` and `rule.Divide`; what takes more arithmetic than a row holds is a function.
-Modes and needs of settings are declared with them, in `sections`. Rules of inference:
-`serving_rules`.
+Modes and needs of settings are declared with them, in `sections`. What the model allows:
+`model_rules`; lengths: `sequence_rules`; inference: `serving_rules`.
 """
 
 from __future__ import annotations
 
-import math
-
-from stagewright.errors import UserError, divisors, either
+from stagewright.errors import UserError, divisors
 from stagewright.model.config import ModelConfig
 from stagewright.run import serving_rules
-from stagewright.run.rule import MOST_FLOPS, Divide, Refuse, apply, nearest, require_divides
+from stagewright.run.model_rules import check_model, check_tables
+from stagewright.run.rule import MOST_FLOPS, Refuse, apply, nearest
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.declare import AXES, describe_need, describe_value
+from stagewright.run.sequence_rules import (
+    DIFFUSION,
+    check_decoder_sequence,
+    check_images,
+    check_sequence,
+)
 from stagewright.run.settings import Run
 from stagewright.schedule import schedules
 
@@ -33,18 +38,18 @@ def check(run: Run, model: ModelConfig) -> None:
         apply(serving_rules.MODELS, run, model)
     apply(RANKS, run, model)
     if model.tower:
-        _check_model(run, model.tower)
-        _check_images(run, model)
+        check_model(run, model.tower)
+        check_images(run, model)
     if model.recommendation:
-        _check_tables(run, model)
-    _check_decoder_sequence(run, model)
+        check_tables(run, model)
+    check_decoder_sequence(run, model)
     apply(DIFFUSION, run, model)
-    _check_model(run, model)
+    check_model(run, model)
     if run.mode != "train":
         _check_layers(run, model)
         serving_rules.check(run.resolved(model), model)
         return
-    _check_sequence(run, model)
+    check_sequence(run, model)
     apply(BATCH, run, model)
     _check_stages(run, model)
     _check_layers(run, model)
@@ -89,23 +94,6 @@ def check_needs(run: Run) -> None:
                 )
 
 
-def _check_dense(run: Run, model: ModelConfig) -> None:
-    """Refuse degrees and routing of experts where there are none."""
-    for degree, size in (("ep", run.ep), ("etp", run.etp or 1)):
-        if size > 1:
-            raise UserError(
-                f"{model.name} is a dense model; {degree}={size} needs a mixture-of-experts "
-                f"model; use {degree}=1"
-            )
-    for setting in SETTINGS.values():
-        value = getattr(run, setting.name)
-        if setting.section == "experts" and value != setting.default:
-            raise UserError(
-                f"{model.name} is a dense model; {setting.name}={value} needs a "
-                f"mixture-of-experts model; drop {setting.name}"
-            )
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 LAYERS_ADD_UP = (
@@ -131,114 +119,6 @@ RANKS = (
         "tp={run.tp} x cp={run.cp} x dp={run.dp} x pp={run.pp} makes {run.world_size} ranks, "
         "wanted at most {most}; lower one of them",
         lambda run, model: {"most": MOST_RANKS},
-    ),
-)
-
-DIFFUSION = (
-    Refuse(
-        lambda run, model: model.diffusion and (run.sequence_parallel or run.cp > 1),
-        "{model.name}: its sequences of {model.max_position_embeddings} positions, one of which "
-        "modulates the others, are not split; use no sequence_parallel, and cp=1",
-    ),
-)
-
-MODEL = (
-    Divide(
-        "tp",
-        lambda model: model.num_attention_heads,
-        "attention heads of {model.name}",
-        when=lambda run, model: model.attends,
-    ),
-    Divide(
-        "tp",
-        lambda model: model.ffn_hidden_size,
-        "channels of the MLP of {model.name}",
-        when=lambda run, model: "dense" in model.parts,
-        fit=lambda model: math.gcd(model.num_attention_heads, model.ffn_hidden_size),
-    ),
-    Refuse(
-        lambda run, model: model.shared_blocks and model.shared_blocks.adapter_rank % run.tp,
-        "tp={run.tp} does not divide the adapters' rank {model.shared_blocks.adapter_rank} of "
-        "{model.name}; use {fit}",
-        lambda run, model: {
-            "fit": divisors(
-                math.gcd(
-                    model.num_attention_heads,
-                    model.shared_blocks.adapter_rank if model.shared_blocks else 0,
-                )
-            )
-        },
-    ),
-    # Ranks share key-value heads evenly: several each, or several ranks hold one.
-    Refuse(
-        lambda run, model: (
-            model.attends and model.num_query_groups % run.tp and run.tp % model.num_query_groups
-        ),
-        "tp={run.tp} neither divides the {model.num_query_groups} key-value heads of {model.name} "
-        "nor is a multiple of them; use {fit}",
-        lambda run, model: {
-            "fit": either(_shared(model.num_attention_heads, model.num_query_groups))
-        },
-    ),
-)
-
-ROUTING = (
-    Refuse(
-        lambda run, model: run.moe_router_enable_expert_bias and model.router != "sigmoid",
-        "moe_router_enable_expert_bias balances sigmoid scores, but {model.name} has "
-        "{model.router}; use moe_aux_loss_coeff, or drop moe_router_enable_expert_bias",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_token_dispatcher_type == "allgather"
-            and run.moe_expert_capacity_factor is not None
-        ),
-        "moe_expert_capacity_factor={run.moe_expert_capacity_factor} needs copies that go to their "
-        "experts, got moe_token_dispatcher_type=allgather; use alltoall, or drop the factor",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_pad_expert_input_to_capacity and run.moe_expert_capacity_factor is None
-        ),
-        "moe_pad_expert_input_to_capacity pads to moe_expert_capacity_factor; set it, or drop "
-        "moe_pad_expert_input_to_capacity",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_apply_probs in ("input", "output")
-            and run.moe_token_dispatcher_type != "alltoall"
-        ),
-        "moe_apply_probs={run.moe_apply_probs} needs moe_token_dispatcher_type=alltoall, got "
-        "{run.moe_token_dispatcher_type}; use alltoall, or moe_apply_probs=experts",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_router_load_balancing_type != "aux_loss" and not run.moe_aux_loss_coeff
-        ),
-        "moe_router_load_balancing_type={run.moe_router_load_balancing_type} does nothing with "
-        "moe_aux_loss_coeff=0; set moe_aux_loss_coeff, such as 0.01, or drop it",
-    ),
-    Refuse(
-        lambda run, model: run.expert_load is not None and model.mtp_num_layers,
-        "expert_load has no lines for the mtp_num_layers={model.mtp_num_layers} layers behind the "
-        "model's; drop either",
-    ),
-)
-
-SEQUENCE = (
-    Refuse(
-        lambda run, model: (
-            (model.vision or model.diffusion) and run.seq_length != model.max_position_embeddings
-        ),
-        "seq_length={run.seq_length} is not the {model.max_position_embeddings} positions of an "
-        "image of {model.name}; leave it out",
-    ),
-    Refuse(
-        lambda run, model: (
-            model.position == "learned" and (run.seq_length or 0) > model.max_position_embeddings
-        ),
-        "seq_length={run.seq_length} is longer than the {model.max_position_embeddings} learned "
-        "positions of {model.name}; use at most {model.max_position_embeddings}",
     ),
 )
 
@@ -300,175 +180,6 @@ RECOMPUTE_AND_OFFLOAD = (
         "would have gradients summed over tp; use zero=3, or sequence_parallel_grads=step",
     ),
 )
-
-
-# ---- the model -----------------------------------------------------------------------------------
-
-
-def _check_model(run: Run, model: ModelConfig) -> None:
-    apply(MODEL, run, model)
-    _check_state_heads(run, model)
-    if model.num_experts:
-        _check_experts(run, model)
-    else:
-        _check_dense(run, model)
-
-
-def _shared(heads: int, groups: int) -> list[int]:
-    """Divisors of the heads that divide the groups or are multiples of them."""
-    degrees = [d for d in range(1, heads + 1) if heads % d == 0]
-    return [d for d in degrees if groups % d == 0 or d % groups == 0]
-
-
-def _check_state_heads(run: Run, model: ModelConfig) -> None:
-    """Layers that carry a state split whole heads, and over cp too: as Megatron-LM's Mamba does."""
-    state = model.state_space
-    if state is None:
-        return
-    heads, groups = state.heads, state.groups
-    what = "channels" if model.recurrence == "mamba" else "heads"
-    require_divides("tp", run.tp, heads, f"{what} of the state layers of {model.name}")
-    if what == "heads" and groups % run.tp and run.tp % groups:
-        raise UserError(
-            f"tp={run.tp} neither divides the {groups} groups of heads in the state layers of "
-            f"{model.name} nor is a multiple of them; use {either(_shared(heads, groups))}"
-        )
-    require_divides(
-        "cp",
-        run.cp,
-        heads // run.tp,
-        f"{what} of a rank in the state layers of {model.name} (tp={run.tp}), which has whole "
-        f"sequences of fewer {what} there",
-    )
-    groups_of_rank = groups // math.gcd(run.tp, groups)
-    heads_of_group = heads // groups // (run.tp // math.gcd(run.tp, groups))
-    if what == "heads" and groups_of_rank % run.cp and heads_of_group % run.cp:
-        raise UserError(
-            f"cp={run.cp} divides neither the {groups_of_rank} groups of a rank in the state "
-            f"layers of {model.name} (tp={run.tp}) nor the heads of a group; "
-            f"use {divisors(groups_of_rank)}"
-        )
-
-
-def _check_experts(run: Run, model: ModelConfig) -> None:
-    redundant = run.num_redundant_experts
-    more = f" and num_redundant_experts={redundant}" if redundant else ""
-    experts = model.num_experts + redundant
-    if experts % run.ep:
-        raise UserError(
-            f"ep={run.ep} does not divide the {model.num_experts} experts of {model.name}{more}; "
-            f"use {divisors(experts)}"
-        )
-    etp, ranks = run.etp or run.tp, run.tp * run.cp * run.dp
-    if ranks % (etp * run.ep):
-        raise UserError(
-            f"etp={etp} * ep={run.ep} does not divide tp * cp * dp = {ranks}: experts spread over "
-            "the ranks of these; use a smaller ep, or more dp"
-        )
-    for name, degree, width, of in (
-        ("tp", run.tp, model.shared_ffn_hidden_size, "the shared experts"),
-        ("etp", etp, model.moe_ffn_hidden_size, "an expert"),
-    ):
-        if width % degree:
-            raise UserError(
-                f"{name}={degree} does not divide the width {width} of {of} of {model.name}; "
-                f"use {divisors(width)}"
-            )
-    apply(ROUTING, run, model)
-
-
-def _check_tables(run: Run, model: ModelConfig) -> None:
-    """Tables are split over dp by columns; nothing else splits this kind of model."""
-    for name in ("tp", "cp", "pp"):
-        if getattr(run, name) > 1:
-            raise UserError(
-                f"{name}={getattr(run, name)} splits layers that {model.name} does not have; use dp"
-            )
-    assert model.recommendation is not None
-    width = model.recommendation.bottom[-1]
-    if width % run.dp:
-        raise UserError(
-            f"dp={run.dp} does not divide the width {width} of the tables of {model.name}; "
-            f"use {divisors(width)}"
-        )
-
-
-# ---- sequences -----------------------------------------------------------------------------------
-
-
-def _check_images(run: Run, model: ModelConfig) -> None:
-    """A tower's sequence is what its images make it, and the text comes after that."""
-    assert model.tower is not None
-    positions = model.tower.max_position_embeddings
-    length = run.resolved(model).seq_length or 0
-    if length < positions:
-        raise UserError(
-            f"seq_length={length} has no room for text behind the {positions - 1} patches of an "
-            f"image of {model.name}; use {positions} or more"
-        )
-    of = f"positions of an image of {model.name}"
-    for name, ranks in (
-        ("sequence_parallel with tp", run.tp * run.sequence_parallel),
-        ("cp", run.cp),
-    ):
-        if ranks > 1:
-            require_divides(name, ranks, positions, of, end=", or none")
-
-
-def _check_decoder_sequence(run: Run, model: ModelConfig) -> None:
-    """What an encoder and a decoder allow."""
-    if not model.encoder_num_layers:
-        if run.decoder_seq_length is not None:
-            raise UserError(
-                f"decoder_seq_length={run.decoder_seq_length} is of an encoder and a decoder, but "
-                f"{model.name} has no encoder; use seq_length"
-            )
-        return
-    length = run.resolved(model).decoder_seq_length
-    if length is None:
-        return
-    pieces = 2 * run.cp if run.cp > 1 and run.cp_comm_type != "a2a" else run.cp
-    ranks = f"cp x tp={run.cp * run.tp}" if run.cp > 1 else f"tp={run.tp}"
-    _check_pieces("decoder_seq_length", length, pieces, run, ranks)
-
-
-def _check_sequence(run: Run, model: ModelConfig) -> None:
-    run = run.resolved(model)
-    apply(SEQUENCE, run, model)
-    length = run.seq_length
-    assert length is not None
-    if run.cp_comm_type == "a2a" and model.attends:
-        _check_ulysses(run, model)
-    causal = model.causal and not model.encoder_num_layers  # whose sequence this is
-    balanced = run.cp > 1 and causal and model.attends and run.cp_comm_type != "a2a"
-    pieces = 2 * run.cp if balanced else run.cp
-    _check_pieces("seq_length", length, pieces, run, f"cp x tp={run.cp * run.tp}")
-    apply(serving_rules.SEQUENCE_PARALLEL, run, model)
-
-
-def _check_ulysses(run: Run, model: ModelConfig) -> None:
-    """All-to-alls over cp leave each rank whole heads."""
-    heads = model.num_attention_heads // run.tp
-    groups = max(1, model.num_query_groups // run.tp)
-    for count, what in ((heads, "attention"), (groups, "key-value")):
-        if count % run.cp and (what == "attention" or count > 1):
-            raise UserError(
-                f"cp={run.cp} does not divide the {count} {what} heads of a rank ({model.name} "
-                f"with tp={run.tp}), which cp_comm_type=a2a needs; use cp={divisors(count)}, or p2p"
-            )
-
-
-def _check_pieces(name: str, length: int, pieces: int, run: Run, ranks: str) -> None:
-    """A sequence is split into pieces over cp, and with sequence parallelism over tp."""
-    if length % pieces:
-        why = f"2 x cp={pieces} (causal load balance)" if pieces > run.cp else f"cp={run.cp}"
-        raise UserError(f"{name}={length} is not divisible by {why}; {nearest(length, pieces)}")
-    step = math.lcm(pieces, run.cp * run.tp)
-    if run.sequence_parallel and length % step:
-        raise UserError(
-            f"{name}={length} is not divisible by {ranks}, which sequence_parallel needs; "
-            f"{nearest(length, step)}"
-        )
 
 
 # ---- stages and size -----------------------------------------------------------------------------

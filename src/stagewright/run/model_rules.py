@@ -1,0 +1,200 @@
+"""What a model allows: which degrees divide its heads, widths and experts, and its routing."""
+
+from __future__ import annotations
+
+import math
+
+from stagewright.errors import UserError, divisors, either
+from stagewright.model.config import ModelConfig
+from stagewright.run.rule import Divide, Refuse, apply, require_divides
+from stagewright.run.sections import SETTINGS
+from stagewright.run.settings import Run
+
+MODEL = (
+    Divide(
+        "tp",
+        lambda model: model.num_attention_heads,
+        "attention heads of {model.name}",
+        when=lambda run, model: model.attends,
+    ),
+    Divide(
+        "tp",
+        lambda model: model.ffn_hidden_size,
+        "channels of the MLP of {model.name}",
+        when=lambda run, model: "dense" in model.parts,
+        fit=lambda model: math.gcd(model.num_attention_heads, model.ffn_hidden_size),
+    ),
+    Refuse(
+        lambda run, model: model.shared_blocks and model.shared_blocks.adapter_rank % run.tp,
+        "tp={run.tp} does not divide the adapters' rank {model.shared_blocks.adapter_rank} of "
+        "{model.name}; use {fit}",
+        lambda run, model: {
+            "fit": divisors(
+                math.gcd(
+                    model.num_attention_heads,
+                    model.shared_blocks.adapter_rank if model.shared_blocks else 0,
+                )
+            )
+        },
+    ),
+    # Ranks share key-value heads evenly: several each, or several ranks hold one.
+    Refuse(
+        lambda run, model: (
+            model.attends and model.num_query_groups % run.tp and run.tp % model.num_query_groups
+        ),
+        "tp={run.tp} neither divides the {model.num_query_groups} key-value heads of {model.name} "
+        "nor is a multiple of them; use {fit}",
+        lambda run, model: {
+            "fit": either(_shared(model.num_attention_heads, model.num_query_groups))
+        },
+    ),
+)
+
+ROUTING = (
+    Refuse(
+        lambda run, model: run.moe_router_enable_expert_bias and model.router != "sigmoid",
+        "moe_router_enable_expert_bias balances sigmoid scores, but {model.name} has "
+        "{model.router}; use moe_aux_loss_coeff, or drop moe_router_enable_expert_bias",
+    ),
+    Refuse(
+        lambda run, model: (
+            run.moe_token_dispatcher_type == "allgather"
+            and run.moe_expert_capacity_factor is not None
+        ),
+        "moe_expert_capacity_factor={run.moe_expert_capacity_factor} needs copies that go to their "
+        "experts, got moe_token_dispatcher_type=allgather; use alltoall, or drop the factor",
+    ),
+    Refuse(
+        lambda run, model: (
+            run.moe_pad_expert_input_to_capacity and run.moe_expert_capacity_factor is None
+        ),
+        "moe_pad_expert_input_to_capacity pads to moe_expert_capacity_factor; set it, or drop "
+        "moe_pad_expert_input_to_capacity",
+    ),
+    Refuse(
+        lambda run, model: (
+            run.moe_apply_probs in ("input", "output")
+            and run.moe_token_dispatcher_type != "alltoall"
+        ),
+        "moe_apply_probs={run.moe_apply_probs} needs moe_token_dispatcher_type=alltoall, got "
+        "{run.moe_token_dispatcher_type}; use alltoall, or moe_apply_probs=experts",
+    ),
+    Refuse(
+        lambda run, model: (
+            run.moe_router_load_balancing_type != "aux_loss" and not run.moe_aux_loss_coeff
+        ),
+        "moe_router_load_balancing_type={run.moe_router_load_balancing_type} does nothing with "
+        "moe_aux_loss_coeff=0; set moe_aux_loss_coeff, such as 0.01, or drop it",
+    ),
+    Refuse(
+        lambda run, model: run.expert_load is not None and model.mtp_num_layers,
+        "expert_load has no lines for the mtp_num_layers={model.mtp_num_layers} layers behind the "
+        "model's; drop either",
+    ),
+)
+
+
+def check_model(run: Run, model: ModelConfig) -> None:
+    """Refuse degrees that do not divide what they split, and routing without experts."""
+    apply(MODEL, run, model)
+    _check_state_heads(run, model)
+    if model.num_experts:
+        _check_experts(run, model)
+    else:
+        _check_dense(run, model)
+
+
+def _shared(heads: int, groups: int) -> list[int]:
+    """Divisors of the heads that divide the groups or are multiples of them."""
+    degrees = [d for d in range(1, heads + 1) if heads % d == 0]
+    return [d for d in degrees if groups % d == 0 or d % groups == 0]
+
+
+def _check_state_heads(run: Run, model: ModelConfig) -> None:
+    """Layers that carry a state split whole heads, and over cp too: as Megatron-LM's Mamba does."""
+    state = model.state_space
+    if state is None:
+        return
+    heads, groups = state.heads, state.groups
+    what = "channels" if model.recurrence == "mamba" else "heads"
+    require_divides("tp", run.tp, heads, f"{what} of the state layers of {model.name}")
+    if what == "heads" and groups % run.tp and run.tp % groups:
+        raise UserError(
+            f"tp={run.tp} neither divides the {groups} groups of heads in the state layers of "
+            f"{model.name} nor is a multiple of them; use {either(_shared(heads, groups))}"
+        )
+    require_divides(
+        "cp",
+        run.cp,
+        heads // run.tp,
+        f"{what} of a rank in the state layers of {model.name} (tp={run.tp}), which has whole "
+        f"sequences of fewer {what} there",
+    )
+    groups_of_rank = groups // math.gcd(run.tp, groups)
+    heads_of_group = heads // groups // (run.tp // math.gcd(run.tp, groups))
+    if what == "heads" and groups_of_rank % run.cp and heads_of_group % run.cp:
+        raise UserError(
+            f"cp={run.cp} divides neither the {groups_of_rank} groups of a rank in the state "
+            f"layers of {model.name} (tp={run.tp}) nor the heads of a group; "
+            f"use {divisors(groups_of_rank)}"
+        )
+
+
+def _check_experts(run: Run, model: ModelConfig) -> None:
+    redundant = run.num_redundant_experts
+    more = f" and num_redundant_experts={redundant}" if redundant else ""
+    experts = model.num_experts + redundant
+    if experts % run.ep:
+        raise UserError(
+            f"ep={run.ep} does not divide the {model.num_experts} experts of {model.name}{more}; "
+            f"use {divisors(experts)}"
+        )
+    etp, ranks = run.etp or run.tp, run.tp * run.cp * run.dp
+    if ranks % (etp * run.ep):
+        raise UserError(
+            f"etp={etp} * ep={run.ep} does not divide tp * cp * dp = {ranks}: experts spread over "
+            "the ranks of these; use a smaller ep, or more dp"
+        )
+    for name, degree, width, of in (
+        ("tp", run.tp, model.shared_ffn_hidden_size, "the shared experts"),
+        ("etp", etp, model.moe_ffn_hidden_size, "an expert"),
+    ):
+        if width % degree:
+            raise UserError(
+                f"{name}={degree} does not divide the width {width} of {of} of {model.name}; "
+                f"use {divisors(width)}"
+            )
+    apply(ROUTING, run, model)
+
+
+def check_tables(run: Run, model: ModelConfig) -> None:
+    """Tables are split over dp by columns; nothing else splits this kind of model."""
+    for name in ("tp", "cp", "pp"):
+        if getattr(run, name) > 1:
+            raise UserError(
+                f"{name}={getattr(run, name)} splits layers that {model.name} does not have; use dp"
+            )
+    assert model.recommendation is not None
+    width = model.recommendation.bottom[-1]
+    if width % run.dp:
+        raise UserError(
+            f"dp={run.dp} does not divide the width {width} of the tables of {model.name}; "
+            f"use {divisors(width)}"
+        )
+
+
+def _check_dense(run: Run, model: ModelConfig) -> None:
+    """Refuse degrees and routing of experts where there are none."""
+    for degree, size in (("ep", run.ep), ("etp", run.etp or 1)):
+        if size > 1:
+            raise UserError(
+                f"{model.name} is a dense model; {degree}={size} needs a mixture-of-experts "
+                f"model; use {degree}=1"
+            )
+    for setting in SETTINGS.values():
+        value = getattr(run, setting.name)
+        if setting.section == "experts" and value != setting.default:
+            raise UserError(
+                f"{model.name} is a dense model; {setting.name}={value} needs a "
+                f"mixture-of-experts model; drop {setting.name}"
+            )
