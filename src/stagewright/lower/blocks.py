@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,18 +10,18 @@ from typing import Any, NamedTuple
 from stagewright import blocks as nn
 from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
-from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.node import Graph, Node
 from stagewright.graph.recompute import remat
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower import offload
+from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
+from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, permanent_bytes, uses
+from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
 from stagewright.lower.kernels import Extent, Kernel, bytes_of, handed_on, interface, kernels
-from stagewright.lower.lifetimes import Gradients, static, uses
-from stagewright.lower.stages import LoweredBlock, weight_half
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import Layer, ModelConfig
-from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
 from stagewright.run.rules import MOST_FLOPS
@@ -140,21 +139,23 @@ def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
 
 
 def lower_block(
-    graph: Graph, run: Run, mesh: Mesh, extent: Extent, variant: BlockVariant
+    graph: Graph,
+    run: Run,
+    mesh: Mesh,
+    extent: Extent,
+    variant: BlockVariant,
+    habits: Habit = MEGATRON_LM,
 ) -> LoweredBlock:
     """The kernels, messages and memory of a sharded block on one rank, for these sizes."""
     how: dict[str, Any] = {
         "fuse": run.fuse,
-        "bucket": "step" if ddp_bucket_bytes(run) else run.bucket,
+        "bucket": habits.bucket(run.bucket),
         "key_grads": run.cp_grad_comm_type,
     }
     tasks, made_by = kernels(graph, extent, mesh, **how)
     _check_numbers(tasks, run)
-    eager_update = run.operators == "eager" and run.optimizer == "adamw"
-    # `denom` of torch.optim.AdamW: a square root, and what it is divided by.
-    temporaries = 2 * eager_update
-    gradients = Gradients(run.set_grads_to_none, run.microbatches == 1, temporaries)
-    size = _bytes_of_values(graph, run, mesh, extent)
+    allocation = habits.allocation(PERMANENT_BUFFERS)
+    size = _bytes_of_values(graph, mesh, extent, habits)
     offloaded = frozenset[Node]()
     if variant.activations_on_host:
         tasks, offloaded = offload.activations(graph, tasks, size)
@@ -164,9 +165,9 @@ def lower_block(
     makes = {value: made_by[n] for value, n in made.items()}
     tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
     handed_back = [t for v, t in makes.items() if v.gradient and v.name not in tied]
-    stays = static(graph, size, states_on_host=variant.states_on_host, gradients=gradients)
-    if ddp_bucket_bytes(run) and run.dp * run.cp > 1:  # buckets hold the gradients once more
-        stays["communication"] = sum(size[n] for n in graph if n.op == "accumulate")
+    permanent = permanent_bytes(
+        graph, size, states_on_host=variant.states_on_host, allocation=allocation
+    ) | habits.permanent_bytes(graph, size)
     return LoweredBlock(
         graph,
         tasks,
@@ -175,10 +176,10 @@ def lower_block(
         _handed_to(graph, extent),
         weight_half(tasks, handed_back),
         size,
-        uses(tasks, size, graph, gradients),
-        stays,
+        uses(tasks, size, graph, allocation),
+        permanent,
         offloaded,
-        gradients,
+        allocation,
         variant.root,
     )
 
@@ -202,24 +203,12 @@ def _handed_to(graph: Graph, extent: Extent) -> dict[str, tuple[int, str]]:
     }
 
 
-def _bytes_of_values(graph: Graph, run: Run, mesh: Mesh, extent: Extent) -> dict[Node, int]:
+def _bytes_of_values(graph: Graph, mesh: Mesh, extent: Extent, habits: Habit) -> dict[Node, int]:
     """Bytes that each value takes on one rank."""
     size = {n: bytes_of(n, extent) for n in graph}
     for n in graph if extent.rows else ():  # gathered together with their padding
         if n.op == "all_gather" and n.role is Role.USED:
             axes: Any = n["axes"]
             size[n] = size[n.srcs[0]] * mesh.size(*axes)
-    if run.operators == "eager":  # PyTorch's attention keeps an fp32 number for every row of scores
-        attention = [n for n in graph if n.op == "attention"]
-        size |= {n: size[n] + _bytes_of_row_sums(n, extent) for n in attention}
-    return size
-
-
-def _bytes_of_row_sums(n: Node, extent: Extent) -> int:
-    rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
-    return rows * int(BYTES["fp32"])
-
-
-def ddp_bucket_bytes(run: Run) -> int:
-    """The size of DDP's buckets, which reduce whole gradients once per step; 0: no buckets."""
-    return 0 if run.zero or reduces_each_microbatch(run) else (run.ddp_bucket_cap_mb or 0) * 2**20
+    beside = {n: habits.bytes_beside(n, extent) for n in graph}
+    return size | {n: size[n] + extra for n, extra in beside.items() if extra}

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM
+from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS
+from stagewright.lower.assembly.lifetimes import updates as is_update
 from stagewright.lower.kernels import Dependency, Kernel, LiveValue, TaskPart, interface
-from stagewright.lower.lifetimes import root, stays
-from stagewright.lower.lifetimes import updates as is_update
 from stagewright.program.columns import TaskKind
 
 _LATER = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
@@ -26,18 +26,18 @@ def activations(
     As in Megatron-LM's `--cpu-offloading-num-layers`: stored when the block's forward is done,
     loaded while backward is at the block behind it.
     """
-    made = {root(n) for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
+    owner = PERMANENT_BUFFERS.owner  # no gradient of a weight is made in forward
+    made = {owner(n) for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
     made |= {n for n in graph if interface(n) == LiveValue(STREAM)}
     later = [t for t in tasks if t.part in _LATER]
-    kept = dict.fromkeys(
-        root(n) for t in later for n in t.reads if root(n) in made and not stays(root(n))
-    )
+    read = dict.fromkeys(owner(n) for t in later for n in t.reads)
+    kept = {n: None for n in read if n in made and not PERMANENT_BUFFERS.permanent(n)}
     total = sum(size[n] for n in kept)
     if not total:
         return [*tasks], frozenset()
     dtype = next(iter(kept)).dtype
     makers = [
-        t for t in tasks if t.part is TaskPart.FORWARD and any(root(n) in kept for n in t.made)
+        t for t in tasks if t.part is TaskPart.FORWARD and any(owner(n) in kept for n in t.made)
     ]
     stream = [LiveValue(STREAM)] if any(n.op == "input" for n in kept) else []
     deps: list[Dependency] = [*makers, *stream]
@@ -46,7 +46,7 @@ def activations(
     load = Kernel("reload", "load", TaskKind.LOAD, "backward", TaskPart.GATHER_AGAIN,
                 comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
     for t in later:
-        if any(root(n) in kept for n in t.reads):
+        if any(owner(n) in kept for n in t.reads):
             t.deps.append(load)
     return [*tasks, store, load], frozenset(kept)
 

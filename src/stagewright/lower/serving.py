@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.lower.assemble import lower
+from stagewright.lower.assembly.assemble import lower
+from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.capacity import capacity
 from stagewright.lower.compiled_run import CompiledRun
@@ -21,7 +22,6 @@ from stagewright.lower.parameters import parameters
 from stagewright.lower.per_rank import merge_programs, place_along
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.serving_memory import ServingMemory
-from stagewright.lower.stages import Placed
 from stagewright.lower.strategy_table import check_table, table_of
 from stagewright.lower.variants import BlockVariant, labels, place_blocks
 from stagewright.model.config import ModelConfig
@@ -61,7 +61,7 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
         with_sizes = extent(batch)
         blocks = {v: lower_block(graph, run, mesh, with_sizes, v) for v, graph in graphs.items()}
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
-        programs.append(lower(placed, order, mesh, clip_grad=False, streams=run.streams))
+        programs.append(lower(placed, order, mesh, streams=run.streams))
         kernels = {v: block.tasks for v, block in blocks.items()}
     memory = ServingMemory(stages, graphs, kernels, extent)
 

@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stagewright.algebra.layout import MIRROR
-from stagewright.lower.assemble import lower
-from stagewright.lower.blocks import ddp_bucket_bytes, lower_block, shard_block
+from stagewright.lower.assembly.assemble import lower
+from stagewright.lower.assembly.lowered_block import Placed
+from stagewright.lower.assembly.optimizer_step import ClipNorm
+from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.habits import Habits
 from stagewright.lower.kernels import extent_of
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.routing import ROWS, Load, Routing, Rows
-from stagewright.lower.stages import Placed
 from stagewright.lower.strategy_table import check_table, table_of
 from stagewright.lower.variants import labels, place_blocks, tie_tables
 from stagewright.model.config import ModelConfig
@@ -42,27 +44,16 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     stages = tie_tables(place_blocks(run, model), order, model)
     variants = dict.fromkeys(variant for stage in stages for variant, _ in stage)
     graphs = {v: shard_block(v, run, model, plan, sizes, recipe) for v in variants}
-    norm_axes, norm_dims = _norm_groups(run, plan)
+    habits = Habits.of(run, order)
+    clip = _clip_norm(run, plan) if run.clip_grad else None
 
     def program(rows: Rows | None) -> Program:
         """The program of every rank if experts compute this many rows; None: a dense model."""
         shards = frozenset(plan.shard if plan.shard_rows else ())
         extent = extent_of(sizes, mesh, {ROWS: rows} if rows else None, shards)
-        blocks = {v: lower_block(graph, run, mesh, extent, v) for v, graph in graphs.items()}
+        blocks = {v: lower_block(g, run, mesh, extent, v, habits) for v, g in graphs.items()}
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
-        return lower(
-            placed,
-            order,
-            mesh,
-            norm_axes=norm_axes,
-            norm_dims=norm_dims,
-            clip_grad=run.clip_grad,
-            streams=run.streams,
-            bucket_cap=ddp_bucket_bytes(run),
-            units=run.fsdp_root_unit and run.zero == 3,
-            caches=run.pipeline_caches,
-            schedule=(run.schedule or "") if len(stages) == run.pp else "",
-        )
+        return lower(placed, order, mesh, clip=clip, streams=run.streams, habits=habits)
 
     routing = Routing.of(run, model, plan, sizes["B"] * sizes["S"]) if model.num_experts else None
     load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
@@ -72,16 +63,17 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     return CompiledRun(run, model, *parameters(model), texts, order, every, load=load)
 
 
-def _norm_groups(run: Run, plan: Plan) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Axes over which the norm of all gradients is a sum; axes that exchange each gradient's norm.
+def _clip_norm(run: Run, plan: Plan) -> ClipNorm:
+    """The axes over which the norm of all gradients is a sum; or, by `clip_grad_norm`, each norm.
 
-    The second, of `clip_grad_norm=vector`, are two groups: those that shard, those of tensors.
+    With `clip_grad_norm=vector`, ranks exchange the norm of each gradient over two groups of axes:
+    those that shard gradients, and those that split tensors.
     """
     pipeline = {"pp"} if run.pp > 1 else set[str]()
     axes = tuple(sorted({*plan.model_axes, *pipeline} - {MIRROR}))  # ranks of MIRROR are pp's
     if run.clip_grad_norm != "vector":
-        return axes, ()
-    return axes, (plan.shard if plan.zero else (), plan.tensor)
+        return ClipNorm(axes)
+    return ClipNorm(axes, (plan.shard if plan.zero else (), plan.tensor))
 
 
 def _with_allowance(program: Program, run: Run) -> Program:

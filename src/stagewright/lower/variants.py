@@ -9,6 +9,7 @@ from typing import NamedTuple
 from stagewright import blocks as nn
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
+from stagewright.lower.habits import RootUnit
 from stagewright.model.config import Layer, ModelConfig
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
@@ -23,7 +24,7 @@ class BlockVariant(NamedTuple):
     recomputed: bool = False  # backward computes all of its forward pass again
     states_on_host: bool = False  # its optimizer step runs on the host
     activations_on_host: bool = False  # what it keeps for backward waits in the host's memory
-    root: bool = False  # part of FSDP2's root unit
+    root: bool = False  # outside of all layers: may gather weights together with other such blocks
     ties: tuple[nn.Tie, ...] = ()  # tables that other blocks have copies of
     begins: frozenset[str] = frozenset()  # values that it is the first of its stage to use
     ends: frozenset[str] = frozenset()  # values that it is the last to use
@@ -93,7 +94,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
     for name, index, layer, behind in nn.chain(model):
         if index < 0:
             recomputed = run.recompute == "full" and layer.ahead > 0
-            root = run.fsdp_root_unit and run.zero == 3
+            root = RootUnit.applies(run)
             variant = BlockVariant(name, layer, recomputed, root=root)
             (stages[stage] if behind else between).append((variant, -1))
             continue

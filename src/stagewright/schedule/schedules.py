@@ -30,6 +30,12 @@ class Schedule(NamedTuple):
     chunks: int | None = 1  # stages per rank; None: vpp says
     rule: str = ""  # what microbatches must do, in words
     fits: Callable[[int, int], bool] | None = None  # and in numbers: pp, microbatches
+    instead: str = ""  # the schedule to use with one stage per rank, where several are needed
+    pairs_ranks: bool = False  # ranks r and pp - 1 - r have the same stages: pp is even
+    holds_sent_gradients: bool = False
+    """Whether PyTorch's class of the schedule waits for the send of a gradient only at the next
+    one, and so holds the gradient until then. Schedules with several stages, and orders from files,
+    run in its general loop, which does not."""
 
     def takes(self, pp: int, microbatches: int) -> bool:
         """Whether the schedule accepts this number of microbatches on `pp` ranks."""
@@ -54,14 +60,16 @@ def _full_both_ways(pp: int, microbatches: int) -> bool:
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe),
-    "1f1b": Schedule(one_f_one_b),
+    "1f1b": Schedule(one_f_one_b, holds_sent_gradients=True),
     # Megatron-LM's rule, with groups of pp; torch and the function itself take any equal groups.
-    "interleaved": Schedule(interleaved, None, "be divisible by pp", _groups_of_pp),
+    "interleaved": Schedule(interleaved, None, "be divisible by pp", _groups_of_pp, instead="1f1b"),
     "looped-bfs": Schedule(looped_bfs, None),
     "zb-h1": Schedule(zb_h1, None, "pass in equal groups of pp or few more", _equal_groups),
     "zbv": Schedule(zbv, 2),
     "dualpipev": Schedule(dualpipev, 2, "be 2 x pp or more", _full),
-    "dualpipe": Schedule(dualpipe, 1, "be even and 2 x pp or more", _full_both_ways),
+    "dualpipe": Schedule(
+        dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True
+    ),
 }
 
 
@@ -88,11 +96,13 @@ def check(name: str, pp: int, microbatches: int, vpp: int = 1, *, sequences: int
             f"schedule {name} has {_stages_of(schedule.chunks)} per rank, got vpp={vpp}; "
             f"use vpp={schedule.chunks}, or schedule {others}"
         )
-    if name == "interleaved" and vpp == 1:
-        raise UserError("schedule interleaved: got vpp=1, wanted 2 or more; set vpp, or use 1f1b")
-    if name == "dualpipe" and pp % 2:
+    if schedule.instead and vpp == 1:
         raise UserError(
-            f"schedule dualpipe pairs ranks r and pp - 1 - r, got pp={pp}; use pp={pp + 1}"
+            f"schedule {name}: got vpp=1, wanted 2 or more; set vpp, or use {schedule.instead}"
+        )
+    if schedule.pairs_ranks and pp % 2:
+        raise UserError(
+            f"schedule {name} pairs ranks r and pp - 1 - r, got pp={pp}; use pp={pp + 1}"
         )
     if not schedule.takes(pp, microbatches):
         below, above = range(microbatches - 1, 0, -1), itertools.count(microbatches + 1)

@@ -1,0 +1,205 @@
+"""From stages and a schedule to columns: array work, however many microbatches.
+
+The rows of a block are made once. A stage is its blocks' rows behind each other (`stages`), an
+action is a stage's rows with a microbatch (`segments`), a rank is its actions in the schedule's
+order and then the optimizer (`rank_rows`). Rows of actions that differ in their microbatch only are
+copied, and their dependencies become row numbers, for all of them at once.
+
+What waits for what besides data is in `streams`. Of a forward and a backward that overlap, kernels
+take turns: where one would wait for what it communicates, the other goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.algebra.layout import Mesh
+from stagewright.arrays import Int
+from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
+from stagewright.lower.assembly.live_ranges import live_ranges
+from stagewright.lower.assembly.lowered_block import Placed, crossings
+from stagewright.lower.assembly.optimizer_step import ClipNorm, optimizer_step
+from stagewright.lower.assembly.rank_rows import Form, RankRows
+from stagewright.lower.assembly.segments import (
+    BACKWARD,
+    COLUMNS,
+    DTYPES,
+    FIRST,
+    LAST,
+    STEP,
+    Segment,
+    Tables,
+)
+from stagewright.lower.assembly.stages import Stage
+from stagewright.lower.assembly.streams import order_by_streams
+from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
+from stagewright.program.memory import at_peak
+from stagewright.schedule.actions import Order, flat
+from stagewright.schedule.places import Place, places
+
+MAX_TAG = 500_000_000  # ASTRA-sim takes message tags modulo this
+
+
+def lower(
+    stages: Sequence[Sequence[Placed]],
+    order: Order,
+    mesh: Mesh,
+    *,
+    clip: ClipNorm | None = None,
+    streams: str = "one",
+    habits: Habit = MEGATRON_LM,
+) -> Program:
+    """The program of every rank class: one class per pipeline rank.
+
+    `stages` are the blocks of each stage of the model, `order` the actions of each pipeline rank.
+    `clip`: gradients are clipped by their norm. `habits`: those of the run's framework.
+    """
+    pp = len(order)
+    held_by = places(order)
+    between = crossings(stages)
+    tables = Tables(pp, _holders(stages, held_by))
+    ranks: list[dict[int, Stage]] = [{} for _ in range(pp)]
+    for p in held_by:
+        stage = Stage(stages[p.stage], p, between, tables, habits)
+        ranks[p.rank][p.stage] = stage
+    trains = any(a.kind != "F" for steps in order for a in flat(steps))
+    for on_rank in ranks:
+        _build(on_rank, trains=trains)
+    after = [optimizer_step([*on_rank.values()], clip) for on_rank in ranks]
+    numbers = np.arange(mesh.world_size, dtype=np.int64)
+    pipeline_rank = numbers // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(numbers)
+    classes: list[RankClass] = []
+    for p, on_rank in enumerate(ranks):
+        rows = RankRows([*on_rank.values()], order[p], after[p])
+        tasks = _tasks(rows, tables, streams)
+        values = live_ranges({s: stage.values.values for s, stage in on_rank.items()}, rows)
+        members = numbers[pipeline_rank == p]
+        classes.append(RankClass(members, p, tasks, at_peak(values, len(tasks)), values))
+    partners = tuple(tables.communicators.table), tuple(tables.peers.table)
+    return Program(mesh, tuple(classes), *partners)
+
+
+def _build(on_rank: dict[int, Stage], *, trains: bool) -> None:
+    """Make the rows of a rank's stages, each after the stage that hands it values."""
+    for stage in on_rank.values():
+        stage.join(on_rank)
+    for s in sorted(on_rank):
+        on_rank[s].build(forward=True)
+    for s in sorted(on_rank, reverse=True) if trains else ():
+        on_rank[s].build(forward=False)
+
+
+def _holders(
+    stages: Sequence[Sequence[Placed]], held_by: Sequence[Place]
+) -> dict[str, tuple[int, ...]]:
+    """Of each table with copies, the pipeline ranks that hold one."""
+    holders: dict[str, set[int]] = {}
+    for p in held_by:
+        for name in {name for placed in stages[p.stage] for name in placed.block.tied}:
+            holders.setdefault(name, set()).add(p.rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+
+
+# ---- the columns of a rank -----------------------------------------------------------------------
+
+
+class _Copies(NamedTuple):
+    """A form, repeated: where each copy begins, and its microbatch."""
+
+    form: Form
+    begin: Int
+    microbatch: Int | None
+
+
+def _copies(rank: RankRows) -> list[_Copies]:
+    """Everything that a rank runs: its actions by form, and the rows after all actions."""
+    microbatch = np.array([a.microbatch for a in rank.actions], dtype=np.int64)
+    result: list[_Copies] = []
+    for f, form in enumerate(rank.forms):
+        of_form = np.flatnonzero(rank.form_of == f)
+        result.append(_Copies(form, rank.begin[of_form], microbatch[of_form]))
+    every_row = np.arange(len(rank.after))
+    last = Form(rank.after, every_row, every_row)
+    return [*result, _Copies(last, np.array([rank.end]), None)]
+
+
+def _tasks(rank: RankRows, tables: Tables, streams: str) -> Tasks:
+    """The columns of a rank's tasks, with the rows that each depends on."""
+    columns: dict[str, NDArray[Any]] = {
+        c: np.empty(rank.total, dtype=t) for c, t in COLUMNS.items()
+    }
+    counts = np.zeros(rank.total, dtype=np.int64)
+    stages = next(iter(rank.stages.values())).stages
+    copies = _copies(rank)
+    for form, begin, microbatch in copies:
+        segment, keep = form.segment, form.keep
+        place = (begin[:, None] + form.offset).ravel()
+        for c, column in columns.items():
+            column[place] = np.tile(segment.columns[c][keep], len(begin))
+        if microbatch is not None:
+            once = np.tile(segment.once[keep], len(begin))
+            columns["microbatch"][place] = np.where(once, -1, np.repeat(microbatch, len(keep)))
+            columns["tag"][place] = _tags(segment, keep, microbatch, tables, stages)
+        per_row = np.bincount(segment.dep_row, minlength=len(segment))[keep]
+        counts[place] = np.tile(per_row, len(begin))
+    pointer = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    data = np.empty(int(pointer[-1]), dtype=np.int32)
+    for form_copies in copies:
+        _write_dependencies(rank, form_copies, pointer, data)
+    order_pointer, order = order_by_streams(columns, counts, streams)
+    return Tasks(
+        **columns, data_ptr=pointer, data=data, order_ptr=order_pointer, order=order,
+        names=tuple(tables.names.table), ops=tuple(tables.ops.table), dtypes=DTYPES,
+        shapes=tuple(tables.shapes.table),
+    )  # fmt: skip
+
+
+def _tags(segment: Segment, keep: Int, microbatch: Int, tables: Tables, stages: int) -> Int:
+    """Equal on both ends, and different for all messages between two ranks in a step."""
+    local = segment.columns["tag"][keep]
+    stage, slot = segment.columns["stage"][keep], segment.columns["slot"][keep]
+    forward = segment.columns["phase"][keep] == PHASES.index("forward")
+    pipeline_slots = [i for p, i in tables.peers.table.items() if p.axis == "pp"]
+    pipeline = np.isin(slot, pipeline_slots) & (local >= 0)
+    receives = segment.columns["kind"][keep] == TaskKind.RECV
+    # A message between stages is numbered by the earlier one.
+    boundary = stage - (pipeline & (receives == forward))
+    tag = (boundary * 2 + ~forward) * tables.messages + local
+    tags = tag[None, :] + microbatch[:, None] * (stages * 2 * tables.messages)
+    return np.where(local >= 0, tags % MAX_TAG, -1).ravel()
+
+
+def _write_dependencies(
+    rank: RankRows, copies: _Copies, pointer: Int, data: NDArray[np.int32]
+) -> None:
+    """Write the row numbers that all copies of some rows depend on."""
+    form, begin, microbatch = copies
+    segment = form.segment
+    offset = form.offsets()
+    kept = offset[segment.dep_row] >= 0
+    # Rows may stand in another order than in their segment, the dependencies of each do not.
+    nth = np.arange(len(segment.dep_row)) - np.searchsorted(segment.dep_row, segment.dep_row)
+    place = pointer[begin[:, None] + offset[segment.dep_row[kept]]] + nth[kept]
+    whose, stage = segment.dep_whose[kept], segment.dep_stage[kept]
+    at = segment.dep_at[kept]
+    half = np.where(np.isin(whose, (BACKWARD, LAST)), 1, 0)
+    for s, owner in rank.stages.items():
+        of_stage = (stage == s) & (half > 0)
+        half[of_stage] += owner.backward.weight[at[of_stage]]
+    once = np.isin(whose, (FIRST, LAST))
+    value = np.empty((len(begin), len(at)), dtype=np.int64)
+    value[:, whose == STEP] = rank.end + at[whose == STEP]
+    for s, h, single in {*zip(stage.tolist(), half.tolist(), once.tolist(), strict=True)}:
+        alike = (stage == s) & (half == h) & (once == single) & (whose != STEP)
+        if not alike.any():
+            continue
+        if single or microbatch is None:
+            actions = np.full(len(begin), rank.once[s, h])
+        else:
+            actions = rank.by_microbatch[s, h][microbatch]
+        value[:, alike] = rank.rows(actions, at[alike])
+    data[place.ravel()] = value.ravel()

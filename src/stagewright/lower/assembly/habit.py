@@ -1,0 +1,59 @@
+"""The places in lowering where training frameworks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Self
+
+from stagewright.graph.node import Graph, Node
+from stagewright.lower.assembly.buckets import Item, Row
+from stagewright.lower.assembly.lifetimes import Allocation
+from stagewright.lower.assembly.stage_values import ActionRows, StageValues
+from stagewright.lower.kernels import Extent
+from stagewright.run.settings import Run
+from stagewright.schedule.actions import Order
+
+
+class Habit:
+    """What Megatron-LM does at each place where frameworks differ; subclasses do otherwise."""
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """The habit with the numbers of a resolved run; None: the run does not have it."""
+        return cls()
+
+    def allocation(self, allocation: Allocation) -> Allocation:
+        """Which values of a block have bytes of their own, given what other habits say."""
+        return allocation
+
+    def bytes_beside(self, n: Node, extent: Extent) -> int:
+        """Bytes on one rank that the kernel of a value keeps beside the value itself."""
+        return 0
+
+    def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
+        """Further bytes of a block that are allocated all the time, by category."""
+        return {}
+
+    def bucket(self, bucket: str) -> str:
+        """Which reductions of one block are merged, as `lower.kernels` takes it."""
+        return bucket
+
+    def message_buffers(self) -> int:
+        """Buffers allocated all the time for each message between stages; 0: none."""
+        return 0
+
+    def arrange(
+        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
+    ) -> Sequence[Row] | None:
+        """The tasks of an action in order, some merged; None: as they are, a row each.
+
+        `root` are the blocks of the stage that stand outside of all layers.
+        """
+        return None
+
+    def prolong(self, values: StageValues, action: ActionRows) -> None:
+        """Touch values that live longer than the action's tasks need them."""
+
+
+MEGATRON_LM = Habit()

@@ -1,0 +1,88 @@
+"""The rows after all actions: gradients of tied tables, the global norm, then the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stagewright.graph.roles import CLIP
+from stagewright.lower.assembly.segments import STEP, Segment, SegmentBuilder
+from stagewright.lower.assembly.stages import Stage
+from stagewright.lower.kernels import Kernel, LiveValue, TaskPart
+from stagewright.program.columns import TaskKind
+
+
+class ClipNorm(NamedTuple):
+    """How ranks exchange what gradients are clipped by: the norm of the gradients of all ranks."""
+
+    axes: tuple[str, ...] = ()
+    """The norm is a sum over the ranks of these axes."""
+    gradient_axes: Sequence[tuple[str, ...]] = ()
+    """Groups of axes over which ranks exchange the norm of each gradient, one after the other."""
+
+    def exchanges(self, gradients: int) -> list[tuple[tuple[str, ...], int]]:
+        """Axes and bytes of each all-reduce, for the norms of so many gradients in fp32."""
+        groups = [tuple(sorted(axes)) for axes in self.gradient_axes if axes]
+        total = tuple(a for a in self.axes if not any(a in axes for axes in groups))
+        return [(axes, 4 * gradients) for axes in groups] + ([(total, 4)] if total else [])
+
+
+def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
+    """The rows of the stages of one rank; `clip` is None where gradients are not clipped."""
+    segment = SegmentBuilder(stages[0].tables)
+    row_of: dict[tuple[int, int, Kernel], int] = {}
+    norms: list[int] = []
+    clip_row = -1
+    for part in (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE):
+        if part is TaskPart.UPDATE and clip is not None and norms:
+            gradients = sum(
+                n.op == "norm2" for s in stages for p in s.blocks for n in p.block.graph
+            )
+            clip_row = _clip(segment, norms, clip.exchanges(gradients))
+        work = [
+            (c, s, i, s.blocks[i].block.by_part.get(part, ()))
+            for c, s in enumerate(stages)
+            for i in range(len(s.blocks))
+        ]
+        if part is TaskPart.TIE:  # ranks that hold several tables reduce them in one order
+            one_by_one = [(c, s, i, (t,)) for c, s, i, tasks in work for t in tasks]
+            work = sorted(one_by_one, key=lambda item: item[3][0].axes)
+        for c, s, i, tasks in work:
+            placed = s.blocks[i]
+            for t in tasks:
+                row = segment.add(t, placed.label, placed.layer, s.stage)
+                row_of[c, i, t] = row
+                s.values.touch(i, t, (STEP, -1, row))
+                for d in t.deps:
+                    if isinstance(d, LiveValue):
+                        if d.name == CLIP and clip_row >= 0:
+                            segment.deps.append((row, STEP, -1, clip_row))
+                    elif (c, i, d) in row_of:
+                        segment.deps.append((row, STEP, -1, row_of[c, i, d]))
+                    else:
+                        segment.deps.append(s.once_per_step(row, i, d))
+            if part is TaskPart.NORM and tasks:
+                norms.append(len(segment.rows) - 1)
+    return segment.finish((STEP, -1))
+
+
+def _clip(
+    segment: SegmentBuilder, norms: list[int], exchanges: Sequence[tuple[tuple[str, ...], int]]
+) -> int:
+    """Clipping by the global norm: add up, all-reduce one number or many, scale; the last row."""
+    size = len(norms)
+    add = Kernel("grad_norm", "add", TaskKind.COMPUTE, "optimizer", TaskPart.NORM,
+                 flops=size, traffic=4 * (size + 1), dtype="fp32")  # fmt: skip
+    row = segment.add(add, "", -1, -1)
+    segment.deps += [(row, STEP, -1, n) for n in norms]
+    for axes, width in exchanges:
+        t = Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer",
+                   TaskPart.NORM, axes=axes, comm_bytes=width, dtype="fp32")  # fmt: skip
+        reduced = segment.add(t, "", -1, -1)
+        segment.deps.append((reduced, STEP, -1, row))
+        row = reduced
+    scale = Kernel("clip_scale", "divide", TaskKind.COMPUTE, "optimizer", TaskPart.NORM,
+                   flops=3, traffic=8, dtype="fp32")  # fmt: skip
+    last = segment.add(scale, "", -1, -1)
+    segment.deps.append((last, STEP, -1, row))
+    return last

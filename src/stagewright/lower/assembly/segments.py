@@ -1,0 +1,142 @@
+"""Segments: the rows of an action of one stage, written down once for all microbatches.
+
+A row is a task in columns; names, shapes, groups and peers are numbers that point into tables. A
+dependency is a place in an action, of this stage or of another one on the same rank: `rank_rows`
+turns places into row numbers by adding where the actions begin, for all microbatches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from stagewright.algebra.layout import MIRROR
+from stagewright.arrays import Bool, Int
+from stagewright.graph.node import BYTES
+from stagewright.lower.kernels import TIED, Kernel
+from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
+from stagewright.program.communicators import Communicator, Peer
+
+DTYPES = tuple(BYTES)
+COLUMNS = {
+    "kind": np.uint8, "name": np.int32, "op": np.int32, "phase": np.uint8, "stage": np.int32,
+    "layer": np.int32, "microbatch": np.int32, "flops": np.int64, "traffic": np.int64,
+    "collective": np.int8, "dtype": np.int8, "comm_bytes": np.int64, "slot": np.int16,
+    "tag": np.int32, "shape": np.int32,
+}  # fmt: skip
+
+# Whose rows a dependency counts from: a stage's forward or backward action of the same microbatch,
+# its first forward and its last backward action of all, or the rows after all actions; and a touch
+# from the backward action of the next microbatch.
+BACKWARD, FORWARD, FIRST, LAST, STEP, NEXT = range(6)
+Dependency = tuple[int, int, int, int]
+"""A row; and what it depends on: whose rows, of which stage, and the place there."""
+
+_Named = TypeVar("_Named", bound=Hashable)
+
+
+class Numbers(Generic[_Named]):
+    """Numbers things in the order in which they are first met."""
+
+    def __init__(self) -> None:
+        """Nothing is numbered yet."""
+        self.table: dict[_Named, int] = {}
+
+    def __call__(self, thing: _Named) -> int:
+        """The number of a thing."""
+        return self.table.setdefault(thing, len(self.table))
+
+
+@dataclass(slots=True, eq=False)
+class Tables:
+    """What the columns of a program point into, numbered as rows are made."""
+
+    pipeline_ranks: int
+    holders: Mapping[str, tuple[int, ...]]
+    """The pipeline ranks that hold a copy of each table with copies."""
+    messages: int = 1
+    """The most messages that one action exchanges along one axis."""
+    names: Numbers[str] = field(default_factory=Numbers[str])
+    ops: Numbers[str] = field(default_factory=Numbers[str])
+    shapes: Numbers[Shape] = field(default_factory=Numbers[Shape])
+    communicators: Numbers[Communicator] = field(default_factory=Numbers[Communicator])
+    peers: Numbers[Peer] = field(default_factory=Numbers[Peer])
+
+    def slot(self, t: Kernel) -> int:
+        """The number of the group or peer that a task communicates with; -1: none."""
+        if t.kind == TaskKind.COLLECTIVE:
+            # With two pipeline ranks, the replicas of a stage are all the ranks of the pipeline.
+            pairs = "pp" if self.pipeline_ranks == 2 else MIRROR
+            group = Communicator(tuple(sorted(pairs if a == MIRROR else a for a in t.axes)))
+            if t.axes[0] == TIED:
+                holders = self.holders[t.axes[1]]
+                only = holders if len(holders) < self.pipeline_ranks else None
+                group = Communicator(("pp",), only)
+            return self.communicators(group)
+        if t.kind in (TaskKind.SEND, TaskKind.RECV):
+            return self.peers(Peer(t.axes[0], t.shift))
+        return -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A block of task rows repeated per microbatch, and what the rows depend on.
+
+    Row `dep_row[k]` depends on place `dep_at[k]` among the rows of `dep_whose[k]`, of the stage
+    `dep_stage[k]`.
+    """
+
+    columns: Mapping[str, Int]
+    dep_row: Int
+    dep_whose: Int
+    dep_stage: Int
+    dep_at: Int
+    once: Bool
+    """Rows of the stage's first forward or last backward action only."""
+    weight: Bool
+    """Rows of the second half of a backward that is split."""
+    waits: Bool
+    """Kernels that need what was communicated in the same action."""
+
+    def __len__(self) -> int:
+        return len(self.columns["kind"])
+
+
+class SegmentBuilder:
+    """Collects rows one by one: the few rows of blocks and stages, never those of microbatches."""
+
+    def __init__(self, tables: Tables) -> None:
+        """No rows."""
+        self.tables = tables
+        self.rows: list[tuple[int, ...]] = []
+        self.deps: list[Dependency] = []
+
+    def add(self, t: Kernel, label: str, layer: int, stage: int, tag: int = -1) -> int:
+        """One row; the microbatch is filled in later. `tag` numbers the messages of an action."""
+        collective = COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1
+        name = f"{label}.{t.name}" if label else t.name
+        self.rows.append(
+            (t.kind, self.tables.names(name), self.tables.ops(t.op), PHASES.index(t.phase), stage,
+             layer, -1, t.flops, t.traffic, collective, DTYPES.index(t.dtype) if t.dtype else 0,
+             t.comm_bytes, self.tables.slot(t), tag, self.tables.shapes(t.shape) if t.shape else -1)
+        )  # fmt: skip
+        return len(self.rows) - 1
+
+    def finish(
+        self, action: tuple[int, int], once: Sequence[int] = (), weight: Sequence[int] = ()
+    ) -> Segment:
+        """The segment of an action, which is given as whose rows these are and the stage."""
+        table = np.array(self.rows, dtype=np.int64).reshape(-1, len(COLUMNS))
+        deps = np.array(sorted(set(self.deps)), dtype=np.int64).reshape(-1, 4)
+        columns = {c: table[:, i] for i, c in enumerate(COLUMNS)}
+        place = np.arange(len(table))
+        kind = columns["kind"]
+        inside = deps[(deps[:, 1] == action[0]) & (deps[:, 2] == action[1])]
+        arrivals = inside[kind[inside[:, 3]] != TaskKind.COMPUTE, 0]
+        waits = np.isin(place, arrivals) & (kind == TaskKind.COMPUTE)
+        row, whose, stage, at = deps.T
+        flags = np.isin(place, once), np.isin(place, weight), waits
+        return Segment(columns, row, whose, stage, at, *flags)

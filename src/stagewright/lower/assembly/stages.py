@@ -1,0 +1,232 @@
+"""A pipeline stage as rows: what it does in a forward and in a backward action, written down once.
+
+Backward may be split (arXiv 2401.10241): its first half makes the gradient of the stage's input,
+which other ranks wait for, the second half the gradients of its weights. Which row belongs to which
+half follows from the graph: the first half is all that the gradient of a block's input needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from stagewright.graph.roles import STREAM
+from stagewright.lower import kernels
+from stagewright.lower.assembly.buckets import Item, Row, merge_messages, one_by_one
+from stagewright.lower.assembly.habit import Habit
+from stagewright.lower.assembly.lowered_block import (
+    BACKWARD_PARTS,
+    FORWARD_PARTS,
+    Crossing,
+    Placed,
+    nearest_maker,
+)
+from stagewright.lower.assembly.segments import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    LAST,
+    Dependency,
+    SegmentBuilder,
+    Tables,
+)
+from stagewright.lower.assembly.stage_values import ActionRows, StageValues
+from stagewright.lower.kernels import Kernel, LiveValue, TaskPart
+from stagewright.program.columns import TaskKind
+from stagewright.schedule.places import Place
+
+
+class Stage:
+    """A virtual pipeline stage on one pipeline rank: its forward and its backward action.
+
+    Both have all the rows that the action of any microbatch has. The first microbatch's forward
+    also gathers weights that stay for the step, the last one's backward also reduces gradients;
+    other microbatches leave these rows out (`Segment.once`). A half of a backward has the rows of
+    that half.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Placed],
+        place: Place,
+        between: Sequence[tuple[Crossing, ...]],
+        tables: Tables,
+        habits: Habit,
+    ) -> None:
+        """No rows yet; `between` is what goes from each stage of the model to the one after."""
+        self.blocks, self.place, self.tables, self.habits = blocks, place, tables, habits
+        self.stage, self.stages = place.stage, len(between) + 1
+        self.arriving = between[self.stage - 1] if self.stage else ()
+        self.leaving = between[self.stage] if self.stage < len(between) else ()
+        self.values = StageValues(blocks, place, self.arriving, self.leaving)
+        self.on_rank: Mapping[int, Stage] = {self.stage: self}
+        # Per block, where each task stands: whose row, and the place there.
+        self.where: list[dict[Kernel, tuple[int, int]]] = [{} for _ in blocks]
+        self.forward = self.backward = SegmentBuilder(tables).finish((FORWARD, self.stage))
+
+    def join(self, on_rank: Mapping[int, Stage]) -> None:
+        """Say which stages, by number, are on the same rank: these hand values on in memory."""
+        self.on_rank = on_rank
+        self.values.neighbours = {number: stage.values for number, stage in on_rank.items()}
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    def build(self, *, forward: bool) -> None:
+        """Make the rows of one direction.
+
+        Of neighbours on one rank, the one that the other depends on must have its rows before.
+        """
+        segment = SegmentBuilder(self.tables)
+        whose = FORWARD if forward else BACKWARD
+        action = ActionRows(whose, self.stage, segment, [{} for _ in self.blocks])
+        self._receive(action)
+        messages = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
+        # Messages between stages have the first numbers; of other messages, either end has the
+        # number of the end that comes first.
+        numbers: dict[tuple[int, Kernel], int] = {}
+        for group in self._grouped(forward=forward):
+            t, (i, _) = merge_messages(group), group[0]
+            pair = i, t.twin or t
+            if t.kind in (TaskKind.SEND, TaskKind.RECV) and pair not in numbers:
+                messages += 1
+                numbers[pair] = messages
+            merged = len(group) > 1
+            label, layer = ("", -1) if merged else (self.blocks[i].label, self.blocks[i].layer)
+            row = segment.add(t, label, layer, self.stage, numbers.get(pair, -1))
+            if t.part in (TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE):
+                action.once.append(row)
+            for item in group:
+                self._record(item, row, action)
+        if not forward:
+            self.values.release_with_block(action)
+        self._send(action)
+        self.habits.prolong(self.values, action)
+        self.tables.messages = max(self.tables.messages, messages + 1)
+        rows = segment.finish((whose, self.stage), action.once, action.weight)
+        if forward:
+            self.forward = rows
+        else:
+            self.backward = rows
+
+    def _record(self, item: Item, row: int, action: ActionRows) -> None:
+        """A task's row: what it touches, and what it depends on."""
+        i, t = item
+        self.where[i][t] = action.whose, row
+        action.row_of[i][t] = row
+        action.order.append(item)
+        self.values.touch(i, t, action.at(row))
+        if t in self.blocks[i].block.weight_half:
+            action.weight.append(row)
+        for d in t.deps:
+            found = self._dependency(row, i, d)
+            if found is not None:
+                # What happens once per step needs the last of all microbatches.
+                last = t.part is TaskPart.REDUCE_ONCE and found[1] == BACKWARD
+                action.segment.deps.append((row, LAST, *found[2:]) if last else found)
+
+    def _grouped(self, *, forward: bool) -> Sequence[Row]:
+        """The tasks of one direction in order, a row each or merged, as the habits say.
+
+        Weights are gathered one block ahead, so that gathers overlap with the block before.
+        """
+        first, second, third = FORWARD_PARTS if forward else BACKWARD_PARTS
+        ahead, main = ((first, second), (third,)) if forward else ((first,), (second, third))
+        items: list[Item] = []
+        order = list(range(len(self.blocks)))[:: 1 if forward else -1]
+        for n, i in enumerate(order):
+            for j in order[:2] if n == 0 else order[n + 1 : n + 2]:
+                items += self._tasks(j, ahead)
+            items += self._tasks(i, main)
+        arranged = self.habits.arrange(items, self.values.root_blocks, forward=forward)
+        return one_by_one(items) if arranged is None else arranged
+
+    def _tasks(self, i: int, parts: Sequence[TaskPart]) -> Iterator[Item]:
+        by_part = self.blocks[i].block.by_part
+        return ((i, t) for part in parts for t in by_part.get(part, ()))
+
+    # ---- messages between stages -----------------------------------------------------------------
+
+    def _receive(self, action: ActionRows) -> None:
+        """Rows that receive values, or gradients, from the neighbouring stage on another rank."""
+        source = self.place.before if action.forward else self.place.after
+        if source is None or source == self.place.rank:
+            return
+        for nth, value in enumerate(self.arriving if action.forward else self.leaving):
+            t = self._message(TaskKind.RECV, source, value, forward=action.forward)
+            row = action.segment.add(t, "", -1, self.stage, tag=nth)
+            name = f"{_message_name(value, forward=action.forward)}received"
+            received = LiveValue(value.name, not action.forward)
+            buffers = self.habits.message_buffers()
+            self.values.receive(received, name, t, action.at(row), buffers)
+
+    def _send(self, action: ActionRows) -> None:
+        """Rows that send values, or gradients, to the neighbouring stage on another rank."""
+        target = self.place.after if action.forward else self.place.before
+        if target is None or target == self.place.rank:
+            return
+        for nth, value in enumerate(self.leaving if action.forward else self.arriving):
+            t = self._message(TaskKind.SEND, target, value, forward=action.forward)
+            row = action.segment.add(t, "", -1, self.stage, tag=nth)
+            handed = LiveValue(value.name, not action.forward)
+            dependency = self.handed_on(row, handed)
+            action.segment.deps += [dependency] if dependency is not None else []
+            sent = self.values.handed_on(handed)
+            if sent is not None:
+                sent.touch(action.at(row), t.phase)
+                action.sent.append((sent, row))
+
+    def _message(self, kind: TaskKind, other: int, value: Crossing, *, forward: bool) -> Kernel:
+        """One end of a message between stages: a value, or its gradient."""
+        phase = "forward" if forward else "backward"
+        op = "send" if kind == TaskKind.SEND else "recv"
+        ranks = self.tables.pipeline_ranks
+        shift = (other - self.place.rank) % ranks
+        shift -= ranks if shift > ranks // 2 else 0
+        part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
+        return Kernel(
+            f"{_message_name(value, forward=forward)}{op}", op, kind, phase, part,
+            axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
+        )  # fmt: skip
+
+    # ---- dependencies ----------------------------------------------------------------------------
+
+    def handed_on(self, row: int, c: LiveValue) -> Dependency | None:
+        """The dependency of a row on what the stage hands on: forward, or a gradient back."""
+        return self._handed_to(row, -1 if c.gradient else len(self.blocks), c)
+
+    def once_per_step(self, row: int, i: int, d: Kernel) -> Dependency:
+        """The dependency of row `row` after all actions on a task of block `i`."""
+        whose, place = self.where[i][d]
+        return row, FIRST if whose == FORWARD else LAST, self.stage, place
+
+    def _dependency(self, row: int, i: int, d: kernels.Dependency | None) -> Dependency | None:
+        """The dependency of a row on what a task of block `i` needs."""
+        if d is None:
+            return None
+        if isinstance(d, LiveValue):  # the block is handed it, or passes it on
+            return self._handed_to(row, i, d)
+        whose, place = self.where[i][d]
+        return row, FIRST if d.part is TaskPart.GATHER_ONCE else whose, self.stage, place
+
+    def _handed_to(self, row: int, i: int, c: LiveValue) -> Dependency | None:
+        """The dependency of a row on a value that block `i` is handed.
+
+        A block of this stage makes it, a message brings it, or a stage on the same rank hands it
+        on; None: nobody makes it.
+        """
+        maker = nearest_maker(self.blocks, i, c)
+        if maker is not None:
+            return self._dependency(row, maker, self.blocks[maker].block.makers[c])
+        crossing = self.leaving if c.gradient else self.arriving
+        nth = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
+        if nth is None:
+            return None
+        source = self.place.after if c.gradient else self.place.before
+        if source != self.place.rank:
+            return row, BACKWARD if c.gradient else FORWARD, self.stage, nth  # the message's row
+        return self.on_rank[self.stage + (1 if c.gradient else -1)].handed_on(row, c)
+
+
+def _message_name(value: Crossing, *, forward: bool) -> str:
+    """How the names of a message between stages begin: its ends, and where it is received."""
+    which = "" if value.name == STREAM else f"{value.name}."
+    return f"{'forward' if forward else 'backward'}.{which}"

@@ -1,0 +1,365 @@
+"""Habits of training frameworks, as far as lowering knows them: a class each, built from settings.
+
+`Habit` has a method for every place in lowering where frameworks differ, and does there what
+Megatron-LM does; a subclass overrides the places where its framework does something else. A run has
+the habits that its settings name, whatever its `framework`, which only chooses their defaults. To
+add a habit: a setting in `run.sections.habits`, and a class here, in `HABITS`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Self
+
+from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.roles import Role
+from stagewright.lower.assembly.buckets import Item, Row, in_buckets, with_root_unit
+from stagewright.lower.assembly.habit import Habit
+from stagewright.lower.assembly.lifetimes import Allocation, Value, moves_gradients
+from stagewright.lower.assembly.segments import NEXT
+from stagewright.lower.assembly.stage_values import ActionRows, StageValues
+from stagewright.lower.kernels import Extent, Kernel, LiveValue, TaskPart
+from stagewright.parallel.degrees import reduces_each_microbatch
+from stagewright.program.columns import PHASES, TaskKind
+from stagewright.run.settings import Run
+from stagewright.schedule.actions import Order, flat
+from stagewright.schedule.schedules import SCHEDULES
+
+_COMPUTED = (TaskPart.FORWARD, TaskPart.BACKWARD)
+
+
+# ---- PyTorch: memory of operators and gradients --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsSetToNone(Habit):
+    """`zero_grad(set_to_none=True)`: gradients are live from when they are made."""
+
+    one_microbatch: bool
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """By `set_grads_to_none`."""
+        return cls(run.microbatches == 1) if run.set_grads_to_none else None
+
+    def allocation(self, allocation: Allocation) -> Allocation:
+        """No buffers: of one microbatch, the gradient itself is what the optimizer reads."""
+        return replace(allocation, gradient_buffers=False, one_microbatch=self.one_microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerOperators(Habit):
+    """What PyTorch's operators and optimizers allocate while they run."""
+
+    update_temporaries: int
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """By `operators`; `denom` of torch.optim.AdamW is a square root, and what divides by it."""
+        adam = run.optimizer == "adamw"
+        return cls(2 if adam else 0) if run.operators == "eager" else None
+
+    def allocation(self, allocation: Allocation) -> Allocation:
+        """Updates have temporaries."""
+        return replace(allocation, update_temporaries=self.update_temporaries)
+
+    def bytes_beside(self, n: Node, extent: Extent) -> int:
+        """PyTorch's attention keeps an fp32 number for every row of scores."""
+        if n.op != "attention":
+            return 0
+        rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
+        return rows * int(BYTES["fp32"])
+
+
+# ---- PyTorch: DistributedDataParallel, FSDP2 -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBuckets(Habit):
+    """DDP reduces whole gradients once per step, in buckets across layers."""
+
+    FIRST = 2**20
+    """Bytes at which DDP closes its first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
+
+    cap: int
+    """Bytes at which a bucket is closed (`compute_bucket_assignment_by_size`)."""
+    replicas: int
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """By `ddp_bucket_cap_mb`, where gradients are whole and reduced once per step."""
+        if run.zero or reduces_each_microbatch(run) or not run.ddp_bucket_cap_mb:
+            return None
+        return cls(run.ddp_bucket_cap_mb * 2**20, run.dp * run.cp)
+
+    def bucket(self, bucket: str) -> str:
+        """Of one block, reductions of the step are not merged."""
+        return "step"
+
+    def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
+        """Buckets hold the gradients once more."""
+        if self.replicas < 2:
+            return {}
+        return {"communication": sum(size[n] for n in graph if n.op == "accumulate")}
+
+    def arrange(
+        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
+    ) -> Sequence[Row] | None:
+        """In backward, gradients fill buckets in the order in which they are made."""
+        return None if forward else in_buckets(items, self.cap, self.FIRST)
+
+
+@dataclass(frozen=True, slots=True)
+class RootUnit(Habit):
+    """FSDP2's `fully_shard`: each layer is a unit, all parameters outside of layers are another."""
+
+    @staticmethod
+    def applies(run: Run) -> bool:
+        """By `fsdp_root_unit`, where weights are sharded."""
+        return run.fsdp_root_unit and run.zero == 3
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """Where it applies."""
+        return cls() if cls.applies(run) else None
+
+    def arrange(
+        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
+    ) -> Sequence[Row] | None:
+        """The root's blocks gather first and reduce last; in other units, a block is alone."""
+        return with_root_unit(items, _together(root))
+
+    def prolong(self, values: StageValues, action: ActionRows) -> None:
+        """Weights, buffers of gathers, and gradients live as FSDP2's units hold them."""
+        if not action.forward:
+            _hold_root_weights(values, action)
+            _hold_reduced(values, action)
+        rows = action.of_all_microbatches
+        if rows:
+            _copy_out(values, action, rows)
+            if not action.forward:
+                _hold_root_gradients(values, action, rows[-1])
+
+
+def _together(root: AbstractSet[int]) -> AbstractSet[int]:
+    """The blocks of the root unit, if they are several."""
+    return root if len(root) > 1 else frozenset[int]()
+
+
+def _hold_root_weights(values: StageValues, action: ActionRows) -> None:
+    """Gathered weights of the root are live until the backward of all its blocks is done."""
+    last_rows = action.last_rows()
+    for i in values.root_blocks & last_rows.keys():
+        unit = {i} | _together(values.root_blocks)
+        done = max(row for j, row in last_rows.items() if j in unit)
+        values.hold_weights(i, (TaskPart.GATHER_ONCE, TaskPart.GATHER), action.at(done))
+
+
+def _hold_reduced(values: StageValues, action: ActionRows) -> None:
+    """What one unit has reduced is live until the next unit reduces."""
+    reduced: list[Value] = []
+    owner = -1
+    for i, t in action.order:
+        if not (moves_gradients(t) and t.op == "reduce_scatter"):
+            continue
+        row_of = action.row_of[i]
+        casts = [row_of[d] for d in t.deps if isinstance(d, Kernel) and d.op == "cast"]
+        before = action.at(min([*casts, row_of[t]]) - 1)
+        for value in reduced if owner != i else ():
+            value.touches.append(before)
+        read = [values.value(i, n) for n in t.reads]
+        reduced = [v for v in read if v is not None] + (reduced if owner == i else [])
+        owner = i
+
+
+def _hold_root_gradients(values: StageValues, action: ActionRows, row: int) -> None:
+    """Gradients of the root are added up at the end of backward."""
+    for i in _together(values.root_blocks):
+        for t in values.blocks[i].block.by_part.get(TaskPart.BACKWARD, ()):
+            for n in t.reads if any(m.op == "accumulate" for m in t.made) else ():
+                made = values.value(i, n)
+                if made is not None:
+                    made.touches.append(action.at(row))
+
+
+def _copy_out(values: StageValues, action: ActionRows, rows: Sequence[int]) -> None:
+    """A unit is gathered into a buffer, and its weights are copied out of that before they run.
+
+    In forward the buffer is live until the next unit's is copied, of the last until the module
+    returns; in backward it is freed at once. `rows`: those that all microbatches have.
+    """
+    root = _together(values.root_blocks)
+    gathers = TaskPart.GATHER if action.forward else TaskPart.GATHER_AGAIN
+    begins: dict[int, int] = {}  # per block, its first row
+    gather_rows = set[int]()
+    gathered: dict[int, int] = {}  # per block, bytes
+    for i, row_of in enumerate(action.row_of):
+        for t, row in row_of.items():
+            if t.part in _COMPUTED:
+                begins[i] = min(row, begins.get(i, row))
+            elif t.part is gathers:
+                gather_rows.add(row)
+                if t.kind == TaskKind.COLLECTIVE:
+                    new = values.blocks[i].block.uses[t].new
+                    gathered[i] = gathered.get(i, 0) + sum(value.size for value in new)
+    computing = [row for row in rows if row not in gather_rows]
+    units = sorted(first for i, first in begins.items() if i not in root)
+    for i, size in gathered.items():
+        first = begins[i]
+        if not action.forward:
+            held = [computing[max(0, bisect_left(computing, first) - 1)]]
+        elif i in root:
+            held = [rows[0], units[0] if units else rows[-1]]
+        else:
+            after = units[bisect_right(units, first) :][:1]
+            held = [first, *(after or [_row_of_logits(values, action, rows[-1])])]
+        placed = values.blocks[i]
+        name = placed.name("gathered.buffer")
+        buffer = Value(name, placed.layer, PHASES[0], "gathered_parameters", size)
+        buffer.touches += [action.at(row) for row in held]
+        values.values.append(buffer)
+
+
+def _row_of_logits(values: StageValues, action: ActionRows, end: int) -> int:
+    """The row with which the stage's module returns: the loss comes after."""
+    logits = {n for n in values.blocks[-1].block.graph if n.role is Role.LOGITS}
+    rows = [row for t, row in action.row_of[-1].items() if logits & {*t.made}]
+    return min(rows, default=end)
+
+
+# ---- PyTorch: torch.distributed.pipelining -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCaches(Habit):
+    """PyTorch's pipeline stages keep buffers of messages, and what they have sent."""
+
+    microbatches: int
+    split_backward: bool
+    holds_sent_gradients: bool
+    ranks: int
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """By `pipeline_caches`, for the run's schedule."""
+        if not run.pipeline_caches:
+            return None
+        actions = [a for steps in order for a in flat(steps)]
+        schedule = SCHEDULES.get(run.schedule or "")
+        return cls(
+            microbatches=1 + max(a.microbatch for a in actions),
+            split_backward=any(a.kind == "I" for a in actions),
+            holds_sent_gradients=schedule is not None and schedule.holds_sent_gradients,
+            ranks=len(order),
+        )
+
+    def message_buffers(self) -> int:
+        """A receive buffer for every microbatch."""
+        return self.microbatches
+
+    def prolong(self, values: StageValues, action: ActionRows) -> None:
+        """Outputs are kept for backward; sent gradients, and what split backward has read, too."""
+        if action.forward:
+            return
+        if self.holds_sent_gradients:
+            for value, row in action.sent:
+                value.touches.append((NEXT, action.stage, row))
+        rows = action.of_all_microbatches
+        if rows and self.ranks > 1:
+            for output in _outputs(values):
+                output.touch(action.at(rows[-1]), "backward")
+        if self.split_backward:
+            _retain_graph(values, action)
+
+
+def _outputs(values: StageValues) -> list[Value]:
+    """What the stage's module returns: what it sends on, or on the last stage the logits."""
+    if values.place.after is not None:
+        found = [values.handed_on(LiveValue(c.name)) for c in values.leaving]
+    else:
+        last = len(values.blocks) - 1
+        graph = values.blocks[last].block.graph
+        found = [values.value(last, n) for n in graph if n.role is Role.LOGITS]
+    return [v for v in found if v is not None]
+
+
+def _retain_graph(values: StageValues, action: ActionRows) -> None:
+    """Autograd keeps what backward has read until its second half is done (`retain_graph`).
+
+    The gradient of the stage's input stays with the input (`Tensor.grad`): a buffer, which a
+    backward in one piece would clear, and which is cleared when the step is over.
+    """
+    last = max(action.weight, default=-1)
+    for v in values.values:
+        if v.category == "activations" and last >= 0:
+            v.touches.append(action.at(last))
+    for c in values.arriving:
+        given = values.handed_on(LiveValue(c.name, True))
+        if given is not None:
+            given.lasts_halved = True
+
+
+# ---- the habits of a run -------------------------------------------------------------------------
+
+HABITS: tuple[type[Habit], ...] = (
+    GradientsSetToNone,
+    EagerOperators,
+    GradientBuckets,
+    PipelineCaches,
+    RootUnit,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Habits(Habit):
+    """Several habits as one."""
+
+    habits: tuple[Habit, ...] = ()
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self:
+        """The habits that a resolved run has."""
+        return cls(tuple(habit for kind in HABITS if (habit := kind.of(run, order)) is not None))
+
+    def allocation(self, allocation: Allocation) -> Allocation:
+        """As all habits together have it."""
+        for habit in self.habits:
+            allocation = habit.allocation(allocation)
+        return allocation
+
+    def bytes_beside(self, n: Node, extent: Extent) -> int:
+        """The sum over the habits."""
+        return sum(habit.bytes_beside(n, extent) for habit in self.habits)
+
+    def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
+        """Those of all habits, each with categories of its own."""
+        result: dict[str, int] = {}
+        for habit in self.habits:
+            result |= habit.permanent_bytes(graph, size)
+        return result
+
+    def bucket(self, bucket: str) -> str:
+        """As all habits together have it."""
+        for habit in self.habits:
+            bucket = habit.bucket(bucket)
+        return bucket
+
+    def message_buffers(self) -> int:
+        """The most that a habit asks for."""
+        return max((habit.message_buffers() for habit in self.habits), default=0)
+
+    def arrange(
+        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
+    ) -> Sequence[Row] | None:
+        """As the first habit has it that changes the order."""
+        arranged = (habit.arrange(items, root, forward=forward) for habit in self.habits)
+        return next((rows for rows in arranged if rows is not None), None)
+
+    def prolong(self, values: StageValues, action: ActionRows) -> None:
+        """All habits prolong what they hold."""
+        for habit in self.habits:
+            habit.prolong(values, action)
