@@ -112,6 +112,14 @@ def from_yaml(text: str, where: object) -> Any:
         raise UserError(f"{where}: not YAML: {error}; wanted YAML such as tp: 8") from None
 
 
+def own_yaml(text: str) -> Any:
+    """The value of a YAML text of the package's own data.
+
+    Such a text can be trusted, and so read by the fast loader: in a sixth of the time.
+    """
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the process
     """A SafeLoader that refuses aliases, and repeated keys, of which YAML would keep the last."""
 

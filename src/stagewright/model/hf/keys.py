@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from reprlib import repr as shown  # short and shallow whatever the file holds
 from typing import Any, NoReturn, cast
 
 from stagewright.errors import UserError
+from stagewright.files import own_yaml
 from stagewright.model.config import LIMITS, Activation, ModelConfig, Router
 from stagewright.model.fields import PROBABILITY, rules
 
@@ -195,6 +198,12 @@ Map = Mapping[str, Entry]
 """Where each field of a model comes from."""
 
 
+@cache
+def _defaults() -> dict[str, Json]:
+    text = files("stagewright").joinpath("data", "config_defaults.yaml").read_text("utf-8")
+    return own_yaml(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How files of one architecture are read."""
@@ -203,14 +212,17 @@ class Family:
     like: str
     """The preset that says what the files do not."""
     fields: Map
-    defaults: Json = field(default_factory=dict[str, object])
-    """The keys that may be left out, but for those that mean none then (dropouts, windows)."""
     only: Mapping[str, bool | float | str] = field(default_factory=dict[str, Any])
     """Keys that are refused unless they have these values."""
     text: str = ""
     """In files of models with more than text: the model type of the text part, `text_config`."""
     shared: tuple[str, ...] = ()
     """Keys outside `text_config` that count for the text part unless it has its own."""
+
+    @property
+    def defaults(self) -> Json:
+        """The keys that may be left out, but for those that mean none then (dropouts, windows)."""
+        return _defaults()[self.model_types[0]]
 
     def read(self, file: str, data: Json) -> Fields:
         """The fields of the model of a file; a UserError for a key that is not understood."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 from stagewright.errors import divisors
 from stagewright.model.config import LIMITS, MOST_EXPERTS, Attention, Recurrence
@@ -163,6 +163,9 @@ def _deepseek_choice(c: Keys) -> Fields:
     }
 
 
+SHARED_EXPERTS = {"shared_ffn_hidden_size": "shared_expert_intermediate_size"}
+"""Qwen's key of shared experts."""
+
 DEEPSEEK_EXPERTS: Map = {
     **experts("n_routed_experts", "moe_intermediate_size"),
     "moe_layer_freq": "moe_layer_freq",
@@ -307,30 +310,43 @@ def state_channels(prefix: str, rank: str, conv: str, state: str, **more: Any) -
     return read
 
 
-def state_heads(names: Mapping[str, str]) -> Reader:
+class StateKeys(NamedTuple):
+    """The keys of Mamba-2's sizes; the defaults are Mamba-2's own."""
+
+    heads: str = "num_heads"
+    head_width: str = "head_dim"
+    """Empty: the width is the inner one over the heads."""
+    groups: str = "n_groups"
+    state: str = "state_size"
+    conv: str = "conv_kernel"
+    conv_bias: str = "use_conv_bias"
+    chunk: str = "chunk_size"
+    expand: str = "expand"
+
+
+def state_heads(keys: StateKeys) -> Reader:
     """Mamba-2's sizes under the keys of a family; the inner width is heads x width of a head."""
 
     def read(c: Keys) -> StateSpace:
-        heads = c.whole(names["heads"], 1, MOST)
-        key = names.get("head_width")
-        if key is None or c.get(key) == "auto":
-            width = c.whole(names["expand"], 1, 64) * c.fields["hidden_size"]
+        heads = c.whole(keys.heads, 1, MOST)
+        if not keys.head_width or c.get(keys.head_width) == "auto":
+            width = c.whole(keys.expand, 1, 64) * c.fields["hidden_size"]
             if width % heads:
-                c.reject(names["heads"], f"a divisor of the width inside, {width}")
+                c.reject(keys.heads, f"a divisor of the width inside, {width}")
             head = width // heads
         else:
-            head = c.whole(key, 1, LIMITS["kv_channels"])
-        groups = c.whole(names["groups"], 1, MOST)
+            head = c.whole(keys.head_width, 1, LIMITS["kv_channels"])
+        groups = c.whole(keys.groups, 1, MOST)
         if heads % groups:
-            c.reject(names["groups"], f"a divisor of the {heads} heads")
+            c.reject(keys.groups, f"a divisor of the {heads} heads")
         return StateSpace(
             heads=heads,
             head_width=head,
             groups=groups,
-            state=c.whole(names["state"], 1, LIMITS["kv_channels"]),
-            conv=c.whole(names["conv"], 1, 64),
-            conv_bias=c.flag(names["conv_bias"]),
-            chunk=c.whole(names["chunk"], 1, MOST),
+            state=c.whole(keys.state, 1, LIMITS["kv_channels"]),
+            conv=c.whole(keys.conv, 1, 64),
+            conv_bias=c.flag(keys.conv_bias),
+            chunk=c.whole(keys.chunk, 1, MOST),
         )
 
     return read

@@ -1,11 +1,11 @@
 """Read a model from the config.json that Hugging Face publishes with its weights.
 
 Each architecture has a row in `families.FAMILIES`: a map from the fields of a model to keys, a
-preset of the family for what its files do not say (norms, gates), and the keys that may be left
-out, with their defaults. All other keys of a map are required. Number formats (`torch_dtype`,
-`dtype`, quantization) belong to a run and are not read; neither are losses that balance experts,
-factors that scale values without adding any (of experts' weights, multipliers of Granite, MiniMax
-and Falcon-H1, limits of time steps), nor layers for multi-token prediction.
+preset of the family for what its files do not say (norms, gates). `data/config_defaults.yaml` has
+the keys that may be left out, with their defaults; all other keys of a map are required. Number
+formats (`torch_dtype`, `dtype`, quantization) belong to a run and are not read; neither are losses
+that balance experts, factors that scale values without adding any (of experts' weights, multipliers
+of Granite, MiniMax and Falcon-H1, limits of time steps), nor layers for multi-token prediction.
 """
 
 from __future__ import annotations
