@@ -1,4 +1,4 @@
-"""What people are told of long work: how far it is, how fast, how long it takes; what is done."""
+"""Progress of long work on a terminal: how far, how fast, the time left; then one line."""
 
 from __future__ import annotations
 

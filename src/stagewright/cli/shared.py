@@ -1,4 +1,4 @@
-"""What commands share: the run that is asked for, ranks, where tables and JSON go."""
+"""Parts of commands: the run of a command line, ranks, where tables and JSON are printed."""
 
 from __future__ import annotations
 
