@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.algebra.size import size
 from stagewright.blocks.builder import Builder
-from stagewright.blocks.inference import (
+from stagewright.blocks.cache import (
+    AttentionOperands,
     HeadDims,
     cached,
     cached_attention,
@@ -60,9 +60,9 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     if b.recipe.repeat_kv and g == "G":
         k, v = (_repeated(x, name, q) for x, name in ((k, "k"), (v, "v")))
         g = "A"
-    dims = HeadDims("bq(gr)", "bkg") if g == "G" else HeadDims("bqa", "bka")
-    bias = [relative_bias(b)] if c.position == "relative" else []
-    o = identity(_core(b, q, (k, v), reach, dims, bias=bias), "context", scope=scope)
+    bias = (relative_bias(b),) if c.position == "relative" else ()
+    operands = AttentionOperands(q, (k, v), _head_dims(g), bias, _sinks(b))
+    o = identity(_core(b, operands, reach), "context", scope=scope)
     if c.attention_gate:
         w = b.weight("wg", "M", "A/tp", "D", scope=scope)
         gate = b.linear("bsm,mad->bsad", h, w, "gate", joint="qkv")
@@ -124,8 +124,18 @@ def cross_attention(b: Builder, h: Node) -> Node:
         identity(x, f"cross_{n}_core", role=None if n == "q" else Role.KEYS)
         for n, x in heads.items()
     )
-    dims = HeadDims("bq(gr)", "bkg") if g == "G" else HeadDims("bqa", "bka")
-    return _crossed(b, _core(b, q, (k, v), Reach(), dims, causal=False))
+    operands = AttentionOperands(q, (k, v), _head_dims(g), sinks=_sinks(b))
+    return _crossed(b, _core(b, operands, Reach(), causal=False))
+
+
+def _head_dims(g: str) -> HeadDims:
+    """The indices of queries and keys: of groups of query heads to a key, or one head to a key."""
+    return HeadDims("bq(gr)", "bkg") if g == "G" else HeadDims("bqa", "bka")
+
+
+def _sinks(b: Builder) -> tuple[Node, ...]:
+    """The learned score of each head that has no value, where a model has such scores."""
+    return (b.param("sinks", "A/tp.caches", scope="attention"),) if b.config.attention_sinks else ()
 
 
 def _crossed(b: Builder, o: Node) -> Node:
@@ -184,20 +194,36 @@ def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
     w_uk = up("w_uk", "C", "A/tp", "N", scope=scope)
     w_uv = up("w_uv", "C", "A/tp", "U", scope=scope)
     form = _absorbed if b.recipe.absorb else _naive
-    o = form(b, plain, turned, latent, shared, w_uk, w_uv, reach)
+    o = form(b, LatentOperands(plain, turned, latent, shared, w_uk, w_uv), reach)
     w = b.weight("wo", "A/tp", "U", "M", scope=scope)
     return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
 
 
-def _naive(
-    b: Builder, plain: Node, turned: Node, latent: Node, shared: Node,
-    w_uk: Node, w_uv: Node, reach: Reach,
-) -> Node:  # fmt: skip
+class LatentOperands(NamedTuple):
+    """What multi-head latent attention is computed of; a head has N + Z = D channels."""
+
+    plain: Node
+    """The part of the queries without position, [B, S, A, N]."""
+    turned: Node
+    """The part of the queries with rotary position, [B, S, A, Z]."""
+    latent: Node
+    """What keys and values of all heads are made of, [B, S, C]."""
+    shared: Node
+    """The part of the keys with rotary position, which all heads share, [B, S, Z]."""
+    w_uk: Node
+    """From latents to the other part of the keys, [C, A, N]."""
+    w_uv: Node
+    """From latents to values, [C, A, U]."""
+
+
+def _naive(b: Builder, of: LatentOperands, reach: Reach) -> Node:
     """Keys and values of every head: the form for training, [B, S, A, U].
 
-    A cache holds latents and shared keys all the same: each that is seen is multiplied again.
+    In inference the cache holds latents and shared keys all the same, and keys and values of all
+    tokens that are seen are made again.
     """
-    q = join(plain, turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
+    latent, shared = of.latent, of.shared
+    q = join(of.plain, of.turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
     rows: Node | None = None
     if b.recipe.inference:
         new = identity(_joined(latent, shared), "latent_core", role=Role.KEYS)
@@ -206,36 +232,33 @@ def _naive(
         latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
         shared = part(seen, "bsD->bsZ", size("Z"), first=False, name="shared_seen")
     up: dict[str, Any] = {"scope": "attention", "joint": "kv_up"}
-    k = b.linear("bsc,can->bsan", latent, w_uk, "k", **up)
-    v = b.linear("bsc,cau->bsau", latent, w_uv, "v", **up)
+    k = b.linear("bsc,can->bsan", latent, of.w_uk, "k", **up)
+    v = b.linear("bsc,cau->bsau", latent, of.w_uv, "v", **up)
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")
     if b.recipe.inference:
-        o = cached_attention(b, q, (k, v), reach, HeadDims("bqa", "bka", "v"), rows=rows)
-        return identity(o, "context", scope="attention")
+        operands = AttentionOperands(q, (k, v), HeadDims("bqa", "bka", "v"))
+        return identity(cached_attention(b, operands, reach, rows), "context", scope="attention")
     q, k, v = (
         identity(x, f"{n}_core", role=None if n == "q" else Role.KEYS)
         for n, x in (("q", q), ("k", k), ("v", v))
     )
-    o = _core(b, q, (k, v), reach, HeadDims("bqa", "bka", "v"))
-    return identity(o, "context", scope="attention")
+    operands = AttentionOperands(q, (k, v), HeadDims("bqa", "bka", "v"), sinks=_sinks(b))
+    return identity(_core(b, operands, reach), "context", scope="attention")
 
 
-def _absorbed(
-    b: Builder, plain: Node, turned: Node, latent: Node, shared: Node,
-    w_uk: Node, w_uv: Node, reach: Reach,
-) -> Node:  # fmt: skip
+def _absorbed(b: Builder, of: LatentOperands, reach: Reach) -> Node:
     """Queries and results in the space of the latents, which all heads read as keys and values.
 
     The products with w_uk and w_uv move from every key to every query (the same, section 2.1.2):
     the form for decoding, where the cache holds latents and shared keys only.
     """
     width = size("C") + size("Z")
-    q = b.linear("bsan,can->bsac", plain, w_uk, "q_absorbed", scope="attention")
-    q = identity(join(q, turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
-    keys = identity(_joined(latent, shared), "latent_core", role=Role.KEYS)
-    o = _core(b, q, (keys,), reach, HeadDims("bqa", "bk", "v"))
-    o = identity(o, "context", scope="attention")
-    return b.linear("bsac,cau->bsau", o, w_uv, "absorbed", scope="attention")
+    q = b.linear("bsan,can->bsac", of.plain, of.w_uk, "q_absorbed", scope="attention")
+    q = identity(join(q, of.turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
+    keys = identity(_joined(of.latent, of.shared), "latent_core", role=Role.KEYS)
+    operands = AttentionOperands(q, (keys,), HeadDims("bqa", "bk", "v"), sinks=_sinks(b))
+    o = identity(_core(b, operands, reach), "context", scope="attention")
+    return b.linear("bsac,cau->bsau", o, of.w_uv, "absorbed", scope="attention")
 
 
 def _joined(latent: Node, shared: Node) -> Node:
@@ -243,56 +266,57 @@ def _joined(latent: Node, shared: Node) -> Node:
     return join(latent, shared, "bsC,bsZ->bsD", size("C") + size("Z"), name="k_joined")
 
 
-def _core(
-    b: Builder, q: Node, keys: tuple[Node, ...], reach: Reach, dims: HeadDims, *,
-    causal: bool = True, bias: Sequence[Node] = (),
-) -> Node:  # fmt: skip
-    """softmax(q k / sqrt(d)) v, as one flash attention kernel (arXiv 2205.14135) or in parts.
+def _core(b: Builder, of: AttentionOperands, reach: Reach, *, causal: bool = True) -> Node:
+    """softmax(q k / sqrt(width)) v, as one flash attention kernel (arXiv 2205.14135) or in parts.
 
-    `keys` are keys and values, or latents that are keys and, their first channels, values.
+    The result is [B, S, heads, width of a value].
     """
-    qd, kd, value = dims
-    c, heads = b.config, qd[2:]
-    scope = "attention.core"
-    sinks = [b.param("sinks", "A/tp.caches", scope="attention")] if c.attention_sinks else []
     if b.recipe.inference:
-        if c.encoder:
-            return source_attention(b, q, *keys, bias=bias)
-        return served_attention(b, q, keys, reach, dims, bias, sinks)
+        return source_attention(b, of) if b.config.encoder else served_attention(b, of, reach)
     mask: dict[str, Any] = {
         "window": reach.window,
         "width": b.score_width,
-        "causal": causal and c.causal,
+        "causal": causal and b.config.causal,
     }
     mask |= {"chunk": reach.chunk} if reach.chunk else {}
-    out = None if len(keys) == 2 else (*q.shape[:-1], size("C"))
-    if b.recipe.flash_attention:
-        softcap = c.attention_softcap or 0
-        attrs: dict[str, Any] = {**mask, "softcap": softcap, "products": (1, 1)}
-        attrs |= {"out": out, "name": "core", "scope": scope}
-        wide = value.upper()
-        terms = [f"{qd}D", *(kd + x for x in ("D", wide)[: len(keys)])]
-        # A query's bias is of all keys, also of those that are on their way.
-        for name, more, term in (("bias", bias, f"{heads}qJ"), ("sinks", sinks, heads)):
-            if more:
-                attrs[name] = True
-                terms.append(term)
-        spec = f"{','.join(terms)}->{qd}{wide}"
-        return apply("attention", spec, q, *keys, *bias, *sinks, role=Role.CORE, **attrs)
-    k = keys[0]
-    v = keys[1] if len(keys) == 2 else part(k, f"{kd}D->{kd}C", size("C"), first=True, name="v")
-    scores = einsum(f"{qd}d,{kd}d->b{heads}qk", q, k, name="scores", scope=scope)
-    for each in bias:
-        scores = apply("bias", f"b{heads}qk,{heads}qk->b{heads}qk", scores, each, name="biased")
-    if c.attention_softcap:
-        scores = b.act(scores, "softcap", cap=c.attention_softcap)
-    spec = "baqK,a->baqK" if sinks else "baqK->baqK"
+    return (_flash if b.recipe.flash_attention else _in_parts)(b, of, mask)
+
+
+def _flash(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:
+    """Attention as one kernel, which does not write the scores."""
+    queries, keys, value = of.dims
+    out = (*of.q.shape[:-1], size("C")) if of.latent else None
+    attrs: dict[str, Any] = {**mask, "softcap": b.config.attention_softcap or 0}
+    attrs |= {"products": (1, 1), "out": out, "name": "core", "scope": "attention.core"}
+    terms = [f"{queries}D", of.terms(keys)]
+    # A query's bias is of all keys, also of those that other ranks still have.
+    for name, more, term in (
+        ("bias", of.bias, f"{queries[2:]}qJ"),
+        ("sinks", of.sinks, queries[2:]),
+    ):
+        if more:
+            attrs[name] = True
+            terms.append(term)
+    spec = f"{','.join(terms)}->{queries}{value.upper()}"
+    return apply("attention", spec, of.q, *of.keys, *of.bias, *of.sinks, role=Role.CORE, **attrs)
+
+
+def _in_parts(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:
+    """Attention as two matrix products and what is between them, on scores [B, heads, S, S]."""
+    queries, keys, value = of.dims
+    heads, scope, k = queries[2:], "attention.core", of.keys[0]
+    v = part(k, f"{keys}D->{keys}C", size("C"), first=True, name="v") if of.latent else of.keys[1]
+    scores = einsum(f"{queries}d,{keys}d->b{heads}qk", of.q, k, name="scores", scope=scope)
+    for bias in of.bias:
+        scores = apply("bias", f"b{heads}qk,{heads}qk->b{heads}qk", scores, bias, name="biased")
+    if b.config.attention_softcap:
+        scores = b.act(scores, "softcap", cap=b.config.attention_softcap)
+    spec = "baqK,a->baqK" if of.sinks else "baqK->baqK"
     low = scores.dtype
     if b.recipe.eager:
         scores = cast(scores, "fp32", name="scores32", scope=scope)
-    p = apply("softmax", spec, scores, *sinks, name="probs", scope=scope, **mask)
+    p = apply("softmax", spec, scores, *of.sinks, name="probs", scope=scope, **mask)
     p = cast(p, low, name="probs_low", scope=scope)
-    p = b.dropout(p, c.attention_dropout)
-    return einsum(
-        f"b{heads}qk,{kd}{value}->{qd}{value}", p, v, name="core", scope=scope, role=Role.CORE
-    )
+    p = b.dropout(p, b.config.attention_dropout)
+    spec = f"b{heads}qk,{keys}{value}->{queries}{value}"
+    return einsum(spec, p, v, name="core", scope=scope, role=Role.CORE)

@@ -55,27 +55,24 @@ def _recommendation(plan: Plan) -> dict[str, Dims]:
 
 
 def _cache(plan: Plan) -> dict[str, Dims]:
-    """Inference: the cache has a rank's requests and its key-value heads, as vLLM's.
+    """Inference: a cache has a rank's requests and its key-value heads, as in vLLM.
 
-    Ranks that share a key-value head, or latents, have a copy each, or share the tokens: queries of
-    their heads then go to all of them (`_striped`). Logits are gathered for the sampler.
+    Ranks that share a key-value head, or latents, have a copy each; or they share the tokens of a
+    request in a striped cache, and queries of their heads go to all of them. Logits are gathered
+    for the sampler.
     """
     requests = (plan.data, ())
     heads = tuple(a for a in plan.tensor if a in plan.key_value)
-    cache, striped = (*requests, heads, ()), (plan.data, plan.stripes, (), heads, ())
-    rows: dict[str, Dims] = {"logits_gathered": (*requests, ()), "logit_rows": requests}
-    rows["token_requests"] = requests
-    rows |= {f"{name}_cache_striped": striped for name in ("k", "v")}
-    rows["latent_cache_striped"] = (plan.data, plan.stripes, (), ())
-    rows["prefix_slots"] = (plan.data, plan.stripes, ())
-    rows["row_slots"] = requests
-    rows["q_striped"] = (*requests, tuple(a for a in plan.tensor if a not in plan.stripes), ())
-    rows["striped_context"] = (plan.data, plan.context, plan.tensor, ())
-    rows |= {f"{name}_cache_source": cache for name in ("k", "v")}
-    rows |= dict.fromkeys(("source_slots", "source_ends", "block_table_source"), requests)
-    rows |= {f"{name}_striped": requests for name in ("token_slots", "block_table")}
-    for kind in ("", "_local", "_chunked"):
-        rows |= {f"{name}{kind}": requests for name in ("token_slots", "block_table", "key_slots")}
-        rows |= {f"{name}_cache{kind}": cache for name in ("k", "v")}
-        rows[f"latent_cache{kind}"] = (*requests, ())
-    return rows | {"token_positions": (plan.data, plan.context)}
+    whole_queries = tuple(a for a in plan.tensor if a not in plan.stripes)
+    return {
+        "token_slots": requests,
+        "token_positions": (plan.data, plan.context),
+        "kv_cache": (*requests, heads, ()),
+        "latent_cache": (*requests, ()),
+        "striped_kv_cache": (plan.data, plan.stripes, (), heads, ()),
+        "striped_latent_cache": (plan.data, plan.stripes, (), ()),
+        "prefix_slots": (plan.data, plan.stripes, ()),
+        "q_striped": (*requests, whole_queries, ()),
+        "striped_context": (plan.data, plan.context, plan.tensor, ()),
+        "logits_gathered": (*requests, ()),
+    }
