@@ -6,16 +6,9 @@ annotation, as logical axis names are elsewhere. A model is a chain of blocks th
 residual stream; blocks of equal shape are built once, however many layers use them.
 """
 
-from stagewright.blocks.builder import (
-    PRECISIONS,
-    Block,
-    ExpertRecipe,
-    Inference,
-    Precision,
-    Recipe,
-    Tie,
-)
+from stagewright.blocks.builder import Block
 from stagewright.blocks.chain import BLOCKS, chain
+from stagewright.blocks.recipe import PRECISIONS, ExpertRecipe, Inference, Precision, Recipe, Tie
 from stagewright.blocks.sizes import sizes
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from stagewright.blocks.builder import Block, Recipe
+from stagewright.blocks.builder import Block
 from stagewright.blocks.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.blocks.encoder_decoder import (
     decoder_layer,
@@ -16,6 +16,7 @@ from stagewright.blocks.encoder_decoder import (
 from stagewright.blocks.ends import ORIGINAL, embedding, head, tied
 from stagewright.blocks.layers import layer
 from stagewright.blocks.mtp import final_norm, mtp, mtp_name
+from stagewright.blocks.recipe import Recipe
 from stagewright.blocks.recommendation import ranking
 from stagewright.blocks.shared import shared_tables
 from stagewright.blocks.vision import classifier, patches, projector, tower

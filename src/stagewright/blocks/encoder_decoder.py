@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stagewright.blocks.attention import cross_attention
-from stagewright.blocks.builder import Block, Builder, Recipe, renamed, stream
+from stagewright.blocks.builder import Block, Builder, renamed, stream
 from stagewright.blocks.ends import embedding
 from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import idle
 from stagewright.blocks.layers import body, layer
+from stagewright.blocks.recipe import Recipe
 from stagewright.model.config import Layer, ModelConfig
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from stagewright.blocks.builder import Block, Builder, Recipe, stream
+from stagewright.blocks.builder import Block, Builder, stream
 from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import gathered, last_tokens
+from stagewright.blocks.recipe import Recipe
 from stagewright.graph.make import (
     add,
     apply,

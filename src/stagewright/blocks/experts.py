@@ -11,7 +11,7 @@ from typing import Any
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
-from stagewright.blocks.mlp import feed_forward
+from stagewright.blocks.mlp import Matrices, feed_forward
 from stagewright.graph.make import (
     add,
     apply,
@@ -46,8 +46,8 @@ def experts(b: Builder, h: Node) -> Node:
     exchange = {"alltoall": _exchanged, "allgather": _gathered}[b.recipe.experts.dispatcher]
     out = exchange(b, h, gates)
     if c.shared_ffn_hidden_size:
-        names = {"up": "ws_up", "gate": "ws_gate", "down": "ws_down"}
-        shared = feed_forward(b, h, "bsm", "bsy", ("M", "Y/tp"), names)
+        matrices = Matrices("ws_up", "ws_gate", "ws_down", ("M", "Y/tp"), "bsm", "bsy")
+        shared = feed_forward(b, h, matrices)
         if c.shared_expert_gate:
             w = b.param("w_shared_gate", "M", **OWN)
             score = einsum("bsm,m->bs", h, w, name="shared_gate", **OWN)
@@ -147,11 +147,10 @@ def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
     def weighed(a: Node) -> Node:
         return weigh(a, probs, name="weighed", **OWN) if probs else a
 
-    names = {"up": "we_up", "gate": "we_gate", "down": "we_down"}
-    more = {"touched": size("touched")} if b.recipe.inference else None
     dims = (f"{_held(b)}/ep", "M", "X/etp")
-    biased = b.config.mlp_bias
-    return feed_forward(b, rows, "erm", "erx", dims, names, biased=biased, weigh=weighed, more=more)
+    matrices = Matrices("we_up", "we_gate", "we_down", dims, "erm", "erx", b.config.mlp_bias)
+    attrs = {"touched": size("touched")} if b.recipe.inference else None
+    return feed_forward(b, rows, matrices, weigh=weighed, attrs=attrs)
 
 
 def _biased(b: Builder, out: Node, probs: Node | None) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stagewright.blocks.builder import Builder
@@ -10,11 +11,28 @@ from stagewright.graph.make import elementwise, identity
 from stagewright.graph.node import Node
 
 
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The weights of an MLP by name, and the indices of what they multiply."""
+
+    up: str
+    gate: str
+    down: str
+    dims: tuple[str, ...]
+    """Dims of up and gate, as declared: the model's width and the inner one; experts lead."""
+    rows: str
+    """Indices of the MLP's input and result, `bsm`; of experts' `erm`."""
+    inner: str
+    """Indices of what is between up and down, `bsf`."""
+    biased: bool = False
+    """Whether up and gate have biases; that of down is added where ranks' results are summed."""
+
+
 def mlp(b: Builder, h: Node) -> Node:
     """Up and down, or gate, up and down (arXiv 2002.05202)."""
     c = b.config
-    names = {"up": "w_up", "gate": "w_gate", "down": "w_down"}
-    out = feed_forward(b, h, "bsm", "bsf", ("M", "F/tp"), names, biased=c.mlp_bias)
+    matrices = Matrices("w_up", "w_gate", "w_down", ("M", "F/tp"), "bsm", "bsf", c.mlp_bias)
+    out = feed_forward(b, h, matrices)
     if not c.parallel_block:
         out = identity(out, "mlp_reduced")
     return b.bias(out, "b_down", "M") if c.mlp_bias else out
@@ -23,33 +41,31 @@ def mlp(b: Builder, h: Node) -> Node:
 def feed_forward(
     b: Builder,
     h: Node,
-    rows: str,
-    inner: str,
-    dims: tuple[str, ...],
-    names: Mapping[str, str],
+    of: Matrices,
     *,
-    biased: bool = False,
     weigh: Callable[[Node], Node] = lambda a: a,
-    more: Mapping[str, Any] | None = None,
+    attrs: Mapping[str, Any] | None = None,
 ) -> Node:
-    """The products of an MLP over any rows; `dims` are those of a weight that leads in.
+    """The matrix products of an MLP over the rows of `h`, and the activation between them.
 
-    `weigh` is done to what is between them; the products have the attributes `more`.
+    `weigh` is applied to the activation's result; `attrs` are attributes of all products.
     """
     c = b.config
     scope = "mlp"
-    lead = inner[0] if len(dims) == 3 else ""  # experts have weights of their own
+    rows, inner = of.rows, of.inner
+    lead = inner[0] if len(of.dims) == 3 else ""  # experts have weights of their own
     into = f"{rows},{lead}{rows[-1]}{inner[-1]}->{inner}"
     wide: dict[str, Node] = {}
     for part_ in ("up", "gate") if c.gated else ("up",):
-        w = b.weight(names[part_], *dims, scope=scope)
-        joint = names["up"] if c.gated else ""
-        wide[part_] = b.linear(into, h, w, part_, scope=scope, joint=joint, **(more or {}))
+        name = of.up if part_ == "up" else of.gate
+        w = b.weight(name, *of.dims, scope=scope)
+        joint = of.up if c.gated else ""
+        wide[part_] = b.linear(into, h, w, part_, scope=scope, joint=joint, **(attrs or {}))
         if b.block and c.shared_blocks and c.shared_blocks.adapter_rank:
             wide[part_] = b.adapted(wide[part_], h, "mlp_narrow", part_, "bsr,rf->bsf", "F/tp")
-        if biased:
-            name = "b" + names[part_].removeprefix("w")
-            wide[part_] = b.bias(wide[part_], name, *dims[:-2], dims[-1])
+        if of.biased:
+            bias = "b" + name.removeprefix("w")
+            wide[part_] = b.bias(wide[part_], bias, *of.dims[:-2], of.dims[-1])
     if c.gated:
         own: dict[str, Any] = {"fn": c.activation, "name": "act", "scope": scope}
         if c.glu_linear_offset:
@@ -65,6 +81,6 @@ def feed_forward(
             a = elementwise("glu", wide["gate"], wide["up"], **own)
     else:
         a = elementwise("act", wide["up"], fn=c.activation, name="act", scope=scope)
-    w = b.weight(names["down"], *dims[:-2], dims[-1], dims[-2], scope=scope)
+    w = b.weight(of.down, *of.dims[:-2], of.dims[-1], of.dims[-2], scope=scope)
     outof = f"{inner},{lead}{inner[-1]}{rows[-1]}->{rows}"
-    return b.linear(outof, weigh(a), w, "mlp_out", scope=scope, **(more or {}))
+    return b.linear(outof, weigh(a), w, "mlp_out", scope=scope, **(attrs or {}))

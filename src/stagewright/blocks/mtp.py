@@ -9,10 +9,11 @@ fetches the one at the border from its neighbour.
 from __future__ import annotations
 
 from stagewright.algebra.size import size
-from stagewright.blocks.builder import Block, Builder, Recipe, stream
+from stagewright.blocks.builder import Block, Builder, stream
 from stagewright.blocks.ends import mtp_name
 from stagewright.blocks.finish import finish
 from stagewright.blocks.layers import body
+from stagewright.blocks.recipe import Recipe
 from stagewright.graph.make import apply, identity, join, leaf
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Binding

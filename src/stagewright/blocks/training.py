@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stagewright.blocks.builder import Block, Builder, Precision, Recipe
+from stagewright.blocks.builder import Block, Builder
+from stagewright.blocks.recipe import Precision, Recipe
 from stagewright.graph.gradient import backward
 from stagewright.graph.make import add, apply, cast, elementwise, identity, leaf, letters
 from stagewright.graph.node import Graph, Node, replace, toposort
