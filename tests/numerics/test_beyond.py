@@ -20,8 +20,10 @@ from stagewright.lower.blocks import shard_block
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
-from stagewright.model.config import Diffusion, ModelConfig, Recommendation, Vision
+from stagewright.model.config import ModelConfig
+from stagewright.model.images import Diffusion, Vision
 from stagewright.model.presets import PRESETS
+from stagewright.model.recommendation import Recommendation
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import COLLECTIVES
 from stagewright.run.rules import check as check_run

@@ -22,7 +22,7 @@ from stagewright.errors import UserError
 from stagewright.lower.capacity import Capacity
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.model.config import Reach
+from stagewright.model.layers import Reach
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run import lengths

@@ -20,7 +20,7 @@ from stagewright.blocks.cache import (
 from stagewright.graph.make import apply, cast, einsum, elementwise, identity, join, letters, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.model.config import Reach
+from stagewright.model.layers import Reach
 
 
 def attention(b: Builder, h: Node, mixer: str = "global") -> Node:

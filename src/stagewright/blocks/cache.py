@@ -21,7 +21,7 @@ from stagewright.blocks.inference import OF_REQUESTS
 from stagewright.graph.make import apply, identity, join, leaf
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Binding, Role
-from stagewright.model.config import Reach
+from stagewright.model.layers import Reach
 
 
 class HeadDims(NamedTuple):

@@ -20,7 +20,8 @@ from stagewright.blocks.recipe import Recipe
 from stagewright.blocks.recommendation import ranking
 from stagewright.blocks.shared import shared_tables
 from stagewright.blocks.vision import classifier, patches, projector, tower
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 
 Make = Callable[[ModelConfig, Recipe, Layer], Block]
 

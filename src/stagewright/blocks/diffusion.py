@@ -14,7 +14,8 @@ from stagewright.blocks.mlp import mlp
 from stagewright.blocks.recipe import Recipe
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, identity, join, leaf, part
 from stagewright.graph.node import Node
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 
 
 def noisy_patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:

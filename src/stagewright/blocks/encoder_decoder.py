@@ -16,7 +16,8 @@ from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import idle
 from stagewright.blocks.layers import body, layer
 from stagewright.blocks.recipe import Recipe
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 
 
 def source_embedding(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:

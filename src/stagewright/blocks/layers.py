@@ -17,7 +17,8 @@ from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, ma
 from stagewright.errors import UserError
 from stagewright.graph.make import add, identity, leaf
 from stagewright.graph.node import Node, toposort
-from stagewright.model.config import ATTENTIONS, SIDE_BY_SIDE, Layer, ModelConfig, Module
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import ATTENTIONS, SIDE_BY_SIDE, Layer, Module
 
 Branch = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
 

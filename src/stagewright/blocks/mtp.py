@@ -17,7 +17,8 @@ from stagewright.blocks.recipe import Recipe
 from stagewright.graph.make import apply, identity, join, leaf
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Binding
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 
 
 def final_norm(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:

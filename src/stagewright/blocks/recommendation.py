@@ -9,7 +9,8 @@ from stagewright.blocks.finish import finish
 from stagewright.blocks.recipe import Recipe
 from stagewright.graph.make import apply, einsum, identity, join, leaf
 from stagewright.graph.node import Node
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 
 
 def ranking(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:

@@ -14,7 +14,8 @@ from stagewright.blocks.ends import ORIGINAL
 from stagewright.blocks.mlp import mlp
 from stagewright.graph.make import add, join
 from stagewright.graph.node import Node
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 
 _TABLES = ("attn_norm.weight", "wq", "wk", "wv", "wo", "mlp_norm.weight", "w_up", "w_down")
 

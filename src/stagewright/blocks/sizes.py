@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from stagewright.model.config import Diffusion, ModelConfig, Recommendation, Vision
+from stagewright.model.config import ModelConfig
+from stagewright.model.images import Diffusion, Vision
+from stagewright.model.recommendation import Recommendation
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:

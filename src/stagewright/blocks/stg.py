@@ -32,7 +32,8 @@ from stagewright.graph.make import apply, identity, letters
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.roles import Asked, Binding, Role
 from stagewright.graph.table import LEAVES, OPS
-from stagewright.model.config import ModelConfig, Module
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Module
 from stagewright.model.presets import PRESETS
 
 COLLECTIVES = {

@@ -9,7 +9,8 @@ from stagewright.blocks.finish import finish
 from stagewright.blocks.recipe import Recipe
 from stagewright.graph.make import apply, einsum, identity, join, leaf, part
 from stagewright.graph.roles import Role
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 
 
 def patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:

@@ -21,7 +21,8 @@ from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, permanent_by
 from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
 from stagewright.lower.kernels import Extent, Kernel, bytes_of, handed_on, interface, kernels
 from stagewright.lower.variants import BlockVariant
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
 from stagewright.run.rules import MOST_FLOPS

@@ -23,7 +23,8 @@ from stagewright.graph.node import BYTES
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.per_rank import place_along
 from stagewright.lower.serving import compile_serving
-from stagewright.model.config import ModelConfig, Reach
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Reach
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer

@@ -10,7 +10,8 @@ from stagewright import blocks as nn
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
 from stagewright.lower.habits import RootUnit
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.places import places

@@ -48,11 +48,11 @@ class _Mechanisms:
 
 
 class Needs(_Mechanisms):
-    """The field has its default in a model without these mechanisms (`config.MECHANISMS`)."""
+    """The field has its default in a model without these mechanisms (`checks.MECHANISMS`)."""
 
 
 class Excludes(_Mechanisms):
-    """The field has its default in a model with any of these mechanisms (`config.MECHANISMS`)."""
+    """The field has its default in a model with any of these mechanisms (`checks.MECHANISMS`)."""
 
 
 ANY_NUMBER = Number("a number", lambda x: True)

@@ -13,8 +13,10 @@ from reprlib import repr as shown
 from typing import Any, cast
 
 from stagewright.blocks.stg import parse
+from stagewright.model.architecture import NESTED
 from stagewright.model.catalog import resolve
-from stagewright.model.config import NESTED, ModelConfig, Module
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Module
 
 
 def to_json(model: ModelConfig) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 A row is `name: [sizes..., repository, {field: value}]`. The sizes are layers, hidden size, MLP
 width, heads, key/value heads, width of a head, vocabulary and longest sequence (the keys of
-`config.LIMITS`); a model without attention or dense MLPs has zeros there. The repository on
+`architecture.LIMITS`); a model without attention or dense MLPs has zeros there. The repository on
 huggingface.co, whose config.json has the figures, and the fields in which the model differs from
-its family may be left out. All other keys of a file are fields of `ModelConfig` that its models
+its family may be left out. All other keys of a file are fields of `Architecture` that its models
 share; a field with fields of its own (`state_space`) may be written partly there and partly in a
 row. `pattern` stands for mixers and MLPs in Nemotron-H's letters; `tower` is the name of a preset.
 
@@ -20,7 +20,8 @@ from importlib.resources import files
 from typing import Any
 
 from stagewright.files import own_yaml
-from stagewright.model.config import LIMITS, NESTED, ModelConfig
+from stagewright.model.architecture import LIMITS, NESTED
+from stagewright.model.config import ModelConfig
 from stagewright.model.patterns import from_letters
 
 Fields = dict[str, Any]

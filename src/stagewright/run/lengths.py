@@ -25,7 +25,7 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import UserError, either
 from stagewright.files import read_text
-from stagewright.model.config import Reach
+from stagewright.model.layers import Reach
 from stagewright.run.sections.inference import Group
 
 LARGEST = 2**31

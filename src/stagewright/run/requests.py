@@ -10,7 +10,8 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.errors import UserError
-from stagewright.model.config import ModelConfig, Reach
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Reach
 from stagewright.run import lengths
 from stagewright.run.lengths import Group, Groups
 from stagewright.run.sections import Settings

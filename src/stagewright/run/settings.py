@@ -23,7 +23,8 @@ from typing import Any, Self, TypeVar, cast
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
 from stagewright.errors import UserError
-from stagewright.model.config import LIMITS, ModelConfig
+from stagewright.model.architecture import LIMITS
+from stagewright.model.config import ModelConfig
 from stagewright.run import frameworks, lengths
 from stagewright.run import requests as serving
 from stagewright.run.files import flat, is_manifest, read_settings

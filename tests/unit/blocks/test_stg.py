@@ -25,7 +25,8 @@ from stagewright.lower.blocks import shard_block
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.strategy_table import table_of
 from stagewright.lower.variants import BlockVariant
-from stagewright.model.config import Layer, ModelConfig
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Layer
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run

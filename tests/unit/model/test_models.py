@@ -24,10 +24,12 @@ from effort import times
 from paths import DATA, ROOT
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters
+from stagewright.model.architecture import LIMITS
 from stagewright.model.catalog import from_config, resolve
-from stagewright.model.config import ATTENTIONS, LIMITS, RECURRENCES, SIDE_BY_SIDE, ModelConfig
+from stagewright.model.config import ModelConfig
 from stagewright.model.hf import keys as hf_keys
 from stagewright.model.hf import read as hf
+from stagewright.model.layers import ATTENTIONS, RECURRENCES, SIDE_BY_SIDE
 from stagewright.model.presets import PRESETS
 from stagewright.model.state_space import StateSpace
 

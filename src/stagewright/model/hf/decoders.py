@@ -5,7 +5,7 @@ Most are those of Llama, `DECODER`, with a few entries of their own.
 
 from __future__ import annotations
 
-from stagewright.model.config import LIMITS
+from stagewright.model.architecture import LIMITS
 from stagewright.model.hf.keys import ACTIVATIONS, Fields, Fixed, Keys, Map
 from stagewright.model.hf.parts import (
     BIASED,

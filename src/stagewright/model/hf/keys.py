@@ -17,7 +17,8 @@ from typing import Any, NoReturn, cast
 
 from stagewright.errors import UserError
 from stagewright.files import own_yaml
-from stagewright.model.config import LIMITS, Activation, ModelConfig, Router
+from stagewright.model.architecture import LIMITS, Activation, Router
+from stagewright.model.config import ModelConfig
 from stagewright.model.fields import PROBABILITY, rules
 
 ACTIVATIONS: dict[str, Activation] = {

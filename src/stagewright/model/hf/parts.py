@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import divisors
-from stagewright.model.config import LIMITS, MOST_EXPERTS, Attention, Recurrence
+from stagewright.model.architecture import LIMITS, MOST_EXPERTS
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, Reader
+from stagewright.model.layers import Attention, Recurrence
 from stagewright.model.patterns import every, shortest
 from stagewright.model.state_space import StateSpace
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import cast
 
 from stagewright.errors import divisors
-from stagewright.model.config import LIMITS, MOST_EXPERTS
+from stagewright.model.architecture import LIMITS, MOST_EXPERTS
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map
 from stagewright.model.hf.parts import (
     DECODER,

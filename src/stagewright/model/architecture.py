@@ -1,0 +1,296 @@
+"""The fields of a model, and what follows from them; `checks` says which values they may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from stagewright.model.fields import FRACTION, POSITIVE, PROBABILITY, Count, Excludes, Needs
+from stagewright.model.images import Diffusion, Vision
+from stagewright.model.layers import (
+    ATTENTIONS,
+    RECURRENCES,
+    SIDE_BY_SIDE,
+    Layer,
+    Module,
+    Reach,
+    Recurrence,
+)
+from stagewright.model.recommendation import Recommendation
+from stagewright.model.shared_blocks import SharedBlocks
+from stagewright.model.state_space import StateSpace
+
+Position = Literal["rope", "learned", "alibi", "relative", "none"]
+Norm = Literal["rmsnorm", "layernorm"]
+NormPlacement = Literal["pre", "post", "sandwich"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
+Router = Literal["softmax", "sigmoid"]
+ApplyProbs = Literal["experts", "input", "output"]
+
+LIMITS = {
+    "num_layers": 10_000,
+    "hidden_size": 2**24,
+    "ffn_hidden_size": 2**26,
+    "num_attention_heads": 2**16,
+    "num_query_groups": 2**16,
+    "kv_channels": 2**16,
+    "vocab_size": 2**28,
+    "max_position_embeddings": 2**31,
+}
+"""The largest size of each kind that is believed: far above any model, far below an accident."""
+
+MOST_EXPERTS = 2**16
+_Layers = Annotated[int, Count(0, LIMITS["num_layers"])]
+_Experts = Annotated[int, Count(0, MOST_EXPERTS)]
+_Width = Annotated[int, Count(0, LIMITS["hidden_size"])]
+_MlpWidth = Annotated[int, Count(0, LIMITS["ffn_hidden_size"])]
+_HeadWidth = Annotated[int, Count(0, LIMITS["kv_channels"])]
+_Window = Annotated[int | None, Count(1)]
+_Probability = Annotated[float, PROBABILITY]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The sizes of a model and its mechanisms, unchecked; a `ModelConfig` is checked.
+
+    Sizes count elements; the defaults are Llama's choices.
+    """
+
+    name: str
+    num_layers: Annotated[int, Count(1, LIMITS["num_layers"])]
+    hidden_size: Annotated[int, Count(1, LIMITS["hidden_size"])]
+    ffn_hidden_size: Annotated[int, Count(1, LIMITS["ffn_hidden_size"])]
+    """Width between the two (gated: three) matrices of the MLP; gate and up have it each."""
+    num_attention_heads: Annotated[int, Count(1, LIMITS["num_attention_heads"])]
+    num_query_groups: Annotated[int, Count(1, LIMITS["num_query_groups"])]
+    """Key/value heads: all heads (multi-head), one (multi-query) or a divisor (grouped-query)."""
+    kv_channels: Annotated[int, Count(1, LIMITS["kv_channels"])]
+    """Width of one head; heads x kv_channels need not be hidden_size."""
+    vocab_size: Annotated[int, Count(1, LIMITS["vocab_size"])]
+    """Rows of the embedding as published, before any padding for tensor parallelism."""
+    max_position_embeddings: Annotated[int, Count(1, LIMITS["max_position_embeddings"])]
+    """Longest sequence in tokens; the rows of the table where positions are learned."""
+
+    position: Position = "rope"
+    relative_buckets: Annotated[int, Count(0, 2**16)] = 0
+    """Distances that have a learned bias per head, of scores, where positions are relative (T5)."""
+    position_offset: Annotated[int, Count(0), Needs("learned positions")] = 0
+    """Extra rows of the learned table (OPT: 2); it has max_position_embeddings + these."""
+    rotary_fraction: Annotated[float, FRACTION] = 1.0
+    """The part of each head that rope turns."""
+
+    norm: Norm = "rmsnorm"
+    norm_bias: bool = False
+    norm_placement: Annotated[NormPlacement, Excludes("shared blocks")] = "pre"
+    """Before each of attention and MLP, after its residual sum, or before and after (sandwich)."""
+    parallel_block: Annotated[bool, Excludes("experts"), Excludes("latents", "shared blocks")] = (
+        False
+    )
+    """Attention and MLP both read the block's input, and their outputs are summed."""
+    parallel_norms: Annotated[int, Count(1, 2), Needs("parallel block")] = 1
+    """Of a parallel block: one norm for both halves, or one each (Falcon's newer decoder)."""
+    final_norm: bool = True
+    embedding_norm: bool = False
+
+    qkv_bias: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    attention_output_bias: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    mlp_bias: Annotated[bool, Excludes("shared experts", "shared blocks")] = False
+    qk_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    """An RMSNorm of kv_channels weights on every query head, and another on every key head."""
+    qk_norm_over_heads: Annotated[bool, Needs("norms of queries and keys")] = False
+    """Each of these two norms is over the channels of all its heads at once, and has a weight for
+    each of them (OLMoE)."""
+    qk_l2_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    """Such a norm without weights, after rope and where there is rope (Llama 4)."""
+    attention_sinks: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    """A learned score per head that takes its part of the softmax and has no value (gpt-oss)."""
+    attention_gate: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    """What the heads return is weighed, channel by channel, by a sigmoid of the layer's input."""
+    gated: bool = True
+    """Three matrices, down(activation(gate) * up), instead of down(activation(up))."""
+    activation: Activation = "silu"
+    glu_linear_offset: Annotated[float, Needs("gate")] = 0.0
+    """Of a gated MLP, added to what the gate weighs."""
+    activation_func_clamp_value: Annotated[float | None, POSITIVE, Needs("gate")] = None
+    """Of a gated MLP: neither gate nor what it weighs is above this, nor the latter below minus."""
+
+    num_experts: _Experts = 0
+    """Experts of a mixture-of-experts layer; 0: every layer is dense."""
+    top_k: Annotated[_Experts, Needs("experts")] = 0
+    """Experts that each token goes to."""
+    moe_ffn_hidden_size: Annotated[_MlpWidth, Needs("experts")] = 0
+    """Width inside one expert."""
+    shared_ffn_hidden_size: Annotated[_MlpWidth, Needs("experts")] = 0
+    """Width of the experts that every token goes to, together."""
+    first_dense_layers: Annotated[_Layers, Needs("experts")] = 0
+    """Layers before the first mixture-of-experts layer."""
+    moe_layer_freq: Annotated[int, Count(1, LIMITS["num_layers"]), Needs("experts")] = 1
+    """Of the layers after those, every how many has experts."""
+    router: Annotated[Router, Needs("experts")] = "softmax"
+    """How a token's scores become the weights of its experts."""
+    norm_topk_prob: Annotated[bool, Needs("experts")] = True
+    """The weights of a token's experts add up to one; otherwise they are those of all experts."""
+    num_expert_groups: Annotated[int, Count(1, MOST_EXPERTS), Needs("experts")] = 1
+    """Group-limited routing (DeepSeek-V2, V3): experts are in so many groups,"""
+    topk_groups: Annotated[int, Count(1, MOST_EXPERTS), Needs("experts")] = 1
+    """of which a token goes to so many."""
+    apply_probs: Annotated[ApplyProbs, Needs("experts")] = "experts"
+    """Where the weights are multiplied: what experts compute, their input or their output."""
+    expert_bias: Annotated[bool, Needs("experts")] = False
+    """Added to the scores that choose experts, to balance their load without a loss."""
+    router_bias: Annotated[bool, Needs("experts")] = False
+    """A learned bias of the scores, unlike `expert_bias`."""
+    shared_expert_gate: Annotated[bool, Needs("experts", "shared experts")] = False
+    """The shared experts' sum is weighed by a sigmoid of its own (Qwen2-MoE)."""
+
+    kv_lora_rank: Annotated[_Width, Excludes("shared blocks")] = 0
+    """Width of the latent that keys and values are made of (multi-head latent attention), or 0."""
+    q_lora_rank: Annotated[_Width, Needs("latents")] = 0
+    """Likewise of queries; 0: queries are made of the hidden state."""
+    qk_rope_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
+    """Of kv_channels, the part with rotary position, which all heads share for keys."""
+    v_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
+    """Width of a value head where it is not kv_channels."""
+
+    mtp_num_layers: Annotated[
+        int, Count(0, 16), Needs("token prediction"), Excludes("shared blocks")
+    ] = 0
+    """Layers that predict one more token each (multi-token prediction, arXiv 2412.19437)."""
+    tied_embeddings: bool = False
+    """The output projection uses the embedding's matrix."""
+    lm_head_bias: bool = False
+    token_types: Annotated[int, Count(0)] = 0
+    """Rows of a second, summed embedding (BERT's segments: 2)."""
+    pooler: Annotated[bool, Needs("encoder")] = False
+    """BERT's square layer with tanh on the first token."""
+    mlm_transform: Annotated[bool, Needs("encoder")] = False
+    """BERT's square layer, activation and norm before the output projection."""
+    embedding_size: Annotated[int | None, Count(1), Excludes("shared blocks")] = None
+    """Width of the embedding where it is not hidden_size: bias-free projections in and out."""
+
+    encoder_num_layers: Annotated[_Layers, Excludes("shared blocks")] = 0
+    """Layers of an encoder, whose output every layer attends to besides (T5, arXiv 1910.10683)."""
+    causal: bool = True
+    encoder: bool = False
+    sliding_window: _Window = None
+    """Positions a local layer's query sees, itself included."""
+    attention_chunk_size: _Window = None
+    """Positions of a chunk, of which a chunked layer's query sees its own (Llama 4)."""
+    mixers: tuple[str, ...] = ("global",)
+    """What mixes positions in each layer, repeated over them: attention (to all, to all without
+    positions: nope, within a window or a chunk), a recurrence, both side by side or none."""
+    state_space: StateSpace | None = None
+    """Sizes of the recurrence, in a model that has one."""
+    attention_softcap: Annotated[float | None, POSITIVE] = None
+    logit_softcap: Annotated[float | None, POSITIVE] = None
+
+    mlps: tuple[str, ...] = ()
+    """What works on each position in each layer, repeated over them: dense, experts or none. Empty:
+    experts where `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
+    modules: tuple[Module, ...] = ()
+    """Users' own parts of layers, which `mixers` and `mlps` name."""
+    shared_blocks: SharedBlocks | None = None
+    """What some layers have before their mixers, and share."""
+    bare: Annotated[bool, Excludes("shared blocks")] = False
+    """Layers and nothing else: no norms and residual sums around, no embedding, no loss."""
+
+    vision: Annotated[Vision | None, Excludes("shared blocks")] = None
+    """Reads images and no text."""
+    tower: Annotated[Architecture | None, Excludes("shared blocks")] = None
+    """A vision model whose output stands before the text (LLaVA, arXiv 2310.03744)."""
+    diffusion: Annotated[Diffusion | None, Excludes("shared blocks")] = None
+    """Removes noise from images."""
+    recommendation: Recommendation | None = None
+    """No transformer at all: tables and MLPs."""
+
+    hidden_dropout: _Probability = 0.0
+    attention_dropout: _Probability = 0.0
+    embedding_dropout: _Probability = 0.0
+
+    source: str = ""
+    """The address or the paper of the figures."""
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that rope turns."""
+        return int(self.kv_channels * self.rotary_fraction)
+
+    def layer(self, index: int) -> Layer:
+        """What this layer is made of."""
+        assert 0 <= index < self.num_layers, index
+        mixer = self.mixers[index % len(self.mixers)]
+        shared = self.shared_blocks.layers if self.shared_blocks else (0,)
+        block = shared[index % len(shared)]
+        if self.mlps:
+            return Layer(mixer, self.mlps[index % len(self.mlps)], block=block)
+        after = index - self.first_dense_layers
+        routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
+        return Layer(mixer, "experts" if routed else "dense", block=block)
+
+    def reach(self, mixer: str) -> Reach:
+        """How far a layer with this mixer looks back."""
+        window = self.sliding_window if mixer == "local" else None
+        chunk = self.attention_chunk_size if mixer == "chunked" else None
+        return Reach(window or 0, chunk or 0)
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """Those of all layers, that to all positions always among them and first."""
+        return tuple(dict.fromkeys((Reach(), *map(self.reach, self.mixers))))
+
+    @property
+    def depth(self) -> int:
+        """Layers in all, those of the tower or of the encoder first."""
+        tower = self.tower.num_layers if self.tower else 0
+        return tower + self.encoder_num_layers + self.num_layers
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Every mixer and every MLP that some layer has, those of shared blocks included."""
+        kinds = frozenset(x for i in range(self.num_layers) for x in self.layer(i)[:2])
+        return kinds | {"global", "dense"} if self.shares else kinds
+
+    @property
+    def shares(self) -> bool:
+        """Whether some layers have a shared block."""
+        given = self.shared_blocks.layers if self.shared_blocks else ()
+        return any(given[: self.num_layers])
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Every kind of mixer that some layer has, alone or beside another."""
+        pairs: Mapping[str, tuple[str, ...]] = {**SIDE_BY_SIDE}
+        return frozenset(kind for mixer in self.mixers for kind in pairs.get(mixer, (mixer,)))
+
+    @property
+    def attends(self) -> bool:
+        """Whether some layers have attention."""
+        return self.shared_blocks is not None or not ATTENTIONS.isdisjoint(self.kinds)
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether this is a decoder that reads and predicts text, with no encoder before it."""
+        other = self.vision or self.diffusion or self.recommendation or self.encoder or self.bare
+        return not (other or self.encoder_num_layers or self.embedding_size)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the attention of some layer sees all positions before it."""
+        mixers = {self.layer(i).mixer for i in range(self.num_layers)}
+        return any(self.reach(mixer) == Reach() for mixer in mixers & ATTENTIONS)
+
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """The kind of layer that carries a state, in a model that has some."""
+        return next((kind for kind in RECURRENCES if kind in self.kinds), None)
+
+
+NESTED: Mapping[str, type] = {
+    "state_space": StateSpace,
+    "shared_blocks": SharedBlocks,
+    "vision": Vision,
+    "diffusion": Diffusion,
+    "recommendation": Recommendation,
+}
+"""Fields of a model with fields of their own; another is `tower`, a model."""

@@ -1,0 +1,69 @@
+"""What a layer is made of: kinds of mixers and MLPs, the reach of attention, users' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from stagewright.algebra.notation import Tensor
+
+Attention = Literal["global", "local", "chunked", "nope"]
+Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
+SideBySide = Literal["global+mamba2"]
+FeedForward = Literal["dense", "experts", "none"]
+ATTENTIONS = frozenset(get_args(Attention))
+RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
+SIDE_BY_SIDE: Mapping[SideBySide, tuple[Attention, Recurrence]] = {
+    "global+mamba2": ("global", "mamba2")
+}
+"""Mixers that are two: both read the layer's input, and their outputs are summed."""
+
+
+class Layer(NamedTuple):
+    """What a layer is made of: how positions mix, and the MLP that works on each position.
+
+    Mixer and MLP are kinds that Stagewright has, or names of the model's `modules`.
+    """
+
+    mixer: str = "global"
+    mlp: str = "dense"
+    ahead: int = 0
+    """In multi-token prediction: how many tokens after the next one the layer predicts."""
+    block: int = 0
+    """The shared block before the mixer, counted from 1; 0: there is no shared block."""
+
+
+class Reach(NamedTuple):
+    """Which of the positions before it a query sees: all, those of a window, or of its chunk."""
+
+    window: int = 0
+    """Positions of the sliding window, the query's own included; 0: there is no window."""
+    chunk: int = 0
+    """Positions of a chunk, outside which a query sees nothing; 0: there are no chunks."""
+
+    @property
+    def kind(self) -> str:
+        """Suffix of this reach's cache and size names: `_local`, `_chunked` or none."""
+        return "_local" if self.window else "_chunked" if self.chunk else ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Module:
+    """A part of a layer that a user has written, as a `.stg` file or as a Python function.
+
+    `build(builder, inputs by name)` makes the nodes of the module, whose parameters and values are
+    called `MODULE.name`. The first input is the hidden state; all others come from outside.
+    """
+
+    name: str
+    build: Callable[[Any, Mapping[str, Any]], Any]
+    inputs: tuple[tuple[str, tuple[Any, ...], str], ...] = (("x", ("B", "S", "M"), ""),)
+    """Name, sizes of the dims and data type ("": that of the run)."""
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Numbers of the sizes that the module declares itself."""
+    table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Layouts of the module's values and parameters, by full name."""
+    output: str = "y"
+    text: str = ""
+    """The text of the `.stg` file that defines the module."""
