@@ -22,11 +22,16 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from stagewright.evidence.kernels import experts_seconds
+from stagewright.evidence.kernels import ExpertMLP, experts_seconds
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import ExpertFit, Hardware, resolve
 from stagewright.time.network import Machine, Placement
-from stagewright.time.roofline import attention_seconds, gemm_seconds, memory_seconds
+from stagewright.time.roofline import (
+    AttentionTiles,
+    attention_seconds,
+    gemm_seconds,
+    memory_seconds,
+)
 
 SYSTEMS = {
     "a100-sxm-80gb": "a100_sxm",
@@ -155,11 +160,10 @@ def attention(folder: Path, hardware: Hardware, system: str) -> None:
         b, q, h, kv, d = (column(some, name) for name in names)
         tiles = np.ceil(q / 128) * b * h
         changed = hardware.attention.model_copy(update=dict(constants))
-        return attention_seconds(
-            tiles, q, b * h * q * q / 2 + tiles * 128**2 / 2, 4 * d,
-            traffic=4 * b * q * (h + kv) * d, dtype="bf16",
-            on=hardware.model_copy(update={"attention": changed}),
-        )  # fmt: skip
+        points = b * h * q * q / 2 + tiles * 128**2 / 2
+        work = AttentionTiles(tiles, q, points, 4 * d, 4 * b * q * (h + kv) * d)
+        fitted = hardware.model_copy(update={"attention": changed})
+        return attention_seconds(work, dtype="bf16", on=fitted)
 
     keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 3000)
     start = dict(hardware.attention)
@@ -189,7 +193,7 @@ def experts(folder: Path, hardware: Hardware, system: str) -> None:
     def predict(constants: Constants, some: Rows) -> np.ndarray:
         changed = hardware.model_copy(update={"experts": ExpertFit(**constants)})
         sizes = (column(some, name) for name in names)
-        return experts_seconds(*sizes, dtype="bf16", on=changed)
+        return experts_seconds(ExpertMLP(*sizes), dtype="bf16", on=changed)
 
     keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 2500)
     start = {"routing_us": 20.0, "routing_ns": 0.1, "copy_fraction": 0.6}

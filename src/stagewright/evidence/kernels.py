@@ -1,7 +1,7 @@
 """Predictions beside measured kernels and collectives: rows of `data/measured/kernels.csv`.
 
-The rows are held out: no constant has been fitted to them (`benchmarks/fit_kernels.py` says which
-rows of the tables these are).
+The rows are held out: no constant was fitted to them. `benchmarks/fit_kernels.py` says which rows
+of the published tables they are.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import csv
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.evidence.predictions import Prediction
 from stagewright.time.collectives import collective_seconds
-from stagewright.time.cost import attention_shape_seconds
+from stagewright.time.cost import Kernels, attention_shape_seconds
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import (
@@ -31,7 +32,7 @@ ITEM = {"bf16": 2, "fp8": 1}
 
 
 def validate(source: str | None = None) -> Iterator[Prediction]:
-    """Predictions of all rows, or of those whose source contains a word."""
+    """Predictions of all rows, or of the rows whose source contains the text `source`."""
     text = (files("stagewright") / "data" / "measured" / "kernels.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
         if source is not None and source.lower() not in row["source"].lower():
@@ -64,21 +65,22 @@ def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> flo
 
 @cache
 def _machine(name: str, gpus: int) -> Machine:
-    # What runs in a node is part of one: the links of the whole node are there.
+    # A benchmark of fewer GPUs runs on part of a node, whose links are all there.
     hardware = resolve(name)
     return Machine.of(hardware, gpus=max(gpus, hardware.gpus_per_node))
 
 
-def _one(*values: float) -> list[np.ndarray]:
+def _arrays(*values: float) -> list[np.ndarray]:
+    """Each value as an array of one element."""
     return [np.array([float(v)]) for v in values]
 
 
 def _gemm(size: dict[str, int], dtype: str, on: Hardware) -> float:
     m, n, k = size["m"], size["n"], size["k"]
-    (traffic,) = _one(ITEM[dtype] * (m * k + k * n) + 2 * m * n)
-    seconds = gemm_seconds(*_one(1, m, n, k), traffic=traffic, dtype=dtype, on=on)
+    (traffic,) = _arrays(ITEM[dtype] * (m * k + k * n) + 2 * m * n)
+    seconds = gemm_seconds(*_arrays(1, m, n, k), traffic=traffic, dtype=dtype, on=on)
     if dtype == "fp8":  # the rows include the kernel that quantizes the activations
-        moved, work = _one(3 * m * k, m * k)
+        moved, work = _arrays(3 * m * k, m * k)
         seconds = seconds + memory_seconds(moved, work, on)
     return float(seconds[0])
 
@@ -87,34 +89,46 @@ def _attention(size: dict[str, int], dtype: str, on: Hardware) -> float:
     b, h, kv, q, k, d = (size[x] for x in ("batch", "heads", "kv_heads", "q", "k", "d"))
     shape = {"batch": b, "heads": h, "kv_heads": kv, "q": q, "k": k, "d": d, "v": d}
     shape |= {"causal": 1, "window": 0}
-    arrays = {name: np.array([float(v)]) for name, v in shape.items()}
-    flops, traffic = _one(2 * b * h * q * k * d, 4 * b * (q * h + k * kv) * d)
-    return float(attention_shape_seconds(arrays, flops, traffic, dtype, on, False)[0])
+    extents = {name: np.array([float(extent)]) for name, extent in shape.items()}
+    flops, traffic = _arrays(2 * b * h * q * k * d, 4 * b * (q * h + k * kv) * d)
+    kernels = Kernels(extents, flops, traffic, dtype, np.array([False]))
+    return float(attention_shape_seconds(kernels, on, backward=False)[0])
 
 
 def _experts(size: dict[str, int], dtype: str, on: Hardware) -> float:
     sizes = (size[x] for x in ("tokens", "m", "f", "top_k", "experts", "etp", "ep"))
-    return float(experts_seconds(*_one(*sizes), dtype=dtype, on=on)[0])
+    return float(experts_seconds(ExpertMLP(*_arrays(*sizes)), dtype=dtype, on=on)[0])
 
 
-def experts_seconds(
-    tokens: Array, h: Array, f: Array, top_k: Array, experts: Array, etp: Array, ep: Array,
-    *, dtype: str, on: Hardware,
-) -> Array:  # fmt: skip
-    """An MLP of evenly loaded experts on one of etp x ep ranks, all of which have all tokens.
+class ExpertMLP(NamedTuple):
+    """An MLP of evenly loaded experts over etp x ep ranks, all of which have all tokens."""
 
-    Tokens are sorted by expert and copied; gate and up are one product; activation; down; sums.
+    tokens: Array
+    hidden_size: Array
+    ffn_hidden_size: Array
+    top_k: Array
+    experts: Array
+    etp: Array
+    ep: Array
+
+
+def experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Array:
+    """Seconds of the experts' MLP on one rank.
+
+    Tokens are sorted by expert and copied; gate and up are one product; then come the activation,
+    the down product, and the sums of each token's copies.
     """
-    copies, f = tokens * top_k / ep, f / etp
-    busy = np.minimum(experts / ep, copies)
-    each = np.maximum(copies / busy, 1)
+    tokens, h, top_k = mlp.tokens, mlp.hidden_size, mlp.top_k
+    copies, f = tokens * top_k / mlp.ep, mlp.ffn_hidden_size / mlp.etp
+    busy = np.minimum(mlp.experts / mlp.ep, copies)
+    rows = np.maximum(copies / busy, 1)  # of each busy expert
     up = 2 * (copies * h + busy * 2 * f * h + copies * 2 * f)
     down = 2 * (copies * f + busy * f * h + copies * h)
     return (
         routing_seconds(tokens * top_k, on)
         + copies_seconds(2 * 2 * copies * h, copies, on)
-        + gemm_seconds(busy, each, 2 * f, h, traffic=up, dtype=dtype, on=on)
+        + gemm_seconds(busy, rows, 2 * f, h, traffic=up, dtype=dtype, on=on)
         + memory_seconds(2 * 3 * copies * f, copies, on)
-        + gemm_seconds(busy, each, h, f, traffic=down, dtype=dtype, on=on)
+        + gemm_seconds(busy, rows, h, f, traffic=down, dtype=dtype, on=on)
         + copies_seconds(2 * (copies + tokens) * h, copies, on)
     )

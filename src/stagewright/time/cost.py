@@ -28,6 +28,7 @@ from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.roofline import (
     QUERIES,
+    AttentionTiles,
     attention_seconds,
     copies_seconds,
     gemm_seconds,
@@ -56,9 +57,10 @@ def task_seconds(
     """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
 
     A collective takes as long as the group of the class that where worst; SEND and RECV both carry
-    the duration of the message. `tp_comm_overlap`: what tensor parallelism gathers and scatters is
-    cut, and takes only what the products beside it leave of it (`tensor_overlap`). `routed`: a
-    token goes once to each rank that has experts for it (`collectives.dispatch_seconds`).
+    the duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and
+    count only the part that the adjacent GEMMs do not hide (`tensor_overlap`). With `routed`, a
+    token is sent once to each rank that has experts for it (`collectives.dispatch_seconds`).
+    Raises UserError where the program and the machine differ in their number of GPUs.
     """
     if program.mesh.world_size != machine.gpus:
         raise UserError(
@@ -66,24 +68,26 @@ def task_seconds(
             f"{machine.gpus} GPUs; make them equal"
         )
     placed = Placements(program, machine)
-    found = [_class_seconds(placed, which, routed) for which in program.classes]
+    seconds = [_class_seconds(placed, which, routed) for which in program.classes]
     if tp_comm_overlap:
-        each = zip(program.classes, found, strict=True)
-        found = [with_tp_overlap(program, of.tasks, given, machine.hardware) for of, given in each]
-    return found
+        seconds = [
+            with_tp_overlap(program, which.tasks, alone, machine.hardware)
+            for which, alone in zip(program.classes, seconds, strict=True)
+        ]
+    return seconds
 
 
 class Placements:
     """Maps communicator groups and peers of a program onto the tiers of a machine, on request."""
 
     def __init__(self, program: Program, machine: Machine) -> None:
-        """Compute the groups of each communicator; all else is computed on request."""
+        """Compute the groups of each communicator; placements are computed on request."""
         self.program = program
         self.machine = machine
         self.groups = [program.group_of(slot) for slot in range(len(program.communicators))]
 
     def placements(self, slot: int, which: RankClass) -> list[Placement]:
-        """The placements of the groups that have members in a class."""
+        """The placements of the groups of communicator `slot` that have members in a rank class."""
         ids = self.groups[slot]
         wanted = np.unique(ids[which.ranks])
         ranks = np.flatnonzero(np.isin(ids, wanted[wanted > 0]))
@@ -96,7 +100,7 @@ class Placements:
         return any("ep" in names for names in self.program.degrees_of(slot))
 
     def level(self, slot: int, which: RankClass) -> int:
-        """The outermost dimension that a message of the class passes."""
+        """The outermost tier that the messages of a rank class to peer `slot` cross."""
         peers = self.program.peer_of(slot)[which.ranks]
         return int(tier_of(self.machine, which.ranks, peers).max(initial=0))
 
@@ -109,7 +113,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     rows, back = _unique(columns, computes)
     seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
     seconds = with_fused_products(tasks, seconds, machine.hardware)
-    if tasks.duration is not None:  # what was measured wins
+    if tasks.duration is not None:  # a measured duration replaces the computed one
         seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
 
     moves = tasks.kind == TaskKind.COLLECTIVE
@@ -122,8 +126,8 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
             return dispatch_seconds(size, group, machine, *routed)
         return collective_seconds(op, size, group, machine)[0]
 
-    each = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
-    seconds[moves] = np.array(each)[back] if each else 0.0
+    longest = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
+    seconds[moves] = np.array(longest)[back] if longest else 0.0
 
     copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
     to_host = machine.hardware.host_bandwidth_gb_s * 1e9
@@ -132,10 +136,10 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
     rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
     levels = {int(s): placed.level(int(s), which) for s in np.unique(tasks.slot[messages])}
-    each = [
+    sent = [
         message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine) for i in rows
     ]
-    seconds[messages] = np.array(each)[back] if each else 0.0
+    seconds[messages] = np.array(sent)[back] if sent else 0.0
     return seconds
 
 
@@ -151,117 +155,116 @@ def _unique(
     return where[first], back.reshape(-1)
 
 
+class Kernels(NamedTuple):
+    """COMPUTE tasks of one op and data type: an array element per task."""
+
+    extents: dict[str, Float]
+    """By name, such as `q` or `heads`; 0 where a task lacks the extent."""
+    flops: Float
+    traffic: Float
+    """Bytes."""
+    dtype: str
+    backward: Bool
+
+    def select(self, chosen: Bool) -> Kernels:
+        """Only the chosen kernels."""
+        extents = {name: column[chosen] for name, column in self.extents.items()}
+        return Kernels(
+            extents,
+            self.flops[chosen],
+            self.traffic[chosen],
+            self.dtype,
+            self.backward[chosen],
+        )
+
+
 def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
-    """Durations of some COMPUTE rows, from the shapes of their kernels."""
+    """Seconds of the COMPUTE tasks in `rows`, from the shapes of their kernels."""
     flops, traffic = tasks.flops[rows].astype(float), tasks.traffic[rows].astype(float)
     seconds = memory_seconds(traffic, flops, hardware)
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
-    kernels = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
-    for kernel, dtype in {(str(k), str(d)) for k, d in zip(kernels, dtypes, strict=True)}:
+    names = np.array([tasks.shapes[int(i)].kernel if i >= 0 else "" for i in tasks.shape[rows]])
+    for kernel, dtype in {(str(k), str(d)) for k, d in zip(names, dtypes, strict=True)}:
         timing = timing_of(kernel)
         if timing is Timing.MEMORY:
             continue
-        here = (kernels == kernel) & (dtypes == dtype)
-        shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[here]]]
+        mine = (names == kernel) & (dtypes == dtype)
+        shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[mine]]]
         # An extent that a kernel need not have is 0 where it lacks it: chunks of attention.
-        names = dict.fromkeys(x for s in shapes for x in s)
-        size = {x: np.array([s.get(x, 0) for s in shapes], dtype=float) for x in names}
+        extents = dict.fromkeys(name for shape in shapes for name in shape)
+        size = {x: np.array([shape.get(x, 0) for shape in shapes], float) for x in extents}
+        backward = tasks.phase[rows[mine]] == PHASES.index("backward")
+        kernels = Kernels(size, flops[mine], traffic[mine], dtype, backward)
         if timing is Timing.PRODUCT:
-            seconds[here] = gemm_seconds(
+            seconds[mine] = gemm_seconds(
                 size["batch"], size["m"], size["n"], size["k"],
-                traffic=traffic[here], dtype=dtype, on=hardware,
+                traffic=traffic[mine], dtype=dtype, on=hardware,
             )  # fmt: skip
         elif timing in (Timing.TO_EXPERTS, Timing.FROM_EXPERTS):
-            again = tasks.phase[rows[here]] == PHASES.index("backward")
-            seconds[here] = _copies(size, timing, traffic[here], again, dtype, hardware)
+            seconds[mine] = _copies(kernels, timing, hardware)
         elif timing is Timing.SERVED_ATTENTION:
-            seconds[here] = _served(size, flops[here], traffic[here], dtype, hardware)
+            seconds[mine] = _served(kernels, hardware)
         elif timing is Timing.CHUNKED:
             # A step of decode has no chunks: it moves states.
-            here[here] = whole = size.get("chunk", np.zeros(len(shapes))) > 0
-            size = {x: column[whole] for x, column in size.items()}
-            if whole.any():
-                seconds[here] = _chunked(size, flops[here], traffic[here], dtype, hardware)
+            chunked = size.get("chunk", np.zeros(len(shapes))) > 0
+            mine[mine] = chunked
+            if chunked.any():
+                seconds[mine] = _chunked(kernels.select(chunked), hardware)
         else:
-            seconds[here] = attention_shape_seconds(
-                size, flops[here], traffic[here], dtype, hardware,
-                timing is Timing.ATTENTION_BACKWARD,
-            )  # fmt: skip
+            seconds[mine] = attention_shape_seconds(
+                kernels, hardware, backward=timing is Timing.ATTENTION_BACKWARD
+            )
     return seconds / hardware.sustained_fraction
 
 
 def timing_of(kernel: str) -> Timing:
-    """Which model times a kernel, by what its shape calls it: matrix products, or an op alone."""
+    """The model that times a kernel, by the kernel's name: `gemm`, or the name of an op."""
     if kernel == GEMM:
         return Timing.PRODUCT
     return OPS[kernel].timing if kernel in OPS else Timing.MEMORY
 
 
-def _copies(
-    size: dict[str, Float],
-    timing: Timing,
-    traffic: Float,
-    again: Bool,
-    dtype: str,
-    hardware: Hardware,
-) -> Seconds:
-    """Copies of tokens; in forward they include the sorting of tokens by expert."""
+def _copies(kernels: Kernels, timing: Timing, hardware: Hardware) -> Seconds:
+    """Copies of tokens to experts and back; forward copies include the sorting by expert."""
+    size = kernels.extents
     copies = size["e"] * size["r"]
     if timing is Timing.FROM_EXPERTS:
-        return copies_seconds(traffic, copies, hardware)
-    moved = np.maximum(traffic, 2 * copies * size["m"] * float(BYTES[dtype]))
-    sorting = np.where(again, 0, routing_seconds(copies, hardware))
+        return copies_seconds(kernels.traffic, copies, hardware)
+    moved = np.maximum(kernels.traffic, 2 * copies * size["m"] * float(BYTES[kernels.dtype]))
+    sorting = np.where(kernels.backward, 0, routing_seconds(copies, hardware))
     return copies_seconds(moved, copies, hardware) + sorting
 
 
-def _served(
-    size: dict[str, Float],
-    flops: Float,
-    traffic: Float,
-    dtype: str,
-    hardware: Hardware,
-) -> Seconds:
-    """Attention over requests with lengths of their own, in tiles of queries as in training.
+def _served(kernels: Kernels, hardware: Hardware) -> Seconds:
+    """Attention over requests of different lengths, in tiles of queries as in training.
 
     Several units share the keys of one tile (flash decoding), so that the load is even. Reading the
     keys may take longer than computing: a single token has few queries for each key read.
     """
+    size = kernels.extents
     width = size["d"] + size.get("v", size["d"])
-    heads = math.prod(served_heads(size))
-    tiles = np.ceil(size["q"] / QUERIES) * heads
-    none = np.zeros_like(flops)
-    work = attention_seconds(
-        tiles, none, flops / (2 * width), 2 * width, traffic=none, dtype=dtype, on=hardware
-    )
-    return np.maximum(work, memory_seconds(traffic, none, hardware))
+    tiles = np.ceil(size["q"] / QUERIES) * math.prod(served_heads(size))
+    zero = np.zeros_like(kernels.flops)
+    work = AttentionTiles(tiles, zero, kernels.flops / (2 * width), 2 * width, zero)
+    computed = attention_seconds(work, dtype=kernels.dtype, on=hardware)
+    return np.maximum(computed, memory_seconds(kernels.traffic, zero, hardware))
 
 
-def _chunked(
-    size: dict[str, Float],
-    flops: Float,
-    traffic: Float,
-    dtype: str,
-    hardware: Hardware,
-) -> Seconds:
+def _chunked(kernels: Kernels, hardware: Hardware) -> Seconds:
     """A chunked recurrence as one product of equal FLOPs per chunk and head; not fitted."""
+    size = kernels.extents
     batch = np.ceil(size["s"] / size["chunk"]) * size["b"] * size["g"] * size["h"]
     m, n = size["chunk"], size["p"]
-    k = flops / (2 * m * n * batch)
-    return gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtype, on=hardware)
+    k = kernels.flops / (2 * m * n * batch)
+    return gemm_seconds(batch, m, n, k, traffic=kernels.traffic, dtype=kernels.dtype, on=hardware)
 
 
-def attention_shape_seconds(
-    size: dict[str, Float],
-    flops: Float,
-    traffic: Float,
-    dtype: str,
-    hardware: Hardware,
-    backward: bool,
-) -> Seconds:
-    """Fused attention by its extents, an array each.
+def attention_shape_seconds(kernels: Kernels, hardware: Hardware, *, backward: bool) -> Seconds:
+    """Seconds of fused attention in training.
 
-    Forward does two products per pair of query and key, backward five.
+    Forward computes two products per pair of query and key, backward five.
     """
+    size = kernels.extents
     d, v = size["d"], size["v"]
     # Backward goes through the keys in tiles, each of which meets all queries.
     rows, columns = (size["k"], size["q"]) if backward else (size["q"], size["k"])
@@ -269,9 +272,8 @@ def attention_shape_seconds(
     seen = np.where(reach > 0, np.minimum(reach, columns), columns)
     heads = size["batch"] * size["heads"]
     tiles = np.ceil(rows / QUERIES) * heads
-    each = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)
-    # Masks are by tile: those on the diagonal are computed whole.
-    points = flops / each + size["causal"] * tiles * QUERIES**2 / 2
-    return attention_seconds(
-        tiles, seen, points, each, traffic=traffic, dtype=dtype, on=hardware, backward=backward
-    )
+    flops_per_point = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)
+    # Masks act on whole tiles: those on the diagonal are computed in full.
+    points = kernels.flops / flops_per_point + size["causal"] * tiles * QUERIES**2 / 2
+    work = AttentionTiles(tiles, seen, points, flops_per_point, kernels.traffic)
+    return attention_seconds(work, dtype=kernels.dtype, on=hardware, backward=backward)

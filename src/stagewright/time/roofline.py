@@ -2,9 +2,10 @@
 
 Matrix products run as tiles over the compute units of a GPU: the last wave of tiles is rarely
 full, a small tile reuses less of what it reads, and every tile starts and ends. Attention runs as
-tiles of 128 queries, each through all keys it sees. All else moves bytes; rows that are copied by
-index, tokens to experts and back, move more slowly than streams. Every kernel has a floor. The
-constants are per hardware, fitted to measured kernels (`benchmarks/fit_kernels.py`).
+tiles of 128 queries, each of which passes through all keys that its mask leaves. All other kernels
+move bytes; rows that are copied by index, tokens to experts and back, move more slowly than
+streams. Every kernel takes at least its launch. The constants belong to the hardware and were
+fitted to measured kernels (`benchmarks/fit_kernels.py`).
 
 >>> from stagewright.time.hardware import resolve
 >>> h100 = resolve("h100-sxm")
@@ -15,6 +16,8 @@ True
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,11 +32,14 @@ Array = Float
 TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128), (64, 256), (256, 64),
          (32, 64), (64, 32))  # fmt: skip
 SPLITS = (1, 2, 4, 8, 16)
-DEPTH = 64  # of one step along the sum
+DEPTH = 64  # elements of the sum that a tile takes at a time
 
 
 def peak_flops(hardware: Hardware, dtype: str) -> float:
-    """Dense peak of matrix products in FLOP/s; fp32 is that of the vector units."""
+    """Dense peak of matrix products in FLOP/s; for fp32 that of the vector units.
+
+    Raises UserError where the hardware has no matrix products in this data type.
+    """
     known = {
         "bf16": hardware.peak_bf16_tflops,
         "fp8": hardware.peak_fp8_tflops,
@@ -52,7 +58,10 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
 def gemm_seconds(
     batch: Array, m: Array, n: Array, k: Array, *, traffic: Array, dtype: str, on: Hardware
 ) -> Array:
-    """Duration of matrix products: `batch` results of m x n, each a sum over k; traffic: bytes."""
+    """Seconds of matrix products that move `traffic` bytes.
+
+    Each product has `batch` results of m x n, whose elements are sums over k.
+    """
     fit = on.gemm.get(dtype) or on.gemm["bf16"]
     memory = traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
     unit = peak_flops(on, dtype) / on.compute_units
@@ -69,73 +78,75 @@ def gemm_seconds(
                 compute = compute + fit.split_us * 1e-6
                 extra = 8 * parts * batch * m * n
                 moved = memory + extra / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
-            best = np.minimum(best, _either(compute, moved, fit.sharpness))
+            best = np.minimum(best, _overlapped(compute, moved, fit.sharpness))
     return fit.launch_us * 1e-6 + best
 
 
 def _reuse(fit: GemmFit, rows: int, columns: int) -> float:
-    """How a tile compares with one of 128 x 256, which reads less per multiply-add than smaller."""
+    """Speed of a tile over that of 128 x 256, which reads less per multiply-add than others."""
     return (1 + fit.tile_factor * 0.75) / (1 + fit.tile_factor * (64 / rows + 64 / columns))
 
 
 def _waves(ratio: Array, quantization: float) -> Array:
-    """Rounds of tiles: the last one counts whole, or, as far as tiles overlap, its part."""
+    """Rounds of tiles: the last round counts whole, or by its part as far as tiles overlap."""
     return np.where(ratio <= 1, 1.0, quantization * np.ceil(ratio) + (1 - quantization) * ratio)
 
 
-def _either(compute: Array, memory: Array, sharpness: float) -> Array:
-    """The longer of two that overlap; not quite, where they are alike."""
+def _overlapped(compute: Array, memory: Array, sharpness: float) -> Array:
+    """Seconds of two overlapping parts: the longer one, and more where both are about as long."""
     longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
     return longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
 
 
-QUERIES = 128  # that a tile of attention holds
+QUERIES = 128  # queries per tile of attention
+
+
+class AttentionTiles(NamedTuple):
+    """The work of fused attention kernels, an array element per kernel."""
+
+    tiles: Array
+    """Blocks of `QUERIES` queries."""
+    longest: Array
+    """Keys that the longest of the tiles passes through."""
+    points: Array
+    """Pairs of a query and a key in all tiles, each with an exponential."""
+    flops_per_point: Array
+    traffic: Array
+    """Bytes of operands and results."""
 
 
 def attention_seconds(
-    tiles: Array,
-    longest: Array,
-    points: Array,
-    flops_per_point: Array,
-    *,
-    traffic: Array,
-    dtype: str,
-    on: Hardware,
-    backward: bool = False,
+    work: AttentionTiles, *, dtype: str, on: Hardware, backward: bool = False
 ) -> Array:
-    """Duration of fused attention.
-
-    `tiles` blocks of 128 queries, the `longest` of which sees that many keys; `points` pairs of a
-    query and a key in all, each with its FLOPs and an exponential.
-    """
+    """Seconds of fused attention kernels."""
     fit = on.attention
-    peak = on.peak_bf16_tflops if dtype not in ("fp8",) else on.peak_fp8_tflops
+    peak = on.peak_fp8_tflops if dtype == "fp8" else on.peak_bf16_tflops
     rate = (peak or on.peak_bf16_tflops) * 1e12 * fit.fraction / on.compute_units
     if backward:
         rate *= fit.bwd_ratio
-    point = flops_per_point / rate + fit.softmax_ps * 1e-12
-    even = points * point / on.compute_units
-    rounds = np.ceil(tiles / on.compute_units)
-    work = np.maximum(even, QUERIES * longest * point) + rounds * fit.tile_us * 1e-6
-    moved = fit.traffic_factor * traffic / (on.memory_bandwidth_gb_s * 1e9)
-    return fit.launch_us * 1e-6 + work + moved
+    point = work.flops_per_point / rate + fit.softmax_ps * 1e-12
+    even = work.points * point / on.compute_units
+    rounds = np.ceil(work.tiles / on.compute_units)
+    computed = np.maximum(even, QUERIES * work.longest * point) + rounds * fit.tile_us * 1e-6
+    moved = fit.traffic_factor * work.traffic / (on.memory_bandwidth_gb_s * 1e9)
+    return fit.launch_us * 1e-6 + computed + moved
 
 
 def bytes_per_second(on: Hardware) -> float:
-    """What streams of bytes reach."""
+    """Bandwidth in bytes per second that kernels reach which stream through device memory."""
     return on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction
 
 
 def memory_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
-    """Duration of kernels that move bytes and compute little."""
+    """Seconds of kernels that move `traffic` bytes and compute little."""
     moved = traffic / bytes_per_second(on)
     return on.kernel_launch_us * 1e-6 + np.maximum(moved, flops / (on.peak_fp32_tflops * 1e12))
 
 
 def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
-    """Duration of kernels that copy rows by index: tokens to their experts, and sums of them back.
+    """Seconds of kernels that copy rows by index: tokens to their experts, and sums of them back.
 
-    `traffic` counts the row that is read for each copy that is written.
+    `traffic` in bytes counts the row that is read for each copy that is written.
     """
     if on.experts is None:
         return memory_seconds(traffic, flops, on)
@@ -144,7 +155,7 @@ def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
 
 
 def routing_seconds(choices: Array, on: Hardware) -> Array:
-    """Duration of the kernels that sort tokens by expert; `choices`: of an expert by a token."""
+    """Seconds of the kernels that sort tokens by expert; a token makes top-k of the `choices`."""
     if on.experts is None:
         return np.zeros_like(choices)
     return on.experts.routing_us * 1e-6 + on.experts.routing_ns * 1e-9 * choices
