@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-class Bar:
+class ProgressBar:
     """A line on stderr; without a terminal, nothing."""
 
     def __init__(self, progress: Progress | None = None, what: str = "ranks") -> None:
@@ -52,10 +52,10 @@ def _rate(done: int, total: int, size: int, seconds: float, what: str) -> str:
 
 
 @contextmanager
-def shown(what: str = "ranks") -> Generator[Bar]:
+def shown(what: str = "ranks") -> Generator[ProgressBar]:
     """A bar that goes when the work is done."""
     if not sys.stderr.isatty():
-        yield Bar()
+        yield ProgressBar()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -63,7 +63,7 @@ def shown(what: str = "ranks") -> Generator[Bar]:
     text = TextColumn("{task.description}{task.fields[rate]}")
     columns = (SpinnerColumn(), BarColumn(bar_width=24), text, _left()())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield Bar(progress, what)
+        yield ProgressBar(progress, what)
 
 
 def _left() -> type:

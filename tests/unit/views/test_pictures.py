@@ -138,7 +138,10 @@ def test_a_matrix_has_a_square_for_each_pair_that_meets():
 
 
 def test_bars_are_as_long_as_what_they_show():
-    some = [bars.Bar("one", {"parameters": 30, "activations": 10}), bars.Bar("two", {"other": 20})]
+    some = [
+        bars.StackedBar("one", {"parameters": 30, "activations": 10}),
+        bars.StackedBar("two", {"other": 20}),
+    ]
     picture = root(bars.picture(some, svg.CATEGORIES, "b", "x", lambda v: f"{v:g}"))
     wide = [float(r.attrib["width"]) for r in picture.iter("rect") if r.find("title") is not None]
     assert wide[0] == pytest.approx(3 * wide[1], rel=1e-2)

@@ -1,7 +1,7 @@
 """Memory over a step as a page: a picture for each class of ranks, one file, no network.
 
-A script adds a cursor, for the mouse and for the keys, and tells what is held where it stands;
-without it the pictures and the tables of the peaks remain.
+A script adds a cursor, moved by mouse or keys, and describes the memory at the cursor; without a
+script the pictures and the tables of the peaks remain.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from stagewright.views.pictures import memory as pictures
 from stagewright.views.tables import alive_in_words
 
 POINTS = 500
-_SHOWN = 12  # of what is alive at the peak
+_SHOWN = 12  # groups of values alive at the peak
 
 
 def page(compiled: CompiledRun) -> str:
-    """The page for a compiled training run."""
+    """The page of a compiled training run; UserError for inference, whose memory is constant."""
     if compiled.run.mode != "train":
         raise UserError(
             f"--memory-plot is for training, got mode={compiled.run.mode}, where all is held all "
@@ -31,7 +31,7 @@ def page(compiled: CompiledRun) -> str:
         )
     classes = compiled.program.classes
     levels = [pictures.over_rows(of, POINTS) for of in classes]
-    most = max(max(each.total) for each in levels)
+    most = max(max(of_class.total) for of_class in levels)
     head = (
         paragraph(compiled.run.describe())
         + paragraph(
@@ -42,9 +42,9 @@ def page(compiled: CompiledRun) -> str:
     )
     data: dict[str, Any] = {}
     sections: list[Section] = []
-    for nth, (of, each) in enumerate(zip(classes, levels, strict=True)):
-        data[f"held{nth}"] = pictures.data(each)
-        drawn = pictures.picture(each, f"held{nth}", label(of, each), most)
+    for nth, (of, shown) in enumerate(zip(classes, levels, strict=True)):
+        data[f"held{nth}"] = pictures.data(shown)
+        drawn = pictures.picture(shown, f"held{nth}", label(of, shown), most)
         title = f"Stage {of.pipeline_rank}: ranks {spans(of.ranks.tolist())}"
         body = paragraph(peak_in_words(of)) + picture(drawn, live=f"held{nth}") + alive(of)
         sections.append(Section(f"class{nth}", title, body))
@@ -52,13 +52,13 @@ def page(compiled: CompiledRun) -> str:
 
 
 def label(of: RankClass, levels: pictures.Levels) -> str:
-    """What the picture of a class shows, in words."""
+    """The picture of a rank class described in words."""
     peak = quantity(max(levels.total), "B")
     return f"Memory of stage {of.pipeline_rank} over a step: peak {peak}"
 
 
 def peak_in_words(of: RankClass) -> str:
-    """How much is held at most, and what runs then."""
+    """The bytes at the peak and the task that runs then, as a sentence."""
     tasks = of.tasks
     row = memory.peak_row(of.values, len(tasks))
     microbatch = int(tasks.microbatch[row])
@@ -70,12 +70,12 @@ def peak_in_words(of: RankClass) -> str:
 
 
 def alive(of: RankClass) -> str:
-    """What there is at the peak, the largest first, for who opens it."""
+    """A table, to be opened, of the values alive at the peak, the largest first."""
     groups = memory.groups_alive(of.values, memory.peak_row(of.values, len(of.tasks)))[:_SHOWN]
     columns = {
         "category": [g.category.replace("_", " ") for g in groups],
         "values": [alive_in_words(g._asdict()) for g in groups],
         "bytes": [f"{g.bytes:,}" for g in groups],
     }
-    found = Table("Alive at the peak", columns, {"bytes": ""})
-    return details("What is alive at the peak", table(found))
+    rows = Table("Alive at the peak", columns, {"bytes": ""})
+    return details("What is alive at the peak", table(rows))

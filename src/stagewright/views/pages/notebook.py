@@ -1,11 +1,10 @@
-"""What results look like in a notebook: key figures, a picture, and tables for who opens them."""
+"""Results as a notebook shows them: key figures, a picture, and tables that the reader opens."""
 
 from __future__ import annotations
 
 import html
 
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.numbers import quantity
 from stagewright.texttable import SHOWN, STYLE
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views import tables
@@ -17,10 +16,10 @@ from stagewright.views.summary import summary
 
 
 def of_compiled(compiled: CompiledRun) -> str:
-    """A run: its memory and schedule."""
+    """A compiled run as HTML: its memory and schedule."""
     drawn = bars.picture(
         bars.merge_equal(peaks(compiled, None), "stage"), svg.CATEGORIES, "peak",
-        "Memory at the peak by category", lambda size: quantity(round(size), "B"),
+        "Memory at the peak by category", bars.show_bytes,
     )  # fmt: skip
     parts = [_head(compiled, None), _titled("Memory of a rank at its peak", drawn)]
     if len(compiled.order) > 1:
@@ -32,7 +31,7 @@ def of_compiled(compiled: CompiledRun) -> str:
 
 
 def of_simulation(found: SimulatedStep) -> str:
-    """A step on a machine: where its time goes."""
+    """A simulated step as HTML: where its time goes."""
     parts = [_head(found.compiled, found), f"<p>{html.escape(str(found.machine))}</p>"]
     parts.append(_titled("Where the time of a GPU goes", parts_of_time(found)))
     parts.append(_titled("Timeline", timeline.picture(found.line)))
@@ -47,13 +46,13 @@ def _head(compiled: CompiledRun, found: SimulatedStep | None) -> str:
         + (f" ({html.escape(more)})" if more else "")
         for name, value, more in tiles(compiled, found)
     )
-    said = "".join(
+    items = "".join(
         f"<li><b>{html.escape(r.level)}: {html.escape(r.about)}</b> {html.escape(r.text)}</li>"
         for r in remarks(compiled, found)
         if r.level != "note"
     )
     title = f"<p><b>{html.escape(compiled.run.describe())}</b><br>{figures}</p>"
-    return title + (f"<ul>{said}</ul>" if said else "")
+    return title + (f"<ul>{items}</ul>" if items else "")
 
 
 def _titled(title: str, picture: str) -> str:

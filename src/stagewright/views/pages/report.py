@@ -33,59 +33,59 @@ from stagewright.views.pictures import bars, layer, matrix, memory, schedule, sv
 from stagewright.views.summary import Summary, summary
 
 POINTS = 160
-"""Of memory over time."""
+"""Points of a picture of memory over time."""
 MOST_CLASSES = 16
-"""Pictures of memory over time; of more classes of ranks, some from the first to the last."""
+"""Pictures of memory over time; of more rank classes, the page shows some, evenly chosen."""
 
 
 def page(compiled: CompiledRun, found: SimulatedStep | None = None) -> str:
-    """The page of a run; with a simulation, also of its time on a machine."""
-    told = summary(compiled)
+    """The page of a run; with a simulation, the page also shows the step's time on a machine."""
+    numbers = summary(compiled)
     data: dict[str, Any] = {}
     sections = [
         _remarks(remarks(compiled, found), found),
         *([_time(found)] if found else []),
-        _memory(compiled, told, found, data),
-        _compute(told),
-        _communication(compiled, told, data),
+        _memory(compiled, numbers, found, data),
+        _compute(numbers),
+        _communication(compiled, numbers, data),
         _schedule(compiled),
         _graphs(compiled),
         settings(compiled, found),
         _about(found),
     ]
-    ranks = f"{told['world_size']:,} {'GPUs' if found else 'ranks'}"
+    ranks = f"{numbers['world_size']:,} {'GPUs' if found else 'ranks'}"
     if found:
         ranks = ranks.replace("GPUs", f"x {found.machine.hardware.name}")
-    if told["world_size"] == 1:
+    if numbers["world_size"] == 1:
         ranks = f"1 x {found.machine.hardware.name}" if found else "1 rank"
     head = f"<p>{html.escape(compiled.run.describe())}</p>{_tiles(compiled, found)}"
     return page_of(f"{compiled.model.name} on {ranks}", head, sections, data)
 
 
 def tiles(compiled: CompiledRun, found: SimulatedStep | None) -> list[tuple[str, str, str]]:
-    """The key figures: what each is of, the figure, and a word more."""
+    """The key figures: name, value, and a remark."""
     run, active = compiled.run, compiled.active_parameters
     few = f"{count(active)} active per token" if active != compiled.parameters else ""
-    told = [("Parameters", count(compiled.parameters), few)]
+    figures = [("Parameters", count(compiled.parameters), few)]
     peak = max(sum(held.values()) for _, held in peaks(compiled, found))
     room = f"of {found.machine.hardware.memory_gb:g} GB" if found else "of the fullest rank"
-    told.append(("Memory at the peak", quantity(peak, "B"), room))
+    figures.append(("Memory at the peak", quantity(peak, "B"), room))
     if found:
         rate = found.tokens_per_second
         each = f"{rate / found.machine.gpus:,.0f} for each GPU"
-        told.append(("Step", duration(found.seconds), f"{found.tokens:,} tokens"))
-        told.append(("Tokens in a second", count(round(rate)), each))
+        figures.append(("Step", duration(found.seconds), f"{found.tokens:,} tokens"))
+        figures.append(("Tokens in a second", count(round(rate)), each))
         if run.mode == "train":
-            told.append(("MFU", f"{found.mfu:.1%}", f"causal {found.mfu_causal:.1%}"))
-        told.append(("HFU", f"{found.hfu:.1%}", "what kernels execute"))
+            figures.append(("MFU", f"{found.mfu:.1%}", f"causal {found.mfu_causal:.1%}"))
+        figures.append(("HFU", f"{found.hfu:.1%}", "what kernels execute"))
         spent = found.expense()
         if spent.usd_per_million_tokens is not None:
             price = f"{spent.usd_per_million_tokens:.3g} USD"
-            told.append(("A million tokens", price, f"{spent.joules_per_token:.3g} J a token"))
+            figures.append(("A million tokens", price, f"{spent.joules_per_token:.3g} J a token"))
     elif run.mode == "train":
         many = plural(run.microbatches, "microbatch", "microbatches")
-        told.append(("Sequences in a step", f"{run.global_batch_size:,}", many))
-    return told
+        figures.append(("Sequences in a step", f"{run.global_batch_size:,}", many))
+    return figures
 
 
 def _tiles(compiled: CompiledRun, found: SimulatedStep | None) -> str:
@@ -113,7 +113,7 @@ def _remarks(said: Sequence[Remark], found: SimulatedStep | None) -> Section:
 
 
 def parts_of_time(found: SimulatedStep) -> svg.Picture:
-    """Parts of the step, of the mean GPU and of each kind of ranks."""
+    """The parts of the step as bars, for the mean GPU and for each kind of ranks."""
     mean, whole = found.mean, found.seconds
     shown = [("mean GPU", mean), *_some_lanes(found)]
     fills = {
@@ -122,7 +122,7 @@ def parts_of_time(found: SimulatedStep) -> svg.Picture:
         "bubble": svg.BUBBLE,
     }
     parts = [
-        bars.Bar(
+        bars.StackedBar(
             name,
             {
                 **{phase: each.kernels.get(phase, 0.0) / whole for phase in mean.kernels},
@@ -157,7 +157,7 @@ def _time(found: SimulatedStep) -> Section:
 
 
 def _some_lanes(found: SimulatedStep) -> list[tuple[str, Any]]:
-    """Lanes whose shares differ as they are shown, each with its parts."""
+    """Kinds of ranks whose printed shares differ, each with its parts."""
     known: dict[tuple[str, ...], tuple[int, Any]] = {}
     ranks: dict[tuple[str, ...], list[int]] = {}
     for lane, each in zip(found.line.lanes, found.parts, strict=True):
@@ -173,7 +173,7 @@ def _some_lanes(found: SimulatedStep) -> list[tuple[str, Any]]:
 
 
 def _memory(
-    compiled: CompiledRun, told: Summary, found: SimulatedStep | None, data: dict[str, Any]
+    compiled: CompiledRun, numbers: Summary, found: SimulatedStep | None, data: dict[str, Any]
 ) -> Section:
     held = peaks(compiled, found)
     limit = None
@@ -182,10 +182,10 @@ def _memory(
         limit = (room * 1e9, f"memory of a device: {room:g} GB")
     drawn = bars.picture(
         bars.merge_equal(held, "stage"), svg.CATEGORIES, "peak", "Memory at the peak by category",
-        lambda size: quantity(round(size), "B"), limit,
+        bars.show_bytes, limit,
     )  # fmt: skip
     body = picture(drawn, "Bytes of one rank while it holds the most, by category.")
-    body += details("The same as a table", table(tables.memory(told)))
+    body += details("The same as a table", table(tables.memory(numbers)))
     if any(len(of.values.value) for of in compiled.program.classes):
         body += "<h3>Over the step</h3>" + _memory_over_time(compiled, found, data)
     body += paragraph(
@@ -251,23 +251,23 @@ def _class_name(of: RankClass, ranks: Any, among: Sequence[RankClass]) -> str:
     return f"stage {of.pipeline_rank}{more}"
 
 
-def _compute(told: Summary) -> Section:
+def _compute(numbers: Summary) -> Section:
     work = [
         (each["stage"], {phase: each["flops"][phase] for phase in PHASES})
-        for each in told["rank_classes"]
+        for each in numbers["rank_classes"]
     ]
     drawn = bars.picture(
         bars.merge_equal(work, "stage"), svg.PHASES, "flops", "FLOPs of a rank by phase",
         lambda flops: quantity(round(flops), "FLOP"),
     )  # fmt: skip
     body = picture(drawn, "FLOPs of one rank in a step, two for each multiply-add.")
-    body += details("The same as a table", table(tables.compute(told)))
+    body += details("The same as a table", table(tables.compute(numbers)))
     return Section("compute", "Compute", body)
 
 
-def _communication(compiled: CompiledRun, told: Summary, data: dict[str, Any]) -> Section:
+def _communication(compiled: CompiledRun, numbers: Summary, data: dict[str, Any]) -> Section:
     most: dict[str, dict[str, int]] = {}
-    for each in told["rank_classes"]:
+    for each in numbers["rank_classes"]:
         mine: dict[str, dict[str, int]] = {}
         for row in [*each["collectives"], *each["sends"]]:
             phases = mine.setdefault(row["axis"], dict.fromkeys(PHASES, 0))
@@ -278,35 +278,38 @@ def _communication(compiled: CompiledRun, told: Summary, data: dict[str, Any]) -
     if not most:
         return Section("communication", "Communication", paragraph("Ranks send nothing."))
     drawn = bars.picture(
-        [bars.Bar(axis, phases) for axis, phases in sorted(most.items())], svg.PHASES, "axes",
-        "Bytes by axis and phase", lambda size: quantity(round(size), "B"),
-    )  # fmt: skip
+        [bars.StackedBar(axis, phases) for axis, phases in sorted(most.items())],
+        svg.PHASES,
+        "axes",
+        "Bytes by axis and phase",
+        bars.show_bytes,
+    )
     body = picture(
         drawn,
         "Bytes in a step of the rank that has most along each axis: local inputs of collectives, "
         "and messages that it sends.",
     )
-    body += details("By stage, phase and kind, as a table", table(tables.communication(told)))
+    body += details("By stage, phase and kind, as a table", table(tables.communication(numbers)))
     return Section("communication", "Communication", body + _matrices(compiled, data))
 
 
 def _matrices(compiled: CompiledRun, data: dict[str, Any]) -> str:
-    """Who sends to whom: along all axes, and along each."""
+    """Matrices of bytes between ranks: along all axes together, and along each axis."""
     program = compiled.program
     edges = traffic.blocks(program)
     axes = traffic.axes(program)
     size = int(edges[1])
-    found = [traffic.matrix(program, axis, edges) for axis in axes]
-    if len(found) > 1:
-        whole = np.sum([each.bytes for each in found], axis=0)
-        found.insert(0, traffic.Matrix("all axes", edges, whole))
+    matrices = [traffic.matrix(program, axis, edges) for axis in axes]
+    if len(matrices) > 1:
+        total = np.sum([along.bytes for along in matrices], axis=0)
+        matrices.insert(0, traffic.Matrix("all axes", edges, total))
     panels: list[Panel] = []
-    for nth, each in enumerate(found):
+    for nth, along in enumerate(matrices):
         name = f"matrix{nth}"
-        data[name] = matrix.data(each)
-        label = f"Bytes from each rank to each other along {each.axis}"
-        drawn = picture(matrix.picture(each, name, label), live=name)
-        panels.append(Panel(each.axis, drawn))
+        data[name] = matrix.data(along)
+        label = f"Bytes from each rank to each other along {along.axis}"
+        drawn = picture(matrix.picture(along, name, label), live=name)
+        panels.append(Panel(along.axis, drawn))
     blocks = (
         f"A square stands for {size} x {size} ranks, neighbours in the order of ranks; what ranks "
         "of one block send each other is on the diagonal. "

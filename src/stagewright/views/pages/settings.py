@@ -1,4 +1,4 @@
-"""The part of a page that says which run it is of, and how to repeat it."""
+"""The section of a page that names the run's settings and the command that repeats it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all pages share: head, style, script, sections, tabs and tables.
+"""The frame of all pages: head, style, script, sections, tabs and tables.
 
 Sections have ids, so that a list at the top leads to them. Tabs are panels below each other until
 the script puts them behind each other; on paper they are below each other again.
@@ -33,14 +33,14 @@ class Panel(NamedTuple):
 def page_of(
     title: str, head: str, sections: Sequence[Section], data: Mapping[str, Any] | None = None
 ) -> str:
-    """The whole file; `head` is what stands under the title, `data` is for the script."""
+    """The whole file as text; `head` is HTML below the title, `data` is read by the script."""
     links = "".join(f'<li><a href="#{s.id}">{html.escape(s.title)}</a></li>' for s in sections)
     body = "".join(
         f'<section id="{s.id}" aria-labelledby="{s.id}-title">'
         f'<h2 id="{s.id}-title">{html.escape(s.title)}</h2>{s.body}</section>'
         for s in sections
     )
-    told = json.dumps(data or {}, separators=(",", ":")).replace("<", "\\u003c")
+    script_data = json.dumps(data or {}, separators=(",", ":")).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{html.escape(title)}</title>"
@@ -51,7 +51,7 @@ def page_of(
         f"<header><h1>{html.escape(title)}</h1>{head}</header>"
         + (f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if len(sections) > 1 else "")
         + f'<main id="main" tabindex="-1">{body}</main>'
-        f'<script type="application/json" id="data">{told}</script>'
+        f'<script type="application/json" id="data">{script_data}</script>'
         f"<script>{_file('script.js')}</script></body></html>\n"
     )
 
@@ -63,21 +63,21 @@ def _file(name: str) -> str:
 def picture(svg: str, caption: str = "", live: str = "") -> str:
     """A picture that scrolls by itself where it is wider than the page.
 
-    `live` is the id of a line below it, in which the script tells of the place under the cursor.
+    `live` is the id of a line below, in which the script describes the place under the cursor.
     """
     below = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
     at = f'<p class="at" id="at-{live}" aria-live="polite"></p>' if live else ""
     return f'<figure><div class="wide">{svg}</div>{at}{below}</figure>'
 
 
-def table(found: Table) -> str:
+def table(shown: Table) -> str:
     """A table that scrolls by itself where it is wider than the page."""
-    name = html.escape(found.title)
-    return f'<div class="wide" role="region" tabindex="0" aria-label="{name}">{found.html()}</div>'
+    name = html.escape(shown.title)
+    return f'<div class="wide" role="region" tabindex="0" aria-label="{name}">{shown.html()}</div>'
 
 
 def details(summary: str, body: str, *, on_paper: bool = True) -> str:
-    """What is there for who opens it, and on paper."""
+    """A body that the reader opens; paper shows it too, if `on_paper`."""
     opened = " data-print" if on_paper else ""
     return f"<details{opened}><summary>{html.escape(summary)}</summary>{body}</details>"
 
@@ -88,7 +88,7 @@ def paragraph(text: str) -> str:
 
 
 def tabs(name: str, label: str, panels: Sequence[Panel]) -> str:
-    """Panels, of which the script shows one; one alone needs no tab."""
+    """Panels, of which the script shows one at a time; a single panel has no tab."""
     if len(panels) == 1:
         return panels[0].body
     buttons = "".join(

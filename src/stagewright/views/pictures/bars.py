@@ -5,55 +5,60 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from stagewright.numbers import spans
+from stagewright.numbers import quantity, spans
 from stagewright.views.pictures import svg
 
 ROW, THICK, LEFT, RIGHT, TOP = 24, 17, 118, 84, 30
 MOST = 40
-"""Bars of a picture."""
+"""Bars that a picture shows at most."""
 
 
-class Bar(NamedTuple):
-    """A name, and how much of each part."""
+class StackedBar(NamedTuple):
+    """A bar made of parts: its name, and the length of each part."""
 
     label: str
     parts: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """Of all parts."""
+        """The length of the whole bar."""
         return sum(self.parts.values())
 
 
 Format = Callable[[float], str]
 
 
-def merge_equal(parts: Sequence[tuple[int, Mapping[str, float]]], what: str) -> list[Bar]:
-    """A bar for all numbered things whose parts are equal, in the order of the first of them.
+def show_bytes(size: float) -> str:
+    """A number of bytes with its unit, as bars say it."""
+    return quantity(round(size), "B")
+
+
+def merge_equal(parts: Sequence[tuple[int, Mapping[str, float]]], what: str) -> list[StackedBar]:
+    """One bar for all numbers with equal parts, in the order of their first number.
 
     >>> merge_equal([(0, {"a": 2}), (1, {"a": 1}), (2, {"a": 1})], "stage")
-    [Bar(label='stage 0', parts={'a': 2}), Bar(label='stages 1-2', parts={'a': 1})]
+    [StackedBar(label='stage 0', parts={'a': 2}), StackedBar(label='stages 1-2', parts={'a': 1})]
     """
-    found: dict[tuple[tuple[str, float], ...], list[int]] = {}
-    for number, some in parts:
-        found.setdefault(tuple(some.items()), []).append(number)
+    numbers_of: dict[tuple[tuple[str, float], ...], list[int]] = {}
+    for number, lengths in parts:
+        numbers_of.setdefault(tuple(lengths.items()), []).append(number)
     return [
-        Bar(f"{what}{'s' * (len(numbers) > 1)} {spans(numbers, 2)}", dict(key))
-        for key, numbers in found.items()
+        StackedBar(f"{what}{'s' * (len(numbers) > 1)} {spans(numbers, 2)}", dict(key))
+        for key, numbers in numbers_of.items()
     ]
 
 
 def picture(
-    bars: Sequence[Bar],
+    bars: Sequence[StackedBar],
     fills: Mapping[str, svg.Fill],
     name: str,
     label: str,
     show: Format,
     limit: tuple[float, str] | None = None,
 ) -> svg.Picture:
-    """The bars, with what `show` makes of numbers; `limit` is a line across them, and its name.
+    """The bars, with lengths written by `show`; `limit` is the place and the name of a line.
 
-    Of more than `MOST` bars, the largest are shown.
+    Of more than `MOST` bars, the picture has the largest.
     """
     left_out = max(0, len(bars) - MOST)
     if left_out:
@@ -63,7 +68,7 @@ def picture(
     fills = {**fills, **{key: fill for key, fill in unknown.items() if key not in fills}}
     used = [key for key in fills if any(bar.parts.get(key) for bar in bars)]
     chosen = svg.Fills(name, {key: fills[key] for key in used})
-    legend, top = chosen.legend(used)
+    heading, top = chosen.heading(used)
     top += 6 if limit is None else 24
     most = max((bar.total for bar in bars), default=0.0)
     if limit is not None and limit[0] < 3 * most:
@@ -71,10 +76,10 @@ def picture(
     scale = (svg.WIDTH - LEFT - RIGHT) / (most or 1)
     rows = [_row(bar, chosen, top + nth * ROW, scale, show) for nth, bar in enumerate(bars)]
     bottom = top + len(bars) * ROW
-    parts = [chosen.defs(), legend, *rows]
+    parts = [heading, *rows]
     if limit is not None and limit[0] <= most * 1.001:
         x = LEFT + limit[0] * scale
-        parts.append(svg.line(x, top - 4, x, bottom, 'stroke-width="2" stroke-dasharray="9 4"'))
+        parts.append(svg.limit(x, top - 4, x, bottom))
         anchor = "end" if x > svg.WIDTH / 2 else "start"
         parts.append(svg.text(x, top - 9, limit[1], anchor))
     if left_out:
@@ -83,7 +88,7 @@ def picture(
     return svg.figure(bottom + 4, label, parts)
 
 
-def _row(bar: Bar, fills: svg.Fills, y: float, scale: float, show: Format) -> str:
+def _row(bar: StackedBar, fills: svg.Fills, y: float, scale: float, show: Format) -> str:
     parts = [svg.text(LEFT - 8, y + 13, bar.label, "end")]
     x = float(LEFT)
     for key, size in bar.parts.items():
@@ -91,11 +96,8 @@ def _row(bar: Bar, fills: svg.Fills, y: float, scale: float, show: Format) -> st
         if not size:
             continue
         words = show(size)
-        parts.append(
-            f'<rect x="{svg.number(x)}" y="{svg.number(y)}" width="{svg.number(max(wide, 0.3))}" '
-            f'height="{THICK}" fill="{fills[key]}">'
-            f"{svg.title(f'{bar.label}: {key} {words}'.replace('_', ' '))}</rect>"
-        )
+        name, paint = f"{bar.label}: {key} {words}".replace("_", " "), f'fill="{fills[key]}"'
+        parts.append(svg.rect(x, y, max(wide, 0.3), THICK, paint, name))
         if wide > svg.text_width(words) + 8:
             parts.append(svg.text(x + wide / 2, y + 13, words, "middle", svg.ON_FILL))
         x += wide

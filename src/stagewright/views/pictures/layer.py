@@ -30,7 +30,7 @@ FILLS = {
 
 @dataclass(eq=False)
 class _Spot:
-    """A node, or a place that a long edge passes."""
+    """A node of the graph, or a point in a row that a long edge passes through."""
 
     node: Node | None
     level: int
@@ -49,11 +49,11 @@ class _Spot:
 def picture(
     graph: Graph, mesh: Mesh, name: str = "layer", phases: Sequence[str] = ("forward",)
 ) -> svg.Picture:
-    """The nodes of some phases of a block; of more than `MOST`, the first."""
+    """The nodes of a block in the given phases; of more than `MOST`, the first ones."""
     chosen = [n for n in graph if n.phase in phases][:MOST]
     rows = _levels(chosen, mesh)
-    _ordered(rows)
-    wide = _placed(rows)
+    _order_rows(rows)
+    wide = _place_spots(rows)
     y = 34.0
     for row in rows:
         high = max(LINE * len(spot.lines) + 8 for spot in row)
@@ -63,12 +63,12 @@ def picture(
         y += high + BELOW
     fills = svg.Fills(name, FILLS)
     kinds = [k for k in FILLS if any(_kind(s.node) == k for row in rows for s in row if s.node)]
-    keys, _ = fills.legend(kinds)
+    heading, _ = fills.heading(kinds)
     spots = [s for row in rows for s in row]
     edges = [_edge(s, t) for s in spots for t in s.out]
     boxes = [_box(s, fills) for s in spots if s.node]
     label = f"Graph of {len(chosen)} values, phase {' and '.join(phases)}, with their layouts"
-    parts = [fills.defs(), keys, *edges, *boxes]
+    parts = [heading, *edges, *boxes]
     return svg.figure(y, label, parts, width=max(wide, svg.WIDTH))
 
 
@@ -79,7 +79,7 @@ def _kind(n: Node) -> str:
 
 
 def _levels(chosen: Sequence[Node], mesh: Mesh) -> list[list[_Spot]]:
-    """Rows of spots; a parameter that is only read is part of who reads it."""
+    """Rows of spots; a parameter that is only read is part of the box that reads it."""
     inside = set(chosen)
     spots: dict[Node, _Spot] = {}
     for n in chosen:
@@ -90,8 +90,8 @@ def _levels(chosen: Sequence[Node], mesh: Mesh) -> list[list[_Spot]]:
         level = 1 + max((s.level for s in sources), default=-1)
         spots[n] = _Spot(n, level, _lines(n, given, mesh))
         for s in dict.fromkeys(sources):
-            _join(s, spots[n])
-    # What starts late stands just above who reads it, not at the top.
+            _connect(s, spots[n])
+    # A node that reads nothing stands just above its first reader, not at the top.
     for spot in reversed(spots.values()):
         if not spot.into and spot.out:
             spot.level = min(t.level for t in spot.out) - 1
@@ -104,7 +104,7 @@ def _levels(chosen: Sequence[Node], mesh: Mesh) -> list[list[_Spot]]:
     return [row for row in rows if row]
 
 
-def _join(source: _Spot, target: _Spot) -> None:
+def _connect(source: _Spot, target: _Spot) -> None:
     source.out.append(target)
     target.into.append(source)
 
@@ -119,9 +119,9 @@ def _bend(source: _Spot, target: _Spot, rows: list[list[_Spot]]) -> None:
     for level in range(source.level + 1, target.level):
         spot = _Spot(None, level)
         rows[level].append(spot)
-        _join(before, spot)
+        _connect(before, spot)
         before = spot
-    _join(before, target)
+    _connect(before, target)
 
 
 def _lines(n: Node, given: Sequence[Node], mesh: Mesh) -> tuple[str, ...]:
@@ -138,12 +138,12 @@ def _layout(n: Node) -> str:
     return n.layout.show(tuple(map(str, n.shape)))
 
 
-def _ordered(rows: list[list[_Spot]]) -> None:
-    """Order each row by where its neighbours are, down and up again."""
+def _order_rows(rows: list[list[_Spot]]) -> None:
+    """Order each row by the mean place of its neighbours, in sweeps down and up."""
     place = {id(s): float(nth) for row in rows for nth, s in enumerate(row)}
 
-    def mean(spots: Sequence[_Spot], own: float) -> float:
-        return sum(place[id(s)] for s in spots) / len(spots) if spots else own
+    def mean(spots: Sequence[_Spot], otherwise: float) -> float:
+        return sum(place[id(s)] for s in spots) / len(spots) if spots else otherwise
 
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
@@ -154,8 +154,8 @@ def _ordered(rows: list[list[_Spot]]) -> None:
                 place[id(s)] = nth - (len(row) - 1) / 2
 
 
-def _placed(rows: list[list[_Spot]]) -> float:
-    """Give each spot its place: near the mean of its neighbours, none upon another. The width."""
+def _place_spots(rows: list[list[_Spot]]) -> float:
+    """Set `x` of each spot near the mean of its neighbours, without overlap; returns the width."""
     for row in rows:
         x = 0.0
         for spot in row:
@@ -166,7 +166,7 @@ def _placed(rows: list[list[_Spot]]) -> float:
     for sweep in range(SWEEPS):
         for row in rows if sweep % 2 == 0 else reversed(rows):
             wanted = [_wanted(s, down=sweep % 2 == 0) for s in row]
-            _apart(row, wanted)
+            _separate(row, wanted)
     left = min(s.x - s.wide / 2 for row in rows for s in row) - SIDE
     for row in rows:
         for spot in row:
@@ -179,8 +179,8 @@ def _wanted(spot: _Spot, down: bool) -> float:
     return sum(s.x for s in near) / len(near) if near else spot.x
 
 
-def _apart(row: list[_Spot], wanted: Sequence[float]) -> None:
-    """Spots as near as may be to where they are wanted: blocks that touch move together."""
+def _separate(row: list[_Spot], wanted: Sequence[float]) -> None:
+    """Set `x` of spots near the wanted places, side by side: blocks that touch move together."""
     blocks: list[tuple[float, float, list[_Spot]]] = []  # sum of starts, width, spots
     for spot, at in zip(row, wanted, strict=True):
         block = (at - spot.wide / 2, spot.wide + SIDE, [spot])
@@ -200,7 +200,7 @@ def _start(block: tuple[float, float, list[_Spot]]) -> float:
 
 
 def _edge(source: _Spot, target: _Spot) -> str:
-    """From below one row, beside the layout that stands there, to the top of the next."""
+    """A line from below a box, beside its layout, to the top of the box that reads it."""
     n = svg.number
     x0, x1, y1 = source.x, target.x, target.y
     start = y1 - BELOW + STUB  # rows are as high as their highest
@@ -218,20 +218,17 @@ def _box(spot: _Spot, fills: svg.Fills) -> str:
     n = spot.node
     assert n is not None
     kind = _kind(n)
-    left, round_ = spot.x - WIDE / 2, 12 if kind == "collective" else 2
-    parts = [
-        f'<rect x="{svg.number(left)}" y="{svg.number(spot.y)}" width="{WIDE}" '
-        f'height="{svg.number(spot.high)}" rx="{round_}" fill="{fills[kind]}" '
-        f'stroke="currentColor">{svg.title(repr(n))}</rect>'
-    ]
+    left, radius = spot.x - WIDE / 2, 12 if kind == "collective" else 2
+    paint = f'rx="{radius}" fill="{fills[kind]}" stroke="currentColor"'
+    parts = [svg.rect(left, spot.y, WIDE, spot.high, paint, repr(n))]
     for nth, words in enumerate(spot.lines):
         size = 11 if nth == 0 else 10
         most = int(WIDE / (0.57 * size)) - 1
-        told = words if len(words) <= most else words[: most - 1] + "\u2026"
+        line = words if len(words) <= most else words[: most - 1] + "\u2026"
         more = f'font-size="{size}" {svg.ON_FILL}' + (' font-weight="600"' if nth == 0 else "")
-        parts.append(svg.text(spot.x, spot.y + 14 + nth * LINE, told, "middle", more))
+        parts.append(svg.text(spot.x, spot.y + 14 + nth * LINE, line, "middle", more))
     if spot.out:
-        told = _layout(n) + ("" if n.dtype == "bf16" else f" {n.dtype}")
+        layout = _layout(n) + ("" if n.dtype == "bf16" else f" {n.dtype}")
         more = 'font-size="10" class="layout"'
-        parts.append(svg.text(spot.x + 6, spot.y + spot.high + 12, told, "start", more))
+        parts.append(svg.text(spot.x + 6, spot.y + spot.high + 12, layout, "start", more))
     return "".join(parts)

@@ -12,72 +12,71 @@ from stagewright.views.pictures import svg
 
 MOST_SIDE, CELL, LEFT, TOP = 420, 34, 96, 44
 LEVELS = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08519c")
-"""Light to dark, five steps of ColorBrewer's Blues; squares grow with them, too."""
+"""Light to dark, five steps of ColorBrewer's Blues; squares also grow from step to step."""
 
 
-def extent(found: Matrix) -> int:
-    """Of the field."""
-    return min(MOST_SIDE, CELL * max(4, len(found.bytes)))
+def side_of(matrix: Matrix) -> int:
+    """The length of the sides of the field."""
+    return min(MOST_SIDE, CELL * max(4, len(matrix.bytes)))
 
 
-def picture(found: Matrix, name: str, label: str) -> svg.Picture:
-    """Squares by the logarithm of bytes: each step of colour and size is as large a factor."""
-    count = len(found.bytes)
-    most = float(found.bytes.max(initial=0))
-    there = found.bytes > 0
-    least = float(found.bytes[there].min()) if there.any() else most
-    field = extent(found)
+def picture(matrix: Matrix, name: str, label: str) -> svg.Picture:
+    """Squares by the logarithm of bytes: each step of colour and size is the same factor."""
+    count = len(matrix.bytes)
+    most = float(matrix.bytes.max(initial=0))
+    sent = matrix.bytes > 0
+    least = float(matrix.bytes[sent].min()) if sent.any() else most
+    field = side_of(matrix)
     cell = field / count
     # Steps of a tenth or less of the largest say more than those of the smallest messages.
     factor = max(2.0, (most / least) ** (1 / len(LEVELS))) if most else 2.0
     bounds = [most / factor**nth for nth in range(len(LEVELS))]
-    level = np.full(found.bytes.shape, -1)
+    level = np.full(matrix.bytes.shape, -1)
     with np.errstate(divide="ignore"):
-        steps = np.floor(np.log(most / found.bytes[there]) / math.log(factor) + 1e-9)
-    level[there] = np.clip(len(LEVELS) - 1 - steps, 0, len(LEVELS) - 1).astype(int)
+        steps = np.floor(np.log(most / matrix.bytes[sent]) / math.log(factor) + 1e-9)
+    level[sent] = np.clip(len(LEVELS) - 1 - steps, 0, len(LEVELS) - 1).astype(int)
     parts = [
-        f'<rect x="{LEFT}" y="{TOP}" width="{field}" height="{field}" fill="#fff" '
-        'stroke="currentColor" stroke-opacity=".4"/>'
+        svg.rect(LEFT, TOP, field, field, 'fill="#fff" stroke="currentColor" stroke-opacity=".4"')
     ]
     for nth, colour in enumerate(LEVELS):
         side = cell * (0.45 + 0.5 * (nth + 1) / len(LEVELS))
-        path = [
-            f"M{svg.number(LEFT + (x + 0.5) * cell - side / 2)} "
-            f"{svg.number(TOP + (y + 0.5) * cell - side / 2)}"
-            f"h{svg.number(side)}v{svg.number(side)}h-{svg.number(side)}z"
+        squares = [
+            svg.box(
+                LEFT + (x + 0.5) * cell - side / 2, TOP + (y + 0.5) * cell - side / 2, side, side
+            )
             for y, x in np.argwhere(level == nth).tolist()
         ]
-        if path:
-            parts.append(f'<path d="{"".join(path)}" fill="{colour}" stroke="none"/>')
-    parts += [*_edges(found, cell), *_legend(bounds, least, cell, LEFT + field + 28)]
+        if squares:
+            parts.append(f'<path d="{"".join(squares)}" fill="{colour}" stroke="none"/>')
+    parts += [*_edges(matrix, cell), *_legend(bounds, least, cell, LEFT + field + 28)]
     parts.append('<path class="cursor" d="" fill="none" stroke="currentColor" stroke-width="2"/>')
     more = f'tabindex="0" data-matrix="{name}" class="matrix"'
     return svg.figure(TOP + max(field, 150) + 12, label, parts, more)
 
 
-def data(found: Matrix) -> dict[str, object]:
-    """What a script needs to tell of each square: bytes, three digits of them, by row."""
+def data(matrix: Matrix) -> dict[str, object]:
+    """Data of the script that describes the square under the cursor: bytes, to three digits."""
     return {
-        "edges": found.edges.tolist(),
+        "edges": matrix.edges.tolist(),
         "left": LEFT,
         "top": TOP,
-        "side": extent(found),
-        "bytes": [[float(f"{x:.3g}") if x else 0 for x in row] for row in found.bytes.tolist()],
+        "side": side_of(matrix),
+        "bytes": [[float(f"{x:.3g}") if x else 0 for x in row] for row in matrix.bytes.tolist()],
     }
 
 
-def _edges(found: Matrix, cell: float) -> list[str]:
-    """Ranks along both sides, as many as there is room for."""
-    field = extent(found)
+def _edges(matrix: Matrix, cell: float) -> list[str]:
+    """Numbers of ranks along both sides, as many as there is room for."""
+    field = side_of(matrix)
     parts = [
         svg.text(LEFT + field / 2, 14, "receiving rank", "middle"),
         f'<text transform="translate(14 {svg.number(TOP + field / 2)}) rotate(-90)" '
         'text-anchor="middle">sending rank</text>',
     ]
-    count = len(found.bytes)
+    count = len(matrix.bytes)
     every = max(1, math.ceil(14 / cell))
-    across = max(1, math.ceil(svg.text_width(f"{found.edges[-1]:,}  ") / cell))
-    first = found.edges[:-1].tolist()
+    across = max(1, math.ceil(svg.text_width(f"{matrix.edges[-1]:,}  ") / cell))
+    first = matrix.edges[:-1].tolist()
     for nth in range(0, count, every):
         y = TOP + (nth + 0.5) * cell + 4
         parts.append(svg.text(LEFT - 6, y, f"{first[nth]:,}", "end"))
@@ -91,7 +90,7 @@ def _bytes(size: float) -> str:
 
 
 def _legend(bounds: list[float], least: float, cell: float, x: float) -> list[str]:
-    """What squares mean, from the largest down."""
+    """The bytes that squares stand for, from the largest down."""
     if not bounds[0]:
         return []
     y = TOP + 10.0
@@ -104,13 +103,8 @@ def _legend(bounds: list[float], least: float, cell: float, x: float) -> list[st
             break
         y += 26
         side = big * (0.45 + 0.5 * (len(LEVELS) - nth) / len(LEVELS))
-        parts.append(
-            f'<rect x="{svg.number(x + (big - side) / 2)}" y="{svg.number(y - 5 - side / 2)}" '
-            f'width="{svg.number(side)}" height="{svg.number(side)}" fill="{LEVELS[-1 - nth]}"/>'
-        )
-        low = max(low, least)
-        told = _bytes(high)
-        if _bytes(low) != told:
-            told = f"{_bytes(low)} to {told}"
-        parts.append(svg.text(x + big + 10, y, told))
+        paint = f'fill="{LEVELS[-1 - nth]}"'
+        parts.append(svg.rect(x + (big - side) / 2, y - 5 - side / 2, side, side, paint))
+        low, words = _bytes(max(low, least)), _bytes(high)
+        parts.append(svg.text(x + big + 10, y, words if low == words else f"{low} to {words}"))
     return parts

@@ -1,4 +1,4 @@
-"""What a rank holds over a step: areas, one category upon the other."""
+"""Memory of a rank over a step: stacked areas, one per category."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Levels(NamedTuple):
     """Bytes in points that follow each other, in rows of a program or in seconds."""
 
     edges: Sequence[float]  # where each point begins, and where the last ends
-    by: Mapping[str, Sequence[int]]  # of each category that is there, by point
-    told: Sequence[str]  # what happens at each point
-    unit: str  # of the edges, as the axis is called
+    by: Mapping[str, Sequence[int]]  # bytes by category, by point
+    events: Sequence[str]  # what happens at each point
+    unit: str  # of the edges: the name of the axis
 
     @property
     def total(self) -> list[int]:
         """Bytes of all categories, by point."""
-        return [sum(some) for some in zip(*self.by.values(), strict=True)]
+        return [sum(sizes) for sizes in zip(*self.by.values(), strict=True)]
 
     @property
     def peak(self) -> int:
@@ -38,36 +38,36 @@ class Levels(NamedTuple):
 
 
 def over_rows(of: RankClass, points: int) -> Levels:
-    """What a rank class holds while its tasks run, in the order of issue."""
+    """Memory of a rank class while its tasks run, in the order of issue."""
     tasks = of.tasks
     rows, held = memory.samples(of, points)
     edges = [len(tasks) * i / len(rows) for i in range(len(rows) + 1)]
-    told = [
+    events = [
         f"{tasks.names[tasks.name[r]]} ({PHASES[tasks.phase[r]]}"
         + (f", microbatch {tasks.microbatch[r]})" if tasks.microbatch[r] >= 0 else ")")
         for r in rows.tolist()
     ]
     unit = f"tasks in the order of issue (0 to {len(tasks):,})"
-    return Levels(edges, _by(held), told, unit)
+    return Levels(edges, _by_category(held), events, unit)
 
 
-def over_seconds(found: MemoryTimeline, end: float, points: int) -> Levels:
-    """What a lane of a simulation holds; the step is over at `end` seconds."""
-    some = found.sampled(points)
-    starts = [int(t) * TICK for t in some.ticks]
-    told = [f"{duration(t) if t else '0 s'} after the start" for t in starts]
-    return Levels([0.0, *starts[1:], end], _by(some.size), told, "seconds")
+def over_seconds(timeline: MemoryTimeline, end: float, points: int) -> Levels:
+    """Memory of a lane of a simulation; the step is over at `end` seconds."""
+    sampled = timeline.sampled(points)
+    starts = [int(t) * TICK for t in sampled.ticks]
+    events = [f"{duration(t) if t else '0 s'} after the start" for t in starts]
+    return Levels([0.0, *starts[1:], end], _by_category(sampled.size), events, "seconds")
 
 
-def _by(held: Int) -> dict[str, list[int]]:
+def _by_category(held: Int) -> dict[str, list[int]]:
     return {n: by.tolist() for n, by in zip(CATEGORIES, held, strict=True) if by.any()}
 
 
 def picture(
     levels: Levels, name: str, label: str, most: int | None = None, capacity: int | None = None
 ) -> svg.Picture:
-    """The areas. `most`: what the axis reaches at least, so that pictures compare; `capacity`: of a
-    device, drawn as a line."""
+    """The areas. The axis reaches at least `most`, so that pictures compare; `capacity`, the memory
+    of a device, is drawn as a line."""
     top = max(*levels.total, most or 0, 1)
     if capacity is not None and capacity < 2.5 * top:
         top = max(top, round(capacity * 1.04))
@@ -86,24 +86,24 @@ def picture(
 
 
 def data(levels: Levels) -> dict[str, Any]:
-    """What a script needs to tell of each point; `x` are the edges in the picture."""
-    x = [round(each, 1) for each in _places(levels)]
+    """Data of the script that describes the point under the cursor; `x` are edges drawn."""
+    x = [round(edge, 1) for edge in _places(levels)]
     return {
         "x": x,
         "top": TOP,
         "bottom": HEIGHT - BOTTOM,
         "peak": levels.peak,
         "held": dict(levels.by),
-        "task": [*levels.told],
+        "task": [*levels.events],
     }
 
 
 def legend(levels: Sequence[Levels], name: str) -> svg.Picture:
-    """What the colours of some pictures mean."""
-    used = [n for n in CATEGORIES if any(n in each.by for each in levels)]
+    """The legend of several pictures."""
+    used = [n for n in CATEGORIES if any(n in shown.by for shown in levels)]
     fills = svg.Fills(name, {n: svg.CATEGORIES[n] for n in used})
-    keys, end = fills.legend(used)
-    return svg.figure(end, "Colours: " + ", ".join(used).replace("_", " "), [fills.defs(), keys])
+    heading, end = fills.heading(used)
+    return svg.figure(end, "Colours: " + ", ".join(used).replace("_", " "), [heading])
 
 
 def _places(levels: Levels) -> list[float]:
@@ -124,7 +124,7 @@ def _area(
             path.append(f"H{svg.number(at)}V{y}")
         last = y
     path.append(f"H{svg.number(x[-1])}V{svg.number(bottom)}z")
-    return f'<path class="area" d="{"".join(path)}" fill="{fill}">{svg.title(name)}</path>'
+    return svg.shape(path, fill, name, 'class="area"')
 
 
 def _grid(top: float, scale: float, bottom: float, right: float) -> list[str]:
@@ -152,7 +152,7 @@ def _marks(
     parts.append(svg.text(at, TOP - 6, f"peak {most}", "end" if at > svg.WIDTH / 2 else "start"))
     if capacity is not None:
         y = bottom - capacity * scale
-        parts.append(svg.line(LEFT, y, right, y, 'stroke-width="2" stroke-dasharray="9 4"'))
+        parts.append(svg.limit(LEFT, y, right, y))
         words = f"memory of the device: {quantity(capacity, 'B')}"
         left = at > svg.WIDTH / 2
         where = LEFT + 6 if left else right - 4

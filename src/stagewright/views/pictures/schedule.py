@@ -23,9 +23,9 @@ NAMES = {
 }
 LEFT, TOP, ROW = 52, 30, 20
 MOST = 6000
-"""Boxes in a picture; of more, the beginning and the end are shown."""
+"""Boxes in a picture; of more, the picture shows the beginning and the end."""
 MOST_RANKS = 32
-"""Rows; of more, the first and the last are shown."""
+"""Rows in a picture; of more, the picture shows the first and the last."""
 
 
 class _Box(NamedTuple):
@@ -35,7 +35,7 @@ class _Box(NamedTuple):
 
 
 def picture(order: Order, name: str = "schedule") -> svg.Picture:
-    """What each pipeline rank does when, if a backward takes two slots and everything else one."""
+    """The actions of each pipeline rank over time; a backward takes two slots, all others one."""
     every = _rows(order)
     rows = every
     if len(every) > MOST_RANKS:
@@ -45,17 +45,17 @@ def picture(order: Order, name: str = "schedule") -> svg.Picture:
     shown = _window(rows, end)
     kinds = [k for k in KINDS if any(k == a.kind for _, r in every for b in r for a in b.actions)]
     fills = svg.Fills(name, {NAMES[k]: KINDS[k] for k in kinds})
-    legend, top = fills.legend([NAMES[k] for k in kinds])
+    heading, top = fills.heading([NAMES[k] for k in kinds])
     gap = 26.0 if len(shown) > 1 else 0.0
     scale = (svg.WIDTH - LEFT - gap - 4) / sum(last - first for first, last in shown)
-    told = _names([a for _, row in rows for box in row for a in box.actions], scale)
-    drawn = [fills.defs(), legend]
+    name_of = _names([a for _, row in rows for box in row for a in box.actions], scale)
+    drawn = [heading]
     x = float(LEFT)
     for first, last in shown:
         for nth, (_, row) in enumerate(rows):
             boxes = [b for b in row if b.start >= first and b.end <= last]
             at = x - first * scale, top + 6 + nth * ROW
-            drawn.append(_boxes(boxes, fills, at, scale, told))
+            drawn.append(_boxes(boxes, fills, at, scale, name_of))
         x += (last - first) * scale + gap
     bottom = top + 6 + len(rows) * ROW
     for nth, (rank, _) in enumerate(rows):
@@ -75,11 +75,11 @@ def picture(order: Order, name: str = "schedule") -> svg.Picture:
 
 
 def _missing(ranks: int, shown: Sequence[tuple[float, float]], end: float) -> str:
-    """What the picture does not show, in words; empty if it shows all."""
-    told = [f"{ranks} ranks in the middle"] if ranks else []
+    """The ranks and slots that the picture leaves out, in words; empty if it shows all."""
+    omitted = [f"{ranks} ranks in the middle"] if ranks else []
     if len(shown) > 1:
-        told.append(f"slots {shown[0][1]:g} to {shown[1][0]:g} of {end:g}")
-    return "Not shown: " + "; ".join(told) if told else ""
+        omitted.append(f"slots {shown[0][1]:g} to {shown[1][0]:g} of {end:g}")
+    return "Not shown: " + "; ".join(omitted) if omitted else ""
 
 
 def _rows(order: Order) -> list[tuple[int, list[_Box]]]:
@@ -92,8 +92,8 @@ def _rows(order: Order) -> list[tuple[int, list[_Box]]]:
 
 
 def _window(rows: Sequence[tuple[int, list[_Box]]], end: float) -> list[tuple[float, float]]:
-    """The slots that are shown: all, or as many from the beginning as to the end."""
-    # A box narrower than three units tells nothing.
+    """The spans of slots that the picture shows: all, or as many at the start as at the end."""
+    # A box narrower than three units cannot be read.
     most = min((svg.WIDTH - LEFT) / 3, MOST / len(rows))
     if end <= most:
         return [(0.0, end)]
@@ -105,7 +105,7 @@ _Names = Callable[[Action], str]
 
 
 def _names(actions: Sequence[Action], slot: float) -> _Names:
-    """What boxes are called, all in one form: the longest that fits into a slot."""
+    """The names of boxes, all in one form: the longest that fits into a slot."""
     forms: list[_Names] = [str, lambda a: f"{a.kind}{a.microbatch}", lambda a: str(a.microbatch)]
     for form in forms:
         if svg.text_width("0" * max(len(form(a)) for a in actions), 10) + 1 < slot:
@@ -114,22 +114,19 @@ def _names(actions: Sequence[Action], slot: float) -> _Names:
 
 
 def _boxes(
-    boxes: Sequence[_Box], fills: svg.Fills, at: tuple[float, float], scale: float, told: _Names
+    boxes: Sequence[_Box], fills: svg.Fills, at: tuple[float, float], scale: float, name_of: _Names
 ) -> str:
-    """Boxes of one kind as one path, and what they are called."""
+    """The boxes of each kind as one path, and their names."""
     paths: dict[str, list[str]] = {}
     words: list[str] = []
     for start, end, actions in boxes:
-        each = (end - start) * scale / len(actions)
+        width = (end - start) * scale / len(actions)
         for nth, action in enumerate(actions):
-            x, y = at[0] + start * scale + nth * each, at[1]
-            wide = svg.number(max(each - 0.8, 0.6))
-            box = f"M{svg.number(x)} {svg.number(y)}h{wide}v{ROW - 3}h-{wide}z"
+            x, y = at[0] + start * scale + nth * width, at[1]
+            box = svg.box(x, y, max(width - 0.8, 0.6), ROW - 3)
             paths.setdefault(action.kind, []).append(box)
-            if name := told(action):
+            if name := name_of(action):
                 more = f'font-size="10" {svg.ON_FILL}'
-                words.append(svg.text(x + each / 2 - 0.4, y + 12.5, name, "middle", more))
-    drawn = "".join(
-        f'<path d="{"".join(some)}" fill="{fills[NAMES[kind]]}"/>' for kind, some in paths.items()
-    )
-    return drawn + "".join(words)
+                words.append(svg.text(x + width / 2 - 0.4, y + 12.5, name, "middle", more))
+    drawn = [svg.shape(path, fills[NAMES[kind]]) for kind, path in paths.items()]
+    return "".join(drawn + words)

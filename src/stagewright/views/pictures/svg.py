@@ -1,4 +1,4 @@
-"""What pictures are made of: fills, legends, axes, and the frame around them.
+"""The parts of pictures: fills, legends, shapes, lines, text, axes, and the frame around them.
 
 >>> number(12.30), number(7.0), number(-0.04)
 ('12.3', '7', '0')
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 WIDTH = 760
-"""Of all pictures, so that their text is equally large on a page."""
+"""Units across every picture, so that all text on a page has one size."""
 
 
 class Picture(str):
-    """SVG that a notebook shows as what it is."""
+    """SVG text that a notebook shows as a picture."""
 
     def __repr__(self) -> str:
         return f"<picture, {len(self):,} characters of SVG>"
@@ -26,7 +26,7 @@ class Picture(str):
 
 
 class Fill(NamedTuple):
-    """A colour and the pattern over it, by which it is told where colours are not seen."""
+    """A colour and the pattern over it, which distinguishes fills where colours are not seen."""
 
     colour: str
     pattern: str = ""  # a key of _STROKES
@@ -47,7 +47,7 @@ CATEGORIES: Mapping[str, Fill] = {
     "allowance": Fill(YELLOW, "+"),
     "kv_cache": Fill(SKY, "/"),
 }
-"""Of memory."""
+"""Fills of the categories of memory."""
 
 PHASES: Mapping[str, Fill] = {
     "forward": Fill(SKY),
@@ -57,7 +57,7 @@ PHASES: Mapping[str, Fill] = {
 }
 
 BUBBLE = Fill("#e6e6e6", ".")
-"""Waiting."""
+"""The fill of time in which a rank waits."""
 
 _AXES = {
     "tp": Fill(BLUE, "."),
@@ -70,9 +70,9 @@ _OTHERS = (Fill(SKY, "x"), Fill(ORANGE, "-"), Fill(GREY, "/"), Fill("#222222", "
 
 
 def axes(names: Sequence[str]) -> dict[str, Fill]:
-    """Fills of communication along axes; of more than four joint ones, two look alike."""
-    joint = [name for name in names if name not in _AXES]
-    others = {name: _OTHERS[nth % len(_OTHERS)] for nth, name in enumerate(joint)}
+    """Fills of communication along axes; from the fifth fused axis on, fills repeat."""
+    fused = [name for name in names if name not in _AXES]
+    others = {name: _OTHERS[nth % len(_OTHERS)] for nth, name in enumerate(fused)}
     return {name: _AXES.get(name) or others[name] for name in names}
 
 
@@ -88,7 +88,7 @@ _STROKES = {
 
 
 class Fills:
-    """The fills of one picture, by what they stand for."""
+    """The fills of one picture, by the category that each stands for."""
 
     def __init__(self, name: str, fills: Mapping[str, Fill]) -> None:
         """`name` begins the ids of the patterns."""
@@ -96,29 +96,29 @@ class Fills:
         self._fills = fills
 
     def __getitem__(self, key: str) -> str:
-        """What to write as the attribute `fill`."""
+        """The value of the attribute `fill`: a colour, or a reference to a pattern."""
         fill = self._fills[key]
         if not fill.pattern:
             return fill.colour
         return f"url(#{self._id(fill)})"
 
     def defs(self) -> str:
-        """The patterns."""
-        found = "".join(
+        """The definitions of the patterns."""
+        patterns = "".join(
             f'<pattern id="{self._id(fill)}" width="8" height="8" patternUnits="userSpaceOnUse">'
             f'<path d="M0 0H8V8H0z" fill="{fill.colour}"/><path d="{_STROKES[fill.pattern]}" '
             'fill="none" stroke="#fff" stroke-opacity=".75" stroke-width="1.3"/></pattern>'
             for fill in dict.fromkeys(self._fills.values())
             if fill.pattern
         )
-        return f"<defs>{found}</defs>" if found else ""
+        return f"<defs>{patterns}</defs>" if patterns else ""
 
     def _id(self, fill: Fill) -> str:
-        # By what it looks like: where two pictures of a name meet, they mean the same by an id.
+        # Named by its looks: two pictures of one name on a page mean the same by an id.
         return f"{self._name}-{fill.colour[1:]}-{list(_STROKES).index(fill.pattern)}"
 
     def legend(self, keys: Iterable[str], x: float = 0, y: float = 14) -> tuple[str, float]:
-        """A patch and a name for each key, in lines; and where the last line ends."""
+        """A patch and a name for each key, in lines, and the height at which the last line ends."""
         parts: list[str] = []
         at = x
         for key in keys:
@@ -126,22 +126,24 @@ class Fills:
             wide = 24 + text_width(words) + 14
             if at + wide > WIDTH and at > x:
                 at, y = x, y + 20
-            parts.append(
-                f'<rect x="{number(at)}" y="{number(y - 11)}" width="16" height="13" '
-                f'fill="{self[key]}"/>{text(at + 21, y, words)}'
-            )
+            parts.append(rect(at, y - 11, 16, 13, f'fill="{self[key]}"') + text(at + 21, y, words))
             at += wide
         return "".join(parts), y + 8
 
+    def heading(self, keys: Iterable[str]) -> tuple[str, float]:
+        """The patterns and the legend at the top of a picture, and where the legend ends."""
+        legend, bottom = self.legend(keys)
+        return self.defs() + legend, bottom
+
 
 def number(x: float) -> str:
-    """A coordinate, to a tenth."""
+    """A coordinate as text, rounded to a tenth."""
     short = f"{x:.1f}".removesuffix(".0")
     return "0" if short == "-0" else short
 
 
 def text_width(words: str, size: float = 12) -> float:
-    """About how wide a text is: what draws it is not known here."""
+    """An estimate of the width of a text, whose font the reader's system chooses."""
     return 0.57 * size * len(words)
 
 
@@ -158,19 +160,45 @@ def line(x0: float, y0: float, x1: float, y1: float, more: str = "") -> str:
     return f'<path d="{ends}" fill="none" stroke="currentColor"{" " if more else ""}{more}/>'
 
 
+def limit(x0: float, y0: float, x1: float, y1: float) -> str:
+    """A dashed line at a limit, such as the memory of a device."""
+    return line(x0, y0, x1, y1, 'stroke-width="2" stroke-dasharray="9 4"')
+
+
+def rect(x: float, y: float, width: float, height: float, paint: str, name: str = "") -> str:
+    """A rectangle; `paint` are its attributes from the fill on, `name` is its title."""
+    where = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    return f"<rect {where} {paint}" + (f">{title(name)}</rect>" if name else "/>")
+
+
+def box(x: float, y: float, width: float, height: float) -> str:
+    """A rectangle as a part of the path of a shape."""
+    across = number(width)
+    return f"M{number(x)} {number(y)}h{across}v{number(height)}h-{across}z"
+
+
+def shape(path: Iterable[str], fill: str, name: str = "", more: str = "") -> str:
+    """A filled path; `name` is its title, `more` are other attributes. Empty where the path is."""
+    drawn = "".join(path)
+    if not drawn:
+        return ""
+    kind = f" {more}" if more else ""
+    return f'<path{kind} d="{drawn}" fill="{fill}"' + (f">{title(name)}</path>" if name else "/>")
+
+
 ON_FILL = 'fill="#000" stroke="#fff" stroke-width="3" paint-order="stroke"'
 """Text on a fill: black in a white rim, on any colour and pattern."""
 
 
 def title(words: str) -> str:
-    """What a mouse that rests is told."""
+    """The text that appears where the mouse rests on a shape."""
     return f"<title>{html.escape(words)}</title>"
 
 
 def figure(
     height: float, label: str, parts: Sequence[str], more: str = "", width: float = WIDTH
 ) -> Picture:
-    """A picture; `label` says in words what it shows."""
+    """The whole picture; `label` describes it for readers who do not see it."""
     extra = f" {more}" if more else ""
     return Picture(
         f'<svg viewBox="0 0 {number(width)} {number(height)}" width="{number(width)}" role="img" '
@@ -180,7 +208,7 @@ def figure(
 
 
 def ticks(most: float, about: int = 5) -> list[float]:
-    """Round numbers from 0 up to the largest: three to six of them.
+    """Three to six round numbers from 0 up to `most`, for an axis.
 
     >>> ticks(81e9)
     [0.0, 20000000000.0, 40000000000.0, 60000000000.0, 80000000000.0]
@@ -190,5 +218,5 @@ def ticks(most: float, about: int = 5) -> list[float]:
     if most <= 0:
         return [0.0]
     unit = 10.0 ** math.floor(math.log10(most / about))
-    each = next(unit * n for n in (1, 2, 5, 10) if most / (unit * n) <= about * (1 + 1e-9))
-    return [float(f"{each * n:.12g}") for n in range(int(most / each * (1 + 1e-9)) + 1)]
+    step = next(unit * n for n in (1, 2, 5, 10) if most / (unit * n) <= about * (1 + 1e-9))
+    return [float(f"{step * n:.12g}") for n in range(int(most / step * (1 + 1e-9)) + 1)]

@@ -20,28 +20,27 @@ from stagewright.views.pictures import svg
 LEFT, RIGHT, COLUMN = 118, 8, 2
 KERNELS, AXIS, GAP = 22, 14, 9
 MOST = 16
-"""Lanes of a picture; of more, some from first to last."""
+"""Lanes of a picture; of more, the picture shows some, evenly from the first to the last."""
 LEAST = 0.001
-"""Of the step: an axis along which less time passes has no strip."""
+"""Share of the step below which communication along an axis has no strip."""
 
 
 def picture(line: Timeline, name: str = "timeline") -> svg.Picture:
-    """The strips of each lane."""
+    """The timeline of a step: strips for each lane, and the scale below."""
     lanes = [line.lanes[nth] for nth in chosen(len(line.lanes), MOST)]
-    found = [axes_of(line, lane) for lane in lanes]
-    every = sorted({n for each in found for n in each.names})
-    names = [n for n in every if _long(line, lanes, found, n)]
+    axes = [axes_of(line, lane) for lane in lanes]
+    every = sorted({name for of_lane in axes for name in of_lane.names})
+    names = [name for name in every if _is_long(line, lanes, axes, name)]
     phases = [p for nth, p in enumerate(PHASES) if any(_has(lane, nth) for lane in lanes)]
     colours = svg.axes(every)
-    some = {p: svg.PHASES[p] for p in phases} | {n: colours[n] for n in names}
-    fills = svg.Fills(name, some)
-    legend, y = fills.legend([*phases, *names])
-    parts = [fills.defs(), legend]
+    fills = svg.Fills(name, {p: svg.PHASES[p] for p in phases} | {n: colours[n] for n in names})
+    heading, y = fills.heading([*phases, *names])
+    parts = [heading]
     y += 8
     columns = (svg.WIDTH - LEFT - RIGHT) // COLUMN
     edges = np.linspace(0, line.ticks, columns + 1)
-    for lane, each in zip(lanes, found, strict=True):
-        parts.append(svg.text(LEFT - 8, y + 15, _who(lane), "end"))
+    for lane, of_lane in zip(lanes, axes, strict=True):
+        parts.append(svg.text(LEFT - 8, y + 15, _name_of(lane), "end"))
         low = np.zeros(columns)
         for phase in phases:
             mine = lane.main & (_phase(lane) == PHASES.index(phase))
@@ -49,8 +48,8 @@ def picture(line: Timeline, name: str = "timeline") -> svg.Picture:
             parts.append(_strip(low, high, y + KERNELS, KERNELS, fills[phase], phase))
             low = high
         y += KERNELS
-        for axis in (n for n in each.names if n in names):
-            share = _busy(lane, each.of == each.names.index(axis), edges)
+        for axis in (n for n in of_lane.names if n in names):
+            share = _busy(lane, of_lane.of == of_lane.names.index(axis), edges)
             y += AXIS
             parts.append(svg.text(LEFT - 8, y, axis, "end", 'font-size="9"'))
             parts.append(_strip(np.zeros(columns), share, y, AXIS - 2, fills[axis], axis))
@@ -63,17 +62,17 @@ def picture(line: Timeline, name: str = "timeline") -> svg.Picture:
     return svg.figure(y + 34, label, parts)
 
 
-def _long(line: Timeline, lanes: Sequence[Lane], found: Sequence[Axes], axis: str) -> bool:
-    """Whether some lane communicates along an axis for more than a moment."""
-    for lane, each in zip(lanes, found, strict=True):
-        mine = each.of == (each.names.index(axis) if axis in each.names else -2)
+def _is_long(line: Timeline, lanes: Sequence[Lane], axes: Sequence[Axes], axis: str) -> bool:
+    """Whether some lane communicates along an axis for more than `LEAST` of the step."""
+    for lane, of_lane in zip(lanes, axes, strict=True):
+        mine = of_lane.of == (of_lane.names.index(axis) if axis in of_lane.names else -2)
         if float((lane.end - lane.begin)[mine].sum()) > LEAST * line.ticks:
             return True
     return False
 
 
 def chosen(count: int, most: int) -> list[int]:
-    """All of so many things, or some from the first to the last.
+    """Indices of `count` things: all, or `most` of them evenly from the first to the last.
 
     >>> chosen(3, 8), chosen(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
@@ -83,7 +82,7 @@ def chosen(count: int, most: int) -> list[int]:
     return [nth * (count - 1) // (most - 1) for nth in range(most)]
 
 
-def _who(lane: Lane) -> str:
+def _name_of(lane: Lane) -> str:
     stage = f"stage {lane.of.pipeline_rank}"
     return f"{stage}, rank {lane.ranks[0]}" if len(lane.ranks) == 1 else stage
 
@@ -97,21 +96,21 @@ def _has(lane: Lane, phase: int) -> bool:
 
 
 def _busy(lane: Lane, mine: Bool, edges: Float) -> Float:
-    """The part of each column in which some of a lane's tasks run."""
+    """The share of each column during which one of the chosen tasks of a lane runs."""
     begin, end = lane.begin[mine], lane.end[mine]
     until = _passed(end, edges) - _passed(begin, edges)
     return np.clip(np.diff(until) / np.diff(edges), 0, 1)
 
 
 def _passed(moments: Int, edges: Float) -> Float:
-    """For each edge, the sum over moments of what comes first, the edge or the moment.
+    """For each edge, the sum over moments of the edge or the moment, whichever is earlier.
 
-    The difference between this for ends and for begins is the time that has run by then.
+    The sum for ends less the sum for begins is the time that tasks have run by the edge.
     """
     moments = np.sort(moments)
     before = np.searchsorted(moments, edges)
     sums = np.append(0, np.cumsum(moments, dtype=np.float64))
-    # Counted from the edge, so that large numbers do not meet.
+    # Later moments count as the edge itself, so that large sums do not cancel.
     return sums[before] + (len(moments) - before) * edges
 
 
@@ -122,14 +121,13 @@ def _strip(low: Float, high: Float, bottom: float, height: float, fill: str, nam
     runs = np.flatnonzero(np.append(True, (np.diff(tops) != 0) | (np.diff(bases) != 0)))
     ends = np.append(runs[1:], len(tops))
     path = [
-        f"M{LEFT + first * COLUMN} {svg.number(bottom - top)}h{(last - first) * COLUMN}"
-        f"v{svg.number(top - base)}h-{(last - first) * COLUMN}z"
+        svg.box(LEFT + first * COLUMN, bottom - top, (last - first) * COLUMN, top - base)
         for first, last, top, base in zip(
             runs.tolist(), ends.tolist(), tops[runs].tolist(), bases[runs].tolist(), strict=True
         )
         if top > base
     ]
-    return f'<path d="{"".join(path)}" fill="{fill}">{svg.title(name)}</path>' if path else ""
+    return svg.shape(path, fill, name)
 
 
 def _scale(line: Timeline, y: float) -> Sequence[str]:
