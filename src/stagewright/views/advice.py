@@ -1,9 +1,7 @@
-"""What one should know of a run before buying it, in plain words: what does not fit, what it waits
-for, what is uneven.
+"""Advice on a run, as remarks in words: memory that does not fit, waiting, uneven load.
 
-Each rule looks at one thing and gives remarks, the figures in them included. Where a rule asks
-whether something is *much*, its threshold is a named constant here: a matter of taste, that changes
-no number.
+Each rule looks at one subject and gives remarks with their figures. The thresholds of rules are
+named constants here: a matter of taste, which changes no number.
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
@@ -36,19 +34,19 @@ from stagewright.time.simulate.step import SimulatedStep
 LEVELS = ("problem", "warning", "note")
 
 MUCH_IDLE = 0.1
-"""Of the step."""
+"""Share of the step in which ranks are idle."""
 MUCH_EXPOSED = 0.1
-"""Of the step, along one axis."""
+"""Share of the step that communication along one axis is exposed."""
 LOW_MFU = 0.35
 """Llama 3 405B reached 38% to 43% on 8,192 and 16,384 H100 (arXiv 2407.21783, table 4)."""
 MUCH_UNEVEN = 0.1
-"""Work of the busiest beyond that of the mean."""
+"""Work of the busiest rank or stage beyond that of the mean, as a share of the mean."""
 NEARLY_FULL = 0.9
-"""Of a device's memory, by tensors alone: context, workspace and fragmentation take some more."""
+"""Share of a device's memory that tensors fill; context, workspace and fragmentation add to it."""
 
 
 class Remark(NamedTuple):
-    """How much it matters, what it is about, and a sentence or two."""
+    """How severe the remark is, its subject, and a sentence or two."""
 
     level: str
     about: str
@@ -59,8 +57,8 @@ class Remark(NamedTuple):
 
 
 def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[Remark]:
-    """What there is to say of a run, and of its simulation; what matters most comes first."""
-    said = [
+    """Remarks on a run, and on its simulation where there is one; the most severe come first."""
+    all_remarks = [
         *_capacity(compiled),
         *(_memory(found) if found else ()),
         *(_crossings(compiled.program, found.machine) if found else ()),
@@ -71,7 +69,7 @@ def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[R
         *_experts(compiled),
         *_layers(compiled),
     ]
-    return sorted(said, key=lambda remark: LEVELS.index(remark.level))
+    return sorted(all_remarks, key=lambda remark: LEVELS.index(remark.level))
 
 
 def _capacity(compiled: CompiledRun) -> Iterator[Remark]:
@@ -85,8 +83,8 @@ def _capacity(compiled: CompiledRun) -> Iterator[Remark]:
         )
 
 
-def _less(category: str, run: Run) -> str:
-    """What makes less of a category of memory."""
+def _how_to_reduce(category: str, run: Run) -> str:
+    """The settings that reduce a category of memory, as the end of a sentence."""
     sharded = {"optimizer": 1, "gradients": 2, "parameters": 3}
     if category in sharded:
         zero = sharded[category]
@@ -103,24 +101,24 @@ def _memory(found: SimulatedStep) -> Iterator[Remark]:
     room = round(found.machine.hardware.memory_gb * 1e9)
     lanes = zip(found.line.lanes, found.peaks, strict=True)
     held = [(sum(peak.values()), lane.of, peak) for lane, peak in lanes if peak]
-    over = [each for each in held if each[0] > room]
+    over = [lane for lane in held if lane[0] > room]
     if over:
-        size, of, parts = max(over, key=lambda each: each[0])
+        size, of, parts = max(over, key=lambda lane: lane[0])
         largest = max(parts, key=lambda k: parts[k])
-        advice = _less(largest, found.compiled.run)
+        advice = _how_to_reduce(largest, found.compiled.run)
         yield Remark(
             "problem",
             "Memory",
-            f"{quantity(size, 'B')} on ranks of stage {of.pipeline_rank}, and {_a(found)} has "
-            f"{quantity(room, 'B')}: it does not fit, on {len(over)} of "
-            f"{plural(len(held), 'kind', 'kinds')} of ranks. Most of it, "
+            f"{quantity(size, 'B')} on ranks of stage {of.pipeline_rank}, and a "
+            f"{found.machine.hardware.name} has {quantity(room, 'B')}: it does not fit, "
+            f"on {len(over)} of {plural(len(held), 'kind', 'kinds')} of ranks. Most of it, "
             f"{quantity(parts[largest], 'B')}, is "
             f"{largest.replace('_', ' ')}{advice}.",
         )
         return
     if not held:
         return
-    size, of, _ = max(held, key=lambda each: each[0])
+    size, of, _ = max(held, key=lambda lane: lane[0])
     if size > NEARLY_FULL * room:
         yield Remark(
             "warning",
@@ -130,32 +128,28 @@ def _memory(found: SimulatedStep) -> Iterator[Remark]:
         )
 
 
-def _a(found: SimulatedStep) -> str:
-    return f"a {found.machine.hardware.name}"
-
-
 def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
     """Groups of tensor, context and expert parallelism that do not lie within the fast links."""
     if len(machine.tiers) < 2:
         return
     near, far = machine.tiers[0], machine.tiers[1]
     domain = "NVLink domain" if machine.hardware.vendor == "NVIDIA" else "scale-up domain"
-    told: set[str] = set()
+    reported: set[str] = set()
     for slot in range(len(program.communicators)):
         first, *others = program.degrees_of(slot) or ((),)
         kind = next((k for k in ("tp", "cp", "ep", "etp") if k in first), "")
-        if not kind or kind in told or others:  # joint groups reduce gradients
+        if not kind or kind in reported or others:  # fused groups reduce gradients
             continue
         groups = program.members(slot, np.arange(program.group_count(slot), dtype=np.int64))
-        lying = [each for each in placements(machine, groups) if each.counts[0] < each.ranks]
-        if lying:
-            told.add(kind)
-            each = lying[0]
+        crossing = [p for p in placements(machine, groups) if p.counts[0] < p.ranks]
+        if crossing:
+            reported.add(kind)
+            ranks, near_ranks = crossing[0].ranks, crossing[0].counts[0]
             yield Remark(
                 "note" if kind == "cp" else "warning",
                 "Network",
-                f"{kind}={each.ranks} crosses the {domain} of {near.size} GPUs: its groups lie in "
-                f"{each.ranks // each.counts[0]} of them, {each.counts[0]} ranks in each, so that "
+                f"{kind}={ranks} crosses the {domain} of {near.size} GPUs: its groups lie in "
+                f"{ranks // near_ranks} of them, {near_ranks} ranks in each, so that "
                 f"its collectives pass the network, at {far.bandwidth_gb_s:.3g} GB/s for each GPU "
                 f"instead of {near.bandwidth_gb_s:.3g} GB/s.",
             )
@@ -164,20 +158,20 @@ def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
 def _speed(found: SimulatedStep) -> Iterator[Remark]:
     if found.compiled.run.mode != "train" or found.mfu >= LOW_MFU:
         return
-    mean, whole = found.mean, found.seconds
+    mean, step = found.mean, found.seconds
     parts = {f"{axis} communication": s for axis, s in mean.exposed.items()}
     parts["the pipeline's bubble and waiting"] = mean.bubble
     recomputed = mean.kernels.get("recompute", 0.0)
     if recomputed:
         parts["recomputation"] = recomputed
     largest = max(parts, key=lambda k: parts[k])
-    kernels = sum(mean.kernels.values()) / whole
+    kernels = sum(mean.kernels.values()) / step
     yield Remark(
         "warning",
         "Speed",
         f"MFU is {found.mfu:.1%}, which is low (large dense models reach 38% to 43%: Llama 3, "
         f"arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the mean GPU; of "
-        f"the rest, most is lost to {largest}: {parts[largest] / whole:.1%}.",
+        f"the rest, most is lost to {largest}: {parts[largest] / step:.1%}.",
     )
 
 
@@ -215,26 +209,26 @@ def _work(of: RankClass) -> int:
     return exact_sum(of.tasks.flops)
 
 
-def _mean(some: Sequence[tuple[int, int]]) -> float:
-    """Of what ranks do, as (each, ranks)."""
-    return sum(each * ranks for each, ranks in some) / sum(ranks for _, ranks in some)
+def _mean(work: Sequence[tuple[int, int]]) -> float:
+    """The mean work of a rank, from pairs of the work of each rank and the number of ranks."""
+    return sum(of_rank * ranks for of_rank, ranks in work) / sum(ranks for _, ranks in work)
 
 
 def _stages(compiled: CompiledRun) -> Iterator[Remark]:
-    """A pipeline is as fast as its busiest stage."""
+    """A remark if one stage computes much more than the mean: it sets the pace of the pipeline."""
     work: dict[int, list[tuple[int, int]]] = {}
     for of in compiled.program.classes:
         work.setdefault(of.pipeline_rank, []).append((_work(of), len(of.ranks)))
-    mean = {stage: _mean(some) for stage, some in work.items()}
+    mean = {stage: _mean(of_stage) for stage, of_stage in work.items()}
     if len(mean) < 2 or compiled.run.prefill is not None:
         return
-    whole = sum(mean.values()) / len(mean)
+    overall = sum(mean.values()) / len(mean)
     busiest = max(mean, key=lambda stage: mean[stage])
-    if whole and mean[busiest] > (1 + MUCH_UNEVEN) * whole:
+    if overall and mean[busiest] > (1 + MUCH_UNEVEN) * overall:
         yield Remark(
             "warning",
             "Balance",
-            f"stage {busiest} computes {mean[busiest] / whole - 1:.0%} more FLOPs than the mean "
+            f"stage {busiest} computes {mean[busiest] / overall - 1:.0%} more FLOPs than the mean "
             "stage, and the others wait for it; layers_per_stage moves layers.",
         )
 
@@ -253,10 +247,10 @@ def _experts(compiled: CompiledRun) -> Iterator[Remark]:
         return
     by_stage = itertools.groupby(compiled.program.classes, key=lambda of: of.pipeline_rank)
     worst, where = 0.0, 0
-    for stage, some in by_stage:
-        each = [(_work(of), len(of.ranks)) for of in some]
-        mean = _mean(each)
-        most = max(w for w, _ in each)
+    for stage, classes in by_stage:
+        work = [(_work(of), len(of.ranks)) for of in classes]
+        mean = _mean(work)
+        most = max(of_rank for of_rank, _ in work)
         if mean and most / mean > worst:
             worst, where = most / mean, stage
     if worst > 1 + MUCH_UNEVEN:
@@ -269,7 +263,7 @@ def _experts(compiled: CompiledRun) -> Iterator[Remark]:
 
 
 def _layers(compiled: CompiledRun) -> Iterator[Remark]:
-    """Stages that differ in their number of layers."""
+    """A remark if stages differ in their number of layers."""
     counts = compiled.run.layers_per_stage
     if counts and min(counts) < max(counts):
         fewer = [nth for nth, count in enumerate(counts) if count < max(counts)]

@@ -1,7 +1,7 @@
-"""What a summary and a simulation tell, as tables: for the terminal, pages and notebooks alike.
+"""Tables of a summary and of a simulation, for the terminal, pages and notebooks alike.
 
-Numbers are of one rank and one step. Of a stage with many classes of ranks, those with the least
-and with the most work are told of.
+Numbers are for one rank and one step. Of a stage with many rank classes, tables show the classes
+with the least and with the most work.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ Class = dict[str, Any]
 """One of a summary's `rank_classes`."""
 
 MOST_CLASSES = 4
-"""As many classes of a stage are told of; of more, those with the least and with the most work."""
+"""Rank classes of a stage that tables show; of more, those with the least and the most work."""
 
 
-def told(of: dict[str, Any]) -> list[tuple[str, Class]]:
-    """The classes that tables show, with their stages in words."""
-    found: list[tuple[str, Class]] = []
-    for stage, some in itertools.groupby(of["rank_classes"], key=lambda each: each["stage"]):
-        mine = list(some)
+def select_classes(of: dict[str, Any]) -> list[tuple[str, Class]]:
+    """The rank classes of a summary that tables show, each with its stage in words."""
+    shown: list[tuple[str, Class]] = []
+    for stage, classes in itertools.groupby(of["rank_classes"], key=lambda each: each["stage"]):
+        mine = list(classes)
         if len(mine) > MOST_CLASSES:
             by_work = sorted(mine, key=lambda each: sum(each["flops"].values()))
-            found += [(f"{stage} least", by_work[0]), (f"{stage} most", by_work[-1])]
+            shown += [(f"{stage} least", by_work[0]), (f"{stage} most", by_work[-1])]
         else:
             several = len(mine) > 1
-            found += [
+            shown += [
                 (f"{stage}: {spans(each['ranks'])}" if several else str(stage), each)
                 for each in mine
             ]
-    return found
+    return shown
 
 
 def _stage_column(classes: Sequence[tuple[str, Class]]) -> list[Any]:
-    """Numbers, where each stage has one class."""
+    """The column of stages: numbers where each stage has one class, words otherwise."""
     plain = all(name.isdecimal() for name, _ in classes)
     return [each["stage"] if plain else name for name, each in classes]
 
@@ -54,7 +54,7 @@ def _stage_column(classes: Sequence[tuple[str, Class]]) -> list[Any]:
 def compute(of: dict[str, Any]) -> Table:
     """Layers, tasks and FLOPs of each stage."""
     phases = PHASES if "batch" not in of else ("forward",)
-    classes = told(of)
+    classes = select_classes(of)
     columns: dict[str, list[Any]] = {
         "stage": _stage_column(classes),
         "ranks": [f"{len(each['ranks'])}: {spans(each['ranks'])}" for _, each in classes],
@@ -67,8 +67,8 @@ def compute(of: dict[str, Any]) -> Table:
 
 
 def memory(of: dict[str, Any]) -> Table:
-    """Bytes by category while most is held."""
-    classes = told(of)
+    """Bytes by category at the peak of memory."""
+    classes = select_classes(of)
     held = [each["memory"] for _, each in classes]
     categories = list(dict.fromkeys(c for each in held for c, size in each.items() if size))
     by = {c.replace("_", " "): [each.get(c, 0) for each in held] for c in categories}
@@ -77,7 +77,7 @@ def memory(of: dict[str, Any]) -> Table:
 
 
 def tasks(program: Program, rank: int) -> Table:
-    """All that one rank does, a row a task, in the order of issue."""
+    """The tasks of one rank, a row per task, in the order of issue."""
     if not 0 <= rank < program.mesh.world_size:
         raise UserError(f"there is no rank {rank}; use 0 to {program.mesh.world_size - 1}")
     (of,) = (of for of in program.classes if rank in of.ranks)
@@ -118,11 +118,11 @@ def _tasks(title: str, program: Program, of: RankClass) -> Table:
     return Table(title, {name: column.tolist() for name, column in columns.items()}, _TASK_UNITS)
 
 
-_SHOWN = 4  # of what is alive at the peak
+_SHOWN = 4  # groups of values alive at the peak
 
 
 def peak(of: dict[str, Any]) -> Table:
-    """When most is held, and of what it consists, in words; empty where memory does not change."""
+    """The task at the peak of memory and the largest values then, in words; empty for inference."""
     rows: list[tuple[str, str, str]] = []
     for each in of["rank_classes"]:
         if "memory_peak" in each:
@@ -134,7 +134,7 @@ def peak(of: dict[str, Any]) -> Table:
 
 
 def alive_in_words(group: dict[str, Any]) -> str:
-    """Values that are there, in a line.
+    """A group of values in a line.
 
     >>> alive_in_words({"name": "act", "instances": 4, "layers": [0, 1], "microbatches": [2, 3],
     ...     "bytes": 4000})
@@ -151,13 +151,13 @@ def alive_in_words(group: dict[str, Any]) -> str:
 
 
 def communication(of: dict[str, Any], *, merged: bool = True) -> Table:
-    """Collectives, messages and copies; stages that communicate alike share rows if `merged`."""
-    classes = told(of)
-    groups: list[tuple[Any, list[tuple[Any, ...]]]] = [*_alike(classes)]
+    """Collectives, messages and copies; if `merged`, stages with equal communication share rows."""
+    classes = select_classes(of)
+    groups: list[tuple[Any, list[tuple[Any, ...]]]] = [*_group_equal(classes)]
     if not merged:
         rows_of = [_communication_rows(each) for _, each in classes]
         groups = [*zip(_stage_column(classes), rows_of, strict=True)]
-    rows = [(stage, *row) for stage, some in groups for row in some]
+    rows = [(stage, *row) for stage, of_stage in groups for row in of_stage]
     names = ("stage", "phase", "what", "axis", "group", "count", "bytes")
     units = {"group": "", "count": "", "bytes": "B"}
     return _of_rows("Communication", names, rows, units, grouped="stage")
@@ -181,13 +181,13 @@ def _communication_rows(each: Class) -> list[tuple[Any, ...]]:
     return rows
 
 
-def _alike(classes: Sequence[tuple[str, Class]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
-    """The communication of each class as rows; stages that communicate alike share them."""
-    found: dict[str, tuple[dict[str, int], list[tuple[Any, ...]]]] = {}
+def _group_equal(classes: Sequence[tuple[str, Class]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """The communication of each class as rows; stages with equal communication share them."""
+    equal: dict[str, tuple[dict[str, int], list[tuple[Any, ...]]]] = {}
     for stage, each in classes:
         rows = _communication_rows(each)
-        found.setdefault(json.dumps(rows), ({}, rows))[0].setdefault(stage, each["stage"])
-    return [(_stages(stages), rows) for stages, rows in found.values()]
+        equal.setdefault(json.dumps(rows), ({}, rows))[0].setdefault(stage, each["stage"])
+    return [(_stages(stages), rows) for stages, rows in equal.values()]
 
 
 def _stages(stages: dict[str, int]) -> str:
@@ -207,25 +207,25 @@ def parts(found: SimulatedStep) -> Table:
     names = [*phases, *(f"{axis} exposed" for axis in axes), "bubble"]
 
     def shares(of: Breakdown) -> tuple[float, ...]:
-        some = [of.kernels.get(phase, 0.0) for phase in phases]
-        some += [of.exposed.get(axis, 0.0) for axis in axes]
-        return tuple(s / whole for s in [*some, of.bubble])
+        seconds = [of.kernels.get(phase, 0.0) for phase in phases]
+        seconds += [of.exposed.get(axis, 0.0) for axis in axes]
+        return tuple(s / whole for s in [*seconds, of.bubble])
 
     rows: list[tuple[Any, ...]] = [(f"mean of {found.machine.gpus}", *shares(mean))]
-    each = [(lane, shares(of)) for lane, of in zip(found.line.lanes, found.parts, strict=True)]
-    shown = itertools.groupby(each, key=lambda row: tuple(f"{s:.1%}" for s in row[1]))
-    alike = [list(group) for _, group in shown]
-    if len(each) > 1:
-        for group in alike[:_MOST_ROWS]:
+    of_lanes = [(lane, shares(of)) for lane, of in zip(found.line.lanes, found.parts, strict=True)]
+    by_print = itertools.groupby(of_lanes, key=lambda row: tuple(f"{s:.1%}" for s in row[1]))
+    groups = [list(group) for _, group in by_print]
+    if len(of_lanes) > 1:
+        for group in groups[:_MOST_ROWS]:
             rows.append((lanes_in_words([lane for lane, _ in group]), *group[0][1]))
-    if len(alike) > _MOST_ROWS:
-        rows.append((f"... {len(alike) - _MOST_ROWS} more", *[None] * len(names)))
+    if len(groups) > _MOST_ROWS:
+        rows.append((f"... {len(groups) - _MOST_ROWS} more", *[None] * len(names)))
     units = dict.fromkeys(names, "share")
     return _of_rows("where the time of a GPU goes", ["GPUs", *names], rows, units)
 
 
 def lanes_in_words(lanes: Sequence[Lane]) -> str:
-    """Lanes, one after the other, as people call them."""
+    """A name for consecutive lanes: a rank, or how many ranks of which pipeline ranks."""
     count = sum(len(lane.ranks) for lane in lanes)
     first, last = lanes[0].of.pipeline_rank, lanes[-1].of.pipeline_rank
     if count == 1:
@@ -234,7 +234,7 @@ def lanes_in_words(lanes: Sequence[Lane]) -> str:
 
 
 def transfers(found: SimulatedStep) -> Table:
-    """How long the mean GPU communicates along each axis, and how much of that nothing hides."""
+    """Seconds that the mean GPU communicates along each axis, and the share that kernels hide."""
     mean = found.mean
     rows = [
         (axis, busy, exposed, max(0.0, 1 - exposed / busy))
@@ -247,7 +247,7 @@ def transfers(found: SimulatedStep) -> Table:
 
 
 def tasks_in_time(found: SimulatedStep, lane: int) -> Table:
-    """The tasks of a lane with the seconds between which each runs, in the order of issue."""
+    """The tasks of a lane with the seconds at which each begins and ends, in the order of issue."""
     count = len(found.line.lanes)
     if not 0 <= lane < count:
         raise UserError(f"there is no lane {lane}; use 0 to {count - 1}")
