@@ -9,14 +9,14 @@ MOST = {
     "lazy": 0,
     "root": 0,
     "cycles": 0,
-    "twice": 2,
-    "riddles": 12,
+    "twice": 0,
+    "riddles": 8,
     "roles": 0,
     "meaning": 3,
     # Signs of where to look, of which some will stay.
-    "modules": 12,
-    "long": 4,
-    "wide": 14,
+    "modules": 8,
+    "long": 3,
+    "wide": 7,
     "crowded": 2,
 }
 
