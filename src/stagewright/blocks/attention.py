@@ -83,10 +83,10 @@ def _head_norm(b: Builder, x: Node, name: str, heads: str) -> Node:
 
 
 def relative_bias(b: Builder) -> Node:
-    """A bias of every score by how far the key is from the query, [A, S, S].
+    """A bias of every score by the distance between key and query, [A, S, S].
 
-    The first layer of a stage makes it for all of its stack (Megatron-LM's T5Model, too, has the
-    table on each stage).
+    The first layer of each stage makes it for the layers behind it (Megatron-LM's T5Model, too, has
+    the table on each stage). In inference it is the table itself, [Buckets, A].
     """
     stack = "encoder" if b.config.encoder else "decoder"
     name = f"{stack}_bias"
@@ -104,7 +104,7 @@ def relative_bias(b: Builder) -> Node:
 
 
 def cross_attention(b: Builder, h: Node) -> Node:
-    """Queries of the decoder, keys and values of what the encoder made of its sequence."""
+    """Attention of the decoder's queries to keys and values of the encoder's output."""
     c, scope = b.config, "attention"
     served = b.recipe.inference
     memory = None if served and served.decode else b.take("memory", "B", "Source", "M")
@@ -139,14 +139,14 @@ def _sinks(b: Builder) -> tuple[Node, ...]:
 
 
 def _crossed(b: Builder, o: Node) -> Node:
-    """What is added to the stream of what the decoder has seen of the encoder's sequence."""
+    """The output projection of cross attention, [B, S, M]."""
     w = b.weight("cross.wo", "A/tp", "D", "M", scope="attention")
     out = b.linear("bsad,adm->bsm", identity(o, "cross_context"), w, "cross_out", scope="attention")
     return identity(out, "attn_reduced")
 
 
 def _repeated(x: Node, name: str, q: Node) -> Node:
-    """Every key-value head for each of its queries' heads, [B, S, A, D]."""
+    """Key-value heads, copied for each of their query heads, [B, S, A, D]."""
     own: dict[str, Any] = {"name": f"{name}_repeated", "scope": x.scope}
     return apply("repeat", "bsgd->bs(gr)d", x, out=q.shape, **own)
 
@@ -189,7 +189,7 @@ def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
     if rotary:
         turned = b.rope(turned, "bsaZ", "q_rope")
         shared = b.rope(shared, "bsZ", "k_shared_rope")
-    # Absorbed, they are multiplied as they are computed with (vLLM keeps them so, too).
+    # The absorbed form multiplies by weights in the computation's format, as vLLM stores them.
     up = b.param if b.recipe.absorb else b.weight
     w_uk = up("w_uk", "C", "A/tp", "N", scope=scope)
     w_uv = up("w_uv", "C", "A/tp", "U", scope=scope)
@@ -262,7 +262,7 @@ def _absorbed(b: Builder, of: LatentOperands, reach: Reach) -> Node:
 
 
 def _joined(latent: Node, shared: Node) -> Node:
-    """What the cache holds of a token: its latent, and the key that all heads share."""
+    """A token's row of the cache: its latent and the key that all heads share, [B, S, C + Z]."""
     return join(latent, shared, "bsC,bsZ->bsD", size("C") + size("Z"), name="k_joined")
 
 

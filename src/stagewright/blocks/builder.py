@@ -14,7 +14,8 @@ from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import STREAM, Binding, Role
 from stagewright.model.config import ModelConfig
 
-SHARED = "shared"  # what parameters of shared blocks are called by, and with a number their tables
+SHARED = "shared"
+"""Begins the names of a shared block's parameters and, with the block's number, of their tables."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
 
 
 def stream(dims: tuple[str | Size, ...], dtype: str, name: str = "x", *, scope: str = "") -> Node:
-    """The residual stream as a block is handed it."""
+    """The residual stream that the block before hands to this one."""
     return leaf("input", dims, dtype, name, scope=scope, binding=Binding(live_in=STREAM))
 
 
@@ -61,19 +62,19 @@ class Builder:
     params: dict[str, Node] = field(default_factory=dict[str, Node])
     used: dict[str, Node] = field(default_factory=dict[str, Node])
     counted: dict[str, Node] = field(default_factory=dict[str, Node])
-    """What a buffer is updated by: a sum over the tokens of a step."""
+    """By buffer, the sum over a step's tokens that updates it."""
     extra: dict[str, Node] = field(default_factory=dict[str, Node])
-    """Values that nothing needs, but that are made."""
+    """Outputs that no value of the block depends on: caches, for example."""
     taken: dict[str, Node] = field(default_factory=dict[str, Node])
-    """What the block is handed besides the stream."""
+    """Live values besides the residual stream that blocks before this one made."""
     made: dict[str, Node] = field(default_factory=dict[str, Node])
-    """What it hands on besides the stream."""
+    """Live values besides the residual stream that this block makes."""
     block: int = 0
-    """The shared block that is written down now; 0: none, but the layer itself."""
+    """The number of the shared block that is being written; 0: the layer itself is."""
 
     @property
     def dtype(self) -> str:
-        """What values are computed in."""
+        """The number format of activations."""
         return self.recipe.precision.compute
 
     def param(
@@ -108,14 +109,14 @@ class Builder:
         return self.used[name]
 
     def take(self, name: str, *dims: str) -> Node:
-        """What a block before has made; it passes on to those behind."""
+        """A live value that a block before this one made; blocks behind may take it, too."""
         if name not in self.taken:
             live = Binding(live_in=name)
             self.taken[name] = leaf("input", dims, self.dtype, name, binding=live)
         return self.taken[name]
 
     def make(self, name: str, value: Node) -> Node:
-        """A value for this block and those behind it."""
+        """Make a live value, for this block and for blocks behind it."""
         self.made[name] = identity(value, name)
         return self.made[name]
 
@@ -133,17 +134,17 @@ class Builder:
         return self.param(name, *dims, scope=scope, dtype=stored, own=own)
 
     def lowered(self, x: Node, w_dtype: str) -> Node:
-        """What is multiplied with weights stored like that: in fp8 with those in fp8."""
+        """An input in the format in which it is multiplied with weights: fp8 where these are."""
         return cast(x, "fp8", scope=x.scope, name=x.name) if w_dtype == "fp8_b128" else x
 
     def linear(
         self, spec: str, x: Node, w: Node, name: str,
         *, trained: bool = True, joint: str = "", **fields: Any,
     ) -> Node:  # fmt: skip
-        """A matrix product of a layer, in the recipe's precision for these.
+        """A matrix product of a layer, in the recipe's format for matrix products.
 
-        `trained`: also in that of training, not just of inference. `joint`: products of one input
-        with this name are run as one, where the recipe says so.
+        `trained`: in training, too; otherwise such a product is lowered in inference only. `joint`:
+        products of one input that share this name are timed as one, where the recipe says so.
         """
         low = self.recipe.precision.gemm
         x = self.lowered(x, w.dtype)
@@ -158,9 +159,11 @@ class Builder:
         return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
 
     def adapted(self, y: Node, x: Node, narrow: str, name: str, spec: str, *dims: str) -> Node:
-        """A product of a shared block and what the layer's own adapter adds (arXiv 2106.09685).
+        """The product `y` of a shared block's weight plus that of the layer's own adapter (LoRA,
+        arXiv 2106.09685).
 
-        The adapter is two products through a narrow width, the first of which several may share.
+        The adapter is two products through `Rank` channels. Several adapters of one input may share
+        the first product, which `narrow` names.
         """
         own: dict[str, Any] = {"scope": y.scope, "own": True}
         a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank/tp", **own)
@@ -171,7 +174,7 @@ class Builder:
 
     @property
     def score_width(self) -> int:
-        """Scores are divided by the square root of this."""
+        """The width by whose square root scores are divided."""
         if self.config.position == "relative":  # T5 does not scale them
             return 1
         # Inputs of a shared block are two, of which the published scale counts one.
@@ -215,7 +218,7 @@ class Builder:
         """RMSNorm as it is written in PyTorch: in fp32, its result in the precision of `x`."""
         z = letters(x)
         wide = cast(x, "fp32", name=f"{name}_in", **fields)
-        # Of autograd's x * (2 * x ** 1) * gradient: two factors, and the gradient of each square.
+        # Autograd's x * (2 * x ** 1) * gradient holds two factors and the gradient of each square.
         made: dict[str, Any] = {**fields, "backward_temporaries": 3}
         square = apply("mean_square", f"{z}->{z[:-1]}", wide, name=f"{name}_square", **made)
         unit = apply("rms_scale", f"{z},{z[:-1]}->{z}", wide, square, name=f"{name}_unit", **fields)
@@ -225,14 +228,14 @@ class Builder:
         return identity(identity(y, "norm_out"), f"{name}_out") if z == "bsm" else y
 
     def rope(self, x: Node, dims: str, name: str) -> Node:
-        """Rotary position (arXiv 2104.09864) of the last of some dims such as `bsaD`."""
+        """Rotary position (arXiv 2104.09864) on the last of the dims `dims`, such as `bsaD`."""
         spec, at = f"{dims}->{dims}", ()
         if self.recipe.inference:
             spec, at = f"{dims},bs->{dims}", (self.positions(),)
         return apply("rope", spec, x, *at, inverse=False, name=name)
 
     def positions(self) -> Node:
-        """Where new tokens stand in their requests (inference)."""
+        """The positions of new tokens in their requests, [B, S] (inference)."""
         return leaf("input", ("B", "S"), "int64", "token_positions")
 
     def act(self, x: Node, fn: str, **attrs: Any) -> Node:

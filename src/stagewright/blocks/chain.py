@@ -1,4 +1,4 @@
-"""A model as a chain of blocks, and what the blocks of a chain share besides the stream."""
+"""A model as a chain of blocks, and the values and tables that its blocks share."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class PlacedBlock(NamedTuple):
     """A block in its place in a model."""
 
     block: str
-    """Its kind, a key of `BLOCKS`."""
+    """The block's kind, a key of `BLOCKS`."""
     number: int = -1
-    """Which layer it is, counted through the model; -1: it is no layer."""
+    """The index of a layer, counted through the model; -1: the block is no layer."""
     layer: Layer = Layer()
     behind: bool = False
-    """Whether a block that is no layer is on the stage of the last layer, and not of the next."""
+    """Whether a block that is no layer shares the stage of the layer before it, or of the next."""
 
 
 def chain(config: ModelConfig) -> list[PlacedBlock]:
@@ -105,7 +105,7 @@ def chain(config: ModelConfig) -> list[PlacedBlock]:
 
 
 def _encoder_decoder(config: ModelConfig) -> list[PlacedBlock]:
-    """The encoder, and then the decoder: pipeline stages of either, or of both."""
+    """The blocks of the encoder and then of the decoder."""
     first = config.encoder_num_layers
     encoder = [PlacedBlock("encoder_layer", i, Layer()) for i in range(first)]
     decoder = [
@@ -116,7 +116,7 @@ def _encoder_decoder(config: ModelConfig) -> list[PlacedBlock]:
 
 
 MADE_ON_EACH_STAGE = frozenset({"encoder_bias", "decoder_bias"})
-"""Values that blocks hand on, but that each pipeline stage makes for itself."""
+"""Live values that each pipeline stage makes again for its own blocks."""
 
 
 def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
 
 
 def tied_tables(config: ModelConfig, block: str, layer: Layer, begins: frozenset[str]) -> list[str]:
-    """The tables that a block has a copy of, and other blocks, too; `begins` as in `Recipe`."""
+    """The tables of which a block and other blocks have copies; `begins` as in `Recipe`."""
     copies = {
         **dict.fromkeys(("embedding", "projector", "source_embedding"), tied(config)),
         "mtp": "wte",

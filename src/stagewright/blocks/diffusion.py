@@ -1,7 +1,7 @@
-"""Diffusion transformers: noisy patches, and a step and a class that modulate every layer.
+"""Diffusion transformers: the diffusion step and the image's class modulate every layer.
 
-DiT (arXiv 2212.09748) with adaLN-Zero. What modulates is one vector per image: it travels as the
-first position of the sequence, so that it passes through pipeline stages and gets its gradient.
+DiT (arXiv 2212.09748) with adaLN-Zero. The condition, one vector per image, is the first position
+of the sequence, so that it passes through pipeline stages and gets its gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stagewright.model.layers import Layer
 
 
 def noisy_patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """Patches of a latent image behind the sum of its step's and its class's embedding."""
+    """The condition, which is the sum of the step's and the class's embedding, and the patches."""
     b = Builder(config, recipe)
     pixels = leaf("input", ("B", "Patches", "Pixels"), b.dtype, "pixels", scope="embedding")
     x = einsum("bpk,km->bpm", pixels, b.param("w_patch", "Pixels", "M", scope="embedding"))
@@ -37,7 +37,7 @@ def noisy_patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def conditioned_layer(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """Attention and MLP between shifts, scales and gates that come from the first position."""
+    """Attention and MLP, with shifts, scales and gates that are projections of the condition."""
     b = Builder(config, recipe)
     x = stream(("B", "S", "M"), b.dtype)
     c, y = _apart(x)
@@ -53,7 +53,7 @@ def conditioned_layer(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def denoiser(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """To noise and its variance, and the squared error of it."""
+    """The mean squared error of the predicted noise and variance."""
     b = Builder(config, recipe)
     x = stream(("B", "S", "M"), b.dtype, scope="head")
     c, y = _apart(x)
@@ -71,20 +71,21 @@ def denoiser(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def _apart(x: Node) -> tuple[Node, Node]:
-    """What modulates [B, M], and the patches [B, Patches, M]."""
+    """The condition [B, M] and the patches [B, Patches, M] of a sequence."""
     c = part(x, "bSm->bm", size(1), first=True, dim=1, name="condition")
     return c, part(x, "bSm->bPm", size("Patches"), first=False, dim=1, name="patches")
 
 
 def _behind(c: Node, y: Node, name: str) -> Node:
+    """The sequence [B, S, M] of the condition and the patches."""
     return identity(join(c, y, "bm,bPm->bSm", size("S"), dim=1, name="sequence"), name)
 
 
 def _norm(x: Node, scope: str) -> Node:
-    """LayerNorm without weights: the modulation has them."""
+    """LayerNorm without weights, whose place the modulation takes."""
     return apply("norm", "bpM->bpM", x, fn="layernorm", name=f"{scope}_norm_out", scope=scope)
 
 
 def _modulated(x: Node, by: Node, *, shift: int, scale: int, base: float = 1.0) -> Node:
-    """x * (base + row `scale` of `by`) + row `shift` of it, if not -1."""
+    """x * (base + row `scale` of `by`) + row `shift` of `by`; a shift of -1 adds nothing."""
     return apply("modulate", "bpm,bKm->bpm", x, by, shift=shift, scale=scale, base=base)

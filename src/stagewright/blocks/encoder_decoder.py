@@ -1,8 +1,8 @@
-"""An encoder, and a decoder that looks at what it made of its sequence: T5 (arXiv 1910.10683).
+"""An encoder, and a decoder with cross attention to its output: T5 (arXiv 1910.10683).
 
-The encoder's sequence has `Source` positions, the decoder's S. What the encoder yields is handed on
-to every layer of the decoder, and through pipeline stages, as Megatron-LM sends it along with the
-decoder's hidden states.
+The encoder's sequence has `Source` positions, the decoder's S. The encoder's output is a live value
+that every layer of the decoder reads; pipeline stages send it on with the decoder's hidden states,
+as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def source_embedding(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def encoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
-    """A layer in which every position sees all."""
+    """A layer in which every position sees all positions."""
     return _of_source(layer(replace(config, causal=False, encoder=True), recipe, what), recipe)
 
 
 def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """The encoder's last norm; what it yields is not the stream, which ends."""
+    """The encoder's last norm, which makes the live value `memory`; the encoder's stream ends."""
     b = Builder(config, recipe)
     x = stream(("B", "Source", "M"), b.dtype, scope="encoder")
     h = b.norm(x, "encoder_norm", scope="encoder") if config.final_norm else x
@@ -41,13 +41,13 @@ def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def decoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
-    """Attention to what is before, attention to the encoder's output, MLP."""
+    """Causal attention, cross attention to the encoder's output, and an MLP."""
     b = Builder(config, recipe)
     x = stream(("B", "S", "M"), b.dtype)
     return finish("decoder_layer", b, x, body(b, x, what, cross=cross_attention))
 
 
 def _of_source(block: Block, recipe: Recipe) -> Block:
-    """A block of the encoder, which has nothing to do where all sources are in the cache."""
+    """A block over the source's positions; in decoding it is idle, as all sources are cached."""
     of = renamed(block, block.name, lambda of: of.subs({"S": "Source"}))
     return idle(of) if recipe.inference and recipe.inference.decode else of

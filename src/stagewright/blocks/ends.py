@@ -59,13 +59,13 @@ ORIGINAL = "original"
 def head(config: ModelConfig, recipe: Recipe) -> Block:
     """Residual stream to loss: vocabulary-parallel cross-entropy (arXiv 1909.08053, section 3).
 
-    In inference, to the logits of the tokens whose next one is predicted.
+    In inference the block ends with the logits of the tokens whose next one is predicted.
     """
     b = Builder(config, recipe)
     scope = "head"
     x = stream(("B", "S", "M"), b.dtype, scope=scope)
     predicted = [b.take(mtp_name(k + 1), "B", "S", "M") for k in range(config.mtp_num_layers)]
-    # With more tokens to predict, the norm is a block of its own before that.
+    # Multi-token prediction reads the normed stream, so that the norm is a block of its own there.
     h = b.norm(x, "final_norm", scope=scope) if config.final_norm and not predicted else x
     if recipe.inference:
         return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
@@ -82,7 +82,7 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
 
 
 def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
-    """The loss of what the output projection makes of hidden states."""
+    """Cross-entropy of the logits of hidden states [B, S, M]."""
     logits = _logits(b, h)
     logits = logits if b.recipe.loss_parallel else identity(logits, "logits_whole")
     eager = ("split" if b.recipe.split_loss else "whole") if b.recipe.eager else ""
@@ -96,12 +96,12 @@ def tied(config: ModelConfig) -> str:
 
 
 def mtp_name(ahead: int) -> str:
-    """What predicts so many tokens after the next one, from block to block."""
+    """The live value from which the token `ahead` after the next one is predicted."""
     return f"mtp{ahead}"
 
 
 def _logits(b: Builder, h: Node) -> Node:
-    """The output projection, and what a family has before and after it."""
+    """Logits [B, S, V]: a family's transform, the output projection, and its bias or softcap."""
     config, scope = b.config, "head"
     if config.mlm_transform:
         h = einsum(
@@ -140,15 +140,17 @@ def _pooler(b: Builder, h: Node) -> Node:
 
 
 def _picked(log_probs: Node, labels: Node, t: str) -> Node:
-    found = apply("pick", f"{t}v,{t}->{t}", log_probs, labels, name="picked")
-    found = elementwise("scale", identity(found, "picked"), by=-1.0)
-    return apply("mean", f"{t}->", found, name="loss")
+    """The mean of the negative log-probabilities of the labels."""
+    log_prob = apply("pick", f"{t}v,{t}->{t}", log_probs, labels, name="picked")
+    log_prob = elementwise("scale", identity(log_prob, "picked"), by=-1.0)
+    return apply("mean", f"{t}->", log_prob, name="loss")
 
 
 def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Node:
     """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always.
 
-    `eager`: as PyTorch's log_softmax and nll_loss, of "whole" logits or of such as may be "split".
+    `eager`: as PyTorch's log_softmax and nll_loss compute it, on "whole" logits, or on logits that
+    may be "split" over the vocabulary.
     """
     bound = Binding(like="labels")
     labels = leaf("input", logits.shape[:-1], "int64", name, scope="head", binding=bound)

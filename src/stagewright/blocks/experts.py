@@ -30,13 +30,13 @@ from stagewright.graph.node import Node
 
 OWN: dict[str, Any] = {"scope": "mlp"}
 
-# What each expert's copies are counted over: a microbatch of a data-parallel rank, a sequence, or
-# all.
 COUNTED: dict[str, tuple[str, tuple[Size, ...]]] = {
     "aux_loss": ("(ji)sE->jE", (size("dp_parts"), size("E"))),
     "seq_aux_loss": ("bsE->bE", (size("B"), size("E"))),
     "global_aux_loss": ("bsE->E", (size("E"),)),
 }
+"""By load balancing loss, what the copies of each expert are counted over (a data-parallel rank's
+microbatch, a sequence, or all tokens), and the shape of the counts."""
 
 
 def experts(b: Builder, h: Node) -> Node:
@@ -84,7 +84,7 @@ def _router(b: Builder, h: Node) -> Node:
 
 
 def _balanced(b: Builder, logits: Node, gates: Node) -> Node:
-    """The gates, with a loss beside them that is large where some experts get most tokens."""
+    """The gates; the gradient of a load balancing loss is added to theirs in backward."""
     r = b.recipe.experts
     spec, out = COUNTED[r.load_balancing_type]
     counts = apply("count", spec, gates, out=out, dtype="int64", name="balance_counts", **OWN)
@@ -95,21 +95,21 @@ def _balanced(b: Builder, logits: Node, gates: Node) -> Node:
 
 
 def _held(b: Builder) -> str:
-    """The dim of experts that are held: in inference, some may be there more than once."""
+    """The dim of experts that ranks hold: H, with the redundant ones, or E."""
     served = b.recipe.inference
     return "H" if served and served.redundant_experts else "E"
 
 
 def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
-    """Copies go to their experts, and results back: an all-to-all each where ranks hold experts.
+    """Copies of tokens go to their experts and results come back: two all-to-alls over ep.
 
-    The gates weigh rows before they go or when they are back; or the experts' inner values, then
-    they go the same way.
+    The gates weigh rows before they are sent, or results after they are back, or the experts' inner
+    values: then the gates are sent to the experts, too.
     """
     served = b.recipe.inference
     where = b.recipe.experts.apply_probs
     if served and where == "experts":
-        where = "output"  # as vLLM and DeepEP
+        where = "output"  # as in vLLM and DeepEP
     own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
     sent = b.lowered(h, served.weights) if served else h
     rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **own)
@@ -127,7 +127,7 @@ def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
 
 
 def _gathered(b: Builder, h: Node, gates: Node) -> Node:
-    """Every rank gets the tokens of all that share the experts, and sums of results go back."""
+    """Every rank gathers the tokens of all ranks that share the experts; results are summed."""
     own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
     routes = elementwise("routes", gates, dtype="uint8", name="routes", **OWN)
     routes = own_experts(identity(routes, "routes_known"), name="routes_here", **OWN)
@@ -154,8 +154,8 @@ def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
 
 
 def _biased(b: Builder, out: Node, probs: Node | None) -> Node:
-    """Rows of experts with their bias, weighed as what it is added to (Megatron-LM's
-    `TEGroupedMLP._apply_bias`)."""
+    """Results of experts plus their bias, which `probs` weighs as it weighs the results
+    (Megatron-LM's `TEGroupedMLP._apply_bias`)."""
     if probs is None:
         return b.bias(out, "be_down", f"{_held(b)}/ep", "M")
     bias = b.param("be_down", f"{_held(b)}/ep", "M", **OWN)

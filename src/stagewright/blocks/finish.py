@@ -1,4 +1,4 @@
-"""The end of every block: what follows from its forward pass."""
+"""The end of every block: what follows its forward pass, in training and in inference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def finish(
     passes: bool = False,
     others: Sequence[Node] = (),
 ) -> Block:
-    """Gradients and optimizer step as in `training.finish`, or nothing more in inference."""
+    """Append gradients and optimizer step, as `training.finish` says; in inference nothing."""
     if b.recipe.inference:
         return inference.finish(name, b, y)
     return training.finish(name, b, x, y, is_loss=is_loss, passes=passes, others=others)

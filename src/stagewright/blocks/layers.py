@@ -1,4 +1,4 @@
-"""A layer: norms, residual sums, and in between what `model.config.Layer` names."""
+"""A layer: norms and residual sums around the mixer and MLP that `model.config.Layer` names."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MIXERS: dict[str, Branch] = {
 
 
 def _side_by_side(b: Builder, h: Node, kinds: Iterable[str]) -> Node:
-    """What several mixers make of one input, summed when each is whole again.
+    """The sum of several mixers' results on one input, after each result was reduced over tp.
 
-    So do the parallel layers of Megatron-Bridge and vLLM's FalconH1ParallelHybrid.
+    The parallel layers of Megatron-Bridge and vLLM's FalconH1ParallelHybrid do so.
     """
     return add(*(_MIXERS[kind](b, h) for kind in kinds), scope="attention", name="side_by_side")
 
@@ -43,10 +43,10 @@ def _side_by_side(b: Builder, h: Node, kinds: Iterable[str]) -> Node:
 MIXERS: dict[str, Branch] = _MIXERS | {
     name: partial(_side_by_side, kinds=kinds) for name, kinds in SIDE_BY_SIDE.items()
 }
-"""What moves information between positions, by `Layer.mixer`."""
+"""Mixers, which move information between positions, by `Layer.mixer`."""
 
 FEED_FORWARDS: dict[str, Branch] = {"dense": mlp, "experts": experts}
-"""What works on each position by itself, by `Layer.mlp`."""
+"""MLPs, which work on each position by itself, by `Layer.mlp`."""
 
 
 def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
@@ -59,7 +59,8 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
 
 
 def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> Node:
-    """What a layer makes of the stream; `cross` looks at another sequence after its own."""
+    """A layer's new residual stream [B, S, M]; `cross` is attention to another sequence, which
+    follows the mixer."""
     config = b.config
     own = {m.name: partial(_own, m) for m in config.modules}
     mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
@@ -92,7 +93,7 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
 
 
 def _own(module: Module, b: Builder, h: Node) -> Node:
-    """A user's module in its place: it maps the hidden state to what is added to it."""
+    """A user's module as a mixer or an MLP: from [B, S, M] to what is added to the stream."""
     (first, dims, _), *others = module.inputs
     if others:
         names = ", ".join(name for name, _, _ in others)
@@ -111,7 +112,7 @@ def _own(module: Module, b: Builder, h: Node) -> Node:
 
 
 def _built(module: Module, b: Builder, inputs: dict[str, Node]) -> Node:
-    """What a module makes of its inputs; nothing of it may be there for nothing."""
+    """A module's output; a UserError names an input or parameter that it does not depend on."""
     before = set(b.used)
     y = module.build(b, inputs)
     needed = set(toposort([y]))
@@ -126,7 +127,7 @@ def _built(module: Module, b: Builder, inputs: dict[str, Node]) -> Node:
 
 
 def _bare(b: Builder, module: Module) -> Block:
-    """A module by itself: what it reads comes from outside, and so do gradients of its output."""
+    """A module by itself: its inputs and the gradient of its output come from outside."""
     values: dict[str, Node] = {}
     for name, dims, dtype in module.inputs:
         if values:

@@ -1,4 +1,4 @@
-"""What follows attention: an MLP, over tokens or over the rows of experts."""
+"""The MLP of a layer, over tokens or over the rows of experts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def feed_forward(
             own["clamp"] = c.activation_func_clamp_value
         if b.recipe.eager and own.keys() == {"fn", "name", "scope"}:
             a = b.act(wide["gate"], c.activation)
-            # Autograd keeps both factors until it has made the gradients of both.
+            # Autograd keeps both factors until the gradients of both are made.
             kept: dict[str, Any] = {"name": "act", "backward_temporaries": 1}
             a = elementwise("times", a, wide["up"], scope=scope, **kept)
         else:

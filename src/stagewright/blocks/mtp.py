@@ -1,9 +1,9 @@
-"""Multi-token prediction: a layer more for each token after the next one (arXiv 2412.19437, 2.2).
+"""Multi-token prediction: one more layer for each token after the next (arXiv 2412.19437, 2.2).
 
-As Megatron-LM has it (`multi_token_prediction.py`): on the last pipeline stage, where it has a copy
-of the embedding; the output projection is that of the model, once more. Of the tokens and labels,
-which are those of the model shifted by one more, a rank of cp has its part already: Megatron-LM
-fetches the one at the border from its neighbour.
+As in Megatron-LM (`multi_token_prediction.py`) these layers are on the last pipeline stage, with a
+copy of the embedding, and use the model's output projection again. Tokens and labels are those of
+the model, shifted by one position per layer. A rank of cp is given its part of them; Megatron-LM
+fetches the token at the border of its part from the neighbour.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagewright.model.layers import Layer
 
 
 def final_norm(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """The norm before the output, where more than the output reads what it yields."""
+    """The model's last norm, as a block: the output and multi-token prediction both read it."""
     b = Builder(config, recipe)
     x = stream(("B", "S", "M"), b.dtype, scope="head")
     y = b.norm(x, "final_norm", scope="head") if config.final_norm else x
@@ -30,7 +30,8 @@ def final_norm(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def mtp(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
-    """One more token: what was known of the one before and this one's embedding, to a layer."""
+    """The layer that predicts one more token, from the hidden state that predicted the token before
+    and from that token's embedding."""
     b = Builder(config, recipe)
     x: Node | None = None
     if what.ahead > 1:

@@ -20,13 +20,21 @@ class Precision:
     """
 
     compute: str = "bf16"
-    gemm: str = ""  # operands of the layers' matrix products, where not `compute`
+    """Activations, and the copies of parameters that are computed with."""
+    gemm: str = ""
+    """Operands of the layers' matrix products, where these are not in `compute`."""
     gradient: str = "fp32"
+    """Gradients that microbatches accumulate in."""
     master: str = "fp32"
+    """The optimizer's master copy of a parameter."""
     moment: str = "fp32"
-    moments: tuple[tuple[str, str], ...] = ()  # by name, those that are not held in `moment`
-    param: str = ""  # what parameters are stored in, where not `compute`
-    reduce: str = ""  # gradients of a microbatch on their way, where not `gradient`
+    """The moments of the optimizer, but for `moments`."""
+    moments: tuple[tuple[str, str], ...] = ()
+    """Names and formats of moments that are not held in `moment`."""
+    param: str = ""
+    """Stored parameters, where these are not in `compute`."""
+    reduce: str = ""
+    """A microbatch's gradients while they are reduced, where these are not in `gradient`."""
 
     def dtype_of(self, moment: str) -> str:
         """The number format in which the optimizer holds one of its moments, such as `exp_avg`."""
@@ -44,14 +52,22 @@ PRECISIONS = {
 class ExpertRecipe:
     """How a mixture of experts is trained: Megatron-LM's options, as far as one device can tell."""
 
-    dispatcher: str = "alltoall"  # or "allgather": copies go to their experts, or all tokens do
-    apply_probs: str = "experts"  # the gates weigh the experts' "input", inner values or "output"
-    exchange_counts: bool = False  # ranks tell each other how many copies they will send
+    dispatcher: str = "alltoall"
+    """`alltoall`: copies of tokens go to the ranks of their experts. `allgather`: every rank gets
+    all tokens."""
+    apply_probs: str = "experts"
+    """What the gates weigh: the `input` of experts, their inner values, or their `output`."""
+    exchange_counts: bool = False
+    """Whether ranks tell each other how many copies they are about to send."""
     router_fp32: bool = False
     load_balancing_type: str = "aux_loss"
-    aux_loss: float = 0.0  # coefficients; 0: without
+    """Over what the load of experts is balanced: a key of `experts.COUNTED`."""
+    aux_loss: float = 0.0
+    """The coefficient of the load balancing loss; 0: there is no such loss."""
     z_loss: float = 0.0
-    expert_bias: bool = False  # that balances the load, and is updated once per step
+    """The coefficient of the loss of the logits' sizes; 0: there is no such loss."""
+    expert_bias: bool = False
+    """Whether a bias of the scores, which is updated once per step, balances the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +75,35 @@ class Inference:
     """How a model is served, as far as one device can tell."""
 
     cache_dtype: str = "bf16"
-    weights: str = ""  # how matrices of layers are stored, where not as computed with
-    redundant_experts: int = 0  # that are there once more
-    decode: bool = False  # one new token of each request
-    striped: bool = False  # the tokens of a request are in `Stripes` caches
-    prefix: bool = False  # some request has tokens in the cache before the step
+    weights: str = ""
+    """The format in which matrices of layers are stored, where it is not the computation's."""
+    redundant_experts: int = 0
+    """Further copies of experts that ranks hold, to balance the load (EPLB)."""
+    decode: bool = False
+    """Whether the step decodes: new tokens of requests whose prompts are in the cache."""
+    striped: bool = False
+    """Whether the tokens of a request are spread over the caches of `Stripes` ranks."""
+    prefix: bool = False
+    """Whether some request has tokens in the cache before the step."""
 
 
 class Tie(NamedTuple):
-    """What a block has to know of a table that other blocks have a copy of."""
+    """A block's copy of a table that other blocks have copies of, too: an embedding, for example.
+
+    Copies on one rank are one tensor; copies on several pipeline ranks are summed once a step.
+    """
 
     name: str
-    first: bool = True  # of all copies: the one whose norm counts
-    owner: bool = True  # of the copies on its rank, which are one tensor
-    away: bool = True  # other pipeline ranks have copies, too
-    later: bool = False  # a block behind it on its stage uses this rank's tensor
-    leads: bool = True  # of the copies on its stage
+    first: bool = True
+    """Whether it is the first copy in the model, whose gradient counts in the global norm."""
+    owner: bool = True
+    """Whether it is the first copy on its rank: the tensor's gradient and update are made here."""
+    away: bool = True
+    """Whether other pipeline ranks have copies."""
+    later: bool = False
+    """Whether a block behind it on its stage uses the same tensor."""
+    leads: bool = True
+    """Whether it is the first copy on its stage."""
 
     @property
     def words(self) -> str:
@@ -98,34 +127,51 @@ class Recipe:
 
     precision: Precision = PRECISIONS["bf16"]
     optimizer: str = "adamw"
+    """An op with moments, such as `adamw`."""
     flash_attention: bool = True
     dropout: bool = True
     clip_grad: bool = True
-    cast_once: bool = True  # low-precision copies of weights are made once per step
-    gather_once: bool = False  # parameters that are gathered stay so for the whole step
+    cast_once: bool = True
+    """Whether low-precision copies of weights are made once per step, or in each microbatch."""
+    gather_once: bool = False
+    """Whether gathered parameters stay gathered for the whole step."""
     experts: ExpertRecipe = ExpertRecipe()
-    absorb: bool = False  # latent attention in the space of the latents, as for decoding
-    sum_tied: bool = False  # gradients of a rank's one tensor are added before they are reduced
+    absorb: bool = False
+    """Whether latent attention computes in the space of the latents, as for decoding."""
+    sum_tied: bool = False
+    """Whether gradients of one tensor's copies on a rank are added before they are reduced."""
     ties: tuple[Tie, ...] = ()
-    begins: frozenset[str] = (
-        frozenset()
-    )  # values that the block makes though it might be handed them
-    ends: frozenset[str] = frozenset()  # values that no block behind it uses
-    mtp_loss: float = 0.1  # the weight of multi-token prediction in the loss
-    inference: Inference | None = None  # None: training
-    joint_projections: bool = True  # query, key and value are one product; gate and up, too
-    # What PyTorch does that Megatron-LM does not; see the options of `Run`.
+    """The block's copies of tables that other blocks have copies of."""
+    begins: frozenset[str] = frozenset()
+    """Live values that the block makes itself, rather than take them from a block before it."""
+    ends: frozenset[str] = frozenset()
+    """Live values that no block behind this one uses."""
+    mtp_loss: float = 0.1
+    """The weight of multi-token prediction in the loss."""
+    inference: Inference | None = None
+    """How the model is served; None: it is trained."""
+    joint_projections: bool = True
+    """Whether query, key and value are timed as one product; gate and up, too."""
+    # Habits of PyTorch that Megatron-LM does not have; the settings of `Run` say what they are.
     eager: bool = False
+    """RMSNorm, gated activation and loss are chains of operators."""
     repeat_kv: bool = False
-    split_loss: bool = False  # over the vocabulary
+    """Key-value heads are copied for each of their query heads."""
+    split_loss: bool = False
+    """The eager loss is computed on logits that are split over the vocabulary."""
     step_tensors: bool = False
+    """The optimizer holds a tensor with the number of steps for each parameter."""
     loss_parallel: bool = True
+    """Logits stay split over the vocabulary in the loss."""
     own_input_grads: bool = False
+    """The gradient of an input is reduced for each linear layer that reads it."""
     whole_embedding_grad: bool = False
-    # Gradients that are sums over ranks of a model are added up before they are reduced,
+    """Every rank of tp makes the gradient of the whole embedding."""
     sum_as_made: bool = False
-    sum_as_read: int = 0  # or each of so many times that the optimizer reads one.
+    """Gradients that are partial sums over tp are reduced as soon as they are made."""
+    sum_as_read: int = 0
+    """They are reduced whenever the optimizer reads them, this often; 0: they are not."""
 
     def tie(self, name: str, *, first: bool) -> Tie:
-        """What is known of a table; by itself, that of the embedding is the first copy."""
+        """The block's copy of a table; a block that is built alone has its `first` copy or not."""
         return next((t for t in self.ties if t.name == name), Tie(name, first=first))

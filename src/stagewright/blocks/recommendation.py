@@ -1,4 +1,4 @@
-"""Recommendation: tables looked up by features, MLPs around them (DLRM, arXiv 1906.00091)."""
+"""Recommendation: embedding tables of features between two MLPs (DLRM, arXiv 1906.00091)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from stagewright.model.layers import Layer
 
 
 def ranking(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """Features to the chance of a click: rows of tables, products of all pairs, an MLP.
+    """The probability of a click: rows of tables, dot products of all pairs of them, an MLP.
 
-    Tables are one tensor [tables, rows, width], their rows evened out.
+    Tables are one tensor [tables, rows, width], as if all had their mean number of rows.
     """
     r = config.recommendation
     assert r is not None
@@ -33,13 +33,13 @@ def ranking(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     below = apply("triangle", "bFG->bP", pairs, out=(pairs.shape[0], size("Pairs")), name="below")
     x = join(x, below, "bD,bP->bT", size(width) + size("Pairs"), name="joined")
     logits = _mlp(b, x, "top", len(r.top), last=False)
-    # Binary cross-entropy is the one of two classes, one of which has the logit 0.
+    # Binary cross-entropy is cross-entropy of two classes, one of which has the logit 0.
     two = apply("pad", "bV->bW", logits, out=(logits.shape[0], size(2)), first=True, dim=-1)
     return finish("ranking", b, None, cross_entropy(two), is_loss=True)
 
 
 def _mlp(b: Builder, x: Node, name: str, layers: int, *, last: bool) -> Node:
-    """Products, each with a bias and, the last perhaps excepted, a ReLU."""
+    """Layers with a bias and a ReLU each; the last has a ReLU where `last` says so."""
     for i in range(layers):
         out = f"{name.title()}{i}"
         w = b.param(f"{name}.{i}.weight", x.shape[-1], out, scope=name)

@@ -1,7 +1,7 @@
 """Transformer blocks that several layers share: Zamba2 (arXiv 2411.15242), as transformers has it.
 
-Their weights are copies of one table each, like a tied embedding: of one rank one tensor, to which
-the layers' gradients add up; of several pipeline ranks copies, whose gradients are summed once a
+Each weight is a table with copies, like a tied embedding. The layers of one rank use one tensor, in
+which their gradients add up; pipeline ranks have a copy each, whose gradients are summed once a
 step.
 """
 
@@ -21,9 +21,10 @@ _TABLES = ("attn_norm.weight", "wq", "wk", "wv", "wo", "mlp_norm.weight", "w_up"
 
 
 def with_shared(b: Builder, x: Node, block: int) -> Node:
-    """The stream, and what a shared block makes of it beside the embedded tokens, [B, S, M].
+    """The stream plus a shared block's result, [B, S, M].
 
-    Attention and MLP follow each other without residual sums.
+    The block reads the stream and the embedded tokens, joined to [B, S, 2 M]. Its attention and MLP
+    follow each other without residual sums.
     """
     both = 2 * size("M")
     original = b.take(ORIGINAL, "B", "S", "M")

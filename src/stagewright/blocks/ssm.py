@@ -1,8 +1,8 @@
 """Layers that carry a state along the sequence: Mamba, Mamba-2, linear attention, delta rules.
 
-Values with the role `REMADE` are what the fused kernels make again in backward instead of keeping:
-the results of convolutions and time steps (mamba_inner_fn and mamba_split_conv1d_scan_combined of
-state-spaces/mamba). States are never kept, and never whole in memory.
+Fused kernels make values with the role `REMADE` again in backward instead of keeping them: results
+of convolutions, and time steps (mamba_inner_fn and mamba_split_conv1d_scan_combined of
+state-spaces/mamba). States are not kept for backward either, and are never whole in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS, HEADS = "Group/tp.groups", ("Group/tp.groups", "Head/tp.heads")
 
 
 def mamba(b: Builder, h: Node) -> Node:
-    """Mamba (arXiv 2312.00752, section 3.4): time steps, B and C are made of the channels."""
+    """Mamba (arXiv 2312.00752, section 3.4): the channels are projected to time steps, B and C."""
     x, z = (identity(_into(b, h, "bsm,mi->bsi", "mamba", n, INNER), "channels_core") for n in "xz")
     x = _conv(b, x, "bSi", "mamba.conv", INNER, role=Role.REMADE)
     w = _param(b, "mamba.w_select", INNER, "Selection")
@@ -63,7 +63,7 @@ def mamba(b: Builder, h: Node) -> Node:
 def mamba2(b: Builder, h: Node) -> Node:
     """Mamba-2 (arXiv 2405.21060, section 7), as Megatron-LM's MambaMixer has it.
 
-    The gate comes before the norm, which is over the heads of a group.
+    The result is gated and then normed, over the heads of a group.
     """
     z, x = (identity(_heads(b, h, "mamba2", n), "heads_core") for n in "zx")
     keys = {n: identity(_keys(b, h, "mamba2", n), "groups_core") for n in "bc"}
@@ -154,6 +154,7 @@ def _rates(b: Builder, h: Node, kind: str, name: str) -> Node:
 
 
 def _heads_out(b: Builder, y: Node, kind: str) -> Node:
+    """The output projection of heads, [B, S, M]."""
     return _out(b, y, "bsghp,ghpm->bsm", kind, *HEADS, "Width")
 
 
@@ -187,7 +188,7 @@ def _conv(
 
 
 def _softplus(b: Builder, x: Node, bias: str, *dims: str) -> Node:
-    """Time steps, which are above 0, in fp32."""
+    """softplus(x + bias) in fp32: time steps, which are positive."""
     own: dict[str, Any] = {"scope": SCOPE}
     x = cast(x, "fp32", name=f"{x.name}32", role=Role.REMADE, **own)
     z = letters(x)
@@ -197,22 +198,24 @@ def _softplus(b: Builder, x: Node, bias: str, *dims: str) -> Node:
 
 
 def _beta(x: Node) -> Node:
-    """How much of a value is written, from 0 to 1."""
+    """The strength, from 0 to 1, with which the delta rule writes a value: sigmoid(x) in fp32."""
     x = cast(x, "fp32", name=f"{x.name}32", scope=SCOPE)
     return elementwise("act", x, fn="sigmoid", name="beta", scope=SCOPE)
 
 
 def _decay_rate(b: Builder, name: str, *dims: str) -> Node:
-    """A = -exp(A_log), in fp32."""
+    """The rates A = -exp(A_log) at which states decay, in fp32."""
     w = _param(b, name, *dims)
     return elementwise("act", w, fn="neg_exp", dtype="fp32", name="rates", scope=SCOPE)
 
 
 def _times(spec: str, x: Node, y: Node, **fields: Any) -> Node:
+    """An element-wise product; dims that `y` lacks are broadcast."""
     return apply("times", spec, x, y, scope=SCOPE, **fields)
 
 
 def _inner_norm(b: Builder, x: Node, name: str, dim: str) -> Node:
+    """The norm that some families have on time steps, B and C, [B, S, dim]."""
     state = b.config.state_space
     assert state is not None
     match state.inner_norms:
@@ -236,18 +239,22 @@ def _plain_scan(x: Node, dt: Node, a: Node, b: Node, c: Node) -> Node:
 
 
 def _group_norm(b: Builder, x: Node, spec: str, name: str) -> Node:
+    """RMSNorm with a weight per channel, over the dims that `spec` sums away."""
     return b.norm_over(x, spec, _param(b, f"{name}.weight", *HEADS, "Width"))
 
 
 def _unit(x: Node) -> Node:
-    """Keys and queries of length 1; backward has the result and the inverse length alone."""
+    """Keys or queries scaled to length 1; backward reads the result and the inverse lengths."""
     own: dict[str, Any] = {"scope": SCOPE}
     r = apply("inverse_norm", "bsgN->bsg", x, dtype="fp32", name="inverse_norm", **own)
     return apply("unit", "bsgN,bsg->bsgN", x, r, name="unit", **own)
 
 
 def _chunked(b: Builder, op: str, kernel: str, q: Node, k: Node, v: Node, *gates: Node) -> Node:
-    """A recurrence in chunks: one kernel for those that make it up."""
+    """A recurrence in chunks, [B, S, groups, heads, width]; `kernel` names what computes it.
+
+    `gates` are its rates, and what the delta rule's kernels keep of each chunk.
+    """
     state = b.config.state_space
     assert state is not None
     n = "N" if op == "delta_rule" else "n"
@@ -268,6 +275,7 @@ def _chunked(b: Builder, op: str, kernel: str, q: Node, k: Node, v: Node, *gates
 
 
 def _delta_operands(b: Builder, h: Node) -> tuple[Node, Node, Node]:
+    """Queries and keys of length 1 and values, each after its convolution."""
     q, k = (identity(_keys(b, h, "delta", n), "groups_core") for n in "qk")
     v = identity(_heads(b, h, "delta", "v"), "heads_core")
     q, k = (
@@ -280,7 +288,7 @@ def _delta_operands(b: Builder, h: Node) -> tuple[Node, Node, Node]:
 def _delta_rule(
     b: Builder, kernel: str, q: Node, k: Node, v: Node, beta: Node, decay: Node
 ) -> Node:
-    """The delta rule, with the products inside chunks that its kernels keep for backward."""
+    """The delta rule, and the products inside chunks that its kernels keep for backward."""
     state = b.config.state_space
     assert state is not None
     if b.recipe.inference:

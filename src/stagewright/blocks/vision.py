@@ -1,4 +1,4 @@
-"""Images: patches as a sequence, a classifier, and a tower whose output stands before the text."""
+"""Images: patches as a sequence, a classifier, and a tower whose output precedes the text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from stagewright.model.layers import Layer
 
 
 def patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """Square pieces of images, each a vector; a learned one stands before them for the whole.
+    """Embedded square patches of images, behind a learned vector that stands for the whole image.
 
-    A convolution that moves by its own width is this product (arXiv 2010.11929, section 3.1).
+    The product equals a convolution whose stride is its width (arXiv 2010.11929, section 3.1).
     """
     assert config.vision is not None
     b = Builder(config, recipe)
@@ -36,7 +36,7 @@ def patches(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def classifier(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """The first position to a class."""
+    """Cross-entropy of the class that is predicted from the first position."""
     b = Builder(config, recipe)
     x = stream(("B", "S", "M"), b.dtype, scope="head")
     h = b.norm(x, "final_norm", scope="head") if config.final_norm else x
@@ -49,7 +49,8 @@ def classifier(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
 
 
 def projector(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
-    """Patches become words by two layers (arXiv 2310.03744, section 3.3); the text follows them."""
+    """Patches, which two layers project to the text's width (arXiv 2310.03744, section 3.3), and
+    the embedded text behind them."""
     b = Builder(config, recipe)
     x = stream(("B", "tower_S", "tower_M"), b.dtype, scope="embedding")
     seen = part(x, "bSm->bPm", size("tower_Patches"), first=False, dim=1, name="seen")

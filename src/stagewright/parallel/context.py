@@ -1,6 +1,6 @@
 """Context parallelism: where queries, keys, values and states are while a layer mixes tokens.
 
-Elsewhere in a layer the ranks of cp hold parts of the sequence.
+In the rest of a layer, each rank of cp holds a part of the sequence.
 """
 
 from __future__ import annotations

@@ -143,8 +143,9 @@ def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
     for below, ranks in zip([1, *within], within, strict=False):
         if ranks % below:
             raise UserError(
-                f"tp={run.tp} shares {within[0]} and {within[1]} ways what {model.name} has less "
-                "of than ranks: key-value heads and groups of its state layers; use a power of two"
+                f"tp={run.tp}: {model.name} has fewer key-value heads and groups of state heads "
+                f"than ranks; they are split {within[0]} and {within[1]} ways, and neither is a "
+                "multiple of the other; use a power of two"
             )
         pieces.append((cuts[ranks], ranks // below))
     innermost = "tp_dcp" if shared > 1 else "tp_rep"
@@ -220,9 +221,9 @@ def _key_value(
     heads: tuple[str, ...],
     context: tuple[str, ...],
 ) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Which axes split key-value heads, and which the query heads of one key-value head.
+    """The axes that split key-value heads, and the axes that split the query heads of one.
 
-    `heads` are those of `tensor` that split key-value heads where not all do.
+    `heads` are the axes of `tensor` that split key-value heads where not all axes do.
     """
     kv = math.gcd(run.tp, model.num_query_groups)
     if kv == run.tp:

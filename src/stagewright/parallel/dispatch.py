@@ -1,4 +1,4 @@
-"""Expert parallelism: where copies of tokens are before, in and behind the experts of a layer."""
+"""Expert parallelism: the layouts of token copies before, in and after a layer's experts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _exchanged_rows(plan: Plan, axes: _TokenAxes) -> dict[str, Dims]:
     """The all-to-all: from [E, rows of this rank's tokens] to [this rank's experts, their rows]."""
     away, inside, whole, across = axes
     sent, there, here = ((), away + across), (plan.expert, away), (plan.expert, whole)
-    # Ranks that have the same tokens sum up what their experts make of them.
+    # Ranks that have the same tokens sum the results of their experts.
     back = tuple(a for a in plan.expert if a not in across), away + across
     return {
         "permuted": (*sent, ()),

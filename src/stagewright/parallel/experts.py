@@ -1,4 +1,4 @@
-"""How many tokens each expert of an inference step computes, and how many experts compute any."""
+"""How many tokens each expert of an inference step computes, and how many experts have any."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def mean_expert_sizes(
 ) -> dict[Size, Fraction]:
     """Means of the sizes that routing decides, for `routed` tokens on all ranks, spread evenly.
 
-    `R` is the number of rows of each expert, `touched` the number of experts that any token goes
-    to. A token leaves out an expert with probability p = 1 - top_k / experts; n tokens all leave it
-    out with probability p^n.
+    `R` is the number of rows of each expert, `touched` the number of experts with any
+    token. A token leaves out an expert with probability p = 1 - top_k / experts, and n tokens all
+    leave it out with probability p^n.
     """
     if not model.num_experts:
         return {}

@@ -47,7 +47,7 @@ def _gradient_layout(
 ) -> Layout | None:
     """The layout of a gradient on its way from one microbatch to the optimizer.
 
-    `used` is where the computation has the parameter, `shard` where the optimizer may have it.
+    `used` is the layout in which the computation reads the parameter, `shard` the optimizer's.
     """
     replicas = frozenset((*plan.data, *plan.context))
     if n.role is Role.TABLE_GRADIENT:
@@ -77,9 +77,10 @@ def _gradient_layout(
 
 
 def _shard(n: Node, parameter: Parameter, used: Dims, plan: Plan, sizes: Mapping[str, int]) -> Dims:
-    """Split one more dim over the sharding axes: one that divides, is whole and large, if any.
+    """A parameter's layout with one more dim split over the sharding axes.
 
-    With `plan.shard_rows`, the dim that PyTorch has first, as FSDP2 does.
+    A dim that the ranks divide goes first, then one that no axis splits yet, then the largest. With
+    `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2.
     """
     sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
     if not sharding:

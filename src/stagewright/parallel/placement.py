@@ -68,8 +68,8 @@ def _layout(
 def _live_in_layout(n: Node, plan: Plan) -> Layout:
     """A value that other blocks hand to this one, or its gradient.
 
-    One of all sequences is a bias of scores; its gradients stay partial sums over data until the
-    block that made the value has them.
+    A value without batch is a bias of scores, the same for all sequences; its gradients stay
+    partial sums over data until they reach the block that made the value.
     """
     if n.shape[0] == BATCH:
         return Layout(residual(plan))
@@ -111,7 +111,7 @@ def names_in_table(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: st
 
 
 def _asked_layout(n: Node, have: Layout | None, to: Layout | None, plan: Plan) -> Layout | None:
-    """Where a value lives after a collective that a user's module names; the value must need it."""
+    """The layout after a collective that a user's module names, which must have an effect."""
     if have is None:
         return to
     asked = n.binding.asked

@@ -28,12 +28,12 @@ class Plan:
     tensor: Axes = ()
     """Split heads, the width of feed-forwards and the vocabulary."""
     key_value: Axes = ()
-    """Those of `tensor`, and of `context` in Ulysses, that split key-value heads."""
+    """The axes of `tensor`, and of `context` in Ulysses, that split key-value heads."""
     inner: frozenset[str] = frozenset()
-    """Those that split the query heads of one key-value head."""
+    """The axes that split the query heads of one key-value head."""
     state_groups: Axes = ()
-    """Those of `tensor` and `context` that split groups of the heads of state-space layers; the
-    others of `tensor` and `context` split the heads of a group."""
+    """The axes of `tensor` and `context` that split groups of the heads of state-space layers; the
+    other axes of the two split the heads of a group."""
     expert: Axes = ()
     """Split the experts of a layer; elsewhere these axes split tokens."""
     expert_tensor: Axes = ()
