@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
+from stagewright.cli.names import offer_names
 from stagewright.errors import UserError, did_you_mean
 
 _ALL = "stagewright.help_all"
@@ -51,22 +52,29 @@ class SectionOption(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help has its own options first and those of a run in sections."""
+    """A command whose help has its own options first and those of a run in sections.
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        """As any command, with `--help-all` if some of its options are rare."""
-        super().__init__(*arguments, **more)
-        if any(isinstance(param, SectionOption) and param.rare for param in self.params):
-            self.params.append(
-                click.Option(
-                    ["--help-all"],
-                    is_flag=True,
-                    is_eager=True,
-                    expose_value=False,
-                    callback=_print_all,
-                    help="Show rare options, and names of other tools, too.",
-                )
-            )
+    Options of settings are made when the command is used: a hundred for each command would be most
+    of the time of `stagewright --help`.
+    """
+
+    own: list[click.Parameter]
+    settings: Callable[[], list[click.Parameter]] | None = None
+    """Makes the options of settings; None: there are none, or they are made."""
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        """All options, with `--help-all` if some of them are rare."""
+        if self.settings is not None:
+            settings, self.settings = self.settings(), None
+            self.own = [*settings, *self.own, *_help_all(settings)]
+            offer_names(self.own)
+        return self.own
+
+    @params.setter
+    def params(self, own: list[click.Parameter]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        offer_names(own)
+        self.own = own
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections."""
@@ -88,7 +96,22 @@ class Command(click.Command):
                     formatter.write_dl(records)
         if hidden:
             formatter.write_paragraph()
-            formatter.write_text(f"{hidden} rare options and the names of other tools: --help-all")
+            formatter.write(f"{hidden} rare options and the names of other tools: --help-all\n")
+
+
+def _help_all(settings: Iterable[click.Parameter]) -> list[click.Parameter]:
+    if not any(isinstance(each, SectionOption) and each.rare for each in settings):
+        return []
+    return [
+        click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_all,
+            help="Show rare options, and names of other tools, too.",
+        )
+    ]
 
 
 def _print_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -100,7 +123,9 @@ def _print_all(context: click.Context, parameter: click.Parameter, value: bool) 
 
 def command(function: Callable[..., Any]) -> click.Command:
     """The command that a function is, with sections in its help."""
-    return click.command(cls=Command)(function)
+    made = click.command(cls=Command)(function)
+    made.settings = getattr(function, "settings", None)
+    return made
 
 
 def examples_text(lines: Sequence[str]) -> str:

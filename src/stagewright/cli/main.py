@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -12,9 +10,8 @@ from typing import NoReturn
 import click
 
 import stagewright
-from stagewright.cli import commands as modules
-from stagewright.cli.commands.completion import add_completion
-from stagewright.cli.help import Entry, examples_text, no_such_option
+from stagewright.cli.commands import entries
+from stagewright.cli.help import examples_text, no_such_option
 from stagewright.errors import Stopped, UserError, did_you_mean
 
 USER_ERROR = 2
@@ -64,20 +61,13 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _entries() -> list[Entry]:
-    """What the modules of commands declare, in the order of use."""
-    names = [module.name for module in pkgutil.iter_modules(modules.__path__)]
-    entries = [importlib.import_module(f"{modules.__name__}.{name}").ENTRY for name in names]
-    return sorted(entries, key=lambda entry: entry.order)
-
-
-for _entry in _entries():
+ENTRIES = entries()
+for _entry in ENTRIES:
     _entry.command.epilog = examples_text(_entry.examples)
     commands.add_command(_entry.command)
 commands.epilog = examples_text(_FIRST_EXAMPLES)
-add_completion(commands)
 
-EXAMPLES = {"": _FIRST_EXAMPLES} | {str(e.command.name): e.examples for e in _entries()}
+EXAMPLES = {"": _FIRST_EXAMPLES} | {str(e.command.name): e.examples for e in ENTRIES}
 """Lines below the help of each command; a test runs them all, in this order, in one place."""
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from stagewright.cli.help import SectionOption, Word
-from stagewright.cli.other_names import DERIVED, SWITCHES
 from stagewright.errors import UserError
-from stagewright.run.sections import EXPERIMENT, SECTIONS, SETTINGS
-from stagewright.run.sections.declare import Setting
+
+if TYPE_CHECKING:
+    from stagewright.run.sections.declare import Setting
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -26,44 +27,47 @@ _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
 
 def run_options(command: _Command) -> _Command:
     """Give a command the model, the run file and every setting of a run."""
-    return _with_settings(command, SETTINGS.values())
+    return _with_settings(command, experiment=False)
 
 
 def experiment_options(command: _Command) -> _Command:
     """Give a command those, and every setting of the machine and of the execution."""
+    return _with_settings(command, experiment=True)
+
+
+def _with_settings(command: _Command, *, experiment: bool) -> _Command:
+    """Note which settings a command has; `cli.help.Command` makes their options when it is used."""
+    command.__dict__["settings"] = partial(_parameters, experiment=experiment)
+    return command
+
+
+def _parameters(*, experiment: bool) -> list[click.Parameter]:
+    from stagewright.cli.other_names import DERIVED, SWITCHES
+    from stagewright.run.sections import EXPERIMENT, SETTINGS
+
     others = [setting for name, setting in EXPERIMENT.items() if name not in SETTINGS]
-    return _with_settings(command, [*others, *SETTINGS.values()])
-
-
-def _with_settings(command: _Command, settings: Iterable[Setting]) -> _Command:
-    settings = [*settings]
-    for name, help in reversed(DERIVED.items()):
-        kind = {"type": int, "metavar": "N"} if name.startswith("num_") else {"is_flag": True}
-        command = _other_option("--" + name.replace("_", "-"), name, help, kind)(command)
-    for name, (setting, value) in reversed(SWITCHES.items()):
+    settings = [*(others if experiment else ()), *SETTINGS.values()]
+    text = "Run file (YAML), or an earlier run's manifest; options override it."
+    parameters: list[click.Parameter] = [
+        click.Argument(["model"], required=False),
+        click.Option(["--config"], metavar="FILE", help=text),
+        *map(option_of, settings),
+    ]
+    for name, (setting, value) in SWITCHES.items():
         if setting in settings:
             text = f"Stands for {setting.flag} {value}."
             if value == setting.default:
                 text = f"Accepted: the default of {setting.flag}."
-            flag = "--" + name.replace("_", "-")
-            command = _other_option(flag, name, text, {"is_flag": True})(command)
-    for setting in reversed(settings):
-        command = option_of(setting)(command)
-    command = click.option(
-        "--config",
-        metavar="FILE",
-        help="Run file (YAML), or an earlier run's manifest; options override it.",
-    )(command)
-    return click.argument("model", required=False)(command)
+            parameters.append(_other_option(name, text, {"is_flag": True}))
+    for name, text in DERIVED.items():
+        kind = {"type": int, "metavar": "N"} if name.startswith("num_") else {"is_flag": True}
+        parameters.append(_other_option(name, text, kind))
+    return parameters
 
 
-def _other_option(
-    flag: str, name: str, text: str, kind: dict[str, Any]
-) -> Callable[[_Command], _Command]:
-    return click.option(
-        flag,
-        name,
-        cls=SectionOption,
+def _other_option(name: str, text: str, kind: dict[str, Any]) -> SectionOption:
+    return SectionOption(
+        ["--" + name.replace("_", "-"), name],
         section="Options of other tools",
         rare=True,
         default=None,
@@ -72,8 +76,10 @@ def _other_option(
     )
 
 
-def option_of(setting: Setting) -> Callable[[_Command], _Command]:
+def option_of(setting: Setting) -> SectionOption:
     """The option of a setting; the command gets None where the option is not given."""
+    from stagewright.run.sections import SECTIONS
+
     flags = [setting.flag, *(f"--{name}" for name in setting.names)]
     more: dict[str, Any] = {}
     if isinstance(setting.kind, tuple):
@@ -88,10 +94,8 @@ def option_of(setting: Setting) -> Callable[[_Command], _Command]:
             more |= {"multiple": True, "callback": _read_factors}
         else:
             more["type"] = setting.kind
-    return click.option(
-        *flags,
-        setting.name,
-        cls=SectionOption,
+    return SectionOption(
+        [*flags, setting.name],
         section=SECTIONS[setting.section][0],
         rare=setting.rare,
         default=None,

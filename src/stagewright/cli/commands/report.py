@@ -12,7 +12,6 @@ from stagewright.cli.commands.simulate import run_experiment
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import experiment_options
 from stagewright.errors import UserError
-from stagewright.run.sections import EXPERIMENT
 
 if TYPE_CHECKING:
     from stagewright.run.experiment import Experiment
@@ -43,6 +42,8 @@ def report(model: str | None, config: str | None, out: str, **settings: Any) -> 
 
 def _check_no_machine(experiment: Experiment) -> None:
     """Refuse options that say how a step runs on hardware that is not named."""
+    from stagewright.run.sections import EXPERIMENT
+
     sections = {"cluster": experiment.cluster, "execution": experiment.execution}
     for setting in EXPERIMENT.values():
         home = sections.get(setting.section)
