@@ -8,10 +8,20 @@ residual stream; blocks of equal shape are built once, however many layers use t
 
 from stagewright.blocks.builder import Block
 from stagewright.blocks.chain import BLOCKS, chain
-from stagewright.blocks.recipe import PRECISIONS, ExpertRecipe, Inference, Precision, Recipe, Tie
+from stagewright.blocks.recipe import (
+    PRECISIONS,
+    ExpertRecipe,
+    GradientHabits,
+    Inference,
+    OperatorHabits,
+    OptimizerHabits,
+    Precision,
+    Recipe,
+    Tie,
+)
 from stagewright.blocks.sizes import sizes
 
 __all__ = [
-    "BLOCKS", "PRECISIONS", "Block", "ExpertRecipe", "Inference", "Precision", "Recipe", "Tie",
-    "chain", "sizes",
+    "BLOCKS", "PRECISIONS", "Block", "ExpertRecipe", "GradientHabits", "Inference",
+    "OperatorHabits", "OptimizerHabits", "Precision", "Recipe", "Tie", "chain", "sizes",
 ]  # fmt: skip

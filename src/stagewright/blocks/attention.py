@@ -57,7 +57,7 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     q, k, v = (
         identity(x, f"{n}_core", role=None if n == "q" else Role.KEYS) for n, x in heads.items()
     )
-    if b.recipe.repeat_kv and g == "G":
+    if b.recipe.operators.repeat_kv and g == "G":
         k, v = (_repeated(x, name, q) for x, name in ((k, "k"), (v, "v")))
         g = "A"
     bias = (relative_bias(b),) if c.position == "relative" else ()
@@ -313,7 +313,7 @@ def _in_parts(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:
         scores = b.act(scores, "softcap", cap=b.config.attention_softcap)
     spec = "baqK,a->baqK" if of.sinks else "baqK->baqK"
     low = scores.dtype
-    if b.recipe.eager:
+    if b.recipe.operators.eager:
         scores = cast(scores, "fp32", name="scores32", scope=scope)
     p = apply("softmax", spec, scores, *of.sinks, name="probs", scope=scope, **mask)
     p = cast(p, low, name="probs_low", scope=scope)

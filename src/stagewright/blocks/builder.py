@@ -148,13 +148,13 @@ class Builder:
         """
         low = self.recipe.precision.gemm
         x = self.lowered(x, w.dtype)
-        if self.recipe.own_input_grads and len(x.shape) == 3:
+        if self.recipe.gradients.of_each_linear and len(x.shape) == 3:
             x = identity(x, f"{name}_in")
         if low and trained:
             once = self.recipe.cast_once
             x = cast(x, low, scope=x.scope, name=x.name)
             w = cast(w, low, scope=x.scope, name=w.name, once=once, role=Role.LOW_PRECISION)
-        if joint and self.recipe.joint_projections:
+        if joint and self.recipe.operators.joint_projections:
             fields["joint"] = (joint, "result")
         return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
 
@@ -193,7 +193,7 @@ class Builder:
         z = letters(x)
         rows, m = z[:-1], z[-1].upper()
         weights = [self.param(f"{name}.weight", dim, scope=x.scope)]
-        if self.recipe.eager and fn == "rmsnorm":
+        if self.recipe.operators.eager and fn == "rmsnorm":
             return self._eager_norm(x, weights[0], name, **fields)
         if self.config.norm_bias and fn == "layernorm":
             weights.append(self.param(f"{name}.bias", dim, scope=x.scope))
@@ -215,7 +215,7 @@ class Builder:
         return apply("rms_scale", spec, x, square, *weights, name=name, scope=x.scope)
 
     def _eager_norm(self, x: Node, w: Node, name: str, **fields: Any) -> Node:
-        """RMSNorm as it is written in PyTorch: in fp32, its result in the precision of `x`."""
+        """RMSNorm as a chain of operators: in fp32, its result in the precision of `x`."""
         z = letters(x)
         wide = cast(x, "fp32", name=f"{name}_in", **fields)
         # Autograd's x * (2 * x ** 1) * gradient holds two factors and the gradient of each square.

@@ -84,8 +84,10 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
 def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
     """Cross-entropy of the logits of hidden states [B, S, M]."""
     logits = _logits(b, h)
-    logits = logits if b.recipe.loss_parallel else identity(logits, "logits_whole")
-    eager = ("split" if b.recipe.split_loss else "whole") if b.recipe.eager else ""
+    if b.recipe.logits == "gathered":
+        logits = identity(logits, "logits_whole")
+    chain = "split" if b.recipe.logits == "split" else "whole"
+    eager = chain if b.recipe.operators.eager else ""
     return cross_entropy(logits, labels, eager=eager)
 
 
@@ -121,7 +123,7 @@ def _logits(b: Builder, h: Node) -> Node:
     table = "wte" if config.tied_embeddings else "lm_head"
     copied = "wte" if config.tied_embeddings else ""
     w = b.param(table, "V/tp", width, scope=scope, tied=copied, rows=0)
-    if b.recipe.own_input_grads:
+    if b.recipe.gradients.of_each_linear:
         h = identity(h, "logits_in")
     logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope, role=Role.LOGITS)
     if config.lm_head_bias:

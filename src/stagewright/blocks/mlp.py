@@ -72,7 +72,7 @@ def feed_forward(
             own["offset"] = c.glu_linear_offset
         if c.activation_func_clamp_value is not None:
             own["clamp"] = c.activation_func_clamp_value
-        if b.recipe.eager and own.keys() == {"fn", "name", "scope"}:
+        if b.recipe.operators.eager and own.keys() == {"fn", "name", "scope"}:
             a = b.act(wide["gate"], c.activation)
             # Autograd keeps both factors until the gradients of both are made.
             kept: dict[str, Any] = {"name": "act", "backward_temporaries": 1}

@@ -122,6 +122,40 @@ class Tie(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorHabits:
+    """Which operators the forward pass is written with, where frameworks differ."""
+
+    eager: bool = False
+    """RMSNorm, gated activation and loss are chains of operators."""
+    joint_projections: bool = True
+    """Whether query, key and value are timed as one product; gate and up, too."""
+    repeat_kv: bool = False
+    """Key-value heads are copied for each of their query heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHabits:
+    """Where gradients are added up, if a plan leaves them as sums over the ranks of a model."""
+
+    of_each_linear: bool = False
+    """The gradient of an input is reduced for each linear layer that reads it."""
+    whole_embedding: bool = False
+    """Every rank of tp makes the gradient of the whole embedding."""
+    sum_as_made: bool = False
+    """Gradients that are partial sums over tp are reduced as soon as they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerHabits:
+    """What the optimizer holds and reads, where frameworks differ."""
+
+    step_tensors: bool = False
+    """It holds a tensor with the number of steps for each parameter."""
+    partial_reads: int = 0
+    """Gradients that are partial sums over tp are reduced at each of so many reads; 0: before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How a model is trained, or served, as far as one device can tell."""
 
@@ -150,27 +184,11 @@ class Recipe:
     """The weight of multi-token prediction in the loss."""
     inference: Inference | None = None
     """How the model is served; None: it is trained."""
-    joint_projections: bool = True
-    """Whether query, key and value are timed as one product; gate and up, too."""
-    # Habits of PyTorch that Megatron-LM does not have; the settings of `Run` say what they are.
-    eager: bool = False
-    """RMSNorm, gated activation and loss are chains of operators."""
-    repeat_kv: bool = False
-    """Key-value heads are copied for each of their query heads."""
-    split_loss: bool = False
-    """The eager loss is computed on logits that are split over the vocabulary."""
-    step_tensors: bool = False
-    """The optimizer holds a tensor with the number of steps for each parameter."""
-    loss_parallel: bool = True
-    """Logits stay split over the vocabulary in the loss."""
-    own_input_grads: bool = False
-    """The gradient of an input is reduced for each linear layer that reads it."""
-    whole_embedding_grad: bool = False
-    """Every rank of tp makes the gradient of the whole embedding."""
-    sum_as_made: bool = False
-    """Gradients that are partial sums over tp are reduced as soon as they are made."""
-    sum_as_read: int = 0
-    """They are reduced whenever the optimizer reads them, this often; 0: they are not."""
+    logits: str = ""
+    """How the loss reads logits: "split" over the vocabulary, "gathered"; "": they are whole."""
+    operators: OperatorHabits = OperatorHabits()
+    gradients: GradientHabits = GradientHabits()
+    updates: OptimizerHabits = OptimizerHabits()
 
     def tie(self, name: str, *, first: bool) -> Tie:
         """The block's copy of a table; a block that is built alone has its `first` copy or not."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.blocks.builder import Block, Builder
-from stagewright.blocks.recipe import Precision, Recipe
+from stagewright.blocks.recipe import Recipe
 from stagewright.graph.gradient import backward
 from stagewright.graph.make import add, apply, cast, elementwise, identity, leaf, letters
 from stagewright.graph.node import Graph, Node, replace, toposort
@@ -26,72 +26,105 @@ def finish(
 ) -> Block:
     """Append backward, gradient accumulation and the optimizer step.
 
-    `others` are inputs besides `x` whose gradients are asked for as well. Without a `y` the stream
-    passes, or ends here.
+    `others` are inputs besides `x` whose gradients are asked for as well. Without a `y`, the stream
+    ends here, or passes through the block.
     """
+    inputs = [*others, *b.taken.values()]
+    named = [f"d_{n.name}" for n in inputs] + ([] if x is None else ["dx"])
+    inputs += [] if x is None else [x]
+    (last, seed), *more = _seeds(b, y, x if passes else None, is_loss=is_loss).items()
+    found = backward(last, seed, [*inputs, *b.used.values()], dict(more))
+    outputs = {"loss" if is_loss else "y": y} if y is not None else {}
+    outputs |= b.extra | b.made
+    for gradient, g in zip(named, found.gradients, strict=False):
+        outputs[gradient] = identity(g, gradient, phase="backward")
+    for buffer, counts in b.counted.items():
+        outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
+    gradients, summed, trained = _gradients(
+        b, found.gradients[len(inputs) :], table_comes_first=not is_loss
+    )
+    outputs |= gradients | _optimizer_step(trained, b.recipe)
+    results = [n for n in (*b.extra.values(), *b.counted.values(), y, *b.made.values()) if n]
+    order = [*toposort(results), *(n for g in found.order for n in (g, summed.get(g, g)))]
+    return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
+
+
+class Trained(NamedTuple):
+    """A parameter with the gradient of a step."""
+
+    parameter: Node
+    gradient: Node
+    in_norm: bool
+    """Whether the gradient counts in the norm by which gradients are clipped: copies do not."""
+
+
+def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -> dict[Node, Node]:
+    """The values that the block hands on, and their gradients as the blocks behind found them."""
     seeds: dict[Node, Node] = {}
     if y is not None:
         seeds[y] = _loss_seed(y) if is_loss else _seed(y, "dy", STREAM)
-    elif passes and x is not None:
-        seeds[x] = _seed(x, "dy", STREAM)
-    for carried, n in (b.taken | b.made).items():
-        if carried not in b.recipe.ends:
-            seeds[n] = _seed(n, f"d_{carried}", carried)
-    others = [*others, *b.taken.values()]
-    wrt = list(b.used.values())
-    (last, seed), *more = seeds.items()
-    found = backward(last, seed, [*others, *([x] if x else []), *wrt], dict(more))
-    results = [n for n in (*b.extra.values(), *b.counted.values(), y, *b.made.values()) if n]
-    outputs = {"loss" if is_loss else "y": y} if y is not None else {}
-    outputs |= b.extra | b.made
-    gradients = found.gradients[len(others) :]
-    for other, g in zip(others, found.gradients, strict=False):
-        named = f"d_{other.name}"
-        outputs[named] = identity(g, named, phase="backward")
-    if x:
-        outputs["dx"] = identity(gradients[0], "dx", phase="backward")
-        gradients = gradients[1:]
-    squares: list[Node] = []
-    updates: dict[str, Callable[[Node | None], Node]] = {}
-    synced: dict[Node, Node] = {}
-    for buffer, counts in b.counted.items():
-        outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
-    trained = [p for p in b.params.values() if not p.binding.buffer]
-    for p, g in zip(trained, gradients, strict=True):
+    elif passing is not None:
+        seeds[passing] = _seed(passing, "dy", STREAM)
+    for live, n in (b.taken | b.made).items():
+        if live not in b.recipe.ends:
+            seeds[n] = _seed(n, f"d_{live}", live)
+    return seeds
+
+
+def _gradients(
+    b: Builder, of_microbatch: Sequence[Node], *, table_comes_first: bool
+) -> tuple[dict[str, Node], dict[Node, Node], list[Trained]]:
+    """The gradients of parameters, summed over microbatches and reduced.
+
+    As outputs of the block; by the gradient of one microbatch; and with the parameters which the
+    block updates. `table_comes_first`: the block's copy of a table is the first, if nothing else is
+    known of it.
+    """
+    recipe = b.recipe
+    outputs: dict[str, Node] = {}
+    summed: dict[Node, Node] = {}
+    trained: list[Trained] = []
+    parameters = [p for p in b.params.values() if not p.binding.buffer]
+    for p, g in zip(parameters, of_microbatch, strict=True):
         table = p.binding.tied
-        tie = b.recipe.tie(table, first=not is_loss) if table else None
-        if tie and tie.later and b.recipe.sum_tied:
+        tie = recipe.tie(table, first=table_comes_first) if table else None
+        if tie and tie.later and recipe.sum_tied:
             g = _with_later(p, g)
-        if tie and not tie.owner:  # the tensor is that of a block before
-            if b.recipe.sum_tied and not tie.leads:
-                own = {"phase": "backward", **_of(p)}
-                handed = "tied_grad" if table == TABLE else f"d_{table}"
-                outputs[handed] = identity(g, f"d_{p.name}", role=Role.TABLE_GRADIENT, **own)
-            else:
-                synced[g] = _accumulated(p, _made(p, g, b.recipe), b.recipe.precision)
-                outputs[f"grad.{p.name}"] = synced[g]
+        if tie and not tie.owner and recipe.sum_tied and not tie.leads:
+            # The tensor is that of a block before, which adds this gradient to its own.
+            own = {"phase": "backward", **_of(p)}
+            handed = "tied_grad" if table == TABLE else f"d_{table}"
+            outputs[handed] = identity(g, f"d_{p.name}", role=Role.TABLE_GRADIENT, **own)
             continue
-        synced[g] = reduced = _reduced(p, g, b.recipe, away=tie is not None and tie.away)
-        if b.recipe.clip_grad and not (tie and not tie.first):
-            z = letters(reduced)
-            spec = f"{z}->"
-            own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope}
-            squares.append(
-                apply("norm2", spec, reduced, alone=(), **own, name="norm2", role=Role.SQUARED_NORM)
-            )
-        outputs[f"grad.{p.name}"] = reduced
-        updates[p.name] = lambda scale, p=p, r=reduced: _update(p, r, b.recipe, scale)
+        summed[g] = _apply(MICROBATCH_PASSES, p, g, recipe)
+        if not tie or tie.owner:
+            summed[g] = _apply(STEP_PASSES, p, summed[g], recipe)
+            if tie and tie.away:
+                summed[g] = _tied(p, summed[g])
+            trained.append(Trained(p, summed[g], in_norm=not tie or tie.first))
+        outputs[f"grad.{p.name}"] = summed[g]
+    return outputs, summed, trained
+
+
+def _optimizer_step(trained: Sequence[Trained], recipe: Recipe) -> dict[str, Node]:
+    """The norm of the gradients, if these are clipped, and the new parameters."""
+    outputs: dict[str, Node] = {}
     scale = None
-    if b.recipe.clip_grad:
-        outputs |= (
-            {"norm2": add(*squares, phase="optimizer", once=True, name="norm2")} if squares else {}
-        )
+    if recipe.clip_grad:
+        squares = [_squared_norm(t.parameter, t.gradient) for t in trained if t.in_norm]
+        if squares:
+            outputs["norm2"] = add(*squares, phase="optimizer", once=True, name="norm2")
         live = Binding(live_in=CLIP)
         scale = leaf("input", (), "fp32", CLIP, binding=live, phase="optimizer", once=True)
-    outputs |= {f"new.{name}": update(scale) for name, update in updates.items()}
-    forward = toposort(results)
-    order = [*forward, *(x for g in found.order for x in (g, synced.get(g, g)))]
-    return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
+    for p, g, _ in trained:
+        outputs[f"new.{p.name}"] = _update(p, g, recipe, scale)
+    return outputs
+
+
+def _squared_norm(p: Node, g: Node) -> Node:
+    own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope}
+    spec = f"{letters(g)}->"
+    return apply("norm2", spec, g, alone=(), **own, name="norm2", role=Role.SQUARED_NORM)
 
 
 def _loss_seed(y: Node) -> Node:
@@ -121,39 +154,69 @@ def _with_later(p: Node, g: Node) -> Node:
     return add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
 
 
-def _accumulated(p: Node, g: Node, precision: Precision) -> Node:
-    """Add one microbatch's gradient to the step's."""
+# ---- a gradient on its way: the places where a plan may add it up or reduce it -------------------
+
+
+def _whole_embedding(p: Node, g: Node, recipe: Recipe) -> Node:
+    """Each rank makes the gradient of the whole table, and goes on with its own rows."""
+    if not (recipe.gradients.whole_embedding and g.op == "embedding_bwd"):
+        return g
+    g = replace(g, role=Role.WHOLE_GRADIENT, binding=_of(p)["binding"])
+    return _at(p, g, Role.OWN_ROWS)
+
+
+def _sum_as_made(p: Node, g: Node, recipe: Recipe) -> Node:
+    """One microbatch's gradient is added up over the ranks of a model."""
+    return _at(p, g, Role.SUM_OVER_MODEL) if recipe.gradients.sum_as_made else g
+
+
+def _accumulate(p: Node, g: Node, recipe: Recipe) -> Node:
+    """One microbatch's gradient is added to the step's."""
+    precision = recipe.precision
     own = {"phase": "backward", **_of(p)}
     named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
     g = cast(g, precision.reduce or precision.gradient, **named)
-    g = identity(g, f"{p.name}.grad", role=Role.MICROBATCH_GRADIENT, **own)
+    g = _at(p, g, Role.MICROBATCH_GRADIENT)
     g = cast(g, precision.gradient, **named)
     return elementwise("accumulate", g, name=f"{p.name}.grad", role=Role.ACCUMULATED, **own)
 
 
-def _made(p: Node, g: Node, recipe: Recipe) -> Node:
-    """One microbatch's gradient as PyTorch's ranks of a model have it."""
-    own: dict[str, Any] = {"phase": "backward", **_of(p)}
-    if recipe.whole_embedding_grad and g.op == "embedding_bwd":
-        g = replace(g, role=Role.WHOLE_GRADIENT, binding=own["binding"])
-        g = identity(g, f"{p.name}.grad", role=Role.OWN_ROWS, **own)
-    if not recipe.sum_as_made:
-        return g
-    return identity(g, f"{p.name}.grad", role=Role.SUM_OVER_MODEL, **own)
+def _sum_of_step(p: Node, g: Node, recipe: Recipe) -> Node:
+    """What the sums over microbatches are still partial in is added up."""
+    return _at(p, g, Role.SUM_OVER_MODEL, once=True) if recipe.gradients.sum_as_made else g
 
 
-def _reduced(p: Node, g: Node, recipe: Recipe, *, away: bool) -> Node:
-    """From one microbatch's gradient to the step's: the places where a strategy may reduce it."""
-    own = {"phase": "backward", **_of(p), "once": True}
-    g = _accumulated(p, _made(p, g, recipe), recipe.precision)
-    if recipe.sum_as_made:
-        g = identity(g, f"{p.name}.grad", role=Role.SUM_OVER_MODEL, **own)
-    g = identity(g, f"{p.name}.grad", role=Role.STEP_GRADIENT, **own)
-    g = identity(g, f"{p.name}.grad", role=Role.REDUCED, **own)
-    if away:
-        own["binding"] = Binding(param=p.binding.param, tied=p.binding.tied)
-        g = elementwise("tie", g, name=f"{p.name}.grad", role=Role.TIED, **own)
+def _reduce(p: Node, g: Node, recipe: Recipe) -> Node:
+    """The step's gradient is reduced over replicas, and is where the optimizer reads it."""
+    return _at(p, _at(p, g, Role.STEP_GRADIENT, once=True), Role.REDUCED, once=True)
+
+
+GradientPass = Callable[[Node, Node, Recipe], Node]
+"""From a parameter, its gradient and the recipe to the gradient one place further."""
+
+MICROBATCH_PASSES: tuple[GradientPass, ...] = (_whole_embedding, _sum_as_made, _accumulate)
+STEP_PASSES: tuple[GradientPass, ...] = (_sum_of_step, _reduce)
+
+
+def _apply(gradient_passes: Sequence[GradientPass], p: Node, g: Node, recipe: Recipe) -> Node:
+    for gradient_pass in gradient_passes:
+        g = gradient_pass(p, g, recipe)
     return g
+
+
+def _at(p: Node, g: Node, role: Role, *, once: bool = False) -> Node:
+    """A gradient in a place that a plan knows by its role."""
+    return identity(g, f"{p.name}.grad", role=role, phase="backward", once=once, **_of(p))
+
+
+def _tied(p: Node, g: Node) -> Node:
+    """The gradients of copies of a table on other pipeline ranks are added."""
+    own: dict[str, Any] = {"phase": "backward", "once": True, "scope": p.scope}
+    own["binding"] = Binding(param=p.binding.param, tied=p.binding.tied)
+    return elementwise("tie", g, name=f"{p.name}.grad", role=Role.TIED, **own)
+
+
+# ---- buffers and parameters at the end of a step -------------------------------------------------
 
 
 def _counted(p: Node, counts: Node) -> Node:
@@ -178,12 +241,12 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
         leaf("state", p.shape, d, f"{p.name}.{s}", role=Role.STATE, **own)
         for s, d in dtypes.items()
     ]
-    if recipe.step_tensors:
+    if recipe.updates.step_tensors:
         states.append(leaf("state", (), "fp32", f"{p.name}.step", role=Role.STATE, **own))
     if not precision.master:  # the parameter is its own master copy
         states.insert(0, leaf("state", p.shape, p.dtype, p.name, role=Role.MASTER, **own))
     z = letters(p)
-    times = range(recipe.sum_as_read)
+    times = range(recipe.updates.partial_reads)
     reads = [identity(g, f"{g.name}{i}", role=Role.READ, **own) for i in times] or [g]
     operands = [*reads, *([scale] if scale else []), *states]
     terms = [*[z] * len(reads), *([""] if scale else []), *(z if s.shape else "" for s in states)]

@@ -33,17 +33,25 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
         mtp_loss=run.mtp_loss_scaling_factor,
         absorb=run.mla == "absorb",
         inference=None if run.mode == "train" else _inference(run, model),
-        eager=run.operators == "eager",
-        joint_projections=run.joint_projections,
-        repeat_kv=run.repeat_kv,
-        split_loss=run.loss_parallel and run.tp > 1,
-        step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
-        loss_parallel=run.loss_parallel or run.tp == 1,
-        own_input_grads=run.input_grad_reduce == "linear" and run.tp > 1,
-        whole_embedding_grad=run.whole_embedding_grad and run.tp > 1,
-        sum_as_made=dtensor and run.zero == 3,
-        sum_as_read=OPTIMIZER_READS[run.optimizer] if dtensor and run.zero < 3 else 0,
+        logits=_logits(run),
+        operators=nn.OperatorHabits(run.operators == "eager", run.joint_projections, run.repeat_kv),
+        gradients=nn.GradientHabits(
+            of_each_linear=run.input_grad_reduce == "linear" and run.tp > 1,
+            whole_embedding=run.whole_embedding_grad and run.tp > 1,
+            sum_as_made=dtensor and run.zero == 3,
+        ),
+        updates=nn.OptimizerHabits(
+            step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
+            partial_reads=OPTIMIZER_READS[run.optimizer] if dtensor and run.zero < 3 else 0,
+        ),
     )
+
+
+def _logits(run: Run) -> str:
+    """Whether the loss is of logits split over the vocabulary; with tp=1 nothing is split."""
+    if run.tp == 1:
+        return ""
+    return "split" if run.loss_parallel else "gathered"
 
 
 def _inference(run: Run, model: ModelConfig) -> nn.Inference:
