@@ -17,74 +17,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagewright.algebra.index import parse as parse_spec
 from stagewright.algebra.notation import DEGREES, NotationError, Tensor, tensor, where
 from stagewright.algebra.size import Size, size
-from stagewright.blocks.builder import Builder
+from stagewright.blocks.statements import (
+    COLLECTIVES,
+    Call,
+    Draft,
+    Reference,
+    Statement,
+    build,
+    read_value,
+)
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
-from stagewright.graph.make import apply, identity, letters
-from stagewright.graph.node import BYTES, Node
-from stagewright.graph.roles import Asked, Binding, Role
+from stagewright.graph.node import BYTES
 from stagewright.graph.table import LEAVES, OPS
+from stagewright.model.architecture import LIMITS
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Module
 from stagewright.model.presets import PRESETS
-
-COLLECTIVES = {
-    "AllReduce": "all_reduce",
-    "AllGather": "all_gather",
-    "ReduceScatter": "reduce_scatter",
-    "AllToAll": "all_to_all",
-}
-"""Collectives that a text may name though they follow from layouts, which have to agree."""
 
 DTYPES = tuple(BYTES)
 MOST_DEPTH = 100  # of calls in calls
 RUN_SIZES = ("B", "S")
 MODEL_SIZES = ("M", "A", "G", "D", "F", "V")
 """Sizes that a module may use undeclared: those of the run, and of the model that it is part of."""
-
-_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
-    "attention": {"causal": True, "window": 0, "softcap": 0, "products": (1, 1)},
-    "softmax": {"causal": False, "window": 0, "width": 1},
-    "norm": {"fn": "rmsnorm"},
-    "rope": {"inverse": False},
-}
-"""Attributes of an op that a file need not write."""
-
-_ROLES: Mapping[str, Role] = {"attention": Role.CORE}
-
-
-class Reference(NamedTuple):
-    """A name in the text, and where it stands: of a value, a size, a module or a setting."""
-
-    name: str
-    at: int
-
-
-class Call(NamedTuple):
-    """`op[bracket](arguments)`."""
-
-    op: str
-    at: int
-    bracket: str
-    bracket_at: int
-    arguments: tuple[Reference | Call, ...]
-
-
-class Statement(NamedTuple):
-    """`name[tensor] = value`, or a parameter (no value)."""
-
-    name: str
-    at: int
-    tensor: Tensor | None
-    value: Reference | Call | None
 
 
 class File(NamedTuple):
@@ -125,24 +87,8 @@ def parse(text: str, file: str, resolve: Resolve = preset) -> File:
 _TOKEN = re.compile(r"[ \t]+|\\\n|#[^\n]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*[*']?")
 _WORD = re.compile(r"[^\s#]+")
+_REST = re.compile(r"[^\n#]*")
 _KEY = re.compile(r"([a-z_]+)[ \t]*=[ \t]*([^\n#]*)")
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A module while it is read."""
-
-    name: str
-    inputs: list[tuple[str, tuple[Size, ...], str]] = field(
-        default_factory=list[tuple[str, tuple[Size, ...], str]]
-    )
-    sizes: dict[str, Size] = field(default_factory=dict[str, Size])
-    numbers: dict[str, int] = field(default_factory=dict[str, int])
-    table: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    statements: list[Statement] = field(default_factory=list[Statement])
-    shapes: dict[str, tuple[Size, ...]] = field(default_factory=dict[str, tuple[Size, ...]])
-    known: set[str] = field(default_factory=set[str])
-    output: Reference | None = None
 
 
 class _Parser:
@@ -151,7 +97,7 @@ class _Parser:
     def __init__(self, text: str, file: str, resolve: Resolve) -> None:
         self.text, self.path, self.resolve, self.at = text, file, resolve, 0
         self.modules: dict[str, Module] = {}
-        self.draft: _Draft | None = None
+        self.draft: Draft | None = None
         self.described = re.search(r"^[ \t]*model[ \t]", text, re.MULTILINE) is not None
         self.sizes = RUN_SIZES + (MODEL_SIZES if self.described else ())
         self.model: tuple[Reference, Reference | None, dict[str, Any]] | None = None
@@ -167,31 +113,31 @@ class _Parser:
         self.skip()
         return self.text[self.at : self.at + 1]
 
+    def expected(self, wanted: str) -> NotationError:
+        """The error about what stands here instead."""
+        got = self.peek()
+        shown = "the end of the line" if got in ("", "\n") else repr(got)
+        return NotationError(f"got {shown}, wanted {wanted}", self.at)
+
     def take(self, wanted: str, why: str) -> None:
         if self.peek() != wanted:
-            got = self.peek()
-            shown = "the end of the line" if got in ("", "\n") else repr(got)
-            raise NotationError(f"got {shown}, wanted {wanted!r} {why}", self.at)
+            raise self.expected(f"{wanted!r} {why}")
         self.at += 1
 
-    def name(self, what: str) -> Reference:
+    def match(self, pattern: re.Pattern[str], what: str) -> Reference:
         self.skip()
-        found = _NAME.match(self.text, self.at)
-        if found is None:
-            got = self.text[self.at : self.at + 1]
-            shown = "the end of the line" if got in ("", "\n") else repr(got)
-            raise NotationError(f"got {shown}, wanted {what}", self.at)
-        self.at = found.end()
-        return Reference(found.group(), found.start())
+        match = pattern.match(self.text, self.at)
+        if match is None:
+            raise self.expected(what)
+        self.at = match.end()
+        return Reference(match.group(), match.start())
+
+    def name(self, what: str) -> Reference:
+        return self.match(_NAME, what)
 
     def word(self, what: str) -> Reference:
         """Anything without blanks: names of models have dots and dashes."""
-        self.skip()
-        found = _WORD.match(self.text, self.at)
-        if found is None:
-            raise NotationError(f"got the end of the line, wanted {what}", self.at)
-        self.at = found.end()
-        return Reference(found.group(), found.start())
+        return self.match(_WORD, what)
 
     def bracket(self) -> tuple[str, int]:
         """`[...]` as it stands, brackets and all, and where it begins."""
@@ -248,12 +194,12 @@ class _Parser:
             raise NotationError(f"module {name.name} comes twice; rename one", name.at)
         if not name.name.isidentifier():
             raise NotationError(f"{name.name} is no name of a module; use letters", name.at)
-        self.draft = _Draft(name.name)
+        self.draft = Draft(name.name)
 
-    def current(self) -> _Draft:
+    def current(self) -> Draft:
         if self.draft is None:
             stem = re.sub(r"\W", "_", Path(self.path).stem) or "module"
-            self.draft = _Draft(stem if stem.isidentifier() else f"_{stem}")
+            self.draft = Draft(stem if stem.isidentifier() else f"_{stem}")
         return self.draft
 
     def declare(self, kind: str) -> None:
@@ -262,7 +208,7 @@ class _Parser:
             name = self.name("the value that the module yields")
             if name.name not in draft.known:
                 raise NotationError(_unknown(name.name, draft.known), name.at)
-            draft.output = name
+            draft.output = name.name
             return
         name = self.name(f"the name of a {kind}")
         if kind == "size":
@@ -271,16 +217,15 @@ class _Parser:
         if self.peek() != "[":
             wanted = f"such as {kind} {name.name}[B/dp, S, M/tp]"
             raise NotationError(f"{kind} {name.name} has no shape; wanted {wanted}", self.at)
-        text, at = self.bracket()
-        found, shape = tensor(text, at), self.shape(draft, text, at)
-        if found.partial:
+        at = self.at
+        layout, shape = self.tensor(draft)
+        if layout.partial:
             raise NotationError(f"{kind} {name.name} is a sum of nothing; leave out the @", at)
-        draft.table[f"{draft.name}.{name.name}"] = found
-        draft.shapes[name.name] = shape
+        draft.place(name.name, layout, shape)
         if kind == "param":
             if not shape:
                 raise NotationError(f"parameter {name.name} has no dims; use [1]", at)
-            draft.statements.append(Statement(name.name, name.at, found, None))
+            draft.statements.append(Statement(name.name, name.at, None))
             return
         dtype = ""
         if self.peek() not in ("", "\n"):
@@ -291,16 +236,13 @@ class _Parser:
             dtype = word.name
         draft.inputs.append((name.name, shape, dtype))
 
-    def size(self, draft: _Draft, name: Reference) -> None:
+    def size(self, draft: Draft, name: Reference) -> None:
         if name.name in draft.sizes or name.name in DEGREES or not name.name.isidentifier():
             why = "is a parallel degree" if name.name in DEGREES else "comes twice, or is no name"
             raise NotationError(f"size {name.name} {why}; rename it", name.at)
         self.take("=", f"and a number after size {name.name}")
-        self.skip()
-        at = self.at
-        found = re.compile(r"[^\n#]*").match(self.text, at)
-        text = found.group().strip() if found else ""
-        self.at = at + len(found.group()) if found else at
+        text, at = self.match(_REST, "a size")
+        text = text.strip()
         value = self.read_size(draft, text, at)
         if value.is_number:
             number = _number(value)
@@ -315,27 +257,26 @@ class _Parser:
 
     def assign(self, name: Reference) -> None:
         draft = self.current()
-        found, shape = None, None
-        if self.peek() == "[":
-            text, at = self.bracket()
-            found, shape = tensor(text, at), self.shape(draft, text, at)
+        placed = self.tensor(draft) if self.peek() == "[" else None
         self.take("=", f"and what {name.name} is")
         value = self.expression(draft, 0)
         self.new(draft, name)
-        if found is not None and shape is not None:
-            draft.table[f"{draft.name}.{name.name}"] = found
-            draft.shapes[name.name] = shape
-        draft.statements.append(Statement(name.name, name.at, found, value))
+        if placed:
+            draft.place(name.name, *placed)
+        draft.statements.append(Statement(name.name, name.at, value))
 
-    def new(self, draft: _Draft, name: Reference) -> None:
+    def new(self, draft: Draft, name: Reference) -> None:
         if name.name in draft.known:
             raise NotationError(f"{name.name} is there already; values never change", name.at)
         draft.known.add(name.name)
 
-    def shape(self, draft: _Draft, text: str, at: int) -> tuple[Size, ...]:
-        return tuple(self.read_size(draft, dim, at) for dim in tensor(text, at).dims)
+    def tensor(self, draft: Draft) -> tuple[Tensor, tuple[Size, ...]]:
+        """`[B/dp, S]`: the layout, and the shape in sizes that are known."""
+        text, at = self.bracket()
+        layout = tensor(text, at)
+        return layout, tuple(self.read_size(draft, dim, at) for dim in layout.dims)
 
-    def read_size(self, draft: _Draft, text: str, at: int) -> Size:
+    def read_size(self, draft: Draft, text: str, at: int) -> Size:
         try:
             found = size(text)
             known = {*draft.sizes, *self.sizes}
@@ -348,7 +289,7 @@ class _Parser:
         except (ValueError, ZeroDivisionError, RecursionError, OverflowError) as error:
             raise NotationError(f"cannot read the size {text[:60]!r}: {error}", at) from None
 
-    def expression(self, draft: _Draft, depth: int) -> Reference | Call:
+    def expression(self, draft: Draft, depth: int) -> Reference | Call:
         if depth > MOST_DEPTH:
             raise NotationError("calls nest too deep; name some of them", self.at)
         name = self.name("a value or an op")
@@ -385,16 +326,10 @@ class _Parser:
             raise NotationError(f"module {draft.name} has no input", at)
         if not made:
             raise NotationError(f"module {draft.name} computes nothing", at)
-        output = draft.output.name if draft.output else made[-1].name
-        build = partial(_build, draft, output, self.text, self.path)
+        output = draft.output or made[-1].name
+        make = partial(build, draft, output, self.text, self.path)
         self.modules[draft.name] = Module(
-            name=draft.name,
-            build=build,
-            inputs=tuple(draft.inputs),
-            sizes=draft.numbers,
-            table=draft.table,
-            output=output,
-            text=self.text,
+            draft.name, make, tuple(draft.inputs), draft.numbers, draft.table, output, self.text
         )
 
     # ---- the model -------------------------------------------------------------------------------
@@ -422,7 +357,7 @@ class _Parser:
         if key.name in self.model[2]:
             raise NotationError(f"{key.name} comes twice; keep one", key.at)
         self.at = found.end()
-        words = [_value(word.strip()) for word in found.group(2).strip().split(",")]
+        words = [read_value(word.strip()) for word in found.group(2).strip().split(",")]
         many = key.name in ("mixers", "mlps")
         self.model[2][key.name] = tuple(words) if many else words[0] if len(words) == 1 else words
 
@@ -451,13 +386,10 @@ class _Parser:
             raise NotationError(str(error), name.at) from None
 
 
-_ONES: Mapping[str, Any] = dict.fromkeys(
-    (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-        *("num_query_groups", "kv_channels", "vocab_size"),
-    ),
-    1,
-) | {"max_position_embeddings": 2**31, "position": "none"}
+_ONES: Mapping[str, Any] = dict.fromkeys(LIMITS, 1) | {
+    "max_position_embeddings": 2**31,
+    "position": "none",
+}
 """Sizes of a model that is one module and nothing else."""
 
 _OPS = tuple(name for name, row in OPS.items() if (row.vjp or name == "sum") and name not in LEAVES)
@@ -470,160 +402,9 @@ def _number(value: Size) -> int | None:
         return None
 
 
-def _value(word: str) -> Any:
-    """A number, true or false, or a word."""
-    if word in ("true", "false"):
-        return word == "true"
-    for kind in (int, float):
-        try:
-            return kind(word) if len(word) < 40 else word
-        except ValueError:
-            pass
-    return word
-
-
 def _unknown(name: str, known: set[str]) -> str:
     return f"no value {name!r} so far{did_you_mean(name, known)}"
 
 
 def _declare(symbol: str, known: set[str]) -> str:
     return f"say: size {symbol} = 128{did_you_mean(symbol, known)}"
-
-
-# ---- from statements to nodes --------------------------------------------------------------------
-
-
-def _build(
-    draft: _Draft,
-    output: str,
-    text: str,
-    file: str,
-    b: Builder,
-    values: Mapping[str, Node],
-) -> Node:
-    """The nodes of a module; `values` are its inputs by name."""
-    scope = _Scope(dict(values), draft.shapes, draft.table, draft.name, text, b)
-    for s in draft.statements:
-        try:
-            scope.run(s)
-        except NotationError as error:
-            raise UserError(f"{file}, {where(text, error.at)}: {error}") from None
-    return scope.values[output]
-
-
-@dataclass(slots=True)
-class _Scope:
-    values: dict[str, Node]
-    shapes: Mapping[str, tuple[Size, ...]]
-    table: Mapping[str, Tensor]
-    module: str
-    text: str
-    b: Builder
-
-    def run(self, s: Statement) -> None:
-        full = f"{self.module}.{s.name}"
-        if s.value is None:
-            placement = self.table[full]
-            pairs = zip(self.shapes[s.name], placement.axes, strict=True)
-            dims = ("/".join((str(dim), *axes)) if axes else dim for dim, axes in pairs)
-            self.values[s.name] = self.b.param(full, *dims, scope=self.module)
-            return
-        out = self.shapes.get(s.name)
-        collective = isinstance(s.value, Call) and s.value.op in COLLECTIVES
-        made = self.value(s.value, full, None if collective else out)
-        if out is not None and made.shape != out:
-            got, wanted = (", ".join(map(str, shape)) for shape in (made.shape, out))
-            raise NotationError(f"{s.name} is [{got}] here, wanted [{wanted}] as written", s.at)
-        self.values[s.name] = made if made.name == full else identity(made, full)
-
-    def value(self, of: Reference | Call, name: str, out: tuple[Size, ...] | None = None) -> Node:
-        """A value; what a call makes gets a name."""
-        if isinstance(of, Reference):
-            return self.values[of.name]
-        arguments = [
-            self.value(a, f"{name}.{i}" if i else f"{name}.in") for i, a in enumerate(of.arguments)
-        ]
-        if of.op in COLLECTIVES:
-            return self.collective(of, arguments, name)
-        try:
-            return self.op(of, arguments, name, out)
-        except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
-            raise NotationError(f"{of.op}: {error}", of.at) from None
-
-    def collective(self, of: Call, arguments: list[Node], name: str) -> Node:
-        """The argument under a name and a layout, and the collective that has to lead there."""
-        degrees = tuple(word.strip() for word in of.bracket.split(",") if word.strip())
-        for degree in degrees:
-            if degree not in DEGREES:
-                hint = did_you_mean(degree, DEGREES)
-                raise NotationError(f"{degree!r} is no parallel degree{hint}", of.bracket_at)
-        if len(arguments) != 1:
-            raise NotationError(f"{of.op} moves one value, got {len(arguments)}", of.at)
-        if of.op in ("ReduceScatter", "AllToAll") and name not in self.table:
-            raise NotationError(
-                f"{of.op} leads where? write where its value lives, such as y[B/dp, S, M/tp] = ...",
-                of.at,
-            )
-        asked = Asked(COLLECTIVES[of.op], degrees, where(self.text, of.at))
-        return identity(arguments[0], name, binding=Binding(asked=asked))
-
-    def op(self, of: Call, xs: list[Node], name: str, out: tuple[Size, ...] | None) -> Node:
-        spec, _, more = of.bracket.partition(";") if "->" in of.bracket else ("", "", of.bracket)
-        attributes = dict(_ATTRIBUTES.get(of.op, {}))
-        for part in more.split(","):
-            key, equals, value = (word.strip() for word in part.partition("="))
-            if part.strip():
-                attributes[key] = _value(value) if equals else True
-        spec = spec.strip() or _SPECS.get(of.op, _elementwise)(xs, attributes)
-        parsed = parse_spec(spec)
-        shown = {x for dims in parsed.ins for d in dims for x in d}
-        hidden = out is not None and any(x not in shown for d in parsed.out for x in d)
-        if of.op in ("einsum", "attention") and len({x.dtype for x in xs}) > 1:
-            raise NotationError(f"{of.op} of {', '.join(x.dtype for x in xs)}; cast first", of.at)
-        own: dict[str, Any] = {"scope": self.module, "name": name, "out": out if hidden else None}
-        return apply(of.op, spec, *xs, role=_ROLES.get(of.op), **own, **attributes)
-
-
-def _elementwise(xs: list[Node], attributes: dict[str, Any]) -> str:
-    x = letters(xs[0])
-    return ",".join([x] * len(xs)) + "->" + x
-
-
-def _along_last(xs: list[Node], attributes: dict[str, Any]) -> str:
-    """The last dim is not split; further operands have that dim alone."""
-    z = letters(xs[0])
-    whole = z[-1].upper()
-    x = z[:-1] + whole
-    return ",".join([x, *[whole] * (len(xs) - 1)]) + "->" + x
-
-
-def _trailing(xs: list[Node], attributes: dict[str, Any]) -> str:
-    z = letters(xs[0])
-    return f"{z},{z[-len(xs[1].shape) :]}->{z}"
-
-
-def _lookup(xs: list[Node], attributes: dict[str, Any]) -> str:
-    z = letters(xs[0])
-    free = [x for x in "vmwuk" if x not in z]
-    return f"{z},{free[0]}{free[1]}->{z}{free[1]}"
-
-
-def _scan(xs: list[Node], attributes: dict[str, Any]) -> str:
-    """The dim of the scan is not split."""
-    z = letters(xs[0])
-    dim = int(attributes["dim"])
-    z = z[:dim] + z[dim].upper() + z[dim + 1 :]
-    return f"{z},{z}->{z}"
-
-
-_SPECS: Mapping[str, Callable[[list[Node], dict[str, Any]], str]] = {
-    "norm": _along_last,
-    "softmax": _along_last,
-    "rope": _along_last,
-    "bias": _trailing,
-    "embedding": _lookup,
-    "pscan": _scan,
-    "mean": lambda xs, attributes: f"{letters(xs[0])}->",
-    "sum": lambda xs, attributes: f"{letters(xs[0])}->",
-}
-"""The index expressions of ops that a file need not spell out; all others are element-wise."""

@@ -25,19 +25,21 @@ class Attribute(NamedTuple):
 
     types: tuple[type, ...]
     required: bool = True
+    implied: Any = None
+    """The value where a text names the op without the attribute; None: there is no such value."""
 
     def __str__(self) -> str:
         return " or ".join(t.__name__ for t in self.types)
 
 
-def need(*types: type) -> Attribute:
+def need(*types: type, implied: Any = None) -> Attribute:
     """An attribute that every node of the op has."""
-    return Attribute(types)
+    return Attribute(types, implied=implied)
 
 
-def may(*types: type) -> Attribute:
+def may(*types: type, implied: Any = None) -> Attribute:
     """An attribute that a node of the op may have."""
-    return Attribute(types, required=False)
+    return Attribute(types, required=False, implied=implied)
 
 
 NUMBER = (int, float)

@@ -80,12 +80,24 @@ _SEEN = {"causal": may(bool), "window": may(int), "chunk": may(int)}
 _SCORES = {"width": may(int), "softcap": may(*NUMBER), "bias": may(bool), "sinks": may(bool)}
 # Products over the widths of keys and of values, which the kernel makes for each pair.
 _ATTENTION = {**_SEEN, **_SCORES, "products": may(tuple)}
+# What a text in the paper's notation need not write: plain causal attention, a product for each.
+_IMPLIED = {
+    "causal": may(bool, implied=True),
+    "window": may(int, implied=0),
+    "softcap": may(*NUMBER, implied=0),
+    "products": may(tuple, implied=(1, 1)),
+}
 _CACHED = {
     **_ATTENTION, "latent": may(bool), "requests": need(*SIZE),
     "pairs": need(*SIZE), "keys": may(*SIZE),  # of query and key; keys that are read
     "stripes": may(*SIZE), "block": may(*SIZE),
 }  # fmt: skip
-_SOFTMAX = {**_SEEN, "width": need(int)}
+_SOFTMAX = {
+    **_SEEN,
+    "causal": may(bool, implied=False),
+    "window": may(int, implied=0),
+    "width": need(int, implied=1),
+}
 _CAUSAL = {"causal": need(bool)}
 
 ROWS: dict[str, Op] = {
@@ -94,7 +106,7 @@ ROWS: dict[str, Op] = {
         _attention_vjp,
         ring=("q", "k"),
         scratch=_row_sums,
-        attrs=_ATTENTION,
+        attrs={**_ATTENTION, **_IMPLIED},
         timing=Timing.ATTENTION,
     ),
     "attention_bwd": Op(

@@ -175,7 +175,8 @@ _ACT = {"fn": need(str), "cap": may(*NUMBER), "clamp": may(*NUMBER)}
 _GLU = {"fn": need(str), "clamp": may(*NUMBER), "offset": may(*NUMBER)}
 _MODULATE = {"base": need(*NUMBER), "scale": need(int), "shift": need(int)}
 _RATE = {"rate": need(*NUMBER)}
-_NORM = {"fn": need(str)}
+_INVERSE = {"inverse": need(bool, implied=False)}
+_NORM = {"fn": need(str, implied="rmsnorm")}
 # Tensors of the size of the result that an eager kernel makes on the way.
 _PRODUCT = {"temporaries": may(int), "backward_temporaries": may(int)}
 _DIM = {"dim": need(int)}
@@ -210,7 +211,12 @@ ROWS: dict[str, Op] = {
     "random_mask": Op(meaning.random_mask, no_gradient, fuses=True, attrs=_RATE),
     "dropout": Op(meaning.dropout, _dropout_vjp, flops=2, fuses=True, attrs=_RATE),
     "rope": Op(
-        meaning.rope, _rope_vjp, flops=3, linear=True, fuses=True, attrs={"inverse": need(bool)}
+        meaning.rope,
+        _rope_vjp,
+        flops=3,
+        linear=True,
+        fuses=True,
+        attrs=_INVERSE,
     ),
     "norm": Op(meaning.norm, _norm_vjp, flops=5, fuses=True, attrs=_NORM),
     "norm_bwd": Op(meaning.norm_bwd, flops=9, fuses=True, attrs=_NORM),
