@@ -143,9 +143,9 @@ def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
     for below, ranks in zip([1, *within], within, strict=False):
         if ranks % below:
             raise UserError(
-                f"tp={run.tp}: {model.name} has fewer key-value heads and groups of state heads "
-                f"than ranks; they are split {within[0]} and {within[1]} ways, and neither is a "
-                "multiple of the other; use a power of two"
+                f"tp={run.tp} shares {within[0]} and {within[1]} ways the key-value heads and the "
+                f"groups of state heads of {model.name}, which has fewer of them than ranks; use a "
+                "power of two"
             )
         pieces.append((cuts[ranks], ranks // below))
     innermost = "tp_dcp" if shared > 1 else "tp_rep"
