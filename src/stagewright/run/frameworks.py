@@ -1,8 +1,8 @@
-"""Profiles of training frameworks: the defaults of settings by the habits of each.
+"""Profiles of training frameworks: the defaults that settings have in each framework.
 
-`Run.framework` names one. What a run gives goes before its profile; what neither gives is the
-default of `Run`, which is Megatron-LM's habit. Each setting declares its habits itself
-(`Setting.habits`). docs/frameworks.md shows them, with sources.
+`Run.framework` names a profile. A setting that a run gives goes before its profile; a setting that
+neither gives has the default of `Run`, which is Megatron-LM's habit. Each setting declares its
+habits itself (`Setting.habits`). docs/frameworks.md shows them, with sources.
 
 >>> from stagewright.run.settings import Run
 >>> run = Run(model="llama3-8b", framework="torchtitan", recompute_early_stop=False)
@@ -19,17 +19,17 @@ from stagewright.run.sections import SETTINGS
 
 
 def profile(framework: str) -> dict[str, Any]:
-    """Defaults that a framework has in place of those of `Run`; none of an unknown framework."""
+    """Defaults of a framework that replace those of `Run`; an unknown framework has none."""
     return {s.name: s.habits[framework] for s in SETTINGS.values() if framework in s.habits}
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are given, with those that their framework is known for."""
+    """The given settings, completed with the defaults of the framework that they name."""
     return {**profile(_framework(values)), **values}
 
 
 def without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that its framework does not imply: another one may be named instead."""
+    """The settings of a run that its framework does not imply; another may be named instead."""
     implied = profile(_framework(values))
     return {k: v for k, v in values.items() if k not in implied or implied[k] != v}
 

@@ -67,18 +67,18 @@ class Overlap(NamedTuple):
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
-Step = Action | Overlap
+ScheduleStep = Action | Overlap
 
-Order = tuple[tuple[Step, ...], ...]
+Order = tuple[tuple[ScheduleStep, ...], ...]
 """What each pipeline rank does, in order. Which stages a rank holds follows from it."""
 
 
-def parts(step: Step) -> tuple[Action, ...]:
+def parts(step: ScheduleStep) -> tuple[Action, ...]:
     """The actions of a step."""
     return (step.forward, step.backward) if isinstance(step, Overlap) else (step,)
 
 
-def flat(steps: Iterable[Step]) -> list[Action]:
+def flat(steps: Iterable[ScheduleStep]) -> list[Action]:
     """The actions of all steps, those of an overlap forward first.
 
     >>> f0, f1, b0 = map(Action.parse, ("0F0", "0F1", "0B0"))

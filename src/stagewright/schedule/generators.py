@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stagewright.schedule.actions import Action, Order, Overlap, Step, flat, parts
+from stagewright.schedule.actions import Action, Order, Overlap, ScheduleStep, flat, parts
 
 
 def gpipe(pp: int, microbatches: int) -> Order:
@@ -46,7 +46,7 @@ def one_f_one_b(pp: int, microbatches: int) -> Order:
     ((0F0, 0F1, 0B0, 0B1), (1F0, 1B0, 1F1, 1B1))
     """
 
-    def rank_actions(rank: int) -> tuple[Step, ...]:
+    def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
         forwards = [Action(rank, "F", m) for m in range(microbatches)]
         backwards = [Action(rank, "B", m) for m in range(microbatches)]
         return _alternate(forwards, backwards, warmup=pp - rank - 1)
@@ -88,7 +88,7 @@ def interleaved(pp: int, microbatches: int, vpp: int) -> Order:
     (1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1)
     """
 
-    def rank_actions(rank: int) -> tuple[Step, ...]:
+    def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
         forwards, backwards = (_passes(k, pp, microbatches, vpp, rank) for k in "FB")
         warmup = (pp - rank - 1) * 2 + (vpp - 1) * equal_group(pp, microbatches)
         return _alternate(forwards, backwards, warmup)
@@ -106,7 +106,7 @@ def zb_h1(pp: int, microbatches: int, vpp: int = 1) -> Order:
     (1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2)
     """
 
-    def rank_actions(rank: int) -> tuple[Step, ...]:
+    def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
         forwards, inputs = (_passes(k, pp, microbatches, vpp, rank) for k in "FI")
         weights = [a._replace(kind="W") for a in inputs]
         warmup = min(pp - rank - 1 + (vpp - 1) * equal_group(pp, microbatches), len(forwards))
@@ -132,7 +132,7 @@ def zbv(pp: int, microbatches: int) -> Order:
     """
     many = max(2 * pp - 1, microbatches)  # with fewer, some of what fills the pipeline is left out
 
-    def rank_actions(rank: int) -> tuple[Step, ...]:
+    def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
         v = _Vee(pp, rank)
         v.do("F0", times=2 * (pp - rank) - 1)
         v.do("F1 F0", times=rank)
@@ -160,7 +160,7 @@ def dualpipev(pp: int, microbatches: int) -> Order:
     rank 0  0F0 1F0 0F1 1B0---- 1F1+0B0---- 0F2+1B1---- 1F2+0B1---- 1B2---- 0I2 0W2
     """
 
-    def rank_actions(rank: int) -> tuple[Step, ...]:
+    def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
         v, away = _Vee(pp, rank), pp - rank - 1
         v.do("F0", times=2 * away)
         v.do("F0 F1", times=rank + 1)
@@ -197,8 +197,8 @@ def dualpipe(pp: int, microbatches: int) -> Order:
         down = action.stage != rank
         return action._replace(microbatch=action.microbatch + down * (microbatches // 2))
 
-    def rank_actions(rank: int) -> tuple[Step, ...]:
-        steps: list[Step] = []
+    def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
+        steps: list[ScheduleStep] = []
         for step in half[min(rank, pp - 1 - rank)]:
             actions = [unfold(a, rank) for a in parts(step)]
             steps.append(Overlap(*actions) if len(actions) == 2 else actions[0])
@@ -216,7 +216,7 @@ class _Vee:
 
     def __init__(self, pp: int, rank: int) -> None:
         self.stages = rank, 2 * pp - 1 - rank
-        self.steps: list[Step] = []
+        self.steps: list[ScheduleStep] = []
         self.done: Counter[str] = Counter()  # by word
         self.postponed: list[Action] = []
 
@@ -238,7 +238,9 @@ class _Vee:
         return action
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Step, ...]:
+def _alternate(
+    forwards: list[Action], backwards: list[Action], warmup: int
+) -> tuple[ScheduleStep, ...]:
     """`warmup` forwards, then a forward and a backward by turns, then the other backwards."""
     warmup = min(warmup, len(forwards))
     steady = (action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.schedule.actions import Action, Order, Step, flat, parts
+from stagewright.schedule.actions import Action, Order, ScheduleStep, flat, parts
 
 
 class Place(NamedTuple):
@@ -72,7 +72,7 @@ def mirrored(order: Order) -> bool:
     return True
 
 
-def _pattern(steps: Iterable[Step]) -> list[list[tuple[int, str, int]]]:
+def _pattern(steps: Iterable[ScheduleStep]) -> list[list[tuple[int, str, int]]]:
     """Steps with the microbatches of each stage numbered in the order in which they occur."""
     numbers: dict[int, dict[int, int]] = {}
 

@@ -17,7 +17,7 @@ from stagewright.schedule.actions import (
     Action,
     Order,
     Overlap,
-    Step,
+    ScheduleStep,
     flat,
     halved,
     needs,
@@ -45,7 +45,7 @@ def play(order: Order, cost: Cost) -> dict[Action, tuple[float, float]]:
     {0F0: (0, 1), 1F0: (1, 2), 1B0: (2, 4), 0B0: (4, 6)}
     """
 
-    def price(step: Step) -> float:
+    def price(step: ScheduleStep) -> float:
         if isinstance(step, Overlap) and not callable(cost) and "F&B" in cost:
             return cost["F&B"]
         return sum(cost(a) if callable(cost) else cost[a.kind] for a in parts(step))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stagewright.errors import UserError
 from stagewright.files import read_text
-from stagewright.schedule.actions import SLOTS, Action, Order, Overlap, Step, parts
+from stagewright.schedule.actions import SLOTS, Action, Order, Overlap, ScheduleStep, parts
 from stagewright.schedule.play import play
 
 MOST_BYTES = 1 << 26  # of a CSV file
@@ -78,7 +78,7 @@ def from_csv(source: str | Path, most: int = MOST_BYTES) -> Order:
     )
 
 
-def _read_cell(cell: str, where: str) -> list[Step]:
+def _read_cell(cell: str, where: str) -> list[ScheduleStep]:
     if not cell or _COMMUNICATION.fullmatch(cell):
         return []
     overlap = _OVERLAP.fullmatch(cell)

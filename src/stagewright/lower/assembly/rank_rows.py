@@ -15,7 +15,7 @@ from stagewright.arrays import Int
 from stagewright.lower.assembly.lifetimes import Touch
 from stagewright.lower.assembly.segments import BACKWARD, FORWARD, LAST, NEXT, STEP, Segment
 from stagewright.lower.assembly.stages import Stage
-from stagewright.schedule.actions import Step, parts
+from stagewright.schedule.actions import ScheduleStep, parts
 
 HALVES = ("F", "BI", "BW")
 """The kinds of action that hold a forward, and each half of a backward."""
@@ -41,7 +41,9 @@ class Form:
 class RankRows:
     """Maps places in the segments of a rank's stages to row numbers of the rank's program."""
 
-    def __init__(self, stages: Sequence[Stage], steps: Sequence[Step], after: Segment) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], steps: Sequence[ScheduleStep], after: Segment
+    ) -> None:
         """The actions of the schedule's steps in order; the rows `after` all actions."""
         self.stages: Mapping[int, Stage] = {s.stage: s for s in stages}
         self.after = after
@@ -66,7 +68,7 @@ class RankRows:
                     once[a.stage, half] = i
         return once
 
-    def _lay_out(self, steps: Sequence[Step]) -> tuple[Int, Int, int]:
+    def _lay_out(self, steps: Sequence[ScheduleStep]) -> tuple[Int, Int, int]:
         known: dict[tuple[tuple[int, str, bool], ...], list[int]] = {}
         begin: list[int] = []
         form_of: list[int] = []
