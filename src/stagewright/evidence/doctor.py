@@ -1,4 +1,4 @@
-"""What a machine has for Stagewright, what is missing, and how fast it writes traces."""
+"""Examines a machine: packages that Stagewright needs, and how fast traces are written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REQUIREMENT = re.compile(
 
 
 class Package(NamedTuple):
-    """A package that is needed; `version` is empty where it is not installed."""
+    """A required package; `version` is empty where the package is not installed."""
 
     name: str
     wanted: str  # such as >=1.26
@@ -63,7 +63,7 @@ class Speed:
 
 @dataclass(slots=True)
 class Examination:
-    """What `examine` finds; `problems` are what stands in the way, in words."""
+    """The result of `examine`; `problems` are sentences that say what is wrong and what to do."""
 
     stagewright: str
     location: str
@@ -77,7 +77,7 @@ class Examination:
     notes: list[str] = field(default_factory=list[str])
 
     def to_json(self) -> dict[str, Any]:
-        """One object with everything."""
+        """The examination as one JSON object."""
         extras = {
             name: {"for": USES.get(name, ""), "packages": [p._asdict() for p in packages]}
             for name, packages in self.extras.items()
@@ -87,13 +87,13 @@ class Examination:
 
 
 def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
-    """Look at this machine; with `speed`, write traces into a directory and remove them."""
+    """Examine this machine; with `speed`, write traces into a directory and remove them again."""
     try:
         requirements = importlib.metadata.requires("stagewright") or []
     except importlib.metadata.PackageNotFoundError:
         requirements = []
     packages, extras = needed(requirements)
-    found = Examination(
+    examination = Examination(
         stagewright=__version__,
         location=str(Path(__file__).parents[1]),
         python=f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}",
@@ -103,26 +103,31 @@ def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
         extras=extras,
     )
     if not packages:
-        found.notes.append("not installed, but run from its source: what it needs is not known")
+        examination.notes.append(
+            "not installed, but run from its source: what it needs is not known"
+        )
     for package in packages:
         if not package.ok:
             what = f"is {package.version}" if package.version else "is not installed"
-            found.problems.append(
+            examination.problems.append(
                 f"{package.name} {what}, wanted {package.wanted or 'any version'}; "
                 f"pip install '{package.name}{package.wanted}'"
             )
     if _protobuf_runtime() == "python":
-        found.notes.append(
+        examination.notes.append(
             "protobuf runs in plain Python, so that reading traces is slow: unset "
             "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION, or install a wheel of protobuf"
         )
     if speed:
-        found.speed = measure(Path(directory))
-    return found
+        examination.speed = measure(Path(directory))
+    return examination
 
 
 def measure(directory: Path) -> Speed:
-    """Make traces and write them in a directory; all is removed again."""
+    """Compile and write traces of 64 ranks in a directory, which is left as it was.
+
+    Raises UserError where the directory cannot be written.
+    """
     try:
         scratch = TemporaryDirectory(prefix=".stagewright-doctor-", dir=directory)
     except OSError as error:
@@ -147,7 +152,7 @@ def measure(directory: Path) -> Speed:
 
 
 def needed(requirements: Sequence[str]) -> tuple[list[Package], dict[str, list[Package]]]:
-    """The packages that the requirements of a package name, and those of each of its extras.
+    """The packages that requirements name, and the packages of each extra.
 
     >>> needed(["numpy>=1.26", 'nosuch>=2; extra == "more"'])[1]
     {'more': [Package(name='nosuch', wanted='>=2', version='', ok=False)]}
@@ -170,7 +175,7 @@ def needed(requirements: Sequence[str]) -> tuple[list[Package], dict[str, list[P
 
 
 def _satisfies(version: str, wanted: str) -> bool:
-    """Whether a version keeps to all bounds, such as `>=5,<8`."""
+    """Whether a version satisfies all bounds, such as `>=5,<8`."""
     got = _numbers(version)
     for part in filter(None, (text.strip() for text in wanted.split(","))):
         limit = _numbers(part.lstrip("<>=!~"))
@@ -184,7 +189,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _protobuf_runtime() -> str:
-    """Which of protobuf's runtimes is used: upb, cpp or python."""
+    """The runtime that protobuf uses: upb, cpp or python."""
     try:
         from google.protobuf.internal import api_implementation
     except ImportError:

@@ -1,4 +1,4 @@
-"""Peaks of memory beside those that others have published.
+"""Predicted peaks of memory beside published ones.
 
 Rows are lines of `data/measured/memory.csv`: what was run, as in `validate`, and besides `measured`
 (bytes), `quantity`: `allocated` (torch's own count of what tensors take), `reserved` (what its
@@ -23,7 +23,7 @@ _TEXT = ("source", "row", "url", "hardware", "quantity", "measured", "held", "wo
 
 
 class PeakPrediction(NamedTuple):
-    """A published peak and ours, in bytes; errors are ours / theirs - 1."""
+    """A published peak and the predicted one, in bytes; errors are predicted / measured - 1."""
 
     source: str
     row: str
@@ -33,22 +33,22 @@ class PeakPrediction(NamedTuple):
     peak: int
     workspace: int
     held: int | None  # measured between steps
-    states: int  # ours between steps
+    states: int  # predicted between steps
     reason: str
 
     @property
     def error(self) -> float:
-        """Of the peak with the workspace of libraries."""
+        """Error of the peak, the workspace of libraries included."""
         return (self.peak + self.workspace) / self.measured - 1
 
     @property
     def error_of_states(self) -> float | None:
-        """Of what is held between steps."""
+        """Error of the bytes held between steps; None where they were not measured."""
         return None if self.held is None else (self.states + self.workspace) / self.held - 1
 
 
 def predictions() -> Iterator[PeakPrediction]:
-    """All rows, in their order."""
+    """Predictions of all rows, in the order of the file."""
     text = files("stagewright").joinpath("data/measured/memory.csv").read_text(encoding="utf-8")
     settings = set(Run.model_fields)
     known: dict[tuple[Run, ModelConfig, bool], tuple[int, int]] = {}
@@ -75,7 +75,7 @@ def predictions() -> Iterator[PeakPrediction]:
 
 
 def _short(run: Run, model: ModelConfig) -> Run:
-    """The run with so few microbatches that as many are alive as ever are."""
+    """The run with the fewest microbatches that still reach the most alive at once."""
     run = run.resolved(model)
     few = min(run.microbatches, run.pp * run.vpp)
     return run.model_copy(update={"global_batch_size": few * run.micro_batch_size * run.dp})

@@ -1,7 +1,7 @@
-"""Published tables beside ours: what STAGE's paper measured and computed.
+"""The tables of STAGE's paper beside figures that Stagewright computes.
 
-`data/published/stage-paper.yaml` has its figures, each case's run, what we assume of it and why a
-figure of ours differs.
+`data/published/stage-paper.yaml` has the paper's figures and, for each case, its run, what the run
+assumes, and why a computed figure differs.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ TABLES = {
 
 
 class Case(NamedTuple):
-    """A model and its parallelism, as the paper names it, and as we run it."""
+    """A model and its parallelism: the name in the paper, and the run that stands for it."""
 
     name: str
     run: str
     assumed: str
-    """What the paper does not print, and what it follows from."""
+    """Settings that the paper does not print, and what they follow from."""
 
 
 class Row(NamedTuple):
-    """A figure: ours, what was measured (None: only one is printed) and what STAGE computed."""
+    """A figure: computed here, measured (None: the paper prints one only) and computed by STAGE."""
 
     table: str
     row: str
@@ -53,21 +53,21 @@ class Row(NamedTuple):
     measured: float | None
     stage: float
     why: str
-    """Why ours differs, if it does."""
+    """Why the figure computed here differs, if it does."""
 
     @property
     def error(self) -> float | None:
-        """Ours / the figure - 1, of what was measured if that is printed; None: it is 0."""
+        """Relative error to the measured figure, or else to STAGE's; None where that is 0."""
         return _error(self.ours, self.stage if self.measured is None else self.measured)
 
     @property
     def error_of_stage(self) -> float | None:
-        """Likewise, of what STAGE computed."""
+        """Relative error of STAGE's figure to the measured one."""
         return None if self.measured is None else _error(self.stage, self.measured)
 
     @property
     def same(self) -> bool:
-        """Whether ours is what is printed, to its last digit."""
+        """Whether the figure computed here equals the printed one, to its last digit."""
         figure = self.stage if self.measured is None else self.measured
         return round(self.ours, 1) == figure
 
@@ -77,7 +77,7 @@ def _error(value: float, figure: float) -> float | None:
 
 
 def paper() -> dict[str, Any]:
-    """The file of figures."""
+    """The contents of the file of figures."""
     text = files("stagewright") / "data" / "published" / "stage-paper.yaml"
     return yaml.safe_load(text.read_text(encoding="utf-8"))
 
@@ -112,14 +112,14 @@ def _case(case: Mapping[str, Any]) -> tuple[Case, list[Row]]:
         rows.append(Row("I", case["name"], quantity, amount, None, figure, ""))
     rows = [row._replace(why=str(why.get(row.quantity, ""))) for row in rows]
     changed = (f"{field}={value}" for field, value in case.get("model", {}).items())
-    told = " ".join([compiled.run.describe(), *changed])
-    return Case(case["name"], told, case["assumed"]), rows
+    description = " ".join([compiled.run.describe(), *changed])
+    return Case(case["name"], description, case["assumed"]), rows
 
 
 def volumes(program: Program, data_parallel: bool) -> dict[str, int]:
     """Elements that a rank of the first stage communicates, by operation.
 
-    `data_parallel`: with what is reduced and gathered over dp. All-gathers count the input shard.
+    With `data_parallel`, collectives over dp count too. All-gathers count the input shard.
     """
     tasks = program.classes[0].tasks
     over = set(dict(program.mesh.groups).get("dp", ("dp",)))
@@ -171,12 +171,12 @@ _HEAD = (
 
 
 def shows(row: Row) -> bool:
-    """Whether there is anything to show: what nobody sends, does not."""
+    """Whether a row is worth printing: volumes that are zero everywhere are not."""
     return max(row.ours, row.measured or 0, row.stage) >= 0.05
 
 
 def cells(row: Row) -> list[str]:
-    """Case, quantity, ours, measured and STAGE's (or the only one printed), errors of both."""
+    """Cells of a row: case, quantity, the figures (here, measured, STAGE's), and both errors."""
     form = "{:,.0f}" if row.table == "I" else "{:,.1f}" if row.table == "VII" else "{:,.2f}"
     printed = [row.stage] if row.measured is None else [row.measured, row.stage]
     errors = [_percent(row.error, row.same)]

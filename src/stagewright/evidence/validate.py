@@ -1,8 +1,9 @@
-"""Predictions beside measurements that others have published.
+"""Predicted step times beside published measurements.
 
 Rows are lines of `data/measured/*.csv`: what was run (columns named as settings of `Run`, as
 fields of `ModelConfig` where the model is a variant of a preset, and `hardware`), the quantity that
-was measured, its source, and which constant of ours it has fitted, if any. One line adds a row.
+was measured, its source, and the constant of Stagewright that was fitted to it, if any. A new
+line adds a row.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ QUANTITIES = {
     "tflops_gpu": "TFLOP/s per GPU of the model: no recompute, half for causal masks",
 }
 NEEDS_REASON = 0.25
-"""An error beyond this has its reason printed."""
+"""Absolute error beyond which a prediction is printed with its reason."""
 _TEXT = (
     *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
     "attention_kernel",
@@ -45,7 +46,7 @@ _EXECUTION = [name for name, setting in EXPERIMENT.items() if setting.section ==
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One published number and the run that gave it."""
+    """One published number and the run that it was measured on."""
 
     source: str
     row: str
@@ -54,13 +55,13 @@ class Measurement:
     measured: float
     hardware: str
     fitted: str
-    """Constants of ours that this row has fitted; empty: none."""
+    """Constants of Stagewright that were fitted to this row; empty: none."""
     reason: str
-    """What is assumed, or why the prediction is off."""
+    """What the run assumes, or why the prediction misses the measurement."""
     attention_kernel: str
-    """One of the hardware's, where the framework does not run the default."""
+    """An attention kernel of the hardware, where the framework does not run the default."""
     execution: Execution
-    """What the framework overlaps: columns named as settings of `Execution`, axes as `dp+pp`."""
+    """The framework's overlaps: columns named as settings of `Execution`, axes such as `dp+pp`."""
     run: Run
     model: ModelConfig
 
@@ -75,9 +76,11 @@ def validate(
     progress: Progress | None = None,
     rows: Iterable[Measurement] | None = None,
 ) -> Iterator[Prediction]:
-    """Predictions of training measurements, of those whose source contains a word.
+    """Predictions of training measurements, or of those whose source contains the text `source`.
 
-    `rows` None: those that the package carries.
+    `rows` are the measurements, by default those that the package carries; `predict` gives the
+    seconds of a step, by default `step_seconds`; `progress` is called with the number of rows done
+    and of all rows.
     """
     predict = predict or step_seconds
     chosen = select(measurements() if rows is None else rows, source)
@@ -92,13 +95,13 @@ def validate(
 
 
 def machine_of(m: Measurement) -> Machine:
-    """What a row ran on."""
+    """The machine that a row was measured on."""
     hardware = resolve_hardware(m.hardware)
     return Machine.of(hardware, gpus=m.run.world_size, attention_kernel=m.attention_kernel or None)
 
 
 def in_quantity(m: Measurement, seconds: float) -> float:
-    """A step time in the unit that was measured."""
+    """A step time in the quantity that was measured."""
     if m.quantity == "step_s":
         return seconds
     run = m.run.resolved(m.model)
@@ -109,7 +112,7 @@ def in_quantity(m: Measurement, seconds: float) -> float:
 
 
 def select(rows: Iterable[Measurement], source: str | None) -> list[Measurement]:
-    """Rows of a source, by any part of its name."""
+    """The rows whose source contains the text `source`, in any case of letters; None: all rows."""
     rows = list(rows)
     if source is None:
         return rows
@@ -127,7 +130,7 @@ def measurements() -> list[Measurement]:
 
 
 def load(path: str | Path) -> list[Measurement]:
-    """Measurements of a file of one's own, in the form of those carried."""
+    """Measurements of a user's file, in the form of the files that the package carries."""
     return read(read_text(path, "measurements in CSV"), str(path))
 
 
@@ -181,7 +184,7 @@ def run_of_row(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, M
 
 
 def run_of_values(given: Mapping[str, Any], settings: Container[str]) -> tuple[Run, ModelConfig]:
-    """The run of settings by name, and its model: a preset, changed by fields that remain."""
+    """The run of settings by name, and its model: a preset with the other fields changed."""
     model = resolve_model(str(given.get("model", "")))
     changes = {k: v for k, v in given.items() if k not in settings}
     if changes:
@@ -208,8 +211,8 @@ def _value(text: str) -> Any:
 def step_seconds(m: Measurement, machine: Machine) -> float:
     """Seconds of a step, simulated.
 
-    Once the pipeline is full, a step is linear in its microbatches: two programs of few stand for
-    one of many.
+    Once the pipeline is full, a step is linear in its microbatches: two programs with few
+    microbatches stand for one with many.
     """
     run = m.run.resolved(m.model)
 

@@ -1,4 +1,4 @@
-"""Products of one input that a framework fuses into one: query, key and value; gate and up.
+"""Products of one input that a framework fuses into one GEMM: query, key and value; gate and up.
 
 Megatron-LM's `linear_qkv` and `linear_fc1`, and vLLM's `QKVParallelLinear`, hold the weights side
 by side. The graph keeps the products apart, as papers and checkpoints do; here they are timed as
@@ -43,21 +43,21 @@ class FusedGemms(NamedTuple):
 
 def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
     """The products of these rows; a row of a fused product yields the whole product."""
-    own, joint = _separate_gemms(tasks, rows), fused_gemms(tasks)
-    at = np.full(len(tasks), -1)
-    at[joint.rows] = np.arange(len(joint.rows))
-    of = at[rows]
-    here = of >= 0
-    for column, whole in zip(own, joint.products, strict=True):
-        column[here] = whole[of[here]]
-    return own
+    gemms, fused = _separate_gemms(tasks, rows), fused_gemms(tasks)
+    index = np.full(len(tasks), -1)
+    index[fused.rows] = np.arange(len(fused.rows))
+    product = index[rows]
+    is_part = product >= 0
+    for column, products in zip(gemms, fused.products, strict=True):
+        column[is_part] = products[product[is_part]]
+    return gemms
 
 
 def fused_gemms(tasks: Tasks) -> FusedGemms:
     """All rows fused into larger products, except rows whose own duration was measured."""
     number: dict[tuple[str, ...], int] = {(): 0}
     names = [number.setdefault(shape.joint, len(number)) for shape in tasks.shapes]
-    label = np.array([*names, 0], np.int64)[tasks.shape]  # the last is that of no shape
+    label = np.array([*names, 0], np.int64)[tasks.shape]  # the last: tasks without a shape
     rows = np.flatnonzero(label)
     if tasks.duration is not None:
         rows = rows[tasks.duration[rows] == 0]
@@ -98,18 +98,18 @@ def _extents(shape: Shape) -> tuple[float, ...]:
     return tuple(map(float, dict(shape.extents).values())) if shape.kernel == "gemm" else (0.0,) * 4
 
 
-def gemms_seconds(some: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
-    """Duration of each row within a step: its share of the duration of the product."""
-    table = np.stack([*some[:-2], some.dtype.astype(float)], axis=1)
-    alike, back = np.unique(table, axis=0, return_inverse=True)
-    seconds = np.zeros(len(alike))
-    for i in np.unique(alike[:, -1]):
-        here = alike[:, -1] == i
-        batch, m, n, k, traffic, _ = alike[here].T
-        seconds[here] = gemm_seconds(
+def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
+    """Seconds of each row within a step: its share of the seconds of the product."""
+    table = np.stack([*gemms[:-2], gemms.dtype.astype(float)], axis=1)
+    distinct, back = np.unique(table, axis=0, return_inverse=True)
+    seconds = np.zeros(len(distinct))
+    for i in np.unique(distinct[:, -1]):
+        mine = distinct[:, -1] == i
+        batch, m, n, k, traffic, _ = distinct[mine].T
+        seconds[mine] = gemm_seconds(
             batch, m, n, k, traffic=traffic, dtype=dtypes[int(i)], on=on
         )  # fmt: skip
-    return some.share * seconds[back.reshape(-1)] / on.sustained_fraction
+    return gemms.share * seconds[back.reshape(-1)] / on.sustained_fraction
 
 
 def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:

@@ -37,24 +37,24 @@ class _Link(_Frozen):
     bandwidth_gb_s: float = Field(gt=0)
     """One direction, all links of a GPU together."""
     bandwidth_fraction: float = Field(gt=0, le=1)
-    """What large messages reach of it."""
+    """Share of the bandwidth that large messages reach."""
     medium_fraction: float = Field(gt=0, le=1)
-    """What medium messages reach of it."""
+    """Share of the bandwidth that medium messages reach."""
     low_latency_fraction: float = Field(gt=0, le=1)
-    """What small messages reach of it."""
+    """Share of the bandwidth that small messages reach."""
     latency_us: float = Field(ge=0)
     medium_us: float = Field(ge=0)
-    """To start a medium message, beyond `latency_us`."""
+    """Time to start a medium message, beyond `latency_us`."""
     hop_us: float = Field(ge=0)
-    """Of each further step of a collective."""
+    """Time of each further step of a collective."""
     bulk_us: float = Field(ge=0)
-    """To start a large one, beyond `latency_us`."""
+    """Time to start a large message, beyond `latency_us`."""
     in_network_reduction: bool = False
-    """Switches add up (NVLink SHARP, SHARP)."""
+    """Whether switches reduce (NVLink SHARP, SHARP)."""
     in_network_fraction: float = Field(gt=0, le=1, default=1)
-    """What all_reduce reaches of the bandwidth where switches add."""
+    """Share of the bandwidth that all_reduce reaches where switches reduce."""
     in_network_us: float = Field(ge=0, default=0)
-    """What it takes to start then, for each GPU."""
+    """Time per GPU to start a reduction in switches."""
 
 
 class ScaleUp(_Link):
@@ -64,7 +64,7 @@ class ScaleUp(_Link):
     gpus: int = Field(ge=1)
     """GPUs that these links join."""
     shape: tuple[int, ...] = ()
-    """Torus: rings of this many; their product is `gpus`."""
+    """Torus: GPUs along each dimension; their product is `gpus`."""
 
 
 class ScaleOut(_Link):
@@ -72,21 +72,21 @@ class ScaleOut(_Link):
 
     fabric: Fabric
     oversubscription: float = Field(ge=1, default=1.0)
-    """Bandwidth below the top of the tree, or within a dragonfly group, over that beyond."""
+    """Bandwidth below the top of the tree, or within a dragonfly group, over that above it."""
     gpus_per_leaf: int | None = Field(ge=1, default=None)
-    """GPUs that meet below the oversubscribed level."""
+    """GPUs below one switch of the oversubscribed level."""
 
 
 class GemmFit(_Frozen):
     """Constants of matrix products in one precision; see `roofline.gemm_seconds`."""
 
     fraction: float = Field(gt=0, le=1.2)
-    """Of the peak, in tiles of 128 x 256 with nothing else in the way."""
+    """Share of the peak that tiles of 128 x 256 reach, apart from all other terms."""
     tile_factor: float = Field(ge=0)
     tile_us: float = Field(ge=0)
-    """To start and end a tile."""
+    """Time to start and end a tile."""
     quantization: float = Field(ge=0, le=1)
-    """1: the last wave of tiles counts whole; 0: as much as it is filled."""
+    """1: the last wave of tiles counts whole; 0: by the share of it that is filled."""
     split_us: float = Field(ge=0)
     launch_us: float = Field(ge=0)
     memory_fraction: float = Field(gt=0, le=1.2)
@@ -97,26 +97,26 @@ class AttentionFit(_Frozen):
     """Constants of fused attention; see `roofline.attention_seconds`."""
 
     fraction: float = Field(gt=0, le=3)
-    """Of the peak, but for the exponential."""
+    """Share of the peak that products reach, apart from the exponential."""
     softmax_ps: float = Field(ge=0)
-    """One exponential on one compute unit."""
+    """Time of one exponential on one compute unit."""
     tile_us: float = Field(ge=0)
     launch_us: float = Field(ge=0)
     traffic_factor: float = Field(ge=0)
-    """Device memory traffic that nothing hides, over operands and results."""
+    """Exposed traffic of device memory, over the bytes of operands and results."""
     bwd_ratio: float = Field(gt=0, le=1.5)
     """FLOP/s of backward over those of forward."""
 
 
 class ExpertFit(_Frozen):
-    """Constants of what goes on around the products of experts; see `roofline.copies_seconds`."""
+    """Constants of the kernels around the products of experts; see `roofline.copies_seconds`."""
 
     routing_us: float = Field(ge=0)
-    """The small kernels that choose experts and sort tokens by them."""
+    """Time of the small kernels that choose experts and sort tokens by expert."""
     routing_ns: float = Field(ge=0)
-    """Of these, for each choice of an expert by a token."""
+    """Time that these kernels take per choice of an expert by a token."""
     copy_fraction: float = Field(gt=0, le=1)
-    """Of the bandwidth, by kernels that copy rows by index."""
+    """Share of the bandwidth that kernels reach which copy rows by index."""
 
 
 class Hardware(_Frozen):
@@ -130,26 +130,26 @@ class Hardware(_Frozen):
     peak_fp8_tflops: float | None = Field(gt=0, default=None)
     peak_fp4_tflops: float | None = Field(gt=0, default=None)
     peak_fp32_tflops: float = Field(gt=0)
-    """Of the vector units."""
+    """Peak of the vector units."""
 
     compute_units: int = Field(ge=1)
-    """What the tiles of a kernel spread over: streaming multiprocessors, compute units."""
+    """Units over which the tiles of a kernel spread: streaming multiprocessors, compute units."""
     memory_gb: float = Field(gt=0)
     memory_bandwidth_gb_s: float = Field(gt=0)
     host_bandwidth_gb_s: float = Field(gt=0)
-    """To the memory of the host, one direction."""
+    """Bandwidth to the memory of the host, one direction."""
 
     gemm: Mapping[str, GemmFit]
-    """By precision; bf16 stands in for those that are not named."""
+    """By precision; a precision without constants takes those of bf16."""
     attention: AttentionFit
     attention_kernels: Mapping[str, AttentionFit] = Field(default_factory=dict)
-    """Others that frameworks run, by name, such as `fa2`."""
+    """Other attention kernels that frameworks run, by name, such as `fa2`."""
     experts: ExpertFit | None = None
-    """None: not measured; copies as fast as all else, and routing is its launches."""
+    """None: not measured; copies run at the speed of streams, and routing takes its launches."""
     memory_bandwidth_fraction: float = Field(gt=0, le=1)
-    """Of the bandwidth, by a large element-wise kernel."""
+    """Share of the bandwidth that a large element-wise kernel reaches."""
     kernel_launch_us: float = Field(ge=0)
-    """The shortest kernel, as a stream of them runs."""
+    """Time of the shortest kernel within a stream of kernels."""
     sustained_fraction: float = Field(gt=0, le=1, default=1.0)
     """Speed of kernels within a training step, with the clocks of a long run and communication
     beside them, over that alone in a benchmark."""
@@ -159,18 +159,18 @@ class Hardware(_Frozen):
     scale_out: ScaleOut
 
     tdp_w: float = Field(gt=0)
-    """Of one GPU."""
+    """Thermal design power of one GPU."""
     idle_w: float | None = Field(ge=0, default=None)
-    """Of one GPU that waits; None: a fifth of the TDP (`power.IDLE_FRACTION`)."""
+    """Power of one GPU that waits; None: a fifth of the TDP (`power.IDLE_FRACTION`)."""
     node_overhead_w: float = Field(ge=0, default=0)
-    """Host, network and cooling inside the node, per GPU."""
+    """Power of host, network and cooling inside the node, per GPU."""
     price_usd_per_gpu_hour: float | None = Field(ge=0, default=None)
 
     sources: Mapping[str, str] = Field(default_factory=dict)
-    """Key of a number, with dots for nesting -> where it is from."""
+    """The source of each number, by key, with dots for nesting."""
 
     def with_attention(self, kernel: str) -> Hardware:
-        """The same with another of its attention kernels as the default."""
+        """This hardware with another default attention kernel, by name; UserError if unknown."""
         if kernel not in self.attention_kernels:
             known = either(self.attention_kernels) if self.attention_kernels else "none"
             raise UserError(
@@ -181,12 +181,12 @@ class Hardware(_Frozen):
 
 
 def names() -> list[str]:
-    """The hardware known by name."""
+    """The names of the hardware that the package carries."""
     return sorted(f.name.removesuffix(".yaml") for f in _folder().iterdir())
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """A name of `names()`, or the path of a YAML file.
+    """The hardware of a name in `names()`, or of a YAML file at a path.
 
     Every error is a UserError that says what to change.
     """
@@ -221,7 +221,7 @@ def _load(text: str, where: str) -> Hardware:
 def _with_base(
     text: str, where: str, seen: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values and their sources, those of the base below them."""
+    """The values of a file and their sources, over those of its base."""
     raw = from_yaml(text, where)
     if not isinstance(raw, dict):
         raise UserError(f"{where}: got {shown(raw)}, wanted keys such as peak_bf16_tflops: 989.4")
@@ -264,7 +264,7 @@ def _split_sources(
     values: dict[str, Any],
     sources: dict[str, str],
 ) -> None:
-    """Take `[value, source]` apart, at every depth; `source: x` in a block is that of all in it."""
+    """Split `[value, source]` at every depth; `source: x` in a block holds for the whole block."""
     common = given.get("source") if prefix else None
     for key, value in given.items():
         path = f"{prefix}{key}"

@@ -2,7 +2,8 @@
 
 `stagewright show MODEL ... --kernels > kernels.csv` lists the kernels of a run; measure some, fill
 in their `duration_us`, and give the file to `generate --durations kernels.csv`. Rows without a
-duration are passed over, a row without a `dtype` is for all, the order of extents does not matter.
+duration are skipped, a row without a `dtype` holds for all data types, and extents may be in any
+order.
 
 >>> table = parse("kernel,shape,dtype,duration_us\\ngemm,m=64 n=8 k=2 batch=1,bf16,3.5\\n", "k.csv")
 >>> from stagewright.program.columns import Shape
@@ -31,7 +32,7 @@ from stagewright.program.columns import Program, Shape, TaskKind, Tasks
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
 UNREAD = ("count", "flops", "bytes")
-"""Columns that the list of kernels has for its reader; they are not read."""
+"""Columns that the list of kernels has for people; reading ignores them."""
 
 MOST_BYTES = 100_000_000
 MOST_SECONDS = 86_400
@@ -41,7 +42,7 @@ Key = tuple[str, frozenset[tuple[str, int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Nanoseconds of kernels by name, extents and data type ("": all)."""
+    """Measured nanoseconds of kernels by name, extents and data type ("": all data types)."""
 
     rows: Mapping[Key, int]
 
@@ -53,14 +54,14 @@ class Durations:
 
 
 class Matched(NamedTuple):
-    """What of a program has a measured duration, in kernels of one rank of each class together."""
+    """How many kernels of a program have a measured duration, counting one rank of each class."""
 
     kernels: int
     measured: int
-    missing: tuple[tuple[str, int], ...]  # "gemm batch=1 ... bf16", how many; the most first
+    missing: tuple[tuple[str, int], ...]  # "gemm batch=1 ... bf16", count; most frequent first
 
     def entry(self) -> dict[str, Any]:
-        """For a manifest; `missing` has the number of kernels by name, shape and data type."""
+        """The entry of a manifest; `missing` counts kernels by name, shape and data type."""
         return {**self._asdict(), "missing": dict(self.missing)}
 
 
@@ -145,20 +146,20 @@ def _row(
 
 
 def kernels(program: Program) -> list[dict[str, Any]]:
-    """The distinct kernels of a program, most FLOPs in all first: rows of the CSV, no duration."""
-    found: dict[Key, dict[str, Any]] = {}
+    """The distinct kernels of a program, largest total FLOPs first: CSV rows without a duration."""
+    by_key: dict[Key, dict[str, Any]] = {}
     for of in program.classes:
         tasks = of.tasks
         for which, rows, counts in _distinct(tasks):
             shape, dtype = tasks.shapes[which[0]], tasks.dtypes[which[1]]
             extents = " ".join(f"{name}={n}" for name, n in shape.extents)
-            row = found.setdefault(
+            row = by_key.setdefault(
                 (shape.kernel, frozenset(shape.extents), dtype),
                 {"kernel": shape.kernel, "shape": extents, "dtype": dtype, "count": 0}
                 | {"flops": int(tasks.flops[rows]), "bytes": int(tasks.traffic[rows])},
             )
             row["count"] += counts * len(of.ranks)
-    order = sorted(found.values(), key=lambda row: -row["count"] * row["flops"])
+    order = sorted(by_key.values(), key=lambda row: -row["count"] * row["flops"])
     return [{**row, "duration_us": ""} for row in order]
 
 
@@ -173,7 +174,7 @@ def to_csv(program: Program) -> str:
 
 
 def _distinct(tasks: Tasks) -> list[tuple[tuple[int, int], int, int]]:
-    """Shape and data type of kernels, the first row of each, and how many there are."""
+    """Per distinct kernel: its shape and data type, its first row, and how many rows it has."""
     where = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.shape >= 0))
     keys = tasks.shape[where].astype(np.int64) * len(tasks.dtypes) + tasks.dtype[where]
     unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
@@ -184,22 +185,22 @@ def _distinct(tasks: Tasks) -> list[tuple[tuple[int, int], int, int]]:
 
 
 def measured(program: Program, table: Durations) -> tuple[Program, Matched]:
-    """The program with the durations of all kernels that have a row, and what has none."""
+    """The program with the durations of all kernels in the table, and the kernels without one."""
     missing: dict[str, int] = {}
     total = known = 0
     classes = list(program.classes)
     for i, of in enumerate(classes):
         tasks = of.tasks
-        here = np.zeros((len(tasks.shapes) + 1, len(tasks.dtypes)), np.int64)  # last: no shape
+        nanoseconds = np.zeros((len(tasks.shapes) + 1, len(tasks.dtypes)), np.int64)  # last: none
         for (shape, dtype), _, count in _distinct(tasks):
-            nanoseconds = table.of(tasks.shapes[shape], tasks.dtypes[dtype])
-            here[shape, dtype] = nanoseconds
+            measured_ns = table.of(tasks.shapes[shape], tasks.dtypes[dtype])
+            nanoseconds[shape, dtype] = measured_ns
             total += count
-            known += count if nanoseconds else 0
-            if not nanoseconds:
+            known += count if measured_ns else 0
+            if not measured_ns:
                 name = f"{tasks.shapes[shape]} {tasks.dtypes[dtype]}"
                 missing[name] = missing.get(name, 0) + count
-        duration: Int = here[tasks.shape, tasks.dtype] * (tasks.kind == TaskKind.COMPUTE)
+        duration: Int = nanoseconds[tasks.shape, tasks.dtype] * (tasks.kind == TaskKind.COMPUTE)
         classes[i] = dataclasses.replace(of, tasks=dataclasses.replace(tasks, duration=duration))
     order = tuple(sorted(missing.items(), key=lambda x: (-x[1], x[0])))
     return dataclasses.replace(program, classes=tuple(classes)), Matched(total, known, order)

@@ -13,29 +13,30 @@ from typing import NamedTuple
 from stagewright.time.hardware import Hardware
 
 IDLE_FRACTION = 0.2
-"""Of the TDP, by a GPU that waits, where its file gives no `idle_w`: an assumption."""
+"""Power of a GPU that waits over its TDP, where its file gives no `idle_w`: an assumption."""
 
 
 class Expense(NamedTuple):
-    """What a step costs."""
+    """Energy and cost of a step."""
 
     watts_per_gpu: float
     """Mean over the step, of the GPU and its share of the node (`node_overhead_w`)."""
     joules: float
-    """Of all GPUs."""
+    """Energy of all GPUs."""
     joules_per_token: float
     usd_per_million_tokens: float | None
-    """None: there is no price."""
+    """None without a price."""
 
 
 def expense(
     hardware: Hardware, *, gpus: int, seconds: float, tokens: int, busy: float,
     price: float | None = None,
 ) -> Expense:  # fmt: skip
-    """The power of a GPU is linear between idle and TDP in the part of the step its kernels run.
+    """Energy and cost of a step that takes `seconds` on `gpus` GPUs.
 
-    `busy`: that part, of the mean GPU, 0 to 1. `price`: USD per GPU and hour, None: the hardware's.
-    Kernels that wait for memory draw less than the TDP, so this is high rather than low.
+    The power of a GPU grows linearly from idle to TDP with `busy`, the share of the step, 0 to 1,
+    in which the kernels of the mean GPU run. `price` is in USD per GPU and hour; None takes the
+    hardware's. Kernels that wait for memory draw less than the TDP, so the estimate is rather high.
     """
     idle = hardware.idle_w if hardware.idle_w is not None else IDLE_FRACTION * hardware.tdp_w
     watts = idle + (hardware.tdp_w - idle) * busy + hardware.node_overhead_w

@@ -43,11 +43,11 @@ def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardwa
     tp = np.ones(len(tasks))
     tp[pairs.collective] = pairs.ranks
     size = len(tasks)
-    whole = np.bincount(pairs.collective, seconds[pairs.product], size)[moves]
+    unsplit = np.bincount(pairs.collective, seconds[pairs.product], size)[moves]
     g = np.bincount(pairs.collective, cut[pairs.product], size)[moves]
     c = seconds[moves]
     left = np.maximum(c - g, 0) + np.minimum(c, g) / tp[moves]
-    better = left + g < c + whole
+    better = left + g < c + unsplit
     result = seconds.copy()
     result[moves[better]] = left[better]
     inside = pairs.product[np.isin(pairs.collective, moves[better])]
@@ -69,9 +69,9 @@ def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
     In backward a gather feeds two products and overlaps with the first. A gather of an activation
     kept by forward waits for nothing in backward, and is hidden without being split.
     """
-    of = [program.mesh.degrees(c.axes) == (("tp",),) for c in program.communicators]
+    over_tp = [program.mesh.degrees(c.axes) == (("tp",),) for c in program.communicators]
     sizes = [program.mesh.size(*c.axes) for c in program.communicators]
-    ranks = np.where(of, sizes, 1) if of else np.ones(1, np.int64)
+    ranks = np.where(over_tp, sizes, 1) if over_tp else np.ones(1, np.int64)
     chosen = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.layer >= 0)
     ranks = np.where(chosen, ranks[np.where(chosen, tasks.slot, 0)], 1)  # by task
     chosen &= ranks > 1
@@ -98,8 +98,8 @@ def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
     again[1:] = (source[1:] == source[:-1]) & (tasks.phase[source[1:]] == _BACKWARD)
     after = scatters[owner] & product[needed]
     collective = np.concatenate([source[~again], owner[after]])
-    found = np.concatenate([fed_by[~again], needed[after]])
-    return _OverlapPairs(collective, found, ranks[collective])
+    products = np.concatenate([fed_by[~again], needed[after]])
+    return _OverlapPairs(collective, products, ranks[collective])
 
 
 def _split_gemm_seconds(tasks: Tasks, rows: Int, pieces: Int, on: Hardware) -> Seconds:

@@ -1,4 +1,4 @@
-"""Who sends how many bytes to whom in a step: ranks, or blocks of them, by ranks or blocks.
+"""Bytes that each rank, or block of ranks, sends to each other in a step.
 
 A message goes from its sender to its receiver. Of a collective, each rank sends every other member
 of its group the same part, as if all exchanged directly: an all_gather its shard; a reduce_scatter
@@ -24,7 +24,7 @@ from stagewright.arrays import Float, Int
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 
 MOST = 64
-"""Rows of a matrix."""
+"""Rows of a matrix at most."""
 _CHUNK = 1 << 16  # groups at a time
 
 
@@ -52,36 +52,36 @@ def axes(program: Program) -> list[str]:
 
 
 def blocks(program: Program, most: int = MOST) -> Int:
-    """Edges of at most so many blocks of neighbouring ranks, alike in number.
+    """Edges of at most `most` blocks of neighbouring ranks, of equal size.
 
-    Blocks are whole in the mesh: all positions along the fastest axes, and a part of the next.
+    A block has all positions along the fastest axes of the mesh, and a part of the next axis.
     """
     world = program.mesh.world_size
     least = -(-world // most)
-    size, whole = world, 1
+    size, inner = world, 1
     for _, extent in program.mesh.axes:
-        fits = [whole * d for d in range(1, extent + 1) if extent % d == 0 and whole * d >= least]
+        fits = [inner * d for d in range(1, extent + 1) if extent % d == 0 and inner * d >= least]
         if fits:
             size = fits[0]
             break
-        whole *= extent
+        inner *= extent
     if world % size:  # meshes side by side
         size = least
     return np.append(np.arange(0, world, size), world).astype(np.int64)
 
 
 def matrix(program: Program, axis: str | None = None, edges: Int | None = None) -> Matrix:
-    """Bytes along one axis, or along all."""
+    """The bytes between blocks along one axis, or along all axes."""
     edges = blocks(program) if edges is None else edges
-    found = np.zeros((len(edges) - 1, len(edges) - 1))
+    sums = np.zeros((len(edges) - 1, len(edges) - 1))
     of_rank = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
     for slot, name in enumerate(_groups(program)):
         if axis in (None, name):
-            _add_groups(found, program, slot, of_rank)
+            _add_groups(sums, program, slot, of_rank)
     for slot, name in enumerate(_peers(program)):
         if axis in (None, name):
-            _add_messages(found, program, slot, of_rank)
-    return Matrix(axis or "all", edges, found)
+            _add_messages(sums, program, slot, of_rank)
+    return Matrix(axis or "all", edges, sums)
 
 
 def _groups(program: Program) -> list[str]:
@@ -95,8 +95,8 @@ def _peers(program: Program) -> list[str]:
 _TIMES = {"all_reduce": 2.0, "all_gather": 0.0, "broadcast": 1.0}
 
 
-def _add_groups(found: Float, program: Program, slot: int, of_rank: Int) -> None:
-    """Groups meet blocks: what members in one block send, times how many are in another."""
+def _add_groups(sums: Float, program: Program, slot: int, of_rank: Int) -> None:
+    """Add collectives: the bytes that members in one block send, times the members in another."""
     ids = program.group_of(slot)
     known, group = np.unique(ids, return_inverse=True)
     members = np.bincount(group)
@@ -111,29 +111,29 @@ def _add_groups(found: Float, program: Program, slot: int, of_rank: Int) -> None
                 parts = 1.0 if kind == "all_gather" else _TIMES.get(kind, 1.0) / ranks
                 sent[of.ranks] += size * parts
     sent[ids == 0] = 0
-    wide = len(found)
+    wide = len(sums)
     busy = np.flatnonzero(sent)
     for low in range(0, len(known), _CHUNK):
-        some = (group >= low) & (group < low + _CHUNK) & (ids > 0)
-        mine = np.flatnonzero(some & (sent > 0))
+        inside = (group >= low) & (group < low + _CHUNK) & (ids > 0)
+        mine = np.flatnonzero(inside & (sent > 0))
         if not len(mine):
             continue
         count = min(_CHUNK, len(known) - low)
-        there = np.flatnonzero(some)
+        there = np.flatnonzero(inside)
         at = (group[there] - low) * wide + of_rank[there]
         counts = np.bincount(at, minlength=count * wide).reshape(count, wide).astype(float)
         at = (group[mine] - low) * wide + of_rank[mine]
         gives = np.bincount(at, sent[mine], count * wide).reshape(count, wide)
-        found += gives.T @ counts
-    # None sends to itself.
-    np.subtract.at(found, (of_rank[busy], of_rank[busy]), sent[busy])
+        sums += gives.T @ counts
+    # No rank sends to itself.
+    np.subtract.at(sums, (of_rank[busy], of_rank[busy]), sent[busy])
 
 
-def _add_messages(found: Float, program: Program, slot: int, of_rank: Int) -> None:
+def _add_messages(sums: Float, program: Program, slot: int, of_rank: Int) -> None:
     for of in program.classes:
         tasks = of.tasks
         mine = (tasks.kind == TaskKind.SEND) & (tasks.slot == slot)
         size = float(tasks.comm_bytes[mine].sum(dtype=float))
         if size:
             peers = program.peer_of(slot, of.ranks)
-            np.add.at(found, (of_rank[of.ranks], of_rank[peers]), size)
+            np.add.at(sums, (of_rank[of.ranks], of_rank[peers]), size)

@@ -1,9 +1,9 @@
-"""Where the time of a step goes: kernels, communication that nothing hides, waiting; the long path.
+"""Where the time of a step goes: kernels, exposed communication, bubbles; and the critical path.
 
-At each moment a rank either runs a kernel of its main stream, or its next kernel waits. What it
-waits for is followed back to the kernel before: while a collective or a message that it needs is on
-its way, communication along that axis is *exposed*; while others are not ready yet, the rank is in
-a *bubble*. The parts of a lane add up to the step.
+At each moment a rank either runs a kernel of its main stream, or its next kernel waits. The cause
+of waiting is followed back to the kernel before: while a collective or a message that the kernel
+needs is in flight, communication along that axis is *exposed*; while other ranks are not ready yet,
+the rank is in a *bubble*. The parts of a lane add up to the step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Breakdown:
     exposed: Mapping[str, float]
     bubble: float
     communication: Mapping[str, float] = field(default_factory=dict[str, float])
-    """How long transfers run in all, hidden or not; a message counts where it is sent."""
+    """Seconds that transfers run, hidden or exposed; a message counts at its sender."""
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Seconds of the whole step."""
         return sum(self.kernels.values()) + sum(self.exposed.values()) + self.bubble
 
 
@@ -44,15 +44,15 @@ class Axes(NamedTuple):
 
 
 def axes_of(line: Timeline, lane: Lane) -> Axes:
-    """The axes of a lane."""
-    found = axis_of(line.program, lane.of.tasks)
-    names = sorted({*map(str, found.values())})
+    """The axis that each place of a lane communicates along."""
+    by_task = axis_of(line.program, lane.of.tasks)
+    names = sorted({*map(str, by_task.values())})
     tasks, rows = lane.of.tasks, lane.issue.rows
     of = np.full(len(rows), -1, dtype=np.int64)
-    for (kind, slot, collective), axis in found.items():
+    for (kind, slot, collective), axis in by_task.items():
         mine = (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
         of[mine[rows]] = names.index(str(axis))
-    # What is settled aside belongs to the communication that it follows.
+    # A kernel aside belongs to the communication that it follows.
     for stream in np.unique(lane.issue.stream[lane.aside]):
         mine = np.flatnonzero(lane.issue.stream == stream)
         before = np.maximum.accumulate(np.where(lane.aside[mine], -1, np.arange(len(mine))))
@@ -61,13 +61,13 @@ def axes_of(line: Timeline, lane: Lane) -> Axes:
 
 
 def breakdown(line: Timeline, lane: Lane) -> Breakdown:
-    """The parts of one lane."""
+    """The parts of the step on one lane."""
     axes = axes_of(line, lane)
     kernel = np.flatnonzero(lane.main)
     begin, end = lane.begin[kernel], lane.end[kernel]
     phase = lane.of.tasks.phase[lane.issue.rows[kernel]]
     busy = {name: int((end - begin)[phase == nth].sum()) * TICK for nth, name in enumerate(PHASES)}
-    # Gaps: before each kernel, and after the last; what ended last decided when they end.
+    # Gaps: before each kernel, and after the last one, where the task that ends last is the cause.
     low = np.concatenate([[0], end])
     high = np.concatenate([begin, [line.ticks]])
     last = int(np.argmax(lane.end))
@@ -91,7 +91,7 @@ def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
 
 
 def _follow(lane: Lane, axis: Int, low: Int, high: Int, cause: Int, exposed: Int) -> int:
-    """Follow what gaps wait for; adds to `exposed` by axis and returns the bubble."""
+    """Follow the causes of gaps; adds exposed ticks by axis and returns the ticks of the bubble."""
     bubble = 0
     blockers = _blockers(lane)
     kind = lane.kind
@@ -114,7 +114,7 @@ def _follow(lane: Lane, axis: Int, low: Int, high: Int, cause: Int, exposed: Int
 
 
 def _blockers(lane: Lane) -> Int:
-    """For each place, what ended last of what it waits for; -1 if it waits for nothing."""
+    """For each place, its dependency that ended last; -1 without dependencies."""
     issue = lane.issue
     owner = np.repeat(np.arange(len(issue)), np.diff(issue.pointer))
     last = np.flatnonzero(lane.end[issue.needs] == lane.ready[owner])

@@ -1,4 +1,4 @@
-"""Which ranks behave alike, and who meets whom: messages, and collectives across rank classes."""
+"""Lanes of ranks with equal timing, and the messages and collectives that connect rank classes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stagewright.time.simulate.issue import Issue
 
 
 def lane_of_rank(program: Program, factor: Float) -> Int:
-    """For each rank the number of its lane: ranks that behave alike.
+    """For each rank the number of its lane: ranks with equal timing.
 
-    They are of one class, have one `factor`, and whom they meet behaves alike. Lanes count by
-    class, and within it by their first rank.
+    Ranks of a lane are of one class, have one `factor`, and communicate with the same lanes. Lanes
+    are numbered by class, and within a class by their first rank.
     """
     ranks = np.arange(program.mesh.world_size)
     lane = np.zeros(len(ranks), dtype=np.int64)
@@ -27,8 +27,8 @@ def lane_of_rank(program: Program, factor: Float) -> Int:
     lane = _numbered(pairs)
     groups = [program.group_of(slot) for slot in range(len(program.communicators))]
     peers = [program.peer_of(slot) for slot in range(len(program.peers))]
-    # Which of its peers a rank is to its peers: on a ring the one before to the one after.
-    back = [one[other] == ranks for one in peers for other in peers]
+    # Which peer of its peers a rank is: on a ring, the rank before is the next rank of that rank.
+    back = [forth[other] == ranks for forth in peers for other in peers]
     if back:
         lane = _numbered(np.stack([lane, *np.unique(back, axis=0).astype(np.int64)]))
     while True:
@@ -40,7 +40,7 @@ def lane_of_rank(program: Program, factor: Float) -> Int:
 
 
 def _numbered(columns: Int) -> Int:
-    """Equal columns as equal numbers, ascending by the first row and then by first occurrence."""
+    """A number per column, equal for equal columns, ordered by first row, then first occurrence."""
     _, first, number = np.unique(columns, axis=1, return_index=True, return_inverse=True)
     order = np.lexsort((first, columns[0, first]))
     rank = np.empty_like(order)
@@ -49,7 +49,7 @@ def _numbered(columns: Int) -> Int:
 
 
 def _members(lane: Int, ids: Int) -> Int:
-    """For each rank a number for the lanes of its group; -1 where it is in none."""
+    """For each rank a number for the set of lanes in its group; -1 for ranks without a group."""
     result = np.full(len(lane), -1, dtype=np.int64)
     inside = np.flatnonzero(ids > 0)
     if len(inside):
@@ -61,7 +61,7 @@ def _members(lane: Int, ids: Int) -> Int:
 
 
 class Received(NamedTuple):
-    """What a class receives: where, and for each of its lanes from whom; a row per message."""
+    """The messages that a class receives, a row each: its place, and by lane the sender."""
 
     place: Int  # ascending
     sender: Int  # (messages, lanes): lane
@@ -69,7 +69,7 @@ class Received(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """One collective of ranks of several classes: its classes and the place in each."""
+    """One collective among ranks of several classes: the classes, and its place in each."""
 
     slot: int
     classes: tuple[int, ...]
@@ -78,7 +78,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoints:
-    """The lanes, and what joins them."""
+    """The lanes of a program, and the messages and collectives that connect them."""
 
     lanes: tuple[Int, ...]  # by class: numbers of its lanes
     example: Int  # by lane: its first rank
@@ -86,19 +86,19 @@ class Endpoints:
     lane_of: Int  # by rank
     received: tuple[Received, ...]  # by class
     meetings: tuple[Meeting, ...]
-    groups: tuple[Int, ...]  # by slot, by lane: number of the lanes that meet; -1: in no group
+    groups: tuple[Int, ...]  # by slot, by lane: number of the group; -1: in no group
 
     @property
     def count(self) -> int:
-        """How many lanes there are."""
+        """The number of lanes."""
         return len(self.example)
 
 
 def endpoints(program: Program, issues: Sequence[Issue], lane_of: Int) -> Endpoints:
-    """Match what the classes of a program send, receive and do together."""
+    """Match the sends, receives and shared collectives of the classes of a program."""
     lanes = tuple(np.unique(lane_of[of.ranks]) for of in program.classes)
     _, example = np.unique(lane_of, return_index=True)
-    class_of = np.repeat(np.arange(len(lanes)), [len(some) for some in lanes])
+    class_of = np.repeat(np.arange(len(lanes)), [len(of_class) for of_class in lanes])
     groups: list[Int] = []
     for slot in range(len(program.communicators)):
         ids = program.group_of(slot)
@@ -111,7 +111,7 @@ def endpoints(program: Program, issues: Sequence[Issue], lane_of: Int) -> Endpoi
 
 
 class _Messages:
-    """Matches sends with receives: between two ranks along an axis, the n-th of a tag."""
+    """Matches sends with receives: between two ranks along an axis, the n-th of each tag."""
 
     def __init__(
         self, program: Program, issues: Sequence[Issue], lane_of: Int, example: Int, class_of: Int
@@ -132,18 +132,19 @@ class _Messages:
         return {s: (mine[slot == s], tag[slot == s].astype(np.int64)) for s in used}
 
     def received(self, lanes: Sequence[Int]) -> Iterator[Received]:
-        """What each class receives."""
+        """The messages that each class receives."""
         for numbers in lanes:
-            every = [self._of_lane(int(number)) for number in numbers]
-            place, sender, sent = (np.stack(column, axis=1) for column in zip(*every, strict=True))
+            by_lane = [self._of_lane(int(number)) for number in numbers]
+            columns = zip(*by_lane, strict=True)
+            place, sender, sent = (np.stack(column, axis=1) for column in columns)
             yield Received(place[:, 0], sender, sent)
 
     def _of_lane(self, lane: int) -> tuple[Int, Int, Int]:
-        """Where a lane receives, from which lane, and where that sends; by place."""
+        """The places at which a lane receives, with the sending lane and the place of the send."""
         rank = int(self.example[lane])
         ends = self.ends[int(self.class_of[lane])][TaskKind.RECV]
-        found: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
-        # On a ring of two, the one before is the one after.
+        matched: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
+        # On a ring of two ranks, the rank before is also the rank after.
         for other, axis in sorted({(int(self.peers[s][rank]), self.axes[s]) for s in ends}):
             mine = self._sorted(ends, rank, other, axis)
             number = int(self.lane_of[other])
@@ -154,29 +155,29 @@ class _Messages:
                     f"rank {rank} receives {mine.shape[1]} messages from rank {other} along "
                     f"{axis}, which sends {at.shape[1]}, or others"
                 )
-            found.append(np.stack([mine[1], np.full_like(mine[1], number), at[1]]))
-        table = np.concatenate(found, axis=1)
+            matched.append(np.stack([mine[1], np.full_like(mine[1], number), at[1]]))
+        table = np.concatenate(matched, axis=1)
         place, sender, sent = table[:, np.argsort(table[0])]
         return place, sender, sent
 
     def _sorted(self, ends: Mapping[int, tuple[Int, Int]], rank: int, other: int, axis: str) -> Int:
         """Tags and places of the messages of a rank with another along an axis, by tag."""
-        some = [
+        messages = [
             np.stack([tag, place])
             for slot, (place, tag) in ends.items()
             if self.axes[slot] == axis and self.peers[slot][rank] == other
         ]
-        table = np.concatenate([np.zeros((2, 0), dtype=np.int64), *some], axis=1)
+        table = np.concatenate([np.zeros((2, 0), dtype=np.int64), *messages], axis=1)
         return table[:, np.lexsort((table[1], table[0]))]
 
 
 def _meetings(
     program: Program, issues: Sequence[Issue], groups: Sequence[Int], class_of_lane: Int
 ) -> list[Meeting]:
-    """Collectives whose groups have ranks of several classes: the n-th of each with the n-th."""
+    """Collectives whose groups span several classes, matched in order: the n-th of each class."""
     result: list[Meeting] = []
     for slot, group in enumerate(groups):
-        home = np.arange(len(program.classes))  # class -> the first class that it meets
+        home = np.arange(len(program.classes))  # class -> first class connected to it
         for number in np.unique(group[group >= 0]).tolist():
             met = np.unique(class_of_lane[group == number])
             home[np.isin(home, home[met])] = home[met].min()

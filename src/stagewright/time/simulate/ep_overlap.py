@@ -1,8 +1,9 @@
-"""Two microbatches at a time, so that one computes while tokens of the other are with experts.
+"""Overlap of expert all-to-alls: two microbatches at a time, of which one computes meanwhile.
 
 Megatron-LM's `--overlap-moe-expert-parallel-comm`: once the pipeline is full, a rank goes through
 the backward pass of one microbatch and the forward pass of a later one together, layer by layer.
-The parts between all-to-alls alternate: while tokens of one are on their way, the other computes.
+The parts between all-to-alls alternate: while tokens of one microbatch are in flight, the other
+computes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def order(tasks: Tasks) -> Int:
     """Rows in issue order: each backward action and the forward action after it take turns.
 
     An action is what a rank does for a microbatch of a stage, in one direction. A turn ends with an
-    all-to-all of rows; those of numbers that go with them, much smaller, end none.
+    all-to-all of tokens; the much smaller all-to-alls of routing weights end none.
     """
     action = _actions(tasks)
     rows = np.arange(len(tasks))
@@ -41,7 +42,7 @@ def order(tasks: Tasks) -> Int:
 
 
 def _actions(tasks: Tasks) -> Int:
-    """A number for each row, ascending; what happens once per step is in the action it is among."""
+    """Number of each row's action, ascending; once-per-step rows join the action before them."""
     microbatch, phase = tasks.microbatch.astype(np.int64), tasks.phase.astype(np.int64)
     way = np.where(phase == _OPTIMIZER, 2, phase != _FORWARD)
     inside = (microbatch >= 0) | (way != 1)
@@ -51,7 +52,7 @@ def _actions(tasks: Tasks) -> Int:
 
 
 def check(run: Run) -> None:
-    """Refuse what Megatron-LM refuses."""
+    """Raise UserError for settings that Megatron-LM refuses with this overlap."""
     name = "overlap_moe_expert_parallel_comm"
     if run.mode != "train":
         raise UserError(f"{name} is for training, not for mode={run.mode}; leave it off")

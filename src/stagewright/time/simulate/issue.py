@@ -1,11 +1,11 @@
-"""What a rank issues, in which order, on which stream, and what each task waits for.
+"""The issue order of a rank: which task comes when, on which stream, and after which tasks.
 
 A framework puts kernels on one stream of the GPU and the collectives of each communicator on a
-stream of their own (NCCL), messages to each peer on another. A task starts when the one before it
-on its stream and all that it needs have ended; what needs no data, as a gather of weights or a
-posted receive, waits for the kernel issued before it.
+stream of their own (NCCL), messages to each peer on another. A task starts when the task
+before it on its stream and all tasks that it depends on have ended; a task without dependencies,
+such as a gather of weights or a posted receive, waits for the kernel issued before it.
 
-The order is that of the program, but for what frameworks do beside the model's code:
+The order is that of the program, except for three habits of frameworks:
 
 - sums of gradients that arrived reduced are added on the communication stream (FSDP2's
   `foreach_reduce` in its reduce-scatter stream), so that no kernel of the model waits for them;
@@ -37,8 +37,7 @@ class Issue:
     """The tasks of a rank in issue order; place `i` holds row `rows[i]` of its `Tasks`.
 
     `stream` is 0 for kernels and otherwise any number; receives have none, -1. Place `i` waits for
-    the places `needs[pointer[i]:pointer[i + 1]]`, all before it; what follows from others is left
-    out.
+    the places `needs[pointer[i]:pointer[i + 1]]`, all before it; implied dependencies are omitted.
     """
 
     rows: Int
@@ -67,12 +66,12 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
         stream = _with_aside_streams(stream, aside[rows], owner, needed)
     blocking = _blocking(program, tasks, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
-    # What came to the host is not fetched back at once, but when it is issued.
+    # A load from the host does not start with its store, but when it is issued.
     ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == TaskKind.LOAD)
     before = _before(kernel)
     waits = np.flatnonzero(ahead & (kind != TaskKind.COMPUTE) & (before >= 0))
     pairs.append((waits, before[waits]))
-    owner, needed = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    owner, needed = (np.concatenate(column) for column in zip(*pairs, strict=True))
     owner, needed = _without_implied(owner, needed, stream, kernel)
     pointer = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
     return Issue(rows, stream, pointer.astype(np.int64), needed)
@@ -83,27 +82,27 @@ def _none(tasks: Tasks) -> Bool:
 
 
 def _any(owner: Int, flag: Bool, size: int) -> Bool:
-    """For each row, whether `flag` holds for any of its pairs."""
+    """For each of `size` rows, whether `flag` holds for any of its dependencies."""
     result = np.zeros(size, dtype=bool)
     result[owner[flag]] = True
     return result
 
 
 def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
-    """Kernels that only add up gradients that a collective has reduced."""
+    """Which tasks are kernels that only add up gradients reduced by a collective."""
     size = len(tasks)
     backward = tasks.phase == _BACKWARD
     reduces = backward & (tasks.kind == TaskKind.COLLECTIVE)
     reduces &= np.isin(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
-    found = backward & (tasks.kind == TaskKind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    settles = backward & (tasks.kind == TaskKind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
     while True:
-        other = _any(owner, ~(reduces | found)[needed], size)
+        other = _any(owner, ~(reduces | settles)[needed], size)
         used = np.zeros(size, dtype=bool)
-        used[needed[~found[owner] & (tasks.phase[owner] != _OPTIMIZER)]] = True
-        fewer = found & ~other & ~used
-        if np.array_equal(fewer, found):
-            return found
-        found = fewer
+        used[needed[~settles[owner] & (tasks.phase[owner] != _OPTIMIZER)]] = True
+        fewer = settles & ~other & ~used
+        if np.array_equal(fewer, settles):
+            return settles
+        settles = fewer
 
 
 _REDUCTIONS = ("reduce_scatter", "all_reduce")
@@ -119,7 +118,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
         key[ep_overlap.order(tasks)] = np.arange(size)
     gathers = (tasks.kind == TaskKind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
     if how.prefetch == 1:
-        gathers &= tasks.phase == _OPTIMIZER  # the others are where they should be
+        gathers &= tasks.phase == _OPTIMIZER  # the other gathers are in place already
     if gathers.any():
         _prefetch(tasks, owner, needed, aside, gathers, how.prefetch, key)
     once = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
@@ -144,12 +143,13 @@ def _prefetch(
     depth: int,
     key: Float,
 ) -> None:
-    """Move gathers to `depth` blocks before the block that needs them."""
+    """Set the sort keys of gathers to `depth` blocks before the block that needs them."""
     size = len(tasks)
     kernel = (tasks.kind == TaskKind.COMPUTE) & ~aside
     at = np.flatnonzero(kernel)
     new_action, new_block = _blocks(tasks, at)
-    begins, block = at[new_block], np.cumsum(new_block) - 1  # first kernels; block of each kernel
+    begins = at[new_block]  # first kernel of each block
+    block = np.cumsum(new_block) - 1  # of each kernel
     first_block = np.maximum.accumulate(np.where(new_action, block, 0))
     user = np.full(size, size, dtype=np.int64)
     np.minimum.at(user, needed, np.where(kernel[owner], owner, size))
@@ -167,9 +167,9 @@ def _blocks(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
 
 
 def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
-    """Pairs in which a block's first forward kernel needs what the optimizer gathers for it.
+    """Dependencies in which a block's first forward kernel needs the optimizer's gather for it.
 
-    Blocks are met in the same order by both, stage by stage.
+    Kernels and gathers go through the blocks of a stage in the same order.
     """
     gathers = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == _OPTIMIZER)
     gathers &= tasks.collective == COLLECTIVES.index("all_gather")
@@ -177,32 +177,32 @@ def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
     first = kernels[_blocks(tasks, kernels)[1]]
     blocks: dict[int, list[int]] = {}  # of each stage: first kernels of its first forward action
     for row in first.tolist():
-        here = blocks.setdefault(int(tasks.stage[row]), [])
-        if not here or tasks.microbatch[here[0]] == tasks.microbatch[row]:
-            here.append(row)
+        rows = blocks.setdefault(int(tasks.stage[row]), [])
+        if not rows or tasks.microbatch[rows[0]] == tasks.microbatch[row]:
+            rows.append(row)
     moved: list[tuple[int, int]] = []  # kernel, gather
-    for stage, here in blocks.items():
+    for stage, rows in blocks.items():
         at = 0
         for gather in np.flatnonzero(gathers & (tasks.stage == stage)).tolist():
-            layers = tasks.layer[here[at:]] == tasks.layer[gather]
+            layers = tasks.layer[rows[at:]] == tasks.layer[gather]
             if layers.any():
                 at += int(layers.argmax())
-                moved.append((here[at], gather))
+                moved.append((rows[at], gather))
     users, gone = np.array(moved, dtype=np.int64).reshape(-1, 2).T
     kept = ~np.isin(owner, gone)
     return np.concatenate([owner[kept], users]), np.concatenate([needed[kept], gone])
 
 
 def streams_of(program: Program) -> int:
-    """How many streams a rank may have: kernels, communicators, peers, and both ways to the host.
+    """The number of streams of a rank: kernels, communicators, peers, and loads and stores.
 
-    They are numbered in this order.
+    Streams are numbered in this order.
     """
     return 1 + len(program.communicators) + len(program.peers) + 2
 
 
 def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution) -> Int:
-    """Stream of each task by itself."""
+    """The stream of each task, -1 for receives."""
     if how.streams == "one":
         stream = np.ones(len(kind), dtype=np.int64)
     else:
@@ -215,7 +215,7 @@ def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution
 
 
 def _with_aside_streams(stream: Int, aside: Bool, owner: Int, needed: Int) -> Int:
-    """The stream of what is done aside: that of the collective it follows."""
+    """Streams with the kernels aside moved to the stream of the collective that they follow."""
     stream = stream.copy()
     mine = aside[owner]
     stream[owner[mine]] = stream[needed[mine]]
@@ -223,7 +223,7 @@ def _with_aside_streams(stream: Int, aside: Bool, owner: Int, needed: Int) -> In
 
 
 def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
-    """Communication that does not overlap with kernels."""
+    """Which tasks are communication that does not overlap with kernels."""
     result = _none(tasks)
     if not how.no_overlap or how.streams == "one":
         return result
@@ -234,7 +234,7 @@ def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
 
 
 class Along(NamedTuple):
-    """What tasks communicate along: degrees, and of a pipeline perhaps some positions only."""
+    """The degrees along which tasks communicate, and the pipeline positions if only some do."""
 
     degrees: tuple[str, ...]
     only: tuple[int, ...] | None = None
@@ -254,15 +254,15 @@ def _degree(program: Program, axis: Along) -> str:
 def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], Along]:
     """The axis that tasks communicate along, by (kind, slot, collective).
 
-    Where one set of ranks serves two degrees, dispatch and combine are the experts'.
+    Where one group of ranks serves two degrees, all-to-alls count as expert parallelism.
     """
     columns = (tasks.kind, tasks.slot, tasks.collective)
     moves = tasks.kind != TaskKind.COMPUTE
-    found: dict[tuple[int, int, int], Along] = {}
+    axes: dict[tuple[int, int, int], Along] = {}
     for key in _distinct(columns, moves):
         kind, slot, collective = key
         if kind in (TaskKind.LOAD, TaskKind.STORE):
-            found[kind, slot, collective] = Along(("host",))
+            axes[kind, slot, collective] = Along(("host",))
             continue
         if kind != TaskKind.COLLECTIVE:
             degrees, only = program.mesh.degrees((program.peers[slot].axis,)), None
@@ -270,8 +270,8 @@ def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], Along]
             degrees, only = program.degrees_of(slot), program.communicators[slot].only
         experts = kind == TaskKind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
         chosen = dict.fromkeys(_choose(names, experts) for names in degrees)
-        found[kind, slot, collective] = Along(tuple(chosen), only)
-    return found
+        axes[kind, slot, collective] = Along(tuple(chosen), only)
+    return axes
 
 
 def _choose(names: Sequence[str], experts: bool) -> str:
@@ -279,17 +279,17 @@ def _choose(names: Sequence[str], experts: bool) -> str:
 
 
 def _distinct(columns: Sequence[NDArray[np.integer]], chosen: Bool) -> list[tuple[int, ...]]:
-    """The different rows of some columns of small numbers, -1 or more."""
+    """The distinct rows of columns of small numbers, -1 or more."""
     key = np.zeros(int(chosen.sum()), dtype=np.int64)
     sizes = [int(c[chosen].max(initial=0)) + 2 for c in columns]
     for column, size in zip(columns, sizes, strict=True):
         key = key * size + column[chosen] + 1
-    found = np.flatnonzero(np.bincount(key))
-    return [tuple(int(x) - 1 for x in np.unravel_index(k, sizes)) for k in found]
+    used = np.flatnonzero(np.bincount(key))
+    return [tuple(int(x) - 1 for x in np.unravel_index(k, sizes)) for k in used]
 
 
 def _chains(stream: Int, blocking: Bool) -> list[tuple[Int, Int]]:
-    """Each task after the one before it on its stream; what blocks is in the kernels' chain too."""
+    """Dependencies of each task on the one before it on its stream; blocking tasks join kernels."""
     pairs: list[tuple[Int, Int]] = []
     for nth in range(int(stream.max(initial=-1)) + 1):
         mine = np.flatnonzero((stream == nth) | (blocking if nth == 0 else False))
@@ -304,10 +304,10 @@ def _before(kernel: Bool) -> Int:
 
 
 def _without_implied(owner: Int, needed: Int, stream: Int, kernel: Bool) -> tuple[Int, Int]:
-    """Sorted pairs without those that follow from the chain of kernels.
+    """Sorted dependencies without those that the chain of kernels implies.
 
-    Kernels run in order, so whoever waits for kernel k waits for all before it, and for all that
-    those waited for.
+    Kernels run in order, so a task that waits for kernel k also waits for all kernels before k, and
+    for everything that these waited for.
     """
     size = len(stream)
     places = np.arange(size)

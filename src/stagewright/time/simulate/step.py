@@ -51,25 +51,25 @@ _POINTS = 200  # of memory over time, in JSON
 
 @dataclass(frozen=True, eq=False)
 class SimulatedStep:
-    """A compiled run on a machine, and what came of it."""
+    """A compiled run on a machine, and the timeline of one step."""
 
     compiled: CompiledRun
     machine: Machine
     line: Timeline
     cluster: ClusterSection | None = None
-    """How the machine was asked for, where it was by name."""
+    """The settings that chose the machine, where it was chosen by name."""
 
     def __repr__(self) -> str:
         return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The duration of the step."""
         return self.line.seconds
 
     @property
     def tokens(self) -> int:
-        """New tokens of a step, of all ranks."""
+        """New tokens of a step over all ranks."""
         run = self.compiled.run
         if run.mode != "train":
             return sum(g.count * (g.new_tokens or 0) for g in groups(run))
@@ -77,7 +77,7 @@ class SimulatedStep:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs together."""
         return self.tokens / self.seconds
 
     @property
@@ -87,7 +87,7 @@ class SimulatedStep:
 
     @property
     def mfu_causal(self) -> float:
-        """Model FLOPs utilization, without what masks leave out."""
+        """Model FLOPs utilization, attention counted without masked pairs."""
         return self._utilization(self._needed[1])
 
     @property
@@ -108,9 +108,9 @@ class SimulatedStep:
 
         def mean(name: str) -> dict[str, float]:
             every = [getattr(part, name) for part in self.parts]
-            keys = dict.fromkeys(key for each in every for key in each)
+            keys = dict.fromkeys(key for part in every for key in part)
             return {
-                key: sum(w * each.get(key, 0.0) for w, each in zip(weights, every, strict=True))
+                key: sum(w * part.get(key, 0.0) for w, part in zip(weights, every, strict=True))
                 for key in keys
             }
 
@@ -121,27 +121,27 @@ class SimulatedStep:
     def memory(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
         classes = itertools.groupby(self.line.lanes, key=lambda lane: id(lane.of))
-        found: list[MemoryTimeline] = []
-        for _, lanes in classes:
-            some = list(lanes)
-            change = deltas(some[0].of)
-            found += [memory_timeline(lane, change) for lane in some]
-        return found
+        timelines: list[MemoryTimeline] = []
+        for _, of_class in classes:
+            lanes = list(of_class)
+            change = deltas(lanes[0].of)
+            timelines += [memory_timeline(lane, change) for lane in lanes]
+        return timelines
 
     @property
     def peaks(self) -> list[dict[str, int]]:
-        """What each lane holds when it holds the most, by category, any allowance included.
+        """Bytes of each lane at its peak of memory, by category, any allowance included.
 
-        In inference, where all is held all the time, what the program says.
+        In inference, where memory is constant, the bytes are those of the program.
         """
-        found: list[dict[str, int]] = []
+        peaks: list[dict[str, int]] = []
         for lane, over in zip(self.line.lanes, self.memory, strict=True):
             peak = lane.of.memory
             if over.peak:
                 at = {k: int(v) for k, v in over.at_peak().items()}
                 peak = at | {k: v for k, v in peak.items() if k == "allowance"}
-            found.append({k: v for k, v in peak.items() if k not in ("peak", "seconds") and v})
-        return found
+            peaks.append({k: v for k, v in peak.items() if k not in ("peak", "seconds") and v})
+        return peaks
 
     @cached_property
     def critical_path(self) -> dict[str, float]:
@@ -167,8 +167,8 @@ class SimulatedStep:
     def summary(self) -> dict[str, Any]:
         """Everything as one object for JSON; times in seconds, sizes in bytes.
 
-        `lanes` are ranks that behave alike; of their memory over time, `timeline` has pairs of a
-        time and what is held from then on, for each short span when most is.
+        `lanes` are ranks with equal timing; `timeline` samples their memory over time, as pairs of
+        a time and the bytes held from then on, at the peak of each short span.
         """
         run, training = self.compiled.run, self.compiled.run.mode == "train"
         return {
@@ -211,7 +211,7 @@ def simulate(
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> SimulatedStep:
-    """Run one step. `factors` by rank multiply the duration of its kernels: stragglers."""
+    """Simulate one step. `factors` by rank multiply the durations of its kernels: stragglers."""
     line = executed(compiled, machine, how or Execution(), factors, progress)
     return SimulatedStep(compiled, machine, line)
 
@@ -223,7 +223,7 @@ def executed(
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> Timeline:
-    """One step in time; a UserError if it cannot be run like that."""
+    """The timeline of one step; raises UserError where the execution's settings exclude the run."""
     if how.overlap_moe_expert_parallel_comm:
         ep_overlap.check(compiled.run)
     seconds = task_seconds(
@@ -236,7 +236,10 @@ def executed(
 
 
 def _routed(run: Run, model: ModelConfig) -> Routed:
-    """What sends tokens once has to know of them; refused where it would send none."""
+    """The routing of tokens for a dispatcher that sends each token once per rank.
+
+    Raises UserError where no all-to-all sends tokens.
+    """
     if run.ep == 1:
         raise UserError("moe_flex_dispatcher needs experts on several ranks; ep is 1")
     if run.moe_token_dispatcher_type != "alltoall":
@@ -248,9 +251,9 @@ def _routed(run: Run, model: ModelConfig) -> Routed:
 
 
 def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
-    """FLOPs that a model needs for a training step: attention in full, and as masked.
+    """FLOPs that a model needs for a training step: with attention in full, and as masked.
 
-    Three times the matrix products of a forward pass; nothing twice, and nothing padded.
+    Three times the matrix products of a forward pass, without recomputation and padding.
     """
     alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
     alone = alone.model_copy(update={"decoder_seq_length": run.decoder_seq_length})

@@ -149,12 +149,12 @@ class System:
 
 def _awaited(who: Endpoints) -> list[set[int]]:
     """By class: places of the sends that another class waits for."""
-    found: list[set[int]] = [set() for _ in who.lanes]
+    awaited: list[set[int]] = [set() for _ in who.lanes]
     for nth, of in enumerate(who.received):
         sender = who.class_of[of.sender]
         for each in np.unique(sender[sender != nth]).tolist():
-            found[each] |= set(np.unique(of.sent[sender == each]).tolist())
-    return found
+            awaited[each] |= set(np.unique(of.sent[sender == each]).tolist())
+    return awaited
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +198,7 @@ class BySegment:
     """A class of one lane, advanced segment by segment."""
 
     def __init__(self, nth: int, system: System, ports: Ports, matrices: SegmentMatrices) -> None:
-        """Class number `nth`; `matrices` are those that the classes before it had."""
+        """Class number `nth`; `matrices` are shared with the classes before it."""
         self.nth, self.system, self.ports = nth, system, ports
         received, first = system.who.received[nth], system.first[nth]
         local = received.sender[:, 0] == first
@@ -232,7 +232,7 @@ class BySegment:
         return int(self.cuts[len(self.inputs)])
 
     def advance(self) -> Key | None:
-        """Run until something is missing; returns what."""
+        """Run until a message or meeting is missing, and return its key; None at the end."""
         order, system = self.issue, self.system
         while len(self.inputs) < len(self.matrices):
             nth = len(self.inputs)
@@ -252,7 +252,7 @@ class BySegment:
                 start = system.meet(number, self.nth, ends - ticks)
                 if start is None:
                     return "meeting", number
-                # One input decides: as if it had come that late.
+                # The meeting decides: all inputs count as if they came at its start.
                 values = np.full_like(values, start[0])
                 ends = start + ticks
             self.ends[begin + matrix.ports] = ends
@@ -304,7 +304,7 @@ class ByTask:
         self.stopped = 0  # of stops
 
     def advance(self) -> Key | None:
-        """Run until something is missing; returns what."""
+        """Run until a message or meeting is missing, and return its key; None at the end."""
         while True:
             stop = self.stops[self.stopped]
             self.walk.run(self.order[self.passed : stop])
@@ -317,7 +317,7 @@ class ByTask:
             self.passed, self.stopped = stop + 1, self.stopped + 1
 
     def _join(self, place: int) -> Key | None:
-        """Run a place that involves other classes; returns what is missing."""
+        """Run a place that involves other classes; returns the key of what is missing, or None."""
         walk, ports, system = self.walk, self.ports, self.system
         if place in ports.meets:
             start = system.meet(ports.meets[place], self.nth, walk.ready(place))
@@ -348,27 +348,29 @@ class ByTask:
 
 
 def _times(system: System, nth: int, ports: Ports, ends: Int) -> Times:
-    """The times of all places, from when they end."""
+    """The times of all places, given their ends."""
     order, duration = ports.issue, system.durations[nth][:, None]
     ready = np.zeros_like(ends)
-    some = np.flatnonzero(np.diff(order.pointer))
-    if len(some):
-        ready[some] = np.maximum.reduceat(ends[order.needs], order.pointer[some], axis=0)
+    waiting = np.flatnonzero(np.diff(order.pointer))
+    if len(waiting):
+        starts = order.pointer[waiting]
+        ready[waiting] = np.maximum.reduceat(ends[order.needs], starts, axis=0)
     kernel = (ports.kind == TaskKind.COMPUTE)[:, None]
-    # A receive that finds its message there takes no time.
+    # A receive whose message has already arrived takes no time.
     late = (ports.kind == TaskKind.RECV)[:, None] & (ends == ready)
     return Times(ready, np.where(kernel | late, ready, ends - duration), ends)
 
 
 def _cuts(tasks: Tasks, order: Issue) -> list[int]:
-    """Where the work of each action begins, and that after all actions."""
+    """The places at which each action begins, and the place at which the optimizer begins."""
     rows = order.rows
     microbatch, phase = tasks.microbatch[rows], tasks.phase[rows]
     backward = phase != PHASES.index("forward")
-    some = np.flatnonzero(microbatch >= 0)
-    stage = tasks.stage[rows][some].astype(np.int64)
-    action = (stage * 2 + backward[some]) * (int(microbatch.max(initial=0)) + 1) + microbatch[some]
+    inside = np.flatnonzero(microbatch >= 0)
+    stage = tasks.stage[rows][inside].astype(np.int64)
+    microbatches = int(microbatch.max(initial=0)) + 1
+    action = (stage * 2 + backward[inside]) * microbatches + microbatch[inside]
     ordered = np.argsort(action, kind="stable")
     first = ordered[np.diff(action[ordered], prepend=-1) != 0]
     step = np.flatnonzero(phase == PHASES.index("optimizer"))
-    return [*some[first].tolist(), *step[:1].tolist()]
+    return [*inside[first].tolist(), *step[:1].tolist()]

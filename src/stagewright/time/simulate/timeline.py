@@ -1,8 +1,8 @@
 """When every task of a program starts and ends.
 
-One rank stands for all that behave alike, its *lane*: those of a class, unless factors make them
-differ. A class of one lane is advanced segment by segment (`max_plus`), any other task by task
-(`walk`). Classes are joined by messages, and by collectives of ranks of several classes.
+One rank stands for all ranks with equal timing, its *lane*: a rank class, unless factors make its
+ranks differ. A class of one lane is advanced segment by segment (`max_plus`), any other
+task by task (`walk`). Messages and collectives of several classes connect the classes.
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
@@ -30,14 +30,14 @@ from stagewright.time.simulate.issue import Issue, issue
 from stagewright.time.simulate.system import Progress, System
 
 TICK = 1e-12
-"""Seconds. Ticks are whole, and 64 bits hold a hundred days of them."""
+"""Seconds per tick. Times are whole ticks; 64 bits hold a hundred days of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
     """Ranks with equal timing, and when their tasks run; arrays are by place in issue order.
 
-    `ready` is when all that a task waits for on its rank has ended, `begin` when it runs: a
+    `ready` is when all dependencies of a task on its rank have ended, `begin` is when it starts: a
     collective begins when its last rank is ready, a message when it is sent.
     """
 
@@ -51,18 +51,18 @@ class Lane:
 
     @property
     def main(self) -> Bool:
-        """The kernels that the model's computation is made of, one at a time."""
+        """Which places are kernels of the main stream, which run one at a time."""
         return self.issue.stream == 0
 
     @property
     def aside(self) -> Bool:
-        """The kernels that settle gradients on a communication stream."""
+        """Which places are kernels that add up reduced gradients on a communication stream."""
         return (self.kind == TaskKind.COMPUTE) & ~self.main
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """A step of all ranks."""
+    """A step of all ranks in time."""
 
     program: Program
     how: Execution
@@ -71,12 +71,12 @@ class Timeline:
 
     @cached_property
     def ticks(self) -> int:
-        """When the last task ends."""
+        """The end of the last task, in ticks."""
         return max((int(lane.end.max(initial=0)) for lane in self.lanes), default=0)
 
     @property
     def seconds(self) -> float:
-        """The same in seconds: the duration of the step."""
+        """The duration of the step."""
         return self.ticks * TICK
 
 
@@ -99,7 +99,7 @@ def timeline(
     who = endpoints(program, issues, lane_of_rank(program, factor))
     each = zip(program.classes, seconds, issues, strict=True)
     durations = [_ticks(of, given, order) for of, given, order in each]
-    for meeting in who.meetings:  # which takes all its ranks equally long
+    for meeting in who.meetings:  # a collective takes all its ranks equally long
         met = list(zip(meeting.classes, meeting.places, strict=True))
         longest = max(int(durations[nth][place]) for nth, place in met)
         for nth, place in met:

@@ -1,8 +1,8 @@
 """A rank class task by task, for all its lanes at once: where ranks differ, or kernels slow down.
 
-Communication is looked at as early as can be: when the turn of a kernel comes, all that may run
-beside it is known. Kernels slow down beside collectives; messages, and the few kernels that settle
-gradients on another stream, neither slow others down nor are slowed.
+Communication is placed as early as possible: when the turn of a kernel comes, all communication
+that may run beside it is known. Kernels slow down beside collectives; messages, and the few kernels
+that add up gradients on another stream, neither slow other kernels nor are slowed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from stagewright.time.simulate.issue import Issue
 
 
 class LaneWork(NamedTuple):
-    """What a class has to do; all by place but `factor`, of kernels, by lane."""
+    """The tasks of a class: arrays by place, but `factor`, which slows kernels, by lane."""
 
     issue: Issue
     kind: NDArray[np.uint8]
     duration: Int  # ticks
-    groups: Sequence[Int | None]  # with which lanes each meets, as `met`; None: each by itself
+    groups: Sequence[Int | None]  # lanes that meet, by `lanes_met`; None: no others
     factor: Float
     slowdown: float
 
@@ -48,11 +48,11 @@ class SingleLane:
         self.beside: list[tuple[int, int]] = []
 
     def ready(self, place: int) -> Int:
-        """When all that a place waits for has ended, by lane."""
+        """When all dependencies of a place have ended: ticks, by lane."""
         return np.array([max((self.ends[n] for n in self.needs[place]), default=0)])
 
     def run(self, places: Iterable[int]) -> None:
-        """Kernels, and collectives of ranks of this class; all else is the caller's."""
+        """Run kernels, and collectives within this class; the caller runs everything else."""
         ends, needs, duration = self.ends, self.needs, self.duration
         for place in places:
             start = 0
@@ -69,17 +69,17 @@ class SingleLane:
             ends[place] = end
 
     def settle(self, place: int, end: Int) -> None:
-        """A transfer ends that others have a part in."""
+        """Record the end of a transfer that involves other classes."""
         self.ends[place] = int(end[0])
         if self.collective[place]:
             self.beside.append((int(end[0]) - self.duration[place], int(end[0])))
 
     def end(self, place: int) -> Int:
-        """When a place ended, by lane."""
+        """When a place ended: ticks, by lane."""
         return np.array([self.ends[place]])
 
     def all_ends(self) -> Int:
-        """By place and lane."""
+        """The ends of all places: ticks, [places, lanes]."""
         return np.array(self.ends, dtype=np.int64)[:, None]
 
 
@@ -101,17 +101,17 @@ class SeveralLanes:
         self.scaled: dict[int, Int] = {}
 
     def ready(self, place: int) -> Int:
-        """When all that a place waits for has ended, by lane."""
-        some = self.needs[place]
-        if not some:
+        """When all dependencies of a place have ended: ticks, by lane."""
+        needs = self.needs[place]
+        if not needs:
             return np.zeros(self.lanes, dtype=np.int64)
-        latest_ = self.ends[some[0]]
-        for need in some[1:]:
-            latest_ = np.maximum(latest_, self.ends[need])
-        return latest_
+        latest = self.ends[needs[0]]
+        for need in needs[1:]:
+            latest = np.maximum(latest, self.ends[need])
+        return latest
 
     def run(self, places: Iterable[int]) -> None:
-        """Kernels, and collectives of ranks of this class; all else is the caller's."""
+        """Run kernels, and collectives within this class; the caller runs everything else."""
         for place in places:
             start, ticks = self.ready(place), self.duration[place]
             if self.kernel[place]:
@@ -130,17 +130,17 @@ class SeveralLanes:
             self.settle(place, start + ticks)
 
     def settle(self, place: int, end: Int) -> None:
-        """A transfer ends."""
+        """Record the end of a transfer."""
         self.ends[place] = end
         if self.work.slowdown and self.work.kind[place] == TaskKind.COLLECTIVE:
             self.beside.append((end - self.duration[place], end))
 
     def end(self, place: int) -> Int:
-        """When a place ended, by lane."""
+        """When a place ended: ticks, by lane."""
         return self.ends[place]
 
     def all_ends(self) -> Int:
-        """By place and lane."""
+        """The ends of all places: ticks, [places, lanes]."""
         return self.ends
 
     def _stretched(self, start: Int, work: Int) -> Int:
@@ -153,9 +153,9 @@ class SeveralLanes:
 
 
 def stretched(start: int, work: int, beside: Iterable[tuple[int, int]], slowdown: float) -> int:
-    """When `work` ticks end that start at `start` and go slower while something runs beside them.
+    """The end of `work` ticks that start at `start` and run slower during the intervals `beside`.
 
-    `beside` are intervals in any order.
+    Intervals may be in any order.
 
     >>> stretched(0, 10, [(4, 10)], 0.5)  # 4 alone, 4 in 6 ticks, 2 alone
     12
@@ -179,18 +179,18 @@ def stretched(start: int, work: int, beside: Iterable[tuple[int, int]], slowdown
 
 
 def lanes_met(group: Int) -> Int:
-    """For each lane those of its number, itself again where they are fewer: (lanes, most).
+    """For each lane the lanes of its group, padded by repetition: [lanes, size of largest group].
 
     >>> lanes_met(np.array([7, 5, 7])).tolist()
     [[0, 2], [1, 1], [0, 2]]
     """
     mine = [np.flatnonzero(group == number) for number in group]
-    most = max(len(some) for some in mine)
-    return np.stack([np.pad(some, (0, most - len(some)), mode="edge") for some in mine])
+    most = max(len(lanes) for lanes in mine)
+    return np.stack([np.pad(lanes, (0, most - len(lanes)), mode="edge") for lanes in mine])
 
 
 def earliest_order(issue: Issue, fixed: Bool) -> list[int]:
-    """Places in an order that puts those not `fixed` right after the last that they wait for."""
+    """Places in an order that puts each place not `fixed` right after its last dependency."""
     pointer: list[int] = issue.pointer.tolist()
     needs: list[int] = issue.needs.tolist()
     turn = [*range(len(issue))]
