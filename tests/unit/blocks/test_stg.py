@@ -247,6 +247,13 @@ def test_refuses(text: str, wanted: str, tmp_path: Path) -> None:
     assert str(path) in str(info.value)
 
 
+def test_a_module_may_leave_nothing_to_compute(tmp_path: Path) -> None:
+    path = tmp_path / "mine.stg"
+    path.write_text("input x[B, S]\ny = add(x)")  # a sum of one value is that value
+    compiled = sw.compile(Run(model=str(path), seq_length=8))
+    assert not compiled.program.classes[0].values.value.size
+
+
 def test_refuses_what_does_not_divide_or_need_it() -> None:
     with pytest.raises(UserError, match=r"tp=3 does not divide D = 5120 of ssm\.A \[D, P\]"):
         sw.compile(Run(model=str(EXAMPLES / "ssm.stg"), tp=3, seq_length=8))

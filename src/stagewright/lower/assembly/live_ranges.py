@@ -48,6 +48,7 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
                 instances[3] = np.where(halved[instances[1]], rank.total - 1, instances[3])
             columns.append(instances)
     name, of, layer, category, size = np.array(table, dtype=np.int64).reshape(-1, 5).T
+    columns = columns or [[np.array([], dtype=np.int64)] * 4]  # a program may hold no value
     body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]
     return Values(
         name.astype(np.int32),
