@@ -226,7 +226,7 @@ def _naive(b: Builder, of: LatentOperands, reach: Reach) -> Node:
     q = join(of.plain, of.turned, "bsaN,bsaZ->bsaD", size("D"), name="q_joined")
     rows: Node | None = None
     if b.recipe.inference:
-        new = identity(_joined(latent, shared), "latent_core", role=Role.KEYS)
+        new = identity(_cache_rows(latent, shared), "latent_core", role=Role.KEYS)
         (kept,) = cached(b, {"latent": new}, reach)
         seen, rows = cached_rows(b, kept, new, reach)
         latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
@@ -255,14 +255,14 @@ def _absorbed(b: Builder, of: LatentOperands, reach: Reach) -> Node:
     width = size("C") + size("Z")
     q = b.linear("bsan,can->bsac", of.plain, of.w_uk, "q_absorbed", scope="attention")
     q = identity(join(q, of.turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
-    keys = identity(_joined(of.latent, of.shared), "latent_core", role=Role.KEYS)
+    keys = identity(_cache_rows(of.latent, of.shared), "latent_core", role=Role.KEYS)
     operands = AttentionOperands(q, (keys,), HeadDims("bqa", "bk", "v"), sinks=_sinks(b))
     o = identity(_core(b, operands, reach), "context", scope="attention")
     return b.linear("bsac,cau->bsau", o, of.w_uv, "absorbed", scope="attention")
 
 
-def _joined(latent: Node, shared: Node) -> Node:
-    """A token's row of the cache: its latent and the key that all heads share, [B, S, C + Z]."""
+def _cache_rows(latent: Node, shared: Node) -> Node:
+    """Tokens' rows of the cache: their latents and the key that all heads share, [B, S, C + Z]."""
     return join(latent, shared, "bsC,bsZ->bsD", size("C") + size("Z"), name="k_joined")
 
 

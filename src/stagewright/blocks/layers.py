@@ -62,7 +62,7 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
     """A layer's new residual stream [B, S, M]; `cross` is attention to another sequence, which
     follows the mixer."""
     config = b.config
-    own = {m.name: partial(_own, m) for m in config.modules}
+    own = {m.name: partial(_as_part_of_layer, m) for m in config.modules}
     mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
     place = config.norm_placement
     if config.parallel_block:
@@ -92,7 +92,7 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
     return identity(y, "y")
 
 
-def _own(module: Module, b: Builder, h: Node) -> Node:
+def _as_part_of_layer(module: Module, b: Builder, h: Node) -> Node:
     """A user's module as a mixer or an MLP: from [B, S, M] to what is added to the stream."""
     (first, dims, _), *others = module.inputs
     if others:
