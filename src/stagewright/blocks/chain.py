@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagewright.blocks.builder import Block
-from stagewright.blocks.diffusion import conditioned_layer, denoiser, noisy_patches
-from stagewright.blocks.encoder_decoder import (
+from stagewright.blocks.ends import ORIGINAL, embedding, head, tied
+from stagewright.blocks.families.diffusion import conditioned_layer, denoiser, noisy_patches
+from stagewright.blocks.families.encoder_decoder import (
     decoder_layer,
     encoder_end,
     encoder_layer,
     source_embedding,
 )
-from stagewright.blocks.ends import ORIGINAL, embedding, head, tied
+from stagewright.blocks.families.mtp import final_norm, mtp, mtp_name
+from stagewright.blocks.families.recommendation import ranking
+from stagewright.blocks.families.shared import shared_tables
+from stagewright.blocks.families.vision import classifier, patches, projector, tower
 from stagewright.blocks.layers import layer
-from stagewright.blocks.mtp import final_norm, mtp, mtp_name
 from stagewright.blocks.recipe import Recipe
-from stagewright.blocks.recommendation import ranking
-from stagewright.blocks.shared import shared_tables
-from stagewright.blocks.vision import classifier, patches, projector, tower
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.disaggregated import compile_disaggregated
-from stagewright.lower.serving import compile_serving
+from stagewright.lower.inference.disaggregated import compile_disaggregated
+from stagewright.lower.inference.serving import compile_serving
 from stagewright.lower.training import compile_training
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stagewright.graph.node import Graph, text
-from stagewright.lower.capacity import Capacity
+from stagewright.lower.inference.capacity import Capacity
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program

@@ -38,9 +38,9 @@ import numpy as np
 
 from stagewright.arrays import Int, exact_sum
 from stagewright.errors import UserError
-from stagewright.lower.capacity import Capacity
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.inference.capacity import Capacity
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural, quantity
 from stagewright.program import memory

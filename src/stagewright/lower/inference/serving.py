@@ -1,8 +1,8 @@
 """From an inference step to the program of every rank: forward only, sizes that differ by rank.
 
 As in `lower.training`, a block variant is one graph. The ranks of data parallelism serve different
-requests: the step is lowered once for each distinct batch, and `lower.per_rank` puts the programs
-of the ranks together from these.
+requests: the step is lowered once for each distinct batch, and `lower.inference.per_rank` puts the
+programs of the ranks together from these.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from stagewright.lower.assembly.assemble import lower
 from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.blocks import lower_block, shard_block
-from stagewright.lower.capacity import capacity
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.inference.capacity import capacity
+from stagewright.lower.inference.per_rank import merge_programs, place_along
+from stagewright.lower.inference.serving_memory import ServingMemory
 from stagewright.lower.kernels import Extent, Kernel, extent_of
 from stagewright.lower.parameters import parameters
-from stagewright.lower.per_rank import merge_programs, place_along
 from stagewright.lower.recipe import recipe_of, sizes_of
-from stagewright.lower.serving_memory import ServingMemory
 from stagewright.lower.strategy_table import check_table, table_of
 from stagewright.lower.variants import BlockVariant, labels, place_blocks
 from stagewright.model.config import ModelConfig

@@ -21,8 +21,8 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.per_rank import place_along
-from stagewright.lower.serving import compile_serving
+from stagewright.lower.inference.per_rank import place_along
+from stagewright.lower.inference.serving import compile_serving
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach
 from stagewright.parallel.degrees import parallelization
