@@ -389,7 +389,7 @@ def _hardware(path: Path) -> object:
 
 def _modules(path: Path) -> object:
     """A .stg file, and what it describes compiled."""
-    from stagewright.blocks.stg import load
+    from stagewright.blocks.text.stg import load
     from stagewright.lower.compile import compile
     from stagewright.run.settings import Run
 

@@ -10,14 +10,14 @@ MOST = {
     "root": 0,
     "cycles": 0,
     "twice": 0,
-    "riddles": 8,
+    "riddles": 6,
     "roles": 0,
     "meaning": 3,
     # Signs of where to look, of which some will stay.
-    "modules": 8,
-    "long": 3,
+    "modules": 7,
+    "long": 2,
     "wide": 7,
-    "crowded": 2,
+    "crowded": 0,
 }
 
 

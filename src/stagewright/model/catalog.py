@@ -13,7 +13,7 @@ from pathlib import Path
 from reprlib import repr as shown  # short and shallow whatever the file holds
 from typing import cast
 
-from stagewright.blocks import stg
+from stagewright.blocks.text import stg
 from stagewright.errors import UserError, did_you_mean
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf import read as hf

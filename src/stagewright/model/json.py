@@ -12,7 +12,7 @@ import dataclasses
 from reprlib import repr as shown
 from typing import Any, cast
 
-from stagewright.blocks.stg import parse
+from stagewright.blocks.text.stg import parse
 from stagewright.model.architecture import NESTED
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig

@@ -17,7 +17,7 @@ from spmd import random_values, single
 from stagewright import blocks as nn
 from stagewright.algebra import notation
 from stagewright.algebra.notation import tensor
-from stagewright.blocks.stg import parse
+from stagewright.blocks.text.stg import parse
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import COLLECTIVE_OPS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from stagewright.algebra.index import parse as parse_spec
@@ -94,7 +95,7 @@ def build(
     values: Mapping[str, Node],
 ) -> Node:
     """The nodes of a module; `values` are its inputs by name."""
-    scope = _Nodes(dict(values), draft.shapes, draft.table, draft.name, text, b)
+    scope = _StatementNodes(dict(values), draft.shapes, draft.table, draft.name, text, b)
     for s in draft.statements:
         try:
             scope.run(s)
@@ -104,7 +105,7 @@ def build(
 
 
 @dataclass(slots=True)
-class _Nodes:
+class _StatementNodes:
     """The values of a module's statements so far."""
 
     values: dict[str, Node]
@@ -177,9 +178,9 @@ class _Nodes:
         hidden = out is not None and any(x not in shown for d in parsed.out for x in d)
         if of.op in ("einsum", "attention") and len({x.dtype for x in xs}) > 1:
             raise NotationError(f"{of.op} of {', '.join(x.dtype for x in xs)}; cast first", of.at)
+        given = partial(apply, of.op, spec, *xs, out=out if hidden else None)
         role = Role.CORE if of.op == "attention" else None
-        given: dict[str, Any] = {"scope": self.module, "name": name, "role": role}
-        return apply(of.op, spec, *xs, out=out if hidden else None, **given, **attributes)
+        return given(scope=self.module, name=name, role=role, **attributes)
 
 
 def _elementwise(xs: list[Node], attributes: dict[str, Any]) -> str:

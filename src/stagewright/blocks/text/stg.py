@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.notation import DEGREES, NotationError, Tensor, tensor, where
 from stagewright.algebra.size import Size, size
-from stagewright.blocks.statements import (
+from stagewright.blocks.text.statements import (
     COLLECTIVES,
     Call,
     Draft,
