@@ -15,8 +15,7 @@ from typing import NamedTuple, Protocol
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
-from stagewright.trace.formats import chakra, dot
-from stagewright.trace.formats import json as readable
+from stagewright.trace.formats import planning_modules
 from stagewright.trace.manifest import WrittenRanks
 from stagewright.trace.storage import LocalFolder, Storage, WrittenFile, storage_at
 
@@ -62,17 +61,13 @@ class Batch(Protocol):
 
 
 class Format(NamedTuple):
-    """A way to write a rank: to add one, write a module with a `plan`, and name it in FORMATS."""
+    """A way to write a rank: to add one, write a module with a `plan` in `trace.formats`."""
 
     file: str  # name of a rank's file, with `{rank}` in it
     plan: Callable[[Program, Int, Mapping[str, str | int]], Sequence[Batch]]
 
 
-FORMATS = {
-    "chakra": Format("workload.{rank}.et", chakra.plan),
-    "json": Format("rank.{rank}.json", readable.plan),
-    "dot": Format("rank.{rank}.dot", dot.plan),
-}
+FORMATS = {name: Format(of.FILE, of.plan) for name, of in planning_modules().items()}
 
 
 class Share(NamedTuple):

@@ -226,7 +226,7 @@ def test_place(made: Path, tmp_path: Path):
     sw.generate(run, f"{tmp_path}/old", format="bundle", force=True)
     assert sw.Bundle(tmp_path / "old").world_size == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "old"]
-    with pytest.raises(UserError, match="choose of chakra, json, dot"):
+    with pytest.raises(UserError, match="choose of chakra, dot, json"):
         expand(sw.Bundle(made), tmp_path / "out", format="bundle")
     with pytest.raises(UserError, match="rank 16"):
         expand(sw.Bundle(made), tmp_path / "out", ranks=[16])

@@ -22,7 +22,7 @@ from stagewright.cli.writing import writing
     "format_",
     default="chakra",
     metavar="NAME",
-    help="Format of the traces: chakra, json or dot. [chakra]",
+    help="Format of the traces: chakra, dot or json. [chakra]",
 )
 @writing
 def expand(bundle: str, out: str, ranks: str | None, format_: str, **how: Any) -> None:

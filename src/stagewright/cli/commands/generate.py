@@ -24,7 +24,7 @@ from stagewright.errors import UserError
     "format_",
     default="chakra",
     metavar="NAME",
-    help="Format of the traces: chakra, json, dot or bundle. [chakra]",
+    help="Format of the traces: chakra, dot, json or bundle. [chakra]",
 )
 @click.option("--durations", metavar="FILE", help="CSV of measured kernels (see show --kernels).")
 @click.option(

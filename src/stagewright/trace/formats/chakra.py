@@ -39,6 +39,9 @@ from stagewright.trace.formats.et_def import VALUES, CommType, NodeType
 from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, ByteTable, MessageRows, Pieces
 from stagewright.trace.storage import aligned
 
+FILE = "workload.{rank}.et"
+"""What a rank's file is called."""
+
 VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4
 BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
 

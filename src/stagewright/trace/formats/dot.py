@@ -17,6 +17,9 @@ from stagewright.errors import UserError
 from stagewright.program.columns import Program
 from stagewright.trace.formats import json as readable
 
+FILE = "rank.{rank}.dot"
+"""What a rank's file is called."""
+
 MOST = 3000
 """Nodes that a drawing may have: Graphviz takes minutes beyond, and nobody can read it."""
 

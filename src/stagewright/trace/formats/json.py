@@ -26,6 +26,9 @@ from stagewright.program.columns import (
     among,
 )
 
+FILE = "rank.{rank}.json"
+"""What a rank's file is called."""
+
 
 def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[JsonBatch]:
     """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
