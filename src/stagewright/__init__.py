@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stagewright.run.settings import Run
     from stagewright.texttable import Table
     from stagewright.trace.formats.bundle import Bundle
+    from stagewright.trace.recorded import load_run
 
 __all__ = [
     "Bundle",
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "compile",
     "generate",
+    "load_run",
     "report",
     "resolve",
     "simulate",
@@ -51,6 +53,7 @@ _HOME = {
     "UserError": "errors",
     "compile": "api.compiled",
     "generate": "api.generated",
+    "load_run": "trace.recorded",
     "report": "api.reported",
     "resolve": "model.catalog",
     "simulate": "api.simulated",

@@ -26,6 +26,11 @@ DERIVED = {
 }
 """Options whose setting follows from others, with their help."""
 
+_BY_DERIVED = {
+    **dict.fromkeys(("ep", "etp"), "enable-expert-parallel"),
+    "vpp": "num-layers-per-virtual-pipeline-stage",
+}
+
 
 def translate(
     given: Mapping[str, Any],
@@ -44,12 +49,28 @@ def translate(
     def finish(experiment: Experiment) -> Experiment:
         run = experiment.run
         if given.get("enable_expert_parallel"):
-            run = run.model_copy(update={"ep": run.tp * run.cp * run.dp, "etp": 1})
+            run = _expert_parallel(experiment)
         if "num_layers_per_virtual_pipeline_stage" in given:
             run = _virtual_stages(run, int(given["num_layers_per_virtual_pipeline_stage"]))
+        for name in ("ep", "etp", "vpp"):
+            if name in settings and settings[name] != getattr(run, name):
+                raise UserError(
+                    f"--{name} {settings[name]} contradicts --{_BY_DERIVED[name]}, which makes it "
+                    f"{getattr(run, name)}; drop either"
+                )
         return replace(experiment, run=run)
 
     return settings, finish
+
+
+def _expert_parallel(experiment: Experiment) -> Run:
+    """vLLM's expert parallelism: over all ranks, those that `nodes` fills with dp included."""
+    from stagewright.api.simulated import fill_nodes
+
+    run, cluster = experiment.run, experiment.cluster
+    if cluster.nodes is not None:
+        run = fill_nodes(run, cluster, cluster.nodes)
+    return run.model_copy(update={"ep": run.tp * run.cp * run.dp, "etp": 1})
 
 
 def _virtual_stages(run: Run, layers: int) -> Run:

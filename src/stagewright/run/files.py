@@ -64,10 +64,14 @@ def flat(values: Mapping[str, Any], path: str | Path | None = None) -> dict[str,
         result[name] = value
 
     for name, value in values.items():
-        if name not in SECTIONS or not isinstance(value, Mapping):
+        section = name in SECTIONS and name not in EXPERIMENT and name != "model"
+        if section and not (value is None or isinstance(value, Mapping)):
+            wanted = "its settings, one per line and indented"
+            raise UserError(f"{where}{name} is a section, got {shown(value)}, wanted {wanted}")
+        if name not in SECTIONS or not (section or isinstance(value, Mapping)):
             add(name, value)
             continue
-        for inner, setting in cast("Mapping[object, Any]", value).items():
+        for inner, setting in cast("Mapping[object, Any]", value or {}).items():
             _check_section(name, str(inner), where)
             add(str(inner), setting)
     return result

@@ -65,7 +65,8 @@ def check(run: Run, model: ModelConfig) -> None:
 def check_modes(run: Run) -> None:
     """Refuse settings of training in inference, and those of inference in training."""
     for setting in SETTINGS.values():
-        if run.mode in setting.modes or getattr(run, setting.name) == setting.default:
+        implied = (setting.default, setting.default_of(run.framework))
+        if run.mode in setting.modes or getattr(run, setting.name) in implied:
             continue
         if run.mode == "train":
             raise UserError(

@@ -80,7 +80,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         """A run from a YAML file, or an earlier run's manifest; overrides replace.
 
         Every error is a UserError that names the setting, and the file if it came from there.
-        `stagewright.trace.recorded.load_run` reads bundles, too.
+        `stagewright.load_run` reads bundles, too.
         """
         return cls.of({} if path is None else read_settings(path), overrides, path)
 

@@ -537,3 +537,38 @@ def test_tables_fit_80_columns(line: tuple[str, ...], call: Call, monkeypatch: p
             assert len(row) <= 80, row
     words = {word for row in wide for word in row.split() if word[0].isdigit()}
     assert words <= {word for row in narrow for word in row.split()}  # no number is broken
+
+
+@pytest.mark.parametrize("gpus", [("--dp", "8"), ("--nodes", "1")])
+def test_expert_parallelism_of_vllm_is_over_all_ranks(call: Call, gpus: tuple[str, ...]):
+    run = ("mixtral-8x7b", "--layers", "2", "--seq-length", "64", "--hardware", "h100-sxm")
+
+    found = call("simulate", *run, *gpus, "--enable-expert-parallel", "--json")
+
+    assert {"ep=8", "dp=8", "etp=1"} <= set(json.loads(found.out)["run"].split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("mixtral-8x7b", "--dp", "4", "--ep", "2", "--enable-expert-parallel"),
+            "--ep 2 contradicts --enable-expert-parallel, which makes it 4; drop either",
+        ),
+        (
+            (
+                *("gpt2", "--layers", "4", "--pp", "2", "--vpp", "3"),
+                *("--num-layers-per-virtual-pipeline-stage", "1"),
+            ),
+            "--vpp 3 contradicts --num-layers-per-virtual-pipeline-stage, which makes it 2; "
+            "drop either",
+        ),
+        (
+            ("gpt2", "--mode", "decode", "--framework", "torchtitan"),
+            "framework is a setting of training, got mode=decode: its habits are those of "
+            "training; drop it",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(call: Call, options: tuple[str, ...], message: str):
+    assert call("show", *options) == Outcome(2, "", f"stagewright: error: {message}\n")

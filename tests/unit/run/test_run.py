@@ -620,3 +620,12 @@ def test_ranks_share_key_value_heads_evenly():
     wanted = "tp=12 neither divides the 8 key-value heads of toy nor is a multiple of them; "
     with pytest.raises(UserError, match=f"^{wanted}use 1, 2, 4, 8 or 24$"):
         check(run(tp=12), TOY)
+
+
+def test_a_section_may_be_empty_but_is_no_value(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\nparallelism:\n  # tp: 2\n")
+    assert Run.load(path) == Run(model="gpt2")
+    path.write_text("model: gpt2\nparallelism: [tp, 2]\n")
+    with pytest.raises(UserError, match=r"parallelism is a section, got \['tp', 2\], wanted its"):
+        Run.load(path)

@@ -394,3 +394,12 @@ def test_of_another_version(made: Path, tmp_path: Path):
     told = expand(sw.Bundle(path), tmp_path / "out", ranks=[3])
     assert told["stagewright"] == "0.0.1"
     assert verify(tmp_path / "out").ok
+
+
+def test_offloading_is_read_back(tmp_path: Path):
+    out = tmp_path / "off.bundle"
+    compiled = sw.compile("gpt2", layers=2, seq_length=16, vocab=64, cpu_offloading_num_layers=1)
+    sw.generate(compiled, str(out), format="bundle")
+
+    assert verify(out).findings == []
+    assert sw.load_run(out).cpu_offloading_num_layers == 1

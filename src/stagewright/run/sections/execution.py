@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.run.sections.declare import AXES, Switch, setting
+from stagewright.run.sections.declare import AXES, Number, Switch, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Execution:
         metavar="LIST",
         switches={"overlap-grad-reduce": frozenset()},
     )
-    prefetch: int = setting(1, "Blocks ahead that sharded weights are gathered.")
+    prefetch: Number = setting(1, "Blocks ahead that sharded weights are gathered.")
     overlap_param_gather: Switch = setting(
         False,
         "Sharded optimizer: gather updated parameters in the next step's forward pass.",

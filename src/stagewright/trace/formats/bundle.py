@@ -410,7 +410,8 @@ class Bundle:
         self._check(nth, "shape", columns["shape"], -1, len(tables.shapes))
         self._check(nth, "data", columns["data"], 0, rows)
         self._check(nth, "order", columns["order"], 0, rows)
-        self._check(nth, "slot of a message", slot[kind >= TaskKind.SEND], 0, peers)
+        messages = (kind == TaskKind.SEND) | (kind == TaskKind.RECV)
+        self._check(nth, "slot of a message", slot[messages], 0, peers)
         used = np.unique(slot[kind == TaskKind.COLLECTIVE]).tolist()
         if used != [*of.communicators]:
             raise self._damaged(f"class {nth} uses communicators {used}, not {of.communicators}")
