@@ -14,6 +14,9 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.sections import ALIASES, EXPERIMENT, SECTIONS
 from stagewright.run.validation import hint_of_setting
 
+_SETTINGS_TOO = EXPERIMENT.keys() | {"model"}
+"""Words that name a setting, whatever section they name besides."""
+
 
 def read_settings(path: str | Path) -> dict[str, Any]:
     """What a run file in YAML or an earlier run's manifest holds."""
@@ -64,13 +67,12 @@ def flat(values: Mapping[str, Any], path: str | Path | None = None) -> dict[str,
         result[name] = value
 
     for name, value in values.items():
-        section = name in SECTIONS and name not in EXPERIMENT and name != "model"
-        if section and not (value is None or isinstance(value, Mapping)):
-            wanted = "its settings, one per line and indented"
-            raise UserError(f"{where}{name} is a section, got {shown(value)}, wanted {wanted}")
-        if name not in SECTIONS or not (section or isinstance(value, Mapping)):
+        if name not in SECTIONS or (name in _SETTINGS_TOO and not isinstance(value, Mapping)):
             add(name, value)
             continue
+        if not (value is None or isinstance(value, Mapping)):
+            wanted = "its settings, one per line and indented"
+            raise UserError(f"{where}{name} is a section, got {shown(value)}, wanted {wanted}")
         for inner, setting in cast("Mapping[object, Any]", value or {}).items():
             _check_section(name, str(inner), where)
             add(str(inner), setting)
