@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from stagewright.algebra.compiled import compile_sizes
 from stagewright.algebra.size import Size, ceil_div, maximum, product, size, total
 
+pytestmark = pytest.mark.numerics  # exact arithmetic against Fraction, on many draws
+
 NAMES = ["B", "S", "H", "tp", "lambda"]  # A keyword of Python must not confuse generated code.
 Values = dict[str, int]
 relaxed = settings(deadline=None)  # Machines that run tests are busy.

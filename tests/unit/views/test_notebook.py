@@ -21,6 +21,8 @@ from stagewright.texttable import SHOWN, Table
 from stagewright.views.pages.shell import page_of
 from stagewright.views.pictures import layer, schedule
 
+pytestmark = pytest.mark.numerics  # whole pages of compiled and simulated runs take seconds
+
 SMALL: dict[str, Any] = {"layers": 4, "seq_length": 256, "tp": 2, "pp": 2, "dp": 2}
 
 

@@ -18,6 +18,8 @@ from stagewright.views.pages.settings import command
 
 from .test_pictures import RUNS, SMALL
 
+pytestmark = pytest.mark.numerics  # whole pages of compiled and simulated runs take seconds
+
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("name", RUNS)
