@@ -50,6 +50,10 @@ def _error(value: float) -> str:
     return f"{value:+.1%}"
 
 
+def _exact(value: float) -> str:
+    return f"{value:.10g}"
+
+
 def _figure(value: float) -> str:
     return f"{value:.4g}"
 
@@ -60,7 +64,7 @@ def _count(value: float) -> str:
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     **{"s": duration, "share": _share, "whole share": _whole_share},
-    **{"error": _error, "figure": _figure, "count": _count},
+    **{"error": _error, "figure": _figure, "exact": _exact, "count": _count},
 }
 
 
@@ -72,8 +76,8 @@ class Table:
     columns: Mapping[str, Sequence[Any]]
     units: Mapping[str, str] = field(default_factory=dict[str, str])
     """Unit by column. `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in
-    percent, `error` in percent with its sign, `figure` in four digits, `count` with commas; numbers
-    of a column with the unit `""` are shown unchanged."""
+    percent, `error` in percent with its sign, `figure` in four digits, `exact` in all, `count` with
+    commas; numbers of a column with the unit `""` are shown unchanged."""
     grouped: str = ""
     """A column whose value is shown only where it differs from the row above."""
 

@@ -201,7 +201,7 @@ def test_help_is_in_sections_and_rare_options_are_on_demand(capsys: pytest.Captu
         ("--data-parallel-size 2 --use-distributed-optimizer", {"dp": 2, "zero": 1}),
         ("--use-distributed-optimizer --zero 1", {"zero": 1}),
         ("--recompute-granularity full --bf16", {"recompute": "full"}),
-        ("--mode decode --max-num-seqs 4 --block-size 32", {
+        ("--mode decode --batch-size 4 --block-size 32", {
             "mode": "decode", "batch_size": 4, "kv_block_size": 32}),
         ("--mode decode --tp 2 --dp 2 --enable-expert-parallel", {
             "mode": "decode", "tp": 2, "dp": 2, "ep": 4, "etp": 1}),

@@ -190,3 +190,17 @@ def test_settings_of_a_compiled_run_cannot_change():
     compiled = sw.compile("llama3-8b", **{k: v for k, v in SMALL.items() if k != "model"})
     with pytest.raises(sw.UserError, match="tp cannot change what is compiled"):
         sw.simulate(compiled, "h100-sxm", tp=2)
+
+
+def test_the_price_is_the_one_that_is_asked_for():
+    """Of two prices of a GPU's hour, the cost of a million tokens is in the same proportion."""
+    run = {"layers": 1, "seq_length": 64, "hardware": "h100-sxm"}
+    usd = [
+        float(
+            re.search(
+                r"A million tokens</dt><dd>([\d.e-]+) USD", sw.report("gpt2", **run, price=p)
+            )[1]
+        )
+        for p in (2.0, 20.0)
+    ]
+    assert usd[1] == pytest.approx(10 * usd[0], rel=0.02)

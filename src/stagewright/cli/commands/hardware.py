@@ -41,7 +41,7 @@ def hardware(name: str | None, as_json: bool) -> None:
         "NIC GB/s": [h.scale_out.bandwidth_gb_s for h in all_],
         "W": [h.tdp_w for h in all_],
     }
-    units = dict.fromkeys(columns.keys() - {"scale-up"}, "figure")
+    units = dict.fromkeys(columns.keys() - {"scale-up"}, "exact")
     print_table(Table("", {"name": [h.name for h in all_], **columns}, units), shared.console())
 
 

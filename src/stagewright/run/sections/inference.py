@@ -68,7 +68,6 @@ class InferenceSection:
         "Requests of a step, over all ranks.",
         unset="dp * pp, or as many as in requests",
         modes=INFERENCE,
-        names=("max-num-seqs",),
     )
     prompt_length: Count | None = setting(
         None,

@@ -17,7 +17,7 @@ class MemorySection:
         "Activations that backward computes again.",
         modes=TRAINING,
         elsewhere=_NO_BACKWARD,
-        names=("recompute-granularity", "activation_checkpoint.mode"),
+        names=("recompute-granularity",),
     )
     recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = setting(
         ("core_attn",),

@@ -78,7 +78,7 @@ def tiles(compiled: CompiledRun, found: SimulatedStep | None) -> list[tuple[str,
         if run.mode == "train":
             figures.append(("MFU", f"{found.mfu:.1%}", f"causal {found.mfu_causal:.1%}"))
         figures.append(("HFU", f"{found.hfu:.1%}", "what kernels execute"))
-        spent = found.expense()
+        spent = found.expense(found.cluster.price if found.cluster else None)
         if spent.usd_per_million_tokens is not None:
             price = f"{spent.usd_per_million_tokens:.3g} USD"
             figures.append(("A million tokens", price, f"{spent.joules_per_token:.3g} J a token"))
