@@ -6,6 +6,7 @@
 import importlib.util
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -78,6 +79,41 @@ def test_python_of_pages_prints_what_they_show(
         return
     for block, got, told in said:
         assert got == (told or ""), block
+
+
+def runnable(page: Path) -> Iterator[tuple[str, str]]:
+    """Files and commands of a page in order: (name, text) of a run file, ("", command line).
+
+    A block of YAML that begins with a comment such as `# run.yaml: why` is a file of that name. A
+    command that names a place which only its reader has (`path/to/...`, `~/...`) is left out.
+    """
+    for block in blocks(page, "bash", "yaml"):
+        if block.language == "yaml":
+            named = re.match(r"# ([\w-]+\.yaml)\b", block.text)
+            if named:
+                yield named[1], block.text
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if line.startswith("stagewright ") and not re.search(r"path/to|~/", line):
+                yield "", line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(not name for name, _ in runnable(page))], ids=name
+)
+def test_commands_of_pages_run_in_order(page: Path, tmp_path: Path):
+    """As somebody would type them, one after the other in a fresh folder; each ends with 0."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for shared in ("examples", "src"):
+        (folder / shared).symlink_to(ROOT / shared)
+    for file, text in runnable(page):
+        if file:
+            (folder / file).write_text(text, encoding="utf-8")
+            continue
+        output = printed(f"({text}) >/dev/null && echo done", folder, tmp_path / "tools")
+        assert output.splitlines()[-1:] == ["done"], f"$ {text}\n{output}"
 
 
 def test_the_tour_is_as_long_as_it_says():

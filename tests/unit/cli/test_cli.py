@@ -473,23 +473,6 @@ def blocks(language: str) -> list[str]:
     return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
 
 
-@pytest.mark.slow
-def test_usage_commands_work(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (config := tmp_path / "path/to/config.json").parent.mkdir(parents=True)
-    config.write_bytes((ROOT / "src/stagewright/data/configs/llama-3.1-70b.json").read_bytes())
-    (run_file,) = blocks("yaml")
-    Path("run.yaml").write_text(run_file, encoding="utf-8")
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    commands = [line.split()[1:] for line in lines if line.startswith("stagewright ")]
-
-    assert len(commands) >= 8
-    for arguments in commands:
-        assert call(*arguments)[0::2] == (0, ""), arguments
-    # One of them repeated the run of another.
-    assert files(tmp_path / "out") == files(tmp_path / "again")
-
-
 def test_usage_shows_what_is_printed(call: Call):
     text = USAGE.read_text(encoding="utf-8")
 
@@ -502,7 +485,7 @@ def test_usage_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (code,) = blocks("python")
     exec(code, {})
 
-    assert len(list((tmp_path / "out").glob("*.et"))) == 64
+    assert len(list((tmp_path / "out-python").glob("*.et"))) == 64
 
 
 # ---- tables --------------------------------------------------------------------------------------
