@@ -142,6 +142,55 @@ def _more(setting: Setting) -> str:
     return "; ".join(parts)
 
 
+# ---- Python --------------------------------------------------------------------------------------
+
+
+def python() -> str:
+    """The public names of the package: signatures, docstrings with their examples, members."""
+    import stagewright as sw
+
+    parts = [
+        "# Python\n\nEverything public is an attribute of the package: `import stagewright as sw`. Sizes are "
+        "bytes, times seconds, and numbers are of one rank and one step unless a name says otherwise. "
+        "What users can mend is raised as `sw.UserError`, whose text is the line that the command line "
+        "prints.\n"
+    ]
+    public = {name: getattr(sw, name) for name in sw.__all__ if not name.startswith("_")}
+    functions = {name: of for name, of in public.items() if inspect.isfunction(of)}
+    for name, of in (functions | public).items():
+        signature = inspect.signature(of) if name in functions else ""
+        shown = f"```python\nsw.{name}{signature}\n```\n\n".replace("'", "") if signature else ""
+        parts.append(f"## {name}\n\n{shown}{_with_examples(of)}\n")
+        if inspect.isclass(of) and (rows := list(_members(of))):
+            parts.append(table(("member", "what it is"), rows))
+        if name == "Run":
+            parts.append("Its settings, with their units and defaults: [settings](settings.md).\n")
+    return "\n".join(parts)
+
+
+def _with_examples(of: object) -> str:
+    """A docstring as Markdown, whose doctests are blocks of code."""
+    doc = inspect.cleandoc(inspect.getdoc(of) or "")
+    return re.sub(r"^>>>.*?(?=\n\n|\Z)", r"```python\n\g<0>\n```", doc, flags=re.M | re.S)
+
+
+def _members(of: type) -> Iterable[tuple[str, str]]:
+    """Public methods and properties that the package itself defines, with their first sentence."""
+    for name in dir(of):
+        member = inspect.getattr_static(of, name)
+        function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+        home = getattr(function, "__module__", "") or getattr(
+            getattr(function, "func", None), "__module__", ""
+        )
+        if name.startswith("_") or not home.startswith("stagewright"):
+            continue
+        if isinstance(member, property) or not callable(function):
+            yield f"`{name}`", first(getattr(of, name) if function is member else function)
+        else:
+            kept = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+            yield f"`{name}({', '.join(kept)})`", first(function)
+
+
 # ---- what is known by name -----------------------------------------------------------------------
 
 
@@ -391,6 +440,7 @@ MOST = 100
 
 PAGES = {
     "cli": cli,
+    "python": python,
     "settings": settings,
     "models": models,
     "hardware": hardware,

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+import stagewright
 from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same, spoken
 from stagewright.cli import main as cli
 from stagewright.graph.table import OPS
@@ -260,6 +261,7 @@ def test_pictures_are_current(request: pytest.FixtureRequest):
     ("page", "names"),
     [
         ("cli", list(cli.commands.commands)),
+        ("python", [f"## {name}" for name in stagewright.__all__ if not name.startswith("_")]),
         ("settings", [f"`{setting}`" for setting in EXPERIMENT]),
         ("models", [f"`{preset}`" for preset in PRESETS]),
         ("hardware", [f"`{each}`" for each in hardware.names()]),

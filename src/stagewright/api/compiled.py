@@ -61,6 +61,14 @@ def compile(
     `model` is a preset, the path of a Hugging Face config.json, or a `Run`; `settings` replace
     those of a run. `config` replaces the configuration that the model's name stands for. `table`
     gives layouts of named values, such as `{"wq": "[M, A/tp, D]"}`, in place of the strategy's.
+    Raises `UserError` for settings that cannot be combined.
+
+    >>> import stagewright as sw
+    >>> compiled = sw.compile("llama3-8b", tp=8, dp=2, zero=1)
+    >>> compiled.parameters, compiled.run.world_size
+    (8030261248, 16)
+    >>> compiled.memory().rows[0]["parameters"]  # bytes of one rank
+    2008031232
     """
     compiled = compile_run(run_of(model, settings), config, table=table)
     return Compiled(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})

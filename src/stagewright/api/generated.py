@@ -27,7 +27,13 @@ def generate(
     CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the hardware on which
     ASTRA-sim shall run the traces: its configuration and a script are written beside them. The
     manifest has all that repeats the run, and what was checked of the program before it was
-    written.
+    written. Raises `UserError` if `out` exists or cannot be written; nothing is left then.
+
+    >>> import stagewright as sw, tempfile
+    >>> compiled = sw.compile("gpt2", layers=2, seq_length=8, tp=2)
+    >>> manifest = sw.generate(compiled, tempfile.mkdtemp() + "/traces")
+    >>> manifest["world_size"], len(manifest["files"])
+    (2, 3)
     """
     program = compiled.program
     record = {**manifest(compiled), "checks": check_program(program)}

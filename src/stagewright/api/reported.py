@@ -20,7 +20,12 @@ def report(
 ) -> str:
     """The page of `stagewright report` as HTML, written to `out` if that is given.
 
-    With a `hardware` among the settings, or of a simulation, it tells of time, too.
+    With a `hardware` among the settings, or of a simulation, the page has times as well.
+
+    >>> import stagewright as sw
+    >>> page = sw.report("gpt2", layers=2, seq_length=8, tp=2, hardware="h100-sxm")
+    >>> page.startswith("<!doctype html>")
+    True
     """
     found = None
     if isinstance(what, SimulatedStep):

@@ -27,7 +27,13 @@ MOST_BYTES = 10_000_000
 def resolve(name_or_path: str) -> ModelConfig:
     """The model of a preset's name, of a config.json or its directory, or of a `.stg` file.
 
-    A preset wins over a file of the same name; write `./gpt2` for the file.
+    A preset wins over a file of the same name; write `./gpt2` for the file. Raises `UserError` if
+    there is neither, or if the file describes a model that cannot be built.
+
+    >>> import stagewright as sw
+    >>> model = sw.resolve("llama3-8b")
+    >>> model.num_layers, model.hidden_size, model.num_query_groups
+    (32, 4096, 8)
     """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]

@@ -40,7 +40,13 @@ def manifest(compiled: CompiledRun) -> dict[str, Any]:
 def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Run:
     """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
 
-    Every error is a UserError that names the setting, and the file if it came from there.
+    Raises `UserError`, which names the setting, and the file if the setting came from there.
+
+    >>> import stagewright as sw, pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "run.yaml")
+    >>> _ = file.write_text("{model: llama3-8b, tp: 8, hardware: h100-sxm}")
+    >>> sw.load_run(file, {"tp": 4}).tp
+    4
     """
     return Run.of({} if path is None else _settings(path), overrides, path)
 
