@@ -788,7 +788,6 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
             {"precision": "fp32", "weight_precision": "int4", **DECODE},
             "weight_precision=int4 needs precision=bf16, got fp32; drop either",
         ),
-        ({"sequence_parallel": True, **DECODE}, "sequence_parallel splits over tp, got tp=1"),
         (
             {"tp": 16, "dcp": 4, **DECODE},
             "dcp=4 wants 4 ranks of tp to share a cache, but with tp=16 there are 2 copies of each "

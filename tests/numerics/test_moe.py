@@ -503,8 +503,8 @@ def test_groups_of_ep_and_of_the_copies_of_experts() -> None:
         (
             "moe",
             {"tp": 2, "ep": 2},
-            "etp=2 * ep=2 does not divide tp * cp * dp = 2: experts spread over the ranks of "
-            "these; use a smaller ep, or more dp",
+            "etp=2 (as tp) x ep=2 does not divide the 2 ranks of tp=2 x cp=1 x dp=1, which share "
+            "the experts; use etp=1 or dp=2 or a multiple",
         ),
         (
             "moe",

@@ -29,13 +29,17 @@ def load_experiment(
 ) -> Experiment:
     """The run, the machine and the execution of a command line."""
     from stagewright.cli.other_names import translate
+    from stagewright.run.notes import notes
     from stagewright.trace.recorded import load_experiment
 
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
     given, finish = translate(given)
-    return finish(load_experiment(config, given))
+    experiment = finish(load_experiment(config, given))
+    for text in notes(experiment):
+        click.echo(f"stagewright: note: {text}", err=True)
+    return experiment
 
 
 def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:

@@ -18,7 +18,7 @@ OPTIMIZER_READS = {"adamw": 3, "sgd": 1}
 def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
     """How the run trains or serves a model, as far as a single device can tell."""
     gathered_once = run.zero == 3 and not run.reshard_after_forward
-    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel
+    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_size > 1
     return nn.Recipe(
         experts=_experts(run, model),
         precision=_precision(run),
@@ -80,7 +80,8 @@ def _precision(run: Run) -> nn.Precision:
 
 
 def _experts(run: Run, model: ModelConfig) -> nn.ExpertRecipe:
-    exchanged = run.ep * (run.etp or run.tp) > 1 and not run.moe_pad_expert_input_to_capacity
+    ranks = run.ep * run.expert_tensor_parallel_size
+    exchanged = ranks > 1 and not run.moe_pad_expert_input_to_capacity
     bias, trains = run.moe_router_enable_expert_bias, run.mode == "train"
     return nn.ExpertRecipe(
         dispatcher=run.moe_token_dispatcher_type,
@@ -116,7 +117,7 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         "Source": run.seq_length or 0,
         "R": _rows_per_expert(run, model) * replicas,
         "dp_parts": run.dp * replicas,
-        "parts": run.dp * run.cp * (run.tp if run.sequence_parallel else 1) * replicas,
+        "parts": run.dp * run.cp * run.sequence_parallel_size * replicas,
         **_text_positions(run, model),
         **of_modules,
     }

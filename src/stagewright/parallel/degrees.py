@@ -76,7 +76,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         dispatcher=run.moe_token_dispatcher_type,
         shard=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
-        sequence_parallel=run.sequence_parallel,
+        sequence_parallel=run.sequence_parallel_size > 1,
         cp_comm_type=run.cp_comm_type if run.mode == "train" else "all_gather",
         reduce_each_microbatch=reduces_each_microbatch(run),
         sum_as_read=run.sequence_parallel_grads == "dtensor" and run.zero < 3,
@@ -106,7 +106,7 @@ def _axes(run: Run, model: ModelConfig) -> list[AxisUse]:
     dense = [x for degree in run.order.split("-") for x in degrees[degree]]
     if not model.num_experts:
         return [AxisUse(name, size, name, "pp" if name == "pp" else "") for name, size in dense]
-    etp = run.etp or run.tp
+    etp = run.expert_tensor_parallel_size
     world = run.tp * run.cp * run.dp
     experts = [("etp", etp), ("ep", run.ep), ("edp", world // (etp * run.ep))]
     common = iter(_common_axes([x for x in dense if x[0] != "pp"], experts))

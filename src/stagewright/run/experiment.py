@@ -27,6 +27,13 @@ class Experiment:
     cluster: ClusterSection
     execution: Execution
 
+    def values(self) -> dict[str, Any]:
+        """All settings by name."""
+        homes = {"cluster": self.cluster, "execution": self.execution}
+        return {
+            of.name: getattr(homes.get(of.section, self.run), of.name) for of in EXPERIMENT.values()
+        }
+
     @classmethod
     def of(
         cls,

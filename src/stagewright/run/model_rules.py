@@ -149,11 +149,12 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
             f"ep={run.ep} does not divide the {model.num_experts} experts of {model.name}{more}; "
             f"use {divisors(experts)}"
         )
-    etp, ranks = run.etp or run.tp, run.tp * run.cp * run.dp
+    etp, ranks = run.expert_tensor_parallel_size, run.tp * run.cp * run.dp
     if ranks % (etp * run.ep):
+        default = " (as tp)" if run.etp is None else ""
         raise UserError(
-            f"etp={etp} * ep={run.ep} does not divide tp * cp * dp = {ranks}: experts spread over "
-            "the ranks of these; use a smaller ep, or more dp"
+            f"etp={etp}{default} x ep={run.ep} does not divide the {ranks} ranks of tp={run.tp} x "
+            f"cp={run.cp} x dp={run.dp}, which share the experts; use {_experts_that_fit(run)}"
         )
     for name, degree, width, of in (
         ("tp", run.tp, model.shared_ffn_hidden_size, "the shared experts"),
@@ -165,6 +166,15 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
                 f"use {divisors(width)}"
             )
     apply(ROUTING, run, model)
+
+
+def _experts_that_fit(run: Run) -> str:
+    """Degrees with which the experts of a run spread evenly over its ranks."""
+    etp, others = run.expert_tensor_parallel_size, run.tp * run.cp
+    dp = etp * run.ep // math.gcd(etp * run.ep, others)
+    nested = run.ep % run.tp == 0 or run.tp % run.ep == 0
+    whole = ["etp=1"] if etp > 1 and others * run.dp % run.ep == 0 and nested else []
+    return either([*whole, f"dp={dp} or a multiple"])
 
 
 def check_tables(run: Run, model: ModelConfig) -> None:

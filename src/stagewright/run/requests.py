@@ -16,6 +16,8 @@ from stagewright.run import lengths
 from stagewright.run.lengths import Group, Groups
 from stagewright.run.sections import Settings
 
+LEAST_MEMORY = 10**6
+"""Bytes; a smaller size is a number whose unit was left out."""
 MOST_MEMORY = 2**60
 
 _BYTES = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?(?:e\+?[0-9]{1,2})?) ?([kMGTP]i?B|B)?")
@@ -36,6 +38,10 @@ def read_bytes(value: str | int, setting: str = "device_memory") -> int:
 
     >>> read_bytes("80e9"), read_bytes("80 GiB")
     (80000000000, 85899345920)
+    >>> read_bytes("80")
+    Traceback (most recent call last):
+    stagewright.errors.UserError: device_memory is '80', which is 80 bytes; wanted a size with \
+its unit, such as 80GB or 80GiB
     """
     match = _BYTES.fullmatch(str(value))
     if match is None:
@@ -43,8 +49,14 @@ def read_bytes(value: str | int, setting: str = "device_memory") -> int:
     number, unit = match.groups()
     power = "_kMGTP".index(unit[0]) if unit and unit != "B" else 0
     size = float(number) * (1024 if unit and "i" in unit else 1000) ** power
-    if not 1 <= size <= MOST_MEMORY:
-        raise UserError(f"{setting} is {value!r}, wanted from 1 byte to {MOST_MEMORY}")
+    if size < LEAST_MEMORY:
+        unit = f"{float(number) or 80:g}GB"
+        raise UserError(
+            f"{setting} is {value!r}, which is {size:,.0f} bytes; wanted a size with its unit, "
+            f"such as {unit} or {unit[:-1]}iB"
+        )
+    if size > MOST_MEMORY:
+        raise UserError(f"{setting} is {value!r}, wanted at most {MOST_MEMORY} bytes")
     return int(size)
 
 

@@ -11,9 +11,10 @@ from stagewright.errors import UserError, divisors
 from stagewright.model.config import ModelConfig
 from stagewright.run import serving_rules
 from stagewright.run.model_rules import check_model, check_tables
+from stagewright.run.requests import read_bytes
 from stagewright.run.rule import MOST_FLOPS, Refuse, apply, nearest
 from stagewright.run.sections import SETTINGS
-from stagewright.run.sections.declare import AXES, describe_need, describe_value
+from stagewright.run.sections.declare import AXES, BYTES, describe_need, describe_value
 from stagewright.run.sequence_rules import (
     DIFFUSION,
     check_decoder_sequence,
@@ -34,6 +35,7 @@ def check(run: Run, model: ModelConfig) -> None:
     apply(LAYERS_ADD_UP, run, model)  # `unresolved` keeps no split that is even
     run = run.unresolved()
     check_modes(run)
+    check_sizes(run)
     if run.mode != "train":
         apply(serving_rules.MODELS, run, model)
     apply(RANKS, run, model)
@@ -78,6 +80,14 @@ def check_modes(run: Run) -> None:
                 f"{setting.name} is a setting of training, got mode={run.mode}: "
                 f"{setting.elsewhere}; drop it"
             )
+
+
+def check_sizes(run: Run) -> None:
+    """Refuse sizes in bytes that cannot be read, or that lack their unit."""
+    for setting in SETTINGS.values():
+        value = getattr(run, setting.name)
+        if setting.unit == BYTES and value is not None:
+            read_bytes(value, setting.name)
 
 
 def check_needs(run: Run) -> None:
@@ -174,7 +184,7 @@ RECOMPUTE_AND_OFFLOAD = (
         lambda run, model: (
             run.optimizer_cpu_offload
             and run.sequence_parallel_grads == "dtensor"
-            and run.sequence_parallel
+            and run.sequence_parallel_size > 1
             and run.zero < 3
         ),
         "optimizer_cpu_offload makes the update on the host, where sequence_parallel_grads=dtensor "

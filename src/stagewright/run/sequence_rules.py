@@ -7,7 +7,6 @@ import math
 from stagewright.errors import UserError, divisors
 from stagewright.model.config import ModelConfig
 from stagewright.run.rule import Refuse, apply, nearest, require_divides
-from stagewright.run.serving_rules import SEQUENCE_PARALLEL
 from stagewright.run.settings import Run
 
 DIFFUSION = (
@@ -48,7 +47,7 @@ def check_images(run: Run, model: ModelConfig) -> None:
         )
     of = f"positions of an image of {model.name}"
     for name, ranks in (
-        ("sequence_parallel with tp", run.tp * run.sequence_parallel),
+        ("sequence_parallel with tp", run.sequence_parallel_size),
         ("cp", run.cp),
     ):
         if ranks > 1:
@@ -84,7 +83,6 @@ def check_sequence(run: Run, model: ModelConfig) -> None:
     balanced = run.cp > 1 and causal and model.attends and run.cp_comm_type != "a2a"
     pieces = 2 * run.cp if balanced else run.cp
     _check_pieces("seq_length", length, pieces, run, f"cp x tp={run.cp * run.tp}")
-    apply(SEQUENCE_PARALLEL, run, model)
 
 
 def _check_ulysses(run: Run, model: ModelConfig) -> None:

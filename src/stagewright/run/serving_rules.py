@@ -7,7 +7,7 @@ import math
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run import lengths
-from stagewright.run.requests import LENGTHS, groups, loads, prefixed, read_bytes
+from stagewright.run.requests import LENGTHS, groups, loads, prefixed
 from stagewright.run.rule import MOST_FLOPS, Refuse, apply
 from stagewright.run.settings import Run
 
@@ -27,13 +27,6 @@ MODELS = (
     ),
 )
 """Models that are not served."""
-
-SEQUENCE_PARALLEL = (
-    Refuse(
-        lambda run, model: run.sequence_parallel and run.tp == 1,
-        "sequence_parallel splits over tp, got tp=1; raise tp, or turn it off",
-    ),
-)
 
 NO_SOURCE = (
     Refuse(
@@ -198,9 +191,6 @@ def check(run: Run, model: ModelConfig) -> None:
         apply(STATES, run, model)
     apply(STORAGE, run, model)
     _check_context(run, model)
-    apply(SEQUENCE_PARALLEL, run, model)
-    if run.device_memory is not None:
-        read_bytes(run.device_memory)
     apply(EXCLUSIONS, run, model)
     _check_requests(run, model)
 

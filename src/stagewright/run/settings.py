@@ -25,11 +25,11 @@ from pydantic import BaseModel, ValidationError, field_validator, model_validato
 from stagewright.errors import UserError
 from stagewright.model.architecture import LIMITS
 from stagewright.model.config import ModelConfig
-from stagewright.run import frameworks, lengths
+from stagewright.run import lengths
 from stagewright.run import requests as serving
 from stagewright.run.files import flat, is_manifest, read_settings
 from stagewright.run.prefill import ranks_of_text, read_prefill
-from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings
+from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
 from stagewright.run.sections.declare import AXES, describe_value
 from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.validation import invalid
@@ -127,6 +127,8 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
             latent = model.kv_lora_rank > 0
             defaults |= serving.defaults(self, longest, latent=latent, sources=sources)
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if self.etp is None and self.expert_tensor_parallel_size != self.tp:
+            absent["etp"] = self.expert_tensor_parallel_size
         if isinstance(self.requests, str):
             absent["requests"] = lengths.read(self.requests)
         if self.prefill is not None:
@@ -182,6 +184,22 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     @property
     def _fewest_microbatches(self) -> int:
         return schedules.fewest(self.schedule or "1f1b", self.pp)
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that split norms and dropout along the sequence: tp, or 1."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Ranks that split each expert: etp, or what it is where none is given.
+
+        That is tp, as in Megatron-LM, but 1 for inference with ep, as in vLLM, which gives whole
+        experts to the ranks of tp (`FusedMoEParallelConfig.make`).
+        """
+        if self.etp is not None:
+            return self.etp
+        return 1 if self.mode != "train" and self.ep > 1 else self.tp
 
     @property
     def virtual_stages(self) -> int:

@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.declare import BYTES
 
 
 def invalid(
@@ -40,9 +42,15 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
             hint = did_you_mean(str(error["input"]), words)
             return f"{name} is {got}, wanted {expected}{hint}"
         case "greater_than_equal":
-            wanted = f"{context['ge']} or more"
+            wanted = f"{_plain(context['ge'])} or more"
         case "less_than_equal":
-            wanted = f"at most {context['le']}"
+            wanted = f"at most {_plain(context['le'])}"
+        case "greater_than":
+            wanted = f"more than {_plain(context['gt'])}"
+        case "finite_number":
+            wanted = "a finite number"
+        case "float_type" | "float_parsing":
+            wanted = "a number"
         case "int_type":
             wanted = "a whole number"
         case "bool_type":
@@ -53,7 +61,18 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
             wanted = "a list"
         case _:
             return f"{name} is {got}: {error['msg']}"
-    return f"{name} is {got}, wanted {wanted}"
+    return f"{name} is {got}, wanted {wanted}{_unit(name)}"
+
+
+def _plain(end: float) -> str:
+    """An end of a range; a whole number without its decimal point."""
+    return str(int(end)) if end == int(end) else str(end)
+
+
+def _unit(name: str) -> str:
+    """What a number of a setting counts, in brackets."""
+    unit = EXPERIMENT[name].unit if name in EXPERIMENT else ""
+    return f" ({unit})" if unit and unit != BYTES else ""
 
 
 def hint_of_setting(name: str, known: Iterable[str]) -> str:

@@ -209,7 +209,7 @@ def test_generate_refuses_to_overwrite_unless_forced(call: Call, tmp_path: Path)
 
 def test_a_manifest_repeats_the_run(call: Call, tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
-    assert call("generate", *SMALL, "--tp", "2", "--zero", "1", "-o", first).code == 0
+    assert call("generate", *SMALL, "--dp", "2", "--zero", "1", "-o", first).code == 0
     result = call("generate", "--config", first / "manifest.json", "-o", second)
 
     assert (result.code, result.err) == (0, "")

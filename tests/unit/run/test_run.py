@@ -160,6 +160,7 @@ GOOD: list[dict[str, Any]] = [
     {"tp": 4, "cp": 4, "sequence_parallel": True, "seq_length": 16},
     {"dp": 4, "zero": 3, "dp_shard": 2, "reshard_after_forward": False},
     {"zero": 1},  # nothing to shard over: no harm
+    {"sequence_parallel": True},  # likewise: a sweep over tp sets it
     {"recompute": "selective", "recompute_modules": ("norm", "activation")},
     {"recompute": "full", "recompute_num_layers": 1},
     {"order": "pp-dp-tp-ep-cp"},
@@ -214,8 +215,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "cp_comm_type=a2a needs; use cp=1, 2, 3 or 6, or p2p",
     ),
     (
-        {"sequence_parallel": True},
-        "sequence_parallel splits over tp, got tp=1; raise tp, or turn it off",
+        {"memory_allowance": 2},
+        "memory_allowance is 2, which is 2 bytes; wanted a size with its unit, such as 2GB or 2GiB",
+    ),
+    (
+        {"mode": "decode", "device_memory": "80"},
+        "device_memory is '80', which is 80 bytes; wanted a size with its unit, such as 80GB or "
+        "80GiB",
     ),
     (
         {"sequence_parallel": True, "tp": 4, "cp": 2, "seq_length": 1004},

@@ -34,6 +34,7 @@ from stagewright.run.lengths import Group
 from stagewright.run.requests import cache_of, groups
 from stagewright.run.rules import check
 from stagewright.run.sections import SETTINGS
+from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.settings import Run
 
 SIDES = ("prefill", "decode")
@@ -92,7 +93,10 @@ class Message(NamedTuple):
 def compile_disaggregated(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     """A step of a resolved run that has been checked, whose `prefill` is given."""
     first = prefill_run(run).resolved(model)
-    check(first, model)
+    try:
+        check(first, model)
+    except UserError as error:
+        raise UserError(f"{error} (ranks of prefill: {run.prefill})") from None
     sides = compile_serving(first, model, table), compile_serving(run, model, table)
     found = messages(first, run, model)
     program = joined([side.program for side in sides], found, str(run.kv_cache_dtype))
@@ -118,8 +122,14 @@ def prefill_run(run: Run) -> Run:
         mode="prefill",
         requests=lengths.merge_groups(prompts, "requests"),
         **{name: getattr(run, name) for name in shared},
-        **others.settings(),
+        **_degrees(others, run),
     )
+
+
+def _degrees(ranks: PrefillRanks, run: Run) -> dict[str, Any]:
+    """The settings of the ranks of prefill; with ep on both sides, etp is that of decode."""
+    inherited = {"etp": run.etp} if run.ep > 1 and ranks.ep > 1 else {}
+    return inherited | ranks.settings()
 
 
 # ---- who sends what to whom ----------------------------------------------------------------------

@@ -24,7 +24,9 @@ class ClusterSection:
         "two_tier", "fullflat: the links within a node join the GPUs of all nodes."
     )
     algorithm: Algorithm = setting("best", "Algorithm of collectives.")
-    price: Weight | None = setting(None, "USD per GPU-hour.", unset="the hardware's", metavar="USD")
+    price: Weight | None = setting(
+        None, "USD per GPU-hour.", unset="the hardware's", metavar="USD", unit="USD per GPU-hour"
+    )
     stragglers: Mapping[int, float] | None = setting(
         None,
         "Kernels of a rank take F times as long; may be repeated.",

@@ -23,6 +23,9 @@ from stagewright.errors import either
 LARGEST = 2**31
 """No setting is larger: columns of the program index with 32 bits."""
 
+BYTES = "bytes"
+"""The unit of settings that are sizes, which text may give with a prefix: `80GB`."""
+
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Axes of the mesh of ranks."""
 
@@ -100,6 +103,10 @@ class Setting:
     """Why the setting means nothing in other modes, or what to use there."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     """Values of other settings, one of which each must have for this setting to mean anything."""
+    idle: tuple[Mapping[str, Any], ...] = ()
+    """Values of other settings; where a run has all of one mapping, this setting does nothing."""
+    unit: str = ""
+    """What a number of the setting counts, for errors about its size."""
     habits: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of frameworks that differ from `default`, by framework."""
     names: tuple[str, ...] = ()
@@ -150,6 +157,8 @@ def setting(
     modes: tuple[str, ...] = ALL_MODES,
     elsewhere: str = "",
     needs: Mapping[str, tuple[Any, ...]] | None = None,
+    idle: tuple[Mapping[str, Any], ...] = (),
+    unit: str = "",
     habits: Mapping[str, Any] | None = None,
     names: tuple[str, ...] = (),
     switches: Mapping[str, Any] | None = None,
@@ -165,6 +174,8 @@ def setting(
         modes=modes,
         elsewhere=elsewhere,
         needs=needs or {},
+        idle=idle,
+        unit=unit,
         habits=habits or {},
         names=names,
         switches=switches or {},
@@ -216,6 +227,15 @@ def text_of(value: object) -> str:
     if isinstance(value, tuple | frozenset):
         return ",".join(map(str, cast("tuple[object, ...]", value)))
     return str(value)
+
+
+def idle_axes(*axes: str) -> Mapping[str, int]:
+    """The values of degrees with which there is nothing to exchange along any of these axes.
+
+    >>> idle_axes("dp", "cp")
+    {'dp': 1, 'cp': 1}
+    """
+    return dict.fromkeys(axes, 1)
 
 
 def describe_need(name: str, values: tuple[Any, ...]) -> str:

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.run.sections.declare import AXES, Number, Switch, setting
+from stagewright.run.sections.declare import AXES, Number, Switch, idle_axes, setting
+
+MOST_SLOWDOWN = 1.0
+"""Kernels that share the GPU with a collective take twice as long at most: a collective occupies
+few of the GPU's units, so that more is a percentage where a fraction was wanted."""
+
+_NOT_SHARDED = idle_axes("dp", "cp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,15 +25,21 @@ class Execution:
         metavar="LIST",
         switches={"overlap-grad-reduce": frozenset()},
     )
-    prefetch: Number = setting(1, "Blocks ahead that sharded weights are gathered.")
+    prefetch: Number = setting(
+        1,
+        "Blocks ahead that sharded weights are gathered.",
+        idle=(*({"zero": stage} for stage in (0, 1, 2)), _NOT_SHARDED),
+    )
     overlap_param_gather: Switch = setting(
         False,
         "Sharded optimizer: gather updated parameters in the next step's forward pass.",
+        idle=({"zero": 0}, _NOT_SHARDED),
     )
     """Block by block (Megatron-LM's name); here: at the start of this step."""
     tp_comm_overlap: Switch = setting(
         False,
         "Cut tp's collectives into chunks that overlap with the adjacent matrix products.",
+        idle=({"tp": 1}, {"sequence_parallel": False}),
         names=("parallelism.enable_async_tensor_parallel",),
     )
     """Megatron-LM's name; PyTorch's async TP. Durations follow it: those of `cost.task_seconds`."""
@@ -55,7 +67,8 @@ class Execution:
             raise UserError(f"no_overlap: there is no axis {axis!r}; use {', '.join(AXES)}{hint}")
         if self.prefetch < 0:
             raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
-        if not 0 <= self.overlap_slowdown < 100:
+        if not 0 <= self.overlap_slowdown <= MOST_SLOWDOWN:
             raise UserError(
-                f"overlap_slowdown is {self.overlap_slowdown}, wanted a fraction such as 0.1"
+                f"overlap_slowdown is {self.overlap_slowdown}, wanted a fraction from 0 to "
+                f"{MOST_SLOWDOWN:g}, such as 0.1 for kernels that take 10% longer"
             )

@@ -7,7 +7,7 @@ both, with sources.
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import TRAINING, Count, Switch, setting
+from stagewright.run.sections.declare import TRAINING, Count, Switch, idle_axes, setting
 
 _NO_GRADIENTS = "there are no gradients"
 _NO_BACKWARD = "there is no backward pass"
@@ -151,6 +151,7 @@ class HabitSection:
     loss_parallel: Switch = setting(
         True,
         "With tp: compute the loss from logits split over the vocabulary; off: gather them.",
+        idle=(idle_axes("tp"),),
         modes=TRAINING,
         elsewhere="there is no loss",
         rare=True,
@@ -159,6 +160,7 @@ class HabitSection:
     input_grad_reduce: Literal["shared", "linear"] = setting(
         "shared",
         "With tp: all-reduce input gradients once per shared input, or once per linear.",
+        idle=(idle_axes("tp"),),
         modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"sequence_parallel": (False,)},
@@ -168,6 +170,7 @@ class HabitSection:
     whole_embedding_grad: Switch = setting(
         False,
         "With tp: compute the full embedding gradient on every tp rank (DTensor).",
+        idle=(idle_axes("tp"),),
         modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         habits={"torchtitan": True},
@@ -196,6 +199,7 @@ class HabitSection:
     cp_grad_comm_type: Literal["reduce_scatter", "ring"] = setting(
         "reduce_scatter",
         "With cp: how gradients of gathered keys and values return to their ranks.",
+        idle=(idle_axes("cp"),),
         modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"cp_comm_type": ("p2p", "all_gather")},
@@ -207,6 +211,7 @@ class HabitSection:
     grad_reduce: Literal["step", "microbatch"] = setting(
         "step",
         "How often gradients are reduced over dp; with zero=2 and 3 always every microbatch.",
+        idle=(idle_axes("dp", "cp"),),
         modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         rare=True,
@@ -214,6 +219,7 @@ class HabitSection:
     activation_gather: Literal["again", "keep"] = setting(
         "again",
         "With sequence_parallel: gather activations again in backward, or keep them (DTensor).",
+        idle=({"sequence_parallel": False}, idle_axes("tp")),
         modes=TRAINING,
         elsewhere=_NO_BACKWARD,
         habits={"torchtitan": "keep"},
@@ -222,6 +228,7 @@ class HabitSection:
     bucket: Literal["layer", "parameter"] = setting(
         "layer",
         "What one collective over dp carries: a layer's gradients, or one parameter's.",
+        idle=(idle_axes("tp", "dp", "cp"),),
         modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         rare=True,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import TRAINING, Count, Share, Switch, Text, setting
+from stagewright.run.sections.declare import BYTES, TRAINING, Count, Share, Switch, Text, setting
 
 _NO_BACKWARD = "there is no backward pass"
 
@@ -53,6 +53,7 @@ class MemorySection:
     memory_allowance: Text | Count | None = setting(
         None,
         "Bytes a rank holds besides tensors (context, workspaces, fragmentation), such as 2GiB.",
+        unit=BYTES,
         unset="none",
         metavar="SIZE",
     )

@@ -10,6 +10,7 @@ from stagewright.run.sections.declare import (
     Switch,
     Text,
     Whole,
+    idle_axes,
     setting,
 )
 
@@ -65,7 +66,7 @@ class ParallelismSection:
     etp: Count | None = setting(
         None,
         "Tensor parallelism inside an expert.",
-        unset="as tp",
+        unset="as tp; in inference with ep, 1",
         names=("expert-tensor-parallel-size", "parallelism.expert_tensor_parallel_degree"),
     )
     vpp: Count = setting(
@@ -85,6 +86,7 @@ class ParallelismSection:
     zero: Annotated[int, Whole(0, 3)] = setting(
         0,
         "Sharded over dp: 1 optimizer states, 2 also gradients, 3 also parameters (FSDP).",
+        idle=(idle_axes("dp", "cp"),),
         modes=TRAINING,
         elsewhere=_WHOLE_WEIGHTS,
         names=("zero-stage",),
@@ -97,11 +99,12 @@ class ParallelismSection:
         elsewhere=_WHOLE_WEIGHTS,
     )
     sequence_parallel: Switch = setting(
-        False, "Split norms and dropout over tp, along the sequence."
+        False, "Split norms and dropout over tp, along the sequence.", idle=(idle_axes("tp"),)
     )
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = setting(
         "p2p",
         "Attention over other ranks' tokens: a ring (p2p), K and V gathered, or Ulysses (a2a).",
+        idle=(idle_axes("cp"),),
         modes=TRAINING,
         elsewhere="keys and values of new tokens are gathered",
         habits={"torchtitan": "all_gather"},

@@ -1,0 +1,54 @@
+"""What is asked for and does nothing: sentences for people, no errors, since a sweep sets them.
+
+A setting declares with it where it does nothing (`Setting.idle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stagewright.run.experiment import Experiment
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.declare import AXES, Setting, describe_value
+
+
+def notes(experiment: Experiment) -> list[str]:
+    """A sentence for each setting that is not its default and has no effect in this experiment.
+
+    >>> notes(Experiment.of({"model": "gpt2", "zero": 3}))
+    ['zero=3 does nothing with dp=1 and cp=1']
+    """
+    return [*_idle(experiment), *_axes(experiment)]
+
+
+def _idle(experiment: Experiment) -> Iterator[str]:
+    run = experiment.run
+    values = experiment.values()
+    for setting in EXPERIMENT.values():
+        value = values[setting.name]
+        if value in (setting.default, setting.default_of(run.framework)):
+            continue
+        why = next((case for case in setting.idle if _holds(case, values)), None)
+        if why is not None and run.mode in setting.modes:
+            yield f"{_words(setting, value)} does nothing with {_case(why)}"
+
+
+def _axes(experiment: Experiment) -> Iterator[str]:
+    for axis in sorted(experiment.execution.no_overlap, key=AXES.index):
+        if getattr(experiment.run, axis) == 1:
+            yield f"no_overlap={axis} does nothing with {axis}=1"
+
+
+def _holds(case: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    return all(values[name] == value for name, value in case.items())
+
+
+def _case(case: Mapping[str, Any]) -> str:
+    return " and ".join(_words(EXPERIMENT[name], value) for name, value in case.items())
+
+
+def _words(setting: Setting, value: Any) -> str:
+    if isinstance(value, bool):
+        return setting.name if value else f"no {setting.name}"
+    return describe_value(setting.name, value)
