@@ -28,7 +28,8 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve as resolve_hardware
 from stagewright.time.network import Machine
-from stagewright.time.simulate.step import executed, model_flops
+from stagewright.time.simulate.step import executed
+from stagewright.time.simulate.utilization import model_flops
 
 QUANTITIES = {
     "step_s": "seconds per step",
@@ -106,7 +107,7 @@ def in_quantity(m: Measurement, seconds: float) -> float:
         return seconds
     run = m.run.resolved(m.model)
     if m.quantity == "tflops_gpu":
-        return model_flops(run, m.model)[1] / seconds / run.world_size / 1e12
+        return model_flops(run, m.model).causal / seconds / run.world_size / 1e12
     tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
     return tokens / seconds / run.world_size
 

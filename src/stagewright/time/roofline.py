@@ -115,13 +115,22 @@ class AttentionTiles(NamedTuple):
     """Bytes of operands and results."""
 
 
+def _attention_peak(on: Hardware, dtype: str) -> float:
+    """FLOP/s of fused attention: that of products in bf16 where the hardware has none in `dtype`.
+
+    Only narrower data types fall back to bf16: fp32 has the rate of the vector units, as in
+    matrix products.
+    """
+    known = dtype in ("fp32", "bf16") or (dtype == "fp8" and on.peak_fp8_tflops is not None)
+    return peak_flops(on, dtype if known else "bf16")
+
+
 def attention_seconds(
     work: AttentionTiles, *, dtype: str, on: Hardware, backward: bool = False
 ) -> Array:
     """Seconds of fused attention kernels."""
     fit = on.attention
-    peak = on.peak_fp8_tflops if dtype == "fp8" else on.peak_bf16_tflops
-    rate = (peak or on.peak_bf16_tflops) * 1e12 * fit.fraction / on.compute_units
+    rate = _attention_peak(on, dtype) * fit.fraction / on.compute_units
     if backward:
         rate *= fit.bwd_ratio
     point = work.flops_per_point / rate + fit.softmax_ps * 1e-12

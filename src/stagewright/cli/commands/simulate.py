@@ -78,7 +78,10 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
     uses = f"HFU {simulation.hfu:.1%}"
     if simulation.compiled.run.mode == "train":
-        uses = f"MFU {simulation.mfu:.1%} (causal {simulation.mfu_causal:.1%}), {uses}"
+        uses = (
+            f"MFU {simulation.mfu:.1%} (causal {simulation.mfu_causal:.1%}), "
+            f"{uses} (causal {simulation.hfu_causal:.1%})"
+        )
     rate = simulation.tokens_per_second
     out.print(
         f"step {duration(simulation.seconds)}: {quantity(round(rate), 'tokens')}/s, "

@@ -7,15 +7,17 @@
 >>> found.tokens_per_second == 4096 / found.seconds, 0.1 < found.mfu < 1
 (True, True)
 
-Definitions:
+Definitions, in one convention (PaLM, arXiv 2204.02311, appendix B), in which attention counts as if
+nothing were masked:
 
 - *MFU*, model FLOPs utilization: the FLOPs that the model needs for the step's tokens, over what
   all GPUs could do at the dense peak of the training's precision. The model needs three times the
-  matrix products of a forward pass, with attention counted as if nothing were masked, as PaLM
-  (arXiv 2204.02311, appendix B) has it: 6 N + 12 L H Q T per token, N without a table that is only
-  looked up. `mfu_causal` leaves out what a causal mask leaves out.
+  matrix products of a forward pass: 6 N + 12 L H Q T per token, N without a table that is only
+  looked up.
 - *HFU*, hardware FLOPs utilization: the FLOPs that the kernels execute, recomputation and padding
-  included, masked blocks of attention not, over the same.
+  included, over the same. HFU is never below MFU.
+- `mfu_causal` and `hfu_causal` leave out what masks leave out. In inference, where requests have
+  lengths of their own, `hfu` counts what kernels execute, too.
 """
 
 from __future__ import annotations
@@ -27,11 +29,9 @@ from functools import cached_property
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
-from stagewright.program.columns import PHASES
 from stagewright.program.memory import deltas
 from stagewright.run.requests import groups
 from stagewright.run.sections.cluster import ClusterSection
@@ -45,6 +45,12 @@ from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
 from stagewright.time.simulate.timeline import Progress, Timeline, timeline
+from stagewright.time.simulate.utilization import (
+    Flops,
+    SequenceFlops,
+    executed_flops,
+    sequence_flops,
+)
 
 _POINTS = 200  # of memory over time, in JSON
 
@@ -83,18 +89,22 @@ class SimulatedStep:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, attention counted in full."""
-        return self._utilization(self._needed[0])
+        return self._utilization(self._model_flops.full)
 
     @property
     def mfu_causal(self) -> float:
         """Model FLOPs utilization, attention counted without masked pairs."""
-        return self._utilization(self._needed[1])
+        return self._utilization(self._model_flops.causal)
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization."""
-        classes = self.compiled.program.classes
-        return self._utilization(sum(float(of.tasks.flops.sum()) * len(of.ranks) for of in classes))
+        """Hardware FLOPs utilization, attention counted in full."""
+        return self._utilization(self._executed.full)
+
+    @property
+    def hfu_causal(self) -> float:
+        """Hardware FLOPs utilization, attention counted as kernels execute it."""
+        return self._utilization(self._executed.causal)
 
     @cached_property
     def parts(self) -> list[Breakdown]:
@@ -149,8 +159,18 @@ class SimulatedStep:
         return path_parts(self.line, critical_path(self.line))
 
     @cached_property
-    def _needed(self) -> tuple[float, float]:
-        return model_flops(self.compiled.run, self.compiled.model)
+    def _sequence(self) -> SequenceFlops | None:
+        run = self.compiled.run
+        return sequence_flops(run, self.compiled.model) if run.mode == "train" else None
+
+    @property
+    def _model_flops(self) -> Flops:
+        assert self._sequence is not None, "only training has model FLOPs"
+        return self._sequence.of_step(self.compiled.run.global_batch_size or 0)
+
+    @cached_property
+    def _executed(self) -> Flops:
+        return executed_flops(self.compiled.program, self._sequence)
 
     def _utilization(self, flops: float) -> float:
         peak = peak_flops(self.machine.hardware, self.compiled.run.precision)
@@ -184,6 +204,7 @@ class SimulatedStep:
             "tokens_per_second_per_gpu": self.tokens_per_second / self.machine.gpus,
             **({"mfu": self.mfu, "mfu_causal": self.mfu_causal} if training else {}),
             "hfu": self.hfu,
+            "hfu_causal": self.hfu_causal,
             "power": self.expense()._asdict(),
             "execution": asdict(self.line.how) | {"no_overlap": sorted(self.line.how.no_overlap)},
             "mean": asdict(self.mean),
@@ -248,28 +269,3 @@ def _routed(run: Run, model: ModelConfig) -> Routed:
             f"moe_flex_dispatcher and moe_token_dispatcher_type={got} exclude each other"
         )
     return Routed(model.num_experts + run.num_redundant_experts, model.top_k)
-
-
-def model_flops(run: Run, model: ModelConfig) -> tuple[float, float]:
-    """FLOPs that a model needs for a training step: with attention in full, and as masked.
-
-    Three times the matrix products of a forward pass, without recomputation and padding.
-    """
-    alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
-    alone = alone.model_copy(update={"decoder_seq_length": run.decoder_seq_length})
-    tasks = compile(alone, model).program.classes[0].tasks
-    forward = tasks.phase == PHASES.index("forward")
-    full = masked = 0.0
-    for nth, shape in enumerate(tasks.shapes):
-        rows = forward & (tasks.shape == nth)
-        if shape.kernel == "gemm":
-            full += float(tasks.flops[rows].sum())
-            masked += float(tasks.flops[rows].sum())
-        elif shape.kernel == "attention":
-            of = dict(shape.extents)
-            keys = min(of["window"] or of.get("chunk") or of["k"], of["k"])
-            pairs = of["batch"] * of["heads"] * of["q"] * keys
-            full += 2.0 * pairs * (of["d"] + of["v"]) * int(rows.sum())
-            masked += float(tasks.flops[rows].sum())
-    sequences = run.global_batch_size or 0
-    return 3 * full * sequences, 3 * masked * sequences

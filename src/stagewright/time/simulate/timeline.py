@@ -31,6 +31,8 @@ from stagewright.time.simulate.system import Progress, System
 
 TICK = 1e-12
 """Seconds per tick. Times are whole ticks; 64 bits hold a hundred days of them."""
+LONGEST = 1e6
+"""Seconds that the tasks of a rank may take in all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +133,12 @@ def _factors(program: Program, given: Mapping[int, float]) -> Float:
 def _ticks(of: RankClass, seconds: Float, order: Issue) -> Int:
     if len(seconds) != len(of.tasks):
         raise ValueError(f"{len(seconds)} durations for {len(of.tasks)} tasks")
-    if not (np.isfinite(seconds) & (seconds >= 0)).all() or seconds.sum() > 1e6:
-        raise ValueError("durations must be finite, not negative, and below 1e6 seconds in all")
+    if (seconds < 0).any() or np.isnan(seconds).any():
+        raise ValueError("durations must be numbers, and not negative")
+    if seconds.sum() > LONGEST:
+        raise UserError(
+            f"the tasks of rank {of.ranks[0]} take {seconds.sum():.3g} s in all, and a step may "
+            f"take {LONGEST:.0e} s (11 days) at most; check the figures of the hardware, or use "
+            "a smaller batch or shorter sequences"
+        )
     return np.rint(seconds[order.rows] / TICK).astype(np.int64)

@@ -77,7 +77,9 @@ def tiles(compiled: CompiledRun, found: SimulatedStep | None) -> list[tuple[str,
         figures.append(("Tokens in a second", count(round(rate)), each))
         if run.mode == "train":
             figures.append(("MFU", f"{found.mfu:.1%}", f"causal {found.mfu_causal:.1%}"))
-        figures.append(("HFU", f"{found.hfu:.1%}", "what kernels execute"))
+        causal = f"causal {found.hfu_causal:.1%}"
+        counted = causal if run.mode == "train" else "what kernels execute"
+        figures.append(("HFU", f"{found.hfu:.1%}", counted))
         spent = found.expense(found.cluster.price if found.cluster else None)
         if spent.usd_per_million_tokens is not None:
             price = f"{spent.usd_per_million_tokens:.3g} USD"

@@ -1,0 +1,96 @@
+"""How well a step uses the GPUs: FLOPs that a model needs, and FLOPs that kernels execute.
+
+One convention, PaLM's (arXiv 2204.02311, appendix B), for both: attention counts as if nothing were
+masked. FLOPs that are executed are never fewer than those needed, so that HFU is never below
+MFU. Beside both stand the causal figures, which leave out what a mask leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Bool, exact_sum
+from stagewright.graph.table import Timing
+from stagewright.lower.compile import compile
+from stagewright.model.config import ModelConfig
+from stagewright.program.columns import PHASES, Program, Tasks
+from stagewright.run.settings import Run
+from stagewright.time.cost import timing_of
+
+
+class Flops(NamedTuple):
+    """FLOPs with attention in full, and without the pairs of query and key that are masked."""
+
+    full: float
+    causal: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFlops:
+    """FLOPs of one sequence in forward on one device, without recomputation and padding."""
+
+    products: float
+    """Of matrix products."""
+    attention: Mapping[int, Flops]
+    """Of attention, by layer; -1: outside the layers."""
+
+    def of_step(self, sequences: int) -> Flops:
+        """The FLOPs of training with so many sequences: backward needs twice those of forward."""
+        full = sum(pairs.full for pairs in self.attention.values())
+        causal = sum(pairs.causal for pairs in self.attention.values())
+        passes = 3 * sequences
+        return Flops(passes * (self.products + full), passes * (self.products + causal))
+
+
+def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
+    """The FLOPs that a model needs for one sequence of a resolved run of training."""
+    alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
+    # A model that leaves out tokens beyond the capacity of experts needs no FLOPs for those.
+    kept = ("decoder_seq_length", "moe_expert_capacity_factor")
+    alone = alone.model_copy(update={name: getattr(run, name) for name in kept})
+    tasks = compile(alone, model).program.classes[0].tasks
+    forward = tasks.phase == PHASES.index("forward")
+    products = exact_sum(tasks.flops[forward & _timed_as(tasks, Timing.PRODUCT)])
+    attention: dict[int, Flops] = {}
+    for row in np.flatnonzero(forward & _timed_as(tasks, Timing.ATTENTION)).tolist():
+        of = dict(tasks.shapes[int(tasks.shape[row])].extents)
+        keys = min(of["window"] or of.get("chunk") or of["k"], of["k"])
+        full = 2.0 * of["batch"] * of["heads"] * of["q"] * keys * (of["d"] + of["v"])
+        layer = int(tasks.layer[row])
+        before = attention.get(layer, Flops(0.0, 0.0))
+        attention[layer] = Flops(before.full + full, before.causal + float(tasks.flops[row]))
+    return SequenceFlops(float(products), attention)
+
+
+def model_flops(run: Run, model: ModelConfig) -> Flops:
+    """The FLOPs that a model needs for a step of a resolved run of training."""
+    return sequence_flops(run, model).of_step(run.global_batch_size or 0)
+
+
+def executed_flops(program: Program, needed: SequenceFlops | None = None) -> Flops:
+    """FLOPs that the kernels of all ranks execute, recomputation and padding included.
+
+    In full, a pass through a layer's attention counts as many times more as the pairs that the
+    layer needs in full are more than those that its mask leaves. Without `needed` (inference, where
+    each request has a length of its own) both figures are those that kernels execute.
+    """
+    layers = dict(needed.attention) if needed else dict[int, Flops]()
+    causal, masked = 0, 0.0
+    for of in program.classes:
+        tasks, ranks = of.tasks, len(of.ranks)
+        causal += exact_sum(tasks.flops) * ranks
+        fused = _timed_as(tasks, Timing.ATTENTION, Timing.ATTENTION_BACKWARD)
+        for layer, pairs in layers.items():
+            flops = exact_sum(tasks.flops[fused & (tasks.layer == layer)]) * ranks
+            masked += flops * (pairs.full / pairs.causal - 1)
+    return Flops(causal + masked, float(causal))
+
+
+def _timed_as(tasks: Tasks, *timings: Timing) -> Bool:
+    """Which tasks are kernels that one of the models in `timings` times."""
+    kernels = [timing_of(shape.kernel) in timings for shape in tasks.shapes]
+    return np.array([*kernels, False], dtype=bool)[tasks.shape]
