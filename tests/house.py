@@ -194,8 +194,9 @@ def wide() -> Iterator[str]:
 
 
 def crowded() -> Iterator[str]:
-    """Folders of more than 15 modules."""
-    for folder, n in Counter(module.path.parent for module in modules().values()).items():
+    """Folders of more than 15 modules, besides the one that describes the folder."""
+    found = [module.path for module in modules().values() if module.path.stem != "__init__"]
+    for folder, n in Counter(path.parent for path in found).items():
         if n > FOLDER:
             yield f"{folder.relative_to(PACKAGE.parent)}: {n} modules"
 

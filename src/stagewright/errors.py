@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_LONG_WORD = re.compile(r"\S{300,}")  # no name, and hardly a path
 
 
 class UserError(Exception):
     """Input that cannot be used. The command line prints it as one line and exits with code 2."""
+
+    def __init__(self, message: str) -> None:
+        """A word of `message` that is too long to be read is cut.
+
+        >>> str(UserError(f"no schedule {'x' * 3000}"))[-30:]
+        'xxxxxxxx... (3,000 characters)'
+        """
+        super().__init__(_LONG_WORD.sub(_cut, message))
+
+
+def _cut(word: re.Match[str]) -> str:
+    return f"{word[0][:60]}... ({len(word[0]):,} characters)"
 
 
 class Stopped(KeyboardInterrupt):

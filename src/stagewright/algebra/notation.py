@@ -63,12 +63,12 @@ def tensor(text: str, at: int = 0) -> Tensor:
     shape, sums, partial = inner[1:-1].partition("@")
     dims: list[str] = []
     axes: list[tuple[str, ...]] = []
-    for start, part in _parts(shape, ",") if shape.strip() else ():
-        words = list(_parts(part, "/"))
+    for start, part in parts(shape, ",") if shape.strip() else ():
+        words = list(parts(part, "/"))
         split: list[str] = []
-        while len(words) > 1 and words[-1][1].strip() in SPLITS:
-            split.insert(0, words.pop()[1].strip())
-        size = "/".join(word for _, word in words).strip()
+        while len(words) > 1 and words[-1][1] in SPLITS:
+            split.insert(0, words.pop()[1])
+        size = "/".join(word for _, word in words)
         if not size:
             raise NotationError("a dim without a size; wanted such as B/dp", at + start)
         if size in SPLITS:
@@ -104,15 +104,25 @@ def _sums(text: str, at: int) -> tuple[str, ...]:
     return tuple(degrees)
 
 
-def _parts(text: str, by: str) -> Iterator[tuple[int, str]]:
-    """Split where no parenthesis is open; yields where each part begins, and the part."""
+def parts(text: str, by: str) -> Iterator[tuple[int, str]]:
+    """Split where no parenthesis is open; yields where each part begins, and the part.
+
+    >>> list(parts("B, max(S, 1)", ","))
+    [(0, 'B'), (3, 'max(S, 1)')]
+    """
     depth = start = 0
     for i, c in enumerate(text):
         depth += (c == "(") - (c == ")")
         if c == by and not depth:
-            yield start, text[start:i]
+            yield _trimmed(text, start, i)
             start = i + 1
-    yield start, text[start:]
+    yield _trimmed(text, start, len(text))
+
+
+def _trimmed(text: str, start: int, end: int) -> tuple[int, str]:
+    """A part without the blanks around it, and where it begins."""
+    part = text[start:end]
+    return start + len(part) - len(part.lstrip()), part.strip()
 
 
 def where(text: str, at: int) -> str:

@@ -35,6 +35,9 @@ def apply(
     """
     parsed = parse(spec)
     sizes = bind(parsed, [s.shape for s in srcs], out)
+    if unknown := [x for dim in parsed.out for x in dim if x not in sizes]:
+        known = ", ".join(sorted(sizes))
+        raise ValueError(f"{spec}: no operand has the index {unknown[0]!r}, only {known}")
     scope = srcs[0].scope if scope is None else scope
     attrs = {"spec": spec, **attrs}
     shape = tuple(product(sizes[x] for x in d) for d in parsed.out)

@@ -27,14 +27,40 @@ class Attribute(NamedTuple):
     required: bool = True
     implied: Any = None
     """The value where a text names the op without the attribute; None: there is no such value."""
+    choices: tuple[str, ...] = ()
+    """The words that the attribute may be; empty: any value of its types."""
 
     def __str__(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(filter(None, self.choices))}"
         return " or ".join(t.__name__ for t in self.types)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a text that names the op has to say the attribute."""
+        return self.required and self.implied is None
+
+    def to_json(self) -> dict[str, Any]:
+        """The attribute as a value of JSON."""
+        own = {"default": self.implied} if self.implied is not None else {}
+        choices = {"choices": list(self.choices)} if self.choices else {}
+        return {"type": [t.__name__ for t in self.types], "required": self.asked, **own, **choices}
+
+    def accepts(self, value: object) -> bool:
+        """Whether a node may have this value; a whole number may stand for any number."""
+        kind = type(value)
+        known = kind in self.types or (kind is int and float in self.types)
+        return known and (not self.choices or value in self.choices)
 
 
 def need(*types: type, implied: Any = None) -> Attribute:
     """An attribute that every node of the op has."""
     return Attribute(types, implied=implied)
+
+
+def choose(*words: str, implied: str | None = None) -> Attribute:
+    """An attribute that every node of the op has: one of some words."""
+    return Attribute((str,), implied=implied, choices=words)
 
 
 def may(*types: type, implied: Any = None) -> Attribute:
@@ -89,6 +115,13 @@ class Op(NamedTuple):
     attrs: Mapping[str, Attribute] = {}  # besides the index expression, `spec`
     timing: Timing = Timing.MEMORY
     view: bool = False  # its result has no bytes of its own
+    summary: str = ""  # what it computes, where `run` is shared with other ops
+
+    @property
+    def sentence(self) -> str:
+        """What the op computes."""
+        return self.summary or (self.run.__doc__ or "").partition("\n")[0]
+
     moments: tuple[str, ...] = ()  # an optimizer: the states that it keeps of each parameter
 
 
@@ -125,8 +158,7 @@ def check_attributes(op: str, attrs: Mapping[str, object]) -> None:
         if attribute is None:
             known = f"wanted one of {', '.join(declared)}" if declared else "wanted none"
             raise ValueError(f"{op}: no attribute {name!r}, {known}")
-        kind = type(value)
-        if kind not in attribute.types and not (kind is int and float in attribute.types):
+        if not attribute.accepts(value):
             raise ValueError(f"{op}: attribute {name} is {value!r}, wanted {attribute}")
     for name, attribute in declared.items():
         if attribute.required and name not in attrs:

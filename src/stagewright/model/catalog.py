@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from reprlib import repr as shown  # short and shallow whatever the file holds
 from typing import cast
@@ -35,10 +36,18 @@ def resolve(name_or_path: str) -> ModelConfig:
     >>> model.num_layers, model.hidden_size, model.num_query_groups
     (32, 4096, 8)
     """
+    return _resolve(name_or_path, ())
+
+
+def _resolve(name_or_path: str, texts: tuple[str, ...]) -> ModelConfig:
+    """The model; `texts` are the `.stg` files whose models are like the one that is asked for."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     if name_or_path.endswith(".stg"):
-        return stg.load(name_or_path, resolve)
+        path = os.path.abspath(name_or_path)
+        if path in texts:
+            raise UserError(f"{name_or_path} is like itself; name a preset or another file")
+        return stg.load(name_or_path, partial(_resolve, texts=(*texts, path)))
     if name_or_path and os.path.exists(name_or_path):
         return from_config(name_or_path)
     raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as shown  # short whatever the value: the input of a user may be huge
 from typing import get_args
@@ -10,7 +10,14 @@ from typing import get_args
 from stagewright.errors import UserError, divisors
 from stagewright.model.architecture import LIMITS, NESTED, Architecture
 from stagewright.model.fields import Count, rules
-from stagewright.model.layers import RECURRENCES, SIDE_BY_SIDE, Attention, FeedForward, Layer
+from stagewright.model.layers import (
+    RECURRENCES,
+    SIDE_BY_SIDE,
+    Attention,
+    FeedForward,
+    Layer,
+    Module,
+)
 
 _OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels")
 
@@ -91,17 +98,23 @@ def _check_values(m: Architecture) -> None:
                 raise _reject_nested(m, field, inner, wanted)
 
 
+def kinds(field: str, modules: Iterable[Module]) -> tuple[str, ...]:
+    """What a layer's mixer (`mixers`) or MLP (`mlps`) may be, in a model with these modules."""
+    of = (*get_args(Attention), *RECURRENCES, *SIDE_BY_SIDE, "none")
+    own = (module.name for module in modules)
+    return (*(of if field == "mixers" else get_args(FeedForward)), *own)
+
+
 def _check_patterns(m: Architecture) -> None:
-    names = tuple(module.name for module in m.modules)
-    known = (*get_args(Attention), *RECURRENCES, *SIDE_BY_SIDE, "none", *names)
-    _check_kinds(m, "mixers", known, least=1)
-    _check_kinds(m, "mlps", (*get_args(FeedForward), *names), least=0)
+    _check_kinds(m, "mixers", least=1)
+    _check_kinds(m, "mlps", least=0)
 
 
-def _check_kinds(m: Architecture, field: str, known: tuple[str, ...], least: int) -> None:
-    kinds: tuple[object, ...] = getattr(m, field)
-    right = type(kinds) is tuple and len(kinds) >= least
-    if not right or any(kind not in known for kind in kinds):
+def _check_kinds(m: Architecture, field: str, least: int) -> None:
+    given: tuple[object, ...] = getattr(m, field)
+    known = kinds(field, m.modules)
+    right = type(given) is tuple and len(given) >= least
+    if not right or any(kind not in known for kind in given):
         wanted = f"a tuple of {', '.join(map(repr, known))}" + ", not empty" * least
         raise _reject(m, field, wanted)
 

@@ -202,7 +202,13 @@ def test_a_table_may_say_what_is_said_anyway(tmp_path: Path) -> None:
 
 ILL = [
     ("", "no module here"),
-    ("param w[M, N]", "line 1, column 8: no size 'M'; say: size M = 128"),
+    ("param w[M, N]", "line 1, column 9: no size 'M'; say: size M = 128"),
+    ("input x[B, S]\nparam w[S,  S + ]", "line 2, column 13: cannot read the size 'S +': column 4"),
+    (
+        "input x[B, S]\nparam w[B S]",
+        "line 2, column 9: cannot read the size 'B S': column 3",
+    ),
+    ("input x[B, S]\nparam w[S/(B + 1)]", "column 9: cannot divide S by B + 1: only a single term"),
     ("input x[B, S]\ny = add(x, z)", "line 2, column 12: no value 'z' so far"),
     ("input x[B, S]\ny = addd(x, x)", "line 2, column 5: no op 'addd'; did you mean 'add'?"),
     ("input x[B, S]\ny = einsum[bs,ts->bt](x)", "einsum: bs,ts->bt takes 2 operands, got 1"),
@@ -230,21 +236,54 @@ ILL = [
     ("input x[B, S, M]\ny = add(x, x)\nmodel m like gpt2\nlayers = 2", "a model has no 'layers'"),
     (
         "input x[B, S, M]\ny = add(x, x)\nmodel m like gpt2\nmlps = z",
-        "mlps is ('z',), wanted a tuple",
+        "line 4, column 8: mlps: no module or kind 'z'; use one of dense, experts, none, mine",
+    ),
+    (
+        "module lowrank\ninput x[B, S]\ny = add(x, x)\nmodel m like gpt2\nmixers = lowrank, lowrnk",
+        "line 5, column 19: mixers: no module or kind 'lowrnk'; did you mean 'lowrank'?",
     ),
     ("input x[B, S]\ny = " + "add(" * 200 + "x" + ", x)" * 200, "calls nest too deep"),
+    (
+        "input x[B, S]\ny = act[fn=banana](x)",
+        "line 2, column 9: act: fn is 'banana', wanted",
+    ),
+    (
+        "input x[B, S]\ny = act[fn=sillu](x)",
+        "neg_exp, softcap; did you mean 'silu'?",
+    ),
+    ("input x[B, S]\ny = act(x)", "line 2, column 5: act needs fn: write act[fn=...], one of gelu"),
+    (
+        "input x[B, S]\ny = act[fn=silu, camp=2](x)",
+        "column 18: act has no attribute 'camp'; did",
+    ),
+    ("input x[B, S]\ny = scale[by=two](x)", "column 11: scale: by is 'two', wanted int or float"),
+    (
+        "input x[B, S]\ny = add[foo=1](x, x)",
+        "column 9: add has no attribute 'foo'; use",
+    ),
+    ("input x[B, S]\ny = cast[dtype=fp31](x)", "cast: dtype is 'fp31', wanted one of fp32"),
+    ("input x[B, S]\ny = pscan[dim=9](x, x)", "line 2, column 5: pscan: no dim 9, wanted 0 to 1"),
+    ("input x[B, S]\ny = pscan[dim=-1](x, x)", "pscan: no dim -1, wanted 0 to 1"),
+    ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,st->br](x, w)", "line 3, column 20: einsum: no "),
+    ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,st->br](x, w)", "use one of b, s, t, or name"),
+    ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,s7->b](x, w)", "column 12: einsum: cannot read"),
+    ("input x[B, S]\ny = matmul(x, x)", "no op 'matmul'; `stagewright ops` lists those that"),
+    ("input x[B, S]\ny = add(x, x)\nmodel m like mine.stg", "mine.stg is like itself; name a"),
     ("input x[B, S]\ny[B] = add(x, x)", "y is [B, S] here, wanted [B] as written"),
 ]
 
 
 @pytest.mark.parametrize(("text", "wanted"), ILL, ids=[w for _, w in ILL])
-def test_refuses(text: str, wanted: str, tmp_path: Path) -> None:
+def test_refuses(text: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.stg"
     path.write_text(text)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as info:
         sw.compile(Run(model=str(path), seq_length=8))
     assert wanted in str(info.value)
     assert str(path) in str(info.value)
+    assert str(info.value).count("cannot read the size") <= 1
+    assert len(str(info.value)) < 600
 
 
 def test_a_module_may_leave_nothing_to_compute(tmp_path: Path) -> None:

@@ -402,10 +402,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("op", "spec", "layouts", "message"), REFUSED)
 def test_layouts_that_disagree(op: str, spec: str, layouts: list[str], message: str) -> None:
+    own = {"norm": {"fn": "rmsnorm"}, "act": {"fn": "relu"}}.get(op, {})
     with pytest.raises(ValueError, match=message):
-        apply(
-            op, spec, *operands(spec, layouts), **({"fn": "relu"} if op in ("norm", "act") else {})
-        )
+        apply(op, spec, *operands(spec, layouts), **own)
 
 
 @pytest.mark.parametrize(
@@ -413,9 +412,11 @@ def test_layouts_that_disagree(op: str, spec: str, layouts: list[str], message: 
     [
         ("act", {"fn": "relu", "caps": 2.0}, "act: no attribute 'caps', wanted one of fn, cap"),
         ("add", {"by": 2.0}, "add: no attribute 'by', wanted none"),
-        ("act", {"fn": 3}, "act: attribute fn is 3, wanted str"),
+        ("act", {"fn": 3}, "act: attribute fn is 3, wanted one of gelu, "),
+        ("act", {"fn": "banana"}, "act: attribute fn is 'banana', wanted one of gelu, "),
+        ("norm", {"fn": "relu"}, "norm: attribute fn is 'relu', wanted one of rmsnorm, layernorm"),
         ("scale", {"by": True}, "scale: attribute by is True, wanted int or float"),
-        ("act", {}, "act: attribute fn is missing, wanted str"),
+        ("act", {}, "act: attribute fn is missing, wanted one of gelu, "),
     ],
 )
 def test_attributes_are_declared(op: str, attrs: dict[str, Any], message: str) -> None:

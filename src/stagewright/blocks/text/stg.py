@@ -18,31 +18,30 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagewright.algebra.notation import DEGREES, NotationError, Tensor, tensor, where
+from stagewright.algebra.index import parse as parse_spec
+from stagewright.algebra.notation import DEGREES, NotationError, Tensor, parts, tensor, where
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.text.statements import (
     COLLECTIVES,
+    OPS_OF_TEXTS,
     Call,
     Draft,
     Reference,
     Statement,
-    build,
-    read_value,
 )
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
-from stagewright.graph.table import LEAVES, OPS
+from stagewright.graph.table import choose
 from stagewright.model.architecture import LIMITS
+from stagewright.model.checks import kinds
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Module
 from stagewright.model.presets import PRESETS
 
-DTYPES = tuple(BYTES)
 MOST_DEPTH = 100  # of calls in calls
 RUN_SIZES = ("B", "S")
 MODEL_SIZES = ("M", "A", "G", "D", "F", "V")
@@ -63,7 +62,7 @@ Resolve = Callable[[str], ModelConfig]
 def preset(name: str) -> ModelConfig:
     """The preset of this name, for a text that is read without the catalog of models."""
     if name not in PRESETS:
-        raise UserError(f"model {name[:60]} is no preset{did_you_mean(name, PRESETS)}")
+        raise UserError(f"model {name} is no preset{did_you_mean(name, PRESETS)}")
     return PRESETS[name]
 
 
@@ -84,11 +83,16 @@ def parse(text: str, file: str, resolve: Resolve = preset) -> File:
         raise UserError(f"{file}, {where(text, error.at)}: {error}") from None
 
 
-_TOKEN = re.compile(r"[ \t]+|\\\n|#[^\n]*")
+_BLANK = re.compile(r"(?:[ \t]+|\\\n|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*[*']?")
 _WORD = re.compile(r"[^\s#]+")
+"""Anything without blanks: names of models have dots and dashes."""
 _REST = re.compile(r"[^\n#]*")
-_KEY = re.compile(r"([a-z_]+)[ \t]*=[ \t]*([^\n#]*)")
+_KEYWORDS = ("module", "model", "size", "input", "param", "output")
+_LINE_ENDS = ("", "\n")
+_DTYPE = choose(*BYTES)._replace(required=False)
+_KINDS = ("mixers", "mlps")
+_FIELDS = sorted({*ModelConfig.__dataclass_fields__} - {"name", "source", "modules", "bare"})
 
 
 class _Parser:
@@ -100,23 +104,22 @@ class _Parser:
         self.draft: Draft | None = None
         self.described = re.search(r"^[ \t]*model[ \t]", text, re.MULTILINE) is not None
         self.sizes = RUN_SIZES + (MODEL_SIZES if self.described else ())
-        self.model: tuple[Reference, Reference | None, dict[str, Any]] | None = None
+        self.model: tuple[Reference, Reference | None] | None = None
+        self.settings: dict[str, Any] = {}
+        self.words: list[tuple[str, Reference]] = []  # of the settings `mixers` and `mlps`
 
     # ---- characters ------------------------------------------------------------------------------
 
-    def skip(self) -> None:
-        """Go past blanks and comments, not past the end of the line."""
-        while found := _TOKEN.match(self.text, self.at):
-            self.at = found.end()
-
     def peek(self) -> str:
-        self.skip()
+        """The next character, past blanks and comments; the end of a line counts."""
+        blank = _BLANK.match(self.text, self.at)
+        self.at = blank.end() if blank else self.at
         return self.text[self.at : self.at + 1]
 
     def expected(self, wanted: str) -> NotationError:
         """The error about what stands here instead."""
         got = self.peek()
-        shown = "the end of the line" if got in ("", "\n") else repr(got)
+        shown = "the end of the line" if got in _LINE_ENDS else repr(got)
         return NotationError(f"got {shown}, wanted {wanted}", self.at)
 
     def take(self, wanted: str, why: str) -> None:
@@ -124,45 +127,35 @@ class _Parser:
             raise self.expected(f"{wanted!r} {why}")
         self.at += 1
 
-    def match(self, pattern: re.Pattern[str], what: str) -> Reference:
-        self.skip()
+    def match(self, what: str, pattern: re.Pattern[str] = _NAME) -> Reference:
+        self.peek()
         match = pattern.match(self.text, self.at)
         if match is None:
             raise self.expected(what)
         self.at = match.end()
         return Reference(match.group(), match.start())
 
-    def name(self, what: str) -> Reference:
-        return self.match(_NAME, what)
-
-    def word(self, what: str) -> Reference:
-        """Anything without blanks: names of models have dots and dashes."""
-        return self.match(_WORD, what)
-
-    def bracket(self) -> tuple[str, int]:
-        """`[...]` as it stands, brackets and all, and where it begins."""
+    def bracket(self) -> Reference:
+        """`[...]` as it stands, brackets and all."""
         start = self.at
-        end = self.text.find("]", start)
-        line = self.text.find("\n", start)
+        end, line = self.text.find("]", start), self.text.find("\n", start)
         if end < 0 or (0 <= line < end):
             raise NotationError("this [ has no ] on its line", start)
         self.at = end + 1
-        return self.text[start : self.at], start
+        return Reference(self.text[start : self.at], start)
 
     # ---- lines -----------------------------------------------------------------------------------
 
     def file(self) -> File:
         while self.at < len(self.text):
-            if self.peek() in ("", "\n"):
+            if self.peek() in _LINE_ENDS:
                 self.at += 1
                 continue
-            start = self.name("a statement such as: param w[M, F/tp]")
-            self.statement(start)
-            if self.peek() not in ("", "\n"):
+            self.statement(self.match("a statement such as: param w[M, F/tp]"))
+            if self.peek() not in _LINE_ENDS:
+                got = self.text[self.at : self.at + 20].split("\n")[0]
                 raise NotationError(
-                    f"got {self.text[self.at : self.at + 20].split(chr(10))[0]!r} after the end of "
-                    "a statement, wanted the end of the line",
-                    self.at,
+                    f"got {got!r} after the end of a statement, wanted the end of the line", self.at
                 )
         self.end_module()
         return File(self.modules, self.config())
@@ -171,22 +164,18 @@ class _Parser:
         if self.peek() not in ("[", "=", "*", "'"):
             match first.name:
                 case "module":
-                    return self.begin_module(self.name("the name of a module"))
+                    return self.begin_module(self.match("the name of a module"))
                 case "model":
                     return self.begin_model()
                 case "size" | "input" | "param" | "output":
                     return self.declare(first.name)
                 case _:
-                    words = ("module", "model", "size", "input", "param", "output")
                     raise NotationError(
                         f"cannot read {first.name!r}; wanted name = op(values), or one of "
-                        f"{', '.join(words)}{did_you_mean(first.name, words)}",
+                        f"{', '.join(_KEYWORDS)}{did_you_mean(first.name, _KEYWORDS)}",
                         first.at,
                     )
-        if self.model is not None and self.draft is None:
-            return self.setting(first)
-        self.assign(first)
-        return None
+        return self.setting(first) if self.model and not self.draft else self.assign(first)
 
     def begin_module(self, name: Reference) -> None:
         self.end_module()
@@ -194,23 +183,21 @@ class _Parser:
             raise NotationError(f"module {name.name} comes twice; rename one", name.at)
         if not name.name.isidentifier():
             raise NotationError(f"{name.name} is no name of a module; use letters", name.at)
-        self.draft = Draft(name.name)
+        self.draft = Draft(name.name, self.text, self.path)
 
     def current(self) -> Draft:
         if self.draft is None:
             stem = re.sub(r"\W", "_", Path(self.path).stem) or "module"
-            self.draft = Draft(stem if stem.isidentifier() else f"_{stem}")
+            name = stem if stem.isidentifier() else f"_{stem}"
+            self.draft = Draft(name, self.text, self.path)
         return self.draft
 
     def declare(self, kind: str) -> None:
         draft = self.current()
+        name = self.match("the value that the module yields" if kind == "output" else f"a {kind}")
         if kind == "output":
-            name = self.name("the value that the module yields")
-            if name.name not in draft.known:
-                raise NotationError(_unknown(name.name, draft.known), name.at)
-            draft.output = name.name
+            draft.output = self.known(name)
             return
-        name = self.name(f"the name of a {kind}")
         if kind == "size":
             return self.size(draft, name)
         self.new(draft, name)
@@ -227,28 +214,24 @@ class _Parser:
                 raise NotationError(f"parameter {name.name} has no dims; use [1]", at)
             draft.statements.append(Statement(name.name, name.at, None))
             return
-        dtype = ""
-        if self.peek() not in ("", "\n"):
-            word = self.name("a data type")
-            if word.name not in DTYPES:
-                hint = did_you_mean(word.name, DTYPES) or f"; use one of {', '.join(DTYPES)}"
-                raise NotationError(f"{word.name!r} is no data type{hint}", word.at)
-            dtype = word.name
-        draft.inputs.append((name.name, shape, dtype))
+        dtype = None if self.peek() in _LINE_ENDS else self.match("a data type")
+        if dtype and dtype.name not in BYTES:
+            hint = did_you_mean(dtype.name, BYTES) or f"; use one of {', '.join(BYTES)}"
+            raise NotationError(f"{dtype.name!r} is no data type{hint}", dtype.at)
+        draft.inputs.append((name.name, shape, dtype.name if dtype else ""))
 
     def size(self, draft: Draft, name: Reference) -> None:
         if name.name in draft.sizes or name.name in DEGREES or not name.name.isidentifier():
             why = "is a parallel degree" if name.name in DEGREES else "comes twice, or is no name"
             raise NotationError(f"size {name.name} {why}; rename it", name.at)
         self.take("=", f"and a number after size {name.name}")
-        text, at = self.match(_REST, "a size")
-        text = text.strip()
-        value = self.read_size(draft, text, at)
+        text, at = self.match("a size", _REST)
+        value = self.read_size(draft, text.strip(), at)
         if value.is_number:
             number = _number(value)
             if number is None or not 1 <= number <= 2**40:
                 wanted = f"a whole number from 1 to {2**40}"
-                raise NotationError(f"size {name.name} is {text[:60]}, wanted {wanted}", at)
+                raise NotationError(f"size {name.name} is {text.strip()}, wanted {wanted}", at)
             # In a model, a size of one's own may have the name of one of the model's.
             symbol = f"{draft.name}_{name.name}" if self.described else name.name
             draft.numbers[symbol] = number
@@ -259,7 +242,7 @@ class _Parser:
         draft = self.current()
         placed = self.tensor(draft) if self.peek() == "[" else None
         self.take("=", f"and what {name.name} is")
-        value = self.expression(draft, 0)
+        value = self.expression(shaped=placed is not None)
         self.new(draft, name)
         if placed:
             draft.place(name.name, *placed)
@@ -270,51 +253,74 @@ class _Parser:
             raise NotationError(f"{name.name} is there already; values never change", name.at)
         draft.known.add(name.name)
 
+    def known(self, name: Reference) -> str:
+        values = self.current().known
+        if name.name not in values:
+            hint = did_you_mean(name.name, values)
+            raise NotationError(f"no value {name.name!r} so far{hint}", name.at)
+        return name.name
+
     def tensor(self, draft: Draft) -> tuple[Tensor, tuple[Size, ...]]:
         """`[B/dp, S]`: the layout, and the shape in sizes that are known."""
         text, at = self.bracket()
         layout = tensor(text, at)
-        return layout, tuple(self.read_size(draft, dim, at) for dim in layout.dims)
+        places = [at + 1 + nth for nth, _ in parts(text[1:], ",")]
+        dims = zip(layout.dims, places, strict=False)
+        return layout, tuple(self.read_size(draft, dim, place) for dim, place in dims)
 
     def read_size(self, draft: Draft, text: str, at: int) -> Size:
+        known = {*draft.sizes, *self.sizes}
         try:
             found = size(text)
-            known = {*draft.sizes, *self.sizes}
-            for symbol in sorted(found.symbols):
-                if symbol not in known:
-                    raise NotationError(f"no size {symbol!r}; {_declare(symbol, known)}", at)
+            if unknown := sorted(found.symbols - known):
+                example = f"say: size {unknown[0]} = 128{did_you_mean(unknown[0], known)}"
+                raise NotationError(f"no size {unknown[0]!r}; {example}", at)
             return found.subs(draft.sizes)
         except NotationError:
             raise
-        except (ValueError, ZeroDivisionError, RecursionError, OverflowError) as error:
-            raise NotationError(f"cannot read the size {text[:60]!r}: {error}", at) from None
+        except ValueError as error:
+            raise NotationError(str(error), at) from None
+        except (ZeroDivisionError, RecursionError, OverflowError) as error:
+            raise NotationError(f"cannot read the size {text!r}: {error}", at) from None
 
-    def expression(self, draft: Draft, depth: int) -> Reference | Call:
+    # ---- values ----------------------------------------------------------------------------------
+
+    def expression(self, *, shaped: bool = False, depth: int = 0) -> Reference | Call:
+        """A value or a call; `shaped`: the text says the shape of its result."""
         if depth > MOST_DEPTH:
             raise NotationError("calls nest too deep; name some of them", self.at)
-        name = self.name("a value or an op")
-        bracket, at = "", self.at
-        if self.peek() == "[":
-            bracket, at = self.bracket()
+        name = self.match("a value or an op")
+        bracket = self.bracket() if self.peek() == "[" else Reference("[]", self.at)
         if self.peek() != "(":
-            if bracket:
+            if len(bracket.name) > 2:
                 raise NotationError(f"{name.name} is given nothing; wanted (values)", self.at)
-            if name.name not in draft.known:
-                raise NotationError(_unknown(name.name, draft.known), name.at)
-            return name
-        if name.name not in COLLECTIVES and name.name not in _OPS:
-            hint = did_you_mean(name.name, (*_OPS, *COLLECTIVES))
+            return Reference(self.known(name), name.at)
+        if name.name not in COLLECTIVES and name.name not in OPS_OF_TEXTS:
+            hint = did_you_mean(name.name, (*OPS_OF_TEXTS, *COLLECTIVES))
+            hint = hint or "; `stagewright ops` lists those that there are"
             raise NotationError(f"no op {name.name!r}{hint}", name.at)
         self.take("(", "")
         arguments: list[Reference | Call] = []
         while self.peek() != ")":
-            arguments.append(self.expression(draft, depth + 1))
+            arguments.append(self.expression(depth=depth + 1))
             if self.peek() != ")":
                 self.take(",", "or ')' after a value")
         self.take(")", "")
         if not arguments:
             raise NotationError(f"{name.name} is given nothing; wanted values", name.at)
-        return Call(name.name, name.at, bracket[1:-1], at + 1, tuple(arguments))
+        inner = Reference(bracket.name[1:-1], bracket.at + 1)
+        if name.name in COLLECTIVES:
+            if len(arguments) != 1:
+                raise NotationError(f"{name.name} moves one value, got {len(arguments)}", name.at)
+            return Call(*name, "", {}, _degrees(inner), tuple(arguments))
+        spec, semicolon, more = inner.name.partition(";" if "->" in inner.name else "\n")
+        if "->" not in inner.name:
+            spec, more = "", inner.name
+        else:
+            _check_spec(name.name, Reference(spec, inner.at), shaped=shaped)
+        start = inner.at + len(spec) + len(semicolon)
+        attributes = _attributes(name, Reference(more, start))
+        return Call(*name, spec.strip(), attributes, (), tuple(arguments))
 
     def end_module(self) -> None:
         draft, self.draft = self.draft, None
@@ -326,11 +332,11 @@ class _Parser:
             raise NotationError(f"module {draft.name} has no input", at)
         if not made:
             raise NotationError(f"module {draft.name} computes nothing", at)
-        output = draft.output or made[-1].name
-        make = partial(build, draft, output, self.text, self.path)
+        draft.output = draft.output or made[-1].name
         self.modules[draft.name] = Module(
-            draft.name, make, tuple(draft.inputs), draft.numbers, draft.table, output, self.text
-        )
+            draft.name, draft.build, tuple(draft.inputs), draft.numbers, draft.table,
+            draft.output, self.text,
+        )  # fmt: skip
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -338,28 +344,28 @@ class _Parser:
         self.end_module()
         if self.model is not None:
             raise NotationError("a file describes one model", self.at)
-        name, like = self.word("the name of the model"), None
-        if self.peek() not in ("", "\n"):
-            word = self.name("like and the name of a preset")
+        name, like = self.match("the name of the model", _WORD), None
+        if self.peek() not in _LINE_ENDS:
+            word = self.match("like and the name of a preset")
             if word.name != "like":
                 raise NotationError(f"got {word.name!r}, wanted like and a preset", word.at)
-            like = self.word("the name of a preset")
-        self.model = name, like, {}
+            like = self.match("the name of a preset", _WORD)
+        self.model = name, like
 
     def setting(self, key: Reference) -> None:
-        assert self.model is not None
-        found = _KEY.match(self.text, key.at)
-        fields = ModelConfig.__dataclass_fields__
-        known = sorted(set(fields) - {"name", "source", "modules", "bare"})
-        if found is None or key.name not in known:
-            hint = did_you_mean(key.name, known)
+        if key.name not in _FIELDS:
+            hint = did_you_mean(key.name, _FIELDS)
             raise NotationError(f"a model has no {key.name!r}{hint}", key.at)
-        if key.name in self.model[2]:
+        if key.name in self.settings:
             raise NotationError(f"{key.name} comes twice; keep one", key.at)
-        self.at = found.end()
-        words = [read_value(word.strip()) for word in found.group(2).strip().split(",")]
-        many = key.name in ("mixers", "mlps")
-        self.model[2][key.name] = tuple(words) if many else words[0] if len(words) == 1 else words
+        self.take("=", f"and the value of {key.name}")
+        text, at = self.match("a value", _REST)
+        places = [(word, at + nth) for nth, word in parts(text, ",")]
+        if key.name in _KINDS:
+            self.words += [(key.name, Reference(*place)) for place in places]
+        words = [_read_value(word) for word, _ in places]
+        many = len(words) > 1 or key.name in _KINDS
+        self.settings[key.name] = tuple(words) if many else words[0]
 
     def config(self) -> ModelConfig:
         """The model that is described; a file that describes none is its one module by itself."""
@@ -378,10 +384,15 @@ class _Parser:
                 name=only.name, modules=modules, bare=True, mixers=(only.name,),
                 mlps=("none",), source=self.path, **_ONES,
             )  # fmt: skip
-        name, like, settings = self.model
+        for field, (kind, at) in self.words:
+            if kind not in (known := kinds(field, modules)):
+                hint = did_you_mean(kind, known) or f"; use one of {', '.join(known)}"
+                raise NotationError(f"{field}: no module or kind {kind!r}{hint}", at)
+        name, like = self.model
         try:
             base = self.resolve(like.name) if like else ModelConfig(name=name.name, **_ONES)
-            return replace(base, name=name.name, modules=modules, source=self.path, **settings)
+            own: dict[str, Any] = {"name": name.name, "modules": modules, "source": self.path}
+            return replace(base, **own, **self.settings)
         except UserError as error:
             raise NotationError(str(error), name.at) from None
 
@@ -392,7 +403,66 @@ _ONES: Mapping[str, Any] = dict.fromkeys(LIMITS, 1) | {
 }
 """Sizes of a model that is one module and nothing else."""
 
-_OPS = tuple(name for name, row in OPS.items() if (row.vjp or name == "sum") and name not in LEAVES)
+
+def _degrees(text: Reference) -> tuple[str, ...]:
+    """The degrees that a collective names."""
+    degrees = tuple(word.strip() for word in text.name.split(",") if word.strip())
+    for degree in degrees:
+        if degree not in DEGREES:
+            hint = did_you_mean(degree, DEGREES)
+            raise NotationError(f"{degree!r} is no parallel degree{hint}", text.at)
+    return degrees
+
+
+def _check_spec(op: str, text: Reference, *, shaped: bool) -> None:
+    """An index expression that can be read, of which the operands give every size."""
+    try:
+        spec = parse_spec(text.name.strip())
+    except ValueError as error:
+        raise NotationError(f"{op}: {error}", text.at) from None
+    known = {x for dims in spec.ins for dim in dims for x in dim}
+    for unknown in (x for dim in spec.out for x in dim if x not in known):
+        if not shaped:
+            place = text.name.lower().index(unknown, text.name.index("->"))
+            raise NotationError(
+                f"{op}: no operand has the index {unknown!r} of the result; use one of "
+                f"{', '.join(sorted(known))}, or name the value and its shape: y[B/dp, S, M] = ...",
+                text.at + place,
+            )
+
+
+def _attributes(op: Reference, text: Reference) -> dict[str, Any]:
+    """The attributes in a bracket, and those that are implied."""
+    declared = {**OPS_OF_TEXTS[op.name].attrs, "dtype": _DTYPE}
+    given = {name: of.implied for name, of in declared.items() if of.implied is not None}
+    for nth, part in parts(text.name, ","):
+        if not part:
+            continue
+        key, equals, word = (piece.strip() for piece in part.partition("="))
+        at = text.at + nth
+        if key not in declared:
+            hint = did_you_mean(key, declared) or f"; use one of {', '.join(declared)}"
+            raise NotationError(f"{op.name} has no attribute {key!r}{hint}", at)
+        given[key] = _read_value(word) if equals else True
+        if not declared[key].accepts(given[key]):
+            hint = did_you_mean(word, declared[key].choices)
+            raise NotationError(f"{op.name}: {key} is {word!r}, wanted {declared[key]}{hint}", at)
+    for key, of in declared.items():
+        if of.asked and key not in given:
+            raise NotationError(f"{op.name} needs {key}: write {op.name}[{key}=...], {of}", op.at)
+    return given
+
+
+def _read_value(word: str) -> Any:
+    """What a text writes as a number, as true or false, or as a word."""
+    if word in ("true", "false"):
+        return word == "true"
+    for kind in (int, float):
+        try:
+            return kind(word) if len(word) < 40 else word
+        except ValueError:
+            pass
+    return word
 
 
 def _number(value: Size) -> int | None:
@@ -400,11 +470,3 @@ def _number(value: Size) -> int | None:
         return value.value({})
     except ValueError:
         return None
-
-
-def _unknown(name: str, known: set[str]) -> str:
-    return f"no value {name!r} so far{did_you_mean(name, known)}"
-
-
-def _declare(symbol: str, known: set[str]) -> str:
-    return f"say: size {symbol} = 128{did_you_mean(symbol, known)}"

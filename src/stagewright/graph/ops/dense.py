@@ -10,7 +10,7 @@ from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import joint_gradients, no_gradient, of_what_it_is_made, sum_to
 from stagewright.graph.reference import dense as meaning
 from stagewright.graph.reference import shared
-from stagewright.graph.table import NUMBER, SIZE, Grads, Op, may, need, own_attributes
+from stagewright.graph.table import NUMBER, SIZE, Grads, Op, choose, may, need, own_attributes
 
 
 def _fp8(n: Node) -> bool:
@@ -171,12 +171,12 @@ def _triangle_vjp(n: Node, g: Node) -> Grads:
     return (apply("triangle_bwd", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward"),)
 
 
-_ACT = {"fn": need(str), "cap": may(*NUMBER), "clamp": may(*NUMBER)}
-_GLU = {"fn": need(str), "clamp": may(*NUMBER), "offset": may(*NUMBER)}
+_ACT = {"fn": choose(*meaning.ACTIVATIONS, "softcap"), "cap": may(*NUMBER), "clamp": may(*NUMBER)}
+_GLU = {"fn": choose(*meaning.ACTIVATIONS), "clamp": may(*NUMBER), "offset": may(*NUMBER)}
 _MODULATE = {"base": need(*NUMBER), "scale": need(int), "shift": need(int)}
 _RATE = {"rate": need(*NUMBER)}
 _INVERSE = {"inverse": need(bool, implied=False)}
-_NORM = {"fn": need(str, implied="rmsnorm")}
+_NORM = {"fn": choose("rmsnorm", "layernorm", implied="rmsnorm")}
 # Tensors of the size of the result that an eager kernel makes on the way.
 _PRODUCT = {"temporaries": may(int), "backward_temporaries": may(int)}
 _DIM = {"dim": need(int)}
@@ -190,13 +190,33 @@ ROWS: dict[str, Op] = {
         multilinear=True,
         attrs={**_PRODUCT, "joint": may(tuple), "touched": may(*SIZE)},
     ),
-    "times": Op(meaning.einsum, _einsum_vjp, flops=2, multilinear=True, fuses=True, attrs=_PRODUCT),
+    "times": Op(
+        meaning.einsum,
+        _einsum_vjp,
+        flops=2,
+        multilinear=True,
+        fuses=True,
+        attrs=_PRODUCT,
+        summary="As einsum, element-wise: in one kernel with its neighbours.",
+    ),
     "sum": Op(meaning.total, linear=True, fuses=True),
     "mean": Op(meaning.mean, _mean_vjp, linear=True, fuses=True),
     "spread": Op(meaning.spread, flops=0, fuses=True),
-    "identity": Op(shared.same, _identity_vjp, flops=0, linear=True),
+    "identity": Op(
+        shared.same,
+        _identity_vjp,
+        flops=0,
+        linear=True,
+        summary="The same value, where a layout may be asked for.",
+    ),
     "add": Op(meaning.add, _add_vjp, linear=True, fuses=True),
-    "cast": Op(shared.same, _cast_vjp, linear=True, fuses=True),
+    "cast": Op(
+        shared.same,
+        _cast_vjp,
+        linear=True,
+        fuses=True,
+        summary="The same value in another data type.",
+    ),
     "scale": Op(meaning.scale, _scale_vjp, linear=True, fuses=True, attrs={"by": need(*NUMBER)}),
     "divide": Op(meaning.divide, fuses=True),
     "bias": Op(meaning.bias, _bias_vjp, fuses=True),

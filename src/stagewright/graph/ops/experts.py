@@ -7,7 +7,7 @@ from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import no_gradient
 from stagewright.graph.reference import experts as meaning
 from stagewright.graph.reference import shared
-from stagewright.graph.table import NUMBER, Grads, Op, Timing, need, own_attributes
+from stagewright.graph.table import NUMBER, Grads, Op, Timing, choose, need, own_attributes
 
 
 def _topk_vjp(n: Node, g: Node) -> Grads:
@@ -82,8 +82,8 @@ def _weigh_vjp(n: Node, g: Node) -> Grads:
 # Copies of tokens stand in any order: a row is of one token.
 _ROWS = ("r", ("b", "s"))
 _TOP_K = {"top_k": need(int)}
-_TOPK = {**_TOP_K, "fn": need(str), "norm": need(bool)}
-_SCORES = {"fn": need(str)}
+_SCORES = {"fn": choose("softmax", "sigmoid")}
+_TOPK = {**_TOP_K, **_SCORES, "norm": need(bool)}
 _COEFF = {"coeff": need(*NUMBER)}
 _AUX = {**_COEFF, **_TOP_K}
 _WEIGHTED = {**_TOP_K, "weighted": need(bool)}
@@ -94,11 +94,27 @@ ROWS: dict[str, Op] = {
     "scores": Op(meaning.scores, _scores_vjp, flops=5, fuses=True, attrs=_SCORES),
     "scores_bwd": Op(meaning.scores_bwd, flops=5, fuses=True, attrs=_SCORES),
     "count": Op(meaning.count, fuses=True),
-    "aux_loss": Op(shared.first, _aux_loss_vjp, flops=2, fuses=True, attrs=_AUX),
+    "aux_loss": Op(
+        shared.first,
+        _aux_loss_vjp,
+        flops=2,
+        fuses=True,
+        attrs=_AUX,
+        summary="The gates, with the gradient of the load-balancing loss.",
+    ),
     "aux_loss_bwd": Op(meaning.aux_loss_bwd, fuses=True, attrs=_AUX),
-    "z_loss": Op(shared.same, _z_loss_vjp, flops=3, fuses=True, attrs=_COEFF),
+    "z_loss": Op(
+        shared.same,
+        _z_loss_vjp,
+        flops=3,
+        fuses=True,
+        attrs=_COEFF,
+        summary="The router's logits, with the gradient of the z-loss.",
+    ),
     "z_loss_bwd": Op(meaning.z_loss_bwd, flops=5, fuses=True, attrs=_COEFF),
-    "routes": Op(shared.same, no_gradient, fuses=True),
+    "routes": Op(
+        shared.same, no_gradient, fuses=True, summary="The experts of each token; no gradient."
+    ),
     "splits": Op(meaning.splits, rows=("o", ("b", "s")), fuses=True),
     "dispatch": Op(
         meaning.dispatch,

@@ -14,7 +14,8 @@ from stagewright.graph.make import apply
 from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import joint_gradients, of_what_it_is_made
 from stagewright.graph.reference import state as meaning
-from stagewright.graph.table import NUMBER, Grads, Op, Sizes, Timing, need, own_attributes
+from stagewright.graph.reference.dense import ACTIVATIONS
+from stagewright.graph.table import NUMBER, Grads, Op, Sizes, Timing, choose, need, own_attributes
 
 
 def _delta_rule_vjp(n: Node, g: Node) -> Grads:
@@ -197,9 +198,9 @@ def chunked_scratch(n: Node, here: Sizes) -> Any:
 
 _WRT = {"wrt": need(int)}
 _DIM = {"dim": need(int)}
-_CONV = {"fn": need(str)}
+_CONV = {"fn": choose("", *ACTIVATIONS)}  # "": none
 _CHUNK = {"chunk": need(int)}
-_RECURRENCE = {**_CHUNK, "kernel": need(str), "scale": need(*NUMBER)}
+_RECURRENCE = {**_CHUNK, "kernel": choose(*KERNELS), "scale": need(*NUMBER)}
 _OF_REQUESTS = {"part": need(str)}  # "y", or the "state" after it
 _CHUNKED: dict[str, Any] = {
     **{"flops": chunked_flops, "scratch": chunked_scratch, "timing": Timing.CHUNKED},

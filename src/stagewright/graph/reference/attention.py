@@ -26,6 +26,7 @@ def _mask(ctx: Context, queries: int, keys: int) -> Any:
 
 
 def softmax(ctx: Context, x: Any, sinks: Any = None) -> Any:
+    """Softmax over the last dim, with a causal mask where asked for."""
     scores = x / math.sqrt(ctx["width"]) + _mask(ctx, x.shape[-2], x.shape[-1])
     return probabilities(scores, None if sinks is None else sinks[:, None, None])
 
@@ -44,6 +45,7 @@ def _width(ctx: Context, q: Any) -> float:
 
 
 def attention(ctx: Context, q: Any, *keys: Any) -> Any:
+    """Fused attention of queries, keys and values (FlashAttention)."""
     keys, more = _apart(ctx, keys)
     return _attend(ctx, q, *_heads(*keys, width=ctx.shape[-1]), more)[1]
 
@@ -125,6 +127,7 @@ def _bucket(causal: bool, ahead: Any, many: int) -> Any:
 
 
 def relative_bias(ctx: Context, table: Any) -> Any:
+    """T5's bias of each head by the distance of query and key."""
     _, q, k = ctx.shape
     return np.einsum("va,qkv->aqk", table, _buckets(ctx, q, k, len(table)))
 

@@ -15,10 +15,12 @@ _erf = np.vectorize(math.erf)
 
 
 def add(ctx: Context, *xs: Any) -> Any:
+    """The sum of values of one shape."""
     return sum(xs[1:], start=xs[0])
 
 
 def scale(ctx: Context, x: Any) -> Any:
+    """The value times a number."""
     return x * ctx["by"]
 
 
@@ -27,7 +29,9 @@ def divide(ctx: Context, x: Any, y: Any) -> Any:
 
 
 def einsum(ctx: Context, *xs: Any) -> Any:
-    """Einsum over specs that may hold `(gr)` dims: these are split, contracted and joined again."""
+    """Products of operands, summed over the letters that the result lacks.
+
+    Dims such as `(gr)` are split, contracted and joined again."""
     spec = parse(ctx["spec"])
     sizes = bind(spec, [x.shape for x in xs], ctx.shape)
     flat = [
@@ -39,10 +43,12 @@ def einsum(ctx: Context, *xs: Any) -> Any:
 
 
 def total(ctx: Context, x: Any) -> Any:
+    """The sum over the letters that the result lacks."""
     return einsum(ctx, x)
 
 
 def mean(ctx: Context, x: Any) -> Any:
+    """The mean of all elements."""
     return einsum(ctx, x) / ctx.count
 
 
@@ -65,6 +71,7 @@ def _align(spec_text: str, x: Any, last: int = 0) -> Any:
 
 
 def bias(ctx: Context, x: Any, b: Any) -> Any:
+    """A value plus a vector, the same at every position."""
     return x + _align(ctx["spec"], b)
 
 
@@ -159,6 +166,7 @@ def modulate_wgrad(ctx: Context, g: Any, x: Any) -> Any:
 
 
 def act(ctx: Context, x: Any) -> Any:
+    """An activation; clamp limits its argument, cap is the limit of softcap."""
     return _act(ctx, x)
 
 
@@ -173,6 +181,7 @@ def _weighed(ctx: Context, up: Any) -> Any:
 
 
 def glu(ctx: Context, gate: Any, up: Any) -> Any:
+    """A gate: the activation of the first operand times the second."""
     return _act(ctx, gate) * _weighed(ctx, up)
 
 
@@ -184,7 +193,10 @@ def glu_bwd(ctx: Context, g: Any, gate: Any, up: Any) -> Any:
 
 
 def random_mask(ctx: Context, x: Any) -> Any:
-    """Pseudo-random by global position, so that every layout draws the same mask."""
+    """Ones, and zeros with the probability rate.
+
+    Pseudo-random by global position, so that every layout draws the same mask.
+    """
     grid: Any = np.zeros(x.shape)
     for i, dim in enumerate(parse(ctx["spec"]).out):
         shape = [1] * x.ndim
@@ -195,11 +207,12 @@ def random_mask(ctx: Context, x: Any) -> Any:
 
 
 def dropout(ctx: Context, x: Any, mask: Any) -> Any:
+    """A value times a random mask, over 1 - rate."""
     return x * mask / (1 - ctx["rate"])
 
 
 def rope(ctx: Context, x: Any, at: Any = None) -> Any:
-    """Rotate pairs of the last dim by an angle that grows with the position.
+    """Rotate pairs of the last dim by an angle that grows with the position (RoPE).
 
     Positions are `at`, [sequences, places], or the places in dim 1.
     """
@@ -220,6 +233,7 @@ def _standard(ctx: Context, x: Any) -> tuple[Any, Any]:
 
 
 def norm(ctx: Context, x: Any, w: Any = 1.0, b: Any = 0.0) -> Any:
+    """RMSNorm or LayerNorm over the last dim, with a weight and a bias if given."""
     return _standard(ctx, x)[0] * w + b
 
 
@@ -236,6 +250,7 @@ def norm_wgrad(ctx: Context, g: Any, x: Any) -> Any:
 
 
 def repeat(ctx: Context, x: Any) -> Any:
+    """Key-value heads (dim 2), each repeated for the query heads of its group."""
     return np.repeat(x, ctx.shape[2] // x.shape[2], 2)
 
 
@@ -244,7 +259,7 @@ def repeat_bwd(ctx: Context, g: Any) -> Any:
 
 
 def join(ctx: Context, a: Any, b: Any) -> Any:
-    """Operands stand behind each other along `dim` of the result; what lacks dims is repeated."""
+    """Two values behind each other along `dim` of the result; what lacks dims is repeated."""
     spec = parse(ctx["spec"])
     found: list[Any] = []
     for x, dims in zip((a, b), spec.ins, strict=True):
@@ -260,7 +275,7 @@ def join(ctx: Context, a: Any, b: Any) -> Any:
 
 
 def part(ctx: Context, x: Any) -> Any:
-    """The first or last along `dim`, summed over the dims that the result lacks."""
+    """The first or the last part along `dim`, summed over the dims that the result lacks."""
     spec = parse(ctx["spec"])
     own = [i for i, d in enumerate(spec.out) if d not in spec.ins[0]]
     width = ctx.shape[own[0]] if own else 1
@@ -273,6 +288,7 @@ def part(ctx: Context, x: Any) -> Any:
 
 
 def pad(ctx: Context, g: Any) -> Any:
+    """A value with zeros behind it along dim, or before it if first is false."""
     out = np.zeros(ctx.shape)
     dim = ctx["dim"] % out.ndim
     if g.ndim < out.ndim:
@@ -283,7 +299,7 @@ def pad(ctx: Context, g: Any) -> Any:
 
 
 def triangle(ctx: Context, x: Any) -> Any:
-    """Below the diagonal of the last two dims, row by row."""
+    """The elements below the diagonal of the last two dims, row by row."""
     i, j = np.tril_indices(x.shape[-1], -1)
     return x[..., i, j]
 
@@ -304,6 +320,7 @@ def _fit(ctx: Context, i: int, x: Any, like: int = 0) -> Any:
 
 
 def mean_square(ctx: Context, x: Any) -> Any:
+    """The mean square over the letters that the result lacks."""
     spec = parse(ctx["spec"])
     lost = tuple(i for i, d in enumerate(spec.ins[0]) if d not in spec.out)
     return (x * x).sum(lost) / ctx.count
@@ -334,6 +351,7 @@ def rms_scale_bwd(ctx: Context, g: Any, x: Any, ms: Any, *weight: Any) -> Any:
 
 
 def inverse_norm(ctx: Context, x: Any) -> Any:
+    """One over the length of each row of the last dim."""
     return 1 / np.sqrt((x * x).sum(-1) + 1e-6)
 
 

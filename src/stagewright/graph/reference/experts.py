@@ -44,7 +44,10 @@ def _gates(ctx: Context, logits: Any) -> Any:
 
 
 def topk(ctx: Context, logits: Any, *_: Any) -> Any:
-    """The gates of experts, of which those behind the last are the first once more."""
+    """The gates of the top_k experts of each token.
+
+    Columns behind those of the last expert are the first once more.
+    """
     return _gates(ctx, logits[..., np.arange(ctx.shape[-1]) % logits.shape[-1]])
 
 
@@ -62,7 +65,7 @@ def topk_bwd(ctx: Context, g: Any, logits: Any) -> Any:
 
 
 def scores(ctx: Context, logits: Any) -> Any:
-    """What balances the load looks at: the scores of all experts, which add up to one."""
+    """The scores of all experts, which add up to one; the load is balanced by them."""
     if ctx["fn"] == "softmax":
         return probabilities(logits)
     y = sigmoid(logits)
@@ -113,11 +116,13 @@ def _weights(ctx: Context, gates: Any) -> Any:
 
 
 def dispatch(ctx: Context, x: Any, gates: Any) -> Any:
+    """Copies of tokens, sorted by expert."""
     routes = _routes(ctx, ctx.shape[1])
     return np.einsum("ert,tm,te->erm", routes, x.reshape(-1, x.shape[-1]), _weights(ctx, gates))
 
 
 def combine(ctx: Context, h: Any, gates: Any) -> Any:
+    """The sum of the experts' rows of each token."""
     routes = _routes(ctx, h.shape[1])
     return np.einsum("ert,erm,te->tm", routes, h, _weights(ctx, gates)).reshape(ctx.shape)
 
@@ -129,6 +134,7 @@ def combine_gates(ctx: Context, tokens: Any, rows: Any, gates: Any) -> Any:
 
 
 def row_gates(ctx: Context, gates: Any) -> Any:
+    """The gate of each row of an expert."""
     flat = gates.reshape(-1, gates.shape[-1])
     return np.einsum("ert,te->er", _routes(ctx, ctx.shape[1]), flat)
 
@@ -138,6 +144,7 @@ def row_gates_bwd(ctx: Context, g: Any) -> Any:
 
 
 def own_experts(ctx: Context, x: Any) -> Any:
+    """The columns of the experts that a rank holds."""
     first = ctx.start("f")
     return x[..., first : first + ctx.shape[-1]]
 
@@ -150,6 +157,7 @@ def own_experts_bwd(ctx: Context, g: Any) -> Any:
 
 
 def weigh(ctx: Context, x: Any, w: Any) -> Any:
+    """Every row times a weight of its own."""
     return x * w[..., None]
 
 

@@ -31,7 +31,7 @@ def _convolved(x: Any, w: Any, bias: tuple[Any, ...]) -> Any:
 
 
 def conv1d(ctx: Context, x: Any, w: Any, *bias: Any) -> Any:
-    """Causal, each channel by itself; then an activation."""
+    """Causal convolution of each channel along the sequence, then an activation."""
     y = _convolved(x, w, bias)
     return ACTIVATIONS[ctx["fn"]].value(y) if ctx["fn"] else y
 
@@ -106,6 +106,7 @@ def _gates(ctx: Context, k: Any, v: Any, given: tuple[Any, ...]) -> _Gates:
 
 
 def linear_attention(ctx: Context, q: Any, k: Any, v: Any, *gates: Any) -> Any:
+    """Linear attention with decay, in chunks (Mamba-2, Lightning Attention)."""
     return _recur(q * ctx["scale"], k, v, _gates(ctx, k, v, gates), False)[0]
 
 
@@ -114,7 +115,10 @@ def linear_attention_bwd(ctx: Context, g: Any, q: Any, k: Any, v: Any, *gates: A
 
 
 def delta_rule(ctx: Context, q: Any, k: Any, v: Any, *gates: Any) -> Any:
-    """The operands after the gates are products inside chunks, kept for backward."""
+    """The gated delta rule in chunks (Gated DeltaNet, Kimi Linear).
+
+    The operands after the gates are products inside chunks, kept for backward.
+    """
     return _recur(q * ctx["scale"], k, v, _gates(ctx, k, v, gates), True)[0]
 
 
@@ -215,7 +219,7 @@ def _within(ctx: Context, q: Any, k: Any, decay: Any) -> Any:
 
 
 def delta_scores(ctx: Context, q: Any, k: Any, decay: Any) -> Any:
-    """Of every position, its query with the keys of its chunk up to it."""
+    """Scores of each query with the keys of its chunk up to its position."""
     chunk = ctx.shape[-1]
     at: Any = np.arange(int(q.shape[1]))
     seen: Any = np.arange(int(chunk))[None, :] <= (at % chunk)[:, None]
@@ -235,7 +239,7 @@ def delta_inverse(ctx: Context, k: Any, beta: Any, decay: Any) -> Any:
 
 
 def pscan(ctx: Context, a: Any, b: Any) -> Any:
-    """Each y along `dim` is a times the y before it, plus b."""
+    """A linear recurrence along `dim`: y[t] = a[t] * y[t-1] + b[t]."""
     out = np.zeros(b.shape)
     y, a, b = (np.moveaxis(x, ctx["dim"], 0) for x in (out, a, b))
     before: Any = 0.0

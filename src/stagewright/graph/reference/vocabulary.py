@@ -16,6 +16,7 @@ def _rows(ctx: Context, tokens: Any, rows: int) -> Any:
 
 
 def embedding(ctx: Context, tokens: Any, table: Any) -> Any:
+    """Rows of a table, by number."""
     spec = parse(ctx["spec"])
     at, of, out = ("".join(d[0] for d in dims) for dims in (*spec.ins, spec.out))
     row = next(x for x in of if x not in out)
@@ -32,6 +33,7 @@ def embedding_bwd(ctx: Context, g: Any, tokens: Any) -> Any:
 
 
 def first_token(ctx: Context, x: Any) -> Any:
+    """The first position of each sequence."""
     return x[:, 0] * float(ctx.start("s") == 0)
 
 
@@ -43,10 +45,12 @@ def first_token_bwd(ctx: Context, g: Any) -> Any:
 
 
 def maximum(ctx: Context, x: Any) -> Any:
+    """The maximum over the last dim."""
     return x.max(-1)
 
 
 def exp_sum(ctx: Context, x: Any, top: Any) -> Any:
+    """The sum of the exponentials of a value minus its maximum."""
     return np.exp(x - top[..., None]).sum(-1)
 
 
@@ -55,6 +59,7 @@ def exp_sum_bwd(ctx: Context, g: Any, x: Any, top: Any) -> Any:
 
 
 def pick(ctx: Context, x: Any, labels: Any) -> Any:
+    """The element of the last dim at a label."""
     return (x * _rows(ctx, labels, x.shape[-1])).sum(-1)
 
 
@@ -63,10 +68,12 @@ def pick_bwd(ctx: Context, g: Any, labels: Any) -> Any:
 
 
 def nll(ctx: Context, top: Any, summed: Any, picked: Any) -> Any:
+    """Negative log-likelihood of a maximum, a sum of exponentials and a picked logit."""
     return np.log(summed) + top - picked
 
 
 def log_softmax(ctx: Context, x: Any) -> Any:
+    """The logarithm of softmax over the last dim."""
     return np.log(probabilities(x))
 
 
@@ -75,6 +82,7 @@ def log_softmax_bwd(ctx: Context, g: Any, y: Any) -> Any:
 
 
 def log_probs(ctx: Context, x: Any, top: Any, total: Any) -> Any:
+    """Logits minus the logarithm of the sum of their exponentials."""
     return x - (top + np.log(total))[..., None]
 
 
