@@ -76,7 +76,7 @@ def _expert_parallel(experiment: Experiment) -> Run:
 def _virtual_stages(run: Run, layers: int) -> Run:
     from stagewright.model.catalog import resolve
 
-    depth = resolve(run.model).with_overrides(run.layers).depth
+    depth = resolve(run.model, run.as_family or "").with_overrides(run.layers).depth
     if layers < 1 or depth % (run.pp * layers):
         raise UserError(
             f"--num-layers-per-virtual-pipeline-stage {layers} x pp={run.pp} does not divide the "

@@ -48,7 +48,10 @@ def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:
     from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None
-    return compile(run, recorded)
+    compiled = compile(run, recorded)
+    for note in compiled.model.notes:
+        click.echo(f"stagewright: note: {note}", err=True)
+    return compiled
 
 
 def parse_ranks(text: str, world_size: int) -> list[int]:

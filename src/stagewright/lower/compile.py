@@ -23,7 +23,7 @@ def compile(
     the layout of values and parameters by name, such as `{"wq": "[M, A/tp, D]"}`; its rows go
     before those of `run.strategy` and those that the degrees imply.
     """
-    model = (model or resolve(run.model)).with_overrides(
+    model = (model or resolve(run.model, run.as_family or "")).with_overrides(
         num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
     )
     run = run.resolved(model)

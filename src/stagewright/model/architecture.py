@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from stagewright.model.fields import FRACTION, POSITIVE, PROBABILITY, Count, Excludes, Needs
@@ -210,6 +210,8 @@ class Architecture:
 
     source: str = ""
     """The address or the paper of the figures."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What was assumed, and what was left out, when the model was read from a file."""
 
     @property
     def rotary_channels(self) -> int:

@@ -25,21 +25,27 @@ MOST_BYTES = 10_000_000
 """No larger file is read: a config.json has a few kilobytes."""
 
 
-def resolve(name_or_path: str) -> ModelConfig:
+def resolve(name_or_path: str, as_family: str = "") -> ModelConfig:
     """The model of a preset's name, of a config.json or its directory, or of a `.stg` file.
 
-    A preset wins over a file of the same name; write `./gpt2` for the file. Raises `UserError` if
-    there is neither, or if the file describes a model that cannot be built.
+    A preset wins over a file of the same name; write `./gpt2` for the file. `as_family` is the
+    model type, or the class, as which a config.json is read whatever the file says. Raises
+    `UserError` if there is neither, or if the file describes a model that cannot be built.
 
     >>> import stagewright as sw
     >>> model = sw.resolve("llama3-8b")
     >>> model.num_layers, model.hidden_size, model.num_query_groups
     (32, 4096, 8)
     """
-    return _resolve(name_or_path, ())
+    if as_family and (name_or_path in PRESETS or name_or_path.endswith(".stg")):
+        raise UserError(
+            f"--as {shown(as_family)} is for config.json files, and {shown(name_or_path)} is "
+            "none; leave --as out"
+        )
+    return _resolve(name_or_path, (), as_family)
 
 
-def _resolve(name_or_path: str, texts: tuple[str, ...]) -> ModelConfig:
+def _resolve(name_or_path: str, texts: tuple[str, ...], as_family: str = "") -> ModelConfig:
     """The model; `texts` are the `.stg` files whose models are like the one that is asked for."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
@@ -49,7 +55,7 @@ def _resolve(name_or_path: str, texts: tuple[str, ...]) -> ModelConfig:
             raise UserError(f"{name_or_path} is like itself; name a preset or another file")
         return stg.load(name_or_path, partial(_resolve, texts=(*texts, path)))
     if name_or_path and os.path.exists(name_or_path):
-        return from_config(name_or_path)
+        return from_config(name_or_path, as_family)
     raise UserError(
         f"model {shown(name_or_path)} is neither a preset nor a path to a config.json or .stg file"
         f"{did_you_mean(name_or_path.lower(), PRESETS)}; "
@@ -57,13 +63,16 @@ def _resolve(name_or_path: str, texts: tuple[str, ...]) -> ModelConfig:
     )
 
 
-def from_config(path: str | Path) -> ModelConfig:
-    """The model of a config.json, or of the directory that holds one, which names the model."""
+def from_config(path: str | Path, as_family: str = "") -> ModelConfig:
+    """The model of a config.json, or of the directory that holds one, which names the model.
+
+    `as_family` is as in `resolve`.
+    """
     file, data = _load(Path(path))
-    like, fields = hf.read(str(file), data)
+    like, fields, notes = hf.read(str(file), data, as_family)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     try:
-        return replace(PRESETS[like], name=name, source=str(file), **fields)
+        return replace(PRESETS[like], name=name, source=str(file), notes=notes, **fields)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 

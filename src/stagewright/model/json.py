@@ -25,6 +25,8 @@ def to_json(model: ModelConfig) -> dict[str, Any]:
     for name in NESTED:
         if fields[name] is not None:
             fields[name] = dataclasses.asdict(fields[name])
+    if not model.notes:
+        del fields["notes"]
     if model.tower is not None:
         fields["tower"] = to_json(model.tower)
     return fields | {"modules": [m.name for m in model.modules]}

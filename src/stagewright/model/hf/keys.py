@@ -43,6 +43,15 @@ Fields = dict[str, Any]
 """Fields of `ModelConfig`."""
 
 
+def whole_name(name: str) -> str:
+    """A name out of a file as it is, so that one can search for it; cut only where it is no name.
+
+    >>> whole_name("Qwen3_5ForConditionalGeneration")
+    'Qwen3_5ForConditionalGeneration'
+    """
+    return name if len(name) <= 120 and name.isprintable() and name else shown(name)
+
+
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """A field that is the same in all files of a family, whatever the preset says."""
@@ -59,10 +68,13 @@ class Keys:
     prefix: str = ""
     fields: Fields = field(default_factory=dict[str, Any])
     """Fields of the model that have been read so far."""
+    seen: set[str] = field(default_factory=set[str])
+    """Keys of the file that some reader has asked for, by their first word."""
 
     def _find(self, key: str) -> tuple[bool, object]:
         """Whether there is a value for a key, and the value; a dotted key lies in an object."""
         *outer, last = key.split(".")
+        self.seen.update((key, (outer or [last])[0]))
         node = self.values
         for word in outer:
             inner = node.get(word)
@@ -210,28 +222,27 @@ class Family:
     """How files of one architecture are read."""
 
     model_types: tuple[str, ...]
+    """The model types of the files, in the words of transformers; the first one is the family's."""
     like: str
     """The preset that says what the files do not."""
     fields: Map
     only: Mapping[str, bool | float | str] = field(default_factory=dict[str, Any])
     """Keys that are refused unless they have these values."""
-    text: str = ""
-    """In files of models with more than text: the model type of the text part, `text_config`."""
-    shared: tuple[str, ...] = ()
-    """Keys outside `text_config` that count for the text part unless it has its own."""
+    unused: tuple[str, ...] = ()
+    """Keys that files of the family have although the model does not read them."""
 
-    @property
-    def defaults(self) -> Json:
-        """The keys that may be left out, but for those that mean none then (dropouts, windows)."""
-        return _defaults()[self.model_types[0]]
+    def defaults(self, model_type: object) -> Json:
+        """The keys that files of a model type may leave out, or of the family's first type.
 
-    def read(self, file: str, data: Json) -> Fields:
+        Keys that mean none where they are left out (dropouts, windows) are not among them.
+        """
+        known = _defaults()
+        if isinstance(model_type, str) and model_type in known:
+            return known[model_type]
+        return known.get(self.model_types[0], {})
+
+    def read(self, keys: Keys) -> Fields:
         """The fields of the model of a file; a UserError for a key that is not understood."""
-        keys = Keys(file, self.defaults | data)
-        if self.text:
-            outer = {key: data[key] for key in self.shared if key in data}
-            keys = keys.inside("text_config", self.defaults | outer)
-            keys.only("model_type", self.text)
         for key, value in self.only.items():
             keys.only(key, value)
         return keys.read_all(self.fields)

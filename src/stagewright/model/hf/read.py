@@ -2,52 +2,177 @@
 
 Each architecture has a row in `families.FAMILIES`: a map from the fields of a model to keys, a
 preset of the family for what its files do not say (norms, gates). `data/config_defaults.yaml` has
-the keys that may be left out, with their defaults; all other keys of a map are required. Number
-formats (`torch_dtype`, `dtype`, quantization) belong to a run and are not read; neither are losses
-that balance experts, factors that scale values without adding any (of experts' weights, multipliers
-of Granite, MiniMax and Falcon-H1, limits of time steps), nor layers for multi-token prediction.
+the keys that may be left out, with their defaults; all other keys of a map are required. Files of
+models with more than text (`Qwen3VLForConditionalGeneration`) are read through the object that
+describes the text part (`text_config`). A class that nobody knows is read by the names that most
+decoders share (`common`).
+
+Number formats (`torch_dtype`, `dtype`, quantization) belong to a run and are not read; neither are
+losses that balance experts, factors that scale values without adding any (of experts' weights,
+multipliers of Granite, MiniMax and Falcon-H1, limits of time steps), nor layers for multi-token
+prediction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import cast
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import NamedTuple, NoReturn, cast
 
-from stagewright.errors import did_you_mean
+from stagewright.errors import UserError
+from stagewright.model.hf.common import by_common_names
 from stagewright.model.hf.families import FAMILIES, MISSING
-from stagewright.model.hf.keys import Family, Fields, Json, Keys
+from stagewright.model.hf.keys import Family, Fields, Json, Keys, whole_name
+from stagewright.model.hf.unread import unread
+
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "lm_config")
+"""The objects in which files of models with more than text describe the text part."""
+
+OTHER_PARTS = ("vision_config", "vision_tower_config", "audio_config", "speech_config")
+"""The objects in which these files describe parts that are not read."""
+
+_WRAPPER, _DECODER = "ForConditionalGeneration", "ForCausalLM"
+_OUTER_KEYS = ("tie_word_embeddings", "vocab_size")
+"""Keys outside the text part that count for it unless it has its own."""
+
+BY_MODEL_TYPE = {name: row for row in reversed(FAMILIES.values()) for name in row.model_types}
+"""The first family of each model type."""
+
+WAYS_OUT = (
+    "use --as FAMILY to read the file as a known family, such as --as llama, or describe the model "
+    "in a .stg file (model NAME like PRESET)"
+)
 
 
-def read(file: str, data: Json) -> tuple[str, Fields]:
-    """The preset that a file's model is like, and the fields in which the file says otherwise."""
-    family = _family(Keys(file, data))
-    return family.like, family.read(file, data)
+class Reading(NamedTuple):
+    """What a file says."""
+
+    like: str
+    """The preset that the model is like."""
+    fields: Fields
+    """The fields of the model in which the file says otherwise."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, and what of the file was left out, a sentence each."""
 
 
-def _family(c: Keys) -> Family:
-    """The family of this file, by its architecture or else its model_type."""
+def read(file: str, data: Json, as_family: str = "") -> Reading:
+    """The model of a file; `as_family` names the family that it is read as, whatever it says."""
+    keys = Keys(file, data)
+    notes: list[str] = []
+    names = [*_names(keys)]
+    while part := next((k for k in TEXT_PARTS if k in keys.values), ""):
+        others = [k for k in OTHER_PARTS if isinstance(keys.get(k), dict)]
+        notes += _left_out(keys, part, others)
+        outer = {key: keys.values[key] for key in _OUTER_KEYS if key in keys.values}
+        keys = keys.inside(part, outer)
+        names = [*_names(keys), *names]
+    family, model_type = _family(keys, names, as_family)
+    given, unused = keys.values, ()
+    if family is None:
+        like, fields, assumed = _unknown(keys, names)
+        notes.insert(0, assumed)
+    else:
+        keys = Keys(file, family.defaults(model_type) | keys.values, keys.prefix)
+        like, fields = family.like, family.read(keys)
+        unused = family.unused
+    return Reading(like, fields, (*notes, *unread(keys, given, unused)))
+
+
+def _left_out(keys: Keys, part: str, others: list[str]) -> list[str]:
+    """The note about parts of a model that are not read."""
+    if not others:
+        return []
+    names = " and ".join(f"{keys.prefix}{name}" for name in others)
+    return [
+        f"only the text part ({keys.prefix}{part}) is counted: the parameters, FLOPs and memory of "
+        f"{names} are left out"
+    ]
+
+
+def _names(c: Keys) -> Iterator[str]:
+    """The class of a file, or of a part of a file, and its model type, where it has them."""
     listed = c.values.get("architectures")
-    if not listed:  # missing, null or empty
-        model_type = c.text("model_type")
-        for row in FAMILIES.values():
-            if model_type in row.model_types:
-                return row
-        known = [name for row in FAMILIES.values() for name in row.model_types]
-        c.reject("model_type", _one_of(model_type, known))
-    name = cast("list[object]", listed)[0] if isinstance(listed, list) else None
-    if not isinstance(name, str):
-        c.reject("architectures", "a list of names")
-    if name not in FAMILIES:
-        c.reject("architectures", _one_of(name, FAMILIES))
-    row = FAMILIES[name]
-    if c.values.get("model_type") is not None and c.text("model_type") not in row.model_types:
-        c.reject("model_type", f"{' or '.join(row.model_types)}, as architectures names {name}")
-    return row
+    if listed:  # not missing, null or empty
+        name = cast("list[object]", listed)[0] if isinstance(listed, list) else None
+        if not isinstance(name, str):
+            c.reject("architectures", "a list of names")
+        yield name
+    if c.values.get("model_type") is not None:
+        yield c.text("model_type")
 
 
-def _one_of(got: str, known: Collection[str]) -> str:
-    """The known names, and what is missing for this one or else a name like it."""
-    names = f"one of {', '.join(dict.fromkeys(known))}"
-    if got in MISSING:
-        return f"{names}; missing for {got}: {MISSING[got]}"
-    return names + did_you_mean(got[:80], known)
+def _family(c: Keys, names: list[str], as_family: str) -> tuple[Family | None, object]:
+    """The family of a file and the model type whose defaults count; None if nobody knows it."""
+    if as_family:
+        return _named(as_family), as_family
+    if not names:
+        c.reject("model_type", f"text; {WAYS_OUT}")
+    own = c.values.get("model_type")
+    for name in names:
+        if name in MISSING:
+            _refuse(c, name, f"has {MISSING[name]}, which is not supported")
+        row = _known(name)
+        if row is None:
+            continue
+        other = BY_MODEL_TYPE.get(own) if isinstance(own, str) and name != own else None
+        if other is not None and own not in row.model_types and name == names[0]:
+            wanted = " or ".join(row.model_types)
+            c.reject(
+                "model_type",
+                f"{wanted}, as architectures names {name}; or say --as {wanted} or {own}",
+            )
+        return row, own if own in row.model_types else name
+    return None, own
+
+
+def _known(name: str) -> Family | None:
+    """The family of a class or of a model type; a wrapper's class is that of its decoder."""
+    if name.endswith(_WRAPPER) and name not in FAMILIES:
+        name = name.removesuffix(_WRAPPER) + _DECODER
+    return FAMILIES.get(name) or BY_MODEL_TYPE.get(
+        name, BY_MODEL_TYPE.get(name.removesuffix("_text"))
+    )
+
+
+def _unknown(c: Keys, names: list[str]) -> tuple[str, Fields, str]:
+    """A decoder of a class that nobody knows: the preset, the fields, and what was assumed."""
+    name = names[0]
+    try:
+        like, fields, assumed = by_common_names(c)
+    except UserError as error:
+        why = f"is not known, and its keys are not those of a decoder: {error}{_hint(name)}"
+        raise UserError(f"{whole_name(name)} {why}; {WAYS_OUT}") from None
+    return (
+        like,
+        fields,
+        (
+            f"{whole_name(name)} is not known: {c.file} is read by the names that decoders share, "
+            f"which assumes {assumed}; --as FAMILY reads it as a known family"
+        ),
+    )
+
+
+def _hint(name: str) -> str:
+    """The family whose name is most like this one, leaving out what all classes end with."""
+    known = {_stem(k): k for k in (*FAMILIES, *BY_MODEL_TYPE)}
+    close = get_close_matches(_stem(name[:80]), known, n=1, cutoff=0.75)
+    return f"; did you mean {known[close[0]]!r}?" if close else ""
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(_WRAPPER).removesuffix(_DECODER)
+
+
+def _named(name: str) -> Family:
+    """The family that --as names."""
+    if row := _known(name):
+        return row
+    raise UserError(
+        f"--as {whole_name(name)} names no family{_hint(name)}; wanted a model type of "
+        f"transformers or its class, one of {', '.join(BY_MODEL_TYPE)}"
+    )
+
+
+def _refuse(c: Keys, name: str, why: str) -> NoReturn:
+    """Raise the error about a class that cannot be read."""
+    raise UserError(f"{whole_name(name)} {why}: {c.file}; {WAYS_OUT}")

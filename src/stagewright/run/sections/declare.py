@@ -116,6 +116,8 @@ class Setting:
     rare: bool = False
     """Listed by `--help-all` only."""
     metavar: str = ""
+    option: str = ""
+    """The option's name where that is another than the setting's, which is a word of Python."""
     of_requests: bool = False
     """With `prefill`: both groups of ranks have the same value."""
     name: str = ""
@@ -126,7 +128,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """The option's name, with dashes; the singular where it is repeated."""
-        name = self.name.removesuffix("s") if self.kind is dict else self.name
+        name = self.name.removesuffix("s") if self.kind is dict else self.option or self.name
         return "--" + name.replace("_", "-")
 
     @property
@@ -164,6 +166,7 @@ def setting(
     switches: Mapping[str, Any] | None = None,
     rare: bool = False,
     metavar: str = "",
+    option: str = "",
     of_requests: bool = False,
 ) -> _Value:
     """Declare a field of a section; the parameters are the fields of `Setting`."""
@@ -181,6 +184,7 @@ def setting(
         switches=switches or {},
         rare=rare,
         metavar=metavar,
+        option=option,
         of_requests=of_requests,
     )
     return field(default=default, metadata={"setting": declared})

@@ -24,6 +24,13 @@ class ModelSection:
         "train",
         "The step: of training, over prompts, or one new token for each request (decode).",
     )
+    as_family: Text | None = setting(
+        None,
+        "Reads a config.json as this family, a model type such as llama, whatever the file says.",
+        option="as",
+        metavar="FAMILY",
+        of_requests=True,
+    )
     layers: Count | None = setting(
         None, "Replaces the model's number of layers.", names=("num-layers",), of_requests=True
     )
