@@ -153,13 +153,14 @@ def comparison() -> list[str]:
 INTRODUCTION = """\
 # Memory, beside what was measured
 
-Every measured row that we could set up, good or bad. *Ours* is the peak of the timeline (`stagewright
-show`) with ideal allocation: a value takes memory from the first task that touches it to the last.
-No constant is fitted to any row. Written by `tests/slow/test_measured_memory.py` from
+Every measured row that we could set up, good or bad. *Ours* is the peak of the timeline
+(`stagewright show`) with ideal allocation: a value takes memory from the first task that
+touches it to the last. No constant is fitted to any row. Written by
+`tests/slow/test_measured_memory.py` from
 `src/stagewright/data/measured/memory.csv`, where each row has its address and all that was run.
 
-Our peak counts tensors only. *Workspace* is memory that the framework's libraries take by rules of their own,
-added where torch counts it (`allocated`): torch keeps a cuBLAS workspace
+Our peak counts tensors only. *Workspace* is memory that the framework's libraries take
+by rules of their own, added where torch counts it (`allocated`): torch keeps a cuBLAS workspace
 of 32 MiB on Hopper and under `CUBLAS_WORKSPACE_CONFIG=:4096:8` (which deterministic mode sets),
 otherwise 8.125 MiB, one for the thread that runs forward and one for autograd's ([CUDA
 semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces));
