@@ -6,14 +6,17 @@ import ast
 import builtins
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import stagewright
+from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
@@ -35,8 +38,8 @@ NO_METHODS = {
         "symlink",
     },
     "yaml": {"unsafe_load", "full_load", "load_all", "unsafe_load_all", "full_load_all"},
-    "np": {"load", "fromregex", "genfromtxt"},
-    "numpy": {"load"},
+    "np": {"load", "fromregex", "genfromtxt", "fromfile", "loadtxt", "memmap"},
+    "numpy": {"load", "fromfile"},
     "builtins": NO_BUILTINS,
 }  # fmt: skip
 # The only modules that write, rename or remove files.
@@ -44,6 +47,14 @@ WRITERS = {
     *("trace/write.py", "trace/storage.py", "trace/staging.py", "files.py", "views/perfetto.py"),
     "evidence/doctor.py",
 }
+# What opens a file, which `files.open_regular` does for all others: pipes and devices never end.
+OPENS = {"open", "read_text", "read_bytes"}
+OPENERS = {
+    "files.py",
+    *("trace/storage.py", "trace/staging.py", "views/perfetto.py"),  # to write, or to lock
+    *("time/hardware.py", "views/pages/shell.py", "model/presets.py", "model/hf/keys.py"),
+    *("evidence/kernels.py", "evidence/validate.py", "evidence/reproduce.py", "evidence/memory.py"),
+}  # and the package's own data
 ALLOWED = {
     "trace/unbundle.py: tempfile",  # ranks of a bundle for those who read files
     "executors.py: socket",  # whether a cluster answers at the address given
@@ -85,6 +96,13 @@ def faults(tree: ast.Module, name: str) -> Iterator[str]:
             files = called.attr not in OF_VALUES or owner in ("os", "shutil", "path", "folder")
             if called.attr in WRITES and files and name not in WRITERS:
                 yield f"{where}: writes ({ast.unparse(called)})"
+        opens = (
+            called.id == "open"
+            if isinstance(called, ast.Name)
+            else (isinstance(called, ast.Attribute) and called.attr in OPENS)
+        )
+        if opens and name not in OPENERS:
+            yield f"{where}: opens a file past files.open_regular ({ast.unparse(called)})"
         if _opens_for_writing(node) and name not in WRITERS:
             yield f"{where}: opens a file to write"
 
@@ -139,6 +157,9 @@ def test_modules_keep_off(path: Path):
         "importlib.import_module(name)",
         "open('x', 'w')",
         "path.open(mode='ab')",
+        "path.open('rb')",
+        "Path(name).read_bytes()",
+        "np.fromfile(path)",
         "Path('x').write_text('y')",
         "shutil.rmtree(path)",
         "os.remove(path)",
@@ -280,3 +301,92 @@ def test_force_refuses_what_is_not_ours(tmp_path: Path):
         (out / "manifest.json").write_text(text)
         with pytest.raises(UserError, match="remove it yourself"):
             stagewright.generate(compiled, out, force=True)
+
+
+# ---- what it reads -------------------------------------------------------------------------------
+
+# Each `{}` is a place where there is no regular file, whose name goes on as the command needs.
+READERS = {
+    "show": ["show", "{}"],
+    "modules": ["show", "{}.stg"],
+    "config.json": ["show", "{}.json"],
+    "run file": ["show", "--config", "{}.yaml"],
+    "manifest": ["show", "--config", "{}.json"],
+    "schedule": ["show", "gpt2", "--pp", "2", "--schedule", "{}.csv"],
+    "strategy": ["show", "gpt2", "--strategy", "{}"],
+    "loads": ["show", "mixtral-8x7b", "--ep", "2", "--dp", "2", "--expert-load", "{}.csv"],
+    "requests": ["show", "gpt2", "--mode", "prefill", "--requests", "{}.csv"],
+    "hardware": ["simulate", "gpt2", "--hardware", "{}.yaml"],
+    "durations": ["generate", "gpt2", "--layers", "1", "--durations", "{}", "-o", "out"],
+    "rows": ["validate", "--rows", "{}"],
+    "expand": ["expand", "{}", "-o", "out"],
+    "inspect": ["inspect", "{}"],
+    "verify": ["verify", "{}"],
+    "diff": ["diff", "{}", "{}"],
+    "report": ["report", "{}", "-o", "page.html"],
+    "groups": ["verify", "{}", "--comm-group", "{}"],
+}
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise AssertionError(f"stood still for {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+@pytest.mark.parametrize("kind", ["named pipe", "device", "directory"])
+@pytest.mark.parametrize("how", READERS)
+def test_only_regular_files_are_read(
+    how: str,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """A named pipe without a writer would be waited for, and `/dev/zero` has no end."""
+    from stagewright.cli.main import USER_ERROR, main
+
+    monkeypatch.chdir(tmp_path)
+    for ending in ("", ".stg", ".json", ".yaml", ".csv"):
+        place = Path(f"x{ending}")
+        if kind == "named pipe":
+            os.mkfifo(place)
+        elif kind == "device":
+            place.symlink_to("/dev/zero")
+        else:
+            place.mkdir()
+    words = [word.replace("{}", "x") for word in READERS[how]]
+    with within(20), pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith("stagewright: error: ")
+    assert kind == "directory" or f"Is a {kind}, not a file" in said
+    assert not Path("out").exists()
+
+
+def test_pipes_beside_traces_are_told(tmp_path: Path):
+    """Whatever of an output is a pipe: the manifest's checksums are looked at, too."""
+    compiled = compile(Run(model="gpt2", layers=1, seq_length=8, tp=2))
+    for name in ("workload.1.et", "comm_group.json", "manifest.json"):
+        out = tmp_path / name / "out"
+        out.parent.mkdir()
+        stagewright.generate(compiled, out)
+        (out / name).unlink()
+        os.mkfifo(out / name)
+        with within(20):
+            report = verify(out)
+        told = {found.code for found in report.findings}
+        wanted = {"workload.1.et": "damaged", "comm_group.json": "group-file"}
+        assert name not in wanted or wanted[name] in told
+        if name != "manifest.json":
+            with within(20):
+                stagewright.generate(compiled, out, force=True)
+            assert verify(out).findings == []

@@ -1,16 +1,20 @@
-"""Reads small text files from untrusted sources: run files, models, schedules, hardware. Writes
-single files atomically.
+"""Reads files from untrusted sources: run files, models, schedules, hardware. Writes single files
+atomically.
 
-Reading any file takes little time and memory: sizes are limited, a key may not come twice, and
-YAML's aliases, nine levels of which make a billion values, are refused.
+Reading any file takes little time and memory: only regular files are opened (`open_regular`), sizes
+are limited, a key may not come twice, and YAML's aliases, nine levels of which make a billion
+values, are refused.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -32,14 +36,53 @@ def read_bytes(path: Path | str, wanted: str, most: int = MOST_BYTES) -> bytes:
     return content
 
 
+def open_regular(path: Path | str) -> BufferedReader:
+    """A regular file, opened to read its bytes.
+
+    OSError for anything else, whose `strerror` says what: a named pipe keeps its reader waiting,
+    and a device may never end.
+    """
+    return _open(path, pipes=False)
+
+
+def _open(path: Path | str, *, pipes: bool) -> BufferedReader:
+    """A regular file; if `pipes`, also one that the shell has opened, as in `--config <(...)`."""
+    pipes = pipes and os.path.dirname(path) in _DESCRIPTORS
+    _refuse_irregular(os.stat(path).st_mode, path, pipes)
+    # What lies at the path may have changed since: opening a pipe must not wait for a writer.
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        _refuse_irregular(os.fstat(file).st_mode, path, pipes)
+        if hasattr(os, "O_NONBLOCK"):
+            os.set_blocking(file, True)
+        return open(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+_DESCRIPTORS = ("/dev/fd", "/proc/self/fd")
+
+_KINDS = {
+    stat.S_IFDIR: (errno.EISDIR, "Is a directory, not a file"),
+    stat.S_IFIFO: (errno.EINVAL, "Is a named pipe, not a file"),
+    stat.S_IFCHR: (errno.EINVAL, "Is a device, not a file"),
+    stat.S_IFBLK: (errno.EINVAL, "Is a device, not a file"),
+    stat.S_IFSOCK: (errno.EINVAL, "Is a socket, not a file"),
+}
+
+
+def _refuse_irregular(mode: int, path: Path | str, pipes: bool) -> None:
+    if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode)):
+        return
+    code, words = _KINDS.get(stat.S_IFMT(mode), (errno.EINVAL, "Is not a file"))
+    raise OSError(code, words, str(path))
+
+
 def _begin(path: Path | str, wanted: str, size: int) -> bytes:
     """The first bytes of a file."""
     try:
-        # Opening a pipe without a writer would block; a pipe with a writer is read to its end.
-        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with open(file, "rb") as stream:
-            if hasattr(os, "O_NONBLOCK"):
-                os.set_blocking(file, True)
+        with _open(path, pipes=True) as stream:
             return stream.read(size)
     except OSError as error:
         named = path if str(path) else "''"

@@ -24,7 +24,8 @@ from stagewright.check.verify import find, read
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
 from stagewright.texttable import Table, print_table
-from stagewright.trace.formats.bundle import Bundle, is_bundle
+from stagewright.trace.formats.archive import is_bundle
+from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import traces
 
 if TYPE_CHECKING:

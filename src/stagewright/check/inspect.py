@@ -12,6 +12,7 @@ from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import TYPES, Profile, plain, profile
 from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
+from stagewright.files import open_regular
 from stagewright.texttable import Table, print_table
 from stagewright.trace.formats import et_def
 
@@ -30,8 +31,11 @@ def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, i
     found = Path(comm_group) if comm_group is not None else default_groups(path)
     if found is None:
         return {}
-    if not found.is_file():
-        raise UserError(f"{found}: no such file")
+    try:
+        open_regular(found).close()
+    except OSError as error:
+        told = "wanted a file of groups"
+        raise UserError(f"{found}: cannot be read: {error.strerror}; {told}") from None
     groups = read_groups(found, 1 << 31, Findings())
     return {group: len(ranks) for group, ranks in groups.items()}
 

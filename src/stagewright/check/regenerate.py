@@ -10,6 +10,7 @@ import numpy as np
 from stagewright.check.files.reader import TraceReader
 from stagewright.check.files.templates import TraceClass
 from stagewright.errors import UserError
+from stagewright.files import open_regular
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.trace.formats.chakra import encode
@@ -43,7 +44,9 @@ def difference(program: Program, classes: Sequence[TraceClass]) -> str:
         if rank >= program.mesh.world_size:
             return f"rank {rank} is not in the run of the manifest"
         path = traces.first.path
-        if path.read_bytes() != encode(program, rank, _provenance(path)):
+        with open_regular(path) as file:
+            same = file.read() == encode(program, rank, _provenance(path))
+        if not same:
             return f"{path.name} is not what this version makes of the manifest's run"
         wrong = _wrong_partner(program, traces)
         if wrong is not None:

@@ -44,8 +44,9 @@ from stagewright.check.regenerate import difference, program_of
 from stagewright.check.report import Report
 from stagewright.errors import UserError
 from stagewright.executors import cores
+from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
-from stagewright.trace.formats.bundle import is_bundle
+from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.manifest import GROUPS, MANIFEST
 from stagewright.version import __version__
 
@@ -115,6 +116,12 @@ def find(path: Path) -> TraceFiles:
     folder, wanted = (path, None) if path.is_dir() else (path.parent, path.name)
     if not folder.is_dir():
         raise UserError(f"{path}: no such directory")
+    if wanted is not None and path.exists():
+        try:
+            open_regular(path).close()
+        except OSError as error:
+            told = "wanted a directory of traces, a trace or a bundle"
+            raise UserError(f"{path}: cannot be read: {error.strerror}; {told}") from None
     found: dict[str, dict[int, Path]] = {}
     try:
         for entry in folder.iterdir():
@@ -231,17 +238,19 @@ def _check_manifest(
     _tell(findings, "checksum", wrong, "is not as it was written: its checksum differs")
     # What a simulator reads beside the traces is its user's to change.
     known = digests.keys() | {path.name for path in files.folder.iterdir() if path.suffix != ".et"}
+    known |= {path.name for path in files.traces.values()}
     _tell(findings, "missing-file", [n for n in entries if n not in known], "is missing")
     extra = [path.name for path in files.traces.values() if path.name not in entries]
     _tell(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
     report.checks.append("checksums")
-    if not wrong:
+    if not wrong and digests.keys() >= {path.name for path in files.traces.values()}:
         _check_made(files, classes, findings, report)
 
 
 def _digests(path: Path) -> dict[str, str]:
     try:
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+        with open_regular(path) as file:
+            return {path.name: hashlib.file_digest(file, "sha256").hexdigest()}
     except OSError:
         return {}
 
@@ -357,7 +366,7 @@ def _groups(
     """The communicator groups; None if there is no file of them."""
     if comm_group is not None:
         path = Path(comm_group)
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"{path}: no such file")
         return read_groups(path, size, findings)
     found = default_groups(next(iter(files.traces.values())))

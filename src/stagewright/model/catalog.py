@@ -16,6 +16,7 @@ from typing import cast
 
 from stagewright.blocks.text import stg
 from stagewright.errors import UserError, did_you_mean
+from stagewright.files import read_bytes
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf import read as hf
 from stagewright.model.hf.keys import Json
@@ -81,14 +82,11 @@ def _load(file: Path) -> tuple[Path, Json]:
     try:
         if file.is_dir():
             file /= "config.json"
-        if not file.is_file():
+        if not file.exists():
             raise UserError(f"{file}: no such file; give a config.json or its directory")
-        with file.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read: {error}; check the path") from None
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{file}: over {MOST_BYTES} bytes, so not a config.json; check the path")
+    content = read_bytes(file, "a config.json or its directory", MOST_BYTES)
     try:
         data: object = json.loads(content)
     except RecursionError:

@@ -13,7 +13,8 @@ from stagewright.run import files
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.schedule.text import to_csv
-from stagewright.trace.formats.bundle import Bundle, is_bundle
+from stagewright.trace.formats.archive import is_bundle
+from stagewright.trace.formats.bundle import Bundle
 from stagewright.version import __version__
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from stagewright.errors import UserError
+from stagewright.files import open_regular
 
 PAGE = 4096  # what direct writes must be aligned to, in memory and in the file
 
@@ -109,12 +110,13 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes:
         """A whole file."""
-        return (self.folder / name).read_bytes()
+        with open_regular(self.folder / name) as file:
+            return file.read()
 
     def digest(self, name: str) -> str | None:
         """The SHA-256 of a file; None if it is not there."""
         try:
-            with (self.folder / name).open("rb") as file:
+            with open_regular(self.folder / name) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             return None

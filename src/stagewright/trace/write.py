@@ -27,6 +27,7 @@ from stagewright.executors import Threads, ray_cluster
 from stagewright.program.columns import Program, among
 from stagewright.program.communicators import Users
 from stagewright.trace.formats import bundle, chakra
+from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.manifest import (
     GROUPS,
     MANIFEST,
@@ -384,7 +385,7 @@ def _write_bundle(
             raise UserError(
                 f"{path}: exists already; choose another name, or --force to replace it"
             )
-        if not bundle.is_bundle(path):
+        if not is_bundle(path):
             raise UserError(f"{path}: is no bundle, so it may be yours; remove it yourself")
     try:
         folder = new_sibling(path, f"partial-{os.getpid()}")

@@ -540,7 +540,7 @@ class TestResolve:
                 from_config(path)
 
     def test_device_is_no_config(self) -> None:
-        with pytest.raises(UserError, match="no such file"):
+        with pytest.raises(UserError, match="/dev/zero: cannot be read: Is a device, not a file"):
             resolve("/dev/zero")
 
     @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
 import shutil
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -308,6 +310,22 @@ def _other_columns(members: dict[str, bytes]) -> None:
     members["contents.json"] = json.dumps(found).encode()
 
 
+def _vast(members: dict[str, bytes]) -> None:
+    """A header that promises more numbers than there are."""
+    name = "class0/tasks/kind.npy"
+    found = members[name]
+    at = found.index(b"(", 10)
+    to = found.index(b"}", at)
+    shape = b"(1125899906842624,), }"
+    members[name] = found[:at] + shape + b" " * (to + 1 - at - len(shape)) + found[to + 1 :]
+
+
+def _lists(members: dict[str, bytes]) -> None:
+    """240 MB of lists, in 240 kB: 6 GB once Python holds them."""
+    whole = members["contents.json"].rstrip().removesuffix(b"}")
+    members["contents.json"] = whole + b', "x": [' + b"[]," * 80_000_000 + b"[]]}"
+
+
 DAMAGES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
     "no contents": (lambda members: members.pop("contents.json"), "contents.json"),
     "other contents": (lambda members: members.update({"contents.json": b"[1]"}), "does not call"),
@@ -330,7 +348,11 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
     "no such value": (column("values/value", at(3, 99)), "value out of range"),
     "no such moment": (column("values/last", at(3, 10**6)), "last out of range"),
     "no such tables": (a_class(tables=7), "has no tables"),
-    "too many tasks": (a_class(tasks=2**31 - 1), "bytes for"),
+    "too many tasks": (a_class(tasks=2**31 - 1), "tasks, of which a bundle of its size has"),
+    "more tasks than columns": (a_class(tasks=10_000), "uint8[214], wanted 10000 integers"),
+    "too many ranks": (a_class(ranks=2**24), "ranks in classes, 16 in the mesh"),
+    "a shape of a petabyte": (_vast, "wanted"),
+    "lists without end": (_lists, "contents.json would have"),
     "a negative number": (a_class(tasks=-1), "tasks"),
     "no column": (lambda members: members.pop("class0/tasks/kind.npy"), "kind"),
     "text for a column": (
@@ -359,6 +381,53 @@ def test_hostile_bundle(name: str, made: Path, tmp_path: Path):
     report = verify(path)
     assert [found.code for found in report.findings] == ["damaged"]
     assert message in report.findings[0].message
+
+
+def test_a_small_file_takes_little_memory(made: Path, tmp_path: Path):
+    """Columns of 100 million zeros, in a megabyte: refused before they are made."""
+    zeros = np.zeros(100_000_000, np.uint8)
+
+    def change(members: dict[str, bytes]) -> None:
+        found = json.loads(members["contents.json"])
+        found["classes"][0]["tasks"] = len(zeros)
+        members["contents.json"] = json.dumps(found).encode()
+        column("tasks/kind", lambda _: zeros)(members)
+
+    path = altered(made, tmp_path / "b", change)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="tasks, of which a bundle of its size has"):
+            sw.Bundle(path)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_other_compressions_are_refused(made: Path, tmp_path: Path, method: int):
+    members, head = fuzz.unsealed(made.read_bytes())
+    path = tmp_path / "b"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.comment = head + b"0" * 64
+        archive.writestr(zipfile.ZipInfo("x"), b"")
+        for name, content in members.items():
+            archive.writestr(name, content)
+    whole = path.read_bytes()[:-64]
+    path.write_bytes(whole + hashlib.sha256(whole).hexdigest().encode())
+    with pytest.raises(UserError, match="is not compressed with DEFLATE"):
+        sw.Bundle(path)
+
+
+@pytest.mark.parametrize("at", [6, 8])  # of a member's entry: its flags, its compression
+def test_entries_of_another_kind_are_refused(made: Path, tmp_path: Path, at: int):
+    whole = bytearray(made.read_bytes()[:-64])
+    begin = whole.index(b"PK\x01\x02")
+    for place in (at, begin + at + 2):
+        whole[place : place + 2] = b"\x63\0"
+    path = tmp_path / "b"
+    path.write_bytes(whole + hashlib.sha256(whole).hexdigest().encode())
+    with pytest.raises(UserError, match=r"is damaged: contents\.json"):
+        sw.Bundle(path)
 
 
 def test_an_unsound_program_is_found(made: Path, tmp_path: Path):

@@ -34,7 +34,7 @@ def default_groups(trace: Path) -> Path | None:
     if not trace.name:  # a path such as "."
         return None
     names = (GROUPS, trace.name.rsplit(".", 2)[0] + ".json")
-    return next((trace.with_name(n) for n in names if trace.with_name(n).is_file()), None)
+    return next((trace.with_name(n) for n in names if trace.with_name(n).exists()), None)
 
 
 def read_groups(path: Path, size: int, findings: Findings) -> dict[int, Int]:

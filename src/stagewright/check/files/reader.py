@@ -14,6 +14,7 @@ length in the file is checked against the file's size before anything is allocat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from stagewright.check.files.columns import (
     Words,
 )
 from stagewright.errors import UserError
+from stagewright.files import open_regular
 from stagewright.trace.formats import et_def
 
 CHUNK = 1 << 20  # bytes read at a time: their columns stay in the cache
@@ -183,9 +185,8 @@ class TraceReader:
 
 def _open(path: Path) -> tuple[BinaryIO, int]:
     try:
-        if path.exists() and not path.is_file():
-            raise Damaged(f"{path}: not a file; name one trace")
-        file, size = path.open("rb", buffering=0), path.stat().st_size
+        file = open_regular(path)
+        size = os.fstat(file.fileno()).st_size
         if file.read(2) == b"\x1f\x8b":
             file.close()
             raise Damaged(

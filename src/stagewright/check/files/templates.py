@@ -9,6 +9,7 @@ That holds for files of any writer, and a file that differs in another way is re
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from stagewright.check.files.rank import Checked, check_trace
 from stagewright.check.files.reader import Damaged, NodeBlock, TraceReader
 from stagewright.check.files.rules import LOAD, STORE, group_id, label
 from stagewright.check.files.world import Nodes
+from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
 
 MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
@@ -86,9 +88,9 @@ def check_files(task: ReadTask) -> list[TraceClass]:
 def _bytes(path: Path) -> Bytes | None:
     """A file; None if it is too large or cannot be read, which `check_trace` reports."""
     try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
-            return None
-        return np.fromfile(path, np.uint8)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            return None if size > MOST_BYTES else np.frombuffer(file.read(size), np.uint8)
     except OSError:
         return None
 
@@ -97,7 +99,7 @@ def _digest(path: Path, data: Bytes | None) -> dict[str, str]:
     if data is not None:
         return {path.name: hashlib.sha256(data.data).hexdigest()}
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return {path.name: hashlib.file_digest(file, "sha256").hexdigest()}
     except OSError:
         return {}

@@ -48,7 +48,7 @@ def inspect(
 @contextmanager
 def _trace(file: str, rank: int | None) -> Generator[tuple[Path, str]]:
     """A trace to read, which for a bundle is made for the time of the block, and its name."""
-    from stagewright.trace.formats.bundle import is_bundle
+    from stagewright.trace.formats.archive import is_bundle
     from stagewright.trace.unbundle import traces
 
     if is_bundle(file):

@@ -27,7 +27,7 @@ def report(model: str | None, config: str | None, out: str, **settings: Any) -> 
     of a Hugging Face config.json, or a bundle.
     """
     from stagewright.numbers import quantity
-    from stagewright.trace.formats.bundle import is_bundle
+    from stagewright.trace.formats.archive import is_bundle
 
     if model is not None and config is None and is_bundle(model):
         model, config = None, model

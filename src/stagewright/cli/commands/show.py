@@ -40,7 +40,7 @@ def show(
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or a
     bundle, which is shown as it is: without settings.
     """
-    from stagewright.trace.formats.bundle import is_bundle
+    from stagewright.trace.formats.archive import is_bundle
     from stagewright.views.summary import recorded
 
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)

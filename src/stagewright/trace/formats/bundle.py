@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
@@ -40,11 +38,10 @@ from stagewright.program.columns import (
 )
 from stagewright.program.communicators import Communicator, Peer, Users
 from stagewright.trace.formats import json as readable
+from stagewright.trace.formats.archive import CONTENTS, DIGEST, SEAL, Damage, SealedArchive
 
 FORMAT, VERSION = "stagewright bundle", 1
-CONTENTS = "contents.json"
 MOST_RANKS = 1 << 24
-MOST_CONTENTS = 1 << 28  # bytes of contents.json
 
 COUNTS = {"data_ptr": "data", "order_ptr": "order"}
 """Pointers, stored as counts; and what they point at, stored as distances to the row itself."""
@@ -53,9 +50,6 @@ STEPS = ("value", "microbatch", "first", "last")
 OF_VALUE = ("name", "stage", "layer", "category", "size")
 """Columns of `Values` that have a row per value; the others have one per instance."""
 
-_MAGIC = b"PK\x03\x04"
-_SEAL = b"sha256 of all before: "  # the archive's comment, and the end of the file
-_DIGEST = 64  # hexadecimal digits
 _LEVEL = 6  # of DEFLATE; measured in docs/bundle.md
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 
@@ -165,16 +159,16 @@ def encode(program: Program, manifest: Mapping[str, object]) -> bytes:
     }
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
-        archive.comment = _SEAL + b"0" * _DIGEST
+        archive.comment = SEAL + b"0" * DIGEST
         _add(archive, CONTENTS, (json.dumps(contents, indent=1) + "\n").encode())
         for nth, of in enumerate(program.classes):
             for name, column in _stored(of):
                 npy = io.BytesIO()
                 np.lib.format.write_array(npy, _small(column), allow_pickle=False)
                 _add(archive, f"class{nth}/{name}.npy", npy.getvalue())
-    whole = out.getbuffer()[:-_DIGEST]
+    whole = out.getbuffer()[:-DIGEST]
     digest = hashlib.sha256(whole).hexdigest().encode()
-    out.getbuffer()[-_DIGEST:] = digest
+    out.getbuffer()[-DIGEST:] = digest
     del whole
     return out.getvalue()
 
@@ -237,15 +231,6 @@ def _small(column: NDArray[Any]) -> NDArray[Any]:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def is_bundle(path: Path | str) -> bool:
-    """Whether a file is a bundle, going by its first bytes."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
 class Bundle:
     """A bundle that is read: its manifest at once, the columns of rank classes when asked for.
 
@@ -261,23 +246,11 @@ class Bundle:
         """Open a file and check that it is whole; UserError where it is not."""
         self.path = Path(path)
         try:
-            data = self.path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
-        if not data.startswith(_MAGIC):
-            raise UserError(f"{self.path}: is no bundle; wanted what --format bundle writes")
-        self.size = len(data)
-        seal = data[:-_DIGEST][-len(_SEAL) :]
-        digest = hashlib.sha256(memoryview(data)[:-_DIGEST]).hexdigest()
-        if seal != _SEAL or digest.encode() != data[-_DIGEST:]:
-            raise self._damaged("its checksum differs from what was written")
-        try:
-            self._archive = zipfile.ZipFile(io.BytesIO(data))
-            if self._archive.getinfo(CONTENTS).file_size > MOST_CONTENTS:
-                raise ValueError(f"{CONTENTS} is too large")
-            found = json.loads(self._archive.read(CONTENTS))
-        except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, RecursionError) as error:
-            raise self._damaged(str(error)) from None
+            self._archive = SealedArchive(self.path)
+            found = self._archive.contents()
+        except Damage as damage:
+            raise self._damaged(str(damage)) from None
+        self.size = self._archive.size
         self.contents = self._contents(found)
 
     @property
@@ -366,8 +339,20 @@ class Bundle:
         )
         if not counted or not all(isinstance(of, dict) for of in cast("list[object]", nodes)):
             raise self._damaged("the manifest does not count the nodes of each class")
+        self._check_lengths(contents)
         self._check_partners(contents)
         return contents
+
+    def _check_lengths(self, contents: Contents) -> None:
+        """No more numbers than a bundle of this size can hold, before any column is read."""
+        most = self._archive.most_numbers
+        for name in ("tasks", "data", "order", "values", "instances"):
+            count = sum(getattr(of, name) for of in contents.classes)
+            if count > most:
+                raise self._damaged(f"{count} {name}, of which a bundle of its size has {most}")
+        ranks = sum(of.ranks for of in contents.classes)
+        if ranks != contents.mesh.world_size:
+            raise self._damaged(f"{ranks} ranks in classes, {contents.mesh.world_size} in the mesh")
 
     def _check_partners(self, contents: Contents) -> None:
         mesh = contents.mesh
@@ -455,23 +440,10 @@ class Bundle:
             raise self._damaged(f"class {nth}: {name} out of range")
 
     def _column(self, nth: int, name: str, length: int) -> NDArray[Any]:
-        member = f"class{nth}/{name}.npy"
         try:
-            info = self._archive.getinfo(member)
-            # Room is asked for once the archive has promised as many bytes.
-            if not length <= info.file_size <= 8 * length + 4096:
-                raise ValueError(f"{info.file_size} bytes for {length} numbers")
-            found = np.lib.format.read_array(
-                io.BytesIO(self._archive.read(member)), allow_pickle=False
-            )
-        except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError) as error:
-            raise self._damaged(f"{member}: {error}") from None
-        except (SyntaxError, tokenize.TokenError):
-            raise self._damaged(f"{member}: its header is no header of numpy") from None
-        if found.shape != (length,) or found.dtype.kind not in "iu":
-            got = f"{found.dtype}{list(found.shape)}"
-            raise self._damaged(f"{member} is {got}, wanted {length} integers")
-        return found
+            return self._archive.column(f"class{nth}/{name}.npy", length)
+        except Damage as damage:
+            raise self._damaged(str(damage)) from None
 
     def _damaged(self, why: str) -> UserError:
         return UserError(f"{self.path}: is damaged: {why}; make it again")
