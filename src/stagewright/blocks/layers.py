@@ -10,10 +10,10 @@ from stagewright.blocks.attention import attention
 from stagewright.blocks.builder import Block, Builder, stream
 from stagewright.blocks.experts import experts
 from stagewright.blocks.families.shared import with_shared
-from stagewright.blocks.finish import finish
 from stagewright.blocks.mlp import mlp
 from stagewright.blocks.recipe import Recipe
 from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
+from stagewright.blocks.training import finish
 from stagewright.errors import UserError
 from stagewright.graph.make import add, identity, leaf
 from stagewright.graph.node import Node, toposort

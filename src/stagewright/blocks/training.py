@@ -1,10 +1,11 @@
-"""How a block is trained: gradients, their accumulation, the optimizer's step."""
+"""How a block ends: in training with gradients, their accumulation and the optimizer's step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from stagewright.blocks import inference
 from stagewright.blocks.builder import Block, Builder
 from stagewright.blocks.recipe import Recipe
 from stagewright.graph.gradient import backward
@@ -24,11 +25,14 @@ def finish(
     passes: bool = False,
     others: Sequence[Node] = (),
 ) -> Block:
-    """Append backward, gradient accumulation and the optimizer step.
+    """The whole block: forward, and in training backward, gradient accumulation, optimizer step.
 
-    `others` are inputs besides `x` whose gradients are asked for as well. Without a `y`, the stream
-    ends here, or passes through the block.
+    `x` and `y` are the residual stream before and after the block. Gradients are computed for `x`,
+    `others` and all parameters. Without `y` the residual stream ends here, or, if `passes`, it goes
+    through the block unchanged.
     """
+    if b.recipe.inference:
+        return inference.finish(name, b, y)
     inputs = [*others, *b.taken.values()]
     named = [f"d_{n.name}" for n in inputs] + ([] if x is None else ["dx"])
     inputs += [] if x is None else [x]
@@ -50,16 +54,16 @@ def finish(
 
 
 class Trained(NamedTuple):
-    """A parameter with the gradient of a step."""
+    """A parameter and its gradient, summed over the microbatches of a step."""
 
     parameter: Node
     gradient: Node
     in_norm: bool
-    """Whether the gradient counts in the norm by which gradients are clipped: copies do not."""
+    """Whether the gradient counts in the global norm for clipping; that of a tied copy does not."""
 
 
 def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -> dict[Node, Node]:
-    """The values that the block hands on, and their gradients as the blocks behind found them."""
+    """Live outputs of the block, each with its gradient, which the next block computed."""
     seeds: dict[Node, Node] = {}
     if y is not None:
         seeds[y] = _loss_seed(y) if is_loss else _seed(y, "dy", STREAM)
@@ -74,11 +78,11 @@ def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -
 def _gradients(
     b: Builder, of_microbatch: Sequence[Node], *, table_comes_first: bool
 ) -> tuple[dict[str, Node], dict[Node, Node], list[Trained]]:
-    """The gradients of parameters, summed over microbatches and reduced.
+    """Accumulate the gradients of parameters over microbatches, and reduce them over replicas.
 
-    As outputs of the block; by the gradient of one microbatch; and with the parameters which the
-    block updates. `table_comes_first`: the block's copy of a table is the first, if nothing else is
-    known of it.
+    Returns the outputs of the block by name; the accumulated gradient by the gradient of a
+    microbatch; and the parameters that this block's optimizer step updates. `table_comes_first`:
+    where the recipe does not say which copy of a tied table is the first, the block has it.
     """
     recipe = b.recipe
     outputs: dict[str, Node] = {}
@@ -91,7 +95,7 @@ def _gradients(
         if tie and tie.later and recipe.sum_tied:
             g = _with_later(p, g)
         if tie and not tie.owner and recipe.sum_tied and not tie.leads:
-            # The tensor is that of a block before, which adds this gradient to its own.
+            # An earlier block owns the tensor, and adds this gradient to its own.
             own = {"phase": "backward", **_of(p)}
             handed = "tied_grad" if table == TABLE else f"d_{table}"
             outputs[handed] = identity(g, f"d_{p.name}", role=Role.TABLE_GRADIENT, **own)
@@ -107,7 +111,7 @@ def _gradients(
 
 
 def _optimizer_step(trained: Sequence[Trained], recipe: Recipe) -> dict[str, Node]:
-    """The norm of the gradients, if these are clipped, and the new parameters."""
+    """The updated parameters, and the global norm of the gradients where they are clipped."""
     outputs: dict[str, Node] = {}
     scale = None
     if recipe.clip_grad:
@@ -132,18 +136,18 @@ def _loss_seed(y: Node) -> Node:
 
 
 def _seed(n: Node, name: str, live: str) -> Node:
-    """The gradient of the live value `live` as the blocks behind found it."""
+    """The gradient of the live value `live`, an input from the next block."""
     bound = Binding(live_in=live)
     return leaf("input", n.shape, n.dtype, name, phase="backward", binding=bound)
 
 
 def _of(p: Node) -> dict[str, Any]:
-    """Scope and binding of what belongs to a parameter: its gradients, states and update."""
+    """Scope and binding of a parameter's gradients, optimizer states and update."""
     return {"scope": p.scope, "binding": Binding(param=p.binding.param, buffer=p.binding.buffer)}
 
 
 def _with_later(p: Node, g: Node) -> Node:
-    """A gradient and those that the blocks behind found for the same tensor."""
+    """The sum of this block's gradient and those of later blocks for the same tied tensor."""
     table = p.binding.tied
     name = "tied_grad" if table == TABLE else f"d_{table}"
     own: dict[str, Any] = {
@@ -154,11 +158,11 @@ def _with_later(p: Node, g: Node) -> Node:
     return add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
 
 
-# ---- a gradient on its way: the places where a plan may add it up or reduce it -------------------
+# ---- places of a gradient where a plan may sum or reduce it --------------------------------------
 
 
 def _whole_embedding(p: Node, g: Node, recipe: Recipe) -> Node:
-    """Each rank makes the gradient of the whole table, and goes on with its own rows."""
+    """Each rank computes the gradient of the whole embedding table and keeps its own rows."""
     if not (recipe.gradients.whole_embedding and g.op == "embedding_bwd"):
         return g
     g = replace(g, role=Role.WHOLE_GRADIENT, binding=_of(p)["binding"])
@@ -166,12 +170,12 @@ def _whole_embedding(p: Node, g: Node, recipe: Recipe) -> Node:
 
 
 def _sum_as_made(p: Node, g: Node, recipe: Recipe) -> Node:
-    """One microbatch's gradient is added up over the ranks of a model."""
+    """A microbatch's gradient is summed over the ranks of one model replica."""
     return _at(p, g, Role.SUM_OVER_MODEL) if recipe.gradients.sum_as_made else g
 
 
 def _accumulate(p: Node, g: Node, recipe: Recipe) -> Node:
-    """One microbatch's gradient is added to the step's."""
+    """A microbatch's gradient is added to the gradient of the step."""
     precision = recipe.precision
     own = {"phase": "backward", **_of(p)}
     named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
@@ -182,17 +186,17 @@ def _accumulate(p: Node, g: Node, recipe: Recipe) -> Node:
 
 
 def _sum_of_step(p: Node, g: Node, recipe: Recipe) -> Node:
-    """What the sums over microbatches are still partial in is added up."""
+    """Partial sums that remain after accumulation are summed."""
     return _at(p, g, Role.SUM_OVER_MODEL, once=True) if recipe.gradients.sum_as_made else g
 
 
 def _reduce(p: Node, g: Node, recipe: Recipe) -> Node:
-    """The step's gradient is reduced over replicas, and is where the optimizer reads it."""
+    """The step's gradient is reduced over replicas into the layout that the optimizer reads."""
     return _at(p, _at(p, g, Role.STEP_GRADIENT, once=True), Role.REDUCED, once=True)
 
 
 GradientPass = Callable[[Node, Node, Recipe], Node]
-"""From a parameter, its gradient and the recipe to the gradient one place further."""
+"""(parameter, gradient, recipe) -> the gradient at its next place."""
 
 MICROBATCH_PASSES: tuple[GradientPass, ...] = (_whole_embedding, _sum_as_made, _accumulate)
 STEP_PASSES: tuple[GradientPass, ...] = (_sum_of_step, _reduce)
@@ -205,12 +209,12 @@ def _apply(gradient_passes: Sequence[GradientPass], p: Node, g: Node, recipe: Re
 
 
 def _at(p: Node, g: Node, role: Role, *, once: bool = False) -> Node:
-    """A gradient in a place that a plan knows by its role."""
+    """A gradient at a place that a plan names by its role."""
     return identity(g, f"{p.name}.grad", role=role, phase="backward", once=once, **_of(p))
 
 
 def _tied(p: Node, g: Node) -> Node:
-    """The gradients of copies of a table on other pipeline ranks are added."""
+    """Gradients of a tied table's copies on other pipeline stages are summed."""
     own: dict[str, Any] = {"phase": "backward", "once": True, "scope": p.scope}
     own["binding"] = Binding(param=p.binding.param, tied=p.binding.tied)
     return elementwise("tie", g, name=f"{p.name}.grad", role=Role.TIED, **own)
@@ -220,7 +224,7 @@ def _tied(p: Node, g: Node) -> Node:
 
 
 def _counted(p: Node, counts: Node) -> Node:
-    """A buffer's step: what the tokens of all microbatches and ranks add up to, and its update."""
+    """Update of a buffer from the token counts of all microbatches and ranks."""
     own = _of(p)
     backward: dict[str, Any] = {"phase": "backward", **own}
     total = elementwise("accumulate", counts, name=f"{p.name}.count", role=Role.COUNT, **backward)

@@ -60,7 +60,7 @@ def _check(source: Bundle, program: Program, report: Report, findings: Findings)
     if isinstance(made, str):
         report.skipped.append(f"making the program again: {made}")
         return
-    # Measured durations are of a file that may be gone.
+    # The file of measured durations may be gone.
     other = difference(program, made, but="duration")
     if other:
         findings.warn("not-as-made", f"{other} is not what this version makes of the run")

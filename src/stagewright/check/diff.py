@@ -65,7 +65,7 @@ class Pairs(NamedTuple):
         return Pairs(who, times)
 
     def beyond(self, other: Pairs) -> list[tuple[int, int]]:
-        """The first pair with more messages than it has in `other`; empty if there is none."""
+        """The first pair with more messages than in `other`, in words; empty if there is none."""
         at = np.searchsorted(other.who, self.who)
         at = np.minimum(at, max(0, len(other.who) - 1))
         there = np.zeros(len(self.who), np.int64)
@@ -171,7 +171,7 @@ def _side(path: Path) -> DiffSide:
 
 
 def _bundle(path: Path) -> DiffSide:
-    """A bundle: a rank of each class as a file, all others by arithmetic."""
+    """One side from a bundle: one rank of each class is expanded, the rest is multiplied."""
     program = Bundle(path).program()
     with traces(path, [int(of.ranks[0]) for of in program.classes]) as files:
         sizes = group_sizes(files[0])
@@ -250,7 +250,7 @@ def _numbers(profiles: list[tuple[Profile, int]]) -> dict[str, int]:
 def _groups(
     path: Path, classes: list[TraceClass], trace: Path
 ) -> dict[tuple[int, ...], tuple[int, int]]:
-    """The ranks of each group that is used -> its collectives and their bytes, of one member."""
+    """Ranks of each group in use -> collectives and bytes of one member."""
     file = default_groups(trace)
     if path.is_file() or file is None:
         return {}

@@ -1,4 +1,4 @@
-"""A trace to read: what it amounts to, and its nodes with all their attributes."""
+"""Shows a trace: its sums, and its nodes with all their attributes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def print_nodes(found: Iterator[dict[str, Any]], console: Console) -> None:
 
 
 def readable(value: Any, most: int = 2000) -> str:
-    """A value that a terminal may be given: the text in a file may be anything, and long."""
+    """A value made safe and short for a terminal: text in a file may hold anything."""
     text = str(value)
     text = text if len(text) <= most else text[: most - 3] + "..."
     return text if text.isprintable() else ascii(text)

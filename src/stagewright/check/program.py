@@ -28,12 +28,12 @@ from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKin
 from stagewright.program.fold import fold
 from stagewright.trace.formats.chakra import COMM_TYPES
 
-SMALL = 50_000  # events of all ranks: a world so small also runs rank by rank
-LARGE = 4096  # ranks: a world beyond is folded
+SMALL = 50_000  # events of all ranks up to which a world also runs rank by rank
+LARGE = 4096  # ranks above which a world is folded
 
 
 class Unsound(Exception):
-    """A program that breaks a rule: a defect of the generator, never of what the user asked for."""
+    """A program that breaks a rule: a defect of Stagewright, not of the user's settings."""
 
 
 def check_program(program: Program) -> dict[str, object]:
@@ -69,7 +69,7 @@ def check_program(program: Program) -> dict[str, object]:
 
 
 def _rank_by_rank(world: World) -> bool:
-    """Run a small world with every rank by itself."""
+    """Run a small world with each rank as a part of its own."""
     if sum(len(p.ranks) * len(p.exchange.events.row) for p in world.parts) > SMALL:
         return False
     single = world.rank_by_rank()
@@ -136,7 +136,7 @@ def _part(program: Program, of: RankClass) -> WorldPart:
     for nth, (which, at) in enumerate(zip(slot_kind, (planned & 0xFFFF).tolist(), strict=True)):
         partners = program.group_of if which == TaskKind.COLLECTIVE else program.peer_of
         partner[:, nth] = partners(at, of.ranks)
-    # Two slots with the same partners, as both directions of a ring of two, are one.
+    # Slots with the same partners, such as both directions of a ring of two, are merged.
     whole = np.concatenate([slot_kind[None, :], partner])
     _, same, which = np.unique(whole, axis=1, return_index=True, return_inverse=True)
     slot_kind, partner = slot_kind[same], partner[:, same]
@@ -147,7 +147,7 @@ def _part(program: Program, of: RankClass) -> WorldPart:
     events = Events(rows, kind, op, tasks.comm_bytes[rows], tag, which.ravel()[slot])
     needed = tasks.data.astype(np.int64), tasks.order.astype(np.int64)
     graph = graph_of_lists((tasks.data_ptr, tasks.order_ptr), needed)
-    # The generator links what it orders: to follow dependencies any further would take a second.
+    # Ordered rows are linked directly; to search all dependencies would cost a second.
     events, loose, breaks = arranged(
         graph, np.arange(graph.count), events, rows[kind != TaskKind.RECV], exact=False
     )

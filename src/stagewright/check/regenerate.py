@@ -1,4 +1,4 @@
-"""Makes traces again from the run in their manifest, to compare them with what lies there."""
+"""Compiles the run in a manifest again, to compare the program with the traces beside it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from stagewright.trace.recorded import load_run, recorded_model
 def program_of(manifest: Path, nodes: int) -> Program | str:
     """The program of the run in a manifest, or why there is none.
 
-    `nodes` are in the traces: a manifest that promises far more work than they hold is not
-    believed.
+    `nodes` is the number in the traces: a run that would make far more nodes is not compiled.
     """
     try:
         run, model = load_run(manifest), recorded_model(manifest)
@@ -33,12 +32,12 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
         return compile(run, model).program
     except UserError as error:
         return str(error)
-    except Exception as error:  # whatever numbers a damaged manifest holds are not our fault
+    except Exception as error:  # a damaged manifest may hold any numbers
         return f"the manifest's run cannot be compiled: {type(error).__name__}: {error}"
 
 
 def difference(program: Program, classes: Sequence[TraceClass]) -> str:
-    """Where the traces are not what the program makes, in words; empty if they are."""
+    """The first difference between traces and program, in words; empty if they agree."""
     for traces in classes:
         rank = traces.ranks[0]
         if rank >= program.mesh.world_size:
@@ -64,7 +63,7 @@ def _provenance(path: Path) -> dict[str, str | int]:
 
 
 def _wrong_partner(program: Program, traces: TraceClass) -> int | None:
-    """A rank of a kind, whose first is right, with other partners than it should have."""
+    """A rank whose partners differ from the program's, in a class whose first rank is right."""
     if traces.first.exchange is None:
         return None
     rank = traces.ranks[0]

@@ -15,13 +15,13 @@ class Report:
     directory: str
     ranks: int = 0  # files
     world_size: int = 0
-    kinds: int = 0  # classes of ranks whose files differ in their partners only
+    kinds: int = 0  # trace classes: ranks whose files differ in partners only
     nodes: int = 0
     bytes: int = 0
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list[Finding])
-    checks: list[str] = field(default_factory=list[str])  # what was checked
-    skipped: list[str] = field(default_factory=list[str])  # what was not, and why
+    checks: list[str] = field(default_factory=list[str])  # what was checked, and the result
+    skipped: list[str] = field(default_factory=list[str])  # what was not checked, and why
 
     def of(self, level: str) -> list[Finding]:
         """The errors, or the warnings."""

@@ -50,10 +50,10 @@ from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.manifest import GROUPS, MANIFEST
 from stagewright.version import __version__
 
-MOST_EXPLAINED = 20_000_000  # nodes of a run that looks for what hangs
-MOST_MISSING = 1 << 22  # ranks without a file, of a directory that is checked as a whole
-FEW_BYTES = 16_000_000  # so little is read without other processes
-TASK_BYTES = 64_000_000  # that a process reads before it takes the next task
+MOST_EXPLAINED = 20_000_000  # nodes of the dependency run that looks for a deadlock
+MOST_MISSING = 1 << 22  # ranks that may lack a file in a directory checked as a whole
+FEW_BYTES = 16_000_000  # bytes up to which no further processes are started
+TASK_BYTES = 64_000_000  # bytes that a process reads per task
 
 UNMET = ("collectives-differ", "idle-member", "not-member", "no-group", "no-send")
 
@@ -65,8 +65,8 @@ class TraceFiles(NamedTuple):
 
     folder: Path
     traces: dict[int, Path]  # by rank, ascending
-    manifest: dict[str, Any]  # empty: none of ours
-    damage: str = ""  # why there is a manifest that cannot be read
+    manifest: dict[str, Any]  # empty: no manifest of Stagewright's
+    damage: str = ""  # why the manifest cannot be read
 
 
 def verify(
@@ -75,8 +75,8 @@ def verify(
     """Check all traces of a directory, or those of `directory/prefix`, or one file, or a bundle.
 
     `comm_group` is the file of communicator groups, by default the one beside the traces. `workers`
-    is the number of processes, by default one per core. Whatever is wrong with the traces is in the
-    report; UserError is only for what is no place of traces.
+    is the number of processes, by default one per core. What is wrong with the traces is in the
+    report; UserError says that the path holds no traces.
     """
     if is_bundle(directory):
         return check_bundle(directory)
@@ -204,7 +204,7 @@ def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]
 
 
 def _begin(parent: int) -> None:
-    """Set up a reading process: it leaves Ctrl-C to its parent, and ends with it."""
+    """Set up a reading process, which ignores Ctrl-C and ends with its parent."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -215,7 +215,7 @@ def _begin(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# ---- our own manifest ----------------------------------------------------------------------------
+# ---- Stagewright's manifest ----------------------------------------------------------------------
 
 
 def _check_manifest(
@@ -236,7 +236,7 @@ def _check_manifest(
         if name in digests and digests[name] != wanted:
             wrong.append(name)
     _tell(findings, "checksum", wrong, "is not as it was written: its checksum differs")
-    # What a simulator reads beside the traces is its user's to change.
+    # Users may change the configuration files that a simulator reads.
     known = digests.keys() | {path.name for path in files.folder.iterdir() if path.suffix != ".et"}
     known |= {path.name for path in files.traces.values()}
     _tell(findings, "missing-file", [n for n in entries if n not in known], "is missing")
@@ -323,7 +323,7 @@ def _check_together(
 
 
 def parts_of(classes: Sequence[TraceClass]) -> list[WorldPart]:
-    """The parts of a world: every class of traces that is sound enough to be compared."""
+    """The parts of a world: the trace classes that have no error which prevents a comparison."""
     return [
         WorldPart(
             np.array(traces.ranks),
@@ -337,12 +337,12 @@ def parts_of(classes: Sequence[TraceClass]) -> list[WorldPart]:
 
 
 def _names_groups(part: WorldPart) -> bool:
-    """Whether it has collectives on less than all ranks."""
+    """Whether a trace has collectives on a group smaller than all ranks."""
     return bool((part.partner[:, part.exchange.slot_kind == TaskKind.COLLECTIVE] != ALL).any())
 
 
 def _check_run(world: World, match: Match, files: int, report: Report) -> None:
-    """Whether everything comes to its end."""
+    """Check that all ranks run to their end; report a deadlock otherwise."""
     findings = world.findings
     if not world.whole:
         there = int((world.part_of >= 0).sum())

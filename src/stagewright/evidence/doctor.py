@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -46,6 +46,13 @@ class Package(NamedTuple):
     version: str
     ok: bool
 
+    @property
+    def problem(self) -> str:
+        """What is wrong, and what to do."""
+        what = f"is {self.version}" if self.version else "is not installed"
+        remedy = f"pip install '{self.name}{self.wanted}'"
+        return f"{self.name} {what}, wanted {self.wanted or 'any version'}; {remedy}"
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -61,7 +68,7 @@ class Speed:
     """Bytes of their files, likewise."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Examination:
     """The result of `examine`; `problems` are sentences that say what is wrong and what to do."""
 
@@ -72,9 +79,9 @@ class Examination:
     cores: int
     packages: list[Package]
     extras: dict[str, list[Package]]
-    speed: Speed | None = None
-    problems: list[str] = field(default_factory=list[str])
-    notes: list[str] = field(default_factory=list[str])
+    speed: Speed | None
+    problems: list[str]
+    notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """The examination as one JSON object."""
@@ -89,11 +96,18 @@ class Examination:
 def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
     """Examine this machine; with `speed`, write traces into a directory and remove them again."""
     try:
-        requirements = importlib.metadata.requires("stagewright") or []
+        packages, extras = needed(importlib.metadata.requires("stagewright") or [])
     except importlib.metadata.PackageNotFoundError:
-        requirements = []
-    packages, extras = needed(requirements)
-    examination = Examination(
+        packages, extras = [], {}
+    notes: list[str] = []
+    if not packages:
+        notes.append("not installed, but run from its source: what it needs is not known")
+    if _protobuf_runtime() == "python":
+        notes.append(
+            "protobuf runs in plain Python, so that reading traces is slow: unset "
+            "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION, or install a wheel of protobuf"
+        )
+    return Examination(
         stagewright=__version__,
         location=str(Path(__file__).parents[1]),
         python=f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}",
@@ -101,26 +115,10 @@ def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
         cores=cores(),
         packages=packages,
         extras=extras,
+        speed=measure(Path(directory)) if speed else None,
+        problems=[package.problem for package in packages if not package.ok],
+        notes=notes,
     )
-    if not packages:
-        examination.notes.append(
-            "not installed, but run from its source: what it needs is not known"
-        )
-    for package in packages:
-        if not package.ok:
-            what = f"is {package.version}" if package.version else "is not installed"
-            examination.problems.append(
-                f"{package.name} {what}, wanted {package.wanted or 'any version'}; "
-                f"pip install '{package.name}{package.wanted}'"
-            )
-    if _protobuf_runtime() == "python":
-        examination.notes.append(
-            "protobuf runs in plain Python, so that reading traces is slow: unset "
-            "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION, or install a wheel of protobuf"
-        )
-    if speed:
-        examination.speed = measure(Path(directory))
-    return examination
 
 
 def measure(directory: Path) -> Speed:
@@ -142,13 +140,8 @@ def measure(directory: Path) -> Speed:
         written = write(program, f"{folder}/traces", manifest={})
         seconds = time.perf_counter() - compiled
         nodes = sum(len(of.tasks) * len(of.ranks) for of in program.classes)
-        return Speed(
-            directory=str(directory),
-            free_bytes=shutil.disk_usage(directory).free,
-            compile_seconds=compiled - began,
-            nodes_per_second=nodes / seconds,
-            bytes_per_second=written["files"].size / seconds,
-        )
+        free, size = shutil.disk_usage(directory).free, written["files"].size
+        return Speed(str(directory), free, compiled - began, nodes / seconds, size / seconds)
 
 
 def needed(requirements: Sequence[str]) -> tuple[list[Package], dict[str, list[Package]]]:
@@ -168,24 +161,22 @@ def needed(requirements: Sequence[str]) -> tuple[list[Package], dict[str, list[P
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = ""
-        ok = bool(version) and _satisfies(version, wanted)
+        ok = bool(version) and all(_satisfies(version, bound) for bound in wanted.split(","))
         package = Package(name, wanted.strip(), version, ok)
         (extras.setdefault(extra, []) if extra else packages).append(package)
     return packages, extras
 
 
-def _satisfies(version: str, wanted: str) -> bool:
-    """Whether a version satisfies all bounds, such as `>=5,<8`."""
-    got = _numbers(version)
-    for part in filter(None, (text.strip() for text in wanted.split(","))):
-        limit = _numbers(part.lstrip("<>=!~"))
-        if (part.startswith(">=") and got < limit) or (part.startswith("<") and got >= limit):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+def _satisfies(version: str, bound: str) -> bool:
+    """Whether a version satisfies a bound such as `>=5` or `<8`; other bounds are not looked at."""
+    got, limit = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, bound))
+    match bound.strip()[:2]:
+        case ">=":
+            return got >= limit
+        case text if text[:1] == "<":
+            return got < limit
+        case _:
+            return True
 
 
 def _protobuf_runtime() -> str:

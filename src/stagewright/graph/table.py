@@ -132,7 +132,6 @@ COLLECTIVE_OPS = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_t
 MOVES = COLLECTIVE_OPS | {"slice"}
 LEAVES = frozenset({"input", "param", "state"})
 
-_SPEC = {"spec": need(str)}
 _STEP = {"axes": need(tuple), "src": need(int, str, type(None)), "dst": need(int, type(None))}
 
 

@@ -1,8 +1,8 @@
-"""How many copies of tokens ranks send to experts, and how many their own experts get.
+"""How many token copies each rank dispatches to experts, and how many its own experts receive.
 
-Evenly spread unless a file says otherwise (`--expert-load`): then ranks differ by the experts that
-they hold, and those with equal work in all layers make a class. What a rank does is a sum: what it
-does without copies, and so much for each one that it sends, and that it gets.
+Copies are spread evenly unless a file of expert loads says otherwise (`--expert-load`): then the
+work of a rank depends on its experts, and ranks with equal work in all layers form a class. The
+work of a rank is linear: its work without copies, plus a term per copy sent and per copy received.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from stagewright.run.expert_load import read_lines
 from stagewright.run.settings import Run
 
 ROWS = size("R")
-"""The dim of an expert's rows."""
+"""The dim of token copies (rows) of an expert."""
 
 
 Rows = Callable[[tuple[str, ...]], Fraction]
-"""The mean of an expert's rows on a rank, by the axes that split them."""
+"""Mean rows of an expert on a rank, as a function of the mesh axes that split the rows."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Who sends copies of tokens to whom in a run: the ranks that hold the experts in turn."""
+    """Which ranks exchange token copies in a run, and how many experts and rows each has."""
 
     mesh: Mesh
     experts: int
     expert: tuple[str, ...]  # axes that split the experts, outermost first
     tokens: tuple[str, ...]  # axes that split tokens
-    copies: int  # of a rank's tokens in a microbatch
-    capacity: int | None  # most copies that an expert gets from one rank
+    copies: int  # token copies that a rank sends in a microbatch
+    capacity: int | None  # capacity: most copies that an expert receives from one rank
     padded: bool
 
     @classmethod
@@ -67,31 +67,31 @@ class Routing:
 
     @property
     def positions(self) -> int:
-        """Ranks that share the experts; each holds as many, in order."""
+        """Number of ranks that the experts are split over."""
         return self.mesh.size(*self.expert)
 
     @property
     def held(self) -> int:
-        """Experts of a rank."""
+        """Experts that a rank holds."""
         return self.experts // self.positions
 
     @property
     def senders(self) -> int:
-        """Ranks with different tokens among those that share the experts."""
+        """Ranks with tokens of their own among those that the experts are split over."""
         return self.mesh.size(*(a for a in self.expert if a in self.tokens))
 
     def taken(self, share: Fraction) -> Fraction:
-        """Copies that an expert gets from one rank, if it is to get this part of all."""
+        """Copies that an expert receives from one rank, given its fraction of all copies."""
         if self.padded and self.capacity is not None:
             return Fraction(self.capacity)
         wanted = share * self.copies
         return wanted if self.capacity is None else min(wanted, Fraction(self.capacity))
 
     def rows(self, sent: Fraction | int, got: Fraction | int) -> Rows:
-        """The rows of experts on a rank that sends and gets so many copies.
+        """Rows of the experts on a rank that sends `sent` copies and receives `got`.
 
-        Where copies wait to be sent, rows are split by all axes that split tokens; where they have
-        come, by all but those over which they came.
+        Before dispatch rows are split by all axes that split tokens; after dispatch, by these axes
+        without those of expert parallelism.
         """
         moving = {a for a in self.expert if a in self.tokens}
         parts = self.mesh.size(*self.tokens)
@@ -105,17 +105,17 @@ class Routing:
         return rows
 
     def even(self) -> Rows:
-        """The same where all experts get as many."""
+        """As `rows`, with all experts receiving equally many copies."""
         each = self.taken(Fraction(1, self.experts))
         return self.rows(self.experts * each, self.held * self.senders * each)
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Copies of tokens in a microbatch, by layer; those got also by place among the experts."""
+    """Token copies per microbatch and layer, sent and received, the latter per expert rank."""
 
     routing: Routing
-    lines: Sequence[tuple[float, ...]]  # what the file says of each layer with experts, or of all
+    lines: Sequence[tuple[float, ...]]  # the file's: a row per layer with experts, or one for all
     sent: Int  # [layers]; 0 in layers without experts
     got: Int  # [layers, positions]
 
@@ -123,11 +123,11 @@ class Load:
     def read(
         cls, given: str | Sequence[Sequence[object]], routing: Routing, model: ModelConfig
     ) -> Load:
-        """The load that a file says, or these numbers for each layer with experts or for all."""
+        """The load from a file, or from rows: one per layer with experts, or one for all."""
         if not set(routing.expert) <= set(routing.tokens):
             raise UserError(
-                "expert_load needs ranks that share experts to have tokens of their own, "
-                "but ep is over ranks of tp, which have the same; set sequence_parallel"
+                "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
+                "identical tokens; set sequence_parallel"
             )
         layers = [i for i in range(model.num_layers) if model.layer(i).mlp == "experts"]
         lines = read_lines(given, model, layers)
@@ -145,7 +145,7 @@ class Load:
         return cls(routing, lines, sent, got)
 
     def position(self) -> Int:
-        """Place of every rank of the world among those that share the experts."""
+        """Index of every rank among the ranks that the experts are split over."""
         mesh = self.routing.mesh
         ranks, place = np.arange(mesh.world_size, dtype=np.int64), 0
         for axis in self.routing.expert:
@@ -153,9 +153,9 @@ class Load:
         return place + np.zeros_like(ranks)
 
     def programs(self, make: Callable[[Rows], Program]) -> Program:
-        """What ranks do with this load; `make` says what they do if all have the same rows.
+        """The programs of all ranks at this load; `make` compiles the program at equal rows.
 
-        Everything is so much without rows, and so much more for each row.
+        Every column is linear in the rows, so it follows from programs at zero rows and at one.
         """
         routing = self.routing
         none, sent, got = (
@@ -167,7 +167,7 @@ class Load:
         return replace(none, classes=tuple(classes))
 
     def _apart(self, growing: _Growing) -> list[RankClass]:
-        """The classes of ranks with equal work that a class falls into."""
+        """Split a rank class into classes of equal work."""
         place = self.position()[growing.none.ranks]
         layers = np.unique(growing.layer)
         work = np.concatenate([np.zeros((1, len(place)), np.int64), self.got[layers][:, place]])
@@ -185,7 +185,7 @@ _COLUMNS = ("flops", "traffic", "comm_bytes")
 
 @dataclass(frozen=True, eq=False)
 class _Growing:
-    """A class of ranks without rows, and what is more for each copy sent and got."""
+    """A rank class at zero rows, and how its columns grow per copy sent and per copy received."""
 
     none: RankClass
     rows: Int  # tasks that grow
@@ -193,12 +193,12 @@ class _Growing:
     tasks: Mapping[str, Int]  # column -> [rows, 2]
     kind: Int  # of the shape of each of `rows`: index into `shapes`
     shapes: Sequence[tuple[int, tuple[tuple[Fraction, Fraction], ...]]]  # old shape, its extents
-    values: Int  # what is held that grows
+    values: Int  # values in memory that grow
     bytes: Int  # [values, 2]
 
     @classmethod
     def of(cls, routing: Routing, none: RankClass, sent: RankClass, got: RankClass) -> _Growing:
-        """From what ranks do without rows, and with one row sent or got by each expert."""
+        """From the class at zero rows, at one row sent per expert, and at one row received."""
 
         def more(column: Callable[[RankClass], Int]) -> Int:
             start = column(none)
@@ -227,10 +227,11 @@ class _Growing:
         )
 
     def with_load(self, ranks: Int, sent: Int, got: Int, most: Int) -> RankClass:
-        """Ranks that send and get so many copies, by layer; the busiest gets `most`.
+        """The class of ranks that send `sent` and receive `got` copies per layer, at most `most`.
 
-        An exchange takes as long as its busiest rank. It is as large as the even one that does,
-        since all members must name one size; `local_bytes` has what each really gives to it.
+        An exchange lasts as long as its busiest rank needs. All members must name one size, so
+        `comm_bytes` is that of an even exchange that lasts as long; `uneven_bytes` is what this
+        rank contributes.
         """
         tasks, at = self.none.tasks, self.rows
         many = np.stack([sent[self.layer], got[self.layer]], axis=1)
@@ -242,7 +243,7 @@ class _Growing:
         width = self.tasks["comm_bytes"][moves].sum(axis=1)
         size[at[moves]] = width * np.maximum(sent, most)[self.layer[moves]]
         kernel = tasks.kind[at] == TaskKind.COMPUTE
-        # A launch without rows; ASTRA-sim hangs where nothing is to be gathered.
+        # A launch without rows has a byte; ASTRA-sim hangs on a collective without bytes.
         new["traffic"][at[kernel]] = np.maximum(new["traffic"][at[kernel]], 1)
         size[at[~kernel]] = np.maximum(size[at[~kernel]], 1)
         shape, shapes = self._shapes(many)
@@ -264,7 +265,7 @@ class _Growing:
         return replace(values, size=size)
 
     def _shapes(self, many: Int) -> tuple[NDArray[np.int32], tuple[Shape, ...]]:
-        """The column of shapes and their table, with those of this load."""
+        """The column of shapes and the table of shapes, at this load."""
         tasks = self.none.tasks
         number = {shape: i for i, shape in enumerate(tasks.shapes)}
         unlike = np.concatenate([self.kind[:, None], many], axis=1)
@@ -289,7 +290,7 @@ class _Growing:
 def _extents(
     routing: Routing, tables: Sequence[Sequence[Shape]], which: Sequence[int]
 ) -> tuple[tuple[Fraction, Fraction], ...]:
-    """How much each extent of a shape is more for a copy sent, and for one got."""
+    """Growth of each extent of a shape per copy sent and per copy received."""
     if which[0] < 0:
         return ()
     none, sent, got = (table[i].extents for table, i in zip(tables, which, strict=True))

@@ -12,7 +12,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.algebra.notation import NotationError
 from stagewright.blocks import Recipe
 from stagewright.blocks.builder import Builder, stream
-from stagewright.blocks.finish import finish
+from stagewright.blocks.training import finish
 from stagewright.graph.make import apply, identity
 from stagewright.graph.node import Graph, Node, text
 from stagewright.graph.parameter import Parameter

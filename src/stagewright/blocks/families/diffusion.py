@@ -9,9 +9,9 @@ from __future__ import annotations
 from stagewright.algebra.size import size
 from stagewright.blocks.attention import attention
 from stagewright.blocks.builder import Block, Builder, stream
-from stagewright.blocks.finish import finish
 from stagewright.blocks.mlp import mlp
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.training import finish
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, identity, join, leaf, part
 from stagewright.graph.node import Node
 from stagewright.model.config import ModelConfig

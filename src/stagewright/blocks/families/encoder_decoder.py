@@ -12,10 +12,10 @@ from dataclasses import replace
 from stagewright.blocks.attention import cross_attention
 from stagewright.blocks.builder import Block, Builder, renamed, stream
 from stagewright.blocks.ends import embedding
-from stagewright.blocks.finish import finish
 from stagewright.blocks.inference import idle
 from stagewright.blocks.layers import body, layer
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.training import finish
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from stagewright.algebra.size import size
 from stagewright.blocks.builder import Block, Builder, stream
 from stagewright.blocks.ends import mtp_name
-from stagewright.blocks.finish import finish
 from stagewright.blocks.layers import body
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.training import finish
 from stagewright.graph.make import apply, identity, join, leaf
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Binding

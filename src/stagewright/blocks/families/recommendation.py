@@ -5,8 +5,8 @@ from __future__ import annotations
 from stagewright.algebra.size import size
 from stagewright.blocks.builder import Block, Builder
 from stagewright.blocks.ends import cross_entropy
-from stagewright.blocks.finish import finish
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.training import finish
 from stagewright.graph.make import apply, einsum, identity, join, leaf
 from stagewright.graph.node import Node
 from stagewright.model.config import ModelConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder, renamed, stream
 from stagewright.blocks.ends import cross_entropy, tied
-from stagewright.blocks.finish import finish
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.training import finish
 from stagewright.graph.make import apply, einsum, identity, join, leaf, part
 from stagewright.graph.roles import Role
 from stagewright.model.config import ModelConfig

@@ -1,4 +1,4 @@
-"""Chakra traces that exist, whoever wrote them: reading, checking, adding up.
+"""Chakra traces from any writer: reading, checking, summing up.
 
 Imports go downwards: columns < reader < rules < rank < templates (bytes to columns, messages to
 blocks, the rules of nodes, one file, many files of one program); and dependency_graph < exchange <

@@ -23,7 +23,7 @@ class Findings:
     """Findings by kind, in order of the first of each."""
 
     def __init__(self, rank: int | None = None) -> None:
-        """`rank`: whose file it is about, if of one."""
+        """`rank`: the rank whose file is checked, if it is one file."""
         self.rank = rank
         self._kinds: dict[str, Finding] = {}
 
@@ -39,15 +39,15 @@ class Findings:
         return any(found.level == "error" for found in self)
 
     def error(self, code: str, message: str, nodes: int = 1) -> None:
-        """Note that the trace is wrong."""
+        """Add an error: no reader can run the trace."""
         self.add(Finding("error", code, message, self.rank, nodes))
 
     def warn(self, code: str, message: str, nodes: int = 1) -> None:
-        """Note what some reader cannot do with the trace, or what is dangerous."""
+        """Add a warning: some reader cannot run the trace, or runs it otherwise."""
         self.add(Finding("warning", code, message, self.rank, nodes))
 
     def add(self, found: Finding) -> None:
-        """Keep it, or count it where there is one of its kind."""
+        """Add a finding; of one kind the first is kept and the others are counted."""
         known = self._kinds.get(found.code)
         if known is not None:
             nodes, ranks = known.nodes + found.nodes, known.ranks + found.ranks
@@ -55,10 +55,10 @@ class Findings:
         self._kinds[found.code] = found
 
     def take(self, code: str) -> Finding | None:
-        """Take out those of a kind, if there are any."""
+        """Remove and return the finding of a kind, if there is one."""
         return self._kinds.pop(code, None)
 
     def update(self, more: Iterable[Finding]) -> None:
-        """Keep all of them."""
+        """Add several findings."""
         for found in more:
             self.add(found)

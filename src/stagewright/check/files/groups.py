@@ -18,19 +18,19 @@ from stagewright.files import from_json, read_bytes
 from stagewright.program.columns import TaskKind
 from stagewright.trace.manifest import GROUPS
 
-MOST_JSON = 1 << 24  # bytes of a file of groups, or a manifest, and so many more per rank:
+MOST_JSON = 1 << 24  # bytes granted to a file of groups or a manifest, and bytes per rank on top:
 JSON_PER_RANK = 1 << 10
 MOST_RANKS = 1 << 18  # for which that is granted
 
 
 def read_json(path: Path, ranks: int) -> Any:
-    """A JSON file about so many ranks; UserError if it is none, or far too large for these."""
+    """A JSON file for `ranks` ranks; UserError if it is no JSON, or far too large for them."""
     most = MOST_JSON + JSON_PER_RANK * min(ranks, MOST_RANKS)
     return from_json(read_bytes(path, f"JSON about {ranks} ranks", most), path.name)
 
 
 def default_groups(trace: Path) -> Path | None:
-    """The file of groups that lies beside a trace, if any: ours, or `workload.json` as STAGE's."""
+    """The file of groups beside a trace, if any: Stagewright's, or STAGE's `workload.json`."""
     if not trace.name:  # a path such as "."
         return None
     names = (GROUPS, trace.name.rsplit(".", 2)[0] + ".json")

@@ -1,7 +1,7 @@
 """Runs the dependencies of all ranks, without times, and explains a deadlock in words.
 
-Every event that can run does, which has one outcome, whatever the order. If events are left, each
-waits for another: the explanation follows who waits for whom until the circle closes.
+Every event that can run is run, and the outcome does not depend on the order. If events are left,
+each waits for another: the explanation follows who waits for whom until the cycle closes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_NODES = 20_000_000  # of a run rank by rank, in some 50 bytes each
 
 
 def explain(world: World, match: Match) -> str | None:
-    """Why the ranks never come to their end; None if they do."""
+    """Why the ranks deadlock, in words; None if all of them complete."""
     why = _DependencyRun(world, match).go()
     if why is None or all(len(part.ranks) == 1 for part in world.parts):
         return why
-    # Ranks of a part in step wait for more than each of them does.
+    # Ranks of a part that advance in step wait for more events than each rank by itself.
     if sum(len(p.ranks) * p.source.nodes().graph.count for p in world.parts) > MOST_NODES:
         return why
     single = world.rank_by_rank()
@@ -32,7 +32,7 @@ def explain(world: World, match: Match) -> str | None:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A part, or a rank, that runs; ranks of one part share all but what is done."""
+    """The state of a part, or of one rank; ranks of a part share all but `missing` and `done`."""
 
     nodes: Nodes
     first: list[int]  # rows that need each row, as CSR
@@ -43,12 +43,12 @@ class Running:
     done: bytearray
 
     def event_of(self, row: int) -> int | None:
-        """The event that a row is."""
+        """The number of the row's event; None where the row is no communication."""
         nth = self.events.get(row)
         return None if nth is None else self.first_event + nth
 
     def end(self, row: int) -> list[int]:
-        """End a row; returns the rows that waited for nothing else."""
+        """Complete a row; returns the rows whose last dependency this was."""
         self.done[row] = 1
         ready: list[int] = []
         for child in self.children[self.first[row] : self.first[row + 1]]:
@@ -58,7 +58,7 @@ class Running:
         return ready
 
     def roots(self) -> list[int]:
-        """Rows that need nothing."""
+        """Rows without dependencies."""
         return [row for row, count in enumerate(self.missing) if not count]
 
 
@@ -83,7 +83,7 @@ def running(world: World) -> list[Running]:
 
 @dataclass(slots=True, eq=False)
 class _DependencyRun:
-    """Parts that run until nothing can; all ranks of a part go in step."""
+    """Parts that run until no row is ready; all ranks of a part advance in step."""
 
     world: World
     match: Match
@@ -103,7 +103,7 @@ class _DependencyRun:
             self.needed.setdefault(send, []).append(recv)
 
     def go(self) -> str | None:
-        """Run; why it does not end, or None."""
+        """Run all ready rows; returns the explanation of a deadlock, or None."""
         for nth, part in enumerate(self.parts):
             self.ready += [(nth, row) for row in part.roots()]
         while self.ready:
@@ -116,7 +116,7 @@ class _DependencyRun:
         return self.why()
 
     def issue(self, event: int) -> None:
-        """A communication whose dependencies are done."""
+        """Issue a communication, all of whose dependencies are complete."""
         self.issued.add(event)
         meeting = int(self.match.barrier[event])
         kind = int(self.world.kind[event])
@@ -134,13 +134,13 @@ class _DependencyRun:
                     self.end(each)
 
     def receive(self, event: int) -> None:
-        """End a receive if all is sent."""
+        """Complete a receive if all of its sends are."""
         sends = self.needs.get(event)
         if sends and event not in self.ended and all(send in self.ended for send in sends):
             self.end(event)
 
     def end(self, event: int) -> None:
-        """An event is over."""
+        """Complete an event and queue the rows that it releases."""
         self.ended.add(event)
         nth = self.world.part(event)
         ready = self.parts[nth].end(self.world.row(event))
@@ -149,7 +149,7 @@ class _DependencyRun:
     # ---- why ------------------------------------------------------------------------------------
 
     def why(self) -> str | None:
-        """Who waits for whom, from an event that does not end until the circle closes."""
+        """Who waits for whom, from one incomplete event until the cycle closes."""
         stuck = self.issued - self.ended
         if not stuck:
             return None
@@ -175,7 +175,7 @@ class _DependencyRun:
         return int(self.world.parts[self.world.part(event)].ranks[0])
 
     def waits(self, rank: int, event: int) -> tuple[str, int, int | None]:
-        """What an issued event waits for: in words, the rank, and its event if there is one."""
+        """What an issued event waits for: the sentence, the rank, and that rank's event if any."""
         world = self.world
         slot = int(world.slot[event])
         partner, label = world.partner(rank, slot), world.label(event)
@@ -195,7 +195,7 @@ class _DependencyRun:
         return f"{text} for rank {other}", other, wanted
 
     def absent(self, group: int, event: int) -> tuple[int, int | None]:
-        """A member that has not issued its part of a collective, and that part if there is one."""
+        """A member that has not issued a collective, and its event if it has one."""
         world, meeting = self.world, self.match.barrier[event]
         ranks, groups, slots = world.pairs(TaskKind.COLLECTIVE)
         for member, slot in zip(ranks[groups == group], slots[groups == group], strict=True):
@@ -203,7 +203,7 @@ class _DependencyRun:
             mine = [int(e) for e in events if self.match.barrier[e] == meeting]
             if not mine or mine[0] not in self.issued:
                 return int(member), mine[0] if mine else None
-        # All of this rank's group are here: others of its part wait for ranks of further parts.
+        # All members of this rank's group are here; other ranks of its part wait for others.
         late = [e for e in np.flatnonzero(self.match.barrier == meeting) if e not in self.issued]
         members = set(world.groups.get(group, []) if world.groups else []) - set(ranks.tolist())
         if late:

@@ -25,7 +25,7 @@ def check_world(world: World) -> Match:
 
 
 class _Members:
-    """Which rank uses which group by which slot, by group."""
+    """The (rank, slot) pairs that use each group."""
 
     def __init__(self, world: World) -> None:
         rank, group, slot = world.pairs(TaskKind.COLLECTIVE)
@@ -39,7 +39,7 @@ class _Members:
         return self.rank[mine], self.slot[mine]
 
     def differ(self, values: Int) -> Int:
-        """Places of the groups whose members have different values."""
+        """Indices of the groups whose members have different values."""
         if not len(values):
             return np.zeros(0, np.int64)
         least, most = (f.reduceat(values, self.begin) for f in (np.minimum, np.maximum))
@@ -149,10 +149,10 @@ def _tell_difference(world: World, group: int, rank: Int, slot: Int, sequence: I
 
 
 def _barriers(world: World, members: _Members, loose: Bool) -> tuple[Int, Int]:
-    """`barrier` and `arrivals` of Match; slots whose groups have common slots go together.
+    """`barrier` and `arrivals` of Match; slots whose groups share slots form one barrier.
 
-    Where the groups of a part's ranks reach into different other parts, more events wait for each
-    other than must: if this run ends, so does every run.
+    Where the groups of a part's ranks reach into different parts, more events wait for each other
+    than have to: if this run completes, so does every run.
     """
     barrier = np.full(len(world.slot), -1)
     heads = np.repeat(members.slot[members.begin], np.diff([*members.begin, len(members.slot)]))
@@ -170,7 +170,7 @@ def _barriers(world: World, members: _Members, loose: Bool) -> tuple[Int, Int]:
         number, any_order = len(arrivals), loose[slots].any()
         for slot in slots:
             events = world.of_slot[slot]
-            if any_order:  # alike ones meet, in their order
+            if any_order:  # equal collectives match, in their order
                 events = events[np.lexsort((events, world.bytes[events], world.op[events]))]
             barrier[events] = number + np.arange(len(events))
         arrivals += [len(slots)] * max(len(world.of_slot[slot]) for slot in slots)
@@ -187,7 +187,7 @@ def _root(root: list[int], nth: int) -> int:
 
 
 def _check_messages(world: World) -> tuple[Int, Int]:
-    """Pairs of sends and receives that meet."""
+    """Pairs of sends and receives that match."""
     (sent, send_slot), (received, recv_slot) = (
         _ends(world, k) for k in (TaskKind.SEND, TaskKind.RECV)
     )
@@ -234,7 +234,7 @@ def _tell_lonely(world: World, keys: Int, slot: Int, others: Int, kind: TaskKind
 
 
 def _check_channels(world: World, channels: Int, example: Int) -> tuple[Int, Int]:
-    """Messages between slots that face each other, paired by tag and size, in their order."""
+    """Messages between two slots that name each other, matched by tag and size, in order."""
     send, sent = _table(world, channels[0])
     recv, received = _table(world, channels[1])
     if np.array_equal(sent, received):

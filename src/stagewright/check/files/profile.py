@@ -24,7 +24,7 @@ NUMBERS = ("num_ops", "tensor_size", "comm_type", "comm_size")
 
 
 class Key(NamedTuple):
-    """Nodes of one key are added up; a field that the trace does not give is empty."""
+    """Nodes of one key are summed; a field that the trace lacks is empty."""
 
     type: str  # comp, comm_coll, ...
     phase: str
@@ -33,14 +33,14 @@ class Key(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums; bytes of kernels are what they move in memory, of all else what they communicate."""
+    """Sums over nodes; bytes are memory traffic of kernels, and message sizes of communication."""
 
     nodes: int = 0
     flops: int = 0
     bytes: int = 0
 
     def plus(self, more: Totals, times: int = 1) -> Totals:
-        """The sum with something `times` over."""
+        """The sum with `times` multiples of other totals."""
         return Totals(*(a + b * times for a, b in zip(self, more, strict=True)))
 
 
@@ -54,7 +54,7 @@ class Profile:
     data_deps: int = 0
     ctrl_deps: int = 0
     totals: dict[Key, Totals] = field(default_factory=dict[Key, Totals])
-    depth: int = 0  # nodes of the longest path of dependencies; 0: there is a circle
+    depth: int = 0  # nodes of the longest path of dependencies; 0: dependencies have a cycle
     path_types: dict[str, int] = field(default_factory=dict[str, int])  # of those nodes
     structure: str = ""  # equal for files that differ in ids, names, tags and partners only
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -103,7 +103,7 @@ def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON has."""
+    """A value as JSON can hold it."""
     return value.hex() if isinstance(value, bytes) else value
 
 
@@ -187,7 +187,7 @@ def _add_graph(
 
 
 def summed(profiles: Iterable[tuple[Profile, int]]) -> dict[Key, Totals]:
-    """The sum of the totals of traces, each so many times."""
+    """The sum of the totals of several traces, each with a multiplicity."""
     totals: dict[Key, Totals] = {}
     for one, times in profiles:
         for key, some in one.totals.items():

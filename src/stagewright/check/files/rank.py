@@ -48,7 +48,7 @@ class Checked:
     size: int  # bytes
     nodes: int
     findings: tuple[Finding, ...]
-    exchange: Exchange | None = None  # None: too damaged to be compared with other ranks
+    exchange: Exchange | None = None  # None: the errors rule out a comparison with other ranks
     spots: Spots | None = None
 
 
@@ -73,7 +73,7 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
 
 
 class _Kept(NamedTuple):
-    """What is kept of every node; dependencies as their count per node, and all ids."""
+    """Columns of all nodes; dependencies are a count per node, and the ids behind each other."""
 
     id: Words
     type: NDArray[np.int16]
@@ -85,7 +85,7 @@ class _Kept(NamedTuple):
 
 
 class _Moves(NamedTuple):
-    """What is kept of collectives, sends and receives; -2 where an attribute is missing."""
+    """Columns of collectives, sends and receives; -2 where an attribute is missing."""
 
     row: Int
     kind: Int
@@ -123,7 +123,7 @@ class _Check:
     # ---- block by block -------------------------------------------------------------------------
 
     def block(self, block: NodeBlock, texts: list[str]) -> None:
-        """Check the attributes of some nodes, and keep what the rest needs."""
+        """Check the attributes of a block of nodes, and keep the columns for `structure`."""
 
         def report(level: Level, code: str, which: Bool, text: str) -> None:
             some = np.flatnonzero(which)
@@ -165,7 +165,7 @@ class _Check:
     # ---- once all nodes are there ---------------------------------------------------------------
 
     def durations(self) -> None:
-        """A kernel without num_ops runs by its duration, and 0 is one where any node has one."""
+        """A kernel without num_ops needs a duration; 0 counts as one if any node has a duration."""
         bare = self.findings.take("only-duration")
         if bare is not None and self.timed:
             text = f"{bare.message}: runs by its duration, with ASTRA-sim's roofline off only"
@@ -175,7 +175,7 @@ class _Check:
             self.findings.add(bare._replace(level="error", code="no-work", message=text))
 
     def structure(self) -> tuple[Exchange, Spots | None] | None:
-        """Check ids and dependencies; the exchanges in order."""
+        """Check ids and dependencies; returns the communication in order."""
         if not self.count:
             self.findings.error("no-nodes", "there are no nodes, at which ASTRA-sim aborts")
             return None
@@ -251,7 +251,7 @@ def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
 
 
 def _moves(rows: NodeRows, group: Int, before: int) -> _Moves:
-    """What is to be kept of the nodes that communicate; `before` is how many nodes came before."""
+    """Columns of the nodes that communicate; `before` is the number of nodes in earlier blocks."""
     which = np.flatnonzero(rows.communicates)
     type_ = rows.type[which]
     is_send, is_recv, is_coll = (type_ == t for t in (SEND, RECV, COLL))

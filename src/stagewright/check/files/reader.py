@@ -1,4 +1,4 @@
-"""Reads Chakra traces that anybody wrote into numpy columns, in blocks: one pass, bounded memory.
+"""Reads Chakra traces of any writer into numpy columns, in blocks: one pass, bounded memory.
 
 Only the splitting of the file into messages loops over nodes in Python; see `columns`. A node of a
 form that `columns` does not know is first rewritten by the official runtime, which thereby decides
@@ -68,7 +68,7 @@ _KNOWN[[_ID, _NAME, _TYPE, _START, _DURATION, _ATTR, *_CTRL, *_DATA, *_INFO]] = 
 
 
 class Damaged(UserError):
-    """A file that is no trace from some byte on."""
+    """A file that cannot be read as a trace from some byte on."""
 
 
 class AttributeColumn(NamedTuple):
@@ -149,7 +149,7 @@ class TraceReader:
                 raise self._damaged(first, cut.problem)
             if not more:
                 break
-            if cut.need > self.size - first:  # looked at before reading: it may name any size
+            if cut.need > self.size - first:  # before reading: a damaged length may be huge
                 left = self.size - first
                 raise self._damaged(first, f"{_message(cut.need)}, but {left} are left in the file")
             if cut.need > scan.MOST_BYTES:
@@ -413,7 +413,7 @@ def _attribute(data: bytes, row: int) -> tuple[str, int, int | str]:
 
 
 def _check_infos(data: MessageBytes, fields: Fields, some: Int) -> None:
-    """Inputs and outputs, which nobody here reads, must be what the schema says all the same."""
+    """Check that inputs and outputs, which no rule reads, are messages of the schema."""
     for nth in some.tolist():
         try:
             et_def.parse("IOInfo", data.raw[fields.at[nth] : fields.end[nth]])

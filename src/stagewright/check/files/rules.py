@@ -124,7 +124,7 @@ class NodeRows:
 
 
 def check_types(of: NodeRows) -> None:
-    """What nodes there may be."""
+    """Types of nodes that readers can run."""
     unknown, invalid = (of.type < 0) | (of.type > COLL), of.type == INVALID
     lost = "ASTRA-sim then loses the statistics of the rank"
     comm, unsaid = of.is_a(*COMM), ~of.columns["is_cpu_op"].present
@@ -157,7 +157,7 @@ def check_types(of: NodeRows) -> None:
 
 
 def check_attributes(of: NodeRows) -> None:
-    """Attributes are there and of types that readers take."""
+    """Required attributes are present and have types that readers accept."""
     for name, (portable, types) in ATTRIBUTES.items():
         column = of.columns[name]
         read = column.present & of.is_a(*types) & (~of.cpu | (name == "is_cpu_op"))
@@ -175,7 +175,7 @@ def check_attributes(of: NodeRows) -> None:
 
 
 def check_dims(of: NodeRows, group: Int) -> None:
-    """Which dimensions of the network a collective on all ranks uses, if it says so."""
+    """A collective on all ranks names network dimensions (`involved_dim`) that can be."""
     dims = of.columns["involved_dim"]
     given = of.communicates & of.is_a(COLL) & dims.present
     listed = dims.kind == BOOL + 1
@@ -194,7 +194,7 @@ def kind_name(kind: int) -> str:
 
 
 def check_exchanges(of: NodeRows, rank: int | None) -> Bool:
-    """Collectives, sends and receives are possible; returns where others can be held against."""
+    """Collectives, sends and receives are valid; returns which can be matched with other ranks."""
     good = np.ones(len(of.type), bool)
     for name, types in NEEDED.items():
         good &= ~(of.communicates & of.is_a(*types) & ~INTEGER[of.columns[name].kind])
@@ -250,7 +250,7 @@ def _check_ends(of: NodeRows, message: Bool, rank: int | None) -> Bool:
 
 
 def check_kernels(of: NodeRows) -> None:
-    """Kernels take a time that readers can work out."""
+    """Kernels have work or a duration, from which readers can derive a time."""
     kernel = of.is_a(COMP) & ~of.cpu
     bare = kernel & ~(of.columns["num_ops"].present & of.columns["tensor_size"].present)
     of.report("warning", "only-duration", bare, "num_ops or tensor_size is missing")
@@ -263,7 +263,7 @@ def check_kernels(of: NodeRows) -> None:
 
 
 def group_id(name: str) -> int | None:
-    """The group that a pg_name means: 0 for all ranks, None if it is no name of a group."""
+    """The group id in a pg_name: 0 for all ranks, None if the text is no id."""
     if name in ("", "0"):
         return 0
     if not (name.isascii() and name.isdecimal() and len(name) <= 19):

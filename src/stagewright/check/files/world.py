@@ -1,13 +1,13 @@
-"""All ranks together, and whether everything that they exchange comes to its end.
+"""All ranks together, and whether all of their communication completes.
 
 Ranks of one program form a `WorldPart`: they issue the same events; only partners differ. A
-*slot* is the set of a part's events with one partner, for each of its ranks. So what costs is rows
-per part and slots per rank, never rows per rank.
+*slot* is the set of a part's events with one partner, for each of its ranks. The cost of a check is
+rows per part and slots per rank, never rows per rank.
 
-The run is without times. Parts run their events in an order that their dependencies allow; all
-ranks of a part go in step. If that ends, so does every other execution: a send waits for nobody,
-and what waits for a partner waits whatever the order. If it does not end, `hang` runs the
-dependencies themselves.
+The run has no times. Parts run their events in an order that their dependencies allow; all ranks of
+a part advance in step. If that run completes, so does every other execution: a send waits for no
+partner, and a receive or collective waits for its partner in any order. If the run does not
+complete, `hang` runs the dependencies themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagewright.trace.formats.et_def import CommType
 
 
 class Nodes(NamedTuple):
-    """All rows of a rank, for a run by its dependencies."""
+    """All rows of a rank with their dependencies, for `hang`."""
 
     graph: DependencyGraph
     place: Int  # of each row among all, by id: of those that are ready the lowest goes first
@@ -57,17 +57,17 @@ class WorldPart:
 
 
 class Match(NamedTuple):
-    """Which events meet; events are numbered through all parts."""
+    """Which events match; events are numbered through all parts."""
 
     send: Int  # sends and their receives, pairwise
     recv: Int
-    barrier: Int  # per event: collectives of one number meet; -1: meets nobody but its own part
-    arrivals: Int  # how many must come, by that number
+    barrier: Int  # per event: collectives of one number match; -1: of its own part only
+    arrivals: Int  # events that must arrive at each such barrier
 
 
 @dataclass(slots=True, eq=False)
 class World:
-    """The ranks that are there, out of `size`; events and slots are numbered through all parts."""
+    """The ranks with traces, out of `size`; events and slots are numbered through all parts."""
 
     parts: list[WorldPart]
     size: int
@@ -82,7 +82,7 @@ class World:
     tag: Int = field(init=False)
     slot: Int = field(init=False)
     of_slot: list[Int] = field(init=False)  # events of each slot
-    part_of: Int = field(init=False)  # rank -> part, -1: not there
+    part_of: Int = field(init=False)  # rank -> part; -1: no trace
     row_of: Int = field(init=False)  # rank -> its place in the part
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class World:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank is there."""
+        """Whether every rank has a trace."""
         return bool((self.part_of >= 0).all())
 
     def part(self, event: int) -> int:
@@ -175,9 +175,9 @@ def _all(pieces: Sequence[Int]) -> Int:
 
 
 def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
-    """The same ranks as parts that have one slot per partner.
+    """The same ranks as parts with one slot per partner.
 
-    A rank that meets one partner on two slots becomes a part of its own, whose slots are merged.
+    A rank that has one partner on two slots becomes a part of its own, with merged slots.
     """
     old = part.exchange
     kind = old.slot_kind.astype(np.int64)
@@ -199,7 +199,7 @@ def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
 
 
 def runs_in_order(world: World, match: Match) -> bool:
-    """Whether all parts, each running its events one after the other, come to their end."""
+    """Whether all parts complete when each runs its events one after the other."""
     part = np.searchsorted(world.first, np.arange(len(world.slot)), "right") - 1
     # A message that a part sends itself and then receives blocks nobody.
     across = (part[match.send] != part[match.recv]) | (match.send > match.recv)
@@ -226,7 +226,7 @@ def _run(
 ) -> bool:
     """`todo`: the events of each part, the next one last."""
     done = bytearray(len(barrier))
-    waiting: dict[tuple[bool, int], list[int]] = {}  # is it a barrier, its number or event -> parts
+    waiting: dict[tuple[bool, int], list[int]] = {}  # (is a barrier, number) -> parts
     ready = list(range(len(todo)))
     while ready:
         part = ready.pop()

@@ -1,9 +1,9 @@
 """Prefill and decode on ranks of their own: two programs side by side, and the cache sent across.
 
-The prompts of a decode step's requests are computed by a second group of ranks, whose parallelism
-is its own. When a prompt is done, every rank of decode gets the keys and values that it needs, of
-its requests, layers and heads, from ranks that hold them (as vLLM's NixlConnector, whose ranks read
-from those of prefill): a message a layer from each. Attention of a layer waits for its own.
+A second group of ranks, with degrees of its own, computes the prompts of a decode step's requests.
+When a prompt is done, every decode rank receives the keys and values of its requests, layers and
+heads from the prefill ranks that hold them (as with vLLM's NixlConnector, where decode ranks read
+from prefill ranks): one message per layer and sender. A layer's attention waits for its messages.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from stagewright.run.settings import Run
 
 SIDES = ("prefill", "decode")
 ACROSS = "cache"
-"""What the way between the two is called, where others are axes."""
+"""The name of the transfer between both groups where other communication names mesh axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes(Mesh):
-    """Meshes behind each other: ranks of the first, then those of the second."""
+    """Meshes numbered one after the other: the ranks of the first, then those of the second."""
 
     parts: tuple[Mesh, ...] = ()
 
@@ -56,10 +56,10 @@ class Meshes(Mesh):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Joined(Program):
-    """A program whose groups and partners are listed, not worked out from one mesh."""
+    """A program of several meshes, whose groups and peers are tables instead of mesh arithmetic."""
 
-    group_index: tuple[Int, ...] = ()  # per communicator and rank: which group; -1: none
-    partners: tuple[Int, ...] = ()  # per peer and rank; itself where it has none
+    group_index: tuple[Int, ...] = ()  # [communicators, ranks]: number of the group, or -1
+    partners: tuple[Int, ...] = ()  # [peers, ranks]; the rank itself where it has no such peer
 
     def group_of(self, slot: int, ranks: Int | None = None) -> Int:
         """Id of the group that each of `ranks` is in for `slot`; 0 where it is in none."""
@@ -82,16 +82,16 @@ class Joined(Program):
 
 
 class Message(NamedTuple):
-    """Part of the cache of one layer, from one rank of prefill to one of decode."""
+    """Part of a layer's KV cache that a prefill rank sends to a decode rank."""
 
     layer: int
     source: int
-    target: int  # both count the ranks of their own side
+    target: int  # each counts the ranks of its own group
     size: int  # bytes
 
 
 def compile_disaggregated(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
-    """A step of a resolved run that has been checked, whose `prefill` is given."""
+    """Compile a decode step with the prefill step that fills its cache (`run.prefill` is set)."""
     first = prefill_run(run).resolved(model)
     try:
         check(first, model)
@@ -106,7 +106,7 @@ def compile_disaggregated(run: Run, model: ModelConfig, table: Mapping[str, str]
 
 
 def prefill_run(run: Run) -> Run:
-    """The step that computes the prompts of a resolved decode run's requests."""
+    """The prefill run that computes the prompts of a resolved decode run's requests."""
     others = run.prefill_ranks
     assert others is not None
     asked = groups(run)
@@ -127,7 +127,7 @@ def prefill_run(run: Run) -> Run:
 
 
 def _degrees(ranks: PrefillRanks, run: Run) -> dict[str, Any]:
-    """The settings of the ranks of prefill; with ep on both sides, etp is that of decode."""
+    """The degrees of the prefill ranks; with ep on both sides, etp is that of the decode ranks."""
     inherited = {"etp": run.etp} if run.ep > 1 and ranks.ep > 1 else {}
     return inherited | ranks.settings()
 
@@ -136,7 +136,7 @@ def _degrees(ranks: PrefillRanks, run: Run) -> dict[str, Any]:
 
 
 class _Side(NamedTuple):
-    """Where the ranks of one side are: their places along dp, tp and pp, and the rank of each."""
+    """The ranks of one group by their coordinates along dp, tp and pp."""
 
     run: Run
     dp: list[int]
@@ -158,10 +158,10 @@ class _Side(NamedTuple):
 
 
 def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
-    """Every message, by layer, target and source.
+    """All messages, ordered by layer, target and source.
 
-    Requests are dealt in turn to the ranks of dp on both sides; tp splits key-value heads, or ranks
-    have copies of them, or of latents: ranks of decode then take turns in whom they ask.
+    Both groups assign requests round-robin to their dp ranks. tp splits the key-value heads, or
+    holds copies of them (or of latents); among copies the decode ranks ask different ones in turn.
     """
     one, two = _Side.of(first, model), _Side.of(second, model)
     heads = 1 if model.kv_lora_rank else model.num_query_groups
@@ -193,9 +193,9 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
 
 
 def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
-    """Tokens of the requests that each rank of prefill's dp and of decode's have in common.
+    """[prefill dp, decode dp] tokens of the requests that both dp ranks hold.
 
-    Whole blocks of a paged cache; of layers with a window or chunks what these still reach.
+    Counted in whole blocks of a paged cache; layers with a window or chunks count what they reach.
     """
     asked = [Group(g.count, g.context_length, 0) for g in groups(run)]
     turns = math.lcm(ranks, run.dp)
@@ -210,11 +210,11 @@ def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
 
 
 def held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
-    """Which of `ranks` of tp send how many key-value heads to a place among others.
+    """(sending tp rank, key-value heads) for the target tp rank `place` of `places`.
 
-    Where ranks hold copies of a head, neighbouring places ask different ones in turn, so that no
-    copy sends to more places than another by more than one: below, ranks 4 to 7 have head 1, and
-    of the places that want it, 2 asks rank 6 and 3 asks rank 7.
+    Where ranks hold copies of a head, neighbouring targets ask different copies in turn, so that
+    the copies' numbers of targets differ by at most one: below, ranks 4 to 7 have head 1, and of
+    the targets that want it, 2 asks rank 6 and 3 asks rank 7.
 
     >>> held_by(8, 4, 0, 2), held_by(8, 2, 3, 4), held_by(2, 8, 3, 4)
     ([(0, 2), (1, 2)], [(1, 2)], [(7, 1)])
@@ -233,7 +233,7 @@ def held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, 
 
 
 def joined(programs: Sequence[Program], across: Sequence[Message], dtype: str) -> Joined:
-    """The ranks of both programs, with the messages that lead from the first to the second."""
+    """One program of the ranks of both, with the messages from the first to the second."""
     first, second = programs
     world = first.mesh.world_size + second.mesh.world_size
     starts = (0, first.mesh.world_size)
@@ -308,7 +308,7 @@ def _side_by_side(meshes: Sequence[Mesh]) -> Meshes:
 
 
 def _shifted(tasks: Tasks, communicators: int, peers: int) -> Tasks:
-    """The same with communicators and peers that are behind so many others."""
+    """Tasks whose slots of communicators and peers are shifted by those of the other program."""
     more = np.where(tasks.kind == TaskKind.COLLECTIVE, communicators, peers)
     slot = np.where(tasks.slot < 0, -1, tasks.slot + more).astype(np.int16)
     return replace(tasks, slot=slot)
@@ -318,7 +318,7 @@ Row = tuple[int, int, int]  # layer, slot, bytes
 
 
 def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
-    """Behind all else, in one chain; each needs what has written its layer's cache."""
+    """Append the sends in one chain; each waits for the kernels that write its layer's cache."""
     n = len(tasks)
     data = [
         (n + i, at)
@@ -332,7 +332,7 @@ def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
 
 
 def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
-    """Before all else, since they wait for nothing; attention of a layer needs its own."""
+    """Prepend the receives, which wait for nothing; a layer's attention waits for its receives."""
     data = [
         (len(rows) + at, i)
         for i, (layer, _, _) in enumerate(rows)
@@ -342,7 +342,7 @@ def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str) -> Tasks:
 
 
 def _rows_of(tasks: Tasks, op: str, layer: int) -> list[int]:
-    """The kernels of a layer that an op is part of."""
+    """Rows of a layer's kernels that contain one of the ops."""
     fused = [i for i, ops in enumerate(tasks.ops) if op in ops_of(ops)]
     return np.flatnonzero((tasks.layer == layer) & np.isin(tasks.op, fused)).tolist()
 
@@ -351,9 +351,9 @@ def _more(
     tasks: Tasks, kind: TaskKind, rows: Sequence[Row], dtype: str, at: int,
     data: Iterable[tuple[int, int]], order: Iterable[tuple[int, int]],
 ) -> Tasks:  # fmt: skip
-    """Tasks with messages that stand from row `at` on; dependencies are pairs of new row numbers.
+    """Insert messages at row `at`; `data` and `order` are pairs of row numbers after that.
 
-    A message's tag is its layer: between two ranks there is one for each.
+    A message's tag is its layer, since two ranks exchange one message per layer.
     """
     verb = kind.name.lower()
     layer, slot, size = (np.array(column, np.int64) for column in zip(*rows, strict=True))
@@ -389,7 +389,7 @@ def _more(
 def _linked(
     ptr: Int, needed: Any, shift: int, total: int, more: Iterable[tuple[int, int]]
 ) -> tuple[Int, Any]:
-    """Dependencies as CSR of rows that have moved by `shift`, with more of them."""
+    """Dependencies as CSR after rows moved by `shift`, with further dependencies."""
     pairs = np.array(list(more), np.int64).reshape(-1, 2)
     row = np.concatenate([np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)) + shift, pairs[:, 0]])
     on = np.concatenate([needed + shift, pairs[:, 1]])

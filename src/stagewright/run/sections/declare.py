@@ -31,7 +31,6 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 
 TRAINING = ("train",)
 INFERENCE = ("prefill", "decode")
-DECODE = ("decode",)
 ALL_MODES = (*TRAINING, *INFERENCE)
 
 _Value = TypeVar("_Value")
@@ -40,40 +39,32 @@ _Value = TypeVar("_Value")
 # ---- types, which tell pydantic what is valid without importing it ------------------------------
 
 
-class Whole:
+class Exactly:
+    """A value of this type (`bool`, `str`) and of no other that could be converted."""
+
+    def __init__(self, type: str, **rule: object) -> None:
+        """`rule`: more of what pydantic asks of a value of the type."""
+        self._schema = {"type": type, "strict": True, **rule}
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        """The rule as pydantic reads it."""
+        return self._schema
+
+
+class Whole(Exactly):
     """A whole number in a range; neither text nor a boolean is converted."""
 
     def __init__(self, least: int, most: int = LARGEST) -> None:
         """Both ends belong to the range."""
-        self._range = {"ge": least, "le": most}
-
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
-        """The rule as pydantic reads it."""
-        return {"type": "int", "strict": True, **self._range}
+        super().__init__("int", ge=least, le=most)
 
 
-class Real:
+class Real(Exactly):
     """A finite number in a range: `gt`, `ge`, `le`; `strict` refuses text."""
 
     def __init__(self, *, strict: bool = True, **ends: float) -> None:
         """Names of the ends are pydantic's."""
-        self._rule = {"strict": strict, "allow_inf_nan": False, **ends}
-
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
-        """The rule as pydantic reads it."""
-        return {"type": "float", **self._rule}
-
-
-class Exactly:
-    """A value of this type (`bool` or `str`) and of no other that could be converted."""
-
-    def __init__(self, type_: str) -> None:
-        """The type's name."""
-        self._type = type_
-
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
-        """The rule as pydantic reads it."""
-        return {"type": self._type, "strict": True}
+        super().__init__("float", strict=strict, allow_inf_nan=False, **ends)
 
 
 Count = Annotated[int, Whole(1)]
