@@ -269,7 +269,10 @@ def random_values(graph: Graph, sizes: Mapping[str, int], seed: int = 0) -> dict
     for n in graph:
         if n.op in LEAVES and n.name not in result:
             shape = [d.value(sizes) for d in n.shape]
-            if n.dtype == "int64":
+            if n.name == "chosen":  # of S keys, the first among them: every query sees that one
+                keys = np.broadcast_to(np.arange(shape[2]) * 2, shape)
+                result[n.name] = rng.permuted(keys, axis=-1)
+            elif n.dtype == "int64":
                 result[n.name] = rng.integers(sizes[BELOW[n.name]], size=shape)
             else:
                 result[n.name] = rng.normal(scale=0.5 if n.op == "param" else 1.0, size=shape)
@@ -433,6 +436,9 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": _MIXTURE,
     "deepseek": _LATENT | _MIXTURE | {"router": "sigmoid", "shared_ffn_hidden_size": 12},
     "deepseek-lite": _LATENT | {"q_lora_rank": 0},
+    "glm-5.2": _LATENT
+    | {"mixers": ("indexed", "index_shared"), "index_topk": 5}
+    | {"index_n_heads": 6, "index_head_dim": 12},
     "mamba2": _MAMBA2,
     "mamba": _MAMBA2 | {"mixers": ("mamba",), "state_space": _CHANNELS},
     "falcon-mamba": _MAMBA2

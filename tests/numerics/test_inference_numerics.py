@@ -108,6 +108,7 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
     config = ALL[model]
     x: Any = None
     original: Any = None
+    chosen: Any = None
     for part, layer in parts():
         graph = built(model, part, TRAINED, layer).graph
         name = "logits32" if part == "head" else "y"
@@ -115,11 +116,14 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
         end = found["logits32"].srcs[0] if part == "head" else graph.outputs["y"]
         forward = Graph.of(toposort([end]), {name: end})
         sizes = sizes_of(Run(model=model), config) | {"B": 1, "S": len(tokens), "R": len(tokens)}
+        sizes["Top"] = min(config.index_topk, len(tokens))
         values = weights(model)[part, layer] | {
             "tokens": np.array([tokens]), "positions": np.arange(len(tokens)), "x": x,
-            "original": original,
+            "original": original, "chosen": chosen,
         }  # fmt: skip
-        x = Spmd({}, sizes).run(forward, values)[end][()]
+        env = Spmd({}, sizes).run(forward, values)
+        x = env[end][()]
+        chosen = next((env[n][()] for n in forward if n.op == "index_topk"), chosen)
         original = x if part == "embedding" else original
     return x[0]
 
@@ -231,25 +235,26 @@ def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
         local = {
             f"{name}{kind}": where[name]
             for name in ("token_slots", "block_table", "key_slots")
-            for kind in ("_local", "_chunked")
+            for kind in ("_local", "_chunked", "_top")
         }
         local |= of_stripes
         new, held, blocks = len(tokens[0]), table.shape[1] * BLOCK, table.shape[1]
         sizes = sizes_of(Run(model=model), ALL[model]) | {
             "B": len(ENDS), "S": new, "O": new, "R": len(ENDS) * new, "requests": len(ENDS[0]),
-            **{f"{name}{kind}": many for kind in ("", "_local", "_chunked")
+            **{f"{name}{kind}": many for kind in ("", "_local", "_chunked", "_top")
                for name, many in (("L", held), ("I", blocks), ("keys", held))},
-            **more,
+            "Top": ALL[model].index_topk, **more,
         }  # fmt: skip
         x: Any = None
         original: Any = None
+        chosen: Any = None
         for part, layer in parts():
             graph = built(model, part, recipe, layer).graph
             empty = {n.name: np.zeros([d.value(sizes) for d in n.shape])
                      for n in graph if n.op == "state"}  # fmt: skip
             old = caches.get((part, layer), empty)
             values = weights(model)[part, layer] | where | local | old
-            values |= {"tokens": np.array(tokens), "x": x, "original": original}
+            values |= {"tokens": np.array(tokens), "x": x, "original": original, "chosen": chosen}
             env = Spmd({}, sizes).run(graph, values)
             truth = {name: env[n][()] for name, n in graph.outputs.items()}
             yield Step(number, part, layer, graph, sizes, values, truth)
@@ -259,6 +264,7 @@ def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
                 if n.op == "cache" or (n.role is Role.CACHE and n.srcs)
             }
             x, original = truth["y"], truth.get("original", original)
+            chosen = truth.get("chosen", chosen)
 
 
 @cache
@@ -370,7 +376,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         for m in (
             *("llama", "gpt2", "gemma2", "plain", "qwen3", "olmoe", "falcon-mqa", "deepseek-lite"),
             *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
-            *("falcon-h1", "falcon-h1-small", "zamba2"),
+            *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2"),
         )
     ]
     + [("deepseek-lite", ABSORBED)],
@@ -397,7 +403,11 @@ def test_sharded(model: str, recipe: Recipe, name: str) -> None:
             each = math.prod(mesh[a] for axes in kept[-1].layout.dims[2:] for a in axes)
             assert each == math.prod(mesh[a] for a in here.tensor)
         elif step.part == "layer" and ALL[model].kv_lora_rank:
-            assert found["latent_cache"].layout == Layout((here.data, (), ()))  # copies over tp
+            kinds = ("", "_top")
+            kept = [n for k in kinds for name in ("latent", "index")
+                    if (n := found.get(f"{name}_cache{k}"))]  # fmt: skip
+            assert kept
+            assert all(n.layout == Layout((here.data, (), ())) for n in kept)  # copies over tp
         elif step.part == "layer":
             kinds = ("", "_local", "_chunked")
             kept = next(name for k in kinds if (name := f"k_cache{k}") in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from stagewright.algebra.size import size
@@ -17,6 +18,7 @@ from stagewright.blocks.cache import (
     source_attention,
     source_cached,
 )
+from stagewright.blocks.indexer import Choice, choice, with_loss
 from stagewright.graph.make import apply, cast, einsum, elementwise, identity, join, letters, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
@@ -25,9 +27,10 @@ from stagewright.model.layers import Reach
 
 def attention(b: Builder, h: Node, mixer: str = "global") -> Node:
     """Every position sees every other, or every earlier one, as far as the mixer reaches."""
-    form = _latent if b.config.kv_lora_rank else _attention
     turned = b.config.position == "rope" and mixer != "nope"
-    return form(b, h, b.config.reach(mixer), turned)
+    if b.config.kv_lora_rank:
+        return _latent(b, h, mixer, turned)
+    return _attention(b, h, b.config.reach(mixer), turned)
 
 
 def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
@@ -164,12 +167,15 @@ def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:
     return join(b.rope(first, f"{z}Z", name), plain, joined, size("D"), name=f"{name}_joined")
 
 
-def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
+def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     Keys and values of all heads are made of one latent, and a rotary part of the keys is shared.
+    Where an indexer chooses what a query reads, all heads read the same latents of these tokens
+    (arXiv 2512.02556, figure 2).
     """
     c = b.config
+    reach = c.reach(mixer)
     scope = "attention"
     source, rank = h, "m"
     if c.q_lora_rank:
@@ -193,8 +199,12 @@ def _latent(b: Builder, h: Node, reach: Reach, rotary: bool) -> Node:
     up = b.param if b.recipe.absorb else b.weight
     w_uk = up("w_uk", "C", "A/tp", "N", scope=scope)
     w_uv = up("w_uv", "C", "A/tp", "U", scope=scope)
-    form = _absorbed if b.recipe.absorb else _naive
-    o = form(b, LatentOperands(plain, turned, latent, shared, w_uk, w_uv), reach)
+    operands = LatentOperands(plain, turned, latent, shared, w_uk, w_uv)
+    if reach.top:
+        chosen = choice(b, h, source, mixer, turned=rotary)
+        o = _absorbed(b, operands, reach, chosen)
+    else:
+        o = (_absorbed if b.recipe.absorb else _naive)(b, operands, reach)
     w = b.weight("wo", "A/tp", "U", "M", scope=scope)
     return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
 
@@ -246,7 +256,7 @@ def _naive(b: Builder, of: LatentOperands, reach: Reach) -> Node:
     return identity(_core(b, operands, reach), "context", scope="attention")
 
 
-def _absorbed(b: Builder, of: LatentOperands, reach: Reach) -> Node:
+def _absorbed(b: Builder, of: LatentOperands, reach: Reach, chosen: Choice | None = None) -> Node:
     """Queries and results in the space of the latents, which all heads read as keys and values.
 
     The products with w_uk and w_uv move from every key to every query (the same, section 2.1.2):
@@ -257,6 +267,9 @@ def _absorbed(b: Builder, of: LatentOperands, reach: Reach) -> Node:
     q = identity(join(q, of.turned, "bsaC,bsaZ->bsaD", width, name="q_joined"), "q_core")
     keys = identity(_cache_rows(of.latent, of.shared), "latent_core", role=Role.KEYS)
     operands = AttentionOperands(q, (keys,), HeadDims("bqa", "bk", "v"), sinks=_sinks(b))
+    if chosen:
+        q = with_loss(b, q, keys, chosen)
+        operands = replace(operands, q=q, chosen=(chosen.chosen,))
     o = identity(_core(b, operands, reach), "context", scope="attention")
     return b.linear("bsac,cau->bsau", o, of.w_uv, "absorbed", scope="attention")
 
@@ -279,7 +292,9 @@ def _core(b: Builder, of: AttentionOperands, reach: Reach, *, causal: bool = Tru
         "causal": causal and b.config.causal,
     }
     mask |= {"chunk": reach.chunk} if reach.chunk else {}
-    return (_flash if b.recipe.flash_attention else _in_parts)(b, of, mask)
+    mask |= {"top": reach.top} if reach.top else {}
+    # Scores of all keys are not made where few of them are read.
+    return (_flash if b.recipe.flash_attention or of.chosen else _in_parts)(b, of, mask)
 
 
 def _flash(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:
@@ -288,17 +303,20 @@ def _flash(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:
     out = (*of.q.shape[:-1], size("C")) if of.latent else None
     attrs: dict[str, Any] = {**mask, "softcap": b.config.attention_softcap or 0}
     attrs |= {"products": (1, 1), "out": out, "name": "core", "scope": "attention.core"}
-    terms = [f"{queries}D", of.terms(keys)]
+    # Chosen keys are anywhere: every rank has all.
+    terms = [f"{queries}D", of.terms(keys.replace("k", "K") if of.chosen else keys)]
     # A query's bias is of all keys, also of those that other ranks still have.
     for name, more, term in (
         ("bias", of.bias, f"{queries[2:]}qJ"),
         ("sinks", of.sinks, queries[2:]),
+        ("chosen", of.chosen, "bqT"),
     ):
         if more:
             attrs[name] = True
             terms.append(term)
     spec = f"{','.join(terms)}->{queries}{value.upper()}"
-    return apply("attention", spec, of.q, *of.keys, *of.bias, *of.sinks, role=Role.CORE, **attrs)
+    operands = (of.q, *of.keys, *of.bias, *of.sinks, *of.chosen)
+    return apply("attention", spec, *operands, role=Role.CORE, **attrs)
 
 
 def _in_parts(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:

@@ -108,11 +108,11 @@ class Builder:
             self.used[name] = identity(x, name, role=Role.USED, **used)
         return self.used[name]
 
-    def take(self, name: str, *dims: str) -> Node:
+    def take(self, name: str, *dims: str, dtype: str = "") -> Node:
         """A live value that a block before this one made; blocks behind may take it, too."""
         if name not in self.taken:
             live = Binding(live_in=name)
-            self.taken[name] = leaf("input", dims, self.dtype, name, binding=live)
+            self.taken[name] = leaf("input", dims, dtype or self.dtype, name, binding=live)
         return self.taken[name]
 
     def make(self, name: str, value: Node) -> Node:

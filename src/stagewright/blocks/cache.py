@@ -48,6 +48,8 @@ class AttentionOperands:
     """A bias of every score: [heads, queries, keys], or in inference a table by distance."""
     sinks: tuple[Node, ...] = ()
     """A score per head that takes its part of the softmax and has no value, [heads]."""
+    chosen: tuple[Node, ...] = ()
+    """The keys that an indexer chose for each query, [B, S, Top]: numbers, or slots of a cache."""
 
     @property
     def latent(self) -> bool:
@@ -86,8 +88,9 @@ class KvCache:
         return size(f"{name}{self.suffix}")
 
     def state(self, name: str, rows: Sequence[str | Size], dtype: str, scope: str) -> Node:
-        """What the cache holds of tokens before this step: `k`, `v` or `latent`, [B, L, ...]."""
-        row = "latent_cache" if name == "latent" else "kv_cache"
+        """What the cache holds of tokens before this step: `k`, `v`, `latent` or `index`, [B, L,
+        ...]."""
+        row = "kv_cache" if name in ("k", "v") else "latent_cache"  # without heads
         bound = Binding(like=f"striped_{row}" if self.striped else row)
         dims = ("B", *(("Stripes",) if self.striped else ()), self.size("L"), *rows)
         name = f"{name}_cache{self.suffix}"
@@ -116,16 +119,18 @@ SOURCE = KvCache("_source")
 """Of an encoder and a decoder: the keys and values that the decoder's cross attention reads."""
 
 
-def cached(b: Builder, new: Mapping[str, Node], reach: Reach) -> list[Node]:
+def cached(b: Builder, new: Mapping[str, Node], reach: Reach, dtype: str = "") -> list[Node]:
     """Caches [B, L, ...] with the rows of new tokens, [B, S, ...], written into their slots.
 
-    A striped cache is [B, Stripes, L, ...]: each token is in one of the stripes.
+    They have the run's data type of caches, or another. A striped cache is [B, Stripes, L, ...]:
+    each token is in one of the stripes.
     """
     assert b.recipe.inference
     cache = KvCache.of(b, reach)
     n = "n" if cache.striped else ""
     for name, x in new.items():
-        old = cache.state(name, x.shape[2:], b.recipe.inference.cache_dtype, x.scope)
+        stored = dtype or b.recipe.inference.cache_dtype
+        old = cache.state(name, x.shape[2:], stored, x.scope)
         rest = "agd"[3 - len(x.shape[2:]) :]
         spec = f"b{n}k{rest},bS{rest},bS->b{n}k{rest}"
         own: dict[str, Any] = {"name": f"{name}_cached", "stored": cache.size("stored")}
@@ -221,10 +226,12 @@ def cached_attention(
     cache, (queries, keys, value) = KvCache.of(b, reach), of.dims
     at, slots = (",bK", (rows,)) if rows is not None else ("", ())
     heads = (f",z{queries[2:]}" if of.bias else "") + (f",{queries[2:]}" if of.sinks else "")
+    heads += ",bqT" if of.chosen else ""
     own = _cost(b, f"pairs{reach.kind}", latent=of.latent) | _seen_keys(b, reach)
     own |= {"name": "core"}
     own |= {"bias": True} if of.bias else {}
     own |= {"sinks": True} if of.sinks else {}
+    own |= {"chosen": True} if of.chosen else {}
     own |= {} if cache.striped else {"keys": cache.size("keys")}
     terms = of.terms(keys.replace("k", "K"))  # softmax is over all keys of a request
     return apply(
@@ -237,6 +244,7 @@ def cached_attention(
         *slots,
         *of.bias,
         *of.sinks,
+        *of.chosen,
         out=(*of.q.shape[:-1], size("C")) if of.latent else None,
         **own,
     )

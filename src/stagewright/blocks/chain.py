@@ -20,6 +20,7 @@ from stagewright.blocks.families.shared import shared_tables
 from stagewright.blocks.families.vision import classifier, patches, projector, tower
 from stagewright.blocks.layers import layer
 from stagewright.blocks.recipe import Recipe
+from stagewright.graph.roles import CHOSEN
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 
@@ -92,6 +93,8 @@ def chain(config: ModelConfig) -> list[PlacedBlock]:
     begin, end = [PlacedBlock("embedding")], [PlacedBlock("head")]
     if config.mtp_num_layers:
         kind = config.layer(config.num_layers - 1)
+        if kind.mixer == "index_shared":  # these layers have an indexer of their own
+            kind = kind._replace(mixer="indexed")
         ahead = [kind._replace(ahead=k + 1) for k in range(config.mtp_num_layers)]
         end = [
             PlacedBlock("final_norm", behind=True),
@@ -128,6 +131,8 @@ def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
         return bias if block == "encoder_layer" else ("memory", *bias)
     if block == "head":
         return tuple(mtp_name(k + 1) for k in range(config.mtp_num_layers))
+    if layer.mixer == "index_shared":
+        return (CHOSEN,)
     return (ORIGINAL,) if layer.block else ()
 
 

@@ -182,6 +182,8 @@ class Recipe:
     """Live values that no block behind this one uses."""
     mtp_loss: float = 0.1
     """The weight of multi-token prediction in the loss."""
+    index_loss: float = 0.0
+    """The weight of the loss by which an indexer learns what attention attends to."""
     inference: Inference | None = None
     """How the model is served; None: it is trained."""
     logits: str = ""

@@ -30,6 +30,9 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "N": config.kv_channels - config.qk_rope_head_dim,  # of a head, without rotary position
         "Z": config.qk_rope_head_dim,
         "U": config.v_head_dim or config.kv_channels,
+        "IndexHeads": config.index_n_heads,
+        "IndexWidth": config.index_head_dim,
+        "Top": config.index_topk,
         "Rank": config.shared_blocks.adapter_rank if config.shared_blocks else 0,
         "Buckets": config.relative_buckets,
     } | _state_sizes(config)

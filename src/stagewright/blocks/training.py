@@ -10,7 +10,7 @@ from stagewright.blocks.builder import Block, Builder
 from stagewright.blocks.recipe import Recipe
 from stagewright.graph.gradient import backward
 from stagewright.graph.make import add, apply, cast, elementwise, identity, leaf, letters
-from stagewright.graph.node import Graph, Node, replace, toposort
+from stagewright.graph.node import INTEGERS, Graph, Node, replace, toposort
 from stagewright.graph.roles import CLIP, STREAM, TABLE, Binding, Role
 from stagewright.graph.table import OPS
 
@@ -33,7 +33,7 @@ def finish(
     """
     if b.recipe.inference:
         return inference.finish(name, b, y)
-    inputs = [*others, *b.taken.values()]
+    inputs = [*others, *(n for n in b.taken.values() if has_gradient(n))]
     named = [f"d_{n.name}" for n in inputs] + ([] if x is None else ["dx"])
     inputs += [] if x is None else [x]
     (last, seed), *more = _seeds(b, y, x if passes else None, is_loss=is_loss).items()
@@ -53,6 +53,11 @@ def finish(
     return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
 
 
+def has_gradient(n: Node) -> bool:
+    """Whether a live value is of real numbers; numbers of keys, for example, have no gradient."""
+    return n.dtype not in INTEGERS
+
+
 class Trained(NamedTuple):
     """A parameter and its gradient, summed over the microbatches of a step."""
 
@@ -70,7 +75,7 @@ def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -
     elif passing is not None:
         seeds[passing] = _seed(passing, "dy", STREAM)
     for live, n in (b.taken | b.made).items():
-        if live not in b.recipe.ends:
+        if live not in b.recipe.ends and has_gradient(n):
             seeds[n] = _seed(n, f"d_{live}", live)
     return seeds
 

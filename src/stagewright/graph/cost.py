@@ -62,7 +62,8 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         # Products over the width of queries and keys, and over that of values.
         over: Any = n["products"]
         width = over[0] * here["d"] + over[1] * here.get("v", here["d"])
-        return 2 * width * batch_and_heads(here) * _attended(n, extent)
+        width = width + (1 if n.get("weighed") else 0)  # a head's score times its weight
+        return 2 * width * batch_and_heads(here) * attended(n, extent)
     if callable(row.flops):
         return row.flops(n, here)
     same = row.rows[1] if row.rows else ()
@@ -72,15 +73,16 @@ def flops(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     return math.prod([v for x, v in here.items() if x not in same], start=1) * each
 
 
-def _attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
-    """Pairs of query and key one rank computes: a kernel skips blocks that a mask hides whole."""
+def attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
+    """Pairs of query and key one rank computes: a kernel skips blocks that a mask hides whole, and
+    keys that an indexer did not choose."""
     sizes, split_by = indices(n)
     over = tuple(dict.fromkeys(split_by.get("q", ()) + split_by.get("k", ())))
     if n.get("pairs") is not None:  # of requests, each with a length of its own
         return extent(_size(n, "pairs"), over)
     q = extent(sizes["q"], over)  # all ranks that share a sequence do equal shares (zigzag order)
     k = extent(sizes["k"], ())
-    window: Any = n.get("window") or 0
+    window: Any = n.get("window") or n.get("top") or 0
     if not n.get("causal"):
         return q * k
     chunk: Any = n.get("chunk") or 0
@@ -144,6 +146,8 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
         reads = _reads_in_part(n, extent)
     if row is not None and row.rewrites:
         written = 2 * written
+    if n.op == "index_topk":  # every score in fp32, written and read again by the selection
+        written = written + 8 * attended(n, extent)
     if row is not None and row.scratch is not None:
         written = written + row.scratch(n, extents(n, extent))
     work = flops(n, extent)

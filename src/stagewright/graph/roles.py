@@ -82,6 +82,8 @@ class Role(Enum):
 STREAM, TABLE, MEMORY, CLIP = "x", "wte", "memory", "clip_scale"
 """Live values that every model may have: the residual stream, the table of embeddings (as gradients
 that copies hand on), what an encoder has made, and the factor that clips gradients."""
+CHOSEN = "chosen"
+"""The live value with the keys that the last indexer has chosen, which layers behind may use."""
 
 
 class Asked(NamedTuple):

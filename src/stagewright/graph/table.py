@@ -170,9 +170,10 @@ def own_attributes(n: Node) -> dict[str, Any]:
 
 
 # The letters of attention's index expressions that are no batch and no heads: positions of queries
-# and keys (and of a bias, `j`), widths of keys and of values, blocks of a cache's table, and rows
-# of a table of biases. Heads are `a`, or groups `g` and heads of a group `r`; stripes are `n`.
-_POSITIONS_AND_WIDTHS = frozenset("qkjdviz")
+# and keys (and of a bias, `j`; of keys that an indexer chose, `t`), widths of keys and of values,
+# blocks of a cache's table, and rows of a table of biases. Heads are `a`, or groups `g` and heads
+# of a group `r`; stripes are `n`.
+_POSITIONS_AND_WIDTHS = frozenset("qkjtdviz")
 _BATCH_AND_HEADS = "bagr"
 
 

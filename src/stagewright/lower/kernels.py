@@ -21,7 +21,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
 from stagewright.graph.cost import indices, local, traffic
 from stagewright.graph.node import BYTES, Graph, Node
-from stagewright.graph.roles import CLIP, MEMORY, STREAM, TABLE, Role
+from stagewright.graph.roles import CHOSEN, CLIP, MEMORY, STREAM, TABLE, Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.program.columns import Shape, TaskKind
 from stagewright.program.shapes import shape_of
@@ -489,6 +489,7 @@ class _Lowering:
 TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows
 OUTPUTS = {
     "y": LiveValue(STREAM),
+    CHOSEN: LiveValue(CHOSEN),
     MEMORY: LiveValue(MEMORY),  # what an encoder has made, which a decoder's layers look at
     "dx": LiveValue(STREAM, gradient=True),
     "tied_grad": LiveValue(TABLE, gradient=True),

@@ -10,6 +10,7 @@ from stagewright.model.fields import FRACTION, POSITIVE, PROBABILITY, Count, Exc
 from stagewright.model.images import Diffusion, Vision
 from stagewright.model.layers import (
     ATTENTIONS,
+    INDEXED,
     RECURRENCES,
     SIDE_BY_SIDE,
     Layer,
@@ -153,6 +154,14 @@ class Architecture:
     v_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
     """Width of a value head where it is not kv_channels."""
 
+    index_topk: Annotated[int, Count(0, 2**24), Needs("query latents")] = 0
+    """Keys that each query reads, of all before it, where an indexer scores and chooses them
+    (DeepSeek-V3.2, arXiv 2512.02556); 0: there is no indexer."""
+    index_n_heads: Annotated[int, Count(0, LIMITS["num_attention_heads"]), Needs("indexer")] = 0
+    """Heads of the indexer's queries; its key has one."""
+    index_head_dim: Annotated[_HeadWidth, Needs("indexer")] = 0
+    """Width of the indexer's queries and keys."""
+
     mtp_num_layers: Annotated[
         int, Count(0, 16), Needs("token prediction"), Excludes("shared blocks")
     ] = 0
@@ -234,7 +243,7 @@ class Architecture:
         """How far a layer with this mixer looks back."""
         window = self.sliding_window if mixer == "local" else None
         chunk = self.attention_chunk_size if mixer == "chunked" else None
-        return Reach(window or 0, chunk or 0)
+        return Reach(window or 0, chunk or 0, self.index_topk if mixer in INDEXED else 0)
 
     @property
     def reaches(self) -> tuple[Reach, ...]:

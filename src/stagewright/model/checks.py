@@ -11,6 +11,7 @@ from stagewright.errors import UserError, divisors
 from stagewright.model.architecture import LIMITS, NESTED, Architecture
 from stagewright.model.fields import Count, rules
 from stagewright.model.layers import (
+    INDEXED,
     RECURRENCES,
     SIDE_BY_SIDE,
     Attention,
@@ -42,6 +43,12 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "latents": Mechanism(
         lambda m: m.kv_lora_rank > 0, "where kv_lora_rank is 0", "with latent attention"
+    ),
+    "query latents": Mechanism(
+        lambda m: m.q_lora_rank > 0, "where q_lora_rank is 0", "with latents of queries"
+    ),
+    "indexer": Mechanism(
+        lambda m: m.index_topk > 0, "where index_topk is 0", "in a model with an indexer"
     ),
     "norms of queries and keys": Mechanism(
         lambda m: m.qk_norm, "where qk_norm is False", "with norms of queries and keys"
@@ -155,6 +162,23 @@ def _check_combinations(m: Architecture) -> None:
     if (m.attention_chunk_size is not None) != ("chunked" in m.mixers):
         wanted = "a size if, and only if, mixers has chunked layers"
         raise _reject(m, "attention_chunk_size", wanted)
+    _check_indexer(m)
+
+
+def _check_indexer(m: Architecture) -> None:
+    """Which layers have an indexer, and its sizes."""
+    if (m.index_topk > 0) != (not INDEXED.isdisjoint(m.mixers)):
+        raise _reject(m, "index_topk", "some if, and only if, mixers has indexed layers")
+    if not m.index_topk:
+        return
+    if not m.index_n_heads:
+        raise _reject(m, "index_n_heads", "the number of the indexer's heads, 1 or more")
+    if m.index_head_dim < m.qk_rope_head_dim:
+        wanted = f"at least the {m.qk_rope_head_dim} channels with position (qk_rope_head_dim)"
+        raise _reject(m, "index_head_dim", wanted)
+    kinds = (layer.mixer for layer in _layers(m))
+    if next((kind for kind in kinds if kind in INDEXED), None) == "index_shared":
+        raise _reject(m, "mixers", "an indexed layer before the first index_shared one")
 
 
 def _check_encoder(m: Architecture) -> None:

@@ -8,11 +8,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from stagewright.algebra.notation import Tensor
 
-Attention = Literal["global", "local", "chunked", "nope"]
+Attention = Literal["global", "local", "chunked", "nope", "indexed", "index_shared"]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 SideBySide = Literal["global+mamba2"]
 FeedForward = Literal["dense", "experts", "none"]
 ATTENTIONS = frozenset(get_args(Attention))
+INDEXED: frozenset[Attention] = frozenset({"indexed", "index_shared"})
+"""Attention to the keys that an indexer chooses: the layer's own, or that of a layer before it."""
 RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
 SIDE_BY_SIDE: Mapping[SideBySide, tuple[Attention, Recurrence]] = {
     "global+mamba2": ("global", "mamba2")
@@ -41,11 +43,13 @@ class Reach(NamedTuple):
     """Positions of the sliding window, the query's own included; 0: there is no window."""
     chunk: int = 0
     """Positions of a chunk, outside which a query sees nothing; 0: there are no chunks."""
+    top: int = 0
+    """Positions that an indexer chooses for each query, of all before it; 0: there is none."""
 
     @property
     def kind(self) -> str:
-        """Suffix of this reach's cache and size names: `_local`, `_chunked` or none."""
-        return "_local" if self.window else "_chunked" if self.chunk else ""
+        """Suffix of this reach's cache and size names: `_local`, `_chunked`, `_top` or none."""
+        return "_local" if self.window else "_chunked" if self.chunk else "_top" if self.top else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

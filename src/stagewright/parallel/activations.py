@@ -38,6 +38,8 @@ def activation_rows(plan: Plan) -> dict[str, Dims]:
         "positions": (plan.context,),
         **dict.fromkeys(_RESIDUAL, residual(plan)),
         **dict.fromkeys((*_INPUT_GRADS, "eh_gathered", "logits_whole"), gathered),
+        # Every rank of tp scores all keys for the same queries (Megatron-LM's DSAIndexer).
+        **dict.fromkeys(("index_in", "index_latent", "chosen"), gathered),
     }
     if plan.embedding_all_reduce and plan.sequence_parallel:
         rows |= {"word": gathered, "d_scatter": gathered}

@@ -34,6 +34,7 @@ def attention_rows(plan: Plan) -> dict[str, Dims]:
         rows = {"q_core": heads, "k_core": keys, "v_core": keys}
     rows |= {f"cross_{name}": dims for name, dims in rows.items()}
     rows |= dict.fromkeys(("encoder_bias", "decoder_bias"), score_dims(plan))
+    rows |= {"index_core": whole_latents}
     return rows | {"latent_core": latents if plan.cp_comm_type == "p2p" else whole_latents}
 
 

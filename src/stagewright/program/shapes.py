@@ -63,7 +63,8 @@ def _attention(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = parse(str(n["spec"])).ins
     keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
     by_head = heads(sizes)
-    window: Any = n.get("window") or 0
+    # Keys that an indexer chose are as many as those of a window, wherever they are.
+    window: Any = n.get("window") or n.get("top") or 0
     chunk: Any = n.get("chunk") or 0
     return (
         ("batch", sizes.get("b", 1)),

@@ -205,7 +205,9 @@ def attention_sums(
     these; `logits`: tokens of which the next one is predicted, all new ones where there are at most
     `logits`, otherwise the last; `stored`: new tokens that are written; `prefix`: places for the
     cached ones, as many on every stripe. What lies before the window or the chunk of `reach` is not
-    kept (vLLM's managers of such layers free these blocks when the step begins).
+    kept (vLLM's managers of such layers free these blocks when the step begins). Where an indexer
+    chooses the `top` ones, a query sees so many at most and all tokens are kept; the keys that any
+    query sees are then at most all, and as many as there are pairs.
 
     Where the tokens of a request are shared, pairs, keys and stored are those of one `stripe`;
     blocks are as many on each. New tokens are padded to a `multiple`.
@@ -214,15 +216,17 @@ def attention_sums(
     new = np.array([g.new_tokens for g in groups], np.int64)
     before, pairs = context, _in_stripe(context + new, cache.stripes, stripe)
     pairs = pairs - _in_stripe(context, cache.stripes, stripe)
-    window, chunk = reach
-    assert cache.stripes == 1 or not (window or chunk)
+    window, chunk, top = reach
+    assert cache.stripes == 1 or not reach.kind
     if chunk:
         before = context % chunk
         pairs = _in_chunks(context + new, chunk) - _in_chunks(context, chunk)
     if window:
         before = np.minimum(context, window - 1)
-        rising = np.clip(window - context, 0, new)  # tokens that still see all before them
-        pairs = rising * context + rising * (rising + 1) // 2 + (new - rising) * window
+    if window or top:
+        most = window or top
+        rising = np.clip(most - context, 0, new)  # tokens that still see all before them
+        pairs = rising * context + rising * (rising + 1) // 2 + (new - rising) * most
     shared = cache.block_size * cache.stripes  # tokens of a block of all
     if cache.block_size:
         blocks = -(-(context + new) // shared) - (context - before) // shared
@@ -234,10 +238,12 @@ def attention_sums(
         slots = np.minimum(slots, kept - 1 + new) if kept else slots
     rows = np.where(new <= logits, new, 1)
     keys, old = (_tokens_of_stripe(n, cache.stripes, stripe) for n in (before + new, before))
+    stored = keys - old
+    keys = np.minimum(keys, pairs) if top else keys  # tokens that nobody chooses are not read
     padded = -(-new // multiple) * multiple
     columns = (
         *(np.ones_like(new), padded, pairs, keys, slots, blocks, rows),
-        *(keys - old, -(-before // cache.stripes)),
+        *(stored, -(-before // cache.stripes)),
     )
     return np.stack(columns, axis=1)
 

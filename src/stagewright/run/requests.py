@@ -61,11 +61,18 @@ its unit, such as 80GB or 80GiB
 
 
 def defaults(
-    run: Settings, longest: int, *, latent: bool = False, sources: bool = False
+    run: Settings,
+    longest: int,
+    *,
+    latent: bool = False,
+    indexed: bool = False,
+    sources: bool = False,
 ) -> dict[str, Any]:
     """Defaults of settings that are None; `longest` is the model's longest sequence, capped.
 
-    `latent`: the model has latent attention. `sources`: requests have tokens of an encoder.
+    `latent`: the model has latent attention; `indexed`: to tokens that an indexer chooses, which
+    are not expanded (vllm/v1/attention/backends/mla/flashmla_sparse.py). `sources`: requests have
+    tokens of an encoder.
     """
     values: dict[str, Any] = {}
     rows = _rows(run)
@@ -77,7 +84,8 @@ def defaults(
     if sources:
         values["source_length"] = longest
     if latent:  # as vLLM's backends do (vllm/v1/attention/backends/mla/common.py)
-        values["mla"] = "naive" if run.mode == "prefill" else "absorb"
+        expands = run.mode == "prefill" and not indexed
+        values["mla"] = "naive" if expands else "absorb"
     if run.kv_cache == "contiguous":
         context = run.context_length
         prompt = run.prompt_length

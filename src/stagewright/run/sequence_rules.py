@@ -17,6 +17,15 @@ DIFFUSION = (
     ),
 )
 
+INDEXED = (
+    Refuse(
+        lambda run, model: run.cp > 1 and model.index_topk and run.cp_comm_type != "all_gather",
+        "cp_comm_type={run.cp_comm_type}: each query of {model.name} reads keys anywhere in the "
+        "sequence, which an indexer chooses among all; use cp_comm_type=all_gather",
+    ),
+)
+"""Attention to chosen keys, with ranks that share a sequence."""
+
 SEQUENCE = (
     Refuse(
         lambda run, model: (
@@ -77,6 +86,7 @@ def check_sequence(run: Run, model: ModelConfig) -> None:
     apply(SEQUENCE, run, model)
     length = run.seq_length
     assert length is not None
+    apply(INDEXED, run, model)
     if run.cp_comm_type == "a2a" and model.attends:
         _check_ulysses(run, model)
     causal = model.causal and not model.encoder_num_layers  # whose sequence this is

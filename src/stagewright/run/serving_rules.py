@@ -102,6 +102,11 @@ STORAGE = (
 
 CONTEXT = (
     Refuse(
+        lambda run, model: (run.dcp or 1) > run.cp and model.index_topk,
+        "dcp={run.dcp} spreads the tokens of a request over ranks, but the indexer of {model.name} "
+        "chooses among all of them; drop it",
+    ),
+    Refuse(
         lambda run, model: run.cp > 1 and not model.attends,
         "cp={run.cp} splits keys and values by tokens, layers of {model.name} keep none; use tp or "
         "dp",
@@ -186,6 +191,11 @@ def check(run: Run, model: ModelConfig) -> None:
     if run.mla is not None and not model.kv_lora_rank:
         raise UserError(
             f"mla={run.mla} is a form of latent attention, {model.name} has none; drop it"
+        )
+    if run.mla == "naive" and model.index_topk:
+        raise UserError(
+            f"mla=naive expands the latents of all tokens, but {model.name} attends to those that "
+            "an indexer chooses; use absorb, or drop it"
         )
     if model.state_space:
         apply(STATES, run, model)

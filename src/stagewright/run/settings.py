@@ -124,8 +124,13 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
                 defaults["decoder_seq_length"] = self.seq_length or longest
         else:
             sources = model.encoder_num_layers > 0
-            latent = model.kv_lora_rank > 0
-            defaults |= serving.defaults(self, longest, latent=latent, sources=sources)
+            defaults |= serving.defaults(
+                self,
+                longest,
+                latent=model.kv_lora_rank > 0,
+                indexed=model.index_topk > 0,
+                sources=sources,
+            )
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if self.etp is None and self.expert_tensor_parallel_size != self.tp:
             absent["etp"] = self.expert_tensor_parallel_size

@@ -62,6 +62,11 @@ TOPK, GATES = {"top_k": 3}, ("softmax", "sigmoid")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
 SLOTS = ("", "", "", "token_slots", "block_table")
 SERVED = BOTH | {"pairs": 7, "keys": 5, "requests": 2}
+LATENTS_CHOSEN, MHA_CHOSEN = "bqaD,bKD,bqT->bqaV", "bqaD,bKaD,bKaD,bqT->bqaD"
+CHOSEN = BOTH | {"chosen": True, "causal": True, "top": 3}
+TARGET = {"causal": True, "top": 3, "width": 6, "products": (1, 0)}
+SCORES = TARGET | {"weighed": True}
+INDEX = {name: value for name, value in SCORES.items() if name != "top"}
 QKV, DELTA = "bSgn,bSgn,bSghp", "bSgN,bSgN,bSghp"
 LINEAR = {"kernel": "linear", "chunk": 4, "scale": 0.5}
 
@@ -126,6 +131,27 @@ EXAMPLES = [
         )
         for op, causal in (("cached_attention", True), ("varlen_attention", False))
     ),
+    Example("attention", LATENTS_CHOSEN, CHOSEN, (2,), ("", "", "chosen"), "BQAZ"),
+    Example("attention", MHA_CHOSEN, CHOSEN | {"softcap": 1.5}, (3,), ("", "", "", "chosen")),
+    Example(
+        "cached_attention",
+        "bqaD,bKD,bq,bI,bqT->bqaV",
+        SERVED | {"latent": True, "chosen": True, "top": 3},
+        (0, 1, 2, 3, 4),
+        ("", "", "token_slots", "block_table", "chosen"),
+        "BQAZ",
+    ),
+    Example("index_topk", "bqAD,bKD,bqA->bqT", INDEX, (0, 1, 2), out="BQT"),
+    Example(
+        "index_topk",
+        "bqAD,bKD,bqA,bq,bI->bqT",
+        INDEX | {"pairs": 7, "keys": 5, "requests": 2},
+        (0, 1, 2, 3, 4),
+        ("", "", "", "token_slots", "block_table"),
+        "BQT",
+    ),
+    Example("index_scores", "bqAD,bKD,bqA,bqT->bqT", SCORES, (3,), ("", "", "", "chosen")),
+    Example("index_target", "bqaD,bKD,bqT->bqT", TARGET, (0, 1, 2), ("", "", "chosen")),
     Example("merge_stripes", "nbqav,Mbqa->bqav", {}, (0, 1)),
     Example("merge_stripes", "nbqav,Mbqa,a->bqav", {}, (0, 1, 2)),
     Example("cache", "bnkgd,bSgd,bS->bnkgd", {}, (0, 1, 2), ("", "", "token_slots")),
@@ -256,6 +282,8 @@ def built(example: Example) -> Built:
         values["block_table"] = (values["block_table"] % 4 // 2) * FAR + values[
             "block_table"
         ] % 2 * 3
+    if {"token_slots", "chosen"} <= {*example.integers}:  # a query sees itself
+        values["chosen"][..., 0] = values["token_slots"]
     for i in example.positive:
         values[f"x{i}"] = np.exp(values[f"x{i}"])
     for i in example.negative:
@@ -310,6 +338,7 @@ def test_every_row_is_tried() -> None:
     of_blocks = {"accumulate", "tie", "norm2", "adamw", "sgd", "spread", "divide"}
     # Likewise what is made of operands that are differentiated in its stead.
     of_blocks |= {"delta_inverse", "delta_scores", "inverse_norm", "unit", "unit_bwd"}
+    of_blocks |= {"index_loss", "index_loss_bwd"}
     of_blocks |= {"aux_loss", "aux_loss_bwd", "z_loss", "z_loss_bwd"}
     of_blocks |= {"count", "splits", "bias_update", "log_probs_bwd"}
     of_blocks |= {"conv1d_served", "scan_served", "linear_attention_served", "delta_rule_served"}
@@ -528,6 +557,26 @@ def test_chunks_of_long_sequences(chunk: int) -> None:
     n = apply("attention", MHA, *operands(MHA, [",,,"] * 3), causal=True, chunk=chunk, **BOTH)
     pairs = sum(q % chunk + 1 for q in range(4096))
     assert flops(n, lambda d, axes: d.value(long)) == pytest.approx(4 * pairs, rel=4e-3)
+
+
+def test_flops_of_attention_to_chosen_keys() -> None:
+    """A query sees 3 keys, or those before it: a band of the triangle, as with a window."""
+    sizes = {"B": 2, "Q": 12, "K": 12, "A": 4, "D": 5, "V": 3, "T": 3}
+    seen = 2 * (12 * (2 * 3 * 12 - 3 * 3) // (2 * 12))
+
+    def own(d: Size, axes: tuple[str, ...]) -> int:
+        return d.value(sizes)
+
+    def shape(dims: str) -> tuple[Size, ...]:
+        return tuple(size(d) for d in dims)
+
+    q, k, w, t = operands("bqaD,bKD,bqA,bqT->", [",,,", ",,", ",,", ",,"])
+    core = apply("attention", LATENTS_CHOSEN, q, k, t, out=shape("BQAV"), **CHOSEN)
+    assert flops(core, own) == 2 * (5 + 3) * 4 * seen
+    target = apply("index_target", "bqaD,bKD,bqT->bqT", q, k, t, **TARGET)
+    assert flops(target, own) == 2 * 5 * 4 * seen
+    chosen = apply("index_topk", "bqAD,bKD,bqA->bqT", q, k, w, out=shape("BQT"), **INDEX)
+    assert flops(chosen, own) == 2 * (5 + 1) * 4 * 2 * 12 * 12 // 2
 
 
 def test_flops_of_attention_with_values_of_another_width() -> None:

@@ -48,6 +48,9 @@ SAME = {
     "deepseek-r1": ("deepseek-r1", {}),
     "deepseek-v2": ("deepseek-v2", {}),
     "deepseek-v3": ("deepseek-v3", {}),
+    "deepseek-v3.2": ("deepseek-v3.2", {}),
+    "glm-5": ("glm-5", {}),
+    "glm-5.2": ("glm-5.2", {}),
     "falcon-mamba-7b": ("falcon-mamba-7b", {}),
     "falcon-h1-7b-base": ("falcon-h1-7b", {}),
     "zamba2-1.2b": ("zamba2-1.2b", {}),
@@ -130,6 +133,9 @@ ACTIVE = {
     "qwen2-57b-a14b": (14, 0, 0.5, "arXiv:2407.10671, Table 1"),
     "deepseek-v3": (37, 1, 0.5, "arXiv:2412.19437, abstract"),
     "deepseek-r1": (37, 1, 0.5, "its model card"),
+    "deepseek-v3.2": (37, 1, 0.5, "DeepSeek-V3's and its indexers, arXiv:2512.02556"),
+    "glm-5": (40, 2, 0.5, "transformers' documentation of GlmMoeDsa"),
+    "glm-5.2": (40, 2, 0.7, "GLM-5's without most indexers, arXiv:2603.12201"),
     "kimi-k2": (32, 1, 0.5, "arXiv:2507.20534, abstract"),
     "glm-4.5": (32, 2, 0.5, "arXiv:2508.06471, Table 1, which says what it leaves out"),
     "glm-4.5-air": (12, 2, 0.5, "arXiv:2508.06471, Table 1"),
@@ -176,6 +182,7 @@ def _count(c: ModelConfig, experts: int) -> int:
         hidden * hidden + hidden + norm
     )
     mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
+    mixers["indexed"] += _indexer(c)
     if c.recurrence:
         mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
     mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
@@ -281,6 +288,13 @@ def _attention(c: ModelConfig) -> int:
     return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * normed
 
 
+def _indexer(c: ModelConfig) -> int:
+    """arXiv:2512.02556, section 2: queries, a key with its LayerNorm, and weights of the heads."""
+    width = c.index_head_dim
+    queries = c.q_lora_rank * c.index_n_heads * width
+    return queries + c.hidden_size * (width + c.index_n_heads) + 2 * width
+
+
 def load(name: str) -> dict[str, Any]:
     return json.loads((DATA / "configs" / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -345,7 +359,7 @@ class TestPresets:
             **{"gpt2": 4, "gpt3": 9, "megatron": 4, "opt": 9, "bert": 2, "palm": 3, "falcon": 3},
             **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
             **{"mistral": 2, "qwen2.5": 7, "qwen3": 9, "gemma2": 3, "gemma3": 4, "phi3": 2},
-            **{"mixtral": 2, "deepseek": 5, "kimi": 2, "glm": 2, "dbrx": 1, "grok": 1},
+            **{"mixtral": 2, "deepseek": 6, "kimi": 2, "glm": 4, "dbrx": 1, "grok": 1},
             **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
             **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
             **{"nemotron": 6, "nemotron3": 1, "minimax": 1, "zamba2": 3, "olmoe": 1},

@@ -48,11 +48,14 @@ def _attention_vjp(n: Node, g: Node) -> Grads:
     # Flash attention's backward does five products where forward does two (arXiv 2205.14135,
     # section 3.2): scores again and dP for dq, with dQ; dK; dV. One kernel: the rows are joint.
     # Latents that are keys and values get both gradients.
-    more = {name: (0, 0) for name in ("bias", "sinks") if n.get(name)}
+    more = {name: (0, 0) for name in ("bias", "sinks", "chosen") if n.get(name)}
     values = {"k": (1, 0), "v": (0, 1)} if len(n.srcs) - len(more) == 3 else {"k": (1, 1)}
     rows = {"q": (2, 1), **values, **more}
     found: list[Node | None] = []
     for (wrt, products), term, s in zip(rows.items(), ins.split(","), n.srcs, strict=True):
+        if wrt == "chosen":
+            found.append(None)
+            continue
         attrs: dict[str, Any] = {**own_attributes(n), "products": products, "wrt": wrt}
         spec = f"{out},{ins}->{term}"
         back = apply("attention_bwd", spec, g, *n.srcs, out=s.shape, phase="backward", **attrs)
@@ -76,8 +79,12 @@ def _softmax_vjp(n: Node, g: Node) -> Grads:
 
 
 # Which keys a query sees; and per key, what scores are divided by and limited to.
-_SEEN = {"causal": may(bool), "window": may(int), "chunk": may(int)}
-_SCORES = {"width": may(int), "softcap": may(*NUMBER), "bias": may(bool), "sinks": may(bool)}
+# `top`: so many of them, those that an indexer chose.
+_SEEN = {"causal": may(bool), "window": may(int), "chunk": may(int), "top": may(int)}
+_SCORES = {
+    "width": may(int), "softcap": may(*NUMBER),
+    **dict.fromkeys(("bias", "sinks", "chosen"), may(bool)),
+}  # fmt: skip
 # Products over the widths of keys and of values, which the kernel makes for each pair.
 _ATTENTION = {**_SEEN, **_SCORES, "products": may(tuple)}
 # What a text in the paper's notation need not write: plain causal attention, a product for each.

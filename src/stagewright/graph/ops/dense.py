@@ -39,6 +39,8 @@ def _einsum_vjp(n: Node, g: Node) -> Grads:
 
 
 def _identity_vjp(n: Node, g: Node) -> Grads:
+    if n.get("detached"):
+        return (None,)
     return (identity(g, f"d_{n.name}", phase="backward"),)
 
 
@@ -207,6 +209,7 @@ ROWS: dict[str, Op] = {
         _identity_vjp,
         flops=0,
         linear=True,
+        attrs={"detached": may(bool)},
         summary="The same value, where a layout may be asked for.",
     ),
     "add": Op(meaning.add, _add_vjp, linear=True, fuses=True),

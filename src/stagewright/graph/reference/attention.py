@@ -25,6 +25,17 @@ def _mask(ctx: Context, queries: int, keys: int) -> Any:
     return np.where(seen, 0.0, -np.inf)
 
 
+def chosen_keys(chosen: Any, keys: int) -> Any:
+    """Whether a query may see a key, [B, queries, keys], of the keys' numbers, [B, queries, top].
+
+    A query that has fewer keys before it than are chosen has -1 for the others.
+    """
+    seen = np.zeros((*chosen.shape[:2], keys + 1), dtype=bool)
+    at = np.where(chosen < 0, keys, chosen).astype(int)
+    np.put_along_axis(seen, at, values=True, axis=-1)
+    return seen[..., :-1]
+
+
 def softmax(ctx: Context, x: Any, sinks: Any = None) -> Any:
     """Softmax over the last dim, with a causal mask where asked for."""
     scores = x / math.sqrt(ctx["width"]) + _mask(ctx, x.shape[-2], x.shape[-1])
@@ -52,7 +63,7 @@ def attention(ctx: Context, q: Any, *keys: Any) -> Any:
 
 def _apart(ctx: Context, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keys and values, and what follows them: a bias of scores, the scores of sinks."""
-    names = [name for name in ("bias", "sinks") if ctx.get(name)]
+    names = [name for name in ("bias", "sinks", "chosen") if ctx.get(name)]
     first = len(operands) - len(names)
     return operands[:first], dict(zip(names, operands[first:], strict=True))
 
@@ -72,7 +83,10 @@ def _attend(ctx: Context, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple
     if "bias" in more:
         x = x + more["bias"].reshape(1, k.shape[2], -1, *more["bias"].shape[1:])
     sinks = _per_head(more.get("sinks"), k)
-    p = probabilities(_cap(ctx, x) + _mask(ctx, q.shape[1], k.shape[1]), sinks)
+    mask = _mask(ctx, q.shape[1], k.shape[1])
+    if "chosen" in more:
+        mask = mask + np.where(chosen_keys(more["chosen"], k.shape[1]), 0, -np.inf)[:, None, None]
+    p = probabilities(_cap(ctx, x) + mask, sinks)
     return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
 
@@ -141,7 +155,7 @@ def relative_bias_bwd(ctx: Context, g: Any) -> Any:
 FAR = 2**32
 
 
-def _owners(ctx: Context, table: Any, slots: Any) -> tuple[Any, Any]:
+def owners(ctx: Context, table: Any, slots: Any) -> tuple[Any, Any]:
     """Request and position that slots hold.
 
     Stripes are behind each other: the tokens of a block are dealt to them in turn.
@@ -164,8 +178,8 @@ def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
     places = ctx.start("k") + np.arange(int(rest[0].shape[1]))[None, :]
     places = gathered[0] if gathered else places
     k, v = _heads(*rest[:many], width=ctx.shape[-1])
-    asks, at = _owners(ctx, table, slots)
-    holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), places.shape[-1])))
+    asks, at = owners(ctx, table, slots)
+    holds, place = owners(ctx, table, np.broadcast_to(places, (len(table), places.shape[-1])))
     seen = asks[:, :, None] == holds[:, None, :]
     ahead = place[:, None, :] - at[:, :, None]
     causal = ctx.get("causal", True)
@@ -175,6 +189,8 @@ def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
         seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
     if ctx.get("chunk"):
         seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
+    if "chosen" in more:
+        seen &= chosen_keys(more["chosen"], seen.shape[-1])
     bias: Any = 0.0
     if "bias" in more:  # [sequences, queries, keys, heads]
         bias = more["bias"][_bucket(causal, np.clip(ahead, -(2**20), 2**20), len(more["bias"]))]
@@ -191,14 +207,14 @@ def _scores(ctx: Context, q: Any, k: Any, seen: Any) -> Any:
 def striped_attention(ctx: Context, q: Any, *rest: Any) -> Any:
     """The same to the keys of each stripe alone; or logarithms of its sums of exponentials."""
     *caches, slots, table = rest
-    asks, at = _owners(ctx, table, slots)
+    asks, at = owners(ctx, table, slots)
     width = 1 if ctx.get("sums") else ctx.shape[-1]
     found: list[Any] = []
     for nth in range(int(caches[0].shape[1])):
         k, v = _heads(*(x[:, nth] for x in caches), width=width)
         many = int(k.shape[1])
         places = (ctx.start("n") + nth) * many + np.arange(many)[None, :]
-        holds, place = _owners(ctx, table, np.broadcast_to(places, (len(table), many)))
+        holds, place = owners(ctx, table, np.broadcast_to(places, (len(table), many)))
         seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
         e = np.exp(_scores(ctx, q, k, seen))
         total = e.sum(-1)  # [sequences, groups, heads of a group, queries]; 0 where it sees none

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stagewright.graph.node import Graph, Node
+from stagewright.graph.node import INTEGERS, Graph, Node
 from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Allocation, Use
 from stagewright.lower.kernels import Dependency, Kernel, LiveValue, TaskPart
@@ -100,6 +100,11 @@ class Crossing(NamedTuple):
     name: str
     size: int
     dtype: str
+
+
+def with_gradient(values: Sequence[Crossing]) -> Sequence[Crossing]:
+    """Those of the values that backward hands a gradient of to the stage before."""
+    return [value for value in values if value.dtype not in INTEGERS]
 
 
 def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:

@@ -19,6 +19,7 @@ from stagewright.lower.assembly.lowered_block import (
     Crossing,
     Placed,
     nearest_maker,
+    with_gradient,
 )
 from stagewright.lower.assembly.segments import (
     BACKWARD,
@@ -150,7 +151,7 @@ class Stage:
         source = self.place.before if action.forward else self.place.after
         if source is None or source == self.place.rank:
             return
-        for nth, value in enumerate(self.arriving if action.forward else self.leaving):
+        for nth, value in enumerate(self._messages(self.arriving, self.leaving, action)):
             t = self._message(TaskKind.RECV, source, value, forward=action.forward)
             row = action.segment.add(t, "", -1, self.stage, tag=nth)
             name = f"{_message_name(value, forward=action.forward)}received"
@@ -163,7 +164,7 @@ class Stage:
         target = self.place.after if action.forward else self.place.before
         if target is None or target == self.place.rank:
             return
-        for nth, value in enumerate(self.leaving if action.forward else self.arriving):
+        for nth, value in enumerate(self._messages(self.leaving, self.arriving, action)):
             t = self._message(TaskKind.SEND, target, value, forward=action.forward)
             row = action.segment.add(t, "", -1, self.stage, tag=nth)
             handed = LiveValue(value.name, not action.forward)
@@ -173,6 +174,13 @@ class Stage:
             if sent is not None:
                 sent.touch(action.at(row), t.phase)
                 action.sent.append((sent, row))
+
+    @staticmethod
+    def _messages(
+        forward: Sequence[Crossing], backward: Sequence[Crossing], action: ActionRows
+    ) -> Sequence[Crossing]:
+        """The values that an action sends or receives; in backward those that have a gradient."""
+        return forward if action.forward else with_gradient(backward)
 
     def _message(self, kind: TaskKind, other: int, value: Crossing, *, forward: bool) -> Kernel:
         """One end of a message between stages: a value, or its gradient."""
@@ -216,7 +224,7 @@ class Stage:
         maker = nearest_maker(self.blocks, i, c)
         if maker is not None:
             return self._dependency(row, maker, self.blocks[maker].block.makers[c])
-        crossing = self.leaving if c.gradient else self.arriving
+        crossing = with_gradient(self.leaving) if c.gradient else self.arriving
         nth = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
         if nth is None:
             return None

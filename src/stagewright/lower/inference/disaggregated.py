@@ -169,12 +169,14 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     of_head = (width if model.kv_lora_rank else 2 * model.kv_channels) * BYTES[
         str(second.kv_cache_dtype)
     ]
+    of_index = model.index_head_dim * BYTES["fp8_r128"]  # a key beside the one latent
     tokens = {reach: _tokens(first.dp, second, reach) for reach in model.reaches}
     from_stage, to_stage = one.stage_of(model.num_layers), two.stage_of(model.num_layers)
     overlaps = [held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
     found: list[Message] = []
     for layer in range(model.num_layers):
         kept = tokens[model.reach(model.layer(layer).mixer)]
+        beside = of_index * (model.layer(layer).mixer == "indexed")
         for target, (dp, tp, pp) in enumerate(zip(two.dp, two.tp, two.pp, strict=True)):
             if pp != to_stage[layer]:
                 continue
@@ -185,7 +187,7 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
                             layer,
                             one.rank[sender, at, from_stage[layer]],
                             target,
-                            math.ceil(held * many * of_head),
+                            math.ceil(held * (many * of_head + beside)),
                         )
                         for at, many in overlaps[tp]
                     ]

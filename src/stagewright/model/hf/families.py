@@ -7,7 +7,7 @@ fields (`decoders`, `states`). The keys that files of a model type may leave out
 
 from __future__ import annotations
 
-from stagewright.model.hf import decoders, states
+from stagewright.model.hf import decoders, sparse, states
 from stagewright.model.hf.keys import Family
 
 
@@ -65,6 +65,12 @@ FAMILIES: dict[str, Family] = {
         "deepseek-v3",
         decoders.DEEPSEEK_LATENT,
         only=_none_of("attention_bias"),
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        ("deepseek_v32",), "deepseek-v3.2", sparse.INDEXED, only=_none_of("attention_bias")
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        ("glm_moe_dsa",), "glm-5", sparse.INDEX_SHARED, only=_none_of("attention_bias")
     ),
     "Glm4MoeForCausalLM": Family(
         ("glm4_moe", "glm4v_moe", "glm4v_moe_text"),
@@ -149,7 +155,6 @@ FAMILIES: dict[str, Family] = {
 
 _MISSING = {
     "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
-    "sparse attention with an indexer": ("DeepseekV32ForCausalLM", "deepseek_v32"),
     "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
     "an encoder with learned positions": ("BartForConditionalGeneration", "bart"),

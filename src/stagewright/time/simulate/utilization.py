@@ -37,13 +37,17 @@ class SequenceFlops:
     """Of matrix products."""
     attention: Mapping[int, Flops]
     """Of attention, by layer; -1: outside the layers."""
+    choices: float = 0.0
+    """Of the scores with which indexers choose keys, which no gradient reaches."""
 
     def of_step(self, sequences: int) -> Flops:
         """The FLOPs of training with so many sequences: backward needs twice those of forward."""
         full = sum(pairs.full for pairs in self.attention.values())
         causal = sum(pairs.causal for pairs in self.attention.values())
-        passes = 3 * sequences
-        return Flops(passes * (self.products + full), passes * (self.products + causal))
+        passes, once = 3 * sequences, sequences * self.choices
+        return Flops(
+            passes * (self.products + full) + once, passes * (self.products + causal) + once
+        )
 
 
 def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
@@ -63,7 +67,9 @@ def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
         layer = int(tasks.layer[row])
         before = attention.get(layer, Flops(0.0, 0.0))
         attention[layer] = Flops(before.full + full, before.causal + float(tasks.flops[row]))
-    return SequenceFlops(float(products), attention)
+    scored = np.array([shape.kernel == "index_topk" for shape in tasks.shapes] + [False])
+    choices = exact_sum(tasks.flops[forward & scored[tasks.shape]])
+    return SequenceFlops(float(products), attention, float(choices))
 
 
 def model_flops(run: Run, model: ModelConfig) -> Flops:
