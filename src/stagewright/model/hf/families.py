@@ -70,7 +70,11 @@ FAMILIES: dict[str, Family] = {
         ("deepseek_v32",), "deepseek-v3.2", sparse.INDEXED, only=_none_of("attention_bias")
     ),
     "GlmMoeDsaForCausalLM": Family(
-        ("glm_moe_dsa",), "glm-5", sparse.INDEX_SHARED, only=_none_of("attention_bias")
+        ("glm_moe_dsa",),
+        "glm-5",
+        sparse.INDEX_SHARED,
+        only=_none_of("attention_bias"),
+        unused=sparse.UNUSED,
     ),
     "Glm4MoeForCausalLM": Family(
         ("glm4_moe", "glm4v_moe", "glm4v_moe_text"),

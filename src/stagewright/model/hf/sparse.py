@@ -60,3 +60,9 @@ INDEXED: Map = {
 
 INDEX_SHARED: Map = {**INDEXED, "mixers": _shared_indexers}
 """GLM-5: the same, where some layers may share the indexer of a layer before."""
+
+UNUSED = (
+    *("head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration"),
+    *("index_topk_freq", "index_skip_topk_offset"),
+)
+"""Keys of GLM-5 that say nothing more: how rope pairs channels, and what `indexer_types` lists."""
