@@ -21,7 +21,7 @@ INTERRUPTED = 130
 _FIRST_EXAMPLES = (
     "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2",
     "stagewright generate llama3.1-70b --tp 8 --pp 4 --dp 2 -o traces",
-    "stagewright simulate llama3.1-70b --tp 8 --pp 4 --hardware h100-sxm --nodes 8",
+    "stagewright simulate llama3.1-70b --tp 8 --pp 8 --hardware h200 --nodes 8",
 )
 
 
@@ -72,7 +72,11 @@ EXAMPLES = {"": _FIRST_EXAMPLES} | {str(e.command.name): e.examples for e in ENT
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 2 for what the user can mend, 1 for a bug, 130 for Ctrl-C."""
+    """Run the command line and exit.
+
+    The code is 2 for what the user can mend, 3 for a run that does not fit into the memory of a
+    device (`cli.shared.code_of`), 1 for a bug, 130 for Ctrl-C.
+    """
     sys.exit(_status(arguments))
 
 

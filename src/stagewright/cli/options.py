@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from stagewright.cli import shared
 from stagewright.cli.help import SectionOption, Word
 from stagewright.errors import UserError
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 JSON = click.option("--json", "as_json", is_flag=True, help="The result as one JSON object.")
+
+ALLOW_OOM = click.option(
+    "--allow-oom",
+    is_flag=True,
+    expose_value=False,
+    callback=shared.note_allow_oom,
+    help="Exit with 0, not with 3, where the run does not fit into the memory of a device.",
+)
 
 GROUP_FILE = click.option(
     "--comm-group", metavar="FILE", help="File of the communicator groups. [beside the traces]"

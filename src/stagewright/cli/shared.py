@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.lower.compiled_run import CompiledRun
+    from stagewright.program.fit import Fit
     from stagewright.run.experiment import Experiment
     from stagewright.run.settings import Run
 
@@ -52,6 +53,36 @@ def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:
     for note in compiled.model.notes:
         click.echo(f"stagewright: note: {note}", err=True)
     return compiled
+
+
+DOES_NOT_FIT = 3
+"""The exit code where a run does not fit into the memory of a device."""
+
+
+ALLOW_OOM = "stagewright.allow_oom"
+"""Where the context of a command notes the option of this name."""
+
+
+def note_allow_oom(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Keep the option for `code_of`."""
+    context.meta[ALLOW_OOM] = value
+
+
+def code_of(fit: Fit | None) -> int:
+    """The exit code of a command with `--allow-oom` that has shown a run; stderr tells why it is 3.
+
+    `fit` is None where nothing says which device the run is for.
+    """
+    from stagewright.numbers import quantity
+
+    if fit is None or fit.fits or click.get_current_context().meta[ALLOW_OOM]:
+        return 0
+    held, room = quantity(fit.peak, "B"), quantity(fit.device_memory, "B")
+    click.echo(
+        f"stagewright: this run needs {held} of {room}: exit code {DOES_NOT_FIT} (--allow-oom: 0)",
+        err=True,
+    )
+    return DOES_NOT_FIT
 
 
 def parse_ranks(text: str, world_size: int) -> list[int]:

@@ -10,6 +10,8 @@ from stagewright.lower.inference.capacity import Capacity
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
+from stagewright.program.fit import Fit, fit_of, held_by
+from stagewright.run.requests import read_bytes
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 
@@ -36,6 +38,13 @@ class CompiledRun:
 
     def __repr__(self) -> str:
         return f"<{self.run.describe()}: {self.program.mesh.world_size} ranks, compiled>"
+
+    @property
+    def fit(self) -> Fit | None:
+        """Whether the step fits into the memory of a device; None where the run names none."""
+        if self.run.device_memory is None:
+            return None
+        return fit_of(map(held_by, self.program.classes), read_bytes(self.run.device_memory))
 
     def graph_text(self) -> str:
         """The sharded graph in the paper's notation, one section per block variant."""

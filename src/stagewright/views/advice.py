@@ -26,6 +26,7 @@ from stagewright.arrays import exact_sum
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, spans
 from stagewright.program.columns import Program, RankClass
+from stagewright.program.fit import Fit
 from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
@@ -58,9 +59,11 @@ class Remark(NamedTuple):
 
 def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[Remark]:
     """Remarks on a run, and on its simulation where there is one; the most severe come first."""
+    fit, device = compiled.fit, "a device"
+    if found is not None:
+        fit, device = found.fit, f"a {found.machine.hardware.name}"
     all_remarks = [
-        *_capacity(compiled),
-        *(_memory(found) if found else ()),
+        *(_memory(fit, compiled, device) if fit else ()),
         *(_crossings(compiled.program, found.machine) if found else ()),
         *(_speed(found) if found else ()),
         *(_exposed(found) if found else ()),
@@ -70,17 +73,6 @@ def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[R
         *_layers(compiled),
     ]
     return sorted(all_remarks, key=lambda remark: LEVELS.index(remark.level))
-
-
-def _capacity(compiled: CompiledRun) -> Iterator[Remark]:
-    fitting = compiled.capacity
-    if fitting and not fitting.fits:
-        yield Remark(
-            "problem",
-            "Memory",
-            f"this step does not fit: {quantity(fitting.device_memory, 'B')} hold "
-            f"{fitting.requests:,} such requests.",
-        )
 
 
 def _how_to_reduce(category: str, run: Run) -> str:
@@ -94,37 +86,33 @@ def _how_to_reduce(category: str, run: Run) -> str:
         return "; less: more of tp or pp" + (" or dp" if run.zero else "")
     if category == "activations" and run.mode == "train":
         return "; less: recompute, more of tp with sequence_parallel, more of cp"
+    if category == "kv_cache":
+        return "; less: fewer or shorter requests, kv_cache_dtype=fp8, more of tp, pp or dcp"
     return ""
 
 
-def _memory(found: SimulatedStep) -> Iterator[Remark]:
-    room = round(found.machine.hardware.memory_gb * 1e9)
-    lanes = zip(found.line.lanes, found.peaks, strict=True)
-    held = [(sum(peak.values()), lane.of, peak) for lane, peak in lanes if peak]
-    over = [lane for lane in held if lane[0] > room]
-    if over:
-        size, of, parts = max(over, key=lambda lane: lane[0])
+def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
+    size, of, parts = fit.peak, fit.fullest.of, fit.fullest.by_category
+    room = quantity(fit.device_memory, "B")
+    if not fit.fits:
         largest = max(parts, key=lambda k: parts[k])
-        advice = _how_to_reduce(largest, found.compiled.run)
+        advice = _how_to_reduce(largest, compiled.run)
+        most = compiled.capacity
+        holds = f" {room} hold {most.requests:,} such requests." if most else ""
         yield Remark(
             "problem",
             "Memory",
-            f"{quantity(size, 'B')} on ranks of stage {of.pipeline_rank}, and a "
-            f"{found.machine.hardware.name} has {quantity(room, 'B')}: it does not fit, "
-            f"on {len(over)} of {plural(len(held), 'kind', 'kinds')} of ranks. Most of it, "
-            f"{quantity(parts[largest], 'B')}, is "
-            f"{largest.replace('_', ' ')}{advice}.",
+            f"{quantity(size, 'B')} on ranks of stage {of.pipeline_rank}, and {device} has {room}: "
+            f"it does not fit, on {fit.over} of {plural(fit.kinds, 'kind', 'kinds')} of ranks. "
+            f"Most of it, {quantity(parts[largest], 'B')}, is "
+            f"{largest.replace('_', ' ')}{advice}.{holds}",
         )
-        return
-    if not held:
-        return
-    size, of, _ = max(held, key=lambda lane: lane[0])
-    if size > NEARLY_FULL * room:
+    elif size > NEARLY_FULL * fit.device_memory:
         yield Remark(
             "warning",
             "Memory",
-            f"{quantity(size, 'B')} of {quantity(room, 'B')} on ranks of stage {of.pipeline_rank} "
-            "are tensors; the context, workspace of libraries and fragmentation need some, too.",
+            f"{quantity(size, 'B')} of {room} on ranks of stage {of.pipeline_rank} are tensors; "
+            "the context, workspace of libraries and fragmentation need some, too.",
         )
 
 

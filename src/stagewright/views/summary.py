@@ -27,6 +27,9 @@ In inference there are also `mode`; `batch`: `requests` of the step, their new `
 `cached_tokens` that were there before (and `source_tokens` of their encoder); and, where
 `device_memory` is given, `capacity`: whether the step `fits`, the most `requests` that do, and how
 many `tokens` each of the step's may have.
+
+Where `device_memory` is given there is also `fit`: whether the step `fits`, `device_memory`, the
+`peak` of the fullest rank, its `pipeline_rank`, and its bytes `by_category`.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ from stagewright.program.columns import (
     TaskKind,
     Tasks,
 )
+from stagewright.program.fit import Fit
 from stagewright.run import lengths
 from stagewright.run.requests import groups
 from stagewright.run.settings import Run
@@ -77,6 +81,7 @@ class Recorded(NamedTuple):
     active_parameters: int
     program: Program
     capacity: Capacity | None
+    fit: Fit | None
 
 
 def recorded(path: str) -> Recorded:
@@ -87,10 +92,10 @@ def recorded(path: str) -> Recorded:
         raise UserError(f"{path}: tells of no run; only verify, inspect, expand and diff read it")
     total, active = (int(parameters.get(name, 0)) for name in ("total", "active"))  # pyright: ignore
     run = load_run(path)
-    fitting = None
-    if run.device_memory is not None:
-        fitting = compile(run, model).capacity
-    return Recorded(run, model, total, active, source.program(), fitting)
+    if run.device_memory is None:
+        return Recorded(run, model, total, active, source.program(), None, None)
+    again = compile(run, model)
+    return Recorded(run, model, total, active, source.program(), again.capacity, again.fit)
 
 
 def summary(compiled: CompiledRun | Recorded) -> Summary:
@@ -103,6 +108,7 @@ def summary(compiled: CompiledRun | Recorded) -> Summary:
         "microbatches": compiled.run.microbatches,
         "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
         **(_served(compiled) if compiled.run.mode != "train" else {}),
+        **({"fit": compiled.fit.entry()} if compiled.fit else {}),
         "rank_classes": [_rank_class(program, of) for of in program.classes],
     }
 
@@ -249,9 +255,16 @@ def tables(of: Summary, console: Console) -> None:
     )
     if "batch" in of:
         console.print(_batch_line(of), highlight=False)
+    elif "fit" in of:
+        console.print(_fit_line(of["fit"]), highlight=False)
     for found in (each(of) for each in (compute, held, peak, communication)):
         if len(found):
             print_table(found, console, title_style="bold")
+
+
+def _fit_line(fit: Summary) -> str:
+    held, room = quantity(fit["peak"], "B"), quantity(fit["device_memory"], "B")
+    return f"at most {held} of {room}" + ("" if fit["fits"] else ": this step does not fit")
 
 
 def _batch_line(of: Summary) -> str:

@@ -88,6 +88,7 @@ def compiled() -> Any:
         parameters=1000,
         active_parameters=800,
         load=None,
+        fit=None,
     )
 
 

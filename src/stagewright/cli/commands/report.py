@@ -10,7 +10,7 @@ import stagewright
 from stagewright.cli import shared
 from stagewright.cli.commands.simulate import run_experiment
 from stagewright.cli.help import Entry, command
-from stagewright.cli.options import experiment_options
+from stagewright.cli.options import ALLOW_OOM, experiment_options
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 @command
 @experiment_options
 @click.option("-o", "--out", required=True, metavar="FILE", help="The page, such as run.html.")
-def report(model: str | None, config: str | None, out: str, **settings: Any) -> None:
+@ALLOW_OOM
+def report(model: str | None, config: str | None, out: str, **settings: Any) -> int:
     """Write a page about a run: memory, communication, pipeline, graph; with --hardware, time.
 
     One file of HTML that needs no network. MODEL is a preset (see `stagewright models`), the path
-    of a Hugging Face config.json, or a bundle.
+    of a Hugging Face config.json, or a bundle. The exit code is 3 if the run does not fit into the
+    memory of the hardware, or into --device-memory.
     """
     from stagewright.numbers import quantity
     from stagewright.trace.formats.archive import is_bundle
@@ -34,10 +36,13 @@ def report(model: str | None, config: str | None, out: str, **settings: Any) -> 
     experiment = shared.load_experiment(model, config, settings)
     if experiment.cluster.hardware is None:
         _check_no_machine(experiment)
-        text = stagewright.report(shared.compile_run(experiment.run, model, config), out)
+        compiled = shared.compile_run(experiment.run, model, config)
+        fit, text = compiled.fit, stagewright.report(compiled, out)
     else:
-        text = stagewright.report(run_experiment(experiment, model, config), out)
+        simulation = run_experiment(experiment, model, config)
+        fit, text = simulation.fit, stagewright.report(simulation, out)
     click.echo(f"{out}: {quantity(len(text.encode()), 'B')}")
+    return shared.code_of(fit)
 
 
 def _check_no_machine(experiment: Experiment) -> None:

@@ -10,7 +10,7 @@ import click
 
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
-from stagewright.cli.options import run_options
+from stagewright.cli.options import ALLOW_OOM, run_options
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
 @click.option("--memory-plot", metavar="FILE", help="Memory over the step, as an HTML page.")
+@ALLOW_OOM
 def show(
     model: str | None,
     config: str | None,
@@ -34,11 +35,12 @@ def show(
     schedule_picture: bool,
     memory_plot: str | None,
     **settings: Any,
-) -> None:
+) -> int:
     """Print what the ranks compute, communicate and hold.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or a
-    bundle, which is shown as it is: without settings.
+    bundle, which is shown as it is: without settings. The exit code is 3 if the run does not fit
+    into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.views.summary import recorded
@@ -56,7 +58,7 @@ def show(
             )
         if as_json or not any(chosen):
             _show_summary(recorded(model), as_json)
-            return
+            return 0
         model, config = None, model
     compiled = shared.compile_run(shared.load_run(model, config, settings), model, config)
     if memory_plot is not None:
@@ -78,6 +80,7 @@ def show(
         click.echo(text(compiled.order, columns))
     else:
         _show_summary(compiled, as_json)
+    return shared.code_of(compiled.fit)
 
 
 def _show_summary(of: CompiledRun | Recorded, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import click
 import stagewright
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
-from stagewright.cli.options import JSON, experiment_options
+from stagewright.cli.options import ALLOW_OOM, JSON, experiment_options
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 from stagewright.numbers import duration, quantity
@@ -17,6 +17,7 @@ from stagewright.numbers import duration, quantity
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stagewright.program.fit import Fit
     from stagewright.run.experiment import Experiment
     from stagewright.time.simulate.step import SimulatedStep
 
@@ -24,14 +25,20 @@ if TYPE_CHECKING:
 @command
 @experiment_options
 @click.option("--perfetto", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
+@ALLOW_OOM
 @JSON
 def simulate(
-    model: str | None, config: str | None, perfetto: str | None, as_json: bool, **settings: Any
-) -> None:
+    model: str | None,
+    config: str | None,
+    perfetto: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> int:
     """Run a step on a machine: its time, and where it goes.
 
     MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json. A run
-    file given by --config may hold all that options say.
+    file given by --config may hold all that options say. The exit code is 3 if the step does not
+    fit into the memory of a device.
     """
     experiment = shared.load_experiment(model, config, settings)
     if experiment.cluster.hardware is None:
@@ -47,6 +54,7 @@ def simulate(
         shared.print_json(simulation.summary() | {"power": simulation.expense(price)._asdict()})
     else:
         report(simulation, shared.console(), price)
+    return shared.code_of(simulation.fit)
 
 
 def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> SimulatedStep:
@@ -76,6 +84,8 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     from stagewright.views.tables import parts, transfers
 
     out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
+    if not simulation.fit.fits:
+        out.print(memory_line(simulation.fit))
     uses = f"HFU {simulation.hfu:.1%}"
     if simulation.compiled.run.mode == "train":
         uses = (
@@ -89,8 +99,8 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     )
     print_table(parts(simulation), out)
     print_table(transfers(simulation), out)
-    if any(memory.peak for memory in simulation.memory):
-        out.print(_memory(simulation))
+    if simulation.fit.fits:
+        out.print(memory_line(simulation.fit))
     total = simulation.seconds
     way = ", ".join(f"{name} {s / total:.1%}" for name, s in simulation.critical_path.items())
     out.print(f"critical path: {way}")
@@ -102,15 +112,14 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     )
 
 
-def _memory(simulation: SimulatedStep) -> str:
+def memory_line(fit: Fit) -> str:
     """The most that any GPU holds, and whether that fits."""
-    most = max(range(len(simulation.memory)), key=lambda nth: simulation.memory[nth].peak)
-    lane, peak = simulation.line.lanes[most], simulation.memory[most].at_peak()
-    room = round(simulation.machine.hardware.memory_gb * 1e9)
-    fits = "" if peak["peak"] <= room else ": it does not fit"
+    held, room = quantity(fit.peak, "B"), quantity(fit.device_memory, "B")
+    seconds = fit.fullest.seconds
+    when = "" if seconds is None else f", after {duration(seconds)}"
     return (
-        f"memory: at most {quantity(int(peak['peak']), 'B')} of {quantity(room, 'B')}{fits} "
-        f"(pipeline rank {lane.of.pipeline_rank}, after {duration(peak['seconds'])})"
+        f"memory: at most {held} of {room}{'' if fit.fits else ': it does not fit'} "
+        f"(pipeline rank {fit.fullest.of.pipeline_rank}{when})"
     )
 
 
@@ -118,7 +127,7 @@ ENTRY = Entry(
     40,
     simulate,
     (
-        "stagewright simulate llama3.1-70b --tp 8 --pp 4 --dp 2 --hardware h100-sxm",
+        "stagewright simulate llama3.1-70b --tp 8 --pp 8 --dp 2 --hardware h200",
         "stagewright simulate llama3.1-8b --dp 8 --zero 3 --hardware a100-sxm-80gb --json",
     ),
 )

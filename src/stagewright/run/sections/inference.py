@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal
 
 from stagewright.run.sections.declare import (
-    BYTES,
     INFERENCE,
     Count,
     Number,
@@ -154,11 +153,4 @@ class InferenceSection:
         unset="prefill: naive, decode: absorb",
         modes=INFERENCE,
         rare=True,
-    )
-    device_memory: Text | Count | None = setting(
-        None,
-        "Bytes a rank may use, such as 80e9 or 80GiB; the number of requests that fit is reported.",
-        unit=BYTES,
-        modes=INFERENCE,
-        metavar="SIZE",
     )

@@ -58,3 +58,11 @@ class MemorySection:
         metavar="SIZE",
     )
     """Not included in the peak; reported beside it."""
+    device_memory: Text | Count | None = setting(
+        None,
+        "Bytes a rank may use, such as 80e9 or 80GiB, in place of the hardware's. Inference: the "
+        "number of requests that fit is shown.",
+        unit=BYTES,
+        unset="the hardware's",
+        metavar="SIZE",
+    )

@@ -32,8 +32,9 @@ from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
+from stagewright.program.fit import Fit, Held, fit_of, held_by
 from stagewright.program.memory import deltas
-from stagewright.run.requests import groups
+from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -138,20 +139,37 @@ class SimulatedStep:
             timelines += [memory_timeline(lane, change) for lane in lanes]
         return timelines
 
-    @property
-    def peaks(self) -> list[dict[str, int]]:
-        """Bytes of each lane at its peak of memory, by category, any allowance included.
+    @cached_property
+    def held(self) -> list[Held]:
+        """What each lane holds at its peak of memory, any allowance included.
 
         In inference, where memory is constant, the bytes are those of the program.
         """
-        peaks: list[dict[str, int]] = []
+        held: list[Held] = []
         for lane, over in zip(self.line.lanes, self.memory, strict=True):
-            peak = lane.of.memory
+            each = held_by(lane.of)
             if over.peak:
-                at = {k: int(v) for k, v in over.at_peak().items()}
-                peak = at | {k: v for k, v in peak.items() if k == "allowance"}
-            peaks.append({k: v for k, v in peak.items() if k not in ("peak", "seconds") and v})
-        return peaks
+                at = {k: v for k, v in over.at_peak().items() if k not in ("peak", "seconds")}
+                rest = {k: v for k, v in each.by_category.items() if k == "allowance"}
+                parts = {k: int(v) for k, v in at.items()} | rest
+                each = Held(lane.of, parts, over.at_peak()["seconds"])
+            held.append(each)
+        return held
+
+    @property
+    def peaks(self) -> list[dict[str, int]]:
+        """Bytes of each lane at its peak of memory, by category, any allowance included."""
+        return [dict(each.by_category) for each in self.held]
+
+    @property
+    def fit(self) -> Fit:
+        """Whether the step fits: into `device_memory` of the run, or else the hardware's memory."""
+        return fit_of(self.held, self._device_memory)
+
+    @property
+    def _device_memory(self) -> int:
+        asked = self.compiled.run.device_memory
+        return round(self.machine.hardware.memory_gb * 1e9) if asked is None else read_bytes(asked)
 
     @cached_property
     def critical_path(self) -> dict[str, float]:
@@ -205,6 +223,7 @@ class SimulatedStep:
             **({"mfu": self.mfu, "mfu_causal": self.mfu_causal} if training else {}),
             "hfu": self.hfu,
             "hfu_causal": self.hfu_causal,
+            "memory": self.fit.entry(),
             "power": self.expense()._asdict(),
             "execution": asdict(self.line.how) | {"no_overlap": sorted(self.line.how.no_overlap)},
             "mean": asdict(self.mean),
@@ -215,12 +234,18 @@ class SimulatedStep:
                     "ranks": lane.ranks.tolist(),
                     **asdict(each),
                     "memory": {
-                        "capacity": round(self.machine.hardware.memory_gb * 1e9),
-                        "at_peak": memory.at_peak(),
+                        "capacity": self._device_memory,
+                        "at_peak": {
+                            "seconds": held.seconds or 0.0,
+                            "peak": held.size,
+                            **held.by_category,
+                        },
                         "timeline": memory.sampled(_POINTS).pairs(),
                     },
                 }
-                for lane, each, memory in zip(self.line.lanes, self.parts, self.memory, strict=True)
+                for lane, each, memory, held in zip(
+                    self.line.lanes, self.parts, self.memory, self.held, strict=True
+                )
             ],
         }
 

@@ -1,0 +1,97 @@
+"""Whether a step fits: the same comparison in every mode, command and output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagewright as sw
+from stagewright.cli.main import main
+
+TRAINING = ("llama3-8b", "--seq-length", "1024", "--layers", "4")
+DECODE = (*TRAINING[:1], "--mode", "decode", "--layers", "4", "--batch-size", "64")
+PREFILL = (*TRAINING[:1], "--mode", "prefill", "--layers", "4")
+MODES = [TRAINING, DECODE, PREFILL]
+
+
+def stagewright(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return int(str(end.value.code))
+
+
+@pytest.mark.parametrize("run", MODES, ids=["train", "decode", "prefill"])
+def test_simulate_ends_with_3_where_a_step_does_not_fit(
+    run: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("simulate", *run, "--hardware", "h100-sxm")
+    assert stagewright(*command) == 0
+    fits = capsys.readouterr()
+    assert "memory: at most" in fits.out
+    assert "does not fit" not in fits.out + fits.err
+    small = (*command, "--device-memory", "1GB")
+    assert stagewright(*small) == 3
+    told = capsys.readouterr()
+    first, second = told.out.splitlines()[1:3]
+    assert first.startswith("memory: ")
+    assert "of 1 GB: it does not fit" in first
+    assert second.startswith("step ")
+    assert "--allow-oom" in told.err
+    assert stagewright(*small, "--allow-oom") == 0
+
+
+@pytest.mark.parametrize("run", MODES, ids=["train", "decode", "prefill"])
+def test_json_says_whether_it_fits(
+    run: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("simulate", *run, "--hardware", "h100-sxm", "--json")
+    assert stagewright(*command) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["fits"]
+    assert memory["device_memory"] == 80e9
+    assert memory["peak"] == sum(memory["by_category"].values()) > 0
+    just = memory["peak"]
+    assert stagewright(*command, "--device-memory", f"{just}B") == 0
+    capsys.readouterr()
+    assert stagewright(*command, "--device-memory", f"{just - 1}B") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert not found["memory"]["fits"]
+    assert {lane["memory"]["capacity"] for lane in found["lanes"]} == {just - 1}
+    assert max(lane["memory"]["at_peak"]["peak"] for lane in found["lanes"]) == just
+
+
+def test_report_and_show_compare_with_the_memory_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = str(tmp_path / "page.html")
+    for run in MODES:
+        given = (*run, "--device-memory", "1GB")
+        assert stagewright("show", *run) == 0
+        assert stagewright("show", *given) == 3
+        assert stagewright("show", *given, "--allow-oom") == 0
+        capsys.readouterr()
+        assert stagewright("show", *given, "--json") == 3
+        assert json.loads(capsys.readouterr().out)["fit"]["fits"] is False
+        assert stagewright("report", *run, "-o", page) == 0
+        assert stagewright("report", *given, "-o", page) == 3
+        assert stagewright("report", *given, "--hardware", "h100-sxm", "-o", page) == 3
+        assert "does not fit" in Path(page).read_text()
+
+
+def test_an_allowance_counts() -> None:
+    settings: dict[str, Any] = {"layers": 2, "seq_length": 512}
+    plain = sw.simulate("llama3-8b", "h100-sxm", **settings).fit
+    more = sw.simulate("llama3-8b", "h100-sxm", **settings, memory_allowance="2GiB").fit
+    assert more.peak == plain.peak + 2 * 2**30
+
+
+def test_both_groups_of_a_disaggregated_step_are_compared() -> None:
+    # Prefill on one GPU holds all weights, decode on eight an eighth of them.
+    settings: dict[str, Any] = {"mode": "decode", "tp": 8, "batch_size": 8, "context_length": 1024}
+    found = sw.simulate("llama3.1-70b", "h100-sxm", **settings, prefill="tp=1")
+    assert not found.fit.fits
+    assert found.fit.fullest.of.ranks.tolist() == [0]
+    assert sw.simulate("llama3.1-70b", "h100-sxm", **settings, prefill="tp=4").fit.fits
