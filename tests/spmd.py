@@ -472,6 +472,11 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"mixers": ("chunked", "nope"), "attention_chunk_size": 5, "qk_l2_norm": True}
     | {"router": "sigmoid", "norm_topk_prob": False, "apply_probs": "input"}
     | {"first_dense_layers": 1, "moe_layer_freq": 2, "shared_ffn_hidden_size": 12},
+    "olmo2": {"norm_placement": "output", "qk_norm": True, "qk_norm_over_heads": True},
+    "olmo": {"norm": "layernorm", "norm_weight": False},
+    "step3": _MIXTURE
+    | {"mixers": ("local", "global"), "sliding_window": 5, "attention_gate": True}
+    | {"attention_gate_per_head": True},
     "plain": {"position": "none", "num_query_groups": 1, "activation": "relu2", "mlp_bias": True},
 }
 TINY: dict[str, ModelConfig] = {

@@ -19,7 +19,17 @@ from stagewright.blocks.cache import (
     source_cached,
 )
 from stagewright.blocks.indexer import Choice, choice, with_loss
-from stagewright.graph.make import apply, cast, einsum, elementwise, identity, join, letters, part
+from stagewright.graph.make import (
+    apply,
+    cast,
+    einsum,
+    elementwise,
+    identity,
+    join,
+    letters,
+    part,
+    weigh,
+)
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.model.layers import Reach
@@ -66,7 +76,11 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     bias = (relative_bias(b),) if c.position == "relative" else ()
     operands = AttentionOperands(q, (k, v), _head_dims(g), bias, _sinks(b))
     o = identity(_core(b, operands, reach), "context", scope=scope)
-    if c.attention_gate:
+    if c.attention_gate_per_head:
+        w = b.weight("wg", "M", "A/tp", scope=scope)
+        gate = b.act(b.linear("bsm,ma->bsa", h, w, "gate", joint="qkv"), "sigmoid")
+        o = weigh(o, gate, name="gated", scope=scope)
+    elif c.attention_gate:
         w = b.weight("wg", "M", "A/tp", "D", scope=scope)
         gate = b.linear("bsm,mad->bsad", h, w, "gate", joint="qkv")
         o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)

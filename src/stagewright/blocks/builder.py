@@ -192,6 +192,8 @@ class Builder:
         fn = fn or self.config.norm
         z = letters(x)
         rows, m = z[:-1], z[-1].upper()
+        if not self.config.norm_weight:
+            return apply("norm", f"{rows}{m}->{rows}{m}", x, fn=fn, name=f"{name}_out", **fields)
         weights = [self.param(f"{name}.weight", dim, scope=x.scope)]
         if self.recipe.operators.eager and fn == "rmsnorm":
             return self._eager_norm(x, weights[0], name, **fields)

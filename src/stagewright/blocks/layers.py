@@ -82,10 +82,12 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
         if part is None:
             continue
         read = with_shared(b, y, what.block) if what.block and part is mixer else y
-        h = read if place == "post" else b.norm(read, f"{norm}_norm", scope=scope)
+        h = read if place in ("post", "output") else b.norm(read, f"{norm}_norm", scope=scope)
         out = identity(part(b, h), "branch", scope=scope)
         if place == "sandwich":
             out = b.norm(out, f"{norm}_post_norm", scope=scope)
+        if place == "output":
+            out = b.norm(out, f"{norm}_norm", scope=scope)
         y = add(y, b.dropout(out, config.hidden_dropout), name=f"{norm}_residual", scope=scope)
         if place == "post":
             y = b.norm(y, f"{norm}_norm", scope=scope)

@@ -24,7 +24,7 @@ from stagewright.model.state_space import StateSpace
 
 Position = Literal["rope", "learned", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
-NormPlacement = Literal["pre", "post", "sandwich"]
+NormPlacement = Literal["pre", "post", "sandwich", "output"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
 Router = Literal["softmax", "sigmoid"]
 ApplyProbs = Literal["experts", "input", "output"]
@@ -83,8 +83,11 @@ class Architecture:
 
     norm: Norm = "rmsnorm"
     norm_bias: bool = False
+    norm_weight: bool = True
+    """Norms have weights; without, they only normalize (OLMo)."""
     norm_placement: Annotated[NormPlacement, Excludes("shared blocks")] = "pre"
-    """Before each of attention and MLP, after its residual sum, or before and after (sandwich)."""
+    """Before each of attention and MLP, after its residual sum, before and after (sandwich), or
+    only behind what is added to the residual stream (output: OLMo 2, Exaone 4)."""
     parallel_block: Annotated[bool, Excludes("experts"), Excludes("latents", "shared blocks")] = (
         False
     )
@@ -108,6 +111,8 @@ class Architecture:
     """A learned score per head that takes its part of the softmax and has no value (gpt-oss)."""
     attention_gate: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """What the heads return is weighed, channel by channel, by a sigmoid of the layer's input."""
+    attention_gate_per_head: Annotated[bool, Needs("attention gate")] = False
+    """The gate weighs whole heads, by a number for each (Step-3.7)."""
     gated: bool = True
     """Three matrices, down(activation(gate) * up), instead of down(activation(up))."""
     activation: Activation = "silu"

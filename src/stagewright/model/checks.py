@@ -53,6 +53,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "norms of queries and keys": Mechanism(
         lambda m: m.qk_norm, "where qk_norm is False", "with norms of queries and keys"
     ),
+    "attention gate": Mechanism(
+        lambda m: m.attention_gate, "where attention_gate is False", "with a gate of attention"
+    ),
     "shared blocks": Mechanism(
         lambda m: m.shared_blocks is not None,
         "without shared blocks",
@@ -151,6 +154,8 @@ def _check_combinations(m: Architecture) -> None:
         raise _reject(m, "mlps", "something in every layer whose mixer is none")
     if m.norm_bias and m.norm == "rmsnorm":
         raise _reject(m, "norm_bias", "False: an rmsnorm has no bias")
+    if m.norm_bias and not m.norm_weight:
+        raise _reject(m, "norm_bias", "False where norms have no weights")
     if m.parallel_block and m.norm_placement != "pre":
         raise _reject(m, "norm_placement", "pre in a parallel block")
     _check_encoder(m)

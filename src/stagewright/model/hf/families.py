@@ -7,8 +7,8 @@ fields (`decoders`, `states`). The keys that files of a model type may leave out
 
 from __future__ import annotations
 
-from stagewright.model.hf import decoders, sparse, states
-from stagewright.model.hf.keys import Family
+from stagewright.model.hf import decoders, dense, mixtures, sparse, states
+from stagewright.model.hf.keys import Family, Map
 
 
 def _none_of(*keys: str) -> dict[str, bool]:
@@ -21,6 +21,25 @@ _ONE_WAY = _none_of("use_bidirectional_attention")
 _GEMMA_UNUSED = ("hidden_act", "sliding_window_size")
 _FALCON_UNUSED = ("multi_query", "parallel_attn", "num_kv_heads")
 _UNBIASED = _none_of("mamba_proj_bias", "attention_bias", "mlp_bias")
+
+
+_OF_QWEN3_5 = {"attention_bias": False, "attn_output_gate": True}
+_SPARSE_MIXER = (
+    "experts are chosen by a softmax; SparseMixer's masks, which cost little, are not counted"
+)
+_XIELU = "xIELU is counted as SiLU, without the two numbers that each layer learns for it"
+
+
+def _like_llama(
+    model_types: tuple[str, ...],
+    fields: Map,
+    remark: str = "",
+    unused: tuple[str, ...] = (),
+    **only: bool | float | str,
+) -> Family:
+    """A family whose map says all in which its models differ from Llama's."""
+    return Family(model_types, "llama2-7b", fields, only=only, unused=unused, remark=remark)
+
 
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
@@ -154,11 +173,101 @@ FAMILIES: dict[str, Family] = {
         only={"attention_bias": False, "decoder_sparse_step": 1},
     ),
     "MiniMaxForCausalLM": Family(("minimax",), "minimax-text-01", states.MINIMAX),
+    "ArceeForCausalLM": _like_llama(("arcee",), dense.ARCEE),
+    "SeedOssForCausalLM": _like_llama(("seed_oss",), dense.SEED_OSS),
+    "SmolLM3ForCausalLM": _like_llama(("smollm3",), dense.SMOLLM3),
+    "Ernie4_5ForCausalLM": _like_llama(("ernie4_5", "paddleocr_vl_text"), dense.ERNIE),
+    "Exaone4ForCausalLM": _like_llama(("exaone4", "exaone4_5", "exaone4_5_text"), dense.EXAONE4),
+    "OlmoForCausalLM": _like_llama(("olmo",), dense.OLMO),
+    "Olmo2ForCausalLM": _like_llama(("olmo2",), dense.OLMO2),
+    "Olmo3ForCausalLM": _like_llama(("olmo3",), dense.OLMO3),
+    "CohereForCausalLM": _like_llama(("cohere",), dense.COHERE, use_qk_norm=False),
+    "Cohere2ForCausalLM": _like_llama(("cohere2", "cohere2_vision"), dense.COHERE2),
+    "GraniteForCausalLM": _like_llama(("granite",), dense.GRANITE),
+    "Starcoder2ForCausalLM": _like_llama(("starcoder2",), dense.STARCODER2),
+    "StableLmForCausalLM": _like_llama(("stablelm",), dense.STABLELM, qk_layernorm=False),
+    "GPTNeoXForCausalLM": _like_llama(("gpt_neox",), dense.GPT_NEOX),
+    "GPTJForCausalLM": _like_llama(("gptj",), dense.GPTJ),
+    "CodeGenForCausalLM": _like_llama(("codegen",), dense.GPTJ),
+    "GPTBigCodeForCausalLM": _like_llama(("gpt_bigcode",), dense.GPT_BIGCODE),
+    "BloomForCausalLM": _like_llama(("bloom",), dense.BLOOM),
+    "MptForCausalLM": _like_llama(("mpt",), dense.MPT, no_bias=True),
+    "PhiForCausalLM": _like_llama(("phi",), dense.PHI, qk_layernorm=False),
+    "NemotronForCausalLM": _like_llama(("nemotron",), dense.NEMOTRON),
+    "GlmForCausalLM": _like_llama(("glm",), dense.GLM),
+    "Glm4ForCausalLM": _like_llama(("glm4", "glm4v", "glm4v_text", "glm_ocr_text"), dense.GLM4),
+    "HeliumForCausalLM": _like_llama(("helium",), dense.HELIUM),
+    "HyperCLOVAXForCausalLM": _like_llama(("hyperclovax",), dense.HYPERCLOVAX),
+    "HunYuanDenseV1ForCausalLM": _like_llama(
+        ("hunyuan_v1_dense", "hunyuan_vl", "hunyuan_vl_text"), dense.HUNYUAN
+    ),
+    "NanoChatForCausalLM": _like_llama(("nanochat",), dense.NANOCHAT),
+    "Jais2ForCausalLM": _like_llama(("jais2",), dense.JAIS2),
+    "MinistralForCausalLM": _like_llama(("ministral",), dense.MINISTRAL),
+    "Ministral3ForCausalLM": _like_llama(("ministral3",), dense.MINISTRAL),
+    "CwmForCausalLM": _like_llama(("cwm",), dense.MINISTRAL),
+    "MiMoForCausalLM": _like_llama(
+        ("mimo",), dense.MIMO, unused=("sliding_window",), use_sliding_window=False
+    ),
+    "VaultGemmaForCausalLM": _like_llama(("vaultgemma",), dense.VAULTGEMMA),
+    "GemmaForCausalLM": _like_llama(("gemma",), dense.GEMMA1),
+    "MiniCPM3ForCausalLM": _like_llama(("minicpm3",), dense.LATENT_DENSE, attention_bias=False),
+    "YoutuForCausalLM": _like_llama(("youtu",), dense.LATENT_DENSE, attention_bias=False),
+    "ApertusForCausalLM": _like_llama(("apertus",), dense.APERTUS, _XIELU, hidden_act="xielu"),
+    "MiniMaxM2ForCausalLM": _like_llama(
+        ("minimax_m2",),
+        mixtures.MINIMAX_M2,
+        unused=("use_routing_bias",),
+        scoring_func="sigmoid",
+        use_qk_norm=True,
+        shared_intermediate_size=0,
+    ),
+    "Ernie4_5_MoeForCausalLM": _like_llama(
+        ("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text"), mixtures.ERNIE_MOE
+    ),
+    "HunYuanMoEV1ForCausalLM": _like_llama(("hunyuan_v1_moe",), mixtures.HUNYUAN_MOE),
+    "PhimoeForCausalLM": _like_llama(("phimoe",), mixtures.PHIMOE, _SPARSE_MIXER),
+    "PhiMoEForCausalLM": _like_llama(("phimoe",), mixtures.PHIMOE, _SPARSE_MIXER),
+    "FlexOlmoForCausalLM": _like_llama(("flex_olmo",), mixtures.FLEX_OLMO),
+    "GraniteMoeForCausalLM": _like_llama(("granitemoe",), mixtures.GRANITE_MOE),
+    "GraniteMoeSharedForCausalLM": _like_llama(("granitemoeshared",), mixtures.GRANITE_MOE),
+    "Dots1ForCausalLM": _like_llama(("dots1",), mixtures.DOTS),
+    "HYV3ForCausalLM": _like_llama(("hy_v3",), mixtures.HUNYUAN3, mlp_bias=False),
+    "SolarOpenForCausalLM": _like_llama(("solar_open",), mixtures.SOLAR_OPEN),
+    "ExaoneMoeForCausalLM": _like_llama(("exaone_moe",), mixtures.EXAONE_MOE),
+    "AfmoeForCausalLM": _like_llama(("afmoe",), mixtures.AFMOE),
+    "Glm4MoeLiteForCausalLM": _like_llama(
+        ("glm4_moe_lite",), mixtures.GLM4_LITE, attention_bias=False
+    ),
+    "AriaTextForCausalLM": _like_llama(("aria_text",), mixtures.ARIA),
+    "MellumForCausalLM": _like_llama(("mellum",), mixtures.MELLUM),
+    "LagunaForCausalLM": _like_llama(("laguna",), mixtures.LAGUNA),
+    "Step3p7FlashForCausalLM": _like_llama(
+        ("step3p7", "step3p5"),
+        mixtures.STEP3,
+        unused=("n_shared_experts", "use_moe_router_bias"),
+        attention_bias=False,
+        mlp_bias=False,
+        scoring_func="sigmoid",
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        ("qwen3_5_text", "qwen3_5"),
+        "qwen3-next-80b-a3b",
+        states.QWEN3_5,
+        only=_OF_QWEN3_5,
+        unused=("output_gate_type",),
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        ("qwen3_5_moe_text", "qwen3_5_moe"),
+        "qwen3-next-80b-a3b",
+        states.QWEN3_5_MOE,
+        only=_OF_QWEN3_5,
+        unused=("output_gate_type",),
+    ),
 }
 """The architectures that can be read. Where a file names none, its model_type's first counts."""
 
 _MISSING = {
-    "SparseMixer routing": ("PhiMoEForCausalLM", "phimoe"),
     "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
     "an encoder with learned positions": ("BartForConditionalGeneration", "bart"),

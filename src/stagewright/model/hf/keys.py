@@ -230,6 +230,8 @@ class Family:
     """Keys that are refused unless they have these values."""
     unused: tuple[str, ...] = ()
     """Keys that files of the family have although the model does not read them."""
+    remark: str = ""
+    """In what the family differs from what is counted, a clause for a note."""
 
     def defaults(self, model_type: object) -> Json:
         """The keys that files of a model type may leave out, or of the family's first type.

@@ -111,6 +111,9 @@ DECODER: Map = {
 BIASED: Map = {**DECODER, **dict.fromkeys(("qkv_bias", "attention_output_bias"), "attention_bias")}
 """Biases of all four projections of attention, or of none."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts, of which transformers 5 may write another than older files."""
+
 NO_EXPERTS: Map = {
     "num_experts": Fixed(0),
     "top_k": Fixed(0),
@@ -130,8 +133,8 @@ def experts(count: str, width: str, *top_k: str) -> Map:
     """Experts under the keys of a family; without shared experts, and in every layer."""
     return {
         **NO_EXPERTS,
-        "num_experts": count,
-        "top_k": top_k or "num_experts_per_tok",
+        "num_experts": (count, *(key for key in EXPERT_COUNTS if key != count)),
+        "top_k": (*top_k, "num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
     }
 
@@ -220,8 +223,11 @@ def windows(is_local: Callable[[Keys, int], bool], used: str = "", listed: bool 
             layers = range(c.fields["num_layers"])
             kinds = ["local" if is_local(c, i) else "global" for i in layers]
             kinds = layer_types(c, kinds) if listed else kinds
-        positions = c.optional("max_position_embeddings", "sliding_window")
-        if positions is None or "local" not in kinds:
+        c.seen.add("sliding_window")
+        positions = None
+        if "local" in kinds:
+            positions = c.optional("max_position_embeddings", "sliding_window")
+        if positions is None:
             return {"sliding_window": None, "mixers": ("global",)}
         return {"sliding_window": positions, "mixers": shortest(kinds)}
 

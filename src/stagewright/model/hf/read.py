@@ -75,6 +75,8 @@ def read(file: str, data: Json, as_family: str = "") -> Reading:
         keys = Keys(file, family.defaults(model_type) | keys.values, keys.prefix)
         like, fields = family.like, family.read(keys)
         unused = family.unused
+        if family.remark:
+            notes.append(f"{file}: {family.remark}")
     return Reading(like, fields, (*notes, *unread(keys, given, unused)))
 
 

@@ -10,6 +10,7 @@ from stagewright.errors import divisors
 from stagewright.model.architecture import LIMITS, MOST_EXPERTS
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map
 from stagewright.model.hf.parts import (
+    BIASED,
     DECODER,
     LATENT,
     MOST,
@@ -348,4 +349,18 @@ QWEN3_NEXT: Map = {
     "rotary_fraction": rotary_fraction,
     "mixers": _qwen3_next_mixers,
     "state_space": _qwen3_next_state,
+}
+
+_QWEN3_5: Map = {
+    **BIASED,
+    "rotary_fraction": rotary_fraction,
+    "mixers": _qwen3_next_mixers,
+    "state_space": _qwen3_next_state,
+}
+QWEN3_5: Map = {**_QWEN3_5, **NO_EXPERTS, "shared_expert_gate": Fixed(False)}
+QWEN3_5_MOE: Map = {
+    **_QWEN3_5,
+    "ffn_hidden_size": "moe_intermediate_size",  # no layer is dense
+    **experts("num_experts", "moe_intermediate_size"),
+    **SHARED_EXPERTS,
 }
