@@ -11,7 +11,8 @@ from stagewright.algebra.notation import NotationError, Tensor, where
 from stagewright.algebra.size import Size
 from stagewright.blocks.builder import Builder
 from stagewright.errors import UserError
-from stagewright.graph.make import apply, identity, letters
+from stagewright.graph.cost import flops
+from stagewright.graph.make import apply, identity, leaf, letters
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Asked, Binding, Role
 from stagewright.graph.table import LEAVES, OPS, Op
@@ -131,6 +132,9 @@ class Draft:
         return identity(xs[0], name, binding=Binding(asked=asked))
 
     def _apply(self, of: Call, xs: list[Node], name: str, out: tuple[Size, ...] | None) -> Node:
+        dim = of.attributes.get("dim", 0)
+        if not -len(xs[0].shape) <= dim < len(xs[0].shape):
+            raise ValueError(f"no dim {dim} of [{', '.join(map(str, xs[0].shape))}]")
         spec = of.spec or _implied_spec(of, xs)
         parsed = parse_spec(spec)
         shown = {x for dims in parsed.ins for d in dims for x in d}
@@ -138,10 +142,28 @@ class Draft:
         if of.op in ("einsum", "attention") and len({x.dtype for x in xs}) > 1:
             raise NotationError(f"{of.op} of {', '.join(x.dtype for x in xs)}; cast first", of.at)
         role = Role.CORE if of.op == "attention" else None
-        return apply(
+        made = apply(
             of.op, spec, *xs, out=out if hidden else None, scope=self.name, name=name, role=role,
             **of.attributes,
         )  # fmt: skip
+        if not _is_form(made):
+            shapes = ", ".join(f"[{', '.join(map(str, x.shape))}]" for x in xs)
+            raise ValueError(f"cannot be {spec} of {shapes}; the reference of ops has its form")
+        return made
+
+
+def _is_form(n: Node) -> bool:
+    """Whether an op can be written so: its gradient and its operations follow from the node."""
+    vjp = OPS[n.op].vjp
+    try:
+        g = leaf("input", n.shape, n.dtype, "g", phase="backward")
+        found = vjp(n, g) if vjp else n.srcs
+        for each in (n, *(found if vjp else ())):
+            if each is not None:
+                flops(each, lambda dim, axes: 4)
+    except (ValueError, LookupError, TypeError, ArithmeticError, AssertionError):
+        return False
+    return len(found) == len(n.srcs)
 
 
 def _implied_spec(of: Call, xs: list[Node]) -> str:
@@ -159,12 +181,12 @@ def _implied_spec(of: Call, xs: list[Node]) -> str:
             return f"{z},{v}{m}->{z}{m}"
         case "pscan":
             # The dim of the scan is not split.
-            dim = int(of.attributes["dim"])
-            if not 0 <= dim < len(z):
-                raise ValueError(f"no dim {dim}, wanted 0 to {len(z) - 1}")
+            dim = int(of.attributes["dim"]) % max(1, len(z))
             z = z[:dim] + z[dim].upper() + z[dim + 1 :]
             return f"{z},{z}->{z}"
         case "mean" | "sum":
             return f"{z}->"
-        case _:
+        case op if OPS[op].fuses or op == "identity":
             return f"{','.join([z] * len(xs))}->{z}"
+        case op:
+            raise ValueError(f"{op}[] needs an index expression, such as einsum[bsm,mf->bsf]")

@@ -21,9 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagewright.algebra.index import parse as parse_spec
 from stagewright.algebra.notation import DEGREES, NotationError, Tensor, parts, tensor, where
 from stagewright.algebra.size import Size, size
+from stagewright.blocks.text.brackets import check_spec, read_attributes, read_degrees, read_value
 from stagewright.blocks.text.statements import (
     COLLECTIVES,
     OPS_OF_TEXTS,
@@ -35,10 +35,10 @@ from stagewright.blocks.text.statements import (
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
-from stagewright.graph.table import choose
 from stagewright.model.architecture import LIMITS
 from stagewright.model.checks import kinds
 from stagewright.model.config import ModelConfig
+from stagewright.model.fields import rules
 from stagewright.model.layers import Module
 from stagewright.model.presets import PRESETS
 
@@ -90,7 +90,6 @@ _WORD = re.compile(r"[^\s#]+")
 _REST = re.compile(r"[^\n#]*")
 _KEYWORDS = ("module", "model", "size", "input", "param", "output")
 _LINE_ENDS = ("", "\n")
-_DTYPE = choose(*BYTES)._replace(required=False)
 _KINDS = ("mixers", "mlps")
 _FIELDS = sorted({*ModelConfig.__dataclass_fields__} - {"name", "source", "modules", "bare"})
 
@@ -106,6 +105,7 @@ class _Parser:
         self.sizes = RUN_SIZES + (MODEL_SIZES if self.described else ())
         self.model: tuple[Reference, Reference | None] | None = None
         self.settings: dict[str, Any] = {}
+        self.places: dict[str, int] = {}  # of the settings
         self.words: list[tuple[str, Reference]] = []  # of the settings `mixers` and `mlps`
 
     # ---- characters ------------------------------------------------------------------------------
@@ -312,14 +312,14 @@ class _Parser:
         if name.name in COLLECTIVES:
             if len(arguments) != 1:
                 raise NotationError(f"{name.name} moves one value, got {len(arguments)}", name.at)
-            return Call(*name, "", {}, _degrees(inner), tuple(arguments))
+            return Call(*name, "", {}, read_degrees(inner), tuple(arguments))
         spec, semicolon, more = inner.name.partition(";" if "->" in inner.name else "\n")
         if "->" not in inner.name:
             spec, more = "", inner.name
         else:
-            _check_spec(name.name, Reference(spec, inner.at), shaped=shaped)
+            check_spec(name.name, Reference(spec, inner.at), shaped=shaped)
         start = inner.at + len(spec) + len(semicolon)
-        attributes = _attributes(name, Reference(more, start))
+        attributes = read_attributes(name, Reference(more, start))
         return Call(*name, spec.strip(), attributes, (), tuple(arguments))
 
     def end_module(self) -> None:
@@ -363,9 +363,10 @@ class _Parser:
         places = [(word, at + nth) for nth, word in parts(text, ",")]
         if key.name in _KINDS:
             self.words += [(key.name, Reference(*place)) for place in places]
-        words = [_read_value(word) for word, _ in places]
+        words = [read_value(word) for word, _ in places]
         many = len(words) > 1 or key.name in _KINDS
         self.settings[key.name] = tuple(words) if many else words[0]
+        self.places[key.name] = key.at
 
     def config(self) -> ModelConfig:
         """The model that is described; a file that describes none is its one module by itself."""
@@ -389,12 +390,18 @@ class _Parser:
                 hint = did_you_mean(kind, known) or f"; use one of {', '.join(known)}"
                 raise NotationError(f"{field}: no module or kind {kind!r}{hint}", at)
         name, like = self.model
+        at = like.at if like else name.at
         try:
             base = self.resolve(like.name) if like else ModelConfig(name=name.name, **_ONES)
-            own: dict[str, Any] = {"name": name.name, "modules": modules, "source": self.path}
-            return replace(base, **own, **self.settings)
+            base = replace(base, name=name.name, modules=modules, source=self.path)
+            for key, value in self.settings.items():
+                at = self.places[key]
+                if rules(ModelConfig)[key].wanted(value):
+                    replace(base, **{key: value})
+            at = name.at
+            return replace(base, **self.settings)
         except UserError as error:
-            raise NotationError(str(error), name.at) from None
+            raise NotationError(str(error), at) from None
 
 
 _ONES: Mapping[str, Any] = dict.fromkeys(LIMITS, 1) | {
@@ -402,67 +409,6 @@ _ONES: Mapping[str, Any] = dict.fromkeys(LIMITS, 1) | {
     "position": "none",
 }
 """Sizes of a model that is one module and nothing else."""
-
-
-def _degrees(text: Reference) -> tuple[str, ...]:
-    """The degrees that a collective names."""
-    degrees = tuple(word.strip() for word in text.name.split(",") if word.strip())
-    for degree in degrees:
-        if degree not in DEGREES:
-            hint = did_you_mean(degree, DEGREES)
-            raise NotationError(f"{degree!r} is no parallel degree{hint}", text.at)
-    return degrees
-
-
-def _check_spec(op: str, text: Reference, *, shaped: bool) -> None:
-    """An index expression that can be read, of which the operands give every size."""
-    try:
-        spec = parse_spec(text.name.strip())
-    except ValueError as error:
-        raise NotationError(f"{op}: {error}", text.at) from None
-    known = {x for dims in spec.ins for dim in dims for x in dim}
-    for unknown in (x for dim in spec.out for x in dim if x not in known):
-        if not shaped:
-            place = text.name.lower().index(unknown, text.name.index("->"))
-            raise NotationError(
-                f"{op}: no operand has the index {unknown!r} of the result; use one of "
-                f"{', '.join(sorted(known))}, or name the value and its shape: y[B/dp, S, M] = ...",
-                text.at + place,
-            )
-
-
-def _attributes(op: Reference, text: Reference) -> dict[str, Any]:
-    """The attributes in a bracket, and those that are implied."""
-    declared = {**OPS_OF_TEXTS[op.name].attrs, "dtype": _DTYPE}
-    given = {name: of.implied for name, of in declared.items() if of.implied is not None}
-    for nth, part in parts(text.name, ","):
-        if not part:
-            continue
-        key, equals, word = (piece.strip() for piece in part.partition("="))
-        at = text.at + nth
-        if key not in declared:
-            hint = did_you_mean(key, declared) or f"; use one of {', '.join(declared)}"
-            raise NotationError(f"{op.name} has no attribute {key!r}{hint}", at)
-        given[key] = _read_value(word) if equals else True
-        if not declared[key].accepts(given[key]):
-            hint = did_you_mean(word, declared[key].choices)
-            raise NotationError(f"{op.name}: {key} is {word!r}, wanted {declared[key]}{hint}", at)
-    for key, of in declared.items():
-        if of.asked and key not in given:
-            raise NotationError(f"{op.name} needs {key}: write {op.name}[{key}=...], {of}", op.at)
-    return given
-
-
-def _read_value(word: str) -> Any:
-    """What a text writes as a number, as true or false, or as a word."""
-    if word in ("true", "false"):
-        return word == "true"
-    for kind in (int, float):
-        try:
-            return kind(word) if len(word) < 40 else word
-        except ValueError:
-            pass
-    return word
 
 
 def _number(value: Size) -> int | None:
