@@ -38,7 +38,8 @@ PREFILL: dict[str, Any] = {"mode": "prefill", "prompt_length": 1024}
 
 
 DENSE_V3 = replace(
-    PRESETS["deepseek-v3"], num_experts=0, top_k=0, moe_ffn_hidden_size=0, shared_ffn_hidden_size=0,
+    PRESETS["deepseek-v3"], quantization=None, num_experts=0, top_k=0, moe_ffn_hidden_size=0,
+    shared_ffn_hidden_size=0,
     first_dense_layers=0, router="softmax", num_expert_groups=1, topk_groups=1, expert_bias=False,
 )  # fmt: skip
 
@@ -266,7 +267,9 @@ def cached(model: str = "llama3.1-70b", **fields: Any) -> list[int]:
 
 # ---- mixtures of experts -------------------------------------------------------------------------
 
-V3: dict[str, Any] = {"model": "deepseek-v3", "dp": 32, "ep": 32}
+V3: dict[str, Any] = {
+    "model": "deepseek-v3", "dp": 32, "ep": 32, "weight_precision": "bf16",
+}  # fmt: skip
 
 
 def test_wide_expert_parallelism() -> None:
@@ -379,7 +382,7 @@ def test_weights_in_few_bits(precision: str, bits: float) -> None:
 
 def test_deepseek_v3_in_fp8() -> None:
     """All matrices but the embedding, the output projection and routers, as its checkpoint has."""
-    stored = run("deepseek-v3", mode="prefill", prompt_length=8, weight_precision="fp8")
+    stored = run("deepseek-v3", mode="prefill", prompt_length=8)
     held = stored.program.classes[0].memory["parameters"]
     norms_and_routers = 61 * (2 * 7168 + 1536 + 512) + 7168 + 58 * 7168 * 256
     plain = 2 * 129280 * 7168 + norms_and_routers
@@ -388,7 +391,10 @@ def test_deepseek_v3_in_fp8() -> None:
 
 def test_copies_of_tokens_go_out_in_fp8() -> None:
     """As DeepSeek's DeepEP: dispatched in fp8, combined in bf16."""
-    found = collectives(run(**V3, batch_size=128, weight_precision="fp8", **DECODE))
+    as_stored = {**V3, "weight_precision": None}
+    found = collectives(run(**as_stored, batch_size=128, **DECODE))
+    given = {**V3, "weight_precision": "fp8"}
+    assert found == collectives(run(**given, batch_size=128, **DECODE))
     assert found == {f"all_to_all {4 * 8 * 7168 * n}": 58 for n in (1, 2)}
 
 

@@ -13,6 +13,7 @@ from stagewright.graph.node import Graph, Node, replace
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import STREAM, Binding, Role
 from stagewright.model.config import ModelConfig
+from stagewright.stored import Stored
 
 SHARED = "shared"
 """Begins the names of a shared block's parameters and, with the block's number, of their tables."""
@@ -83,7 +84,7 @@ class Builder:
         *dims: str | Size,
         scope: str = "",
         tied: str = "",
-        dtype: str = "",
+        dtype: str | Stored = "",
         own: bool = False,
         rows: int = -1,
     ) -> Node:
@@ -92,12 +93,15 @@ class Builder:
         `b.param("w_up", "M", "F/tp")` is [M, F], of which a rank of tp has some columns; `Plan`
         says which axes a degree, or a part such as "tp.kv", stands for. `tied` names the table that
         the parameter is a copy of; a parameter of a shared block has copies in all layers that
-        share the block, unless it is the layer's `own`. `rows` is as in `Parameter`.
+        share the block, unless it is the layer's `own`. `rows` is as in `Parameter`; `dtype`
+        says how the parameter is stored where that is not what is computed in.
         """
         if self.block and not own:
             name, tied = f"{SHARED}.{name}", f"{SHARED}{self.block}.{name}"
         if name not in self.params:
             declared = Parameter.declare(name, *dims, rows=rows)
+            if isinstance(dtype, Stored):
+                declared, dtype = declared._replace(stored=dtype), dtype.values
             shape = sizes_of(dims, declared)
             bound: dict[str, Any] = {"scope": scope, "binding": Binding(param=declared, tied=tied)}
             stored = dtype or self.recipe.precision.param or self.dtype
@@ -127,15 +131,21 @@ class Builder:
         self.params[name] = p
         return p
 
-    def weight(self, name: str, *dims: str | Size, scope: str = "", own: bool = False) -> Node:
-        """A matrix of a layer, declared as in `param`, stored in the precision for serving."""
-        served = self.recipe.inference
-        stored = served.weights if served else ""
-        return self.param(name, *dims, scope=scope, dtype=stored, own=own)
+    def weight(self, name: str, *dims: str | Size, scope: str = "", **declared: Any) -> Node:
+        """A matrix, declared as in `param`, stored as it is where the model is served."""
+        return self.param(
+            name, *dims, scope=scope, dtype=self.stored(name, scope) or "", **declared
+        )
 
-    def lowered(self, x: Node, w_dtype: str) -> Node:
-        """An input in the format in which it is multiplied with weights: fp8 where these are."""
-        return cast(x, "fp8", scope=x.scope, name=x.name) if w_dtype == "fp8_b128" else x
+    def stored(self, name: str, scope: str) -> Stored | None:
+        """How a matrix is stored where the model is served; None: as it is computed with."""
+        served = self.recipe.inference
+        return served.stored(name, scope) if served else None
+
+    def lowered(self, x: Node, stored: Stored | None) -> Node:
+        """An input in the format in which it is multiplied with a matrix that is stored so."""
+        low = stored.product if stored else ""
+        return cast(x, low, scope=x.scope, name=x.name) if low else x
 
     def linear(
         self, spec: str, x: Node, w: Node, name: str,
@@ -147,7 +157,7 @@ class Builder:
         products of one input that share this name are timed as one, where the recipe says so.
         """
         low = self.recipe.precision.gemm
-        x = self.lowered(x, w.dtype)
+        x = self.lowered(x, w.binding.param.stored if w.binding.param else None)
         if self.recipe.gradients.of_each_linear and len(x.shape) == 3:
             x = identity(x, f"{name}_in")
         if low and trained:

@@ -122,10 +122,13 @@ def _logits(b: Builder, h: Node) -> Node:
         )
     table = "wte" if config.tied_embeddings else "lm_head"
     copied = "wte" if config.tied_embeddings else ""
-    w = b.param(table, "V/tp", width, scope=scope, tied=copied, rows=0)
+    own = b.param if copied else b.weight
+    w = own(table, "V/tp", width, scope=scope, tied=copied, rows=0)
     if b.recipe.gradients.of_each_linear:
         h = identity(h, "logits_in")
-    logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope, role=Role.LOGITS)
+    h = h if copied else b.lowered(h, b.stored(table, scope))
+    own_type: dict[str, str] = {"dtype": b.dtype} if h.dtype != b.dtype else {}
+    logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope, role=Role.LOGITS, **own_type)
     if config.lm_head_bias:
         logits = b.bias(logits, "b_head", "V/tp")
     if config.logit_softcap:

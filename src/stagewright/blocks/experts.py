@@ -111,7 +111,8 @@ def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
     if served and where == "experts":
         where = "output"  # as in vLLM and DeepEP
     own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
-    sent = b.lowered(h, served.weights) if served else h
+    held = b.stored("we_up", "mlp")
+    sent = b.lowered(h, held) if held and held.product == "fp8" else h
     rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **own)
     rows = identity(identity(rows, "dispatched"), "expert_in")
     probs = going = None

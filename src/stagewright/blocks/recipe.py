@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from stagewright.stored import Storage, Stored
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -75,8 +77,8 @@ class Inference:
     """How a model is served, as far as one device can tell."""
 
     cache_dtype: str = "bf16"
-    weights: str = ""
-    """The format in which matrices of layers are stored, where it is not the computation's."""
+    weights: Storage = ()
+    """How matrices are stored that are not stored in what is computed in."""
     redundant_experts: int = 0
     """Further copies of experts that ranks hold, to balance the load (EPLB)."""
     decode: bool = False
@@ -85,6 +87,11 @@ class Inference:
     """Whether the tokens of a request are spread over the caches of `Stripes` ranks."""
     prefix: bool = False
     """Whether some request has tokens in the cache before the step."""
+
+    def stored(self, name: str, scope: str) -> Stored | None:
+        """How the matrix of this name is stored; None: as it is computed with."""
+        rows = dict(self.weights)
+        return rows[name] if name in rows else rows.get(scope)
 
 
 class Tie(NamedTuple):

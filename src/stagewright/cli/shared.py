@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,21 +38,26 @@ def load_experiment(
         given["model"] = model
     given, finish = translate(given)
     experiment = finish(load_experiment(config, given))
-    for text in notes(experiment):
-        click.echo(f"stagewright: note: {text}", err=True)
+    show_notes(notes(experiment))
     return experiment
 
 
 def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:
     """Compile; a manifest of an earlier run brings its model along unless another is named."""
+    from stagewright.lower import precision
     from stagewright.lower.compile import compile
     from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None
     compiled = compile(run, recorded)
-    for note in compiled.model.notes:
-        click.echo(f"stagewright: note: {note}", err=True)
+    show_notes((*compiled.model.notes, *precision.notes(compiled.run, compiled.model)))
     return compiled
+
+
+def show_notes(notes: Iterable[str]) -> None:
+    """Print what was assumed or passed over, beside the result."""
+    for note in notes:
+        click.echo(f"stagewright: note: {note}", err=True)
 
 
 DOES_NOT_FIT = 3

@@ -110,12 +110,28 @@ def _reads_in_part(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> l
             part = {("e",): "touched"}
         shape = [_size(n, part[x]) if x in part else d for x, d in zip(dims, s.shape, strict=True)]
         parts = [extent(d, axes) for d, axes in zip(shape, s.layout.dims, strict=True)]
-        found.append(_bytes(math.prod(parts), s.dtype))
+        found.append(_bytes(math.prod(parts), s, extent))
     return found
 
 
-def _bytes(elements: Any, dtype: str) -> Any:
-    return _whole(_whole(elements) * BYTES[dtype])
+def bytes_per_value(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
+    """Bytes of an element; of a matrix in few bits, with the element's part of a group's scale."""
+    of = n.binding.param
+    stored = of.stored if of is not None else None
+    if of is None or stored is None or stored.values != n.dtype or not stored.scale_bits:
+        return BYTES[n.dtype]
+    dims = [extent(d, axes) for d, axes in zip(n.shape, n.layout.dims, strict=True)]
+    summed = of.inputs()
+    inputs = math.prod([dims[i] for i in summed], start=1)
+    outputs = math.prod(
+        [d for i, d in enumerate(dims) if i not in summed and (i or not of.of_expert)], start=1
+    )
+    group = (stored.rows or outputs) * (stored.columns or inputs)
+    return BYTES[n.dtype] + Fraction(stored.scale_bits, 8 * group)
+
+
+def _bytes(elements: Any, n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
+    return _whole(_whole(elements) * bytes_per_value(n, extent))
 
 
 def _whole(count: Any) -> Any:
@@ -129,17 +145,17 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
     """FLOPs and bytes of one node alone; fusion removes what stays on chip."""
     if n.op in LEAVES or n.op == "identity":
         return Work(0, (), 0)
-    written = _bytes(local(n, extent), n.dtype)
-    reads = [_bytes(local(s, extent), s.dtype) for s in n.srcs]
+    written = _bytes(local(n, extent), n, extent)
+    reads = [_bytes(local(s, extent), s, extent) for s in n.srcs]
     row = OPS.get(n.op)
     if row is not None and row.gathers is not None:
-        reads[row.gathers] = _bytes(local(n, extent), n.srcs[row.gathers].dtype)
+        reads[row.gathers] = _bytes(local(n, extent), n.srcs[row.gathers], extent)
     if row is not None and row.scatters is not None:
         new = n.srcs[row.scatters]
         rows = local(new, extent)
         if n.get("stored") is not None:  # of new tokens those that are kept here
             rows = rows // extent(new.shape[1], ()) * extent(_size(n, "stored"), ())
-        written, reads[row.scatters] = _bytes(rows, n.dtype), _bytes(rows, new.dtype)
+        written, reads[row.scatters] = _bytes(rows, n, extent), _bytes(rows, new, extent)
         # What is written in place is not read.
         reads = [0 if s.shape == n.shape else r for s, r in zip(n.srcs, reads, strict=True)]
     if n.get("keys") is not None or n.get("touched") is not None:

@@ -21,13 +21,11 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 
 BYTES: dict[str, int | Fraction] = {
     **{"fp32": 4, "bf16": 2, "fp8": 1, "int32": 4, "int64": 8, "uint8": 1},
-    # Weights as they are stored, with the scales of groups of them.
-    "fp8_b128": 1 + Fraction(4, 128 * 128),  # fp32 for 128 x 128 (DeepSeek-V3, arXiv 2412.19437)
     "fp8_r128": 1 + Fraction(4, 128),  # fp32 for 128 in a row (keys of DeepSeek-V3.2's indexer)
-    "int4_g128": Fraction(1, 2) + Fraction(2, 128),  # fp16 for 128 in a row (GPTQ, AWQ: symmetric)
-    "nvfp4": Fraction(1, 2) + Fraction(1, 16),  # fp8 for 16 in a row (NVIDIA)
-    "mxfp4": Fraction(1, 2) + Fraction(1, 32),  # an exponent of 8 bit for 32 (OCP MX 1.0)
+    **{"int8": 1, "fp6": Fraction(3, 4), "fp4": Fraction(1, 2), "int4": Fraction(1, 2)},
+    **{"int3": Fraction(3, 8), "int2": Fraction(1, 4)},
 }
+"""Bytes of a value by data type; scales of groups of weights are in `stored.Stored`."""
 
 
 INTEGERS = frozenset({"int32", "int64", "uint8"})

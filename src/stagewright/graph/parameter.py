@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from stagewright.algebra.notation import Tensor, tensor
-from stagewright.algebra.size import Size
+from stagewright.algebra.size import Size, size
+from stagewright.stored import Stored
+
+HEADS = frozenset(size(name) for name in ("A", "G", "Group", "Head"))
+"""Sizes that count heads: a matrix that leads to heads has the rows of all their channels."""
+
+
+_INDEX_HEADS = size("IndexHeads")
 
 
 class Parameter(NamedTuple):
@@ -27,11 +34,31 @@ class Parameter(NamedTuple):
     rows: int = -1
     """The dim that PyTorch has first and FSDP2 shards: what a matrix leads to, entries of a table.
     """
+    stored: Stored | None = None
+    """How a matrix lies in memory where it is served in fewer bits than it is computed in."""
 
     @property
     def of_expert(self) -> bool:
         """Whether this is a weight of routed experts, of which a token uses `top_k`."""
         return "ep" in self.placement.axes[0] if self.placement.axes else False
+
+    def inputs(self) -> tuple[int, ...]:
+        """Which dims of a matrix its product sums over; the others are outputs, and experts.
+
+        >>> Parameter.declare("wo", "A/tp", "D", "M").inputs()
+        (0, 1)
+        >>> Parameter.declare("we_up", "E/ep", "M", "X/etp").inputs()
+        (1,)
+        >>> Parameter.declare("lm_head", "V/tp", "M", rows=0).inputs()
+        (1,)
+        """
+        dims = [size(text) for text in self.placement.dims]
+        if self.rows == 0 and not self.of_expert:
+            return tuple(range(1, len(dims)))
+        first = len(dims) - 1
+        while first and dims[first - 1] in (*HEADS, _INDEX_HEADS):
+            first -= 1
+        return tuple(range(int(self.of_expert), first))
 
     @classmethod
     def declare(cls, name: str, *dims: str | Size, rows: int = -1) -> Parameter:

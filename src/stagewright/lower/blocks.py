@@ -43,6 +43,9 @@ class BlockContext(NamedTuple):
 def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) -> nn.Block:
     """The block for one device: forward pass, and in training gradients and optimizer step."""
     recipe = replace(recipe, ties=variant.ties, begins=variant.begins, ends=variant.ends)
+    if recipe.inference:
+        served = replace(recipe.inference, weights=variant.weights)
+        recipe = replace(recipe, inference=served)
     return build_for_one_device(variant.block, model, recipe, variant.layer)
 
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, cast
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
-from stagewright.graph.cost import indices, local, traffic
+from stagewright.graph.cost import bytes_per_value, indices, local, traffic
 from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.parameter import HEADS
 from stagewright.graph.roles import CHOSEN, CLIP, MEMORY, STREAM, TABLE, Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.program.columns import Shape, TaskKind
@@ -89,8 +90,6 @@ class Kernel:
 
 Dependency = Kernel | LiveValue
 
-HEADS = frozenset(size(name) for name in ("A", "G", "Group", "Head"))
-
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -148,7 +147,7 @@ def extent_of(
 
 def bytes_of(n: Node, extent: Extent) -> int:
     """Bytes of the part of a value that one rank holds."""
-    return math.ceil(extent.elements(n) * BYTES[n.dtype])
+    return math.ceil(extent.elements(n) * bytes_per_value(n, extent))
 
 
 def kernels(

@@ -57,12 +57,11 @@ def _logits(run: Run) -> str:
 
 def _inference(run: Run, model: ModelConfig) -> nn.Inference:
     return nn.Inference(
-        run.kv_cache_dtype or "bf16",
-        requests.STORED[run.weight_precision or "bf16"],
-        run.num_redundant_experts,
-        run.mode == "decode",
-        requests.stripes(run, model) > 1,
-        requests.prefixed(run),
+        cache_dtype=run.kv_cache_dtype or "bf16",
+        redundant_experts=run.num_redundant_experts,
+        decode=run.mode == "decode",
+        striped=requests.stripes(run, model) > 1,
+        prefix=requests.prefixed(run),
     )
 
 

@@ -10,11 +10,13 @@ from stagewright import blocks as nn
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
 from stagewright.lower.habits import RootUnit
+from stagewright.lower.precision import describe, storage
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.places import places
+from stagewright.stored import Storage
 
 
 class BlockVariant(NamedTuple):
@@ -29,6 +31,7 @@ class BlockVariant(NamedTuple):
     ties: tuple[nn.Tie, ...] = ()  # tables that other blocks have copies of
     begins: frozenset[str] = frozenset()  # values that it is the first of its stage to use
     ends: frozenset[str] = frozenset()  # values that it is the last to use
+    weights: Storage = ()  # how its matrices are stored where the model is served
 
     def name_at(self, layer: int) -> str:
         """The name of this block at a layer index, such as `layer3`; -1: `head` and the like."""
@@ -67,6 +70,8 @@ def _label(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> str:
         words += [f"last with {name}" for name in sorted(variant.ends)]
     if differ(lambda v: v.ties):
         words += [tie.words for tie in variant.ties[:1]]
+    if differ(lambda v: v.weights):
+        words.append(_stored(variant))
     if differ(lambda v: v.recomputed):
         words.append("recomputed" if variant.recomputed else "kept")
     if differ(lambda v: v.activations_on_host):
@@ -74,6 +79,11 @@ def _label(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> str:
     if differ(lambda v: v.states_on_host):
         words.append("updated on host" if variant.states_on_host else "updated on device")
     return " ".join(words)
+
+
+def _stored(variant: BlockVariant) -> str:
+    """How the matrices of a block are stored, in words."""
+    return f"in {describe(variant.weights) or 'full precision'}"
 
 
 # ---- which block stands where --------------------------------------------------------------------
@@ -110,7 +120,10 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
         stages[stage].append((variant, index))
     stages[-1] += between
     if run.mode != "train":
-        return stages
+        return [
+            [(v._replace(weights=storage(run, model, v.block, i)), i) for v, i in stage]
+            for stage in stages
+        ]
     return [_move_states(run, stage) for stage in _mark_first_and_last_users(stages, model)]
 
 

@@ -18,6 +18,7 @@ from stagewright.model.layers import (
     Reach,
     Recurrence,
 )
+from stagewright.model.quantization import Quantization
 from stagewright.model.recommendation import Recommendation
 from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.model.state_space import StateSpace
@@ -222,6 +223,9 @@ class Architecture:
     attention_dropout: _Probability = 0.0
     embedding_dropout: _Probability = 0.0
 
+    quantization: Quantization | None = None
+    """How the published checkpoint stores the matrices; None: in 16 bits."""
+
     source: str = ""
     """The address or the paper of the figures."""
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -308,5 +312,6 @@ NESTED: Mapping[str, type] = {
     "vision": Vision,
     "diffusion": Diffusion,
     "recommendation": Recommendation,
+    "quantization": Quantization,
 }
 """Fields of a model with fields of their own; another is `tower`, a model."""

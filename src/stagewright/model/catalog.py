@@ -18,6 +18,7 @@ from stagewright.blocks.text import stg
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_bytes
 from stagewright.model.config import ModelConfig
+from stagewright.model.hf import quantization
 from stagewright.model.hf import read as hf
 from stagewright.model.hf.keys import Json
 from stagewright.model.presets import PRESETS
@@ -73,9 +74,23 @@ def from_config(path: str | Path, as_family: str = "") -> ModelConfig:
     like, fields, notes = hf.read(str(file), data, as_family)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     try:
-        return replace(PRESETS[like], name=name, source=str(file), notes=notes, **fields)
+        model = replace(PRESETS[like], name=name, source=str(file), notes=notes, **fields)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+    return _quantized(model, file, data)
+
+
+def _quantized(model: ModelConfig, file: Path, data: Json) -> ModelConfig:
+    """The model as its checkpoint stores it: as its config.json says, or the file beside that."""
+    given = quantization.given(data, hf.TEXT_PARTS)
+    beside = file.parent / "hf_quant_config.json"
+    if given is None and file.name == "config.json" and beside.is_file():
+        given = _load(beside)[1]
+    if given is None:
+        return replace(model, quantization=None)
+    found, notes = quantization.read_quantization(str(file), given, model)
+    found = found and replace(found, file=str(file))
+    return replace(model, quantization=found, notes=(*model.notes, *notes))
 
 
 def _load(file: Path) -> tuple[Path, Json]:

@@ -6,7 +6,8 @@ width, heads, key/value heads, width of a head, vocabulary and longest sequence 
 huggingface.co, whose config.json has the figures, and the fields in which the model differs from
 its family may be left out. All other keys of a file are fields of `Architecture` that its models
 share; a field with fields of its own (`state_space`) may be written partly there and partly in a
-row. `pattern` stands for mixers and MLPs in Nemotron-H's letters; `tower` is the name of a preset.
+row. `quantization_config` is that of the published config.json. `pattern` stands for mixers and
+MLPs in Nemotron-H's letters; `tower` is the name of a preset.
 
 >>> PRESETS["llama3.1-70b"].num_layers
 80
@@ -15,6 +16,7 @@ row. `pattern` stands for mixers and MLPs in Nemotron-H's letters; `tower` is th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 from stagewright.files import own_yaml
 from stagewright.model.architecture import LIMITS, NESTED
 from stagewright.model.config import ModelConfig
+from stagewright.model.hf.quantization import read_quantization
 from stagewright.model.patterns import from_letters
 
 Fields = dict[str, Any]
@@ -81,7 +84,11 @@ def _model(name: str) -> ModelConfig:
         fields["tower"] = PRESETS[fields["tower"]]
     for field in NESTED.keys() & fields.keys():
         fields[field] = NESTED[field](**_tuples(fields[field]))
-    return ModelConfig(name=name, **_tuples(fields))
+    published = fields.pop("quantization_config", None)
+    model = ModelConfig(name=name, **_tuples(fields))
+    if published is None:
+        return model
+    return replace(model, quantization=read_quantization(name, published, model)[0])
 
 
 def _tuples(fields: Fields) -> Fields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from stagewright.model.layers import Reach
 from stagewright.run import lengths
 from stagewright.run.lengths import Group, Groups
 from stagewright.run.sections import Settings
+from stagewright.stored import Stored
 
 LEAST_MEMORY = 10**6
 """Bytes; a smaller size is a number whose unit was left out."""
@@ -23,14 +25,15 @@ MOST_MEMORY = 2**60
 _BYTES = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?(?:e\+?[0-9]{1,2})?) ?([kMGTP]i?B|B)?")
 
 
-STORED = {
-    "bf16": "",
-    "fp8": "fp8_b128",
-    "int4": "int4_g128",
-    "fp4": "nvfp4",
-    "mxfp4": "mxfp4",
+STORED: Mapping[str, Stored | None] = {
+    "bf16": None,
+    "fp8": Stored("fp8", 32, 128, 128, "fp8"),  # DeepSeek-V3 (arXiv 2412.19437, section 3.3)
+    "int4": Stored("int4", 16, 1, 128),  # GPTQ, AWQ: symmetric, scales in fp16
+    "fp4": Stored("fp4", 8, 1, 16),  # NVFP4 for weights only (NVIDIA), scales in fp8
+    "nvfp4": Stored("fp4", 8, 1, 16, "fp4"),  # inputs, too
+    "mxfp4": Stored("fp4", 8, 1, 32),  # OCP MX 1.0: an exponent of 8 bits
 }
-"""Data types of stored weights by `weight_precision`; `graph.node.BYTES` has their bytes."""
+"""How the matrices of layers are stored, by `weight_precision`; None: in 16 bits."""
 
 
 def read_bytes(value: str | int, setting: str = "device_memory") -> int:

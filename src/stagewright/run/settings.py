@@ -131,6 +131,8 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
                 indexed=model.index_topk > 0,
                 sources=sources,
             )
+            if model.quantization and model.quantization.kv_cache and self.precision == "bf16":
+                defaults["kv_cache_dtype"] = model.quantization.kv_cache
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if self.etp is None and self.expert_tensor_parallel_size != self.tp:
             absent["etp"] = self.expert_tensor_parallel_size

@@ -129,6 +129,7 @@ class Hardware(_Frozen):
     peak_bf16_tflops: float = Field(gt=0)
     peak_fp8_tflops: float | None = Field(gt=0, default=None)
     peak_fp4_tflops: float | None = Field(gt=0, default=None)
+    peak_int8_tflops: float | None = Field(gt=0, default=None)
     peak_fp32_tflops: float = Field(gt=0)
     """Peak of the vector units."""
 
@@ -168,6 +169,26 @@ class Hardware(_Frozen):
 
     sources: Mapping[str, str] = Field(default_factory=dict)
     """The source of each number, by key, with dots for nesting."""
+
+    def rate_of(self, dtype: str) -> float | None:
+        """Dense peak of matrix products in TFLOP/s, of vector units for fp32; None: it has none."""
+        return {
+            "bf16": self.peak_bf16_tflops,
+            "fp8": self.peak_fp8_tflops,
+            "int8": self.peak_int8_tflops,
+            "fp4": self.peak_fp4_tflops,
+            "fp32": self.peak_fp32_tflops,
+        }.get(dtype)
+
+    def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
+        """This hardware with bf16's rate for data types that it has no matrix products in.
+
+        So kernels compute that read few bits and multiply in bf16, as vLLM's Marlin kernels do
+        where a GPU lacks fp8 or fp4.
+        """
+        rate = self.peak_bf16_tflops
+        rates = {f"peak_{dtype}_tflops": self.rate_of(dtype) or rate for dtype in dtypes}
+        return self.model_copy(update=rates)
 
     def with_attention(self, kernel: str) -> Hardware:
         """This hardware with another default attention kernel, by name; UserError if unknown."""

@@ -40,17 +40,11 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
 
     Raises UserError where the hardware has no matrix products in this data type.
     """
-    known = {
-        "bf16": hardware.peak_bf16_tflops,
-        "fp8": hardware.peak_fp8_tflops,
-        "fp4": hardware.peak_fp4_tflops,
-        "fp32": hardware.peak_fp32_tflops,
-    }
-    peak = known.get(dtype)
+    peak = hardware.rate_of(dtype)
     if peak is None:
+        known = [name for name in ("bf16", "fp8", "int8", "fp4", "fp32") if hardware.rate_of(name)]
         raise UserError(
-            f"{hardware.name} has no matrix products in {dtype}; use one of "
-            + ", ".join(name for name, value in known.items() if value)
+            f"{hardware.name} has no matrix products in {dtype}; use one of {', '.join(known)}"
         )
     return peak * 1e12
 

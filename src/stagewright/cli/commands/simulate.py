@@ -67,12 +67,14 @@ def run_experiment(experiment: Experiment, model: str | None, config: str | None
     run = fill_nodes(experiment.run, cluster, cluster.nodes)
     compiled = shared.compile_run(run, model, config)
     with shown("tasks") as bar:
-        return stagewright.simulate(
+        simulation = stagewright.simulate(
             compiled,
             replace(cluster, nodes=None),
             execution=experiment.execution,
             progress=bar,
         )
+    shared.show_notes(simulation.notes)
+    return simulation
 
 
 # ---- for people ----------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ models with more than text (`Qwen3VLForConditionalGeneration`) are read through 
 describes the text part (`text_config`). A class that nobody knows is read by the names that most
 decoders share (`common`).
 
-Number formats (`torch_dtype`, `dtype`, quantization) belong to a run and are not read; neither are
-losses that balance experts, factors that scale values without adding any (of experts' weights,
-multipliers of Granite, MiniMax and Falcon-H1, limits of time steps), nor layers for multi-token
-prediction.
+Number formats (`torch_dtype`, `dtype`) belong to a run and are not read, but for those of
+checkpoints in few bits (`quantization`); neither are losses that balance experts, factors that
+scale values without adding any (of experts' weights, multipliers of Granite, MiniMax and Falcon-H1,
+limits of time steps), nor layers for multi-token prediction.
 """
 
 from __future__ import annotations

@@ -101,10 +101,10 @@ class InferenceSection:
         "Decode: draft tokens of each request that the step verifies.",
         modes=INFERENCE,
     )
-    weight_precision: Literal["bf16", "fp8", "int4", "fp4", "mxfp4"] | None = setting(
+    weight_precision: Literal["bf16", "fp8", "int4", "fp4", "nvfp4", "mxfp4"] | None = setting(
         None,
-        "Storage of the layers' matrices, with scales; products of fp8 weights are of fp8, too.",
-        unset="that of the computation",
+        "Storage of the layers' matrices, with scales; products of fp8 and nvfp4 are in these.",
+        unset="as the checkpoint's quantization_config says, else that of the computation",
         modes=INFERENCE,
         names=("quantization",),
         of_requests=True,
@@ -112,7 +112,7 @@ class InferenceSection:
     kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = setting(
         None,
         "Data type of the KV cache.",
-        unset="that of the computation",
+        unset="as the checkpoint's quantization_config says, else that of the computation",
         modes=INFERENCE,
         of_requests=True,
     )

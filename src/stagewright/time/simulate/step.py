@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
@@ -34,11 +36,13 @@ from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
 from stagewright.program.fit import Fit, Held, fit_of, held_by
 from stagewright.program.memory import deltas
+from stagewright.program.shapes import GEMM
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.cost import Routed, task_seconds
+from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
@@ -202,6 +206,16 @@ class SimulatedStep:
             tokens=self.tokens, busy=busy, price=price,
         )  # fmt: skip
 
+    @property
+    def notes(self) -> list[str]:
+        """What the machine cannot do as asked, and what was assumed for it; a sentence each."""
+        hardware = self.machine.hardware
+        return [
+            f"{hardware.name} has no matrix products in {dtype}: weights are read in few bits, and "
+            "products take the time of bf16, as those of vLLM's Marlin kernels"
+            for dtype in without_rates(self.compiled, hardware)
+        ]
+
     def summary(self) -> dict[str, Any]:
         """Everything as one object for JSON; times in seconds, sizes in bytes.
 
@@ -272,6 +286,9 @@ def executed(
     """The timeline of one step; raises UserError where the execution's settings exclude the run."""
     if how.overlap_moe_expert_parallel_comm:
         ep_overlap.check(compiled.run)
+    missing = without_rates(compiled, machine.hardware)
+    if missing:
+        machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
     seconds = task_seconds(
         compiled.program,
         machine,
@@ -279,6 +296,21 @@ def executed(
         routed=_routed(compiled.run, compiled.model) if how.moe_flex_dispatcher else None,
     )
     return timeline(compiled.program, seconds, how, factors, progress)
+
+
+def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:
+    """Data types that a served checkpoint's products run in and that some hardware has not.
+
+    In training such products are an error: a recipe is chosen for the hardware.
+    """
+    if compiled.run.mode == "train":
+        return []
+    used: set[str] = set()
+    for of in compiled.program.classes:
+        shapes = [nth for nth, shape in enumerate(of.tasks.shapes) if shape.kernel == GEMM]
+        rows = np.isin(of.tasks.shape, shapes)
+        used |= {of.tasks.dtypes[int(i)] for i in np.unique(of.tasks.dtype[rows])}
+    return sorted(dtype for dtype in used if hardware.rate_of(dtype) is None)
 
 
 def _routed(run: Run, model: ModelConfig) -> Routed:

@@ -1,0 +1,65 @@
+"""In which precision a model's matrices are stored where it is served, and its cache."""
+
+from __future__ import annotations
+
+from stagewright.model.config import ModelConfig
+from stagewright.run.requests import STORED
+from stagewright.run.settings import Run
+from stagewright.stored import Storage, Stored
+
+SCOPES = ("attention", "mlp", "mixer", "mtp")
+"""What `weight_precision` is about: all matrices but the output projection and the embedding."""
+
+
+def storage(run: Run, model: ModelConfig, block: str, layer: int) -> Storage:
+    """How the matrices of a block are stored; `layer` is its index, -1 where it is no layer.
+
+    As `weight_precision` says, or else as the checkpoint does (`ModelConfig.quantization`).
+    """
+    if run.weight_precision is not None:
+        stored = STORED[run.weight_precision]
+        return tuple((scope, stored) for scope in SCOPES) if stored else ()
+    if model.quantization is None or run.precision != "bf16":
+        return ()
+    if block == "head":
+        return model.quantization.head
+    return model.quantization.of_layer(layer if layer >= 0 else model.num_layers - 1)
+
+
+def notes(run: Run, model: ModelConfig) -> list[str]:
+    """Where a run passes over how a config.json says that its checkpoint is stored."""
+    given = model.quantization
+    if given is None or not given.file:
+        return []
+    if run.mode == "train":
+        start = run.params_dtype or ("fp32" if run.precision == "fp32" else "bf16")
+        return [
+            f"training starts from weights in {start}: the quantization_config ({given.method}) of "
+            f"{given.file} counts where the model is served"
+        ]
+    if run.precision != "bf16":
+        return [
+            f"precision={run.precision}: the quantization_config ({given.method}) of {given.file} "
+            "is passed over"
+        ]
+    return []
+
+
+def name(stored: Stored) -> str:
+    """The usual name of a way to store a matrix.
+
+    >>> name(Stored("fp4", 8, 1, 32)), name(Stored("int4", 16, 1, 128)), name(Stored("fp8", 32))
+    ('mxfp4', 'int4', 'fp8')
+    """
+    of_16 = stored.values == "fp4" and stored.columns == 16
+    of_32 = stored.columns == 32 and stored.scale_bits == 8
+    return f"{'nv' if of_16 else 'mx' if of_32 else ''}{stored.values}"
+
+
+def describe(weights: Storage) -> str:
+    """A storage in words: matrices that are stored alike, scopes first.
+
+    >>> describe((("mlp", Stored("fp4", 8, 1, 32)), ("w_up", None)))
+    'mlp mxfp4, w_up bf16'
+    """
+    return ", ".join(f"{what} {name(stored) if stored else 'bf16'}" for what, stored in weights)

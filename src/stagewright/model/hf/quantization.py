@@ -1,0 +1,99 @@
+"""What a config.json says of the numbers its checkpoint holds: `quantization_config`.
+
+The same is read of an `hf_quant_config.json`, which modelopt writes beside the config.json.
+`methods` has the methods, `modules` the names of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from stagewright.model.architecture import Architecture
+from stagewright.model.hf.keys import Json
+from stagewright.model.hf.methods import Scheme, Unreadable, scheme_of
+from stagewright.model.hf.modules import MODULES, ROUTED, SCOPES
+from stagewright.model.layers import ATTENTIONS, SIDE_BY_SIDE, Layer
+from stagewright.model.quantization import Quantization
+from stagewright.stored import Storage, Stored
+
+
+def given(data: Json, text_parts: Iterable[str]) -> Json | None:
+    """The quantization_config of a config.json, or of an object that describes its text part.
+
+    None where there is none.
+    """
+    holder: Any = data
+    while isinstance(holder, dict):
+        keys = cast(Json, holder)
+        for key in ("quantization_config", "compression_config"):
+            if value := keys.get(key):
+                found = cast(Json, value) if isinstance(value, dict) else {}
+                return {**found, "expert_dtype": keys.get("expert_dtype")}
+        holder = next((keys[part] for part in text_parts if part in keys), None)
+    return None
+
+
+def read_quantization(
+    file: str, config: Json, model: Architecture
+) -> tuple[Quantization | None, tuple[str, ...]]:
+    """How the matrices of a config.json's model are stored, and notes on what is not understood.
+
+    None where the file says nothing of quantization, or nothing that is understood.
+    """
+    try:
+        scheme = scheme_of(config)
+    except Unreadable as problem:
+        note = (
+            f"{file}: {problem}; weights count as those of the computation where the model is "
+            "served; --weight-precision says otherwise"
+        )
+        return None, (note,)
+    known: dict[object, Storage] = {}
+    storages: list[Storage] = []
+    for index in range(model.num_layers):
+        key = scheme.key(index), model.layer(index)
+        if key not in known:
+            known[key] = _of_layer(scheme, model.layer(index), index)
+        storages.append(known[key])
+    kinds = tuple(dict.fromkeys(storages))
+    head = scheme.of(-1, ("lm_head",)) if scheme.head and not scheme.routed_only else None
+    quantization = Quantization(
+        method=scheme.method,
+        kinds=kinds,
+        layers=tuple(kinds.index(storage) for storage in storages),
+        head=(("lm_head", head),) if head else (),
+        kv_cache=scheme.kv_cache,
+    )
+    return quantization, tuple(f"{file}: {note}" for note in scheme.notes)
+
+
+def _of_layer(scheme: Scheme, layer: Layer, index: int) -> Storage:
+    """The storage of a layer's matrices: of all in a scope, and of those that differ from it."""
+    pairs: Mapping[str, tuple[str, ...]] = {**SIDE_BY_SIDE}
+    parts = pairs.get(layer.mixer, (layer.mixer,))
+    attends = any(part in ATTENTIONS for part in parts) or layer.block
+    scopes = {
+        "attention": bool(attends),
+        "mixer": any(part not in ATTENTIONS and part != "none" for part in parts),
+        "mlp": layer.mlp != "none" or bool(layer.block),
+    }
+    rows: list[tuple[str, Stored | None]] = []
+    for scope in (name for name, there in scopes.items() if there):
+        usual: Stored | None = None
+        if not scheme.routed_only:
+            usual = scheme.of(index, SCOPES[scope])
+            if usual:
+                rows.append((scope, usual))
+        for name, modules in MODULES[scope].items():
+            if scope == "mlp" and (name in _OF_DENSE) == (layer.mlp == "experts"):
+                continue
+            if scheme.routed_only and name not in ROUTED:
+                continue
+            stored = scheme.of(index, modules)
+            if stored != usual:
+                rows.append((name, stored))
+    return tuple(rows)
+
+
+_OF_DENSE = ("w_up", "w_gate", "w_down")
