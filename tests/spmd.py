@@ -477,6 +477,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "step3": _MIXTURE
     | {"mixers": ("local", "global"), "sliding_window": 5, "attention_gate": True}
     | {"attention_gate_per_head": True},
+    "nemotron3": _MIXTURE | {"moe_latent_size": 6, "shared_ffn_hidden_size": 12},
     "plain": {"position": "none", "num_query_groups": 1, "activation": "relu2", "mlp_bias": True},
 }
 TINY: dict[str, ModelConfig] = {

@@ -44,7 +44,14 @@ def experts(b: Builder, h: Node) -> Node:
     c = b.config
     gates = _router(b, h)
     exchange = {"alltoall": _exchanged, "allgather": _gathered}[b.recipe.experts.dispatcher]
-    out = exchange(b, h, gates)
+    rows = h
+    if c.moe_latent_size:
+        into = b.weight("w_latent", "M", "Latent", **OWN)
+        rows = b.linear("bsm,ml->bsl", h, into, "latent_tokens", **OWN)
+    out = exchange(b, rows, gates)
+    if c.moe_latent_size:
+        outof = b.weight("w_latent_out", "Latent", "M", **OWN)
+        out = b.linear("bsl,lm->bsm", out, outof, "moe_wide", **OWN)
     if c.shared_ffn_hidden_size:
         matrices = Matrices("ws_up", "ws_gate", "ws_down", ("M", "Y/tp"), "bsm", "bsy")
         shared = feed_forward(b, h, matrices)
@@ -100,6 +107,11 @@ def _held(b: Builder) -> str:
     return "H" if served and served.redundant_experts else "E"
 
 
+def _width(b: Builder) -> str:
+    """The dim of the experts' rows: the model's width, or that of the narrower space."""
+    return "Latent" if b.config.moe_latent_size else "M"
+
+
 def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
     """Copies of tokens go to their experts and results come back: two all-to-alls over ep.
 
@@ -148,7 +160,7 @@ def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
     def weighed(a: Node) -> Node:
         return weigh(a, probs, name="weighed", **OWN) if probs else a
 
-    dims = (f"{_held(b)}/ep", "M", "X/etp")
+    dims = (f"{_held(b)}/ep", _width(b), "X/etp")
     matrices = Matrices("we_up", "we_gate", "we_down", dims, "erm", "erx", b.config.mlp_bias)
     attrs = {"touched": size("touched")} if b.recipe.inference else None
     return feed_forward(b, rows, matrices, weigh=weighed, attrs=attrs)
@@ -158,6 +170,6 @@ def _biased(b: Builder, out: Node, probs: Node | None) -> Node:
     """Results of experts plus their bias, which `probs` weighs as it weighs the results
     (Megatron-LM's `TEGroupedMLP._apply_bias`)."""
     if probs is None:
-        return b.bias(out, "be_down", f"{_held(b)}/ep", "M")
-    bias = b.param("be_down", f"{_held(b)}/ep", "M", **OWN)
+        return b.bias(out, "be_down", f"{_held(b)}/ep", _width(b))
+    bias = b.param("be_down", f"{_held(b)}/ep", _width(b), **OWN)
     return add(out, einsum("er,em->erm", probs, bias, name="bias", **OWN), name="biased", **OWN)

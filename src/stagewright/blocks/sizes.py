@@ -24,6 +24,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "W": config.embedding_size or config.hidden_size,
         "E": config.num_experts,
         "X": config.moe_ffn_hidden_size,
+        "Latent": config.moe_latent_size,  # width of the experts' rows where it is not M
         "Y": config.shared_ffn_hidden_size,
         "Q": config.q_lora_rank,
         "C": config.kv_lora_rank,

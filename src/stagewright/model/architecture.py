@@ -128,6 +128,9 @@ class Architecture:
     """Experts that each token goes to."""
     moe_ffn_hidden_size: Annotated[_MlpWidth, Needs("experts")] = 0
     """Width inside one expert."""
+    moe_latent_size: Annotated[_Width, Needs("experts")] = 0
+    """Width of a space that experts work in, where it is not the model's: tokens are projected into
+    it before they are sent, and results out of it (Nemotron 3 Super and Ultra)."""
     shared_ffn_hidden_size: Annotated[_MlpWidth, Needs("experts")] = 0
     """Width of the experts that every token goes to, together."""
     first_dense_layers: Annotated[_Layers, Needs("experts")] = 0

@@ -184,8 +184,13 @@ def _count(c: ModelConfig, experts: int) -> int:
     norm = hidden * (c.norm_weight + c.norm_bias)
     ups = 2 if c.gated else 1
     dense = (ups + 1) * hidden * c.ffn_hidden_size + c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
-    widths = experts * c.moe_ffn_hidden_size + c.shared_ffn_hidden_size
-    mixture = (ups + 1) * hidden * widths + hidden * (c.num_experts + c.shared_expert_gate)
+    narrow = c.moe_latent_size or hidden
+    widths = experts * c.moe_ffn_hidden_size * narrow + c.shared_ffn_hidden_size * hidden
+    mixture = (
+        (ups + 1) * widths
+        + 2 * hidden * c.moe_latent_size
+        + hidden * (c.num_experts + c.shared_expert_gate)
+    )
     mixture += c.mlp_bias * experts * (ups * c.moe_ffn_hidden_size + hidden)
     mixture += c.router_bias * c.num_experts
     sequential = 4 if c.norm_placement == "sandwich" else 2
@@ -755,6 +760,12 @@ class TestKeys:
                 {"num_layers": 2, "mixers": ("mamba2", "none"), "mlps": ("none", "experts")}
                 | {"num_experts": 8, "shared_ffn_hidden_size": 7688, "ffn_hidden_size": 0},
             ),
+            (  # as Nemotron 3 Ultra
+                "nemotron-h-8b-base-8k",
+                {"layers_block_type": ["mamba", "moe"], "num_hidden_layers": 2}
+                | {"moe_latent_size": 64},
+                {"moe_latent_size": 64, "moe_ffn_hidden_size": 7688},
+            ),
             (  # the sizes of Nemotron-H-4B, whose heads are wider than hidden size / heads
                 "nemotron-h-47b-base-8k",
                 {"hidden_size": 3072, "num_attention_heads": 32},
@@ -1008,7 +1019,6 @@ class TestRefusals:
             ("granite-4.0-h-small", "position_embedding_type", "alibi", '"rope", "nope" or null'),
             ("nemotron-h-47b-base-8k", "hybrid_override_pattern", "MX", "letters of M * - E"),
             ("nemotron-h-47b-base-8k", "num_hidden_layers", 97, "98, the length of the pattern"),
-            ("nemotron-h-8b-base-8k", "moe_latent_size", 64, "wanted null"),
             ("qwen3-next-80b-a3b", "linear_num_key_heads", 3, "a divisor of the 32 value heads"),
             ("qwen3-next-80b-a3b", "mlp_only_layers", [1], "dense layers are not supported"),
             ("qwen3-next-80b-a3b", "decoder_sparse_step", 2, "wanted 1"),

@@ -151,8 +151,6 @@ def _nemotron_depth(c: Keys) -> int:
 
 def _nemotron_layers(c: Keys) -> Fields:
     """A layer is a mixer or an MLP, not both."""
-    if c.get("moe_latent_size") is not None:
-        c.reject("moe_latent_size", "null; experts in a narrower space are not supported")
     letters = _nemotron_letters(c)
     fields = from_letters(letters) | ({} if "-" in letters else {"ffn_hidden_size": 0})
     if "E" not in letters:
@@ -163,6 +161,7 @@ def _nemotron_layers(c: Keys) -> Fields:
         **fields,
         **c.read_all(experts("n_routed_experts", "moe_intermediate_size")),
         "shared_ffn_hidden_size": shared * width,
+        "moe_latent_size": c.optional("hidden_size", "moe_latent_size") or 0,
         "router": "sigmoid",
         "norm_topk_prob": c.flag("norm_topk_prob"),
         "expert_bias": True,
@@ -314,6 +313,7 @@ FALCON_H1: Map = {**DECODER, "state_space": _falcon_h1_state}
 NEMOTRON_H: Map = {
     **DECODER,
     "num_layers": _nemotron_depth,
+    "tied_embeddings": Fixed(False),  # transformers never ties them
     # NVIDIA's own files have the second name.
     "kv_channels": head_width(("num_attention_heads",), "head_dim", "attention_head_dim"),
     "activation": "mlp_hidden_act",
