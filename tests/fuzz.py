@@ -362,10 +362,11 @@ def _config_compiled(path: Path) -> object:
 
 
 def _run_file(path: Path) -> object:
+    from stagewright.api.experiments import load_run
     from stagewright.model.catalog import resolve
     from stagewright.parallel.degrees import parallelization
     from stagewright.run.rules import check
-    from stagewright.trace.recorded import load_run, recorded_model
+    from stagewright.trace.recorded import recorded_model
 
     run = load_run(path)
     run.describe()

@@ -14,6 +14,7 @@ from stagewright.version import __version__
 
 if TYPE_CHECKING:
     from stagewright.api.compiled import Compiled, compile
+    from stagewright.api.experiments import load_run
     from stagewright.api.generated import generate
     from stagewright.api.reported import report
     from stagewright.api.simulated import Simulation, simulate
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from stagewright.run.settings import Run
     from stagewright.texttable import Table
     from stagewright.trace.formats.bundle import Bundle
-    from stagewright.trace.recorded import load_run
 
 __all__ = [
     "Bundle",
@@ -53,7 +53,7 @@ _HOME = {
     "UserError": "errors",
     "compile": "api.compiled",
     "generate": "api.generated",
-    "load_run": "trace.recorded",
+    "load_run": "api.experiments",
     "report": "api.reported",
     "resolve": "model.catalog",
     "simulate": "api.simulated",

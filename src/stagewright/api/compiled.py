@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from stagewright.api.experiments import gpus_per_node
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
+from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.views import tables
@@ -74,10 +76,19 @@ def compile(
     return Compiled(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})
 
 
-def run_of(model: Asked, settings: Mapping[str, Any]) -> Run:
-    """The run that is asked for; `settings` replace those that it has."""
+def run_of(
+    model: Asked,
+    settings: Mapping[str, Any],
+    gpus: Callable[[str | None], int] = gpus_per_node,
+) -> Run:
+    """The run that is asked for; `settings` replace those that it has.
+
+    Where they name nodes and no dp, dp fills them: `gpus` says how many GPUs a node has.
+    """
     if isinstance(model, Run):
         if not settings:
             return model
-        return Run.load(None, {**model.model_dump(exclude_unset=True), **settings})
-    return Run.load(None, {"model": os.fspath(model), **settings})
+        given = {**model.model_dump(exclude_unset=True), **settings}
+    else:
+        given = {"model": os.fspath(model), **settings}
+    return Experiment.of({}, given, gpus_per_node=gpus).run

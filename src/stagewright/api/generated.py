@@ -6,6 +6,8 @@ from typing import Any
 
 from stagewright.check.program import check_program
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
 from stagewright.time.astra_sim import beside
 from stagewright.time.measured import load, measured
 from stagewright.trace.recorded import manifest
@@ -19,6 +21,8 @@ def generate(
     format: str = "chakra",
     durations: str | None = None,
     astra_sim: str | None = None,
+    cluster: ClusterSection | None = None,
+    execution: Execution | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
@@ -36,7 +40,7 @@ def generate(
     (2, 3)
     """
     program = compiled.program
-    record = {**manifest(compiled), "checks": check_program(program)}
+    record = {**manifest(compiled, cluster, execution), "checks": check_program(program)}
     if durations is not None:
         program, matched = measured(program, load(durations))
         record["durations"] = {"file": durations, **matched.entry()}

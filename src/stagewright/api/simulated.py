@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from stagewright.api.compiled import Asked, compile, run_of
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.run.experiment import with_settings
+from stagewright.run.experiment import filled, with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.measured import load, measured
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
@@ -62,17 +63,24 @@ def simulate(
     `dp`, dp fills the nodes.
     """
     cluster, how, settings = _sections(hardware, execution, settings)
+    of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
     if isinstance(what, CompiledRun):
-        if settings or cluster.nodes is not None:
-            name = next(iter(settings), "nodes")
+        if settings:
+            name = next(iter(settings))
             raise UserError(f"{name} cannot change what is compiled; give it to compile")
         compiled = what
     else:
-        compiled = compile(fill_nodes(run_of(what, settings), hardware, cluster.nodes))
+        nodes = {} if cluster.nodes is None else {"nodes": cluster.nodes}
+        compiled = compile(run_of(what, settings | nodes, lambda _: of.gpus_per_node))
+    if cluster.nodes is not None:
+        filled(compiled.run, cluster.nodes, of.gpus_per_node)
+    if cluster.durations is not None:
+        program, _ = measured(compiled.program, load(cluster.durations))
+        compiled = replace(compiled, program=program)
     machine = hardware
     if not isinstance(machine, Machine):
         machine = Machine.of(
-            _known(machine),
+            of,
             gpus=compiled.program.mesh.world_size,
             topology=cluster.topology,
             algorithm=cluster.algorithm,
@@ -97,27 +105,6 @@ def _sections(
         with_settings(execution or Execution(), others),
         {name: value for name, value in settings.items() if name not in others},
     )
-
-
-def fill_nodes(
-    run: Run,
-    hardware: str | os.PathLike[str] | Hardware | Machine | ClusterSection,
-    nodes: int | None,
-) -> Run:
-    """The run on so many nodes of some hardware: dp as large as they hold, unless it is given."""
-    of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
-    if nodes is None:
-        return run
-    gpus = nodes * of.gpus_per_node
-    others = run.world_size // run.dp
-    if "dp" not in run.model_fields_set and gpus % others == 0:
-        run = run.model_copy(update={"dp": gpus // others})
-    if run.world_size != gpus:
-        raise UserError(
-            f"--nodes {nodes} means {gpus} GPUs, but tp={run.tp} x cp={run.cp} x dp={run.dp} x "
-            f"pp={run.pp} makes {run.world_size} ranks; make them equal, or leave out --nodes"
-        )
-    return run
 
 
 def _known(hardware: str | os.PathLike[str] | Hardware | ClusterSection) -> Hardware:

@@ -15,7 +15,7 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.trace.formats.chakra import encode
 from stagewright.trace.formats.et_def import values
-from stagewright.trace.recorded import load_run, recorded_model
+from stagewright.trace.recorded import load_experiment, recorded_model
 
 
 def program_of(manifest: Path, nodes: int) -> Program | str:
@@ -24,7 +24,7 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
     `nodes` is the number in the traces: a run that would make far more nodes is not compiled.
     """
     try:
-        run, model = load_run(manifest), recorded_model(manifest)
+        run, model = load_experiment(manifest).run, recorded_model(manifest)
         if model is not None:
             run = run.resolved(model)
             if run.microbatches * (run.layers or model.num_layers) > 64 * nodes:

@@ -1,13 +1,14 @@
-"""Help in sections, with examples and with the rare options on demand; hints for mistyped words."""
+"""Help in sections, with examples and with the rare options on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from stagewright.cli.names import offer_names
+from stagewright.cli.words import check_words
 from stagewright.errors import UserError, did_you_mean
 
 _ALL = "stagewright.help_all"
@@ -75,6 +76,12 @@ class Command(click.Command):
     def params(self, own: list[click.Parameter]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         offer_names(own)
         self.own = own
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words, of which some are refused before click sees them."""
+        if not ctx.resilient_parsing:
+            check_words(args, self)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections."""
@@ -152,49 +159,3 @@ class Word(Choice):
         known = ", ".join(self.choices)
         hint = did_you_mean(str(value).lower(), self.choices)
         raise UserError(f"{name} is {str(value)[:60]!r}, wanted one of {known}{hint}")
-
-
-def no_such_option(error: click.NoSuchOption, commands: click.Group) -> str:
-    """What to say of an option that a command does not have."""
-    name, context = error.option_name, error.ctx
-    owners = [title for title, each in commands.commands.items() if name in flags(each)]
-    if owners:
-        return f"no such option {name}; it is an option of {', '.join(owners)}"
-    meant = nearest_flag(name, context.command) if context else None
-    hint = f"; did you mean {meant!r}?" if meant else "; see --help"
-    return f"no such option {name}{hint}"
-
-
-def nearest_flag(name: str, command: click.Command) -> str | None:
-    """The option that is meant: by its initials, by its beginning in any tool, or by its letters.
-
-    >>> @click.command()
-    ... @click.option("--tp", "--tensor-parallel-size")
-    ... @click.option("--sequence-parallel")
-    ... def show(): ...
-    >>> [nearest_flag(name, show) for name in ("--sp", "--tensor-parallel", "--tpp", "--xyzzy")]
-    ['--sequence-parallel', '--tp', '--tp', None]
-    """
-    known = flags(command)
-    name = name.replace("_", "-")
-    for flag in known:
-        if name == "--" + "".join(word[0] for word in flag[2:].split("-")) and "-" in flag[2:]:
-            return known[flag]
-    for flag in known:
-        if len(name) > 4 and flag.startswith(name):
-            return known[flag]
-    hint = did_you_mean(name, known)
-    return next((own for flag, own in known.items() if repr(flag) in hint), None)
-
-
-def flags(command: click.Command) -> Mapping[str, str]:
-    """The first name of each option of a command, by all names of the option."""
-    by_name: dict[str, str] = {}
-    for parameter in command.params:
-        for names in (parameter.opts, parameter.secondary_opts):
-            by_name |= {name: _first(names) for name in names if name.startswith("--")}
-    return by_name
-
-
-def _first(names: Iterable[str]) -> str:
-    return next(name for name in names if name.startswith("--"))

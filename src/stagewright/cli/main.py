@@ -11,7 +11,8 @@ import click
 
 import stagewright
 from stagewright.cli.commands import entries
-from stagewright.cli.help import examples_text, no_such_option
+from stagewright.cli.help import examples_text
+from stagewright.cli.words import no_such_option, takers
 from stagewright.errors import Stopped, UserError, did_you_mean
 
 USER_ERROR = 2
@@ -87,7 +88,9 @@ def _status(arguments: Sequence[str] | None) -> int:
     except UserError as error:
         return _complain(str(error))
     except click.NoSuchOption as error:
-        return _complain(no_such_option(error, commands))
+        command = error.ctx.command if error.ctx else commands
+        others = takers(error.option_name, commands.commands)
+        return _complain(no_such_option(error.option_name, command, others))
     except click.ClickException as error:
         return _complain(error.format_message())
     except click.Abort as stop:

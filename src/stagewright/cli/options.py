@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,54 +34,60 @@ GROUP_FILE = click.option(
 _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
 
 
-def run_options(command: _Command) -> _Command:
-    """Give a command the model, the run file and every setting of a run."""
-    return _with_settings(command, experiment=False)
+def experiment_options(*shown: str) -> Callable[[_Command], _Command]:
+    """Give a command the model, the run file and every setting of a whole experiment.
+
+    Of the settings of the machine and of the execution, help shows those that are named, and with
+    --help-all the others. Without names it shows them all, and before those of the run.
+    """
+
+    def note(command: _Command) -> _Command:
+        # `cli.help.Command` makes the options when the command is used.
+        command.__dict__["settings"] = partial(_parameters, shown)
+        return command
+
+    return note
 
 
-def experiment_options(command: _Command) -> _Command:
-    """Give a command those, and every setting of the machine and of the execution."""
-    return _with_settings(command, experiment=True)
-
-
-def _with_settings(command: _Command, *, experiment: bool) -> _Command:
-    """Note which settings a command has; `cli.help.Command` makes their options when it is used."""
-    command.__dict__["settings"] = partial(_parameters, experiment=experiment)
-    return command
-
-
-def _parameters(*, experiment: bool) -> list[click.Parameter]:
-    from stagewright.cli.other_names import DERIVED, SWITCHES
+def _parameters(shown: Sequence[str]) -> list[click.Parameter]:
     from stagewright.run.sections import EXPERIMENT, SETTINGS
+    from stagewright.run.sections.declare import Without
+    from stagewright.run.sections.other_names import OTHERS, SWITCHES
 
-    others = [setting for name, setting in EXPERIMENT.items() if name not in SETTINGS]
-    settings = [*(others if experiment else ()), *SETTINGS.values()]
+    run = list(map(option_of, SETTINGS.values()))
+    more = [option_of(of) for name, of in EXPERIMENT.items() if name not in SETTINGS]
+    for option in more:
+        option.rare = option.rare or (bool(shown) and option.name not in shown)
     text = "Run file (YAML), or an earlier run's manifest; options override it."
     parameters: list[click.Parameter] = [
         click.Argument(["model"], required=False),
         click.Option(["--config"], metavar="FILE", help=text),
-        *map(option_of, settings),
+        *(more if not shown else ()),
+        *run,
+        *(more if shown else ()),
     ]
     for name, (setting, value) in SWITCHES.items():
-        if setting in settings:
-            text = f"Stands for {setting.flag} {value}."
-            if value == setting.default:
-                text = f"Accepted: the default of {setting.flag}."
-            parameters.append(_other_option(name, text, {"is_flag": True}))
-    for name, text in DERIVED.items():
-        kind = {"type": int, "metavar": "N"} if name.startswith("num_") else {"is_flag": True}
-        parameters.append(_other_option(name, text, kind))
+        text = f"Stands for {setting.flag} {value}."
+        if isinstance(value, Without) or value == setting.default:
+            text = f"Accepted: the default of {setting.flag}."
+        parameters.append(_other_option("--" + name.replace("_", "-"), name, text, bool))
+    parameters += [_other_option(of.flag, of.name, of.help, of.kind) for of in OTHERS.values()]
     return parameters
 
 
-def _other_option(name: str, text: str, kind: dict[str, Any]) -> SectionOption:
+def _other_option(flag: str, name: str, text: str, kind: type | tuple[str, ...]) -> SectionOption:
+    more: dict[str, Any] = {"is_flag": True}
+    if isinstance(kind, tuple):
+        more = {"type": Word(kind)}
+    elif kind is int:
+        more = {"type": int, "metavar": "N"}
     return SectionOption(
-        ["--" + name.replace("_", "-"), name],
+        [flag, name],
         section="Options of other tools",
         rare=True,
         default=None,
         help=text,
-        **kind,
+        **more,
     )
 
 
@@ -89,7 +95,8 @@ def option_of(setting: Setting) -> SectionOption:
     """The option of a setting; the command gets None where the option is not given."""
     from stagewright.run.sections import SECTIONS
 
-    flags = [setting.flag, *(f"--{name}" for name in setting.names)]
+    own = setting.flag[2:]
+    flags = [setting.flag, *(f"--{name}" for name in setting.names if name != own)]
     more: dict[str, Any] = {}
     if isinstance(setting.kind, tuple):
         more["type"] = Word(setting.kind)
@@ -103,8 +110,9 @@ def option_of(setting: Setting) -> SectionOption:
             more |= {"multiple": True, "callback": _read_factors}
         else:
             more["type"] = setting.kind
+    short = [setting.short] if setting.short else []
     return SectionOption(
-        [*flags, setting.name],
+        [*flags, *short, setting.name],
         section=SECTIONS[setting.section][0],
         rare=setting.rare,
         default=None,

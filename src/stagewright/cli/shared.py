@@ -20,24 +20,17 @@ if TYPE_CHECKING:
     from stagewright.run.settings import Run
 
 
-def load_run(model: str | None, config: str | None, settings: Mapping[str, Any]) -> Run:
-    """The run of a command line: options go before what the file `config` says."""
-    return load_experiment(model, config, settings).run
-
-
 def load_experiment(
     model: str | None, config: str | None, settings: Mapping[str, Any]
 ) -> Experiment:
-    """The run, the machine and the execution of a command line."""
-    from stagewright.cli.other_names import translate
+    """The run, the machine and the execution of a command line; options go before the file."""
+    from stagewright.api.experiments import load_experiment
     from stagewright.run.notes import notes
-    from stagewright.trace.recorded import load_experiment
 
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
-    given, finish = translate(given)
-    experiment = finish(load_experiment(config, given))
+    experiment = load_experiment(config, given)
     show_notes(notes(experiment))
     return experiment
 

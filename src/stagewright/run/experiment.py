@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagewright.run.files import flat, is_manifest
+from stagewright.errors import UserError
+from stagewright.run.files import settings_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -40,18 +41,39 @@ class Experiment:
         values: Mapping[str, Any],
         overrides: Mapping[str, Any] | None = None,
         path: str | Path | None = None,
+        *,
+        gpus_per_node: Callable[[str | None], int] | None = None,
     ) -> Experiment:
         """From settings by name, flat or by section, or a manifest; overrides replace.
 
-        `path` is where the settings stood, for errors.
+        `path` is where the settings stood, for errors. With `gpus_per_node`, of hardware by name,
+        dp fills the nodes.
         """
-        chosen = {} if is_manifest(values) else flat(values, path)
-        chosen |= overrides or {}
-        return cls(
-            Run.of(values, overrides, path),
-            section_of(ClusterSection, chosen, path, overrides or {}),
-            section_of(Execution, chosen, path, overrides or {}),
+        chosen, pending = settings_of(values, overrides, path)
+        cluster = section_of(ClusterSection, chosen, path, overrides)
+        execution = section_of(Execution, chosen, path, overrides)
+        run = Run.asked(values, overrides, path)
+        if cluster.nodes is not None and gpus_per_node is not None:
+            run = filled(run, cluster.nodes, gpus_per_node(cluster.hardware))
+        return cls(run.completed(pending), cluster, execution)
+
+
+def filled(run: Run, nodes: int, gpus_per_node: int) -> Run:
+    """The run on so many nodes: dp as large as they hold, unless it is given.
+
+    >>> filled(Run(model="gpt2", tp=2), 2, 8).dp
+    8
+    """
+    gpus = nodes * gpus_per_node
+    others = run.world_size // run.dp
+    if "dp" not in run.model_fields_set and gpus % others == 0:
+        run = run.model_copy(update={"dp": gpus // others})
+    if run.world_size != gpus:
+        raise UserError(
+            f"--nodes {nodes} means {gpus} GPUs, but tp={run.tp} x cp={run.cp} x dp={run.dp} x "
+            f"pp={run.pp} makes {run.world_size} ranks; make them equal, or leave out --nodes"
         )
+    return run
 
 
 def section_of(

@@ -7,15 +7,19 @@ from pathlib import Path
 from reprlib import repr as shown  # short whatever the file holds
 from typing import Any, cast
 
-from stagewright.errors import UserError
+from stagewright.errors import UserError, did_you_mean
 from stagewright.files import from_yaml, manifest_head, read_text
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
-from stagewright.run.sections import ALIASES, EXPERIMENT, SECTIONS
+from stagewright.run.sections import EXPERIMENT, SECTIONS
+from stagewright.run.sections.other_names import SAME, Pending, canonical, known, translate
 from stagewright.run.validation import hint_of_setting
 
 _SETTINGS_TOO = EXPERIMENT.keys() | {"model"}
 """Words that name a setting, whatever section they name besides."""
+
+RECORDED = ("cluster", "execution")
+"""Sections that a manifest holds beside its run, each where something of it was given."""
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -49,45 +53,99 @@ def recorded_model(values: Mapping[str, Any], path: str | Path) -> ModelConfig |
         raise UserError(f"{path}: cannot read the model of this manifest: {error}") from None
 
 
+def settings_of(
+    values: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    path: str | Path | None = None,
+) -> tuple[dict[str, Any], Pending]:
+    """Settings of a run file or a manifest by our names, and what follows from all of them.
+
+    `overrides`, by the names of any tool, go before. `path` is where the values stood, for errors.
+    """
+    over, follows = translate(overrides or {})
+    where = "" if path is None else f"{path}: "
+    if is_manifest(values):
+        settings, pending = _recorded(values, where), Pending()
+    else:
+        settings, pending = translate(flat(values, path), where)
+    replaced = {*over, *follows.makes()}
+    settings = {name: value for name, value in settings.items() if name not in replaced} | over
+    if not any(follows.makes()):
+        follows = pending.without(over)
+    return settings, follows
+
+
+def _recorded(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of a manifest: of the run, and those of the machine and the execution."""
+    settings = dict(cast("dict[str, Any]", values["run"]))
+    for section in RECORDED:
+        more = values.get(section, {})
+        if not isinstance(more, dict):
+            raise UserError(f"{where}{section} is {shown(more)}, wanted settings by name")
+        settings |= cast("dict[str, Any]", more)
+    return settings
+
+
 def flat(values: Mapping[str, Any], path: str | Path | None = None) -> dict[str, Any]:
-    """Settings by our names, without the sections that they may be grouped by.
+    """Settings without the sections that they may be grouped by, ours or torchtitan's.
 
     >>> flat({"model": "gpt2", "parallelism": {"tp": 8}, "micro_batch_size": 1})
     {'model': 'gpt2', 'tp': 8, 'micro_batch_size': 1}
-    >>> flat({"tensor_model_parallel_size": 8})
-    {'tp': 8}
+    >>> flat({"training": {"seq_len": 4096}})
+    {'training.seq_len': 4096}
     """
     where = "" if path is None else f"{path}: "
     result: dict[str, Any] = {}
 
     def add(name: str, value: object) -> None:
-        name = ALIASES.get(name, name)
         if name in result:
             raise UserError(f"{where}{name} comes twice; keep one")
         result[name] = value
 
     for name, value in values.items():
-        if name not in SECTIONS or (name in _SETTINGS_TOO and not isinstance(value, Mapping)):
-            add(name, value)
+        grouped = isinstance(value, Mapping)
+        if name not in SECTIONS or (name in _SETTINGS_TOO and not grouped):
+            if grouped and not known(canonical(name)) and name not in _SETTINGS_TOO:
+                for inner, setting in cast("Mapping[object, Any]", value).items():
+                    _check_foreign(name, str(inner), where)
+                    add(f"{name}.{inner}", setting)
+            else:
+                add(name, cast("object", value))
             continue
-        if not (value is None or isinstance(value, Mapping)):
+        if not (value is None or grouped):
             wanted = "its settings, one per line and indented"
             raise UserError(f"{where}{name} is a section, got {shown(value)}, wanted {wanted}")
         for inner, setting in cast("Mapping[object, Any]", value or {}).items():
-            _check_section(name, str(inner), where)
-            add(str(inner), setting)
+            foreign = f"{name}.{inner}"
+            if known(canonical(foreign)):
+                add(foreign, setting)
+            else:
+                _check_section(name, str(inner), where)
+                add(str(inner), setting)
     return result
+
+
+def _check_foreign(section: str, name: str, where: str) -> None:
+    """Refuse a section that neither we nor torchtitan have, and settings that we do not know."""
+    if known(canonical(f"{section}.{name}")):
+        return
+    if not any(each.startswith(f"{canonical(section)}_") for each in SAME):
+        hint = did_you_mean(section, SECTIONS) or f"; known: {', '.join(SECTIONS)}"
+        raise UserError(f"{where}unknown section {section!r}{hint}")
+    raise UserError(f"{where}unknown setting {f'{section}.{name}'!r}{hint_of_setting(name)}")
 
 
 def _check_section(section: str, name: str, where: str) -> None:
     """Refuse a setting that belongs to another section."""
-    known = ALIASES.get(name, name)
-    if known == "model":
+    own = canonical(name)
+    own = SAME.get(own, own)
+    if own == "model":
         home = "model"
-    elif known in EXPERIMENT:
-        home = EXPERIMENT[known].section
+    elif own in EXPERIMENT:
+        home = EXPERIMENT[own].section
+    elif known(own):
+        return
     else:
-        hint = hint_of_setting(name, EXPERIMENT)
-        raise UserError(f"{where}{section}: unknown setting {name!r}{hint}")
+        raise UserError(f"{where}{section}: unknown setting {name!r}{hint_of_setting(name)}")
     if home != section:
         raise UserError(f"{where}{name} is a setting of {home}, got it in {section}; move it there")

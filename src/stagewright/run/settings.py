@@ -24,18 +24,23 @@ from pydantic import BaseModel, ValidationError, field_validator, model_validato
 
 from stagewright.errors import UserError
 from stagewright.model.architecture import LIMITS
+from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.run import lengths
 from stagewright.run import requests as serving
-from stagewright.run.files import flat, is_manifest, read_settings
+from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.prefill import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
 from stagewright.run.sections.declare import AXES, describe_value
 from stagewright.run.sections.inference import PrefillRanks
+from stagewright.run.sections.other_names import OTHERS, Pending
 from stagewright.run.validation import invalid
 from stagewright.schedule import schedules
 
 _Section = TypeVar("_Section")
+
+_ELSEWHERE = EXPERIMENT.keys() - SETTINGS.keys()
+"""Settings of the machine and of the execution."""
 
 
 class Run(BaseModel, Settings, frozen=True, extra="forbid"):
@@ -95,19 +100,58 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
 
         Settings of the machine and of the execution are passed over.
         """
-        overrides = dict(overrides or {})
+        _, pending = settings_of(values, overrides, path)
+        return cls.asked(values, overrides, path).completed(pending)
+
+    @classmethod
+    def asked(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        path: str | Path | None = None,
+    ) -> Self:
+        """Likewise, before `completed` adds what follows from all of the run."""
         try:
             if is_manifest(values):
-                values = cls.model_validate(values["run"]).unresolved().model_dump()
-                if overrides.get("framework", values["framework"]) != values["framework"]:
-                    values = frameworks.without_defaults(values)
-            else:
-                values = flat(values, path)
-            chosen = {**values, **overrides}
-            others = EXPERIMENT.keys() - SETTINGS.keys()
-            return cls.model_validate({k: v for k, v in chosen.items() if k not in others})
+                values = {**values, "run": cls._asked_for(values["run"], overrides or {})}
+            chosen, _ = settings_of(values, overrides, path)
+            return cls.model_validate({k: v for k, v in chosen.items() if k not in _ELSEWHERE})
         except ValidationError as error:
-            raise invalid(error, cls.model_fields, path, overrides) from None
+            raise invalid(error, cls.model_fields, path, overrides or {}) from None
+
+    @classmethod
+    def _asked_for(cls, recorded: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a manifest without those that follow from others, or the framework."""
+        values = cls.model_validate(recorded).unresolved().model_dump()
+        if overrides.get("framework", values["framework"]) != values["framework"]:
+            values = frameworks.without_defaults(values)
+        return values
+
+    def completed(self, pending: Pending) -> Self:
+        """The run with the settings that options of other tools derive from all of it."""
+        update: dict[str, int] = {}
+        if pending.enable_expert_parallel:
+            update |= {"ep": self.tp * self.cp * self.dp, "etp": 1}
+        if pending.num_layers_per_virtual_pipeline_stage is not None:
+            update["vpp"] = self._virtual_stages(pending.num_layers_per_virtual_pipeline_stage)
+        for name, value in update.items():
+            if pending.given.get(name, value) != value:
+                by = next(of.flag for of in OTHERS.values() if name in of.makes)
+                raise UserError(
+                    f"--{name} {pending.given[name]} contradicts {by}, which makes it {value}; "
+                    "drop either"
+                )
+        return self.model_copy(update=update) if update else self
+
+    def _virtual_stages(self, layers: int) -> int:
+        """Virtual stages of each rank where each has so many layers."""
+        depth = resolve(self.model, self.as_family or "").with_overrides(self.layers).depth
+        if layers < 1 or depth % (self.pp * layers):
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage {layers} x pp={self.pp} does not divide "
+                f"the {depth} layers of {self.model}; use another, or --vpp and --layers-per-stage"
+            )
+        return depth // (self.pp * layers)
 
     def section(self, section: type[_Section]) -> _Section:
         """The settings of one section, such as `sections.batch.BatchSection`."""

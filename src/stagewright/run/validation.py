@@ -12,6 +12,8 @@ from pydantic_core import ErrorDetails
 from stagewright.errors import UserError, did_you_mean
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import BYTES
+from stagewright.run.sections.foreign import FOREIGN
+from stagewright.run.sections.other_names import SAME, canonical
 
 
 def invalid(
@@ -75,6 +77,9 @@ def _unit(name: str) -> str:
     return f" ({unit})" if unit and unit != BYTES else ""
 
 
-def hint_of_setting(name: str, known: Iterable[str]) -> str:
+def hint_of_setting(name: str, known: Iterable[str] = (*EXPERIMENT, *SAME)) -> str:
     """What an unknown name may have meant, or where all names are."""
-    return did_you_mean(name.replace("-", "_"), known) or "; see `stagewright show --help`"
+    said = FOREIGN.get(canonical(name))
+    if said is not None:
+        return f": {said}"
+    return did_you_mean(canonical(name), known) or "; see `stagewright show --help`"

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run import files
 from stagewright.run.experiment import Experiment
-from stagewright.run.settings import Run
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
 from stagewright.schedule.text import to_csv
 from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.version import __version__
 
 
-def manifest(compiled: CompiledRun) -> dict[str, Any]:
+def manifest(
+    compiled: CompiledRun,
+    cluster: ClusterSection | None = None,
+    execution: Execution | None = None,
+) -> dict[str, Any]:
     """What is written beside the traces: everything that the result depends on, to repeat the run.
 
-    `stagewright generate --config manifest.json` does so.
+    `stagewright generate --config manifest.json` does so, and `simulate --config manifest.json` on
+    the machine and with the execution that were given. Nodes are not among these: dp fills them.
     """
     schedule = compiled.run.schedule or ""
     loads = {"expert_load": compiled.load.lines} if compiled.load else {}
@@ -30,6 +37,7 @@ def manifest(compiled: CompiledRun) -> dict[str, Any]:
         "stagewright": __version__,
         # A file may change or vanish; a schedule by name follows from the run.
         "run": compiled.run.model_dump(mode="json") | loads,
+        **_given(cluster=cluster, execution=execution),
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
         "model": model_json.to_json(compiled.model),
         **({"modules": {m.name: m.text for m in modules}} if modules else {}),
@@ -38,25 +46,34 @@ def manifest(compiled: CompiledRun) -> dict[str, Any]:
     }
 
 
-def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Run:
-    """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
+def _given(**sections: ClusterSection | Execution | None) -> dict[str, dict[str, Any]]:
+    """The settings of the machine and of the execution that are not their default, by section."""
+    found: dict[str, dict[str, Any]] = {}
+    for of in EXPERIMENT.values():
+        section = sections.get(of.section)
+        value = of.default if section is None else getattr(section, of.name)
+        if value != of.default and of.name != "nodes":
+            found.setdefault(of.section, {})[of.name] = _plain(value)
+    return found
 
-    Raises `UserError`, which names the setting, and the file if the setting came from there.
 
-    >>> import stagewright as sw, pathlib, tempfile
-    >>> file = pathlib.Path(tempfile.mkdtemp(), "run.yaml")
-    >>> _ = file.write_text("{model: llama3-8b, tp: 8, hardware: h100-sxm}")
-    >>> sw.load_run(file, {"tp": 4}).tp
-    4
-    """
-    return Run.of({} if path is None else _settings(path), overrides, path)
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: sets in order."""
+    return sorted(cast("frozenset[str]", value)) if isinstance(value, frozenset) else value
 
 
 def load_experiment(
-    path: str | Path | None, overrides: Mapping[str, Any] | None = None
+    path: str | Path | None,
+    overrides: Mapping[str, Any] | None = None,
+    gpus_per_node: Callable[[str | None], int] | None = None,
 ) -> Experiment:
-    """Likewise, with the machine and the execution, which a run file may name."""
-    return Experiment.of({} if path is None else _settings(path), overrides, path)
+    """The run, the machine and the execution of a YAML file, an earlier run's manifest or bundle.
+
+    Overrides replace. With `gpus_per_node`, of hardware by name, dp fills the nodes. Every error is
+    a UserError that names the setting, and the file if it came from there.
+    """
+    values = {} if path is None else _settings(path)
+    return Experiment.of(values, overrides, path, gpus_per_node=gpus_per_node)
 
 
 def recorded_model(path: str | Path) -> ModelConfig | None:

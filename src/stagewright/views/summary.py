@@ -62,7 +62,7 @@ from stagewright.run.requests import groups
 from stagewright.run.settings import Run
 from stagewright.texttable import print_table
 from stagewright.trace.formats.bundle import Bundle
-from stagewright.trace.recorded import load_run, recorded_model
+from stagewright.trace.recorded import load_experiment, recorded_model
 from stagewright.views.tables import communication, compute, peak
 from stagewright.views.tables import memory as held
 
@@ -91,7 +91,7 @@ def recorded(path: str) -> Recorded:
     if not isinstance(parameters, dict) or model is None:
         raise UserError(f"{path}: tells of no run; only verify, inspect, expand and diff read it")
     total, active = (int(parameters.get(name, 0)) for name in ("total", "active"))  # pyright: ignore
-    run = load_run(path)
+    run = load_experiment(path).run
     if run.device_memory is None:
         return Recorded(run, model, total, active, source.program(), None, None)
     again = compile(run, model)

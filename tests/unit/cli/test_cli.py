@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import pytest
 
 import stagewright
+import stagewright as sw
 from paths import ROOT
 from stagewright.cli import main as cli
 from stagewright.cli import shared
@@ -237,6 +238,42 @@ def test_a_manifest_repeats_the_run(call: Call, tmp_path: Path):
 
     assert (result.code, result.err) == (0, "")
     assert files(first) == files(second)
+
+
+def test_a_manifest_repeats_a_simulation_and_files_for_astra_sim(call: Call, tmp_path: Path):
+    machine = ("--hardware", "h100-sxm", "--nodes", "2", "--prefetch", "2", "--straggler", "3=1.5")
+    asked = (*SMALL, "--zero", "3", *machine, "--no-overlap", "dp")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert call("generate", *asked, "--astra-sim", "-o", first).code == 0
+    result = call("generate", "--config", first / "manifest.json", "--astra-sim", "-o", second)
+
+    assert (result.code, result.err) == (0, "")
+    assert files(first) == files(second)
+    again = call("simulate", "--config", first / "manifest.json", "--json")
+    assert again == call("simulate", *asked, "--json")
+    bundle = tmp_path / "a.bundle"
+    assert call("generate", *asked, "--format", "bundle", "-o", bundle).code == 0
+    assert call("simulate", "--config", bundle, "--json") == again
+
+
+def test_nodes_of_a_run_file_are_filled_in_every_command(call: Call, tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\nlayers: 2\ntp: 2\nseq_length: 64\nnodes: 2\nhardware: h100-sxm\n")
+    assert json.loads(call("show", "--config", path, "--json").out)["world_size"] == 16
+    assert call("generate", "--config", path, "-o", tmp_path / "out").code == 0
+    assert len(list((tmp_path / "out").glob("*.et"))) == 16
+    assert sw.load_run(path).dp == 8
+    assert sw.compile("gpt2", layers=2, tp=2, hardware="h100-sxm", nodes=2).run.dp == 8
+    other = call("show", "--config", path, "--dp", "3")
+    assert "nodes 2 means 16 GPUs" in other.err
+    path.write_text("model: gpt2\nnodes: 2\n")
+    assert "--nodes is for --hardware; add that" in call("show", "--config", path).err
+
+
+def test_show_says_which_options_change_none_of_its_figures(call: Call):
+    result = call("show", *SMALL, "--prefetch", "2", "--hardware", "h100-sxm")
+    said = "--prefetch changes no figure of show, which times nothing; see simulate"
+    assert (result.code, result.err.count(said)) == (0, 1)
 
 
 def test_a_manifest_brings_its_model(call: Call, tmp_path: Path):

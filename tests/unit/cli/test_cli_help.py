@@ -162,6 +162,7 @@ def test_a_mistyped_choice_is_told_the_one_that_is_meant(
         ("show gpt2 --tensor_model_parallel_size 8", "--tp"),
         ("show gpt2 --recompute-layers 8", "--recompute-num-layers"),
         ("show gpt2 --zerro 8", "--zero"),
+        ("show gpt2 -ep 8", "--ep"),
     ],
 )
 def test_a_mistyped_word_is_told_its_neighbour(
@@ -206,6 +207,10 @@ def test_help_is_in_sections_and_rare_options_are_on_demand(capsys: pytest.Captu
         ("--mode decode --tp 2 --dp 2 --enable-expert-parallel", {
             "mode": "decode", "tp": 2, "dp": 2, "ep": 4, "etp": 1}),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", {"pp": 2, "vpp": 2}),
+        ("--use-megatron-fsdp --use-distributed-optimizer --dp 2", {"zero": 3, "dp": 2}),
+        ("--overlap-grad-reduce --overlap-param-gather --prefetch 2", {}),
+        ("-tp 2 -pp 3 -dp 4", {"tp": 2, "pp": 3, "dp": 4}),
+        ("--tp 2 --tensor-parallel-size 2", {"tp": 2}),
     ],
     ids=str,
 )  # fmt: skip
@@ -221,6 +226,19 @@ def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytes
     [
         ("--use-distributed-optimizer --zero 3", "means --zero 1, got --zero 3; drop either"),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 5", "does not divide the 12 layers"),
+        (
+            "--tp 8 --tensor-model-parallel-size 4",
+            "--tp 8 and --tensor-model-parallel-size 4 contradict each other; keep one",
+        ),
+        ("--sequence-parallel --no-sequence-parallel", "contradict each other; keep one"),
+        ("--overlap-grad-reduce --no-overlap dp,tp", "means --no-overlap without dp"),
+        ("--clip-grad 1.0", "--clip-grad takes no value, got 1.0; use --clip-grad or --no-clip-"),
+        ("tp=8", "tp=8: a setting is an option here: --tp 8"),
+        ("--lr 1e-4", "no such option --lr: it changes nothing that Stagewright computes; drop it"),
+        ("--num-attention-heads 8", "it belongs to the model; name a preset or a config.json"),
+        ("--dtype bfloat16", "no such option --dtype: use --precision bf16, fp32 or fp8"),
+        ("--data-parallel-shard-degree 8", "use --dp N --zero 3, with copies --dp-shard"),
+        ("--recompute-method blok", "did you mean 'block'?"),
     ],
 )
 def test_names_of_other_tools_may_contradict(

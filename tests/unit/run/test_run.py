@@ -467,6 +467,52 @@ def test_names_of_other_tools_are_understood(run_file: Callable[[str], Path]):
     assert Run.load(path) == run(tp=8, recompute="full")
 
 
+OTHER_TOOLS: list[tuple[str, dict[str, Any]]] = [
+    ("micro-batch-size: 2\n", {"micro_batch_size": 2}),
+    ("use_distributed_optimizer: true\ndata-parallel-size: 2\n", {"zero": 1, "dp": 2}),
+    ("use_distributed_optimizer: false\n", {}),
+    ("use-megatron-fsdp: true\nuse-distributed-optimizer: true\n", {"zero": 3}),
+    (
+        "use_megatron_fsdp: true\ndata_parallel_sharding_strategy: optim_grads\n"
+        "use_distributed_optimizer: true\n",
+        {"zero": 2},
+    ),
+    ("recompute_activations: true\n", {"recompute": "selective"}),
+    (
+        "recompute_granularity: full\nrecompute_method: uniform\nrecompute_num_layers: 1\n",
+        {"recompute": "full"},
+    ),
+    (
+        "recompute_granularity: full\nrecompute_method: block\nrecompute_num_layers: 3\n",
+        {"recompute": "full", "recompute_num_layers": 3},
+    ),
+    (
+        "training: {seq_len: 512}\nparallelism:\n  tensor_parallel_degree: 2\n"
+        "  data_parallel_shard_degree: 4\n  data_parallel_replicate_degree: 2\n",
+        {"seq_length": 512, "tp": 2, "dp": 8, "dp_shard": 4, "zero": 3},
+    ),
+    (
+        "mode: decode\ntp: 4\nenable_expert_parallel: true\n",
+        {"mode": "decode", "tp": 4, "ep": 4, "etp": 1},
+    ),
+    ("overlap_grad_reduce: true\n", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "wanted"), OTHER_TOOLS, ids=lambda x: str(x)[:50])
+def test_options_of_other_tools_stand_in_run_files(
+    text: str, wanted: dict[str, Any], run_file: Callable[[str], Path]
+):
+    assert Run.load(run_file("model: toy\n" + text)) == run(**wanted)
+
+
+def test_what_is_given_replaces_what_follows_from_the_file(run_file: Callable[[str], Path]):
+    path = run_file("model: toy\nmode: decode\ntp: 4\nenable_expert_parallel: true\n")
+    assert Run.load(path, {"ep": 2}).ep == 2
+    path = run_file("model: toy\nmode: decode\ntp: 4\nep: 2\n")
+    assert Run.load(path, {"enable_expert_parallel": True}).ep == 4
+
+
 def test_a_run_file_may_hold_an_experiment(run_file: Callable[[str], Path]):
     path = run_file(
         "model: toy\ntp: 8\nhardware: h100-sxm\nnodes: 2\n"
@@ -509,8 +555,35 @@ def test_an_experiment_is_refused(run_file: Callable[[str], Path], text: str, me
 FILES: list[tuple[str, str]] = [
     ("model: toy\ntpp: 8\n", "{path}: unknown setting 'tpp'; did you mean 'tp'?"),
     (
-        "model: toy\nmicro-batch-size: 8\n",
-        "{path}: unknown setting 'micro-batch-size'; did you mean 'micro_batch_size'?",
+        "model: toy\nmicro-batch-sise: 8\n",
+        "{path}: unknown setting 'micro-batch-sise'; did you mean 'micro_batch_size'?",
+    ),
+    (
+        "model: toy\nhidden_size: 8\n",
+        "{path}: unknown setting 'hidden_size': it belongs to the model; name a preset or a "
+        "config.json",
+    ),
+    (
+        "model: toy\nparalelism: {tp: 8}\n",
+        "{path}: unknown section 'paralelism'; did you mean 'parallelism'?",
+    ),
+    (
+        "model: toy\ntraining: {seq_lenn: 8}\n",
+        "{path}: unknown setting 'training.seq_lenn'; did you mean 'seq_length'?",
+    ),
+    (
+        "model: toy\nuse_distributed_optimizer: 1\n",
+        "{path}: use_distributed_optimizer is 1, wanted true or false",
+    ),
+    (
+        "model: toy\nzero: 3\nuse_distributed_optimizer: true\n",
+        "{path}: --use-distributed-optimizer means --zero 1, got --zero 3; drop either",
+    ),
+    (
+        "model: toy\nparallelism: {data_parallel_shard_degree: -1, "
+        "data_parallel_replicate_degree: 2}\n",
+        "{path}: --parallelism.data_parallel_shard_degree is -1, all ranks that are left, but with "
+        "copies these are not known; give it as a number",
     ),
     (
         "model: toy\nxyzzy: 8\n",

@@ -10,14 +10,14 @@ import click
 import stagewright
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
-from stagewright.cli.options import run_options
+from stagewright.cli.options import experiment_options
 from stagewright.cli.progress import describe_written, shown
 from stagewright.cli.writing import HOW, writing
 from stagewright.errors import UserError
 
 
 @command
-@run_options
+@experiment_options("hardware", "nodes", "durations")
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
 @click.option(
     "--format",
@@ -26,12 +26,8 @@ from stagewright.errors import UserError
     metavar="NAME",
     help="Format of the traces: chakra, dot, json or bundle. [chakra]",
 )
-@click.option("--durations", metavar="FILE", help="CSV of measured kernels (see show --kernels).")
 @click.option(
     "--astra-sim", is_flag=True, help="Also write what ASTRA-sim needs to run the traces."
-)
-@click.option(
-    "--hardware", metavar="NAME", help="With --astra-sim: GPU by name, or a .yaml file of one."
 )
 @click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
 @writing
@@ -40,9 +36,7 @@ def generate(
     config: str | None,
     out: str,
     format_: str,
-    durations: str | None,
     astra_sim: bool,
-    hardware: str | None,
     ranks: str | None,
     **settings: Any,
 ) -> None:
@@ -52,11 +46,10 @@ def generate(
     """
     started = time.perf_counter()
     how = {name: settings.pop(name) for name in HOW}
-    run = shared.load_run(model, config, settings)
+    experiment = shared.load_experiment(model, config, settings)
+    run, cluster = experiment.run, experiment.cluster
     chosen = None if ranks is None else shared.parse_ranks(ranks, run.world_size)
-    if not astra_sim and hardware is not None:
-        raise UserError("--hardware is for --astra-sim; add that, or leave it out")
-    if astra_sim and (hardware is None or format_ != "chakra" or chosen is not None):
+    if astra_sim and (cluster.hardware is None or format_ != "chakra" or chosen is not None):
         raise UserError("--astra-sim needs --hardware, and all ranks in --format chakra")
     with shown() as bar:
         bar.say("working out what ranks do")
@@ -66,14 +59,16 @@ def generate(
             compiled,
             out,
             format=format_,
-            durations=durations,
-            astra_sim=hardware,
+            durations=cluster.durations,
+            astra_sim=cluster.hardware if astra_sim else None,
+            cluster=cluster,
+            execution=experiment.execution,
             ranks=chosen,
             progress=bar,
             **how,
         )
     click.echo(describe_written(written, out, time.perf_counter() - started))
-    if durations is not None:
+    if cluster.durations is not None:
         from stagewright.time import measured
 
         click.echo(measured.describe(written["durations"]))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @command
-@experiment_options
+@experiment_options()
 @click.option("-o", "--out", required=True, metavar="FILE", help="The page, such as run.html.")
 @ALLOW_OOM
 def report(model: str | None, config: str | None, out: str, **settings: Any) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
-from stagewright.cli.options import ALLOW_OOM, run_options
+from stagewright.cli.options import ALLOW_OOM, experiment_options
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @command
-@run_options
+@experiment_options("hardware", "nodes")
 @click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object.")
 @click.option("--graph", is_flag=True, help="The sharded graph, as text.")
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
@@ -60,7 +61,9 @@ def show(
             _show_summary(recorded(model), as_json)
             return 0
         model, config = None, model
-    compiled = shared.compile_run(shared.load_run(model, config, settings), model, config)
+    experiment = shared.load_experiment(model, config, settings)
+    _note_of_times(settings)
+    compiled = shared.compile_run(experiment.run, model, config)
     if memory_plot is not None:
         from stagewright.files import write_text
         from stagewright.views.pages import memory as plot
@@ -81,6 +84,17 @@ def show(
     else:
         _show_summary(compiled, as_json)
     return shared.code_of(compiled.fit)
+
+
+def _note_of_times(settings: Mapping[str, Any]) -> None:
+    """Say which options have no effect here, where nothing is timed."""
+    from stagewright.run.sections import EXPERIMENT, SETTINGS
+
+    for setting in EXPERIMENT.values():
+        timed = setting.name not in SETTINGS and setting.name not in ("hardware", "nodes")
+        if timed and settings.get(setting.name) is not None:
+            text = f"{setting.flag} changes no figure of show, which times nothing; see simulate"
+            click.echo(f"stagewright: note: {text}", err=True)
 
 
 def _show_summary(of: CompiledRun | Recorded, as_json: bool) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @command
-@experiment_options
+@experiment_options()
 @click.option("--perfetto", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
 @ALLOW_OOM
 @JSON
@@ -59,19 +59,10 @@ def simulate(
 
 def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> SimulatedStep:
     """A run on its hardware, with progress shown."""
-    from dataclasses import replace
-
-    from stagewright.api.simulated import fill_nodes
-
-    cluster = experiment.cluster
-    run = fill_nodes(experiment.run, cluster, cluster.nodes)
-    compiled = shared.compile_run(run, model, config)
+    compiled = shared.compile_run(experiment.run, model, config)
     with shown("tasks") as bar:
         simulation = stagewright.simulate(
-            compiled,
-            replace(cluster, nodes=None),
-            execution=experiment.execution,
-            progress=bar,
+            compiled, experiment.cluster, execution=experiment.execution, progress=bar
         )
     shared.show_notes(simulation.notes)
     return simulation

@@ -72,8 +72,3 @@ SETTINGS = _declared(RUN_SECTIONS)
 
 EXPERIMENT = _declared(SECTIONS)
 """Settings of a run, of the machine and of the execution."""
-
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {name.replace("-", "_"): of.name for of in EXPERIMENT.values() for name in of.names}
-)
-"""Settings by their names in Megatron-LM, vLLM and torchtitan, as run files spell them."""

@@ -30,5 +30,12 @@ class ClusterSection:
     stragglers: Mapping[int, float] | None = setting(
         None,
         "Kernels of a rank take F times as long; may be repeated.",
+        names=("straggler",),
         metavar="RANK=F",
+    )
+    durations: Text | None = setting(
+        None,
+        "CSV of measured kernels and collectives (see show --kernels).",
+        unset="none",
+        metavar="FILE",
     )

@@ -76,6 +76,13 @@ Switch = Annotated[bool, Exactly("bool")]
 Text = Annotated[str, Exactly("str")]
 
 
+@dataclass(frozen=True, slots=True)
+class Without:
+    """Said of a set by a switch: that it lacks this item."""
+
+    item: str
+
+
 # ---- declarations --------------------------------------------------------------------------------
 
 
@@ -102,8 +109,10 @@ class Setting:
     """Defaults of frameworks that differ from `default`, by framework."""
     names: tuple[str, ...] = ()
     """Names of the same setting in Megatron-LM, vLLM and torchtitan."""
+    short: str = ""
+    """Its option of one dash in vLLM."""
     switches: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options of these tools that stand for one value of this setting."""
+    """Options of these tools that stand for one value of this setting, or a `Without`."""
     rare: bool = False
     """Listed by `--help-all` only."""
     metavar: str = ""
@@ -154,6 +163,7 @@ def setting(
     unit: str = "",
     habits: Mapping[str, Any] | None = None,
     names: tuple[str, ...] = (),
+    short: str = "",
     switches: Mapping[str, Any] | None = None,
     rare: bool = False,
     metavar: str = "",
@@ -172,6 +182,7 @@ def setting(
         unit=unit,
         habits=habits or {},
         names=names,
+        short=short,
         switches=switches or {},
         rare=rare,
         metavar=metavar,

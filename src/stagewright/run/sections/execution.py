@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.run.sections.declare import AXES, Number, Switch, idle_axes, setting
+from stagewright.run.sections.declare import AXES, Number, Switch, Without, idle_axes, setting
 
 MOST_SLOWDOWN = 1.0
 """Kernels that share the GPU with a collective take twice as long at most: a collective occupies
@@ -23,7 +23,7 @@ class Execution:
         frozenset(),
         "Axes whose communication kernels wait for, both ways: tp,cp,ep,dp,pp.",
         metavar="LIST",
-        switches={"overlap-grad-reduce": frozenset()},
+        switches={"overlap-grad-reduce": Without("dp")},
     )
     prefetch: Number = setting(
         1,

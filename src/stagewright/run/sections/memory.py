@@ -18,6 +18,7 @@ class MemorySection:
         modes=TRAINING,
         elsewhere=_NO_BACKWARD,
         names=("recompute-granularity",),
+        switches={"recompute-activations": "selective"},
     )
     recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = setting(
         ("core_attn",),

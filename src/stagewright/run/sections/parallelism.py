@@ -29,6 +29,7 @@ class ParallelismSection:
             "tensor-parallel-size",
             "parallelism.tensor_parallel_degree",
         ),
+        short="-tp",
     )
     cp: Count = setting(
         1,
@@ -39,6 +40,7 @@ class ParallelismSection:
         1,
         "Data parallelism: ranks that split the batch.",
         names=("data-parallel-size",),
+        short="-dp",
     )
     pp: Count = setting(
         1,
@@ -48,6 +50,7 @@ class ParallelismSection:
             "pipeline-parallel-size",
             "parallelism.pipeline_parallel_degree",
         ),
+        short="-pp",
     )
     dcp: Count | None = setting(
         None,
@@ -55,6 +58,7 @@ class ParallelismSection:
         unset="cp",
         modes=INFERENCE,
         names=("decode-context-parallel-size",),
+        short="-dcp",
     )
     """Those of cp first, then ranks of tp that would hold copies. dcp does not add to the world
     size."""

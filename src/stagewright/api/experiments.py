@@ -1,0 +1,36 @@
+"""Runs and whole experiments from files, manifests and bundles, with dp filling the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import UserError
+from stagewright.run.experiment import Experiment
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+from stagewright.trace import recorded
+
+
+def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Run:
+    """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
+
+    Where the file names nodes and no dp, dp fills them. Every error is a UserError that names the
+    setting, and the file if it came from there.
+    """
+    return load_experiment(path, overrides).run
+
+
+def load_experiment(
+    path: str | Path | None, overrides: Mapping[str, Any] | None = None
+) -> Experiment:
+    """Likewise, with the machine and the execution, which a run file may name."""
+    return recorded.load_experiment(path, overrides, gpus_per_node)
+
+
+def gpus_per_node(hardware: str | None) -> int:
+    """GPUs of a node of hardware, which is a name or the path of a YAML file."""
+    if hardware is None:
+        raise UserError("--nodes is for --hardware; add that, or leave --nodes out")
+    return resolve(hardware).gpus_per_node

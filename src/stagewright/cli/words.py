@@ -1,0 +1,151 @@
+"""Words of a command line that click would misread: repeated, foreign and mistyped options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import click
+
+from stagewright.errors import UserError, did_you_mean
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_TRUTH = ("true", "false", "yes", "no", "on", "off")
+
+
+class GivenOption(NamedTuple):
+    """An option as it stands on the command line."""
+
+    parameter: click.Parameter
+    name: str
+    """As it is spelled."""
+    value: object
+    """Text, or for a switch whether it is on."""
+
+    def __str__(self) -> str:
+        return self.name if isinstance(self.value, bool) else f"{self.name} {self.value}"
+
+
+def check_words(words: Sequence[str], command: click.Command) -> None:
+    """Refuse options that contradict each other, and words that an option was meant by."""
+    by_name = _parameters(command)
+    seen: dict[str, GivenOption] = {}
+    for word in _words(words, by_name, command):
+        before = seen.setdefault(str(word.parameter.name), word)
+        several = word.parameter.nargs != 1 or getattr(word.parameter, "multiple", False)
+        if before.value != word.value and not several:
+            raise UserError(f"{before} and {word} contradict each other; keep one")
+
+
+def _parameters(command: click.Command) -> dict[str, click.Parameter]:
+    return {
+        name: parameter
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def _words(
+    words: Sequence[str], by_name: Mapping[str, click.Parameter], command: click.Command
+) -> Iterator[GivenOption]:
+    left = list(words)
+    last: GivenOption | None = None
+    while left:
+        text = left.pop(0)
+        if text == "--":
+            return
+        name, equals, value = text.partition("=")
+        parameter = by_name.get(name)
+        if parameter is None and text[:2] in by_name and not text.startswith("--"):
+            name, equals, value = text[:2], text[2:], text[2:]  # -oDIR
+            parameter = by_name[name]
+        if parameter is None:
+            _check_other(text, last, command)
+            last = None
+        elif isinstance(parameter, click.Option) and parameter.is_flag:
+            last = GivenOption(parameter, name, name in parameter.opts)
+            yield last
+        else:
+            yield GivenOption(parameter, name, value if equals or not left else left.pop(0))
+            last = None
+
+
+def _check_other(text: str, before: GivenOption | None, command: click.Command) -> None:
+    """Refuse a word that is no option and cannot be an argument."""
+    if before is not None and (_NUMBER.fullmatch(text) or text.lower() in _TRUTH):
+        other = "" if before.parameter.secondary_opts == [] else f" or {_opposite(before)}"
+        raise UserError(f"{before} takes no value, got {text}; use {before.name}{other} alone")
+    if re.fullmatch(r"-[A-Za-z][\w-]+", text):
+        raise UserError(no_such_option(text, command))
+    name, equals, value = text.partition("=")
+    meant = nearest_flag("--" + name, command) if equals and not text.startswith("-") else None
+    if meant is not None and "/" not in name:
+        raise UserError(f"{text}: a setting is an option here: {meant} {value}")
+
+
+def _opposite(word: GivenOption) -> str:
+    parameter = word.parameter
+    names = parameter.secondary_opts if word.value else parameter.opts
+    return next(name for name in names if name.startswith("--"))
+
+
+# ---- options that a command lacks ----------------------------------------------------------------
+
+
+def no_such_option(name: str, command: click.Command, others: Iterable[str] = ()) -> str:
+    """What to say of an option that a command does not have; `others` are commands that have it."""
+    from stagewright.run.sections.foreign import FOREIGN
+    from stagewright.run.sections.other_names import canonical
+
+    if owners := ", ".join(others):
+        return f"no such option {name}; it is an option of {owners}"
+    said = FOREIGN.get(canonical(name))
+    if said is not None:
+        return f"no such option {name}: {said}"
+    meant = nearest_flag(name, command)
+    return f"no such option {name}" + (f"; did you mean {meant!r}?" if meant else "; see --help")
+
+
+def nearest_flag(name: str, command: click.Command) -> str | None:
+    """The option that is meant: by its initials, by its beginning in any tool, or by its letters.
+
+    >>> @click.command()
+    ... @click.option("--tp", "--tensor-parallel-size")
+    ... @click.option("--sequence-parallel")
+    ... def show(): ...
+    >>> [nearest_flag(name, show) for name in ("--sp", "--tensor-parallel", "--tpp", "--lr")]
+    ['--sequence-parallel', '--tp', '--tp', None]
+    """
+    known = flags(command)
+    word = name.lstrip("-").replace("_", "-")
+    if f"--{word}" in known:
+        return known[f"--{word}"]
+    for flag in known:
+        if word == "".join(part[:1] for part in flag[2:].split("-")) and "-" in flag[2:]:
+            return known[flag]
+    for flag in known:
+        if len(word) > 2 and flag[2:].startswith(word):
+            return known[flag]
+    # Without dashes, which all have: short words would be alike by these alone.
+    hint = did_you_mean(word, [flag[2:] for flag in known])
+    return next((own for flag, own in known.items() if repr(flag[2:]) in hint), None)
+
+
+def flags(command: click.Command) -> Mapping[str, str]:
+    """The first name of each option of a command, by all names of the option."""
+    by_name: dict[str, str] = {}
+    for parameter in command.params:
+        for names in (parameter.opts, parameter.secondary_opts):
+            by_name |= {name: _first(names) for name in names if name.startswith("--")}
+    return by_name
+
+
+def _first(names: Iterable[str]) -> str:
+    return next(name for name in names if name.startswith("--"))
+
+
+def takers(name: str, commands: Mapping[str, click.Command]) -> list[str]:
+    """The commands that have an option."""
+    return [title for title, each in commands.items() if name in flags(each)]

@@ -1,0 +1,82 @@
+"""Options of other tools that are no settings here, with what to say of them.
+
+Names are spelled as `other_names.canonical` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SCRIPT = """
+    adam_beta1 adam_beta2 adam_eps api_key async_save attention_backend attention_dropout
+    bias_swiglu_fusion calculate_per_token_loss ckpt_format cuda_graph_scope data_cache_path
+    data_path dataloader_type disable_bias_linear disable_log_requests dist_ckpt_format
+    distributed_backend distributed_executor_backend distributed_timeout_minutes download_dir
+    enable_auto_tool_choice enforce_eager eval_interval eval_iters exit_duration_in_mins
+    exit_interval finetune hidden_dropout host init_method_std initial_loss_scale load
+    load_format local_rank log_interval log_throughput log_timers_to_tensorboard loss_scale lr
+    lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init
+    lr_warmup_iters lr_warmup_samples manual_gc manual_gc_interval master_addr master_port
+    merge_file min_lr mock_data moe_grouped_gemm moe_permute_fusion nnodes
+    no_bias_dropout_fusion no_gradient_accumulation_fusion no_load_optim no_load_rng
+    no_masked_softmax_fusion no_save_optim no_save_rng node_rank nproc_per_node num_workers
+    optimizer_lr port profile profile_step_end profile_step_start rampup_batch_size rdzv_backend
+    rdzv_endpoint save save_interval seed served_model_name split tensorboard_dir
+    tensorboard_log_interval tokenizer tokenizer_mode tokenizer_model tokenizer_type
+    train_data_path train_iters train_samples training_steps transformer_impl trust_remote_code
+    use_checkpoint_args use_mcore_models valid_data_path vocab_file wandb_entity wandb_exp_name
+    wandb_project wandb_save_dir weight_decay weight_decay_incr_style
+"""
+"""Of training scripts and servers: how long, from where and to where, at which rate."""
+
+_MODEL = """
+    add_qkv_bias apply_layernorm_1p ffn_hidden_size group_query_attention hidden_size
+    kv_channels kv_lora_rank max_position_embeddings moe_ffn_hidden_size moe_layer_freq
+    moe_router_score_function moe_router_topk moe_shared_expert_intermediate_size
+    multi_latent_attention normalization num_attention_heads num_experts num_query_groups
+    position_embedding_type q_lora_rank qk_head_dim qk_layernorm qk_pos_emb_head_dim rotary_base
+    rotary_percent squared_relu swiglu untie_embeddings_and_output_weights
+    use_rotary_position_embeddings v_head_dim
+"""
+"""Sizes and kinds of layers."""
+
+_MEANT: Mapping[str, str] = {
+    "accumulate_allreduce_grads_in_fp32": "gradients are held and reduced in fp32 here; drop it",
+    "activation_checkpoint_mode": "use --recompute none, selective or full",
+    "checkpoint_activations": "use --recompute full",
+    "concurrency": "use --batch-size, the requests of a step",
+    "data_parallel_shard_degree": "use --dp N --zero 3, with copies --dp-shard",
+    "data_parallel_replicate_degree": "use --dp, and --dp-shard for the ranks that share a copy",
+    "devices": "use --nodes with --hardware, or --dp",
+    "dtype": "use --precision bf16, fp32 or fp8",
+    "fp16": "use --precision bf16, which takes the time and the bytes of fp16",
+    "fp8": "use --precision fp8",
+    "fp8_format": "use --precision fp8",
+    "fp8_hybrid": "use --precision fp8",
+    "fsdp": "use --zero 3",
+    "gpu_memory_utilization": "use --device-memory, such as 72GB of 80GB",
+    "gpus": "use --nodes with --hardware, or --dp",
+    "gradient_accumulation_steps": "use --global-batch-size: micro-batch-size x dp x steps",
+    "isl": "use --prompt-length in --mode prefill, --context-length in --mode decode",
+    "max_num_batched_tokens": "use --batch-size and --prompt-length",
+    "max_num_seqs": "use --batch-size, the requests of a step",
+    "num_gpus": "use --nodes with --hardware, or --dp",
+    "num_nodes": "use --nodes",
+    "osl": "a step of --mode decode computes one token of each request; use --context-length",
+    "per_device_train_batch_size": "use --micro-batch-size",
+    "recompute": "use --recompute none, selective or full",
+    "speculative_config": "use --num-speculative-tokens",
+    "training_local_batch_size": "use --micro-batch-size and --global-batch-size",
+    "tpot": "it is the time of a step of --mode decode, which simulate prints",
+    "ttft": "it is the time of a step of --mode prefill, which simulate prints",
+    "virtual_pipeline_model_parallel_size": "use --vpp",
+    "world_size": "the world is tp x cp x dp x pp; use --dp, or --nodes with --hardware",
+    "zero3": "use --zero 3",
+}
+
+FOREIGN: Mapping[str, str] = {
+    **dict.fromkeys(_SCRIPT.split(), "it changes nothing that Stagewright computes; drop it"),
+    **dict.fromkeys(_MODEL.split(), "it belongs to the model; name a preset or a config.json"),
+    **_MEANT,
+}
+"""What to say of an option, by name."""

@@ -1,0 +1,268 @@
+"""Names of Megatron-LM, vLLM and torchtitan in our terms, for options, run files and keywords.
+
+A setting declares the names that mean the same (`Setting.names`) and the switches that stand for
+one of its values (`Setting.switches`). `OTHERS` are the options that say a setting in other terms.
+
+>>> translate({"tensor_model_parallel_size": 8, "use_distributed_optimizer": True})[0]
+{'tp': 8, 'zero': 1}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from stagewright.errors import UserError, did_you_mean, either
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.declare import Setting, Without, text_of
+
+
+class OtherName(NamedTuple):
+    """An option of another tool whose setting follows from its value and from other settings."""
+
+    name: str
+    """As a keyword spells it: with underscores."""
+    flag: str
+    help: str
+    kind: type | tuple[str, ...]
+    """bool, int, or the words to choose from."""
+    makes: tuple[str, ...]
+    """The settings that follow."""
+
+
+def canonical(name: str) -> str:
+    """A name as a keyword: `--micro-batch-size` and `training.seq_len` have no dashes and dots.
+
+    >>> canonical("micro-batch-size"), canonical("training.seq_len")
+    ('micro_batch_size', 'training_seq_len')
+    """
+    return name.removeprefix("--").replace("-", "_").replace(".", "_")
+
+
+def _other(flag: str, help: str, kind: type | tuple[str, ...], *makes: str) -> OtherName:
+    return OtherName(canonical(flag), "--" + flag, help, kind, makes)
+
+
+OTHERS: Mapping[str, OtherName] = {
+    of.name: of
+    for of in (
+        _other(
+            "enable-expert-parallel",
+            "vLLM: ep over all ranks of tp, cp and dp, with etp=1.",
+            bool,
+            *("ep", "etp"),
+        ),
+        _other(
+            "num-layers-per-virtual-pipeline-stage",
+            "Megatron-LM: layers / (pp * vpp), which gives vpp.",
+            int,
+            "vpp",
+        ),
+        _other(
+            "data-parallel-sharding-strategy",
+            "Megatron-LM's FSDP: stands for --zero 0, 1, 2 and 3.",
+            ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+            "zero",
+        ),
+        _other(
+            "recompute-method",
+            "Megatron-LM: block recomputes the first --recompute-num-layers, uniform all layers.",
+            ("uniform", "block"),
+            "recompute_num_layers",
+        ),
+        _other(
+            "parallelism.data_parallel_shard_degree",
+            "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
+            int,
+            *("dp", "dp_shard", "zero"),
+        ),
+        _other(
+            "parallelism.data_parallel_replicate_degree",
+            "torchtitan: copies of the parameters, which multiply dp.",
+            int,
+            *("dp", "dp_shard"),
+        ),
+    )
+}
+"""Options of other tools by name."""
+
+SWITCHES: Mapping[str, tuple[Setting, Any]] = {
+    canonical(name): (of, value)
+    for of in EXPERIMENT.values()
+    for name, value in of.switches.items()
+}
+"""Options without a value that stand for one value of a setting, by name."""
+
+SAME: Mapping[str, str] = {
+    canonical(name): of.name for of in EXPERIMENT.values() for name in of.names
+}
+"""Settings by the names that mean the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What follows once all of a run is known, and is given in the same place by our names."""
+
+    enable_expert_parallel: bool = False
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def without(self, names: Mapping[str, Any]) -> Pending:
+        """The same where these settings are not given elsewhere, which goes before."""
+        return Pending(
+            self.enable_expert_parallel and "ep" not in names,
+            None if "vpp" in names else self.num_layers_per_virtual_pipeline_stage,
+            self.given,
+        )
+
+    def makes(self) -> Iterator[str]:
+        """The settings that will follow."""
+        if self.enable_expert_parallel:
+            yield from OTHERS["enable_expert_parallel"].makes
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            yield "vpp"
+
+
+def known(name: str) -> bool:
+    """Whether a canonical name belongs to a setting, in any tool."""
+    return name in EXPERIMENT or name in SAME or name in SWITCHES or name in OTHERS
+
+
+def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], Pending]:
+    """Settings by our names, and what follows when all of the run is known.
+
+    Names that no tool has stay as they are. `where` begins errors: a file and a colon.
+    """
+    settings: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    switches: list[str] = []
+    for given, value in values.items():
+        name = canonical(given)
+        if name in SWITCHES:
+            if _switched(given, value, where):
+                switches.append(name)
+        elif name in OTHERS:
+            others[name] = _checked(OTHERS[name], value, where)
+        else:
+            own = SAME.get(name, name if name in EXPERIMENT else given)
+            if own in settings:
+                raise UserError(f"{where}{own} comes twice; keep one")
+            settings[own] = value
+    _zero(settings, others, switches, where)
+    _switch(settings, switches, where)
+    _recompute(settings, others, where)
+    _data_parallel(settings, others, where)
+    pending = Pending(
+        bool(others.get("enable_expert_parallel")),
+        others.get("num_layers_per_virtual_pipeline_stage"),
+        {name: settings[name] for name in ("ep", "etp", "vpp") if name in settings},
+    )
+    return settings, pending
+
+
+def _switched(name: str, value: object, where: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{where}{name} is {value!r}, wanted true or false")
+    return bool(value)
+
+
+def _checked(of: OtherName, value: Any, where: str) -> Any:
+    if isinstance(of.kind, tuple):
+        if value not in of.kind:
+            hint = did_you_mean(str(value), of.kind)
+            raise UserError(f"{where}{of.flag} is {value!r}, wanted {either(of.kind)}{hint}")
+    elif not (isinstance(value, of.kind) and (of.kind is bool or not isinstance(value, bool))):
+        wanted = "true or false" if of.kind is bool else "a whole number"
+        raise UserError(f"{where}{of.flag} is {value!r}, wanted {wanted}")
+    return value
+
+
+def _switch(settings: dict[str, Any], switches: list[str], where: str) -> None:
+    """Set what switches stand for, unless the setting says something else."""
+    stands: dict[str, tuple[str, Any]] = {}
+    for name in switches:
+        setting, value = SWITCHES[name]
+        if isinstance(value, Without):
+            if value.item in settings.get(setting.name, ()):
+                _contradict(name, f"{setting.flag} without {value.item}", setting, settings, where)
+            continue
+        before = stands.get(setting.name)
+        if before is not None and before[1] != value:
+            raise UserError(
+                f"{where}{_flag(name)} means {setting.flag} {text_of(value)}, {_flag(before[0])} "
+                f"{setting.flag} {text_of(before[1])}; drop either"
+            )
+        stands[setting.name] = name, value
+        if settings.get(setting.name, value) != value:
+            _contradict(name, f"{setting.flag} {text_of(value)}", setting, settings, where)
+    settings |= {setting: value for setting, (_, value) in stands.items()}
+
+
+def _contradict(
+    name: str, means: str, setting: Setting, settings: Mapping[str, Any], where: str
+) -> None:
+    got = text_of(settings[setting.name])
+    raise UserError(f"{where}{_flag(name)} means {means}, got {setting.flag} {got}; drop either")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _zero(
+    settings: dict[str, Any], others: Mapping[str, Any], switches: list[str], where: str
+) -> None:
+    """Megatron-LM's options of data parallelism: the one that shards most says how far.
+
+    Its FSDP shards by `--data-parallel-sharding-strategy`; `--use-distributed-optimizer` is part of
+    that command line, too. Here FSDP without a strategy shards parameters.
+    """
+    strategy = others.get("data_parallel_sharding_strategy")
+    stages = {name: SWITCHES[name][1] for name in switches if SWITCHES[name][0].name == "zero"}
+    if strategy is not None:
+        stages = {name: stage for name, stage in stages.items() if stage == 1}
+        name = "data_parallel_sharding_strategy"
+        words = OTHERS[name].kind
+        assert isinstance(words, tuple)
+        stages[f"{name} {strategy}"] = words.index(strategy)
+    if not stages:
+        return
+    most = max(stages, key=lambda name: stages[name])
+    if settings.setdefault("zero", stages[most]) != stages[most]:
+        _contradict(most, f"--zero {stages[most]}", EXPERIMENT["zero"], settings, where)
+    switches[:] = [name for name in switches if SWITCHES[name][0].name != "zero"]
+
+
+def _recompute(settings: dict[str, Any], others: Mapping[str, Any], where: str) -> None:
+    """Megatron-LM's uniform method computes chunks of layers again, of which here each is one."""
+    if others.get("recompute_method") != "uniform":
+        return
+    if settings.pop("recompute_num_layers", 1) != 1:
+        raise UserError(
+            f"{where}--recompute-method uniform keeps the input of each chunk of "
+            "--recompute-num-layers layers, which is modelled for chunks of 1; use 1, or block"
+        )
+
+
+def _data_parallel(settings: dict[str, Any], others: Mapping[str, Any], where: str) -> None:
+    """torchtitan's two degrees of data parallelism as dp, dp_shard and zero."""
+    shard = others.get("parallelism_data_parallel_shard_degree")
+    copies = others.get("parallelism_data_parallel_replicate_degree")
+    if shard is None and copies is None:
+        return
+    if shard == -1 and (copies or 1) > 1:
+        raise UserError(
+            f"{where}--parallelism.data_parallel_shard_degree is -1, all ranks that are left, but "
+            "with copies these are not known; give it as a number"
+        )
+    shard = 1 if shard is None else shard
+    implied = {} if shard == -1 else {"dp": shard * (copies or 1)}
+    if shard != 1:
+        implied |= {"zero": 3} | ({"dp_shard": shard} if (copies or 1) > 1 else {})
+    for name, value in implied.items():
+        if settings.setdefault(name, value) != value:
+            raise UserError(
+                f"{where}the degrees of data parallelism of torchtitan make {name}={value}, got "
+                f"{name}={settings[name]}; drop either"
+            )
