@@ -52,7 +52,7 @@ OPENS = {"open", "read_text", "read_bytes"}
 OPENERS = {
     "files.py",
     *("trace/storage.py", "trace/staging.py", "views/perfetto.py"),  # to write, or to lock
-    *("time/hardware.py", "views/pages/shell.py", "model/presets.py", "model/hf/keys.py"),
+    *("time/hardware.py", "views/pages/templates.py", "model/presets.py", "model/hf/keys.py"),
     *("evidence/kernels.py", "evidence/validate.py", "evidence/reproduce.py", "evidence/memory.py"),
 }  # and the package's own data
 ALLOWED = {

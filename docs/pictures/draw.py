@@ -35,11 +35,11 @@ def step() -> str:
     run = Run(**STEP)
     found = simulate(compile(run), HARDWARE)
     levels = memory.over_seconds(found.memory[0], found.seconds, POINTS)
-    capacity = round(found.machine.hardware.memory_gb * 1e9)
+    scale = memory.Scale(capacity=round(found.machine.hardware.memory_gb * 1e9))
     drawn = [
         ("Kernels and communication of a GPU of each stage", timeline.picture(found.line)),
         ("Memory of a GPU of the first", memory.legend([levels], "keys")),
-        ("", memory.picture(levels, "held", "Memory over the step", None, capacity)),
+        ("", memory.picture(levels, "held", "Memory over the step", scale)),
     ]
     return _file(f"One step of {run.describe()} on {found.machine}", drawn)
 

@@ -25,6 +25,7 @@ from stagewright.program.columns import CATEGORIES, RankClass
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import make
 from stagewright.views.pages import memory as memory_page
+from stagewright.views.pictures.chart import SCREENS
 
 GPT = {"model": "gpt3-1.3b", "layers": 4, "seq_length": 256}
 LLAMA = {"model": "llama3.1-8b", "layers": 4, "seq_length": 256}
@@ -358,7 +359,7 @@ def test_page_stands_alone() -> None:
     assert "http" not in text
     assert "src=" not in text
     pictures = re.findall(r"<svg (?:(?!<svg).)*data-held=.*?</svg>", text, re.DOTALL)
-    assert len(pictures) == len(compiled.program.classes)
+    assert len(pictures) == len(compiled.program.classes) * len(SCREENS)
     for picture in pictures:
         root = ElementTree.fromstring(picture)
         assert root.get("tabindex") == "0"

@@ -5,6 +5,7 @@ Skipped where there is no Chromium, or no playwright to drive it (the extra `bro
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,42 @@ SETTINGS: dict[str, Any] = {
     **{"model": "llama3-8b", "layers": 8, "tp": 2, "pp": 4, "dp": 2, "seq_length": 1024},
     **{"global_batch_size": 16, "sequence_parallel": True},
 }
+
+PAGES: dict[str, dict[str, Any]] = {
+    "fits": {
+        **{"model": "llama3.1-70b", "tp": 8, "pp": 4, "dp": 2, "sequence_parallel": True},
+        **{"zero": 1, "global_batch_size": 64, "hardware": "h100-sxm"},
+    },
+    "does not fit": {"model": "llama3.1-70b", "tp": 8, "dp": 2, "hardware": "h100-sxm"},
+    "experts": {
+        **{"model": "deepseek-v3", "layers": 12, "pp": 2, "dp": 32, "ep": 32, "zero": 1},
+        **{"global_batch_size": 128, "hardware": "h100-sxm"},
+    },
+    "decode": {
+        **{"model": "deepseek-v3", "mode": "decode", "tp": 8, "ep": 8, "hardware": "h200"},
+        **{"weight_precision": "fp8", "batch_size": 64, "context_length": 8192, "etp": 1},
+    },
+    "disaggregated": {
+        **{"model": "llama3.1-70b", "mode": "decode", "tp": 4, "prefill": "tp=8", "dp": 2},
+        **{"batch_size": 32, "context_length": 4096, "hardware": "h200"},
+    },
+    "one rank": {"model": "gpt2", "hardware": "h100-sxm"},
+    "1,024 ranks": {
+        **{"model": "llama3.1-405b", "tp": 8, "pp": 16, "dp": 8, "sequence_parallel": True},
+        **{"zero": 1, "global_batch_size": 256, "hardware": "h100-sxm"},
+    },
+    "no hardware": {"model": "llama3-8b", "tp": 2, "pp": 2, "dp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def page_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    found: dict[str, Path] = {}
+    for nth, (name, settings) in enumerate(PAGES.items()):
+        found[name] = folder / f"{nth}.html"
+        sw.report(settings["model"], found[name], **{k: settings[k] for k in [*settings][1:]})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +88,9 @@ def opened(browser: Any, page_file: Path) -> Iterator[Any]:
     asked: list[str] = []
     contexts: list[Any] = []
 
-    def open_(width: int = 1000, **looks: Any) -> Any:
+    opened_files: set[str] = set()
+
+    def open_(width: int = 1000, file: Path = page_file, **looks: Any) -> Any:
         context = browser.new_context(
             viewport={"width": width, "height": 800}, offline=True, **looks
         )
@@ -60,14 +99,15 @@ def opened(browser: Any, page_file: Path) -> Iterator[Any]:
         page.on("console", lambda told: wrong.append(told.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(page_file.as_uri())
+        opened_files.add(file.as_uri())
+        page.goto(file.as_uri())
         return page
 
     yield open_
     for context in contexts:
         context.close()
     assert wrong == []
-    assert {url for url in asked if not url.startswith("data:")} == {page_file.as_uri()}
+    assert {url for url in asked if not url.startswith("data:")} == opened_files
 
 
 def shown(page: Any, name: str) -> list[bool]:
@@ -121,7 +161,8 @@ def test_all_can_be_reached_by_the_tab_key(opened: Any):
         stops.append(stop)
     wanted = page.evaluate(
         "[...document.querySelectorAll('main summary, main svg[tabindex], main [role=tab]"
-        '[tabindex="0"]\')].filter(e => e.checkVisibility()).length'
+        '[tabindex="0"], main .tools button:enabled, main .copy\')]'
+        ".filter(e => e.checkVisibility()).length"
     )
     kinds = [stop.split()[0] for stop in stops]
     assert kinds.count("SUMMARY") + kinds.count("svg") + kinds.count("BUTTON") == wanted
@@ -139,7 +180,7 @@ def test_details_open_by_key(opened: Any):
 
 def test_memory_tells_what_is_held(opened: Any):
     page = opened()
-    picture = page.locator("svg[data-held]").first
+    picture = page.locator(".medium svg[data-held]").first
     picture.focus()
     line = page.locator(f"#at-{picture.get_attribute('data-held')}")
     peak = line.inner_text()
@@ -156,13 +197,170 @@ def test_memory_tells_what_is_held(opened: Any):
 
 def test_the_matrix_tells_who_sends(opened: Any):
     page = opened()
-    picture = page.locator("svg[data-matrix]").first
+    picture = page.locator(".medium svg[data-matrix]").first
     picture.focus()
     line = page.locator(f"#at-{picture.get_attribute('data-matrix')}")
     assert line.inner_text() == "rank 0 sends itself nothing"
     page.keyboard.press("ArrowRight")
     sent = traffic.matrix(sw.compile(sw.Run(**SETTINGS)).program).bytes[0, 1]
     assert line.inner_text() == f"rank 0 sends rank 1 {quantity(round(sent), 'B')}"
+
+
+# ---- charts on every screen ----------------------------------------------------------------------
+
+CHARTS = """() => [...document.querySelectorAll('.chart svg')].filter(e => e.checkVisibility())
+  .map(svg => {
+    const frame = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll('text')]
+      .filter(e => e.textContent.trim() && e.getBoundingClientRect().width)
+      .map(e => [e.textContent, e.getBoundingClientRect()]);
+    const meet = ([, a], [, b]) => a.left + 1 < b.right && b.left + 1 < a.right &&
+      a.top + 2.5 < b.bottom && b.top + 2.5 < a.bottom;
+    return {
+      name: svg.getAttribute('aria-label'), left: frame.left, right: frame.right,
+      scrolls: !!svg.closest('.natural'),
+      outside: texts.filter(([, a]) => a.left < frame.left - 1 || a.right > frame.right + 1 ||
+        a.top < frame.top - 1 || a.bottom > frame.bottom + 1).map(([words]) => words),
+      overlaps: texts.flatMap((a, nth) => texts.slice(nth + 1).filter(b => meet(a, b))
+        .map(b => a[0] + ' | ' + b[0])),
+      smallest: Math.min(...texts.map(([, a]) => a.height), 99),
+    };
+  })"""
+
+
+def check_charts(page: Any, width: int, *, paper: bool = False) -> None:
+    charts = page.evaluate(CHARTS)
+    assert len(charts) >= 4
+    for chart in charts:
+        assert chart["overlaps"] == [], chart["name"]
+        assert chart["outside"] == [], chart["name"]
+        # Pixels of a line of text; a graph that a screen scrolls is made to fit a page of paper.
+        assert chart["smallest"] >= (9 if not (paper and chart["scrolls"]) else 6), chart["name"]
+        if not chart["scrolls"]:
+            assert chart["left"] >= 0, chart["name"]
+            assert chart["right"] <= width, chart["name"]
+
+
+@pytest.mark.parametrize("width", [390, 768, 1400])
+@pytest.mark.parametrize("looks", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_charts_fit_and_can_be_read(
+    opened: Any, page_files: dict[str, Path], name: str, width: int, looks: str
+):
+    page = opened(width, page_files[name], color_scheme=looks)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    check_charts(page, width)
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+    check_charts(page, width)
+
+
+def test_a_desk_is_used(opened: Any, page_files: dict[str, Path]):
+    page = opened(1400, page_files["fits"])
+    drawn = [c for c in page.evaluate(CHARTS) if "Timeline" in c["name"]]
+    assert drawn[0]["right"] - drawn[0]["left"] > 0.85 * 1400
+
+
+def test_what_scrolls_says_so(opened: Any, page_files: dict[str, Path]):
+    assert opened(390, page_files["fits"]).locator(".scrolls").first.is_visible()
+    assert not opened(1400, page_files["fits"]).locator(".scrolls").first.is_visible()
+
+
+def test_bars_tell_their_values(opened: Any):
+    page = opened(1400)
+    page.locator(".wide svg.bars .marks rect").first.hover()
+    assert re.fullmatch(r"mean GPU: forward [\d.]+%", page.locator("#tip").inner_text())
+
+
+def test_bars_tell_their_values_without_a_script(opened: Any):
+    page = opened(1400, java_script_enabled=False)
+    titles = page.locator(".wide svg.bars .marks rect title")
+    assert titles.count() > 10
+    assert re.fullmatch(r"mean GPU: forward [\d.]+%", titles.first.text_content())
+
+
+def test_the_timeline_tells_what_runs(opened: Any):
+    page = opened(1400)
+    picture = page.locator(".wide svg.timeline")
+    picture.hover(position={"x": 600, "y": 60})
+    told = page.locator("#tip").inner_text()
+    assert re.match(r"stage 0 at [\d.]+ m?s: (forward|backward) \d", told)
+    picture.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#at-timeline").inner_text().startswith("stage 1 at ")
+
+
+def ticks(picture: Any) -> list[str]:
+    return picture.locator(".ticks text").all_text_contents()
+
+
+@pytest.mark.parametrize("kind", ["timeline", "bars"])
+def test_charts_zoom(opened: Any, kind: str):
+    page = opened(1400)
+    picture = page.locator(f".wide svg.{kind}").first
+    figure = picture.locator("xpath=ancestor::figure")
+    whole, drawn = ticks(picture), picture.inner_html()
+    figure.get_by_role("button", name="Zoom in").click()
+    assert ticks(picture) != whole
+    figure.get_by_role("button", name="Show all").click()
+    assert ticks(picture) == whole
+    if kind == "bars":
+        assert re.sub(r' style=""', "", picture.inner_html()) == drawn
+    picture.evaluate("each => each.scrollIntoView({block: 'center', behavior: 'instant'})")
+    box = picture.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 400, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 600, y, steps=4)
+    page.mouse.up()
+    assert "0" not in ticks(picture)
+    assert figure.get_by_role("button", name="Zoom out").is_enabled()
+    check_charts(page, 1400)
+    page.mouse.dblclick(box["x"] + 400, y)
+    assert ticks(picture) == whole
+
+
+def test_the_command_can_be_copied(opened: Any):
+    page = opened(permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    pasted = page.evaluate("navigator.clipboard.readText()")
+    assert pasted.startswith("stagewright ")
+    assert pasted == page.locator("pre.command code").inner_text()
+
+
+def test_what_does_not_fit_is_said_first(opened: Any, page_files: dict[str, Path]):
+    page = opened(1400, page_files["does not fit"])
+    assert "does not fit" in page.locator("h1").inner_text()
+    assert "220 GB" in page.locator(".verdict").inner_text()
+    card = page.locator(".cards div").first
+    assert card.get_attribute("class") == "problem"
+    assert "Peak memory" in card.inner_text()
+    grey = page.evaluate("getComputedStyle(document.querySelector('.cards .moot dd')).color")
+    ink = page.evaluate("getComputedStyle(document.body).color")
+    assert grey != ink
+    assert opened(1400, page_files["fits"]).locator(".moot, .verdict").count() == 0
+
+
+def pages_of(path: Path) -> int:
+    return len(re.findall(rb"/Type\s*/Page\b(?!s)", path.read_bytes()))
+
+
+@pytest.mark.parametrize("paper", ["A4", "Letter"])
+@pytest.mark.parametrize("name", ["fits", "does not fit"])
+def test_paper_is_at_most_eight_pages(
+    opened: Any, page_files: dict[str, Path], tmp_path: Path, name: str, paper: str
+):
+    page = opened(1400, page_files[name])
+    page.pdf(path=tmp_path / "run.pdf", format=paper, print_background=True)
+    assert 2 <= pages_of(tmp_path / "run.pdf") <= 8
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 700, "height": 1000})
+    check_charts(page, 700, paper=True)
+    for only_on_screen in (".hint", ".tools", ".copy", "nav", ".scrolls"):
+        assert not page.locator(only_on_screen).first.is_visible()
+    assert "@top-left" in page.content()
 
 
 @pytest.mark.parametrize("width", [320, 380, 768, 1400])

@@ -18,7 +18,7 @@ from paths import EXAMPLES
 from stagewright.evidence.predictions import Prediction, table, totals
 from stagewright.program.columns import TaskKind
 from stagewright.texttable import SHOWN, Table
-from stagewright.views.pages.shell import page_of
+from stagewright.views.pages.templates import render
 from stagewright.views.pictures import layer, schedule
 
 pytestmark = pytest.mark.numerics  # whole pages of compiled and simulated runs take seconds
@@ -91,7 +91,8 @@ def test_results_print_in_a_line(compiled: sw.Compiled, found: Any):
 def test_results_show_themselves(compiled: sw.Compiled, found: Any):
     for each in (compiled, found, compiled.memory(), schedule.picture(compiled.order)):
         shown = each._repr_html_()
-        check(page_of("x", "", [])[: -len("</body></html>\n")] + shown + "</body></html>")
+        frame = render("page.html", title="x", data={})
+        check(frame.rstrip().removesuffix("</body></html>") + shown + "</body></html>")
     assert compiled._repr_html_() == sw.compile("llama3-8b", **SMALL)._repr_html_()
     sparse = sw.simulate("mixtral-8x7b", "h100-sxm", mode="decode", ep=2, dp=2, layers=2)
     assert "<svg" in sparse._repr_html_()

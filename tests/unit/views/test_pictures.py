@@ -15,7 +15,8 @@ from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 from stagewright.schedule.actions import flat
 from stagewright.schedule.schedules import make
 from stagewright.time import traffic
-from stagewright.views.pictures import bars, layer, matrix, memory, schedule, svg, timeline
+from stagewright.views.pages.memory import over_time
+from stagewright.views.pictures import bars, chart, layer, matrix, memory, schedule, svg, timeline
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 4, "seq_length": 64}
 RUNS: dict[str, dict[str, Any]] = {
@@ -128,10 +129,38 @@ def test_a_matrix_has_a_square_for_each_pair_that_meets():
     program = sw.compile(sw.Run(**RUNS["dense"])).program
     found = traffic.matrix(program)
     picture = root(matrix.picture(found, "m", "x"))
-    squares = [p.attrib["d"] for p in picture.findall("path") if p.get("fill") in matrix.LEVELS]
-    assert sum(d.count("M") for d in squares) == np.count_nonzero(found.bytes)
+    squares = [p.attrib["d"] for p in picture.findall("path") if p.get("fill") in matrix.COLOURS]
+    drawn = found.bytes > matrix.LEAST * found.bytes.max()
+    assert sum(d.count("M") for d in squares) == np.count_nonzero(drawn)
+    # Only the norm of the gradients is left out: four bytes, of which each rank sends a part.
+    assert found.bytes[~drawn].max() <= 8
     data = matrix.data(found)
     np.testing.assert_allclose(data["bytes"], found.bytes, rtol=5e-3)
+
+
+def test_colours_tell_much_from_little():
+    """tp, dp and pp of a 70B run differ by a factor of ten or more, and so in colour."""
+    found = matrix.shades([109e9, 107e9, 6.8e9, 0.537e9, 4.0])
+    assert [(each.high, each.low) for each in found] == [
+        (109e9, 107e9), (6.8e9, 6.8e9), (0.537e9, 0.537e9),
+    ]  # fmt: skip
+    levels = [each.level for each in found]
+    assert levels[0] == len(matrix.COLOURS) - 1
+    assert levels[0] - levels[1] >= 2
+    assert levels[1] - levels[2] >= 2
+    assert matrix.shades([]) == []
+    assert len(matrix.shades([1.5**n for n in range(30)])) <= len(matrix.COLOURS)
+
+
+@pytest.mark.parametrize("width", [screen.width for screen in chart.SCREENS])
+def test_the_matrix_has_the_same_ticks_on_both_sides(width: int):
+    program = sw.compile(sw.Run(**SMALL | {"tp": 8, "dp": 8})).program
+    picture = root(matrix.picture(traffic.matrix(program), "m", "x", width=width))
+    words = [t for t in picture.iter("text") if (t.text or "").isdigit()]
+    down = [t.text for t in words if t.get("text-anchor") == "end"]
+    across = [t.text for t in words if t.get("text-anchor") == "middle"]
+    assert down == across
+    assert len(down) >= 4
 
 
 # ---- bars, areas, strips -------------------------------------------------------------------------
@@ -142,10 +171,62 @@ def test_bars_are_as_long_as_what_they_show():
         bars.StackedBar("one", {"parameters": 30, "activations": 10}),
         bars.StackedBar("two", {"other": 20}),
     ]
-    picture = root(bars.picture(some, svg.CATEGORIES, "b", "x", lambda v: f"{v:g}"))
+    picture = root(bars.picture(some, svg.CATEGORIES, "b", "x", chart.BYTES))
     wide = [float(r.attrib["width"]) for r in picture.iter("rect") if r.find("title") is not None]
     assert wide[0] == pytest.approx(3 * wide[1], rel=1e-2)
     assert wide[2] == pytest.approx(2 * wide[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("width", [screen.width for screen in chart.SCREENS])
+def test_bars_say_all_values_however_narrow_they_are(width: int):
+    parts = {"parameters": 4.54e9, "activations": 70e9, "workspace": 2e6}
+    some = [bars.StackedBar("stage 0", parts)]
+    limit = bars.Limit(80e9, "device memory 80 GB")
+    text = bars.picture(some, svg.CATEGORIES, "b", "x", chart.BYTES, limit, width)
+    words = " ".join(t.text or "" for t in root(text).iter("text"))
+    for value in ("4.54 GB", "70 GB", "2 MB", "74.5 GB", "device memory 80 GB"):
+        assert value in words
+
+
+def test_the_bubble_is_fainter_than_work():
+    """On light and on dark: a tenth of the text's colour, where work has its own."""
+    assert svg.BUBBLE.colour == "currentColor"
+    assert svg.BUBBLE.opacity <= 0.15
+    assert all(fill.opacity == 1 for fill in (*svg.PHASES.values(), *svg.CATEGORIES.values()))
+
+
+def test_memory_of_stages_has_one_scale():
+    run = sw.Run(**RUNS["dense"])
+    over = over_time(sw.compile(run), None, {})
+    axes = [
+        [
+            t.text
+            for t in root(panel.chart.pictures[0][1]).iter("text")
+            if t.get("text-anchor") == "end"
+        ]
+        for panel in over.panels
+    ]
+    assert len(axes) > 1
+    sizes = [[word for word in axis if word and "peak" not in word] for axis in axes]
+    assert all(each == sizes[0] for each in sizes)
+
+
+def test_the_timeline_holds_more_than_is_drawn():
+    found = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=512, tp=2, pp=2)
+    data = timeline.data(found.line)
+    for lane in data["lanes"]:
+        for text in lane["shares"]:
+            plain = re.sub(r"(.)\((\d+)\)", lambda run: run[1] * int(run[2]), text)
+            assert len(plain) == data["columns"]
+            assert set(plain) <= set(data["levels"])
+    lane, line = data["lanes"][0], found.line.lanes[0]
+    busy = sum(
+        data["levels"].index(c) / 63
+        for text in lane["shares"][: lane["kernels"]]
+        for c in re.sub(r"(.)\((\d+)\)", lambda run: run[1] * int(run[2]), text)
+    )
+    kernels = float((line.end - line.begin)[line.main].sum())
+    assert busy / data["columns"] == pytest.approx(kernels / found.line.ticks, rel=0.02)
 
 
 def test_areas_reach_as_high_as_what_is_held():
@@ -153,10 +234,13 @@ def test_areas_reach_as_high_as_what_is_held():
     assert (levels.total, levels.peak) == ([50, 200], 1)
     picture = root(memory.picture(levels, "m", "x"))
     tops = {
-        p.findtext("title"): [memory.HEIGHT - memory.BOTTOM - float(y) for y in
-                              re.findall(r"V([0-9.]+)", p.attrib["d"])]
-        for p in picture.iter("path") if p.get("class") == "area"
-    }  # fmt: skip
+        str(p.findtext("title")).split(",")[0]: [
+            memory.HEIGHT - memory.BOTTOM - float(y)
+            for y in re.findall(r"V([0-9.]+)", p.attrib["d"])
+        ]
+        for p in picture.iter("path")
+        if p.get("class") == "area"
+    }
     high = memory.HEIGHT - memory.BOTTOM - memory.TOP
     assert tops["parameters"] == pytest.approx([high / 4, high / 2, 0], abs=0.1)
     assert tops["activations"] == pytest.approx([high / 4, high, 0], abs=0.1)
@@ -177,7 +261,7 @@ def test_a_strip_is_filled_as_much_as_time_is():
 
 @pytest.mark.parametrize(("most", "about"), [(1, 5), (81e9, 5), (3e-5, 6), (7.0, 8), (1e-12, 5)])
 def test_ticks_are_round_and_few(most: float, about: int):
-    found = svg.ticks(most, about)
+    found = chart.ticks(most, about)
     assert found[0] == 0
     assert 2 <= len(found) <= about + 1
     assert found[-1] <= most * (1 + 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from pathlib import Path
@@ -14,7 +15,10 @@ from pages import check
 from stagewright.cli.main import main
 from stagewright.time.hardware import resolve
 from stagewright.views.advice import Remark, remarks
+from stagewright.views.pages.cards import cards
+from stagewright.views.pages.memory import over_time
 from stagewright.views.pages.settings import command
+from stagewright.views.pages.templates import render
 
 from .test_pictures import RUNS, SMALL
 
@@ -50,6 +54,68 @@ def test_sixteen_thousand_gpus_are_one_small_page():
     assert len(text.encode()) < 2_000_000
     assert time.perf_counter() - began < 60  # takes 3 s; the machine may be busy
     check(text)
+
+
+HOSTILE = "</script></style><img src=x onerror=alert(1)>\"'\n{{ 7 * 7 }}{% raw %} $(touch x)"
+
+
+def test_names_of_strangers_are_text():
+    """Names of models and hardware are escaped in HTML, SVG, CSS and the script's data."""
+    found = sw.simulate("gpt2", "h100-sxm", layers=1, seq_length=16, tp=2)
+    compiled = dataclasses.replace(
+        found.compiled, model=dataclasses.replace(found.compiled.model, name=HOSTILE)
+    )
+    hardware = found.machine.hardware.model_copy(update={"name": HOSTILE})
+    machine = dataclasses.replace(found.machine, hardware=hardware)
+    hostile = dataclasses.replace(found, compiled=compiled, machine=machine)
+    page = check(sw.report(hostile))
+    assert not [tag for tag, _ in page.elements if tag == "img"]
+    assert [tag for tag, _ in page.elements].count("script") == 2
+    assert "{{ 7 * 7 }}" in sw.report(hostile)  # no template in what a template is given
+    check(render("memory.html", title=HOSTILE, run=HOSTILE, data={HOSTILE: HOSTILE},
+                 shown=over_time(compiled, None, {})))  # fmt: skip
+
+
+# ---- what does not fit ---------------------------------------------------------------------------
+
+
+DECODE: dict[str, Any] = {"mode": "decode"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "hardware"),
+    [
+        ({"model": "llama3.1-70b", "tp": 8, "layers": 40}, "h100-sxm"),
+        (
+            {"model": "llama3-8b", "mode": "decode", "batch_size": 400, "device_memory": "30GB"},
+            None,
+        ),
+        ({"model": "deepseek-v3", "mode": "decode", "tp": 8, "batch_size": 4096}, "h200"),
+    ],
+)
+def test_a_run_that_does_not_fit_says_so_first(settings: dict[str, Any], hardware: str | None):
+    run = sw.Run(**settings)
+    found = sw.simulate(run, hardware) if hardware else None
+    compiled = found.compiled if found else sw.compile(run)
+    first, second, *others = cards(compiled, found)
+    assert (first.name, first.state) == ("Peak memory per GPU", "problem")
+    assert (second.name, second.state) == ("Parameters", "")
+    assert {card.state for card in others} <= {"moot"}
+    assert f"<h1>{compiled.model.name} does not fit on " in sw.report(found or compiled)
+
+
+def test_a_run_that_fits_has_no_grey():
+    found = sw.simulate("gpt2", "h100-sxm", layers=2, seq_length=64)
+    assert {card.state for card in cards(found.compiled, found)} == {""}
+    assert 'class="moot"' not in sw.report(found)
+
+
+def test_the_price_is_named():
+    text = sw.report("gpt2", layers=1, seq_length=64, hardware="h100-sxm", price=3.21)
+    assert "per million tokens, at 3.21 USD per GPU-hour" in text
+    known = resolve("h100-sxm").price_usd_per_gpu_hour
+    text = sw.report("gpt2", layers=1, seq_length=64, hardware="h100-sxm")
+    assert f"at {known:g} USD per GPU-hour" in text
 
 
 # ---- remarks -------------------------------------------------------------------------------------
@@ -196,11 +262,7 @@ def test_the_price_is_the_one_that_is_asked_for():
     """Of two prices of a GPU's hour, the cost of a million tokens is in the same proportion."""
     run = {"layers": 1, "seq_length": 64, "hardware": "h100-sxm"}
     usd = [
-        float(
-            re.search(
-                r"A million tokens</dt><dd>([\d.e-]+) USD", sw.report("gpt2", **run, price=p)
-            )[1]
-        )
+        float(re.search(r"Cost</dt><dd>([\d.e-]+) USD", sw.report("gpt2", **run, price=p))[1])
         for p in (2.0, 20.0)
     ]
     assert usd[1] == pytest.approx(10 * usd[0], rel=0.02)

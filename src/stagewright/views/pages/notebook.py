@@ -2,58 +2,52 @@
 
 from __future__ import annotations
 
-import html
-
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.texttable import SHOWN, STYLE
+from stagewright.texttable import SHOWN, Table
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views import tables
 from stagewright.views.advice import remarks
-from stagewright.views.pages.report import parts_of_time, peaks, tiles
-from stagewright.views.pages.shell import details
-from stagewright.views.pictures import bars, schedule, svg, timeline
+from stagewright.views.pages.cards import cards
+from stagewright.views.pages.charts import parts_of_time, peak_memory
+from stagewright.views.pages.templates import render
+from stagewright.views.pictures import schedule, svg, timeline
 from stagewright.views.summary import summary
 
 
 def of_compiled(compiled: CompiledRun) -> str:
     """A compiled run as HTML: its memory and schedule."""
-    drawn = bars.picture(
-        bars.merge_equal(peaks(compiled, None), "stage"), svg.CATEGORIES, "peak",
-        "Memory at the peak by category", bars.show_bytes,
-    )  # fmt: skip
-    parts = [_head(compiled, None), _titled("Memory of a rank at its peak", drawn)]
+    drawn = peak_memory(compiled, None, None)("peak", svg.WIDTH)
+    pictures = [("Memory of a rank at its peak", drawn)]
     if len(compiled.order) > 1:
-        parts.append(_titled("Pipeline", schedule.picture(compiled.order)))
+        pictures.append(("Pipeline", schedule.picture(compiled.order)))
     numbers = summary(compiled)
     shown = tables.compute(numbers), tables.memory(numbers), tables.communication(numbers)
-    parts += [details(table.title, STYLE + table.html(SHOWN)) for table in shown if len(table)]
-    return f"<div>{''.join(parts)}</div>"
+    return _page(compiled, None, pictures, [table for table in shown if len(table)])
 
 
 def of_simulation(found: SimulatedStep) -> str:
     """A simulated step as HTML: where its time goes."""
-    parts = [_head(found.compiled, found), f"<p>{html.escape(str(found.machine))}</p>"]
-    parts.append(_titled("Where the time of a GPU goes", parts_of_time(found)))
-    parts.append(_titled("Timeline", timeline.picture(found.line)))
-    shown = tables.parts(found), tables.transfers(found)
-    parts += [details(table.title, STYLE + table.html(SHOWN)) for table in shown]
-    return f"<div>{''.join(parts)}</div>"
+    pictures = [
+        ("Where the time of a GPU goes", parts_of_time(found)("where", svg.WIDTH)),
+        ("Timeline", timeline.picture(found.line)),
+    ]
+    shown = [tables.parts(found), tables.transfers(found)]
+    return _page(found.compiled, found, pictures, shown)
 
 
-def _head(compiled: CompiledRun, found: SimulatedStep | None) -> str:
-    figures = "; ".join(
-        f"{html.escape(name.lower() if name != name.upper() else name)} <b>{html.escape(value)}</b>"
-        + (f" ({html.escape(more)})" if more else "")
-        for name, value, more in tiles(compiled, found)
+def _page(
+    compiled: CompiledRun,
+    found: SimulatedStep | None,
+    pictures: list[tuple[str, svg.Picture]],
+    shown: list[Table],
+) -> str:
+    return render(
+        "notebook.html",
+        run=compiled.run.describe(),
+        machine=str(found.machine) if found else "",
+        cards=cards(compiled, found),
+        remarks=[r for r in remarks(compiled, found) if r.level != "note"],
+        pictures=pictures,
+        tables=shown,
+        most=SHOWN,
     )
-    items = "".join(
-        f"<li><b>{html.escape(r.level)}: {html.escape(r.about)}</b> {html.escape(r.text)}</li>"
-        for r in remarks(compiled, found)
-        if r.level != "note"
-    )
-    title = f"<p><b>{html.escape(compiled.run.describe())}</b><br>{figures}</p>"
-    return title + (f"<ul>{items}</ul>" if items else "")
-
-
-def _titled(title: str, picture: str) -> str:
-    return f"<p>{html.escape(title)}</p>{picture}"

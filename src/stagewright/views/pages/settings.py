@@ -1,12 +1,11 @@
-"""The section of a page that names the run's settings and the command that repeats it."""
+"""What a page says of the run's settings, and the command that repeats the page."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import shlex
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.run.sections import EXPERIMENT, SETTINGS
@@ -16,47 +15,54 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.time.simulate.step import SimulatedStep
-from stagewright.views.pages.shell import Section, details, table
 
 
-def settings(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Section:
-    """The command, all settings, and all fields of the model."""
+class Repeat(NamedTuple):
+    """What was asked for, as a template takes it."""
+
+    command: str
+    """The command line that makes the page; empty where settings are no options but a file."""
+    changed: Table
+    """Settings that differ from their defaults."""
+    every: Table
+    model: Table
+
+
+def asked(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Repeat:
+    """The command, the settings, and the fields of the model."""
     run, model = compiled.run, compiled.model
     unresolved = run.unresolved()
     given = {
-        name: getattr(run, name)
+        name: _value(getattr(run, name))
         for name in type(run).model_fields
         if getattr(run, name) is not None
     }
     chosen = {n for n in given if getattr(unresolved, n) != type(run).model_fields[n].default}
-    rows = Table(
-        "Settings",
-        {
-            "setting": list(given),
-            "value": [_value(value) for value in given.values()],
-            "": ["asked for" if name in chosen else "default" for name in given],
-        },
-    )
+    changed = {name: value for name, value in given.items() if name in chosen}
+    every = {
+        "setting": list(given),
+        "value": list(given.values()),
+        "": ["set" if name in chosen else "default" for name in given],
+    }
     fields = {
         f.name: getattr(model, f.name)
         for f in dataclasses.fields(model)
         if f.name not in ("name", "modules") and getattr(model, f.name) not in (None, (), "", 0)
     }
-    of_model = Table(
-        f"Model {model.name}",
-        {"field": list(fields), "value": [_value(value) for value in fields.values()]},
-    )
+    of_model = {"field": list(fields), "value": [_value(value) for value in fields.values()]}
     again = command(run)
     if simulation is not None:
         again = command(run, simulation.cluster, simulation.line.how)
-    repeat = f"<pre><code>{html.escape(again)}</code></pre>" if again else ""
-    return Section(
-        "run",
-        "Run",
-        f"<p>Once more:</p>{repeat}"
-        + details("All settings", table(rows))
-        + details("The model", table(of_model)),
+    return Repeat(
+        again,
+        Table("Settings that are not defaults", _columns(changed)),
+        Table("All settings", every),
+        Table(f"Model {model.name}", of_model),
     )
+
+
+def _columns(settings: Mapping[str, str]) -> dict[str, list[str]]:
+    return {"setting": [*settings], "value": [*settings.values()]}
 
 
 def _value(value: Any) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from stagewright.algebra.layout import Mesh
 from stagewright.graph.node import Graph, Node
 from stagewright.program.columns import COLLECTIVES
-from stagewright.views.pictures import svg
+from stagewright.views.pictures import chart, svg
 
 WIDE, LINE, STUB, BELOW, SIDE = 190, 14, 16, 40, 16
 SWEEPS = 12
@@ -69,7 +69,7 @@ def picture(
     boxes = [_box(s, fills) for s in spots if s.node]
     label = f"Graph of {len(chosen)} values, phase {' and '.join(phases)}, with their layouts"
     parts = [heading, *edges, *boxes]
-    return svg.figure(y, label, parts, width=max(wide, svg.WIDTH))
+    return svg.figure(y, label, parts, width=max(wide, chart.SCREENS[0].width))
 
 
 def _kind(n: Node) -> str:
@@ -225,7 +225,7 @@ def _box(spot: _Spot, fills: svg.Fills) -> str:
         size = 11 if nth == 0 else 10
         most = int(WIDE / (0.57 * size)) - 1
         line = words if len(words) <= most else words[: most - 1] + "\u2026"
-        more = f'font-size="{size}" {svg.ON_FILL}' + (' font-weight="600"' if nth == 0 else "")
+        more = f'font-size="{size}" fill="#000"' + (' font-weight="600"' if nth == 0 else "")
         parts.append(svg.text(spot.x, spot.y + 14 + nth * LINE, line, "middle", more))
     if spot.out:
         layout = _layout(n) + ("" if n.dtype == "bf16" else f" {n.dtype}")

@@ -14,8 +14,18 @@ from stagewright.program.columns import CATEGORIES, PHASES, RankClass
 from stagewright.time.simulate.memory import MemoryTimeline
 from stagewright.time.simulate.timeline import TICK
 from stagewright.views.pictures import svg
+from stagewright.views.pictures.chart import (
+    BYTES,
+    SECONDS,
+    Across,
+    Measure,
+    round_in_words,
+    ticks,
+)
 
-HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 260, 64, 10, 20, 36
+TASKS = Measure("tasks", "{:g}".format)
+"""Of a scale over the rows of a program."""
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 260, 64, 12, 22, 42
 
 
 class Levels(NamedTuple):
@@ -47,8 +57,7 @@ def over_rows(of: RankClass, points: int) -> Levels:
         + (f", microbatch {tasks.microbatch[r]})" if tasks.microbatch[r] >= 0 else ")")
         for r in rows.tolist()
     ]
-    unit = f"tasks in the order of issue (0 to {len(tasks):,})"
-    return Levels(edges, _by_category(held), events, unit)
+    return Levels(edges, _by_category(held), events, "tasks in the order of issue")
 
 
 def over_seconds(timeline: MemoryTimeline, end: float, points: int) -> Levels:
@@ -63,53 +72,70 @@ def _by_category(held: Int) -> dict[str, list[int]]:
     return {n: by.tolist() for n, by in zip(CATEGORIES, held, strict=True) if by.any()}
 
 
+class Scale(NamedTuple):
+    """What all pictures of a page have in common, so that they compare."""
+
+    most: int = 0  # bytes that the axis reaches at least
+    capacity: int | None = None  # bytes of a device, drawn as a line
+
+    def top(self, levels: Levels) -> int:
+        """The bytes at the upper end of the axis."""
+        top = max(*levels.total, self.most, 1)
+        if self.capacity is not None and self.capacity < 2.5 * top:
+            return max(top, round(self.capacity * 1.04))
+        return top
+
+
 def picture(
-    levels: Levels, name: str, label: str, most: int | None = None, capacity: int | None = None
+    levels: Levels, name: str, label: str, scale: Scale | None = None, width: int = svg.WIDTH
 ) -> svg.Picture:
-    """The areas. The axis reaches at least `most`, so that pictures compare; `capacity`, the memory
-    of a device, is drawn as a line."""
-    top = max(*levels.total, most or 0, 1)
-    if capacity is not None and capacity < 2.5 * top:
-        top = max(top, round(capacity * 1.04))
-    bottom, right = HEIGHT - BOTTOM, svg.WIDTH - RIGHT
-    scale = (bottom - TOP) / top
-    x = _places(levels)
-    fills = svg.Fills(name, {n: svg.CATEGORIES[n] for n in levels.by})
-    parts = [fills.defs(), *_grid(top, scale, bottom, right)]
+    """The areas over tasks or time; `data(levels, name)` is what the script reads of them."""
+    scale = scale or Scale()
+    top = scale.top(levels)
+    bottom = HEIGHT - BOTTOM
+    across = _across(levels, width)
+    per_byte = (bottom - TOP) / top
+    x = [across.at(edge) for edge in levels.edges]
+    fills = svg.Fills(f"{name}-{width}", {n: svg.CATEGORIES[n] for n in levels.by})
+    parts = [fills.defs(), *_grid(top, per_byte, bottom, across.right)]
     # From the top of the pile down: each area hides what is behind it.
     above = np.cumsum([*levels.by.values()], axis=0)
     for n, heights in reversed([*zip(levels.by, above.tolist(), strict=True)]):
-        parts.append(_area(x, heights, scale, bottom, fills[n], n.replace("_", " ")))
-    parts += _marks(levels, x, scale, bottom, right, capacity if (capacity or 0) <= top else None)
-    more = f'tabindex="0" data-held="{name}" class="held"'
-    return svg.figure(HEIGHT, label, parts, more)
+        title = f"{n}, at the most {quantity(max(levels.by[n]), 'B')}".replace("_", " ")
+        parts.append(_area(x, heights, per_byte, bottom, fills[n], title))
+    if scale.capacity is not None and scale.capacity <= top:
+        y = bottom - scale.capacity * per_byte
+        parts += _line_of_device(scale.capacity, y, across, levels.peak * 2 < len(levels.events))
+    parts += _peak(levels, x, across)
+    parts += _below(levels, bottom, across)
+    place = f"{svg.number(across.left)} {svg.number(across.right)} {TOP} {bottom}"
+    more = f'tabindex="0" data-held="{name}" data-field="{place}" class="held"'
+    return svg.figure(HEIGHT, label, parts, more, width=width)
 
 
 def data(levels: Levels) -> dict[str, Any]:
-    """Data of the script that describes the point under the cursor; `x` are edges drawn."""
-    x = [round(edge, 1) for edge in _places(levels)]
+    """Data of the script that describes the point under the cursor; `x` are shares of the width."""
+    end = levels.edges[-1] or 1
     return {
-        "x": x,
-        "top": TOP,
-        "bottom": HEIGHT - BOTTOM,
+        "x": [round(edge / end, 4) for edge in levels.edges],
         "peak": levels.peak,
         "held": dict(levels.by),
         "task": [*levels.events],
     }
 
 
-def legend(levels: Sequence[Levels], name: str) -> svg.Picture:
+def legend(levels: Sequence[Levels], name: str, width: int = svg.WIDTH) -> svg.Picture:
     """The legend of several pictures."""
     used = [n for n in CATEGORIES if any(n in shown.by for shown in levels)]
     fills = svg.Fills(name, {n: svg.CATEGORIES[n] for n in used})
-    heading, end = fills.heading(used)
-    return svg.figure(end, "Colours: " + ", ".join(used).replace("_", " "), [heading])
+    heading, end = fills.heading(used, width)
+    label = "Colours: " + ", ".join(used).replace("_", " ")
+    return svg.figure(end, label, [heading], width=width)
 
 
-def _places(levels: Levels) -> list[float]:
-    end = levels.edges[-1] or 1
-    wide = svg.WIDTH - LEFT - RIGHT
-    return [LEFT + edge / end * wide for edge in levels.edges]
+def _across(levels: Levels, width: int) -> Across:
+    measure = SECONDS if levels.unit == "seconds" else TASKS
+    return Across(LEFT, width - RIGHT, levels.edges[-1] or 1, measure)
 
 
 def _area(
@@ -127,41 +153,46 @@ def _area(
     return svg.shape(path, fill, name, 'class="area"')
 
 
-def _grid(top: float, scale: float, bottom: float, right: float) -> list[str]:
+def _grid(top: float, per_byte: float, bottom: float, right: float) -> list[str]:
     parts: list[str] = []
-    for value in svg.ticks(top):
-        y = bottom - value * scale
+    values = ticks(top)
+    for value in values:
+        y = bottom - value * per_byte
         parts.append(svg.line(LEFT, y, right, y, 'stroke-opacity=".25"'))
-        parts.append(svg.text(LEFT - 6, y + 4, quantity(round(value), "B"), "end"))
+        parts.append(svg.text(LEFT - 6, y + 4, round_in_words(value, values[-1], BYTES), "end"))
     return parts
 
 
-def _marks(
-    levels: Levels,
-    x: Sequence[float],
-    scale: float,
-    bottom: float,
-    right: float,
-    capacity: int | None,
-) -> list[str]:
-    """The peak, the device's memory, the axis, and the cursor, which a script moves."""
-    parts: list[str] = []
+def _line_of_device(capacity: int, y: float, across: Across, right: bool) -> list[str]:
+    """The line at the memory of a device, and its name at one of its ends."""
+    words = f"device memory {quantity(capacity, 'B')}"
+    where = (across.right - 6, "end") if right else (across.left + 6, "start")
+    bottom = y + 16 if y - 16 < TOP else y - 5
+    left = where[0] - (svg.text_width(words) if right else 0) - 3
+    patch = 'fill="#fff" fill-opacity=".85"'
+    return [
+        svg.limit(across.left, y, across.right, y),
+        svg.rect(left, bottom - 12, svg.text_width(words) + 6, 15, patch),
+        svg.text(where[0], bottom, words, where[1], 'fill="#000"'),
+    ]
+
+
+def _peak(levels: Levels, x: Sequence[float], across: Across) -> list[str]:
     at = (x[levels.peak] + x[levels.peak + 1]) / 2
-    most = quantity(levels.total[levels.peak], "B")
-    parts.append(svg.line(at, TOP, at, bottom, 'stroke-dasharray="4 3"'))
-    parts.append(svg.text(at, TOP - 6, f"peak {most}", "end" if at > svg.WIDTH / 2 else "start"))
-    if capacity is not None:
-        y = bottom - capacity * scale
-        parts.append(svg.limit(LEFT, y, right, y))
-        words = f"memory of the device: {quantity(capacity, 'B')}"
-        left = at > svg.WIDTH / 2
-        where = LEFT + 6 if left else right - 4
-        parts.append(svg.text(where, y + 14, words, "start" if left else "end", svg.ON_FILL))
-    middle = (LEFT + right) / 2
-    if levels.unit == "seconds":
-        for value in svg.ticks(levels.edges[-1], 8):
-            place = LEFT + value / levels.edges[-1] * (right - LEFT)
-            parts.append(svg.text(place, bottom + 15, f"{value:g}", "middle"))
-    parts.append(svg.text(middle, HEIGHT - 6, levels.unit, "middle"))
-    parts.append('<path class="cursor" d="" fill="none" stroke="currentColor"/>')
-    return parts
+    words = f"peak {quantity(levels.total[levels.peak], 'B')}"
+    anchor = "end" if at > (across.left + across.right) / 2 else "start"
+    return [
+        svg.line(at, TOP - 4, at, HEIGHT - BOTTOM, 'stroke-dasharray="4 3"'),
+        svg.text(at, TOP - 9, words, anchor),
+    ]
+
+
+def _below(levels: Levels, bottom: float, across: Across) -> list[str]:
+    """The axis with its name, and the cursor, which a script moves."""
+    middle = (across.left + across.right) / 2
+    name = levels.unit if across.measure is TASKS else "time"
+    return [
+        across.axis(bottom),
+        svg.text(middle, HEIGHT - 6, name, "middle"),
+        '<path class="cursor" d="" fill="none" stroke="currentColor"/>',
+    ]

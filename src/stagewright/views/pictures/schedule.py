@@ -34,7 +34,7 @@ class _Box(NamedTuple):
     actions: tuple[Action, ...]
 
 
-def picture(order: Order, name: str = "schedule") -> svg.Picture:
+def picture(order: Order, name: str = "schedule", width: int = svg.WIDTH) -> svg.Picture:
     """The actions of each pipeline rank over time; a backward takes two slots, all others one."""
     every = _rows(order)
     rows = every
@@ -42,12 +42,12 @@ def picture(order: Order, name: str = "schedule") -> svg.Picture:
         rows = every[: MOST_RANKS // 2] + every[-MOST_RANKS // 2 :]
     end = max(row[-1].end for _, row in every)
     busy = sum(box.end - box.start for _, row in every for box in row)
-    shown = _window(rows, end)
+    shown = _window(rows, end, width)
     kinds = [k for k in KINDS if any(k == a.kind for _, r in every for b in r for a in b.actions)]
     fills = svg.Fills(name, {NAMES[k]: KINDS[k] for k in kinds})
-    heading, top = fills.heading([NAMES[k] for k in kinds])
+    heading, top = fills.heading([NAMES[k] for k in kinds], width)
     gap = 26.0 if len(shown) > 1 else 0.0
-    scale = (svg.WIDTH - LEFT - gap - 4) / sum(last - first for first, last in shown)
+    scale = (width - LEFT - gap - 4) / sum(last - first for first, last in shown)
     name_of = _names([a for _, row in rows for box in row for a in box.actions], scale)
     drawn = [heading]
     x = float(LEFT)
@@ -71,7 +71,7 @@ def picture(order: Order, name: str = "schedule") -> svg.Picture:
         f"Pipeline schedule of {len(order)} ranks in {end:g} slots; ranks are idle "
         f"{1 - busy / (end * len(every)):.1%} of the time"
     )
-    return svg.figure(bottom + 4, label, drawn)
+    return svg.figure(bottom + 4, label, drawn, width=width)
 
 
 def _missing(ranks: int, shown: Sequence[tuple[float, float]], end: float) -> str:
@@ -91,10 +91,12 @@ def _rows(order: Order) -> list[tuple[int, list[_Box]]]:
     ]
 
 
-def _window(rows: Sequence[tuple[int, list[_Box]]], end: float) -> list[tuple[float, float]]:
+def _window(
+    rows: Sequence[tuple[int, list[_Box]]], end: float, width: int
+) -> list[tuple[float, float]]:
     """The spans of slots that the picture shows: all, or as many at the start as at the end."""
     # A box narrower than three units cannot be read.
-    most = min((svg.WIDTH - LEFT) / 3, MOST / len(rows))
+    most = min((width - LEFT) / 3, MOST / len(rows))
     if end <= most:
         return [(0.0, end)]
     half = most // 2
@@ -126,7 +128,7 @@ def _boxes(
             box = svg.box(x, y, max(width - 0.8, 0.6), ROW - 3)
             paths.setdefault(action.kind, []).append(box)
             if name := name_of(action):
-                more = f'font-size="10" {svg.ON_FILL}'
+                more = f'font-size="10" fill="{KINDS[action.kind].ink}"'
                 words.append(svg.text(x + width / 2 - 0.4, y + 12.5, name, "middle", more))
     drawn = [svg.shape(path, fills[NAMES[kind]]) for kind, path in paths.items()]
     return "".join(drawn + words)

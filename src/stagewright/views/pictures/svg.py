@@ -1,4 +1,4 @@
-"""The parts of pictures: fills, legends, shapes, lines, text, axes, and the frame around them.
+"""The parts of pictures: fills, legends, shapes, lines, text, and the frame around them.
 
 >>> number(12.30), number(7.0), number(-0.04)
 ('12.3', '7', '0')
@@ -7,16 +7,22 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 WIDTH = 760
-"""Units across every picture, so that all text on a page has one size."""
+"""Units across a picture where nothing else is asked for, so that text has one size."""
+NARROW = 520
+"""Units across below which names stand above what they name, not beside it."""
+FONT = 12
+"""The size of text in units."""
 
 
 class Picture(str):
-    """SVG text that a notebook shows as a picture."""
+    """SVG text that a notebook shows as a picture, and a template of a page takes as it is.
+
+    `figure` makes it of parts whose words are escaped; nothing else does.
+    """
 
     def __repr__(self) -> str:
         return f"<picture, {len(self):,} characters of SVG>"
@@ -24,12 +30,26 @@ class Picture(str):
     def _repr_html_(self) -> str:
         return str(self)
 
+    def __html__(self) -> str:
+        return str(self)
+
 
 class Fill(NamedTuple):
     """A colour and the pattern over it, which distinguishes fills where colours are not seen."""
 
-    colour: str
+    colour: str  # of six hexadecimal digits, or currentColor: that of the text
     pattern: str = ""  # a key of _STROKES
+    opacity: float = 1.0  # of the colour, not of the pattern
+
+    @property
+    def ink(self) -> str:
+        """The colour of text on this fill: whichever of black and white stands out more."""
+        if not self.colour.startswith("#"):
+            return "currentColor"
+        red, green, blue = (int(self.colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        # The relative luminance of WCAG 2.2 with a gamma of 2.2; 0.18 is as far from both.
+        light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+        return "#000" if light > 0.18 else "#fff"
 
 
 # Okabe and Ito's colours, which people with any colour vision tell apart (jfly.uni-koeln.de/color).
@@ -56,8 +76,8 @@ PHASES: Mapping[str, Fill] = {
     "optimizer": Fill(GREY, "-"),
 }
 
-BUBBLE = Fill("#e6e6e6", ".")
-"""The fill of time in which a rank waits."""
+BUBBLE = Fill("currentColor", ".", 0.1)
+"""The fill of time in which a rank waits: fainter than any work, on light and on dark."""
 
 _AXES = {
     "tp": Fill(BLUE, "."),
@@ -106,34 +126,55 @@ class Fills:
         """The definitions of the patterns."""
         patterns = "".join(
             f'<pattern id="{self._id(fill)}" width="8" height="8" patternUnits="userSpaceOnUse">'
-            f'<path d="M0 0H8V8H0z" fill="{fill.colour}"/><path d="{_STROKES[fill.pattern]}" '
-            'fill="none" stroke="#fff" stroke-opacity=".75" stroke-width="1.3"/></pattern>'
+            f'<path d="M0 0H8V8H0z" fill="{fill.colour}"{_opacity(fill)}/>'
+            f'<path d="{_STROKES[fill.pattern]}" fill="none" stroke="{_stroke(fill)}" '
+            f'stroke-opacity="{0.4 if fill.opacity == 1 else 0.2}"/></pattern>'
             for fill in dict.fromkeys(self._fills.values())
             if fill.pattern
         )
         return f"<defs>{patterns}</defs>" if patterns else ""
 
+    def label(self, key: str, x: float, y: float, words: str) -> str:
+        """Words on a fill, around `x`: on a patch of its colour without the pattern."""
+        fill = self._fills[key]
+        wide = text_width(words) + 6
+        patch = ""
+        if fill.pattern and fill.colour.startswith("#"):
+            paint = f'fill="{fill.colour}" pointer-events="none"'
+            patch = rect(x - wide / 2, y - 11, wide, 14, paint)
+        more = f'fill="{fill.ink}" pointer-events="none"'
+        return f"<g>{patch}{text(x, y, words, 'middle', more)}</g>"
+
     def _id(self, fill: Fill) -> str:
         # Named by its looks: two pictures of one name on a page mean the same by an id.
-        return f"{self._name}-{fill.colour[1:]}-{list(_STROKES).index(fill.pattern)}"
+        return f"{self._name}-{fill.colour.lstrip('#')}-{list(_STROKES).index(fill.pattern)}"
 
-    def legend(self, keys: Iterable[str], x: float = 0, y: float = 14) -> tuple[str, float]:
+    def legend(self, keys: Iterable[str], width: float = WIDTH) -> tuple[str, float]:
         """A patch and a name for each key, in lines, and the height at which the last line ends."""
         parts: list[str] = []
-        at = x
+        at, y = 0.0, 14.0
         for key in keys:
             words = key.replace("_", " ")
             wide = 24 + text_width(words) + 14
-            if at + wide > WIDTH and at > x:
-                at, y = x, y + 20
-            parts.append(rect(at, y - 11, 16, 13, f'fill="{self[key]}"') + text(at + 21, y, words))
+            if at + wide > width and at > 0:
+                at, y = 0.0, y + 20
+            paint = f'fill="{self[key]}" stroke="currentColor" stroke-opacity=".35"'
+            parts.append(rect(at, y - 11, 16, 13, paint) + text(at + 21, y, words))
             at += wide
         return "".join(parts), y + 8
 
-    def heading(self, keys: Iterable[str]) -> tuple[str, float]:
+    def heading(self, keys: Iterable[str], width: float = WIDTH) -> tuple[str, float]:
         """The patterns and the legend at the top of a picture, and where the legend ends."""
-        legend, bottom = self.legend(keys)
+        legend, bottom = self.legend(keys, width)
         return self.defs() + legend, bottom
+
+
+def _opacity(fill: Fill) -> str:
+    return f' fill-opacity="{fill.opacity:g}"' if fill.opacity < 1 else ""
+
+
+def _stroke(fill: Fill) -> str:
+    return "#fff" if fill.colour.startswith("#") else fill.colour
 
 
 def number(x: float) -> str:
@@ -142,9 +183,16 @@ def number(x: float) -> str:
     return "0" if short == "-0" else short
 
 
-def text_width(words: str, size: float = 12) -> float:
-    """An estimate of the width of a text, whose font the reader's system chooses."""
-    return 0.57 * size * len(words)
+_THIN, _BROAD = frozenset(" iIjl.,:;'!|()[]ftr/"), frozenset("mwMW@%+=<>GOQ")
+
+
+def text_width(words: str, size: float = FONT) -> float:
+    """An estimate of the width of a text, whose font the reader's system chooses.
+
+    Letters are as wide as those of DejaVu Sans, which is broader than most.
+    """
+    ems = sum(0.42 if c in _THIN else 0.87 if c in _BROAD else 0.64 for c in words)
+    return size * ems
 
 
 def text(x: float, y: float, words: str, anchor: str = "", more: str = "") -> str:
@@ -186,10 +234,6 @@ def shape(path: Iterable[str], fill: str, name: str = "", more: str = "") -> str
     return f'<path{kind} d="{drawn}" fill="{fill}"' + (f">{title(name)}</path>" if name else "/>")
 
 
-ON_FILL = 'fill="#000" stroke="#fff" stroke-width="3" paint-order="stroke"'
-"""Text on a fill: black in a white rim, on any colour and pattern."""
-
-
 def title(words: str) -> str:
     """The text that appears where the mouse rests on a shape."""
     return f"<title>{html.escape(words)}</title>"
@@ -205,18 +249,3 @@ def figure(
         f'aria-label="{html.escape(label)}" font-family="system-ui,sans-serif" font-size="12" '
         f'fill="currentColor" style="max-width:100%;height:auto"{extra}>{"".join(parts)}</svg>'
     )
-
-
-def ticks(most: float, about: int = 5) -> list[float]:
-    """Three to six round numbers from 0 up to `most`, for an axis.
-
-    >>> ticks(81e9)
-    [0.0, 20000000000.0, 40000000000.0, 60000000000.0, 80000000000.0]
-    >>> ticks(0.3, 3)
-    [0.0, 0.1, 0.2, 0.3]
-    """
-    if most <= 0:
-        return [0.0]
-    unit = 10.0 ** math.floor(math.log10(most / about))
-    step = next(unit * n for n in (1, 2, 5, 10) if most / (unit * n) <= about * (1 + 1e-9))
-    return [float(f"{step * n:.12g}") for n in range(int(most / step * (1 + 1e-9)) + 1)]

@@ -5,70 +5,157 @@ A column of a strip is as high as the strip while kernels, or transfers, run all
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.numbers import duration, plural
 from stagewright.program.columns import PHASES
-from stagewright.time.simulate.breakdown import Axes, axes_of
-from stagewright.time.simulate.timeline import Lane, Timeline
+from stagewright.time.simulate.breakdown import axes_of
+from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 from stagewright.views.pictures import svg
+from stagewright.views.pictures.chart import AXIS, SECONDS, Across
 
-LEFT, RIGHT, COLUMN = 118, 8, 2
-KERNELS, AXIS, GAP = 22, 14, 9
+COLUMN = 2
+KERNELS, TRANSFERS, GAP = 26, 15, 10
+SLIVER = 3
+"""Columns of transfers are at least as high, so that a message of a millisecond is seen."""
 MOST = 16
 """Lanes of a picture; of more, the picture shows some, evenly from the first to the last."""
 LEAST = 0.001
 """Share of the step below which communication along an axis has no strip."""
+LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
+"""Characters of the script's data: shares of a column from none to all."""
+MOST_COLUMNS, MOST_CHARACTERS = 6000, 240_000
+"""The script zooms into as many columns of each strip as all strips together leave room for."""
 
 
-def picture(line: Timeline, name: str = "timeline") -> svg.Picture:
-    """The timeline of a step: strips for each lane, and the scale below."""
+class Strip(NamedTuple):
+    """Tasks of a lane that are drawn in one fill: kernels of a phase, transfers along an axis."""
+
+    name: str
+    tasks: Bool  # by place in issue order
+
+
+class Strips(NamedTuple):
+    """A lane as it is drawn: kernels upon each other, and below them a strip for each axis."""
+
+    name: str
+    lane: Lane
+    kernels: Sequence[Strip]
+    transfers: Sequence[Strip]
+
+
+def strips(line: Timeline) -> list[Strips]:
+    """What is drawn of a timeline: at most `MOST` lanes, and axes that take any time worth it."""
     lanes = [line.lanes[nth] for nth in chosen(len(line.lanes), MOST)]
     axes = [axes_of(line, lane) for lane in lanes]
     every = sorted({name for of_lane in axes for name in of_lane.names})
-    names = [name for name in every if _is_long(line, lanes, axes, name)]
-    phases = [p for nth, p in enumerate(PHASES) if any(_has(lane, nth) for lane in lanes)]
-    colours = svg.axes(every)
-    fills = svg.Fills(name, {p: svg.PHASES[p] for p in phases} | {n: colours[n] for n in names})
-    heading, y = fills.heading([*phases, *names])
+    long: set[str] = set()
+    found: list[Strips] = []
+    for lane, of_lane in zip(lanes, axes, strict=True):
+        phase = lane.of.tasks.phase[lane.issue.rows]
+        kernels = [Strip(name, lane.main & (phase == nth)) for nth, name in enumerate(PHASES)]
+        transfers = [Strip(name, of_lane.of == nth) for nth, name in enumerate(of_lane.names)]
+        for each in transfers:
+            busy = float((lane.end - lane.begin)[each.tasks].sum())
+            if busy > LEAST * line.ticks:
+                long.add(each.name)
+        kernels = [each for each in kernels if each.tasks.any()]
+        found.append(Strips(_name_of(lane), lane, kernels, transfers))
+    shown = [name for name in every if name in long]
+    return [
+        of._replace(transfers=[each for each in of.transfers if each.name in shown]) for of in found
+    ]
+
+
+def picture(line: Timeline, name: str = "timeline", width: int = svg.WIDTH) -> svg.Picture:
+    """The timeline of a step: strips for each lane, and the scale below."""
+    drawn = strips(line)
+    named = [each.name for of in drawn for each in of.transfers]
+    axes = sorted({*named})
+    phases = [p for p in PHASES if any(p == each.name for of in drawn for each in of.kernels)]
+    fills = svg.Fills(name, {p: svg.PHASES[p] for p in phases} | svg.axes(axes))
+    heading, y = fills.heading([*phases, *axes], width)
+    narrow = width < svg.NARROW
+    words = [*axes, *([] if narrow else [of.name for of in drawn])]
+    left = max((svg.text_width(each) for each in words), default=0.0) + 10
+    across = Across(left, width - 16, line.seconds, SECONDS)
+    count = int((across.right - across.left) // COLUMN)
+    edges = np.linspace(0, line.ticks, count + 1)
     parts = [heading]
     y += 8
-    columns = (svg.WIDTH - LEFT - RIGHT) // COLUMN
-    edges = np.linspace(0, line.ticks, columns + 1)
-    for lane, of_lane in zip(lanes, axes, strict=True):
-        parts.append(svg.text(LEFT - 8, y + 15, _name_of(lane), "end"))
-        low = np.zeros(columns)
-        for phase in phases:
-            mine = lane.main & (_phase(lane) == PHASES.index(phase))
-            high = low + _busy(lane, mine, edges)
-            parts.append(_strip(low, high, y + KERNELS, KERNELS, fills[phase], phase))
+    for nth, of in enumerate(drawn):
+        if narrow:
+            y += 14
+            parts.append(svg.text(0, y - 4, of.name))
+        else:
+            parts.append(svg.text(left - 8, y + 17, of.name, "end"))
+        lane, low, y = of.lane, np.zeros(count), y + KERNELS
+        for row, strip in enumerate(of.kernels):
+            high = low + _busy(lane, strip.tasks, edges)
+            box = _Bounds(across, y, KERNELS, f"{nth} {row}", _title(of, strip, line))
+            parts.append(_strip(low, high, box, fills[strip.name]))
             low = high
-        y += KERNELS
-        for axis in (n for n in of_lane.names if n in names):
-            share = _busy(lane, of_lane.of == of_lane.names.index(axis), edges)
-            y += AXIS
-            parts.append(svg.text(LEFT - 8, y, axis, "end", 'font-size="9"'))
-            parts.append(_strip(np.zeros(columns), share, y, AXIS - 2, fills[axis], axis))
+        for row, strip in enumerate(of.transfers):
+            share = _busy(lane, strip.tasks, edges)
+            y += TRANSFERS
+            parts.append(svg.text(left - 8, y - 2, strip.name, "end", 'font-size="11"'))
+            which = f"{nth} {len(of.kernels) + row}"
+            box = _Bounds(across, y, TRANSFERS - 2, which, _title(of, strip, line))
+            parts.append(_strip(np.zeros(count), share, box, fills[strip.name]))
         y += GAP
-    parts += _scale(line, y)
+    parts += [across.axis(y), '<path class="cursor" d="" fill="none" stroke="currentColor"/>']
     label = (
         f"Timeline of a step of {duration(line.seconds)}: when kernels and communication run on "
-        + plural(len(lanes), "kind of ranks", "kinds of ranks")
+        + plural(len(drawn), "group of ranks", "groups of ranks")
     )
-    return svg.figure(y + 34, label, parts)
+    more = f'class="timeline" tabindex="0" data-timeline="timeline" {across.attributes()}'
+    return svg.figure(y + AXIS, label, parts, more, width=width)
 
 
-def _is_long(line: Timeline, lanes: Sequence[Lane], axes: Sequence[Axes], axis: str) -> bool:
-    """Whether some lane communicates along an axis for more than `LEAST` of the step."""
-    for lane, of_lane in zip(lanes, axes, strict=True):
-        mine = of_lane.of == (of_lane.names.index(axis) if axis in of_lane.names else -2)
-        if float((lane.end - lane.begin)[mine].sum()) > LEAST * line.ticks:
-            return True
-    return False
+def _title(of: Strips, strip: Strip, line: Timeline) -> str:
+    """What a strip shows in all: its tasks may run beside each other."""
+    busy = int((of.lane.end - of.lane.begin)[strip.tasks].sum()) * TICK
+    return f"{of.name}: {strip.name} {duration(busy)} of {duration(line.seconds)}"
+
+
+def data(line: Timeline) -> dict[str, Any]:
+    """Data of the script that zooms: how busy each strip is, in more columns than are drawn.
+
+    A share is a character of `LEVELS`; a character that repeats is followed by how often it does,
+    in parentheses.
+    """
+    drawn = strips(line)
+    every = sum(len(of.kernels) + len(of.transfers) for of in drawn)
+    count = max(600, min(MOST_COLUMNS, MOST_CHARACTERS // max(1, every)))
+    edges = np.linspace(0, line.ticks, count + 1)
+    return {
+        "columns": count,
+        "levels": LEVELS,
+        "lanes": [
+            {
+                "name": of.name,
+                "kernels": len(of.kernels),
+                "strips": [each.name for each in (*of.kernels, *of.transfers)],
+                "shares": [
+                    _in_characters(_busy(of.lane, each.tasks, edges))
+                    for each in (*of.kernels, *of.transfers)
+                ],
+            }
+            for of in drawn
+        ],
+    }
+
+
+def _in_characters(share: Float) -> str:
+    # What runs at all is told from what does not.
+    level = np.maximum(np.rint(share * (len(LEVELS) - 1)), share > 0).astype(int)
+    text = "".join(LEVELS[each] for each in level.tolist())
+    return re.sub(r"(.)\1{4,}", lambda run: f"{run[1]}({len(run[0])})", text)
 
 
 def chosen(count: int, most: int) -> list[int]:
@@ -85,14 +172,6 @@ def chosen(count: int, most: int) -> list[int]:
 def _name_of(lane: Lane) -> str:
     stage = f"stage {lane.of.pipeline_rank}"
     return f"{stage}, rank {lane.ranks[0]}" if len(lane.ranks) == 1 else stage
-
-
-def _phase(lane: Lane) -> NDArray[np.uint8]:
-    return lane.of.tasks.phase[lane.issue.rows]
-
-
-def _has(lane: Lane, phase: int) -> bool:
-    return bool((lane.main & (_phase(lane) == phase)).any())
 
 
 def _busy(lane: Lane, mine: Bool, edges: Float) -> Float:
@@ -114,28 +193,31 @@ def _passed(moments: Int, edges: Float) -> Float:
     return sums[before] + (len(moments) - before) * edges
 
 
-def _strip(low: Float, high: Float, bottom: float, height: float, fill: str, name: str) -> str:
+class _Bounds(NamedTuple):
+    """Where a strip is drawn, and which of the data's strips it is: lane and place."""
+
+    across: Across
+    bottom: float
+    height: float
+    which: str
+    name: str
+
+
+def _strip(low: Float, high: Float, box: _Bounds, fill: str) -> str:
     """Columns from one height to another, as one path; half units of height."""
-    tops = np.rint(high * height * 2) / 2
-    bases = np.rint(low * height * 2) / 2
+    tops = np.ceil(high * box.height * 2) / 2
+    if box.height == TRANSFERS - 2:
+        tops = np.where(high > 0, np.maximum(tops, SLIVER), 0)
+    bases = np.rint(low * box.height * 2) / 2
     runs = np.flatnonzero(np.append(True, (np.diff(tops) != 0) | (np.diff(bases) != 0)))
     ends = np.append(runs[1:], len(tops))
+    step = (box.across.right - box.across.left) / len(tops)
     path = [
-        svg.box(LEFT + first * COLUMN, bottom - top, (last - first) * COLUMN, top - base)
+        svg.box(box.across.left + first * step, box.bottom - top, (last - first) * step, top - base)
         for first, last, top, base in zip(
             runs.tolist(), ends.tolist(), tops[runs].tolist(), bases[runs].tolist(), strict=True
         )
         if top > base
     ]
-    return svg.shape(path, fill, name)
-
-
-def _scale(line: Timeline, y: float) -> Sequence[str]:
-    wide = svg.WIDTH - LEFT - RIGHT
-    parts = [svg.line(LEFT, y, LEFT + wide, y)]
-    unit, scale = ("s", 1.0) if line.seconds >= 1 else ("ms", 1e3)
-    for value in svg.ticks(line.seconds * scale, 6):
-        x = LEFT + value / scale / line.seconds * wide
-        parts.append(svg.line(x, y, x, y + 4))
-        parts.append(svg.text(x, y + 17, f"{value:g} {unit}", "middle"))
-    return parts
+    place = f"{svg.number(box.bottom)} {svg.number(box.height)}"
+    return svg.shape(path, fill, box.name, f'data-strip="{box.which} {place}"')
