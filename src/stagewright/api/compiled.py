@@ -60,9 +60,10 @@ def compile(
 ) -> Compiled:
     """All that a run implies: graphs, schedule and the program of every rank.
 
-    `model` is a preset, the path of a Hugging Face config.json, or a `Run`; `settings` replace
-    those of a run. `config` replaces the configuration that the model's name stands for. `table`
-    gives layouts of named values, such as `{"wq": "[M, A/tp, D]"}`, in place of the strategy's.
+    `model` is a preset, the path of a Hugging Face config.json, an id of the hub, or a `Run`;
+    `settings` replace those of a run. `config` replaces the configuration that the model's name
+    stands for. `table` gives layouts of named values, such as `{"wq": "[M, A/tp, D]"}`, in place of
+    the strategy's.
     Raises `UserError` for settings that cannot be combined.
 
     >>> import stagewright as sw

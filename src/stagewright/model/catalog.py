@@ -1,4 +1,5 @@
-"""Find the model that a name or a path stands for: a preset, a config.json or a `.stg` file.
+"""Find the model that a name or a path stands for: a preset, a config.json or a `.stg` file, or an
+id of the Hugging Face hub whose config.json is in the hub's local cache.
 
 >>> resolve("llama3.1-70b").num_query_groups
 8
@@ -17,6 +18,7 @@ from typing import cast
 from stagewright.blocks.text import stg
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_bytes
+from stagewright.model import hub
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf import quantization
 from stagewright.model.hf import read as hf
@@ -30,9 +32,11 @@ MOST_BYTES = 10_000_000
 def resolve(name_or_path: str, as_family: str = "") -> ModelConfig:
     """The model of a preset's name, of a config.json or its directory, or of a `.stg` file.
 
-    A preset wins over a file of the same name; write `./gpt2` for the file. `as_family` is the
-    model type, or the class, as which a config.json is read whatever the file says. Raises
-    `UserError` if there is neither, or if the file describes a model that cannot be built.
+    An id of the Hugging Face hub, such as `Qwen/Qwen3-8B`, is looked up in the hub's local cache;
+    nothing is fetched. A preset wins over a file of the same name; write `./gpt2` for the file.
+    `as_family` is the model type, or the class, as which a config.json is read whatever the file
+    says. Raises `UserError` if there is neither, or if the file describes a model that cannot be
+    built.
 
     >>> import stagewright as sw
     >>> model = sw.resolve("llama3-8b")
@@ -58,10 +62,26 @@ def _resolve(name_or_path: str, texts: tuple[str, ...], as_family: str = "") -> 
         return stg.load(name_or_path, partial(_resolve, texts=(*texts, path)))
     if name_or_path and os.path.exists(name_or_path):
         return from_config(name_or_path, as_family)
+    if cached := hub.config_of(name_or_path):
+        return from_config(cached, as_family)
+    if hub.is_id(name_or_path):
+        raise UserError(_not_cached(name_or_path))
     raise UserError(
         f"model {shown(name_or_path)} is neither a preset nor a path to a config.json or .stg file"
         f"{did_you_mean(name_or_path.lower(), PRESETS)}; "
         "run `stagewright models` for the presets, or give the path of a config.json or .stg file"
+    )
+
+
+def _not_cached(name: str) -> str:
+    """The error about an id of the hub, with the preset of that model or of one like it."""
+    same = [p for p in PRESETS if f"huggingface.co/{name}/" in PRESETS[p].source]
+    hint = did_you_mean(name.rpartition("/")[2].lower(), PRESETS)
+    if same:
+        hint = f"; the preset {same[0]} is this model"
+    return (
+        f"model {name!r} is neither a path nor in the cache of the Hugging Face hub "
+        f"({hub.cache_folder()}){hint}; `hf download {name} config.json` fetches its config"
     )
 
 
@@ -72,7 +92,7 @@ def from_config(path: str | Path, as_family: str = "") -> ModelConfig:
     """
     file, data = _load(Path(path))
     like, fields, notes = hf.read(str(file), data, as_family)
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    name = hub.name_of(file) if file.name == "config.json" else file.stem
     try:
         model = replace(PRESETS[like], name=name, source=str(file), notes=notes, **fields)
     except UserError as error:

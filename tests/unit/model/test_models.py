@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from effort import times
 from paths import DATA, ROOT
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters
+from stagewright.model import hub
 from stagewright.model.architecture import LIMITS
 from stagewright.model.catalog import from_config, resolve
 from stagewright.model.config import ModelConfig
@@ -537,6 +539,66 @@ class TestModelConfig:
         assert len(text) < 300
 
 
+def hub_folder(home: Path, name: str, commit: str = "0f3c") -> Path:
+    """A model of the hub in its cache, laid out as huggingface_hub does."""
+    folder = home / "hub" / f"models--{name.replace('/', '--')}"
+    for part in ("blobs", "refs", f"snapshots/{commit}"):
+        (folder / part).mkdir(parents=True)
+    shutil.copy(DATA / "configs/qwen3-32b.json", folder / "blobs/1234")
+    (folder / "refs/main").write_text(commit)
+    (folder / f"snapshots/{commit}/config.json").symlink_to("../../blobs/1234")
+    return folder
+
+
+class TestHub:
+    """Ids of the Hugging Face hub are looked up in its local cache; nothing is fetched."""
+
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        return tmp_path
+
+    def test_an_id(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = hub_folder(home, "Qwen/Qwen3-32B")
+        model = resolve("Qwen/Qwen3-32B")
+        assert (model.name, model.num_layers) == ("Qwen3-32B", 64)
+        assert resolve(str(folder / "snapshots/0f3c")).name == "Qwen3-32B"
+        (folder / "refs/main").unlink()  # only one snapshot is there
+        assert resolve("Qwen/Qwen3-32B").num_layers == 64
+        (folder / "refs/main").write_text("../../elsewhere")
+        with pytest.raises(UserError):
+            resolve("Qwen/Qwen3-32B")
+        monkeypatch.setenv("HF_HUB_CACHE", str(home / "other"))
+        assert hub.cache_folder() == home / "other"
+        monkeypatch.delenv("HF_HUB_CACHE")
+        monkeypatch.delenv("HF_HOME")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        assert hub.cache_folder() == home / "huggingface/hub"
+
+    def test_a_folder_wins(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub_folder(home, "Qwen/Qwen3-32B")
+        monkeypatch.chdir(home)
+        Path("Qwen/Qwen3-32B").mkdir(parents=True)
+        with pytest.raises(UserError, match="no such file"):
+            resolve("Qwen/Qwen3-32B")
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("Qwen/Qwen3-32B", "the preset qwen3-32b is this model"),
+            ("Qwen/Qwen3-33B", "did you mean 'qwen3-32b'?"),
+            ("someone/else", "neither a path nor in the cache"),
+        ],
+    )
+    def test_what_is_not_there(self, name: str, words: str) -> None:
+        with pytest.raises(UserError) as info:
+            resolve(name)
+        assert words in str(info.value)
+        assert f"`hf download {name} config.json` fetches its config" in str(info.value)
+
+
 class TestResolve:
     def test_knows_presets_files_and_directories(self, tmp_path: Path) -> None:
         assert resolve("gpt2") is PRESETS["gpt2"]
@@ -560,7 +622,7 @@ class TestResolve:
         with pytest.raises(UserError, match=r"did you mean 'llama3.1-70b'\?.*`stagewright models`"):
             resolve(name)
 
-    @pytest.mark.parametrize("name", ["", "meta/llama", "x" * 100_000, "a\0b", "no/config.json"])
+    @pytest.mark.parametrize("name", ["", "meta/llama/3", "x" * 100_000, "a\0b", "no/config.json"])
     def test_unknown_is_an_error_of_one_short_line(self, name: str) -> None:
         with pytest.raises(UserError) as info:
             resolve(name)

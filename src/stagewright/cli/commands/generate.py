@@ -42,7 +42,8 @@ def generate(
 ) -> None:
     """Write the trace of every rank.
 
-    MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json.
+    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
+    of the hub that is in its local cache.
     """
     started = time.perf_counter()
     how = {name: settings.pop(name) for name in HOW}

@@ -25,8 +25,8 @@ def report(model: str | None, config: str | None, out: str, **settings: Any) -> 
     """Write a page about a run: memory, communication, pipeline, graph; with --hardware, time.
 
     One file of HTML that needs no network. MODEL is a preset (see `stagewright models`), the path
-    of a Hugging Face config.json, or a bundle. The exit code is 3 if the run does not fit into the
-    memory of the hardware, or into --device-memory.
+    of a Hugging Face config.json, an id of the hub that is in its local cache, or a bundle. The
+    exit code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
     """
     from stagewright.numbers import quantity
     from stagewright.trace.formats.archive import is_bundle

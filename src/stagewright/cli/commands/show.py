@@ -39,9 +39,9 @@ def show(
 ) -> int:
     """Print what the ranks compute, communicate and hold.
 
-    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or a
-    bundle, which is shown as it is: without settings. The exit code is 3 if the run does not fit
-    into --device-memory.
+    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, an id of
+    the hub that is in its local cache, or a bundle, which is shown as it is: without settings. The
+    exit code is 3 if the run does not fit into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.views.summary import recorded

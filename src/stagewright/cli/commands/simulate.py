@@ -36,9 +36,9 @@ def simulate(
 ) -> int:
     """Run a step on a machine: its time, and where it goes.
 
-    MODEL is a preset (see `stagewright models`) or the path of a Hugging Face config.json. A run
-    file given by --config may hold all that options say. The exit code is 3 if the step does not
-    fit into the memory of a device.
+    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
+    of the hub that is in its local cache. A run file given by --config may hold all that options
+    say. The exit code is 3 if the step does not fit into the memory of a device.
     """
     experiment = shared.load_experiment(model, config, settings)
     if experiment.cluster.hardware is None:

@@ -18,7 +18,7 @@ class ModelSection:
     """The model and the kind of step."""
 
     model: Text
-    """A preset, or the path of a Hugging Face config.json."""
+    """A preset, the path of a Hugging Face config.json, or an id of the hub in its local cache."""
 
     mode: Literal["train", "prefill", "decode"] = setting(
         "train",
