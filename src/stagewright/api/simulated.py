@@ -23,6 +23,7 @@ from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import Progress
 from stagewright.views import tables
+from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages import notebook
 
 
@@ -31,6 +32,14 @@ class Simulation(SimulatedStep):
 
     def _repr_html_(self) -> str:
         return notebook.of_simulation(self)
+
+    def remarks(self) -> list[Remark]:
+        """What to know of the step, the most severe first; known errors of predictions included."""
+        return remarks(self.compiled, self)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as one object for JSON, the remarks included; see `SimulatedStep.summary`."""
+        return super().summary() | {"remarks": [remark._asdict() for remark in self.remarks()]}
 
     def where(self) -> Table:
         """Where the time goes, as shares of the step: of the mean GPU and of each kind of ranks."""

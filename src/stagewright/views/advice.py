@@ -1,4 +1,4 @@
-"""Advice on a run, as remarks in words: memory that does not fit, waiting, uneven load.
+"""Advice on a run, as remarks in words: memory that does not fit, waiting, errors that are known.
 
 Each rule looks at one subject and gives remarks with their figures. The thresholds of rules are
 named constants here: a matter of taste, which changes no number.
@@ -31,6 +31,7 @@ from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
 from stagewright.time.simulate.step import SimulatedStep
+from stagewright.views.deviations import known
 
 LEVELS = ("problem", "warning", "note")
 
@@ -71,6 +72,7 @@ def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[R
         *_stages(compiled),
         *_experts(compiled),
         *_layers(compiled),
+        *(Remark("note", "Accuracy", sentence) for sentence in (known(found) if found else ())),
     ]
     return sorted(all_remarks, key=lambda remark: LEVELS.index(remark.level))
 

@@ -74,6 +74,7 @@ def run_experiment(experiment: Experiment, model: str | None, config: str | None
 def report(simulation: SimulatedStep, out: Console, price: float | None = None) -> None:
     """Print a simulation."""
     from stagewright.texttable import print_table
+    from stagewright.views.advice import remarks
     from stagewright.views.tables import parts, transfers
 
     out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
@@ -103,6 +104,8 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
         f"power: {spent.watts_per_gpu:,.0f} W per GPU, {spent.joules_per_token:.3g} J per token"
         + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
     )
+    for remark in remarks(simulation.compiled, simulation):
+        out.print(str(remark))
 
 
 def memory_line(fit: Fit) -> str:

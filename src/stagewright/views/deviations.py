@@ -1,0 +1,155 @@
+"""Where predictions of time are known to be off, and by how much: a table, a row for each.
+
+Each row says for which simulated steps it holds, and what was measured. Its figures are those of
+`docs/time.md`, which a test compares. Text, JSON and the page show the rows of a step beside its
+time, as notes of `advice.remarks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from stagewright.time.simulate.step import SimulatedStep
+
+SOURCE = "docs/time.md"
+"""The page that has the figures, with the rows that they are of."""
+
+FEW_TOKENS = 1024
+"""Tokens of a microbatch on a rank of tp and cp, below which the host is waited for."""
+RACK = 72
+"""GPUs of an NVL72 rack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """A condition on a simulated step, and what is known of the error of such steps."""
+
+    holds: Callable[[SimulatedStep], bool]
+    sentence: str
+
+
+def known(found: SimulatedStep) -> Iterator[str]:
+    """The sentences that hold for a simulated step, each with its source."""
+    for row in DEVIATIONS:
+        if row.holds(found):
+            yield f"{row.sentence} ({SOURCE})"
+
+
+# ---- conditions ----------------------------------------------------------------------------------
+
+
+def _trains(found: SimulatedStep) -> bool:
+    return found.compiled.run.mode == "train"
+
+
+def _decodes(found: SimulatedStep) -> bool:
+    return found.compiled.run.mode == "decode"
+
+
+def _experts(found: SimulatedStep) -> bool:
+    return found.compiled.model.num_experts > 0
+
+
+def _blackwell(found: SimulatedStep) -> bool:
+    hardware = found.machine.hardware
+    return hardware.vendor == "NVIDIA" and hardware.peak_fp4_tflops is not None
+
+
+def _tensor_ranks(found: SimulatedStep) -> int:
+    run = found.compiled.run
+    prefill = run.prefill_ranks
+    return max(run.tp, prefill.tp if prefill else 1)
+
+
+def _torus(found: SimulatedStep) -> bool:
+    return found.machine.gpus > 1 and any(tier.topology == "torus" for tier in found.machine.tiers)
+
+
+def _several_racks(found: SimulatedStep) -> bool:
+    near = found.machine.tiers[0]
+    return near.size == RACK and found.machine.gpus > near.size
+
+
+def _tokens_of_a_microbatch(found: SimulatedStep) -> float:
+    run = found.compiled.run
+    return run.micro_batch_size * (run.seq_length or 0) / (run.tp * run.cp)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+DEVIATIONS = (
+    Deviation(
+        lambda found: _trains(found) and _experts(found),
+        "Steps of mixtures of experts are predicted 21% fast on average, single rows up to 70%: "
+        "what the host takes to launch the small kernels of experts is not modelled.",
+    ),
+    Deviation(
+        lambda found: _experts(found) and found.compiled.run.ep > 1 and _several_racks(found),
+        "All-reduces over several NVL72 racks took two to four times as long as predicted, "
+        "measured at 1440 GPUs; experts over several racks exchange tokens on the same links.",
+    ),
+    Deviation(
+        lambda found: (
+            _trains(found)
+            and found.compiled.run.operators == "eager"
+            and _tokens_of_a_microbatch(found) <= FEW_TOKENS
+        ),
+        "Microbatches of at most 1,024 tokens on a rank of tp are 46% off where a framework "
+        "launches kernels one by one: the host is taken to run ahead.",
+    ),
+    Deviation(
+        lambda found: (
+            _trains(found)
+            and _blackwell(found)
+            and found.machine.tiers[0].size <= 8
+            and found.compiled.run.precision == "bf16"
+        ),
+        "Published steps of B200 in bf16 are predicted 25% fast, 43 rows of 43: its "
+        "sustained_fraction was fitted to a row in fp8.",
+    ),
+    Deviation(
+        lambda found: (
+            _trains(found) and _blackwell(found) and found.compiled.run.precision == "fp8"
+        ),
+        "Rows in mxfp8 are predicted 11% fast: the kernels that quantize by blocks are not "
+        "modelled.",
+    ),
+    Deviation(
+        lambda found: _trains(found) and _torus(found),
+        "Steps on a torus are predicted 85% to 190% slow where groups lie in it with a stride: "
+        "such a group is taken to use fewer links than it has.",
+    ),
+    Deviation(
+        lambda found: _decodes(found) and _tensor_ranks(found) > 1,
+        "Decode steps with tp of 2 and more are predicted 20% to 33% slow.",
+    ),
+    Deviation(
+        lambda found: not _trains(found),
+        "Kernels of attention over a cache are not fitted to measurements, and no serving system's "
+        "host time is included.",
+    ),
+    Deviation(
+        lambda found: (
+            _trains(found)
+            and found.compiled.run.zero == 3
+            and found.machine.hardware.peak_fp8_tflops is None
+            and len(found.machine.tiers) > 1
+        ),
+        "Six rows of DeepSpeed's ZeRO-3 on A100 are predicted 41% fast: what that run reached "
+        "of the network is not stated.",
+    ),
+    Deviation(
+        lambda found: found.line.how.tp_comm_overlap and _tensor_ranks(found) > 1,
+        "The gain of overlapping tp's collectives is off by up to 6 points: async TP of torchtitan "
+        "gains 5.7% to 16.4% by measurement, 8.7% to 12.2% here.",
+    ),
+    Deviation(
+        lambda found: found.line.how.moe_flex_dispatcher,
+        "Tokens that are sent once to each rank arrive as in DeepEP's README or up to 30% faster.",
+    ),
+    Deviation(
+        lambda found: found.machine.hardware.vendor != "NVIDIA",
+        "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks.",
+    ),
+)

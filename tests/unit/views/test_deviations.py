@@ -1,0 +1,81 @@
+"""Known errors of predictions: their figures are those of the docs, and all outputs say them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+import stagewright as sw
+from paths import ROOT
+from stagewright.api.simulated import Simulation
+from stagewright.cli.main import main
+from stagewright.views.advice import remarks
+from stagewright.views.deviations import DEVIATIONS, SOURCE, known
+
+STEPS: dict[str, dict[str, Any]] = {
+    "Steps of mixtures": {"model": "mixtral-8x7b", "seq_length": 4096},
+    "All-reduces over several": {
+        "model": "deepseek-v3", "mode": "decode", "dp": 144, "ep": 144, "num_redundant_experts": 32,
+        "hardware": "gb200-nvl72",
+    },
+    "Microbatches of at most": {"seq_length": 1024, "operators": "eager"},
+    "Published steps of B200": {"hardware": "b200"},
+    "Rows in mxfp8": {"hardware": "b200", "precision": "fp8"},
+    "Steps on a torus": {"hardware": "tpu-v5p", "tp": 8},
+    "Decode steps with tp": {"mode": "decode", "tp": 2},
+    "Kernels of attention": {"mode": "prefill"},
+    "Six rows of DeepSpeed": {"hardware": "a100-sxm-80gb", "zero": 3, "dp": 16},
+    "The gain of overlapping": {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True},
+    "Tokens that are sent once": {
+        "model": "mixtral-8x7b", "ep": 8, "dp": 8, "moe_flex_dispatcher": True,
+    },
+    "Constants of hardware": {"hardware": "mi300x"},
+}  # fmt: skip
+BASE = {"model": "llama3-8b", "layers": 4, "hardware": "h100-sxm"}
+
+
+def step(settings: dict[str, Any]) -> Simulation:
+    chosen = {**BASE, **settings}
+    return sw.simulate(chosen.pop("model"), chosen.pop("hardware"), **chosen)
+
+
+def test_every_row_has_a_step_and_no_other_step_its_sentence() -> None:
+    assert len(STEPS) == len(DEVIATIONS)
+    plain = [*known(step({}))]
+    assert plain == []
+    for row, (begin, settings) in zip(DEVIATIONS, STEPS.items(), strict=True):
+        assert row.sentence.startswith(begin)
+        assert f"{row.sentence} ({SOURCE})" in [*known(step(settings))]
+
+
+def test_figures_are_those_of_the_page() -> None:
+    page = (ROOT / SOURCE).read_text(encoding="utf-8").replace(",", "")
+    said = set(re.findall(r"[0-9]+(?:\.[0-9]+)?", page))
+    for row in DEVIATIONS:
+        figures = re.findall(r"[0-9]+(?:\.[0-9]+)?", row.sentence.replace(",", ""))
+        assert set(figures) <= said, row.sentence
+
+
+def test_text_and_json_say_them(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "llama3-8b", "--layers", "4", "--mode", "decode", "--tp", "2"]
+    command += ["--hardware", "h100-sxm"]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit):
+            main([*command, *more])
+    text, found = capsys.readouterr().out.split("{", 1)
+    said = step({"mode": "decode", "tp": 2})
+    wanted = [remark._asdict() for remark in remarks(said.compiled, said)]
+    assert json.loads("{" + found)["remarks"] == wanted
+    for remark in wanted:
+        assert f"{remark['level']}: {remark['about']}: {remark['text']}" in text
+
+
+def test_tensor_parallelism_that_leaves_the_node_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "llama3.1-70b", "--layers", "4", "--tp", "16", "--hardware", "h100-sxm"])
+    assert "tp=16 crosses the NVLink domain of 8 GPUs" in capsys.readouterr().out
