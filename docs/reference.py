@@ -64,9 +64,10 @@ def prose(doc: str | None) -> str:
 
 def cli() -> str:
     """Every command, its arguments, options and examples."""
+    from stagewright.cli.other_names import DERIVED, SWITCHES
+
     from stagewright.cli import main as cli
     from stagewright.cli.main import EXAMPLES
-    from stagewright.cli.other_names import DERIVED, SWITCHES
     from stagewright.run.sections import EXPERIMENT
 
     shared = {*EXPERIMENT, *SWITCHES, *DERIVED}
@@ -319,6 +320,7 @@ EXAMPLES = (
 PLACED = (
     *("bert-base", "opt-350m", "t5-small", "deepseek-v2", "gpt-oss-20b", "dlrm", "jamba-v0.1"),
     *("zamba2-1.2b", "minimax-text-01", "qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "olmoe-1b-7b"),
+    "minimax-m3",
 )
 """Models whose blocks have, together, every weight that some degree splits."""
 

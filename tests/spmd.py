@@ -270,7 +270,7 @@ def random_values(graph: Graph, sizes: Mapping[str, int], seed: int = 0) -> dict
         if n.op in LEAVES and n.name not in result:
             shape = [d.value(sizes) for d in n.shape]
             if n.name == "chosen":  # of S keys, the first among them: every query sees that one
-                keys = np.broadcast_to(np.arange(shape[2]) * 2, shape)
+                keys = np.broadcast_to(np.arange(shape[-1]) * 2, shape)
                 result[n.name] = rng.permuted(keys, axis=-1)
             elif n.dtype == "int64":
                 result[n.name] = rng.integers(sizes[BELOW[n.name]], size=shape)
@@ -478,6 +478,10 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"mixers": ("local", "global"), "sliding_window": 5, "attention_gate": True}
     | {"attention_gate_per_head": True},
     "nemotron3": _MIXTURE | {"moe_latent_size": 6, "shared_ffn_hidden_size": 12},
+    "minimax-m3": _MIXTURE
+    | {"mixers": ("indexed", "global"), "index_topk": 4, "index_block_size": 2}
+    | {"index_n_heads": 6, "index_head_dim": 12, "qk_norm": True}
+    | {"first_dense_layers": 1, "rotary_fraction": 0.34},
     "plain": {"position": "none", "num_query_groups": 1, "activation": "relu2", "mlp_bias": True},
 }
 TINY: dict[str, ModelConfig] = {

@@ -63,7 +63,7 @@ def test_what_a_step_returns(model: str, block: str) -> None:
     theirs = {p for p, n in params.items() if n.binding.tied and block == "head"}
     expect = {f"{what}.{p}" for p in params for what in ("grad", "new")} | {"norm2"}
     expect |= {"embedding": {"y"}, "layer": {"y", "dx"}, "head": {"loss", "dx"}}[block]
-    expect |= {"chosen"} if block == "layer" and TINY[model].index_topk else set()
+    expect |= {"chosen"} if block == "layer" and "index_shared" in TINY[model].mixers else set()
     assert set(c.truth) == expect
     squares = [(c.truth[f"grad.{p}"] ** 2).sum() for p in params if p not in theirs]
     assert c.truth["norm2"] == pytest.approx(sum(squares))  # the embedding counts a tied table

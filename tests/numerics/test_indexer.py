@@ -25,9 +25,10 @@ def nodes(graph: Graph) -> dict[str, Node]:
     return {n.op: n for n in graph if n.phase == "forward"}
 
 
-def test_the_gradient_of_an_indexer_is_that_of_the_divergence() -> None:
+@pytest.mark.parametrize("model", ["glm-5.2", "minimax-m3"])
+def test_the_gradient_of_an_indexer_is_that_of_the_divergence(model: str) -> None:
     """KL(attention of the chosen keys || softmax of their scores), arXiv 2512.02556, equation 4."""
-    c = case("glm-5.2", "layer", LEARNS)
+    c = case(model, "layer", LEARNS)
     found = nodes(c.block.graph)
     parts = {"scores": found["index_scores"], "target": found["index_target"]}
     graph = Graph.of(c.block.graph.nodes, parts)
@@ -40,7 +41,7 @@ def test_the_gradient_of_an_indexer_is_that_of_the_divergence() -> None:
         return float(-(target * (x - np.log(np.exp(x).sum(-1, keepdims=True)))).sum())
 
     rng = np.random.default_rng(0)
-    for name in WEIGHTS:
+    for name in (n.name for n in c.block.graph if n.op == "param" and "index" in n.name):
         way, h = rng.normal(size=c.values[name].shape), 1e-6
         ends = [divergence(c.values | {name: c.values[name] + s * h * way}) for s in (1, -1)]
         slope = (ends[0] - ends[1]) / (2 * h)
@@ -65,6 +66,15 @@ def test_a_query_reads_so_many_keys_at_most() -> None:
         assert got["pairs"] == sum(seen)
         assert got["keys"] == min(context + new, sum(seen))
         assert got["slots"] == -(-(context + new) // 16) * 16  # nothing is forgotten
+
+
+def test_blocks_of_keys_with_the_own_one_among_them() -> None:
+    top, block = 2048, 128
+    for context, new in ((0, 1), (2047, 200), (65535, 3), (0, 5000), (1000, 3001)):
+        at = [context + j for j in range(new)]
+        seen = [p + 1 if p < top else top - block + p % block + 1 for p in at]
+        (row,) = attention_sums([Group(1, context, new)], Cache(16), Reach(top=top, block=block))
+        assert dict(zip(COLUMNS, row.tolist(), strict=True))["pairs"] == sum(seen)
 
 
 def kernels(compiled: sw.Compiled) -> dict[str, tuple[int, int]]:
@@ -92,6 +102,24 @@ def test_work_of_a_decode_step(context: int) -> None:
     assert flops == 2 * 128 * (576 + 512) * 4 * read
     queries = 4 * (128 * (576 + 512) * 2 + 4 * 2048)
     assert 0 < traffic - queries - 4 * read * 576 * 2 < 4 * 8 * (2 + tokens // 16)
+
+
+def test_work_of_a_decode_step_in_blocks() -> None:
+    """MiniMax-M3 with tp=4: a key-value head of each rank reads 15 blocks of 128 keys and what its
+    own block has; one index head scores all keys, and the highest score of a block is written."""
+    run = sw.Run(
+        model="minimax-m3", layers=4, mode="decode", tp=4, batch_size=4, context_length=65535
+    )
+    work, tokens = kernels(sw.compile(run)), 65536
+    flops, traffic = work["index_topk"]
+    assert flops == 2 * 128 * 4 * tokens
+    rows = 4 * (128 * 2 + 4 * 16)
+    assert 0 < traffic - rows - 4 * (tokens * 128 * 2 + 8 * tokens // 128) < 4 * 8 * (2 + 4096)
+    flops, traffic = work["cached_attention"]
+    read = 15 * 128 + 128
+    assert flops == 2 * 16 * (128 + 128) * 4 * read
+    rows = 4 * (16 * 256 * 2 + 4 * 16)
+    assert 0 < traffic - rows - 4 * read * 256 * 2 < 4 * 8 * (2 + 4096)
 
 
 def test_every_layer_of_training_reads_chosen_keys() -> None:

@@ -116,7 +116,7 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
         end = found["logits32"].srcs[0] if part == "head" else graph.outputs["y"]
         forward = Graph.of(toposort([end]), {name: end})
         sizes = sizes_of(Run(model=model), config) | {"B": 1, "S": len(tokens), "R": len(tokens)}
-        sizes["Top"] = min(config.index_topk, len(tokens))
+        sizes["Top"] = -(-min(config.index_topk, len(tokens)) // config.index_block_size)
         values = weights(model)[part, layer] | {
             "tokens": np.array([tokens]), "positions": np.arange(len(tokens)), "x": x,
             "original": original, "chosen": chosen,
@@ -243,7 +243,7 @@ def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
             "B": len(ENDS), "S": new, "O": new, "R": len(ENDS) * new, "requests": len(ENDS[0]),
             **{f"{name}{kind}": many for kind in ("", "_local", "_chunked", "_top")
                for name, many in (("L", held), ("I", blocks), ("keys", held))},
-            "Top": ALL[model].index_topk, **more,
+            "Top": ALL[model].index_topk // ALL[model].index_block_size, **more,
         }  # fmt: skip
         x: Any = None
         original: Any = None
@@ -376,7 +376,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         for m in (
             *("llama", "gpt2", "gemma2", "plain", "qwen3", "olmoe", "falcon-mqa", "deepseek-lite"),
             *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
-            *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2"),
+            *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2", "minimax-m3"),
         )
     ]
     + [("deepseek-lite", ABSORBED)],
@@ -409,7 +409,7 @@ def test_sharded(model: str, recipe: Recipe, name: str) -> None:
             assert kept
             assert all(n.layout == Layout((here.data, (), ())) for n in kept)  # copies over tp
         elif step.part == "layer":
-            kinds = ("", "_local", "_chunked")
+            kinds = ("", "_local", "_chunked", "_top")
             kept = next(name for k in kinds if (name := f"k_cache{k}") in found)
             assert found[kept].layout == Layout((here.data, (), here.key_value, ()))
         if step.part == "head":

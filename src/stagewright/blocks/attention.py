@@ -40,12 +40,13 @@ def attention(b: Builder, h: Node, mixer: str = "global") -> Node:
     turned = b.config.position == "rope" and mixer != "nope"
     if b.config.kv_lora_rank:
         return _latent(b, h, mixer, turned)
-    return _attention(b, h, b.config.reach(mixer), turned)
+    return _attention(b, h, mixer, turned)
 
 
-def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
+def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
     """Attention in general form: multi-head, grouped-query and multi-query differ in G alone."""
     c = b.config
+    reach = c.reach(mixer)
     g = "A" if c.num_query_groups == c.num_attention_heads else "G"
     scope = "attention"
     weights = {"q": "A/tp", "k": f"{g}/tp.kv", "v": f"{g}/tp.kv"}
@@ -70,11 +71,13 @@ def _attention(b: Builder, h: Node, reach: Reach, turned: bool) -> Node:
     q, k, v = (
         identity(x, f"{n}_core", role=None if n == "q" else Role.KEYS) for n, x in heads.items()
     )
-    if b.recipe.operators.repeat_kv and g == "G":
+    chosen = choice(b, h, None, mixer, turned=turned) if reach.top else None
+    if b.recipe.operators.repeat_kv and g == "G" and not chosen:
         k, v = (_repeated(x, name, q) for x, name in ((k, "k"), (v, "v")))
         g = "A"
     bias = (relative_bias(b),) if c.position == "relative" else ()
-    operands = AttentionOperands(q, (k, v), _head_dims(g), bias, _sinks(b))
+    q = with_loss(b, q, k, chosen) if chosen else q
+    operands = AttentionOperands(q, (k, v), _head_dims(g), bias, _sinks(b), chosen)
     o = identity(_core(b, operands, reach), "context", scope=scope)
     if c.attention_gate_per_head:
         w = b.weight("wg", "M", "A/tp", scope=scope)
@@ -282,8 +285,7 @@ def _absorbed(b: Builder, of: LatentOperands, reach: Reach, chosen: Choice | Non
     keys = identity(_cache_rows(of.latent, of.shared), "latent_core", role=Role.KEYS)
     operands = AttentionOperands(q, (keys,), HeadDims("bqa", "bk", "v"), sinks=_sinks(b))
     if chosen:
-        q = with_loss(b, q, keys, chosen)
-        operands = replace(operands, q=q, chosen=(chosen.chosen,))
+        operands = replace(operands, q=with_loss(b, q, keys, chosen), chosen=chosen)
     o = identity(_core(b, operands, reach), "context", scope="attention")
     return b.linear("bsac,cau->bsau", o, of.w_uv, "absorbed", scope="attention")
 
@@ -307,6 +309,7 @@ def _core(b: Builder, of: AttentionOperands, reach: Reach, *, causal: bool = Tru
     }
     mask |= {"chunk": reach.chunk} if reach.chunk else {}
     mask |= {"top": reach.top} if reach.top else {}
+    mask |= {"top_block": reach.block} if reach.block > 1 else {}
     # Scores of all keys are not made where few of them are read.
     return (_flash if b.recipe.flash_attention or of.chosen else _in_parts)(b, of, mask)
 
@@ -323,13 +326,13 @@ def _flash(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:
     for name, more, term in (
         ("bias", of.bias, f"{queries[2:]}qJ"),
         ("sinks", of.sinks, queries[2:]),
-        ("chosen", of.chosen, "bqT"),
+        ("chosen", of.numbers, of.chosen.terms if of.chosen else ""),
     ):
         if more:
             attrs[name] = True
             terms.append(term)
     spec = f"{','.join(terms)}->{queries}{value.upper()}"
-    operands = (of.q, *of.keys, *of.bias, *of.sinks, *of.chosen)
+    operands = (of.q, *of.keys, *of.bias, *of.sinks, *of.numbers)
     return apply("attention", spec, *operands, role=Role.CORE, **attrs)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
@@ -35,6 +35,20 @@ class HeadDims(NamedTuple):
     """The width of values."""
 
 
+class Chosen(Protocol):
+    """What an indexer chose (`blocks.indexer.Choice`)."""
+
+    @property
+    def chosen(self) -> Node:
+        """Numbers of positions, or of blocks of these."""
+        ...
+
+    @property
+    def terms(self) -> str:
+        """The index expression of these."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOperands:
     """What attention is computed of."""
@@ -48,8 +62,13 @@ class AttentionOperands:
     """A bias of every score: [heads, queries, keys], or in inference a table by distance."""
     sinks: tuple[Node, ...] = ()
     """A score per head that takes its part of the softmax and has no value, [heads]."""
-    chosen: tuple[Node, ...] = ()
-    """The keys that an indexer chose for each query, [B, S, Top]: numbers, or slots of a cache."""
+    chosen: Chosen | None = None
+    """The keys that an indexer chose for each query."""
+
+    @property
+    def numbers(self) -> tuple[Node, ...]:
+        """Those of the keys that an indexer chose, where there is one."""
+        return (self.chosen.chosen,) if self.chosen else ()
 
     @property
     def latent(self) -> bool:
@@ -226,12 +245,13 @@ def cached_attention(
     cache, (queries, keys, value) = KvCache.of(b, reach), of.dims
     at, slots = (",bK", (rows,)) if rows is not None else ("", ())
     heads = (f",z{queries[2:]}" if of.bias else "") + (f",{queries[2:]}" if of.sinks else "")
-    heads += ",bqT" if of.chosen else ""
+    heads += f",{of.chosen.terms}" if of.chosen else ""
     own = _cost(b, f"pairs{reach.kind}", latent=of.latent) | _seen_keys(b, reach)
     own |= {"name": "core"}
     own |= {"bias": True} if of.bias else {}
     own |= {"sinks": True} if of.sinks else {}
     own |= {"chosen": True} if of.chosen else {}
+    own |= {"top_block": reach.block} if reach.block > 1 else {}
     own |= {} if cache.striped else {"keys": cache.size("keys")}
     terms = of.terms(keys.replace("k", "K"))  # softmax is over all keys of a request
     return apply(
@@ -244,7 +264,7 @@ def cached_attention(
         *slots,
         *of.bias,
         *of.sinks,
-        *of.chosen,
+        *of.numbers,
         out=(*of.q.shape[:-1], size("C")) if of.latent else None,
         **own,
     )

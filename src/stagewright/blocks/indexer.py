@@ -8,15 +8,15 @@ Its weights are whole on every rank, as in Megatron-LM, vLLM and SGLang.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
-from stagewright.algebra.size import size
+from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.cache import KvCache, cached
 from stagewright.graph.make import apply, cast, identity, join, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import CHOSEN, Role
-from stagewright.model.layers import Reach
 
 OWN: dict[str, Any] = {"scope": "attention.indexer"}
 
@@ -28,27 +28,53 @@ class IndexerOperands(NamedTuple):
     """Queries of some heads, [B, S, heads, width]."""
     k: Node
     """One key of each token, [B, S, width]."""
-    weights: Node
-    """Weights of the heads, [B, S, heads]."""
+    weights: tuple[Node, ...] = ()
+    """Weights of the heads, [B, S, heads], which add up to one score; else each head chooses."""
+
+    @property
+    def spec(self) -> tuple[str, str]:
+        """The index expression of scores: of operands, and of what is chosen."""
+        return ("bqAD,bKD,bqA", "bqT") if self.weights else ("bqgD,bKD", "bqgT")
+
+    def out(self) -> tuple[Size, ...]:
+        """The shape of what is chosen."""
+        return (*self.q.shape[: 2 if self.weights else 3], size("Top"))
 
 
 class Choice(NamedTuple):
     """The keys that queries attend to."""
 
     chosen: Node
-    """Numbers of keys, or slots of a cache, [B, S, Top]; -1 where there are fewer."""
+    """Numbers of positions, or of blocks of these, [B, S, Top] or, where each key-value head has
+    its own, [B, S, G, Top]; -1 where there are fewer."""
     scores: Node | None = None
-    """In training, of a layer's own indexer: the scores of these keys, [B, S, Top]."""
+    """In training, of a layer's own indexer: the scores of what was chosen, of the same shape."""
+
+    @property
+    def terms(self) -> str:
+        """The index expression of what was chosen."""
+        return "bqT" if len(self.chosen.shape) == 3 else "bqgT"
 
 
-def choice(b: Builder, h: Node, latent: Node, mixer: str, *, turned: bool) -> Choice:
+def choice(b: Builder, h: Node, latent: Node | None, mixer: str, *, turned: bool) -> Choice:
     """The keys for a layer's queries: chosen by its own indexer, or by that of a layer before.
 
-    `latent` is what queries are made of, [B, S, Q].
+    `latent` is what queries are made of, [B, S, Q], where attention has latents.
     """
     if mixer == "index_shared":
         return Choice(b.take(CHOSEN, "B", "S", "Top", dtype="int32"))
     h = identity(h, "index_in", detached=True, **OWN)
+    make = _of_hidden if latent is None else partial(_of_latent, latent=latent)
+    of = make(b, h, turned=turned)
+    of = of._replace(k=identity(of.k, "index_core", role=Role.KEYS))
+    made = (_served if b.recipe.inference else _trained)(b, of)
+    if "index_shared" in b.config.mixers:
+        b.make(CHOSEN, made.chosen)
+    return made
+
+
+def _of_latent(b: Builder, h: Node, *, latent: Node, turned: bool) -> IndexerOperands:
+    """DeepSeek-V3.2: heads that add up to one score, and are whole on every rank."""
     latent = identity(latent, "index_latent", detached=True, **OWN)
     w = b.weight("w_index_q", "Q", "IndexHeads", "IndexWidth", **OWN)
     q = b.linear("bsq,qad->bsad", latent, w, "index_q", trained=False, **OWN)
@@ -60,69 +86,102 @@ def choice(b: Builder, h: Node, latent: Node, mixer: str, *, turned: bool) -> Ch
         q, k = _turned(b, q, "index_q_rope"), _turned(b, k, "index_k_rope")
     w = b.param("w_index_weights", "M", "IndexHeads", **OWN)
     weights = b.linear("bsm,ma->bsa", h, w, "index_weights", trained=False, **OWN)
-    k = identity(k, "index_core", role=Role.KEYS)
-    made = (_served if b.recipe.inference else _trained)(b, IndexerOperands(q, k, weights))
-    if "index_shared" in b.config.mixers:
-        b.make(CHOSEN, made.chosen)
-    return made
+    return IndexerOperands(q, k, (weights,))
+
+
+def _of_hidden(b: Builder, h: Node, *, turned: bool) -> IndexerOperands:
+    """MiniMax-M3: a head for each key-value head, which chooses blocks of keys for that one."""
+    w = b.weight("w_index_q", "M", "G/tp.kv", "IndexWidth", **OWN)
+    q = b.linear("bsm,mgd->bsgd", h, w, "index_q", trained=False, **OWN)
+    q = b.norm(q, "index_q_norm", "IndexWidth", fn="rmsnorm")
+    w = b.weight("w_index_k", "M", "IndexWidth", **OWN)
+    k = b.linear("bsm,md->bsd", h, w, "index_k", trained=False, **OWN)
+    k = b.norm(k, "index_k_norm", "IndexWidth", fn="rmsnorm")
+    if turned:
+        q, k = _turned(b, q, "index_q_rope"), _turned(b, k, "index_k_rope")
+    return IndexerOperands(q, k)
 
 
 def _turned(b: Builder, x: Node, name: str) -> Node:
-    """Rotary position on the first Z channels of [B, S, ..., IndexWidth]."""
-    z = "bsa"[: len(x.shape) - 1]
+    """Rotary position on the first channels of [B, S, ..., IndexWidth], as many as attention's."""
+    c, z = b.config, "bsa"[: len(x.shape) - 1]
+    turned = size("Z") if c.kv_lora_rank else size(c.rotary_channels)
+    if not c.kv_lora_rank and c.rotary_channels == c.index_head_dim:
+        return b.rope(x, f"{z}D", name)
     width = size("IndexWidth")
-    first = part(x, f"{z}D->{z}Z", size("Z"), first=True, name=f"{name}_part")
-    rest = part(x, f"{z}D->{z}N", width - size("Z"), first=False, name=f"{name}_rest")
-    turned = b.rope(first, f"{z}Z", name)
-    return join(turned, rest, f"{z}Z,{z}N->{z}D", width, name=f"{name}_joined")
+    first = part(x, f"{z}D->{z}Z", turned, first=True, name=f"{name}_part")
+    rest = part(x, f"{z}D->{z}N", width - turned, first=False, name=f"{name}_rest")
+    return join(
+        b.rope(first, f"{z}Z", name), rest, f"{z}Z,{z}N->{z}D", width, name=f"{name}_joined"
+    )
 
 
-def _cost(b: Builder) -> dict[str, Any]:
+def _cost(b: Builder, of: IndexerOperands) -> dict[str, Any]:
     """The attributes that say what scoring costs, and how scores are made."""
-    own: dict[str, Any] = {"causal": True, "width": b.config.index_head_dim}
-    return {**own, "products": (1, 0), "weighed": True, **OWN}
+    own: dict[str, Any] = {"width": b.config.index_head_dim, "weighed": bool(of.weights), **OWN}
+    return {"causal": True, "products": (1, 0), **own, **_in_blocks(b)}
+
+
+def _in_blocks(b: Builder) -> dict[str, Any]:
+    block = b.config.index_block_size
+    return {"top_block": block} if block > 1 else {}
+
+
+def _local(b: Builder) -> dict[str, Any]:
+    return {"local": True} if b.config.index_block_size > 1 else {}
 
 
 def _trained(b: Builder, of: IndexerOperands) -> Choice:
     """Scores are made of all keys to choose some, and of these again, which are kept."""
-    out = (*of.q.shape[:2], size("Top"))
-    spec = "bqAD,bKD,bqA->bqT"
-    chosen = apply("index_topk", spec, *of, out=out, dtype="int32", name=CHOSEN, **_cost(b))
-    chosen = identity(chosen, CHOSEN)
-    own: dict[str, Any] = {"dtype": "fp32", "name": "index_scores", **_cost(b)}
-    own |= {"top": b.config.index_topk}
-    scores = apply("index_scores", "bqAD,bKD,bqA,bqT->bqT", *of, chosen, **own)
-    return Choice(chosen, scores)
+    terms, result = of.spec
+    operands = (of.q, of.k, *of.weights)
+    own: dict[str, Any] = {
+        "out": of.out(),
+        "dtype": "int32",
+        "name": CHOSEN,
+        **_cost(b, of),
+        **_local(b),
+    }
+    chosen = identity(apply("index_topk", f"{terms}->{result}", *operands, **own), CHOSEN)
+    own = {"dtype": "fp32", "name": "index_scores", "top": b.config.index_topk, **_cost(b, of)}
+    spec = f"{terms},{result}->{result}"
+    return Choice(chosen, apply("index_scores", spec, *operands, chosen, **own))
 
 
 def _served(b: Builder, of: IndexerOperands) -> Choice:
-    """Keys go into a cache of their own, in fp8 with a scale for each (vLLM's
-    DeepseekV32IndexerCache), whatever the precision of the latents."""
+    """Keys go into a cache of their own.
+
+    Keys of an indexer whose heads add up are stored in fp8 with a scale each, whatever the
+    precision of the latents (vLLM's DeepseekV32IndexerCache).
+    """
     assert b.recipe.inference
-    low = b.dtype != "fp32"
-    reach = Reach(top=b.config.index_topk)
+    low = b.dtype != "fp32" and bool(of.weights)
+    reach = b.config.reach("indexed")
     cache = KvCache.of(b, reach)
-    (kept,) = cached(b, {"index": of.k}, reach, "fp8_r128" if low else "fp32")
+    (kept,) = cached(b, {"index": of.k}, reach, "fp8_r128" if low else "")
     q = cast(of.q, "fp8", name="index_q_low", **OWN) if low else of.q
-    own: dict[str, Any] = {"out": (*q.shape[:2], size("Top")), "dtype": "int32", "name": CHOSEN}
+    own: dict[str, Any] = {"out": of.out(), "dtype": "int32", "name": CHOSEN, **_local(b)}
     own |= {"pairs": size("pairs"), "keys": size("keys"), "requests": size("requests")}
-    spec = "bqAD,bKD,bqA,bq,bI->bqT"
-    where = (cache.slots(), cache.block_table())
-    chosen = apply("index_topk", spec, q, kept, of.weights, *where, **own, **_cost(b))
-    return Choice(identity(chosen, CHOSEN))
+    terms, result = of.spec
+    operands = (q, kept, *of.weights, cache.slots(), cache.block_table())
+    spec = f"{terms},bq,bI->{result}"
+    return Choice(identity(apply("index_topk", spec, *operands, **own, **_cost(b, of)), CHOSEN))
 
 
 def with_loss(b: Builder, q: Node, keys: Node, of: Choice) -> Node:
     """Queries [B, S, A, D] as they are; in backward the indexer learns what they attend to.
 
-    The loss is the divergence of the scores of chosen keys from the attention that these get, over
-    all heads (equation 4), which ranks of tp sum up (Megatron-LM's `compute_dsa_indexer_loss`).
+    The loss is the divergence of the scores of what was chosen from the attention that this gets,
+    over all heads (equation 4), which ranks of tp sum up (Megatron-LM's
+    `compute_dsa_indexer_loss`), or over the heads of a key-value head that has its own choice.
     """
     if of.scores is None:
         return q
     own: dict[str, Any] = {"causal": True, "top": b.config.index_topk, "width": b.score_width}
-    own |= {"products": (1, 0), "dtype": "fp32", "name": "index_target", **OWN}
-    target = apply("index_target", "bqaD,bKD,bqT->bqT", q, keys, of.chosen, **own)
-    spec = "bsad,bsT,bsT->bsad"
+    own |= {"products": (1, 0), "dtype": "fp32", "name": "index_target", **OWN, **_in_blocks(b)}
+    grouped = of.terms == "bqgT"
+    terms = "bq(gr)D,bKgD" if grouped else "bqaD,bKD"
+    target = apply("index_target", f"{terms},{of.terms}->{of.terms}", q, keys, of.chosen, **own)
+    spec = "bs(gr)d,bsgT,bsgT->bs(gr)d" if grouped else "bsad,bsT,bsT->bsad"
     fields: dict[str, Any] = {"coeff": b.recipe.index_loss, "name": "q_core"}
     return apply("index_loss", spec, q, of.scores, target, **fields)

@@ -33,7 +33,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "U": config.v_head_dim or config.kv_channels,
         "IndexHeads": config.index_n_heads,
         "IndexWidth": config.index_head_dim,
-        "Top": config.index_topk,
+        "Top": config.index_topk // config.index_block_size,
         "Rank": config.shared_blocks.adapter_rank if config.shared_blocks else 0,
         "Buckets": config.relative_buckets,
     } | _state_sizes(config)

@@ -83,6 +83,7 @@ def attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     q = extent(sizes["q"], over)  # all ranks that share a sequence do equal shares (zigzag order)
     k = extent(sizes["k"], ())
     window: Any = n.get("window") or n.get("top") or 0
+    block: Any = n.get("top_block") or 1
     if not n.get("causal"):
         return q * k
     chunk: Any = n.get("chunk") or 0
@@ -91,7 +92,8 @@ def attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         return q * (whole * int(chunk) ** 2 + rest**2) // (2 * k)
     if isinstance(k, int) and window and int(window) < k:
         w = int(window)
-        return q * (2 * w * k - w * w) // (2 * k)
+        own = (k - w) * int(block) if block > 1 else 0  # half of a query's own block is behind it
+        return q * (2 * w * k - w * w - own) // (2 * k)
     return q * k // 2 if isinstance(k, int) else q * k / 2
 
 
@@ -112,6 +114,10 @@ def _reads_in_part(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> l
         parts = [extent(d, axes) for d, axes in zip(shape, s.layout.dims, strict=True)]
         found.append(_bytes(math.prod(parts), s, extent))
     return found
+
+
+def _bytes_per_block(count: Any, block: int) -> Any:
+    return -(-count // block) if isinstance(count, int) else count / block
 
 
 def bytes_per_value(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
@@ -162,8 +168,11 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
         reads = _reads_in_part(n, extent)
     if row is not None and row.rewrites:
         written = 2 * written
-    if n.op == "index_topk":  # every score in fp32, written and read again by the selection
-        written = written + 8 * attended(n, extent)
+    if n.op == "index_topk":
+        # Scores in fp32, of blocks the highest one, are written and read again by the selection.
+        each = 8 * extents(n, extent).get("g", 1)
+        block: Any = n.get("top_block") or 1
+        written = written + _bytes_per_block(attended(n, extent) * each, int(block))
     if row is not None and row.scratch is not None:
         written = written + row.scratch(n, extents(n, extent))
     work = flops(n, extent)

@@ -117,7 +117,7 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         "Source": run.seq_length or 0,
         "R": _rows_per_expert(run, model) * replicas,
         "dp_parts": run.dp * replicas,
-        "Top": min(model.index_topk, run.seq_length or 0),
+        "Top": -(-min(model.index_topk, run.seq_length or 0) // model.index_block_size),
         "parts": run.dp * run.cp * run.sequence_parallel_size * replicas,
         **_text_positions(run, model),
         **of_modules,

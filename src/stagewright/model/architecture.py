@@ -163,9 +163,12 @@ class Architecture:
     v_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
     """Width of a value head where it is not kv_channels."""
 
-    index_topk: Annotated[int, Count(0, 2**24), Needs("query latents")] = 0
+    index_topk: Annotated[int, Count(0, 2**24)] = 0
     """Keys that each query reads, of all before it, where an indexer scores and chooses them
     (DeepSeek-V3.2, arXiv 2512.02556); 0: there is no indexer."""
+    index_block_size: Annotated[int, Count(1, 2**16), Needs("indexer"), Excludes("latents")] = 1
+    """Keys are chosen in blocks of so many positions, for each key-value head by a head of the
+    indexer, the query's own block always among them (MiniMax-M3)."""
     index_n_heads: Annotated[int, Count(0, LIMITS["num_attention_heads"]), Needs("indexer")] = 0
     """Heads of the indexer's queries; its key has one."""
     index_head_dim: Annotated[_HeadWidth, Needs("indexer")] = 0
@@ -255,7 +258,9 @@ class Architecture:
         """How far a layer with this mixer looks back."""
         window = self.sliding_window if mixer == "local" else None
         chunk = self.attention_chunk_size if mixer == "chunked" else None
-        return Reach(window or 0, chunk or 0, self.index_topk if mixer in INDEXED else 0)
+        if mixer in INDEXED:
+            return Reach(top=self.index_topk, block=self.index_block_size)
+        return Reach(window or 0, chunk or 0)
 
     @property
     def reaches(self) -> tuple[Reach, ...]:

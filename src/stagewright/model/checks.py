@@ -44,9 +44,6 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "latents": Mechanism(
         lambda m: m.kv_lora_rank > 0, "where kv_lora_rank is 0", "with latent attention"
     ),
-    "query latents": Mechanism(
-        lambda m: m.q_lora_rank > 0, "where q_lora_rank is 0", "with latents of queries"
-    ),
     "indexer": Mechanism(
         lambda m: m.index_topk > 0, "where index_topk is 0", "in a model with an indexer"
     ),
@@ -178,9 +175,17 @@ def _check_indexer(m: Architecture) -> None:
         return
     if not m.index_n_heads:
         raise _reject(m, "index_n_heads", "the number of the indexer's heads, 1 or more")
-    if m.index_head_dim < m.qk_rope_head_dim:
-        wanted = f"at least the {m.qk_rope_head_dim} channels with position (qk_rope_head_dim)"
+    turned = m.qk_rope_head_dim if m.kv_lora_rank else m.rotary_channels
+    if m.index_head_dim < turned:
+        wanted = f"at least the {turned} channels with position"
         raise _reject(m, "index_head_dim", wanted)
+    if m.kv_lora_rank and not m.q_lora_rank:
+        raise _reject(m, "q_lora_rank", "the width of the latent that index queries are made of")
+    if not m.kv_lora_rank and m.index_n_heads != m.num_query_groups:
+        wanted = f"one head for each of the {m.num_query_groups} key-value heads"
+        raise _reject(m, "index_n_heads", wanted)
+    if m.index_topk % m.index_block_size:
+        raise _reject(m, "index_topk", f"whole blocks of {m.index_block_size}")
     kinds = (layer.mixer for layer in _layers(m))
     if next((kind for kind in kinds if kind in INDEXED), None) == "index_shared":
         raise _reject(m, "mixers", "an indexed layer before the first index_shared one")

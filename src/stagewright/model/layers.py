@@ -45,6 +45,8 @@ class Reach(NamedTuple):
     """Positions of a chunk, outside which a query sees nothing; 0: there are no chunks."""
     top: int = 0
     """Positions that an indexer chooses for each query, of all before it; 0: there is none."""
+    block: int = 1
+    """These are chosen in blocks of so many, the query's own among them."""
 
     @property
     def kind(self) -> str:

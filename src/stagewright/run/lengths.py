@@ -216,17 +216,17 @@ def attention_sums(
     new = np.array([g.new_tokens for g in groups], np.int64)
     before, pairs = context, _in_stripe(context + new, cache.stripes, stripe)
     pairs = pairs - _in_stripe(context, cache.stripes, stripe)
-    window, chunk, top = reach
+    window, chunk, top, block = reach
     assert cache.stripes == 1 or not reach.kind
     if chunk:
         before = context % chunk
         pairs = _in_chunks(context + new, chunk) - _in_chunks(context, chunk)
     if window:
         before = np.minimum(context, window - 1)
-    if window or top:
-        most = window or top
-        rising = np.clip(most - context, 0, new)  # tokens that still see all before them
-        pairs = rising * context + rising * (rising + 1) // 2 + (new - rising) * most
+        rising = np.clip(window - context, 0, new)  # tokens that still see all before them
+        pairs = rising * context + rising * (rising + 1) // 2 + (new - rising) * window
+    if top:
+        pairs = _chosen(context + new, top, block) - _chosen(context, top, block)
     shared = cache.block_size * cache.stripes  # tokens of a block of all
     if cache.block_size:
         blocks = -(-(context + new) // shared) - (context - before) // shared
@@ -288,6 +288,20 @@ def _in_chunks(tokens: Int, chunk: int) -> Int:
     """Pairs of a query among the first `tokens` and a key of its chunk that it sees."""
     whole, rest = np.divmod(tokens, chunk)
     return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+
+
+def _chosen(tokens: Int, top: int, block: int) -> Int:
+    """Pairs of a query among the first `tokens` and a key before it that an indexer chooses.
+
+    Of the query's own block, which is among the chosen ones, it sees the part before it.
+
+    >>> int(_chosen(np.int64(5), 2, 1)), int(_chosen(np.int64(7), 4, 2))
+    (9, 20)
+    """
+    first = np.minimum(tokens, top)
+    whole, rest = np.divmod(tokens - first, block)
+    own = whole * (block * (block + 1) // 2) + rest * (rest + 1) // 2
+    return first * (first + 1) // 2 + (tokens - first) * (top - block) + own
 
 
 def deal(groups: Sequence[Group], values: Int, places: int) -> Int:

@@ -67,6 +67,9 @@ CHOSEN = BOTH | {"chosen": True, "causal": True, "top": 3}
 TARGET = {"causal": True, "top": 3, "width": 6, "products": (1, 0)}
 SCORES = TARGET | {"weighed": True}
 INDEX = {name: value for name, value in SCORES.items() if name != "top"}
+GQA_BLOCKS = GQA.replace("k", "K").replace("->", ",bqgT->")
+BLOCKS, ALONE = {"top_block": 2}, {"weighed": False}
+OWN_BLOCK = INDEX | BLOCKS | {"local": True}
 QKV, DELTA = "bSgn,bSgn,bSghp", "bSgN,bSgN,bSghp"
 LINEAR = {"kernel": "linear", "chunk": 4, "scale": 0.5}
 
@@ -151,6 +154,29 @@ EXAMPLES = [
         "BQT",
     ),
     Example("index_scores", "bqAD,bKD,bqA,bqT->bqT", SCORES, (3,), ("", "", "", "chosen")),
+    Example("attention", GQA_BLOCKS, CHOSEN | BLOCKS, (3,), ("", "", "", "chosen")),
+    Example(
+        "cached_attention",
+        "bq(gr)D,bKgD,bKgD,bq,bI,bqgT->bq(gr)D",
+        SERVED | {"chosen": True, "top": 3, "top_block": 2},
+        (0, 1, 2, 3, 4, 5),
+        ("", "", "", "token_slots", "block_table", "chosen"),
+    ),
+    Example("index_topk", "bqgD,bKD->bqgT", OWN_BLOCK | ALONE, (0, 1), out="BQGT"),
+    Example(
+        "index_topk",
+        "bqgD,bKD,bq,bI->bqgT",
+        OWN_BLOCK | ALONE | {"pairs": 7, "keys": 5, "requests": 2},
+        (0, 1, 2, 3),
+        ("", "", "token_slots", "block_table"),
+        "BQGT",
+    ),
+    Example(
+        "index_scores", "bqgD,bKD,bqgT->bqgT", SCORES | ALONE | BLOCKS, (2,), ("", "", "chosen")
+    ),
+    Example(
+        "index_target", "bq(gr)D,bKgD,bqgT->bqgT", TARGET | BLOCKS, (0, 1, 2), ("", "", "chosen")
+    ),
     Example("index_target", "bqaD,bKD,bqT->bqT", TARGET, (0, 1, 2), ("", "", "chosen")),
     Example("merge_stripes", "nbqav,Mbqa->bqav", {}, (0, 1)),
     Example("merge_stripes", "nbqav,Mbqa,a->bqav", {}, (0, 1, 2)),
@@ -283,7 +309,11 @@ def built(example: Example) -> Built:
             "block_table"
         ] % 2 * 3
     if {"token_slots", "chosen"} <= {*example.integers}:  # a query sees itself
-        values["chosen"][..., 0] = values["token_slots"]
+        table, slots = values["block_table"], values["token_slots"]
+        own = np.take_along_axis(table, slots // 3, axis=1) % FAR + slots % 3
+        own = own // example.attrs.get("top_block", 1)
+        chosen = values["chosen"]
+        chosen[..., 0] = own if chosen.ndim == 3 else own[:, :, None]
     for i in example.positive:
         values[f"x{i}"] = np.exp(values[f"x{i}"])
     for i in example.negative:

@@ -79,8 +79,14 @@ def _softmax_vjp(n: Node, g: Node) -> Grads:
 
 
 # Which keys a query sees; and per key, what scores are divided by and limited to.
-# `top`: so many of them, those that an indexer chose.
-_SEEN = {"causal": may(bool), "window": may(int), "chunk": may(int), "top": may(int)}
+# `top`: so many of them, those that an indexer chose, in blocks of `top_block`.
+_SEEN = {
+    "causal": may(bool),
+    "window": may(int),
+    "chunk": may(int),
+    "top": may(int),
+    "top_block": may(int),
+}
 _SCORES = {
     "width": may(int), "softcap": may(*NUMBER),
     **dict.fromkeys(("bias", "sinks", "chosen"), may(bool)),

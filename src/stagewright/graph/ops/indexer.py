@@ -19,7 +19,7 @@ from stagewright.graph.table import NUMBER, SIZE, Grads, Op, Timing, may, need, 
 def _scores_vjp(n: Node, g: Node) -> Grads:
     """Scores are made again, then one product each for queries and keys: one joint kernel."""
     ins, out = str(n["spec"]).split("->")
-    rows = {"q": (2, 0), "k": (1, 0), "w": (0, 0)}
+    rows = {"q": (2, 0), "k": (1, 0), **({"w": (0, 0)} if n["weighed"] else {})}
     found: list[Node | None] = []
     for (wrt, products), term, s in zip(rows.items(), ins.split(","), n.srcs, strict=False):
         attrs: dict[str, Any] = {**own_attributes(n), "products": products, "wrt": wrt}
@@ -32,13 +32,16 @@ def _scores_vjp(n: Node, g: Node) -> Grads:
 def _loss_vjp(n: Node, g: Node) -> Grads:
     """The loss stands beside a value, whose gradient passes; targets are not trained."""
     _, scores, target = n.srcs
-    x = str(n["spec"]).split(",")[1]
+    x = str(n["spec"]).split(",")[1]  # heads may be split, as they are in the value
     attrs = own_attributes(n)
     back = apply("index_loss_bwd", f"{x},{x}->{x}", scores, target, phase="backward", **attrs)
     return (g, back, None)
 
 
-_ALL = {"causal": need(bool), "width": need(int), "products": need(tuple)}
+_ALL = {
+    **dict.fromkeys(("causal", "local"), may(bool)),
+    **{"width": need(int), "products": need(tuple), "top_block": may(int)},
+}
 _WEIGHED = {"weighed": need(bool)}
 _CHOSEN = {**_ALL, "top": need(int)}
 _SCORES = {**_CHOSEN, **_WEIGHED}

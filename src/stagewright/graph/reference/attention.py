@@ -25,15 +25,19 @@ def _mask(ctx: Context, queries: int, keys: int) -> Any:
     return np.where(seen, 0.0, -np.inf)
 
 
-def chosen_keys(chosen: Any, keys: int) -> Any:
-    """Whether a query may see a key, [B, queries, keys], of the keys' numbers, [B, queries, top].
+def chosen_keys(chosen: Any, place: Any, block: int) -> Any:
+    """Whether a query may see a key, [B, queries, (groups,) keys].
 
-    A query that has fewer keys before it than are chosen has -1 for the others.
+    `chosen` has numbers of blocks of positions, [B, queries, (groups,) top], -1 where a query has
+    fewer; `place` the positions of keys, [B, keys].
     """
-    seen = np.zeros((*chosen.shape[:2], keys + 1), dtype=bool)
-    at = np.where(chosen < 0, keys, chosen).astype(int)
-    np.put_along_axis(seen, at, values=True, axis=-1)
-    return seen[..., :-1]
+    of = (place // block).reshape(len(place), *[1] * (chosen.ndim - 2), -1, 1)
+    return (chosen[..., None, :] == of).any(-1)
+
+
+def _seen_by_heads(chosen: Any) -> Any:
+    """The same beside scores [B, groups, heads of a group, queries, keys]."""
+    return chosen[:, None, None] if chosen.ndim == 3 else np.moveaxis(chosen, 2, 1)[:, :, None]
 
 
 def softmax(ctx: Context, x: Any, sinks: Any = None) -> Any:
@@ -85,7 +89,9 @@ def _attend(ctx: Context, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple
     sinks = _per_head(more.get("sinks"), k)
     mask = _mask(ctx, q.shape[1], k.shape[1])
     if "chosen" in more:
-        mask = mask + np.where(chosen_keys(more["chosen"], k.shape[1]), 0, -np.inf)[:, None, None]
+        place = ctx.start("k") + np.tile(np.arange(int(k.shape[1])), (len(q), 1))
+        own = chosen_keys(more["chosen"], place, ctx.get("top_block") or 1)
+        mask = mask + np.where(_seen_by_heads(own), 0, -np.inf)
     p = probabilities(_cap(ctx, x) + mask, sinks)
     return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
 
@@ -189,9 +195,10 @@ def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
         seen &= place[:, None, :] > at[:, :, None] - ctx["window"]
     if ctx.get("chunk"):
         seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
-    if "chosen" in more:
-        seen &= chosen_keys(more["chosen"], seen.shape[-1])
     bias: Any = 0.0
+    if "chosen" in more:
+        own = chosen_keys(more["chosen"], place, ctx.get("top_block") or 1)
+        bias = np.where(_seen_by_heads(own), 0, -np.inf)
     if "bias" in more:  # [sequences, queries, keys, heads]
         bias = more["bias"][_bucket(causal, np.clip(ahead, -(2**20), 2**20), len(more["bias"]))]
         bias = np.moveaxis(bias, 3, 1).reshape(len(q), k.shape[2], -1, *bias.shape[1:3])

@@ -1,4 +1,8 @@
-"""Indexers that choose the keys of attention: what they compute, in numpy."""
+"""Indexers that choose the keys of attention: what they compute, in numpy.
+
+Scores are [B, queries, groups, blocks of keys]: where all heads of an indexer add up to one score
+of a key there is one group; a block has one key but where `top_block` says how many.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,50 @@ def _products(ctx: Context, q: Any, k: Any) -> Any:
 
 
 def _scores(ctx: Context, q: Any, k: Any, w: Any) -> Any:
-    """Of every key for every query, [B, queries, keys]: a weighed sum over heads."""
-    return np.einsum("bqak,bqa->bqk", np.maximum(_products(ctx, q, k), 0), w)
+    """Of every key, [B, queries, groups, keys]: a weighed sum over heads, or of each head."""
+    x = _products(ctx, q, k)
+    return x if w is None else np.einsum("bqak,bqa->bqk", np.maximum(x, 0), w)[:, :, None]
 
 
-def _before(ctx: Context, queries: int, keys: int) -> Any:
-    """Whether a key is no later than a query, [queries, keys]."""
-    return np.arange(keys)[None, :] <= (ctx.start("q") + np.arange(queries))[:, None]
+def _weights(ctx: Context, rest: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The weights of heads, where there are some, and the operands after them."""
+    return (rest[0], rest[1:]) if ctx["weighed"] else (None, rest)
 
 
-def index_topk(ctx: Context, q: Any, k: Any, w: Any, *served: Any) -> Any:
-    """Numbers of the keys with the highest scores, [B, queries, top]; -1 where there are fewer.
+def _in_turn(ctx: Context, queries: int, keys: int, batch: int) -> tuple[Any, Any]:
+    """The positions of queries [B, queries] and keys [B, keys] of whole sequences."""
+    at = ctx.start("q") + np.arange(queries)
+    return np.tile(at, (batch, 1)), np.tile(np.arange(keys), (batch, 1))
 
-    Of a cache: its slots, of those that hold tokens of the query's request up to its own.
+
+def _blocks(ctx: Context, x: Any, seen: Any, place: Any, many: int) -> tuple[Any, Any]:
+    """The highest score of each block, and which key has it; `seen` is [B, queries, keys]."""
+    best: Any = np.full((*x.shape[:3], many), NOT_SEEN)
+    which: Any = np.zeros(best.shape, dtype=int)
+    for block in range(many):
+        mine = seen & (place // _width(ctx) == block)[:, None, :]
+        of = np.where(mine[:, :, None], x, NOT_SEEN)
+        best[..., block], which[..., block] = of.max(-1), of.argmax(-1)
+    return best, which
+
+
+def _width(ctx: Context) -> int:
+    return int(ctx.get("top_block") or 1)
+
+
+def _one(ctx: Context, x: Any) -> Any:
+    """Without groups, where all heads add up to one score."""
+    return x[:, :, 0] if ctx["weighed"] else x
+
+
+def index_topk(ctx: Context, q: Any, k: Any, *rest: Any) -> Any:
+    """Numbers of the blocks of positions with the highest scores, [B, queries, (groups,) top].
+
+    -1 stands where there are fewer. In inference keys are slots of a cache, of which those count
+    that hold tokens of the query's request up to its own.
     """
-    scores = _scores(ctx, q, k, w)
+    w, served = _weights(ctx, rest)
+    x = _scores(ctx, q, k, w)
     if served:
         slots, table = served
         asks, at = owners(ctx, table, slots)
@@ -41,46 +74,81 @@ def index_topk(ctx: Context, q: Any, k: Any, w: Any, *served: Any) -> Any:
         holds, place = owners(ctx, table, places)
         seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
     else:
-        seen = np.broadcast_to(_before(ctx, *scores.shape[1:]), scores.shape)
-    order = np.argsort(np.where(seen, -scores, np.inf), axis=-1, kind="stable")
-    order = np.where(np.take_along_axis(seen, order, axis=-1), order, -1)
-    short = max(0, ctx.shape[-1] - order.shape[-1])
-    return np.pad(order, ((0, 0), (0, 0), (0, short)), constant_values=-1)[..., : ctx.shape[-1]]
+        at, place = _in_turn(ctx, q.shape[1], k.shape[1], len(q))
+        seen = place[:, None, :] <= at[:, :, None]
+    many = int(at.max()) // _width(ctx) + 1
+    scores, _ = _blocks(ctx, x, seen, place, many)
+    valid = scores > NOT_SEEN
+    if ctx.get("local"):  # a query's own block is always chosen
+        np.put_along_axis(
+            scores, at[:, :, None, None] // _width(ctx) + 0 * valid[..., :1], np.inf, -1
+        )
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    order = np.where(np.take_along_axis(valid, order, axis=-1), order, -1)
+    top = ctx.shape[-1]
+    short = [(0, 0)] * 3 + [(0, max(0, top - many))]
+    return _one(ctx, np.pad(order, short, constant_values=-1)[..., :top])
 
 
-def _valid(ctx: Context, chosen: Any, keys: int) -> Any:
-    """Whether a number is that of a key which the query sees, [B, queries, top]."""
-    at = np.clip(chosen, 0, keys - 1).astype(int)
-    before = np.broadcast_to(_before(ctx, chosen.shape[1], keys), (*chosen.shape[:2], keys))
-    return at, (chosen >= 0) & np.take_along_axis(before, at, axis=-1)
+def _chosen_scores(ctx: Context, q: Any, k: Any, w: Any, chosen: Any) -> tuple[Any, Any, Any]:
+    """The scores of chosen blocks, the keys that have them, and whether the query sees them."""
+    at, place = _in_turn(ctx, q.shape[1], k.shape[1], len(q))
+    many = (k.shape[1] - 1) // _width(ctx) + 1
+    seen = place[:, None, :] <= at[:, :, None]
+    scores, which = _blocks(ctx, _scores(ctx, q, k, w), seen, place, many)
+    chosen = chosen[:, :, None] if chosen.ndim == 3 else chosen
+    here = np.clip(chosen, 0, many - 1).astype(int)
+    of = np.take_along_axis(scores, here, axis=-1)
+    valid = (chosen >= 0) & (chosen < many) & (of > NOT_SEEN)
+    return np.where(valid, of, NOT_SEEN), np.take_along_axis(which, here, axis=-1), valid
 
 
-def index_scores(ctx: Context, q: Any, k: Any, w: Any, chosen: Any) -> Any:
-    """The scores of chosen keys, [B, queries, top]."""
-    at, valid = _valid(ctx, chosen, k.shape[1])
-    return np.where(valid, np.take_along_axis(_scores(ctx, q, k, w), at, axis=-1), NOT_SEEN)
+def index_scores(ctx: Context, q: Any, k: Any, *rest: Any) -> Any:
+    """The scores of chosen keys or blocks, [B, queries, (groups,) top]."""
+    w, (chosen,) = _weights(ctx, rest)
+    return _one(ctx, _chosen_scores(ctx, q, k, w, chosen)[0])
 
 
-def index_scores_bwd(ctx: Context, g: Any, q: Any, k: Any, w: Any, chosen: Any) -> Any:
-    at, valid = _valid(ctx, chosen, k.shape[1])
-    whole: Any = np.zeros((*q.shape[:2], k.shape[1]))
-    b, s = np.ogrid[: q.shape[0], : q.shape[1]]
-    np.add.at(whole, (b[..., None], s[..., None], at), np.where(valid, g, 0))
-    x = _products(ctx, q, k)
-    if ctx["wrt"] == "w":
-        return np.einsum("bqk,bqak->bqa", whole, np.maximum(x, 0))
-    dx = np.einsum("bqk,bqa,bqak->bqak", whole, w, x > 0) / np.sqrt(ctx["width"])
+def index_scores_bwd(ctx: Context, g: Any, q: Any, k: Any, *rest: Any) -> Any:
+    w, (chosen,) = _weights(ctx, rest)
+    _, keys, valid = _chosen_scores(ctx, q, k, w, chosen)
+    g = g[:, :, None] if g.ndim == 3 else g
+    whole: Any = np.zeros((*valid.shape[:3], k.shape[1]))
+    b, s, h = np.ogrid[: valid.shape[0], : valid.shape[1], : valid.shape[2]]
+    np.add.at(whole, (b[..., None], s[..., None], h[..., None], keys), np.where(valid, g, 0))
+    dx = whole
+    if w is not None:
+        x = _products(ctx, q, k)
+        if ctx["wrt"] == "w":
+            return np.einsum("bqk,bqak->bqa", whole[:, :, 0], np.maximum(x, 0))
+        dx = np.einsum("bqk,bqa,bqak->bqak", whole[:, :, 0], w, x > 0)
+    dx = dx / np.sqrt(ctx["width"])
     if ctx["wrt"] == "q":
         return np.einsum("bqak,bkd->bqad", dx, k)
     return np.einsum("bqak,bqad->bkd", dx, q)
 
 
 def index_target(ctx: Context, q: Any, k: Any, chosen: Any) -> Any:
-    """How much attention each chosen key gets from the heads at hand, [B, queries, top]."""
-    at, valid = _valid(ctx, chosen, k.shape[1])
-    seen = chosen_keys(chosen, k.shape[1]) & _before(ctx, q.shape[1], k.shape[1])
-    p = probabilities(_products(ctx, q, k) + np.where(seen, 0, NOT_SEEN)[:, :, None])
-    return np.where(valid, np.take_along_axis(p.sum(2), at, axis=-1), 0)
+    """How much attention each chosen key or block gets from the heads at hand.
+
+    The result is [B, queries, top], of all heads, or [B, queries, groups, top].
+    """
+    grouped = chosen.ndim == 4
+    chosen = chosen if grouped else chosen[:, :, None]
+    at, place = _in_turn(ctx, q.shape[1], k.shape[1], len(q))
+    seen = (place[:, None, :] <= at[:, :, None])[:, :, None]
+    seen = seen & chosen_keys(chosen, place, _width(ctx))
+    k = k if grouped else k[:, :, None]
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    x = np.einsum("bqgrd,bkgd->bqgrk", q, k) / np.sqrt(ctx["width"])
+    p = probabilities(x + np.where(seen, 0, NOT_SEEN)[:, :, :, None]).sum(3)
+    many = (k.shape[1] - 1) // _width(ctx) + 1
+    of = np.stack(
+        [(p * (place // _width(ctx) == j)[:, None, None]).sum(-1) for j in range(many)], axis=-1
+    )
+    here = np.clip(chosen, 0, many - 1).astype(int)
+    found = np.where((chosen >= 0) & (chosen < many), np.take_along_axis(of, here, axis=-1), 0)
+    return found if grouped else found[:, :, 0]
 
 
 def index_loss_bwd(ctx: Context, scores: Any, target: Any) -> Any:

@@ -166,10 +166,9 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     one, two = _Side.of(first, model), _Side.of(second, model)
     heads = 1 if model.kv_lora_rank else model.num_query_groups
     width = model.kv_lora_rank + model.qk_rope_head_dim
-    of_head = (width if model.kv_lora_rank else 2 * model.kv_channels) * BYTES[
-        str(second.kv_cache_dtype)
-    ]
-    of_index = model.index_head_dim * BYTES["fp8_r128"]  # a key beside the one latent
+    dtype = str(second.kv_cache_dtype)
+    of_head = (width if model.kv_lora_rank else 2 * model.kv_channels) * BYTES[dtype]
+    of_index = model.index_head_dim * BYTES["fp8_r128" if model.kv_lora_rank else dtype]
     tokens = {reach: _tokens(first.dp, second, reach) for reach in model.reaches}
     from_stage, to_stage = one.stage_of(model.num_layers), two.stage_of(model.num_layers)
     overlaps = [held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
@@ -187,9 +186,9 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
                             layer,
                             one.rank[sender, at, from_stage[layer]],
                             target,
-                            math.ceil(held * (many * of_head + beside)),
+                            math.ceil(held * (many * of_head + beside * (not nth))),
                         )
-                        for at, many in overlaps[tp]
+                        for nth, (at, many) in enumerate(overlaps[tp])
                     ]
     return found
 

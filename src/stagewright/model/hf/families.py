@@ -95,6 +95,13 @@ FAMILIES: dict[str, Family] = {
         only=_none_of("attention_bias"),
         unused=sparse.UNUSED,
     ),
+    "MiniMaxM3SparseForCausalLM": Family(
+        ("minimax_m3_vl", "minimax_m3_vl_text"),
+        "minimax-m3",
+        sparse.MINIMAX_M3,
+        only={"swiglu_alpha": 1.702, "scoring_func": "sigmoid", "attention_output_gate": False},
+        unused=sparse.M3_UNUSED,
+    ),
     "Glm4MoeForCausalLM": Family(
         ("glm4_moe", "glm4v_moe", "glm4v_moe_text"),
         "glm-4.5",

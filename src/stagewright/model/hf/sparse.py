@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from stagewright.model.hf.keys import Keys, Map
-from stagewright.model.hf.parts import DEEPSEEK_EXPERTS, LATENT
+from stagewright.model.architecture import LIMITS
+from stagewright.model.hf.keys import Fields, Fixed, Keys, Map
+from stagewright.model.hf.parts import (
+    DECODER,
+    DEEPSEEK_EXPERTS,
+    LATENT,
+    experts,
+    number,
+    rotary_fraction,
+)
 from stagewright.model.patterns import shortest
 
 _INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
@@ -60,6 +68,81 @@ INDEXED: Map = {
 
 INDEX_SHARED: Map = {**INDEXED, "mixers": _shared_indexers}
 """GLM-5: the same, where some layers may share the indexer of a layer before."""
+
+
+_M3 = "sparse_attention_config"
+_M3_KEYS = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
+"""transformers' names of MiniMax-M3's sparse attention, and those in the published file."""
+
+
+def _listed(c: Keys, key: str, words: dict[object, str], wanted: str) -> list[str]:
+    """A kind for each layer, as a list of the file has them."""
+    listed, layers = c.items(key), c.fields["num_layers"]
+    kinds = [words[x] for x in listed if isinstance(x, str | int) and x in words]
+    if not len(kinds) == len(listed) == layers:
+        c.reject(key, f"{wanted} for each of the {layers} layers")
+    return kinds
+
+
+def _blocks(c: Keys) -> Fields:
+    """MiniMax-M3's layers that choose blocks of keys, as transformers or its file has them."""
+    usual: dict[object, str] = {"minimax_m3_sparse": "indexed", "full_attention": "global"}
+    flags: dict[object, str] = {1: "indexed", 0: "global"}
+    if c.get("layer_types") is not None:
+        kinds = _listed(c, "layer_types", usual, " or ".join(map(str, usual)))
+    else:
+        kinds = _listed(c, f"{_M3}.sparse_attention_freq", flags, "0 (full attention) or 1")
+    fields: Fields = {"mixers": shortest(kinds)}
+    if "indexed" not in kinds:
+        return fields | dict.fromkeys(_INDEXER, 0) | {"index_block_size": 1}
+    heads, width, block, blocks, local = (
+        c.whole(c.used(f"{_M3}.{theirs}", name), 0, LIMITS["kv_channels"])
+        for name, theirs in _M3_KEYS.items()
+    )
+    if local != 1:
+        c.reject(c.used(f"{_M3}.sparse_local_block", "index_local_blocks"), "1, the query's own")
+    return fields | {
+        "index_n_heads": heads,
+        "index_head_dim": width,
+        "index_block_size": block,
+        "index_topk": blocks * block,
+    }
+
+
+def _listed_experts(c: Keys) -> tuple[str, ...]:
+    """Layers with experts, as MiniMax-M3's file or transformers lists them."""
+    if c.get("mlp_layer_types") is not None:
+        words: dict[object, str] = {"dense": "dense", "sparse": "experts"}
+        return shortest(_listed(c, "mlp_layer_types", words, "dense or sparse"))
+    return shortest(_listed(c, "moe_layer_freq", {0: "dense", 1: "experts"}, "0 or 1"))
+
+
+MINIMAX_M3: Map = {
+    **DECODER,
+    **experts("num_local_experts", "intermediate_size"),
+    "ffn_hidden_size": "dense_intermediate_size",
+    "shared_ffn_hidden_size": "shared_intermediate_size",
+    "router": Fixed("sigmoid"),
+    "expert_bias": Fixed(True),
+    "activation": Fixed("quick_gelu"),
+    "activation_func_clamp_value": number("swiglu_limit", 1e-3, 1e6),
+    "rotary_fraction": rotary_fraction,
+    "mixers": _blocks,
+    "mlps": _listed_experts,
+}
+"""MiniMax-M3: each key-value head reads blocks of keys that a head of an indexer chooses."""
+
+M3_UNUSED = (
+    *("hidden_act", "use_gemma_norm", "use_qk_norm", "qk_norm_type", "rotary_dim"),
+    *("n_shared_experts", "scoring_func", "use_routing_bias"),
+)
+"""Keys of MiniMax-M3's file that say what all files of the family have."""
 
 UNUSED = (
     *("head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration"),
