@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def faults(tree: ast.Module, name: str) -> Iterator[str]:
             if isinstance(called, ast.Name)
             else (isinstance(called, ast.Attribute) and called.attr in OPENS)
         )
-        if opens and name not in OPENERS:
+        if opens and name not in OPENERS and "files('stagewright" not in ast.unparse(called):
             yield f"{where}: opens a file past files.open_regular ({ast.unparse(called)})"
         if _opens_for_writing(node) and name not in WRITERS:
             yield f"{where}: opens a file to write"
@@ -390,3 +390,148 @@ def test_pipes_beside_traces_are_told(tmp_path: Path):
             with within(20):
                 stagewright.generate(compiled, out, force=True)
             assert verify(out).findings == []
+
+
+# ---- what it says --------------------------------------------------------------------------------
+
+# Names that a stranger gives: to a terminal, a shell, a page, a drawing.
+NAMES = (
+    "a\x1b]0;owned\x07\x1b[2Jb", "a\rb\nstagewright: error: c", "$(touch PWNED)", "`touch PWNED`",
+    "'\"; touch PWNED; #", "a\u2028b\u202ec\x85d", "</script><img src=x onerror=alert(1)>",
+    "[/bold][link=http://x]:smile:", "\udcff", "-- ]]> <!--", "a & b < c", "\x9b31m",
+)  # fmt: skip
+SOME_NAMES = [
+    pytest.param(name, marks=() if name[0] in "a<" else pytest.mark.slow) for name in NAMES
+]
+CONFIG = (SOURCE / "data" / "configs" / "llama-3.1-70b.json").read_bytes()
+
+
+@pytest.fixture(name="run_it")
+def _run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., int]:
+    """Runs a command in a folder; what it says is text for any terminal, and it is no bug."""
+    from stagewright.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> int:
+        with pytest.raises(SystemExit) as end:
+            main([*words])
+        said = capsys.readouterr()
+        for line in (said.out + said.err).split("\n"):
+            assert line.isprintable(), (words, line)
+        assert "this is a bug" not in said.err, (words, said.err)
+        return int(end.value.code or 0)
+
+    return run
+
+
+@pytest.mark.parametrize("name", SOME_NAMES)
+def test_names_of_folders_and_files(name: str, run_it: Callable[..., int], tmp_path: Path):
+    """A model's folder, an output, a page, a drawing: whatever they are called."""
+    safe = name.replace("/", "_")
+    (tmp_path / safe).mkdir()
+    (tmp_path / safe / "config.json").write_bytes(CONFIG)
+    if name == "\udcff":  # a name in another encoding than UTF-8, which no manifest can hold
+        assert run_it("show", f"./{safe}", *TOY) == 2
+        safe = "named"
+        (tmp_path / safe).mkdir()
+        (tmp_path / safe / "config.json").write_bytes(CONFIG)
+    assert run_it("show", f"./{safe}", *TOY) == 0
+    out = f"{name.replace('/', '_')}.out"
+    assert run_it("show", f"./{safe}", *TOY, "--json") == 0
+    assert run_it("generate", f"./{safe}", *TOY, "-o", f"./{out}") == 0
+    assert run_it("generate", f"./{safe}", *TOY, "-o", f"./{out}") == 2
+    assert run_it("generate", f"./{safe}", *TOY, "-o", f"./{safe}.b", "--format", "bundle") == 0
+    assert run_it("generate", f"./{safe}", *TOY, "-o", f"./{safe}.dot", "--format", "dot") == 0
+    assert run_it("verify", f"./{out}") == 0
+    assert run_it("inspect", f"./{out}/workload.0.et") == 0
+    assert run_it("diff", f"./{out}", f"./{safe}.b") == 0
+    assert run_it("show", f"./{safe}.b") == 0
+    assert run_it("verify", f"./{safe}.b") == 0
+    assert run_it("simulate", f"./{safe}", *TOY, "--hardware", "h100-sxm") == 0
+    for page in ("a.html", f"./{safe}.html"):
+        assert run_it("report", f"./{safe}", *TOY, "--hardware", "h100-sxm", "-o", page) == 0
+        text = (tmp_path / page).read_text(encoding="utf-8")
+        assert "<img" not in text
+        assert "\x1b" not in text
+    for command in ("show", "verify", "inspect", "diff", "expand"):
+        run_it(command, f"./{safe}.none", *((f"./{safe}.none",) if command == "diff" else ()))
+    for option in ("--strategy", "--schedule", "--config", "--framework", "--recompute"):
+        assert run_it("show", "gpt2", option, f"./{safe}.none") == 2
+
+
+@pytest.mark.parametrize("name", SOME_NAMES)
+def test_words_in_files(name: str, run_it: Callable[..., int], tmp_path: Path):
+    """Words in run files, models, hardware, tables, requests and manifests."""
+    if "\udcff" in name:
+        name = "\ud800"
+    quoted = json.dumps(name)
+    files = {
+        "model.yaml": f"model: {quoted}\n",
+        "framework.yaml": f"model: gpt2\nframework: {quoted}\n",
+        "key.yaml": f"{quoted}: 1\nmodel: gpt2\n",
+        "section.yaml": f"model: gpt2\nparallelism: {{{quoted}: 1}}\n",
+        "hardware.yaml": f"base: h100-sxm\nname: {quoted}\n",
+        "description.yaml": f"base: h100-sxm\ndescription: {quoted}\n",
+        "hardware-key.yaml": f"base: h100-sxm\n{quoted}: 1\n",
+        "kernels.yaml": f"base: h100-sxm\nattention_kernels: {{{quoted}: 1}}\n",
+        "sources.yaml": f"base: h100-sxm\nsources: {{{quoted}: {quoted}}}\n",
+        "base.yaml": f"base: {quoted}\n",
+    }
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+        run_it("show", "--config", file)
+        run_it("simulate", "gpt2", *TOY, "--hardware", file)
+        code = run_it("report", "gpt2", *TOY, "--hardware", file, "-o", "page.html")
+        assert code == 2 or "<img" not in (tmp_path / "page.html").read_text()
+        run_it("hardware", file)
+    config = json.loads(CONFIG)
+    for key in ("_name_or_path", "model_type", "torch_dtype", "hidden_act", "x" + name):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: name}))
+        run_it("show", "config.json", *TOY)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    run_it("show", "config.json", *TOY)
+    text = name.encode("utf-8", "replace").decode()
+    for line in (f"model {text} like gpt2", f"module {text}", f"module a\nparam {text}[M]", text):
+        (tmp_path / "mine.stg").write_text(line + "\n")
+        run_it("show", "mine.stg")
+    for row in (f"{text} [M, F]", f"w_gate [{text}]", text):
+        (tmp_path / "rows.txt").write_text(row + "\n")
+        run_it("show", "gpt2", "--strategy", "rows.txt")
+    for option in ("--schedule", "--requests", "--expert-load", "--durations"):
+        (tmp_path / "rows.csv").write_text(f"{text},{text}\n1,{text}\n")
+        run_it("show" if option != "--durations" else "generate", "gpt2", option, "rows.csv")
+
+
+@pytest.mark.parametrize("name", SOME_NAMES)
+def test_words_in_a_bundle(name: str, run_it: Callable[..., int], tmp_path: Path):
+    """Names of kernels, phases, models in a bundle that a stranger made."""
+    import fuzz
+
+    name = name.replace("\udcff", "\ud800")
+    compiled = compile(Run(model="gpt2", layers=1, seq_length=8, tp=2))
+    stagewright.generate(compiled, tmp_path / "plain", format="bundle")
+    members, head = fuzz.unsealed((tmp_path / "plain").read_bytes())
+    found = json.loads(members["contents.json"])
+    for table in found["tables"]:
+        table["names"] = [name + each for each in table["names"]]
+        table["ops"] = [name + each for each in table["ops"]]
+    found["manifest"]["stagewright"] = name
+    found["manifest"]["model"]["name"] = name
+    found["manifest"]["mesh"] = {name: 2}
+    members["contents.json"] = json.dumps(found).encode()
+    (tmp_path / "b").write_bytes(fuzz.sealed(members, head))
+    for words in (
+        ("show", "b"), ("show", "b", "--json"), ("verify", "b"), ("inspect", "b"),
+        ("inspect", "b", "--nodes", "0-9"), ("diff", "b", "plain"), ("expand", "b", "-o", "out"),
+        ("expand", "b", "-o", "drawn", "--format", "dot"), ("verify", "out"),
+        ("show", "b", "--graph"), ("report", "b", "-o", "page.html"),
+        ("generate", "--config", "b", "-o", "again"),
+    ):  # fmt: skip
+        run_it(*words)
+    for page in tmp_path.glob("*.html"):
+        assert "<img" not in page.read_text()
+    for drawing in tmp_path.glob("drawn/*.dot"):
+        assert all(line.isprintable() for line in drawing.read_text().split("\n"))

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, cast
 import yaml
 
 from stagewright.errors import UserError
+from stagewright.printable import escaped_controls
 
 MOST_BYTES = 1 << 18
 """Size limit of YAML files, of which Python's reader takes some 0.2 MB a second."""
@@ -106,7 +107,9 @@ def from_json(text: str | bytes, where: object) -> Any:
     {'tp': 8}
     """
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        refuse_half_characters(text, value)
+        return value
     except RecursionError:
         raise UserError(f"{where}: nested too deep; wanted plain JSON") from None
     except ValueError as error:
@@ -122,6 +125,26 @@ def manifest_head(path: Path | str, wanted: str) -> Any:
             raise UserError(f"{path}: over {MOST_HEAD} bytes; wanted {wanted}")
         content = head + b"}"
     return from_json(content, path)
+
+
+def refuse_half_characters(text: str | bytes, value: Any) -> None:
+    r"""Raise ValueError where a value has half of a character, which no file in UTF-8 can hold.
+
+    `text` is what the value was read from. JSON and YAML write such halves as `\ud800`.
+    """
+    escape = b"\\" if isinstance(text, bytes) else "\\"
+    if escape not in text:  # pyright: ignore[reportOperatorIssue]
+        return
+    rest: list[Any] = [value]
+    while rest:
+        found = rest.pop()
+        if isinstance(found, str):
+            if not found.isprintable() and any("\ud800" <= c <= "\udfff" for c in found):
+                raise ValueError(f"{found[:40]!a} has half of a character; write all of it")
+        elif isinstance(found, dict):
+            rest += (part for pair in cast("dict[Any, Any]", found).items() for part in pair)
+        elif isinstance(found, list | tuple | set):
+            rest += cast("list[Any]", found)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,7 +167,9 @@ def from_yaml(text: str, where: object) -> Any:
     {'tp': 8}
     """
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        refuse_half_characters(text, value)
+        return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -206,6 +231,6 @@ def atomic(path: Path | str) -> Generator[Path]:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write a text file atomically."""
+    """Write a text file atomically, without control characters but tabs and the ends of lines."""
     with atomic(path) as place:
-        place.write_text(text, encoding="utf-8")
+        place.write_text(escaped_controls(text), encoding="utf-8")

@@ -8,7 +8,7 @@ from stagewright.check.program import check_program
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.time.astra_sim import beside
+from stagewright.time.astra_sim import adapted, beside
 from stagewright.time.measured import load, measured
 from stagewright.trace.recorded import manifest
 from stagewright.trace.write import write
@@ -46,5 +46,5 @@ def generate(
         record["durations"] = {"file": durations, **matched.entry()}
     if astra_sim is not None:
         options["beside"] = beside(compiled.run, astra_sim)
-        record["astra_sim"] = {"hardware": astra_sim}
+        program, record["astra_sim"] = adapted(program, astra_sim)
     return write(program, out, format=format, manifest=record, **options)

@@ -22,6 +22,7 @@ from stagewright.check.files.templates import TraceClass
 from stagewright.check.inspect import group_sizes, readable
 from stagewright.check.verify import find, read
 from stagewright.errors import UserError
+from stagewright.printable import printable
 from stagewright.program.columns import TaskKind
 from stagewright.texttable import Table, print_table
 from stagewright.trace.formats.archive import is_bundle
@@ -283,16 +284,16 @@ def _pairs(classes: list[TraceClass]) -> Pairs:
 
 def print_difference(found: Difference, console: Console) -> None:
     """A difference as tables."""
-    from rich.markup import escape
+    from rich.text import Text
 
-    console.print(f"A {escape(found.one.path)}\nB {escape(found.two.path)}")
+    console.print(Text(f"A {printable(found.one.path)}\nB {printable(found.two.path)}"))
     if found.same:
         console.print("the same content")
         return
     for name, (one, two) in found.numbers.items():
         console.print(f"{name}: {one:,} -> {two:,} ({two - one:+,})")
     for note in found.notes:
-        console.print(escape(note))
+        console.print(Text(printable(note)))
     if not found.totals:
         return
     keys = sorted(found.totals)

@@ -13,6 +13,7 @@ from stagewright.check.files.profile import TYPES, Profile, plain, profile
 from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
 from stagewright.files import open_regular
+from stagewright.printable import printable
 from stagewright.texttable import Table, print_table
 from stagewright.trace.formats import et_def
 
@@ -67,14 +68,15 @@ def _value(value: Any) -> Any:
 
 def print_profile(found: Profile, console: Console) -> None:
     """A profile as tables."""
-    from rich.markup import escape
+    from rich.text import Text
 
-    console.print(
-        f"[bold]{escape(found.path)}[/]: {found.nodes:,} nodes, {found.data_deps:,} data and "
-        f"{found.ctrl_deps:,} ctrl dependencies, {found.bytes:,} bytes"
+    counts = (
+        f": {found.nodes:,} nodes, {found.data_deps:,} data and {found.ctrl_deps:,} ctrl "
+        f"dependencies, {found.bytes:,} bytes"
     )
-    words = (f"{name}={escape(readable(value))}" for name, value in found.metadata.items() if value)
-    console.print("metadata: " + (", ".join(words) or "none"))
+    console.print(Text.assemble((printable(found.path), "bold"), counts))
+    words = (f"{name}={readable(value)}" for name, value in found.metadata.items() if value)
+    console.print(Text("metadata: " + (", ".join(words) or "none")))
     rows = [(key, *found.totals[key]) for key in sorted(found.totals)]
     columns = {
         "type": [key.type for key, *_ in rows],
@@ -107,8 +109,6 @@ def print_nodes(found: Iterator[dict[str, Any]], console: Console) -> None:
     print_table(Table("", columns, {"id": ""}), console)
 
 
-def readable(value: Any, most: int = 2000) -> str:
-    """A value made safe and short for a terminal: text in a file may hold anything."""
-    text = str(value)
-    text = text if len(text) <= most else text[: most - 3] + "..."
-    return text if text.isprintable() else ascii(text)
+def readable(value: Any) -> str:
+    """A value that a terminal may be given: the text in a file may be anything, and long."""
+    return printable(value, 2000)

@@ -13,9 +13,10 @@ from stagewright.errors import UserError
 from stagewright.files import open_regular
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
+from stagewright.time.astra_sim import with_least_bytes
 from stagewright.trace.formats.chakra import encode
 from stagewright.trace.formats.et_def import values
-from stagewright.trace.recorded import load_experiment, recorded_model
+from stagewright.trace.recorded import least_bytes, load_experiment, recorded_model
 
 
 def program_of(manifest: Path, nodes: int) -> Program | str:
@@ -29,7 +30,9 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
             run = run.resolved(model)
             if run.microbatches * (run.layers or model.num_layers) > 64 * nodes:
                 return "the manifest is of a larger run"
-        return compile(run, model).program
+        program = compile(run, model).program
+        least = least_bytes(manifest)
+        return with_least_bytes(program, least) if least else program
     except UserError as error:
         return str(error)
     except Exception as error:  # a damaged manifest may hold any numbers

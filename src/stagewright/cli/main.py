@@ -14,6 +14,7 @@ from stagewright.cli.commands import entries
 from stagewright.cli.help import examples_text
 from stagewright.cli.words import no_such_option, takers
 from stagewright.errors import Stopped, UserError, did_you_mean
+from stagewright.printable import printable
 
 USER_ERROR = 2
 BUG = 1
@@ -115,5 +116,5 @@ def _status(arguments: Sequence[str] | None) -> int:
 
 def _complain(message: str) -> int:
     line = " ".join(message.split())
-    print(f"stagewright: error: {line}", file=sys.stderr)
+    print(f"stagewright: error: {printable(line)}", file=sys.stderr)
     return USER_ERROR

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagewright.errors import UserError
+from stagewright.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +51,7 @@ def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:
 def show_notes(notes: Iterable[str]) -> None:
     """Print what was assumed or passed over, beside the result."""
     for note in notes:
-        click.echo(f"stagewright: note: {note}", err=True)
+        click.echo(f"stagewright: note: {printable(note)}", err=True)
 
 
 DOES_NOT_FIT = 3
@@ -106,6 +107,11 @@ def parse_ranks(text: str, world_size: int) -> list[int]:
     return sorted(ranks)
 
 
+def say(text: str) -> None:
+    """Print lines for people: what a terminal takes for a command is printed as text."""
+    click.echo(printable_lines(text))
+
+
 def print_json(value: object) -> None:
     """Print a result as JSON."""
     click.echo(json.dumps(value, indent=2))
@@ -116,6 +122,6 @@ def console() -> Console:
 
     Lines of text are not broken in a pipe or a file, which a search goes through line by line.
     """
-    from rich.console import Console
+    from stagewright.cli.screen import Screen
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Screen(markup=False, emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())

@@ -17,13 +17,14 @@ from typing import cast
 
 from stagewright.blocks.text import stg
 from stagewright.errors import UserError, did_you_mean
-from stagewright.files import read_bytes
+from stagewright.files import read_bytes, refuse_half_characters
 from stagewright.model import hub
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf import quantization
 from stagewright.model.hf import read as hf
 from stagewright.model.hf.keys import Json
 from stagewright.model.presets import PRESETS
+from stagewright.printable import printable
 
 MOST_BYTES = 10_000_000
 """No larger file is read: a config.json has a few kilobytes."""
@@ -92,7 +93,7 @@ def from_config(path: str | Path, as_family: str = "") -> ModelConfig:
     """
     file, data = _load(Path(path))
     like, fields, notes = hf.read(str(file), data, as_family)
-    name = hub.name_of(file) if file.name == "config.json" else file.stem
+    name = printable(hub.name_of(file) if file.name == "config.json" else file.stem)
     try:
         model = replace(PRESETS[like], name=name, source=str(file), notes=notes, **fields)
     except UserError as error:
@@ -124,6 +125,7 @@ def _load(file: Path) -> tuple[Path, Json]:
     content = read_bytes(file, "a config.json or its directory", MOST_BYTES)
     try:
         data: object = json.loads(content)
+        refuse_half_characters(content, data)
     except RecursionError:
         raise UserError(f"{file}: nested too deep for a config.json; check the path") from None
     except ValueError as error:

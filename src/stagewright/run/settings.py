@@ -23,9 +23,11 @@ from typing import Any, Self, TypeVar, cast
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
 from stagewright.errors import UserError
+from stagewright.files import refuse_half_characters
 from stagewright.model.architecture import LIMITS
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
+from stagewright.printable import printable
 from stagewright.run import lengths
 from stagewright.run import requests as serving
 from stagewright.run.files import is_manifest, read_settings, settings_of
@@ -55,6 +57,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     def _fill_in_habits(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
+        _refuse_half_characters(cast("Mapping[str, Any]", values))
         return frameworks.with_defaults(cast("Mapping[str, Any]", values))
 
     @field_validator("requests", mode="before")
@@ -286,7 +289,16 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
                 words.append("expert_load=...")
             else:
                 words.append(describe_value(name, value))
-        return " ".join(words)
+        return printable(" ".join(words))
+
+
+def _refuse_half_characters(values: Mapping[str, Any]) -> None:
+    """Raise a UserError for a path of other bytes than UTF-8: manifests and traces repeat it."""
+    for name, value in values.items():
+        try:
+            refuse_half_characters("\\", value)
+        except ValueError as error:
+            raise UserError(f"{name!a}: {error}, or rename the file") from None
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ def invalid(
 ) -> UserError:
     """The first of the errors; `path` is named where the setting is not one of the `overrides`."""
     first = error.errors(include_url=False)[0]
-    from_file = path is not None and first["loc"][0] not in overrides
+    from_file = path is not None and first["loc"][:1] != () and first["loc"][0] not in overrides
     where = f"{path}: " if from_file and first["type"] != "missing" else ""
     return UserError(where + describe_error(first, known))
 

@@ -15,13 +15,16 @@ latency: [ 936.25 ]  # ns per hop
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from stagewright.errors import UserError, either
+from stagewright.printable import printable
+from stagewright.program.columns import Program, RankClass, TaskKind
 from stagewright.run.settings import Run
 from stagewright.time import network
 from stagewright.time.hardware import resolve
@@ -208,20 +211,91 @@ def beside(run: Run, hardware: str) -> dict[str, bytes]:
     return {
         "system.json": system.system_json().encode(),
         "network.yml": system.network_yml().encode(),
-        "remote_memory.json": b'{"memory-type": "NO_MEMORY_EXPANSION"}\n',
-        "astra-sim.sh": _SCRIPT.format(ranks=system.world_size, machine=machine).encode(),
+        "remote_memory.json": _remote_memory(machine).encode(),
+        "astra-sim.sh": script_of(machine, system.world_size).encode(),
     }
+
+
+def script_of(machine: Machine, ranks: int) -> str:
+    """The script that runs the traces; the machine's name stands in one line, a comment."""
+    return _SCRIPT.format(ranks=ranks, machine=printable(machine))
+
+
+def _remote_memory(machine: Machine) -> str:
+    """The memory of hosts, for tensors that are offloaded: a link of its own for every GPU.
+
+    The unit is GB/s, that is bytes in a nanosecond (`get_remote_mem_runtime` of
+    astra-memory-analytical, AnalyticalRemoteMemory.cc). The latency keeps a transfer from taking no
+    time at all, at which ASTRA-sim aborts.
+    """
+    settings = {
+        "memory-type": "PER_NPU_MEMORY_EXPANSION",
+        "remote-mem-latency": 1,
+        "remote-mem-bw": max(1, round(machine.hardware.host_bandwidth_gb_s)),
+    }
+    return json.dumps(settings) + "\n"
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+FLOPS_PER_NS, BYTES_PER_NS = 2_500_000, 8000
+"""What the fastest devices do in a nanosecond. A first kernel that takes less aborts ASTRA-sim,
+whose events must be later than its time 0 (`Sys::try_register_event`)."""
+MOST_COUNTED = 2**31 - 1  # bytes that ASTRA-sim's rendezvous counts (`int` of its callers)
+
+
+class Adapted(NamedTuple):
+    """A program that ASTRA-sim can run, and what its manifest says of that."""
+
+    program: Program
+    entry: dict[str, Any]
+
+
+def adapted(program: Program, hardware: str) -> Adapted:
+    """A program for ASTRA-sim on a hardware; its first kernels take a nanosecond at least."""
+    least = max(BYTES_PER_NS, math.ceil(1.5 * resolve(hardware).memory_bandwidth_gb_s))
+    entry = {"hardware": hardware, "least_bytes": least, "notes": _notes(program)}
+    return Adapted(with_least_bytes(program, least), entry)
+
+
+def with_least_bytes(program: Program, least: int) -> Program:
+    """The program, in which kernels that nothing precedes move so many bytes or more."""
+    classes: list[RankClass] = []
+    for of in program.classes:
+        tasks = of.tasks
+        first = (np.diff(tasks.data_ptr) == 0) & (np.diff(tasks.order_ptr) == 0)
+        first &= (tasks.kind == TaskKind.COMPUTE) & (tasks.flops < FLOPS_PER_NS)
+        traffic = np.where(first, np.maximum(tasks.traffic, least), tasks.traffic)
+        classes.append(replace(of, tasks=replace(tasks, traffic=traffic)))
+    return replace(program, classes=tuple(classes))
+
+
+def _notes(program: Program) -> list[str]:
+    """What a user of ASTRA-sim should know of the communication of a program."""
+    large = 0
+    count = 0
+    for of in program.classes:
+        sizes = of.tasks.comm_bytes[of.tasks.kind == TaskKind.COLLECTIVE]
+        large = max(large, int(sizes.max(initial=0)))
+        count += int((sizes > MOST_COUNTED).sum())
+    if not count:
+        return []
+    return [
+        f"ASTRA-sim's --rendezvous-protocol counts bytes in 32 bits and stops in {count} "
+        f"collectives of up to {large:,} bytes; its default, eager sends, runs these traces"
+    ]
 
 
 _SCRIPT = """\
 #!/bin/sh
 # Runs the traces of this directory in ASTRA-sim, for {machine}.
 #   sh astra-sim.sh [AstraSim_Analytical_Congestion_Unaware [more options]]
-# ASTRA-sim exits with 0 whether or not its ranks finish: here 1 if any does not.
+# ASTRA-sim exits with 0 whether or not its ranks finish: here 1 if any does not, 2 if it crashed
+# before all had said so, which may be after they finished.
 sim=${{1:-AstraSim_Analytical_Congestion_Unaware}}
 [ $# -gt 0 ] && shift
-case "$sim" in */*) sim=$(cd "$(dirname "$sim")" && pwd)/$(basename "$sim") ;; esac
-cd "$(dirname "$0")" || exit 1
+case "$sim" in /*) ;; */*) sim=$PWD/$sim ;; esac
+case "$0" in */*) CDPATH= cd -- "${{0%/*}}" || exit 1 ;; esac
 command -v "$sim" > /dev/null || {{ echo "astra-sim.sh: no program $sim" >&2; exit 127; }}
 chmod u+w workload.*.et
 "$sim" \\
@@ -231,9 +305,15 @@ chmod u+w workload.*.et
   --network-configuration=network.yml \\
   --remote-memory-configuration=remote_memory.json \\
   "$@" > astra-sim.log 2>&1
+ended=$?
 grep 'finished, ' astra-sim.log
-finished=$(grep -c 'sys\\[[0-9]*\\] finished, ' astra-sim.log)
+finished=$(grep -o 'sys\\[[0-9]*\\] finished, ' astra-sim.log | sort -u | grep -c .)
 [ "$finished" -eq {ranks} ] && ! grep -q 'unreleased\\|callable is removed' astra-sim.log && exit 0
+if [ "$finished" -lt {ranks} ] && [ "$ended" -ge 128 ]; then
+  echo "astra-sim.sh: ASTRA-sim crashed ($ended) when $finished of {ranks} ranks had said that" \\
+    "they finished; lines may be lost: run it again, or the congestion-unaware backend" >&2
+  exit 2
+fi
 echo "astra-sim.sh: $finished of {ranks} ranks finished; see astra-sim.log" >&2
 exit 1
 """

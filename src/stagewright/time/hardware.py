@@ -15,15 +15,25 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from reprlib import repr as shown  # short whatever the value
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import from_yaml, read_text
 
 Topology = Literal["switch", "fully_connected", "ring", "torus"]
 Fabric = Literal["rail_optimized", "fat_tree", "dragonfly"]
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("holds characters that are not printable; wanted one line of text")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+"""A name or a description: one printable line, which goes to terminals and into scripts."""
 
 
 class _Frozen(BaseModel):
@@ -122,9 +132,9 @@ class ExpertFit(_Frozen):
 class Hardware(_Frozen):
     """An accelerator and its system. TFLOP/s are dense, GB are 1e9 bytes, bandwidths are GB/s."""
 
-    name: str
-    vendor: str
-    description: str = ""
+    name: Line
+    vendor: Line
+    description: Line = ""
 
     peak_bf16_tflops: float = Field(gt=0)
     peak_fp8_tflops: float | None = Field(gt=0, default=None)
@@ -140,10 +150,10 @@ class Hardware(_Frozen):
     host_bandwidth_gb_s: float = Field(gt=0)
     """Bandwidth to the memory of the host, one direction."""
 
-    gemm: Mapping[str, GemmFit]
+    gemm: Mapping[Line, GemmFit]
     """By precision; a precision without constants takes those of bf16."""
     attention: AttentionFit
-    attention_kernels: Mapping[str, AttentionFit] = Field(default_factory=dict)
+    attention_kernels: Mapping[Line, AttentionFit] = Field(default_factory=dict)
     """Other attention kernels that frameworks run, by name, such as `fa2`."""
     experts: ExpertFit | None = None
     """None: not measured; copies run at the speed of streams, and routing takes its launches."""
@@ -167,7 +177,7 @@ class Hardware(_Frozen):
     """Power of host, network and cooling inside the node, per GPU."""
     price_usd_per_gpu_hour: float | None = Field(ge=0, default=None)
 
-    sources: Mapping[str, str] = Field(default_factory=dict)
+    sources: Mapping[Line, Line] = Field(default_factory=dict)
     """The source of each number, by key, with dots for nesting."""
 
     def rate_of(self, dtype: str) -> float | None:

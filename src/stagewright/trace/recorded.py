@@ -81,5 +81,15 @@ def recorded_model(path: str | Path) -> ModelConfig | None:
     return files.recorded_model(_settings(path), path)
 
 
+def least_bytes(path: str | Path) -> int:
+    """The bytes that first kernels move at least in traces for ASTRA-sim; 0 where nothing is said.
+
+    `stagewright.time.astra_sim.with_least_bytes` made them so.
+    """
+    entry: Any = _settings(path).get("astra_sim")
+    found: object = entry.get("least_bytes") if isinstance(entry, dict) else 0  # pyright: ignore
+    return found if isinstance(found, int) and 0 < found < 1 << 40 else 0
+
+
 def _settings(path: str | Path) -> dict[str, Any]:
     return Bundle(path).manifest if is_bundle(path) else files.read_settings(path)

@@ -147,11 +147,29 @@ def check_output(path: Path, force: bool) -> None:
         raise UserError(
             f"{path}: has no {MANIFEST} of Stagewright's, so it may be yours; remove it yourself"
         )
-    yours = next((name for name in inside if name not in listed and name != MANIFEST), None)
+    ours = {MANIFEST, *(_left_by_runs(path) if _RUNNER in listed else ())}
+    yours = next((name for name in inside if name not in listed and name not in ours), None)
     if yours is not None:
         raise UserError(
             f"{path}: holds {yours}, which Stagewright did not write; remove it yourself"
         )
+
+
+_RUNNER = "astra-sim.sh"  # of the files that `stagewright.time.astra_sim.beside` makes
+
+
+def _left_by_runs(path: Path) -> list[str]:
+    """What the script that runs the traces leaves beside them: its log, and ASTRA-sim's own."""
+    found = ["astra-sim.log"]
+    logs = path / "log"
+    if logs.is_dir() and not logs.is_symlink():
+        names = [entry.name for entry in logs.iterdir()]
+        if all(_LOG.fullmatch(name) for name in names):
+            found.append(logs.name)
+    return found
+
+
+_LOG = re.compile(r"(log|err)(\.\d+)?\.log")  # astra-sim/common/Logging.cc: they rotate
 
 
 def _files_of(path: Path, entries: int) -> Mapping[str, object] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import yaml
 import stagewright as sw
 from astra_clock import collective_ns, task_seconds
 from paths import DATA
+from stagewright.check import inspect
+from stagewright.check.verify import verify
 from stagewright.errors import UserError
+from stagewright.program.columns import TaskKind
 from stagewright.run.sections.execution import Execution
-from stagewright.time.astra_sim import OPS, AstraSim, Dimension, beside
+from stagewright.time.astra_sim import OPS, AstraSim, Dimension, adapted, beside, script_of
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import names, resolve
 from stagewright.time.network import Machine, placements
@@ -129,6 +133,122 @@ def test_an_all_reduce_takes_as_long_as_on_the_machine() -> None:
         # Theirs also adds what it reduces, from memory, after each step.
         adding = 7 * 3 * size / 8 / (system.memory_gb_s * 1e9)
         assert theirs - adding == pytest.approx(ours, rel=0.05)
+
+
+HOSTILE = (
+    "x\ntouch PWNED\n#", "x\r\ntouch PWNED", "$(touch PWNED)", "`touch PWNED`", "'; touch PWNED; '",
+    '"; touch PWNED; "', "x\\", "%s {0} {ranks}", "a\u2028touch PWNED", "EOF\ntouch PWNED",
+    "\x1b[2J", "</script>", "[/bold]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_of_others_run_nothing(name: str, tmp_path: Path) -> None:
+    """Neither the name of a hardware, which may be refused, nor that of the directory."""
+    out = tmp_path / name.replace("/", "-")
+    compiled = sw.compile(sw.Run(**SMALL, tp=2))
+    (tmp_path / "mine.yaml").write_text(json.dumps({"base": "h100-sxm", "name": name}))
+    if name.isprintable():
+        sw.generate(compiled, str(out), astra_sim=str(tmp_path / "mine.yaml"))
+    else:
+        with pytest.raises(UserError, match=r"name is .* not printable; wanted one line of text"):
+            sw.generate(compiled, str(out), astra_sim=str(tmp_path / "mine.yaml"))
+        sw.generate(compiled, str(out), astra_sim="h100-sxm")
+    (out / "sim").mkdir()
+    program = fake(out / "sim" / "sim", 2)
+    for where, script, simulator in (
+        (tmp_path, f"{out.name}/astra-sim.sh", f"{out.name}/sim/sim"),
+        (out, "astra-sim.sh", "./sim/sim"),
+        (tmp_path, str(out / "astra-sim.sh"), str(program)),
+    ):
+        done = subprocess.run(
+            ["sh", script, simulator], cwd=where, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert not [*tmp_path.rglob("PWNED")]
+
+
+def test_a_machine_is_one_line_of_the_script() -> None:
+    hardware = resolve("h100-sxm")
+    hostile = hardware.model_copy(update={"name": "x\ntouch PWNED\n#\x1b[2J"})
+    script, plain = (script_of(Machine.of(h, gpus=2), 2) for h in (hostile, hardware))
+    assert len(script.split("\n")) == len(plain.split("\n"))
+    assert "\x1b" not in script
+
+
+def test_force_replaces_what_a_run_has_left(tmp_path: Path) -> None:
+    compiled, out = sw.compile(sw.Run(**SMALL, tp=2)), tmp_path / "out"
+    sw.generate(compiled, str(out), astra_sim="h100-sxm")
+    subprocess.run(["sh", out / "astra-sim.sh", fake(tmp_path / "sim", 2)], check=True)
+    (out / "log").mkdir()
+    for name in ("log.log", "err.log", "log.1.log"):
+        (out / "log" / name).touch()
+    sw.generate(compiled, str(out), astra_sim="h100-sxm", force=True)
+    assert not (out / "log").exists()
+    (out / "log").mkdir()
+    (out / "log" / "mine.txt").touch()
+    with pytest.raises(UserError, match="holds log, which Stagewright did not write"):
+        sw.generate(compiled, str(out), force=True)
+    (out / "log" / "mine.txt").unlink()
+    sw.generate(compiled, str(out), force=True)
+    (out / "astra-sim.log").touch()
+    with pytest.raises(UserError, match=r"holds astra-sim\.log"):  # of traces without the script
+        sw.generate(compiled, str(out), force=True)
+
+
+def test_first_kernels_take_a_nanosecond(tmp_path: Path) -> None:
+    run = {"model": "llama3-8b", "layers": 4, "seq_length": 64, "pp": 2, "dp": 16, "zero": 3}
+    compiled = sw.compile(sw.Run(**run, framework="torchtitan"))
+    sw.generate(compiled, str(tmp_path / "plain"))
+    assert [found.code for found in verify(tmp_path / "plain").findings] == ["short-first"]
+    for hardware in ("h100-sxm", "b200"):
+        sw.generate(compiled, str(tmp_path / "out"), astra_sim=hardware, force=True)
+        report = verify(tmp_path / "out")
+        assert report.findings == []
+        assert "made again from the manifest's run" in report.checks
+        entry = json.loads((tmp_path / "out" / "manifest.json").read_text())["astra_sim"]
+        assert entry["least_bytes"] >= resolve(hardware).memory_bandwidth_gb_s
+        nodes = [*inspect.nodes(tmp_path / "out" / "workload.16.et", 0, 3)]
+        first = next(node for node in nodes if node["type"] == "comp")
+        assert int(first["attributes"]["tensor_size"]["value"]) == entry["least_bytes"]
+
+
+def test_host_memory_for_offloaded_tensors() -> None:
+    run = sw.Run(**SMALL, tp=2, cpu_offloading_num_layers=1)
+    memory = json.loads(beside(run, "h100-sxm")["remote_memory.json"])
+    assert memory["memory-type"] == "PER_NPU_MEMORY_EXPANSION"
+    assert memory["remote-mem-bw"] == round(resolve("h100-sxm").host_bandwidth_gb_s)
+    assert memory["remote-mem-latency"] > 0
+
+
+def test_collectives_that_rendezvous_cannot_count_are_told() -> None:
+    compiled = sw.compile("llama3-8b", layers=1, seq_length=8, dp=2)
+    assert adapted(compiled.program, "h100-sxm").entry["notes"] == []
+    (of,) = compiled.program.classes
+    sizes = np.where(of.tasks.kind == TaskKind.COLLECTIVE, 2**31, of.tasks.comm_bytes)
+    large = replace(of, tasks=replace(of.tasks, comm_bytes=sizes))
+    program = replace(compiled.program, classes=(large,))
+    (note,) = adapted(program, "h100-sxm").entry["notes"]
+    assert "--rendezvous-protocol counts bytes in 32 bits" in note
+    assert "2,147,483,648 bytes" in note
+
+
+def test_a_crash_is_no_rank_that_did_not_finish(tmp_path: Path) -> None:
+    """The congestion-aware backend ends so on some networks, and loses lines by chance."""
+    sw.generate(sw.compile(sw.Run(**SMALL, tp=2, dp=2)), f"{tmp_path}/out", astra_sim="h100-sxm")
+    script = tmp_path / "out" / "astra-sim.sh"
+    for finish, ended, code in ((4, 134, 0), (3, 134, 2), (3, 0, 1), (3, 1, 1)):
+        program = fake(tmp_path / "sim", finish, ended)
+        done = subprocess.run(["sh", script, program], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("crashed (134) when 3 of 4 ranks" in done.stderr) == (code == 2)
+    twice = tmp_path / "twice"
+    twice.write_text(
+        '#!/bin/sh\nfor i in 0 1 2 2; do echo "sys[$i] finished, 12 cycles, exposed"; done\n'
+    )
+    twice.chmod(0o755)
+    done = subprocess.run(["sh", script, twice], capture_output=True, text=True, check=False)
+    assert "3 of 4 ranks finished" in done.stderr
 
 
 def fake(path: Path, finish: int, exit_code: int = 0) -> Path:

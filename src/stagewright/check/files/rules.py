@@ -19,6 +19,7 @@ from stagewright.check.files.columns import BOOL, LARGEST, STRING, Words
 from stagewright.check.files.findings import Level
 from stagewright.check.files.reader import AttributeColumn
 from stagewright.program.columns import TaskKind
+from stagewright.time.astra_sim import BYTES_PER_NS, FLOPS_PER_NS
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType, NodeType
 
@@ -57,8 +58,6 @@ NEEDED = {
 INTEGER = np.zeros(256, bool)
 INTEGER[[n for name, n in et_def.VALUES.items() if "int" in name or "fixed" in name]] = True
 INTEGER[BOOL] = True
-# What the fastest devices do in a nanosecond: a first kernel that takes less aborts ASTRA-sim.
-FLOPS_PER_NS, BYTES_PER_NS = 2_500_000, 8000
 
 
 def label(node: Any) -> str:

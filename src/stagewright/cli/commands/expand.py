@@ -35,7 +35,7 @@ def expand(bundle: str, out: str, ranks: str | None, format_: str, **how: Any) -
     chosen = None if ranks is None else shared.parse_ranks(ranks, source.world_size)
     with shown() as bar:
         written = expand(source, out, format=format_, ranks=chosen, progress=bar, **how)
-    click.echo(describe_written(written, out, time.perf_counter() - started))
+    shared.say(describe_written(written, out, time.perf_counter() - started))
 
 
 ENTRY = Entry(

@@ -68,11 +68,12 @@ def generate(
             progress=bar,
             **how,
         )
-    click.echo(describe_written(written, out, time.perf_counter() - started))
+    shared.say(describe_written(written, out, time.perf_counter() - started))
+    shared.show_notes(written.get("astra_sim", {}).get("notes", ()))
     if cluster.durations is not None:
         from stagewright.time import measured
 
-        click.echo(measured.describe(written["durations"]))
+        shared.say(measured.describe(written["durations"]))
 
 
 ENTRY = Entry(

@@ -55,7 +55,7 @@ def _print_figures(found: dict[str, object], prefix: str = "") -> None:
                 walk(value, f"{prefix}{key}.")  # pyright: ignore
             else:
                 source = sources.get(prefix + key, "")  # pyright: ignore
-                click.echo(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
+                shared.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
 
     walk(found, prefix)
 

@@ -41,7 +41,7 @@ def report(model: str | None, config: str | None, out: str, **settings: Any) -> 
     else:
         simulation = run_experiment(experiment, model, config)
         fit, text = simulation.fit, stagewright.report(simulation, out)
-    click.echo(f"{out}: {quantity(len(text.encode()), 'B')}")
+    shared.say(f"{out}: {quantity(len(text.encode()), 'B')}")
     return shared.code_of(fit)
 
 

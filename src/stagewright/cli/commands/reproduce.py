@@ -59,7 +59,7 @@ def _print(cases: list[tuple[Case, list[Row]]]) -> None:
         for row in printed_rows:
             if row.why:
                 out.print(f"  {row.row}, {row.quantity}: {row.why}")
-    out.print("\n[bold]What is assumed[/bold]")
+    out.print("\nWhat is assumed", style="bold")
     for case, _ in cases:
         out.print(f"  {case.name}: {case.assumed}")
 

@@ -69,9 +69,9 @@ def show(
         from stagewright.views.pages import memory as plot
 
         write_text(memory_plot, plot.page(compiled))
-        click.echo(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
+        shared.say(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
     elif graph:
-        click.echo(compiled.graph_text())
+        shared.say(compiled.graph_text())
     elif kernels:
         from stagewright.time.measured import to_csv
 
@@ -80,7 +80,7 @@ def show(
         from stagewright.schedule.text import text
 
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        click.echo(text(compiled.order, columns))
+        shared.say(text(compiled.order, columns))
     else:
         _show_summary(compiled, as_json)
     return shared.code_of(compiled.fit)

@@ -55,7 +55,7 @@ def _print_report(report: Report) -> None:
         click.echo(f"{level} [{finding.code}] {where}{readable(finding.message)}{more}")
     for text in report.skipped:
         click.echo(f"not checked: {readable(text)}")
-    click.echo(
+    shared.say(
         f"{report.directory}: {plural(report.ranks, 'file', 'files')}, "
         f"{plural(report.kinds, 'kind', 'kinds')}, {report.nodes:,} nodes, "
         f"{report.bytes:,} bytes, {report.seconds:.1f} s; checked: {', '.join(report.checks)}"

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import UserError
-from stagewright.files import open_regular
+from stagewright.files import open_regular, refuse_half_characters
 
 MAGIC = b"PK\x03\x04"
 SEAL = b"sha256 of all before: "  # the archive's comment, and the end of the file
@@ -74,7 +74,9 @@ class SealedArchive:
         if text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_VALUES:
             raise Damage(f"{CONTENTS} holds more than {MOST_VALUES} values")
         try:
-            return json.loads(text)
+            found = json.loads(text)
+            refuse_half_characters(text, found)
+            return found
         except (ValueError, RecursionError) as error:
             raise Damage(f"{CONTENTS}: {error}") from None
 

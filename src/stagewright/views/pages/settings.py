@@ -75,7 +75,8 @@ def command(
 ) -> str:
     """The command line that shows this run, or simulates it on a machine.
 
-    It is empty where settings are no options but a file.
+    It is empty where settings are no options but a file, or a name holds what no terminal should
+    be given.
 
     >>> command(Run(model="gpt2", dp=2, sequence_parallel=True, layers_per_stage=(3, 4)))
     'stagewright show gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4'
@@ -95,7 +96,8 @@ def command(
         if option is None:
             return ""
         words += option
-    return shlex.join(words)
+    line = shlex.join(words)
+    return line if line.isprintable() else ""
 
 
 def option_words(setting: Setting, value: object) -> list[str] | None:
