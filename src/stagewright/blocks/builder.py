@@ -43,9 +43,9 @@ def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
     return Block(name, graph, primal)
 
 
-def stream(dims: tuple[str | Size, ...], dtype: str, name: str = "x", *, scope: str = "") -> Node:
+def stream(dims: tuple[str | Size, ...], dtype: str, *, scope: str = "") -> Node:
     """The residual stream that the block before hands to this one."""
-    return leaf("input", dims, dtype, name, scope=scope, binding=Binding(live_in=STREAM))
+    return leaf("input", dims, dtype, "x", scope=scope, binding=Binding(live_in=STREAM))
 
 
 def sizes_of(dims: Iterable[str | Size], declared: Parameter) -> tuple[Size, ...]:

@@ -24,13 +24,13 @@ def from_letters(letters: str) -> dict[str, Any]:
     return {"mixers": mixers, "mlps": mlps}
 
 
-def every(period: int, offset: int, kind: str, otherwise: str = "global") -> tuple[str, ...]:
-    """One period of layers, all of one kind but for the layer at `offset`.
+def every(period: int, offset: int, kind: str) -> tuple[str, ...]:
+    """One period of layers, all of one kind but for global attention at `offset`.
 
     >>> every(3, 1, "mamba")
     ('mamba', 'global', 'mamba')
     """
-    return tuple(otherwise if i == offset else kind for i in range(period))
+    return tuple("global" if i == offset else kind for i in range(period))
 
 
 def shortest(kinds: Sequence[str]) -> tuple[str, ...]:

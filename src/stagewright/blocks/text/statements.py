@@ -25,10 +25,17 @@ COLLECTIVES = {
 }
 """Collectives that a text may name though they follow from layouts, which have to agree."""
 
+
+def _can_be_written(name: str, row: Op) -> bool:
+    """Whether an op has a gradient, and no attribute that needs a tuple, which a text cannot say."""
+    tuples = [of for of in row.attrs.values() if of.asked and of.types == (tuple,)]
+    return (row.vjp is not None or name == "sum") and name not in LEAVES and not tuples
+
+
 OPS_OF_TEXTS: Mapping[str, Op] = {
-    name: row for name, row in OPS.items() if (row.vjp or name == "sum") and name not in LEAVES
+    name: row for name, row in OPS.items() if _can_be_written(name, row)
 }
-"""The ops that a text may name: those with a gradient."""
+"""The ops that a text may name."""
 
 
 class Reference(NamedTuple):

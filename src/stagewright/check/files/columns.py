@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
 from stagewright.trace.formats.et_def import VALUES
-
-Words = NDArray[np.uint64]
+from stagewright.trace.formats.wire import CONTINUE, SEVEN, Words
 
 MOST_BYTES = 1 << 26  # of one message
 STRING, BOOL, NOTHING = VALUES["string"], VALUES["bool"], 0
@@ -32,8 +31,6 @@ LARGEST = 2**63 - 1  # what larger numbers are read as
 
 _PAD = 32  # zeros behind the data: most bytes that anything reads past the end
 _LENGTH = 5  # most bytes of a length that the official runtime takes
-_HIGH = np.uint64(0x8080808080808080)
-_SEVEN = np.uint64(0x7F7F7F7F7F7F7F7F)
 # The reverse of what `wire.varints` does: each step closes up the gaps between groups of bits.
 _CLOSE = tuple(
     (np.uint64(low), np.uint64(high), np.uint64(shift))
@@ -78,11 +75,11 @@ class MessageBytes:
     def numbers(self, at: Int) -> tuple[Words, Int]:
         """The varint at each place, and its bytes: 99 where there is none."""
         word = self.words(at)
-        stop = ~word & _HIGH
+        stop = ~word & CONTINUE
         below = (stop & (~stop + np.uint64(1))) - np.uint64(1)
-        marks = (below & _HIGH) >> np.uint64(7)
+        marks = (below & CONTINUE) >> np.uint64(7)
         size = (marks * np.uint64(0x0101010101010101) >> np.uint64(56)).astype(np.int64) + 1
-        value = word & below & _SEVEN
+        value = word & below & SEVEN
         for low, high, shift in _CLOSE:
             value = value & low | (value & high) >> shift
         long = np.flatnonzero(stop == 0)
@@ -104,7 +101,7 @@ class MessageBytes:
         some = np.flatnonzero(good)
         at, end = at[some], end[some]
         while len(some):
-            high = self.words(at, end - at) & _HIGH != 0
+            high = self.words(at, end - at) & CONTINUE != 0
             good[some[high]] = False
             more = np.flatnonzero(~high & (at + 8 < end))
             some, at, end = some[more], at[more] + 8, end[more]
@@ -216,7 +213,7 @@ def attributes(data: MessageBytes, at: Int, end: Int, wanted: tuple[str, ...]) -
     behind = name_at + length
     odd = (data.bytes[at] != 0x0A) | (length > 16) | (behind > end)
     one, two = data.words(name_at, length), data.words(name_at + 8, length - 8)
-    odd |= (one | two) & _HIGH != 0  # not ASCII
+    odd |= (one | two) & CONTINUE != 0  # not ASCII
     codes, ones, twos, which = _names(("?", *wanted))
     place = np.minimum(np.searchsorted(codes, _code(one, two)), len(codes) - 1)
     name = np.where((ones[place] == one) & (twos[place] == two), which[place], 0) - 1

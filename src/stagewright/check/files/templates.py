@@ -26,11 +26,10 @@ from stagewright.check.files.rules import LOAD, STORE, group_id, label
 from stagewright.check.files.world import Nodes
 from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
+from stagewright.trace.formats.wire import Bytes
 
 MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
 MOST_CLASSES = 8  # of the files that one call compares
-
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True)

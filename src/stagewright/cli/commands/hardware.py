@@ -45,7 +45,7 @@ def hardware(name: str | None, as_json: bool) -> None:
     print_table(Table("", {"name": [h.name for h in all_], **columns}, units), shared.console())
 
 
-def _print_figures(found: dict[str, object], prefix: str = "") -> None:
+def _print_figures(found: dict[str, object]) -> None:
     sources = found.pop("sources", {})
     assert isinstance(sources, dict)
 
@@ -57,7 +57,7 @@ def _print_figures(found: dict[str, object], prefix: str = "") -> None:
                 source = sources.get(prefix + key, "")  # pyright: ignore
                 shared.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
 
-    walk(found, prefix)
+    walk(found, "")
 
 
 ENTRY = Entry(

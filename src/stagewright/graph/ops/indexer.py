@@ -67,6 +67,13 @@ ROWS: dict[str, Op] = {
     "index_target": Op(
         meaning.index_target, no_gradient, attrs=_CHOSEN, timing=Timing.SERVED_ATTENTION
     ),
-    "index_loss": Op(shared.first, _loss_vjp, flops=0, view=True, attrs=_COEFF),
+    "index_loss": Op(
+        shared.first,
+        _loss_vjp,
+        flops=0,
+        view=True,
+        attrs=_COEFF,
+        summary="A value, with the gradient of an indexer's loss beside it.",
+    ),
     "index_loss_bwd": Op(meaning.index_loss_bwd, flops=8, fuses=True, attrs=_COEFF),
 }

@@ -56,23 +56,9 @@ def spread(ctx: Context, g: Any) -> Any:
     return np.full(ctx.shape, g / ctx.count)
 
 
-def _align(spec_text: str, x: Any, last: int = 0) -> Any:
-    """The second operand, with dims of size 1 for the indices that only the first one has.
-
-    The `last` dims of both stay as they are.
-    """
-    spec = parse(spec_text)
-    have, want = list(spec.ins[1]), list(spec.ins[0])
-    for i in range(1, last + 1):
-        want[-i] = have[-i]
-    order = [have.index(d) for d in want if d in have]
-    index = tuple(slice(None) if d in have else None for d in want)
-    return np.transpose(x, order)[index]
-
-
 def bias(ctx: Context, x: Any, b: Any) -> Any:
     """A value plus a vector, the same at every position."""
-    return x + _align(ctx["spec"], b)
+    return x + _fit(ctx, 1, b)
 
 
 _Function = Callable[[Any], Any]
