@@ -27,7 +27,7 @@ COLLECTIVES = {
 
 
 def _can_be_written(name: str, row: Op) -> bool:
-    """Whether an op has a gradient, and no attribute that needs a tuple, which a text cannot say."""
+    """Whether an op has a gradient, and needs no attribute that is a tuple, which no text says."""
     tuples = [of for of in row.attrs.values() if of.asked and of.types == (tuple,)]
     return (row.vjp is not None or name == "sum") and name not in LEAVES and not tuples
 
