@@ -78,6 +78,7 @@ def verify(
     is the number of processes, by default one per core. What is wrong with the traces is in the
     report; UserError says that the path holds no traces.
     """
+    directory = str(directory).removeprefix("file://")  # as `generate` takes it
     if is_bundle(directory):
         return check_bundle(directory)
     began = time.perf_counter()

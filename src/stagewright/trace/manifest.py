@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,14 +79,14 @@ class FileList(Mapping[str, "dict[str, object]"]):
 
     @staticmethod
     def read(file: str, found: Mapping[str, Any]) -> FileList:
-        """Read the list of files in a manifest."""
+        """Read the list of files in a manifest; ValueError where it is damaged."""
         before, after = file.split("{rank}")
         ranks: dict[int, WrittenFile] = {}
         more: list[WrittenFile] = []
         for name, entry in found.items():
-            written = WrittenFile(name, int(entry["bytes"]), str(entry["sha256"]))
+            written = _entry(name, entry)
             text = name.removeprefix(before).removesuffix(after)
-            if text.isdecimal():
+            if text.isdecimal() and name == f"{before}{int(text[:18])}{after}":
                 ranks[int(text)] = written
             else:
                 more.append(written)
@@ -94,6 +95,11 @@ class FileList(Mapping[str, "dict[str, object]"]):
     def and_also(self, file: WrittenFile) -> FileList:
         """The same list with one more file, which is of no rank."""
         return FileList(self._file, self._ranks, [*self._more.values(), file])
+
+    @property
+    def written(self) -> WrittenRanks:
+        """The files of ranks."""
+        return self._ranks
 
     @property
     def ranks(self) -> Int:
@@ -135,6 +141,20 @@ class FileList(Mapping[str, "dict[str, object]"]):
     def _entry(self, at: int) -> dict[str, object]:
         size, digest = int(self._ranks.sizes[at]), self._ranks.digests[at].tobytes().hex()
         return {"bytes": size, "sha256": digest}
+
+
+def _entry(name: str, entry: object) -> WrittenFile:
+    """A file as a manifest lists it; ValueError where the entry is none."""
+    fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+    size, digest = fields.get("bytes"), fields.get("sha256")
+    if not isinstance(size, int) or not isinstance(digest, str) or not 0 <= size < 1 << 62:
+        raise ValueError(f"{name[:40]!a} has no size and checksum")
+    if not _SHA256.fullmatch(digest):
+        raise ValueError(f"{name[:40]!a} has no SHA-256")
+    return WrittenFile(name, size, digest)
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def head_of(

@@ -214,7 +214,7 @@ class _Writing:
         """
         for tries in itertools.count(1):
             if (complete := self.complete_output()) is not None:
-                return complete
+                return self.mended(complete)
             try:
                 return self.write()
             except (OSError, UserError) as error:
@@ -235,9 +235,41 @@ class _Writing:
         files = found.pop("files", None)
         if found != json.loads(json.dumps(self.head)) or not isinstance(files, dict):
             return None
-        listed = FileList.read(self.file, files)  # pyright: ignore
+        try:
+            listed = FileList.read(self.file, files)  # pyright: ignore
+        except ValueError:  # a damaged list is of no output
+            return None
         same = np.array_equal(listed.ranks, self.wanted)
         return {**self.head, "files": listed} if same else None
+
+    def mended(self, complete: dict[str, Any]) -> dict[str, Any]:
+        """A complete output, with files that are missing or damaged written again, in its place."""
+        storage = storage_at(self.address)
+        listed: FileList = complete["files"]
+        progress = _Progress(self.how.get("progress"), len(self.wanted))
+        intact = self._intact(storage, listed.written, progress)
+        todo = np.setdiff1d(self.wanted, intact.ranks, assume_unique=True)
+        if len(todo):
+            written: list[WrittenRanks] = []
+
+            def done(more: WrittenRanks) -> None:
+                written.append(more)
+                progress(more)
+
+            self._write_to(storage, todo, done)
+            noted, made = listed.written.among(todo), WrittenRanks.merge(written)
+            if not all(map(np.array_equal, noted, made)):
+                raise UserError(
+                    f"{self.address}: the files that its {MANIFEST} lists are not those of this "
+                    "run; --force replaces all"
+                )
+        there = storage.sizes()
+        for name, pieces in self._more_files().items():
+            wanted = listed.get(name)
+            kept = name in there and (name in self.beside or wanted is None)
+            if not kept and _digest(storage, name) != (wanted or {}).get("sha256"):
+                storage.write(name, pieces)
+        return complete
 
     def write(self) -> dict[str, Any]:
         """Write the ranks that are missing; complete the output if no other rank is missing."""
@@ -266,20 +298,24 @@ class _Writing:
         todo = self.ranks
         if self.shared:
             todo = np.setdiff1d(self.ranks, written[0].ranks, assume_unique=True)
-        provenance = _provenance(self.program, self.head)
-        self.batches = FORMATS[self.head["format"]].plan(self.program, todo, provenance)
-        if sum(len(batch.ranks) for batch in self.batches) != len(todo):
-            raise ValueError("the classes of the program do not hold every rank once")
-        if isinstance(staging.storage, LocalFolder):
-            _check_space(Path(self.address), self.batches)
 
         def done(more: WrittenRanks) -> None:
             staging.journal.note(more)
             written.append(more)
             progress(more)
 
-        self._run(staging.storage, provenance, done)
+        self._write_to(staging.storage, todo, done)
         return WrittenRanks.merge(written)
+
+    def _write_to(self, storage: Storage, todo: Int, done: Callable[[WrittenRanks], None]) -> None:
+        """Write the files of some ranks."""
+        provenance = _provenance(self.program, self.head)
+        self.batches = FORMATS[self.head["format"]].plan(self.program, todo, provenance)
+        if sum(len(batch.ranks) for batch in self.batches) != len(todo):
+            raise ValueError("the classes of the program do not hold every rank once")
+        if isinstance(storage, LocalFolder):
+            _check_space(Path(self.address), self.batches)
+        self._run(storage, provenance, done)
 
     def _run(
         self,
@@ -305,15 +341,20 @@ class _Writing:
 
     def _kept(self, staging: Staging, progress: Callable[[WrittenRanks], None]) -> WrittenRanks:
         """Files of ranks that are there already, with the bytes and the checksum noted for them."""
-        noted = staging.journal.read().among(self.ranks)
+        return self._intact(staging.storage, staging.journal.read().among(self.ranks), progress)
+
+    def _intact(
+        self, storage: Storage, noted: WrittenRanks, progress: Callable[[WrittenRanks], None]
+    ) -> WrittenRanks:
+        """Of the files that are noted, those whose size and checksum are still the same."""
         names = [self.file.format(rank=rank) for rank in noted.ranks.tolist()]
-        sizes = staging.storage.sizes()
+        sizes = storage.sizes()
         intact = np.zeros(len(names), bool)
 
         def check(nth: int) -> int | None:
             if sizes.get(names[nth]) != noted.sizes[nth]:
                 return None
-            digest = staging.storage.digest(names[nth])
+            digest = _digest(storage, names[nth])
             return nth if digest == noted.digests[nth].tobytes().hex() else None
 
         def done(nth: int | None) -> None:
@@ -326,13 +367,24 @@ class _Writing:
 
     def _complete(self, staging: Staging, files: FileList) -> dict[str, Any]:
         """Write the files that are of no rank, and publish the output."""
-        more: dict[str, Iterable[bytes]] = {GROUPS: chakra.comm_group(self.program, self.users)}
-        more |= {name: [data] for name, data in self.beside.items()}
-        for name, pieces in more.items():
+        for name, pieces in self._more_files().items():
             files = files.and_also(staging.storage.write(name, pieces))
         staging.storage.write(MANIFEST, text(self.head, files))
         staging.publish({*files, MANIFEST})
         return {**self.head, "files": files}
+
+    def _more_files(self) -> dict[str, Iterable[bytes]]:
+        """The files that are of no rank, beside the manifest."""
+        more: dict[str, Iterable[bytes]] = {GROUPS: chakra.comm_group(self.program, self.users)}
+        return more | {name: [data] for name, data in self.beside.items()}
+
+
+def _digest(storage: Storage, name: str) -> str | None:
+    """The SHA-256 of a file; None where there is no file that can be read."""
+    try:
+        return storage.digest(name)
+    except OSError:
+        return None
 
 
 class _Progress:
@@ -421,6 +473,10 @@ def _refused(address: str, error: OSError, batches: Sequence[Batch]) -> UserErro
     """What the system refused to do, in words."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and "://" not in address:
         return UserError(_no_room(Path(address), batches))
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another run was quicker
+        return UserError(
+            f"{address}: exists already; choose another name, or --force to replace it"
+        )
     return UserError(f"{address}: cannot be written: {error.strerror or error}")
 
 

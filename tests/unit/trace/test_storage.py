@@ -273,3 +273,98 @@ def test_a_place_that_nobody_knows(program: Program, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     with pytest.raises(UserError, match=r"install stagewright\[remote\]"):
         write(program, "memory://b", manifest={})
+
+
+# ---- a finished output ---------------------------------------------------------------------------
+
+
+def test_resume_looks_at_the_files_of_a_finished_output(
+    program: Program, whole: dict[str, bytes], tmp_path: Path
+):
+    def gone(path: Path) -> None:
+        path.unlink()
+
+    def shorter(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:50])
+
+    def flipped(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def a_pipe(path: Path) -> None:
+        path.unlink()
+        os.mkfifo(path)
+
+    def a_link(path: Path) -> None:
+        path.unlink()
+        path.symlink_to("/dev/zero")
+
+    out = tmp_path / "out"
+    write(program, out, manifest={"nth": 1})
+    for how in ({"resume": True}, {"shard": (0, 2)}, {"shard": (1, 2)}):
+        for address in (str(out), f"file://{out}"):
+            for damage in (gone, shorter, flipped, a_pipe, a_link):
+                for name in ("workload.0.et", "workload.3.et", "comm_group.json"):
+                    damage(out / name)
+                    told = write(program, address, manifest={"nth": 1}, **how)  # pyright: ignore
+                    assert told == json.loads(whole["manifest.json"])
+                    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    # Nothing that is somebody's own is touched, nor what a simulator's user may change.
+    (out / "notes.txt").write_text("mine")
+    (out / "workload.1.et").unlink()
+    write(program, out, manifest={"nth": 1}, resume=True)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "workload.1.et").read_bytes() == whole["workload.1.et"]
+
+
+def test_resume_of_a_finished_output_in_a_store(
+    program: Program, whole: dict[str, bytes], memory: dict[str, Any]
+):
+    write(program, "memory://b", manifest={"nth": 1})
+    storage_at("memory://b").remove(["workload.2.et"])
+    storage_at("memory://b").write("workload.1.et", [b"damaged"])
+    write(program, "memory://b", manifest={"nth": 1}, resume=True)
+    assert read(memory) == whole
+
+
+def test_files_beside_stay_as_their_user_left_them(program: Program, tmp_path: Path):
+    beside = {"network.yml": b"ours", "system.json": b"{}"}
+    out = tmp_path / "out"
+    write(program, out, manifest={}, beside=beside)
+    (out / "network.yml").write_text("mine")
+    (out / "system.json").unlink()
+    write(program, out, manifest={}, beside=beside, resume=True)
+    assert (out / "network.yml").read_text() == "mine"
+    assert (out / "system.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"bytes": 1, "sha256": "zz"}, {"bytes": [], "sha256": "0" * 64}, [], True, None, "x", {},
+        {"bytes": -1, "sha256": "0" * 64}, {"bytes": 10**30, "sha256": "0" * 64},
+        {"bytes": 1.5, "sha256": "0" * 64}, {"bytes": 1, "sha256": "0" * 62},
+        {"bytes": True, "sha256": None},
+    ],
+)  # fmt: skip
+def test_resume_with_a_damaged_manifest(program: Program, tmp_path: Path, entry: object):
+    out = tmp_path / "out"
+    write(program, out, manifest={"nth": 1})
+    found = json.loads((out / "manifest.json").read_bytes())
+    for name in ("workload.0.et", "comm_group.json", "workload.00.et", f"workload.{'9' * 5000}.et"):
+        files = found["files"] | {name: entry}
+        (out / "manifest.json").write_text(json.dumps(found | {"files": files}))
+        with pytest.raises(UserError, match="exists already"):
+            write(program, out, manifest={"nth": 1}, resume=True)
+    write(program, out, manifest={"nth": 1}, force=True)
+
+
+def test_resume_with_checksums_of_another_run(program: Program, tmp_path: Path):
+    out = tmp_path / "out"
+    write(program, out, manifest={"nth": 1})
+    found = json.loads((out / "manifest.json").read_bytes())
+    found["files"]["workload.1.et"]["sha256"] = "0" * 64
+    (out / "manifest.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match=r"lists are not those of this run; --force replaces all"):
+        write(program, out, manifest={"nth": 1}, resume=True)
