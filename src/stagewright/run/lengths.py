@@ -26,10 +26,9 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError, either
 from stagewright.files import read_text
 from stagewright.model.layers import Reach
+from stagewright.run.sections.declare import LARGEST
 from stagewright.run.sections.inference import Group
 
-LARGEST = 2**31
-"""No count or length is larger."""
 MOST_ROWS = 1_000_000
 MOST_BYTES = 64_000_000
 

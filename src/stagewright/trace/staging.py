@@ -19,10 +19,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError
 from stagewright.files import from_json, read_bytes
@@ -45,22 +45,15 @@ class Output(NamedTuple):
     shared: bool  # go on with files of the same output, and leave files for others to go on with
 
 
-class Staging(Protocol):
+class Staging(NamedTuple):
     """An output under construction."""
 
-    @property
-    def storage(self) -> Storage:
-        """Where the files of the output are written."""
-        ...
-
-    @property
-    def journal(self) -> Journal:
-        """The files that are done."""
-        ...
-
-    def publish(self, names: Collection[str]) -> None:
-        """Every file is written: make them an output, of these files and no others."""
-        ...
+    storage: Storage
+    """Where the files of the output are written."""
+    journal: Journal
+    """The files that are done."""
+    publish: Callable[[Collection[str]], None]
+    """Makes the files an output, of these names and no others, once every file is written."""
 
 
 @contextmanager
@@ -74,40 +67,32 @@ def staged(address: str, output: Output) -> Generator[Staging]:
 # ---- file systems --------------------------------------------------------------------------------
 
 
-class _StagingFolder:
-    """A hidden directory that will take another's name."""
-
-    def __init__(self, folder: Path, path: Path, output: Output, lock: int | None) -> None:
-        self._lock = lock
-        self.storage: Storage = LocalFolder(folder, alone=not output.shared)
-        self.journal = Journal(self.storage, output.name)
-        self._folder, self._path, self._force = folder, path, output.force
-
-    def publish(self, names: Collection[str]) -> None:
-        """Remove files that do not belong to the output, and give the directory its name."""
-        if self._lock is not None:
-            _locked(self._lock, alone=True, patience=PATIENCE)
-        self.storage.remove(set(self.storage.sizes()) - set(names))
-        _rename(self._folder, self._path, self._force)
-        # Files that others have begun to write since: not all file systems know locks.
-        there = LocalFolder(self._path)
-        there.remove(set(there.sizes()) - set(names))
-
-
 @contextmanager
 def _in_folder(path: Path, output: Output) -> Generator[Staging]:
     check_output(path, output.force)
     folder = _shared_folder(path, output.name) if output.shared else _new_folder(path, output.name)
     lock = _lock(folder, alone=not output.shared, patience=PATIENCE if output.shared else 0)
-    staging = _StagingFolder(folder, path, output, lock)
+    storage = LocalFolder(folder, alone=not output.shared)
+    journal = Journal(storage, output.name)
+
+    def publish(names: Collection[str]) -> None:
+        """Remove files that do not belong to the output, and give the directory its name."""
+        if lock is not None:
+            _locked(lock, alone=True, patience=PATIENCE)
+        storage.remove(set(storage.sizes()) - set(names))
+        _rename(folder, path, output.force)
+        # Files that others have begun to write since: not all file systems know locks.
+        there = LocalFolder(path)
+        there.remove(set(there.sizes()) - set(names))
+
     try:
         if lock is not None and not os.path.samestat(os.fstat(lock), folder.stat()):
             raise FileNotFoundError(errno.ENOENT, "ended by another", str(folder))
-        yield staging
+        yield Staging(storage, journal, publish)
     except BaseException:
         if output.shared:
             with suppress(OSError):
-                staging.journal.flush()
+                journal.flush()
         else:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -290,32 +275,25 @@ def _rename(folder: Path, path: Path, force: bool) -> None:
 # ---- object stores -------------------------------------------------------------------------------
 
 
-class _StagingStore:
-    """A folder of an object store, which is a complete output once it has a manifest."""
-
-    def __init__(self, storage: Storage, output: Output) -> None:
-        self.storage = storage
-        self.journal = Journal(storage, output.name)
-
-    def publish(self, names: Collection[str]) -> None:
-        """Remove the notes of the journal; the manifest is there already."""
-        _remove_parts(self.storage)
-
-
 @contextmanager
 def _in_store(url: str, output: Output) -> Generator[Staging]:
     storage = ObjectStore(url)
     _check_store(storage, output)
-    staging = _StagingStore(storage, output)
-    staging.journal.flush(empty=True)  # names the output, should nobody complete it
+    journal = Journal(storage, output.name)
+    journal.flush(empty=True)  # names the output, should nobody complete it
+
+    def publish(names: Collection[str]) -> None:
+        """Remove the notes of the journal; the manifest is there already."""
+        _remove_parts(storage)
+
     try:
-        yield staging
+        yield Staging(storage, journal, publish)
         if output.shared and MANIFEST in storage.sizes():
             _remove_parts(storage)  # of processes that did not know it was complete
     except BaseException:
         with suppress(OSError):
             if output.shared:
-                staging.journal.flush()
+                journal.flush()
             else:
                 storage.remove(filter(_OURS.fullmatch, storage.sizes()))
         raise

@@ -33,6 +33,10 @@ TRAINING = ("train",)
 INFERENCE = ("prefill", "decode")
 ALL_MODES = (*TRAINING, *INFERENCE)
 
+NO_BACKWARD = "there is no backward pass"
+WHOLE_WEIGHTS = "weights are not sharded over dp"
+"""Why settings mean nothing in inference."""
+
 _Value = TypeVar("_Value")
 
 

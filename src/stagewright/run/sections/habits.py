@@ -5,13 +5,25 @@ both, with sources.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from stagewright.run.sections.declare import TRAINING, Count, Switch, idle_axes, setting
+from stagewright.run.sections.declare import (
+    NO_BACKWARD,
+    TRAINING,
+    WHOLE_WEIGHTS,
+    Count,
+    Switch,
+    idle_axes,
+    setting,
+)
 
 _NO_GRADIENTS = "there are no gradients"
-_NO_BACKWARD = "there is no backward pass"
-_WHOLE_WEIGHTS = "weights are not sharded over dp"
+_Value = TypeVar("_Value")
+
+
+def habit(default: _Value, help: str, **more: Any) -> _Value:
+    """Declare a rare setting of training; `more` as `setting` takes it."""
+    return setting(default, help, modes=TRAINING, rare=True, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,35 +36,29 @@ class HabitSection:
         modes=TRAINING,
         elsewhere="its habits are those of training",
     )
-    params_dtype: Literal["bf16", "fp32"] | None = setting(
+    params_dtype: Literal["bf16", "fp32"] | None = habit(
         None,
         "Data type of parameters, gradients and optimizer states, without a master copy.",
         unset="mixed precision with a master copy in fp32",
-        modes=TRAINING,
         elsewhere="use weight_precision",
         habits={"torchtitan": "fp32"},
         names=("training.dtype",),
-        rare=True,
     )
     """torchtitan's `training.dtype`. None: parameters as computed with, all else in fp32 with a
     master copy (Megatron-LM's mixed precision)."""
-    grad_reduce_dtype: Literal["bf16", "fp32"] | None = setting(
+    grad_reduce_dtype: Literal["bf16", "fp32"] | None = habit(
         None,
         "Data type in which gradients are reduced in each microbatch.",
         unset="as held",
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"zero": (2, 3)},
-        rare=True,
     )
     """`reduce_dtype` of FSDP2's MixedPrecisionPolicy."""
-    operators: Literal["fused", "eager"] = setting(
+    operators: Literal["fused", "eager"] = habit(
         "fused",
         "RMSNorm, gated activation and loss: fused kernels, or PyTorch's chains of operators.",
-        modes=TRAINING,
         elsewhere="there is no autograd",
         habits={"torchtitan": "eager"},
-        rare=True,
     )
     """Chains hold what autograd keeps of them; each operator is a kernel with `fuse` off."""
     joint_projections: Switch = setting(
@@ -63,173 +69,137 @@ class HabitSection:
     )
     """`linear_qkv` and `linear_fc1` of Megatron-LM, `QKVParallelLinear` of vLLM. Off: each
     projection as its own product."""
-    repeat_kv: Switch = setting(
+    repeat_kv: Switch = habit(
         False,
         "Copy key-value heads for each of their query heads before attention.",
-        modes=TRAINING,
         elsewhere="keys are cached as they are",
         habits={"torchtitan": True},
-        rare=True,
     )
-    set_grads_to_none: Switch = setting(
+    set_grads_to_none: Switch = habit(
         False,
         "Hold gradients from when they are made until the step ends, not in permanent buffers.",
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         habits={"torchtitan": True},
-        rare=True,
     )
     """`zero_grad(set_to_none=True)`; off: Megatron-LM's `main_grad`."""
-    pipeline_caches: Switch = setting(
+    pipeline_caches: Switch = habit(
         False,
         "Keep P2P buffers of all microbatches and sent activations allocated (PyTorch pipelining).",
-        modes=TRAINING,
-        elsewhere=_NO_BACKWARD,
+        elsewhere=NO_BACKWARD,
         habits={"torchtitan": True},
-        rare=True,
     )
-    optimizer_step_tensors: Switch = setting(
+    optimizer_step_tensors: Switch = habit(
         False,
         "AdamW keeps an fp32 step count for each parameter (`torch.optim.AdamW`).",
-        modes=TRAINING,
         elsewhere="there is no optimizer",
         habits={"torchtitan": True},
-        rare=True,
     )
-    recompute_early_stop: Switch = setting(
+    recompute_early_stop: Switch = habit(
         False,
         "End recomputation with the last value that backward needs.",
-        modes=TRAINING,
-        elsewhere=_NO_BACKWARD,
+        elsewhere=NO_BACKWARD,
         habits={"torchtitan": True},
-        rare=True,
     )
     """`torch.utils.checkpoint.set_checkpoint_early_stop`: not with the block's last product and its
     reduction."""
-    fsdp_root_unit: Switch = setting(
+    fsdp_root_unit: Switch = habit(
         False,
         "With zero=3: gather and reduce parameters outside the layers as one unit.",
-        modes=TRAINING,
-        elsewhere=_WHOLE_WEIGHTS,
+        elsewhere=WHOLE_WEIGHTS,
         needs={"zero": (3,)},
         habits={"torchtitan": True},
-        rare=True,
     )
     """FSDP2's `fully_shard(model)`: embedding, last norm and output stay gathered until backward is
     done."""
-    fsdp_reduce: Literal["microbatch", "last"] = setting(
+    fsdp_reduce: Literal["microbatch", "last"] = habit(
         "microbatch",
         "With zero=3: when gradients are reduce-scattered, every microbatch or the last.",
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"zero": (3,)},
         habits={"torchtitan": "last"},
-        rare=True,
     )
     """`last`: whole gradients are added up before (FSDP2's `set_requires_gradient_sync`, as
     PyTorch's pipeline schedules call it)."""
-    fsdp_shard_dim: Literal["best", "first"] = setting(
+    fsdp_shard_dim: Literal["best", "first"] = habit(
         "best",
         "With zero=3: split weights in a dim that divides, or in rows padded to the ranks (FSDP2).",
-        modes=TRAINING,
-        elsewhere=_WHOLE_WEIGHTS,
+        elsewhere=WHOLE_WEIGHTS,
         needs={"zero": (3,)},
         habits={"torchtitan": "first"},
-        rare=True,
     )
-    ddp_bucket_cap_mb: Count | None = setting(
+    ddp_bucket_cap_mb: Count | None = habit(
         None,
         "With zero=0: MiB of a bucket of gradients across layers; the first bucket has 1 MiB.",
         unset="as bucket",
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"zero": (0,)},
         habits={"torchtitan": 25},
-        rare=True,
     )
     """`bucket_cap_mb` of `DistributedDataParallel`."""
-    loss_parallel: Switch = setting(
+    loss_parallel: Switch = habit(
         True,
         "With tp: compute the loss from logits split over the vocabulary; off: gather them.",
         idle=(idle_axes("tp"),),
-        modes=TRAINING,
         elsewhere="there is no loss",
-        rare=True,
     )
     """Off: torchtitan's `disable_loss_parallel`, Megatron-LM's `parallel_output=False`."""
-    input_grad_reduce: Literal["shared", "linear"] = setting(
+    input_grad_reduce: Literal["shared", "linear"] = habit(
         "shared",
         "With tp: all-reduce input gradients once per shared input, or once per linear.",
         idle=(idle_axes("tp"),),
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"sequence_parallel": (False,)},
-        rare=True,
     )
     """`shared`: `PrepareModuleInput`; `linear`: `ColwiseParallel` alone."""
-    whole_embedding_grad: Switch = setting(
+    whole_embedding_grad: Switch = habit(
         False,
         "With tp: compute the full embedding gradient on every tp rank (DTensor).",
         idle=(idle_axes("tp"),),
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         habits={"torchtitan": True},
-        rare=True,
     )
     """The gradient is kept whole where no FSDP shards it."""
-    sequence_parallel_grads: Literal["step", "dtensor"] = setting(
+    sequence_parallel_grads: Literal["step", "dtensor"] = habit(
         "step",
         "With sequence_parallel: sum norms' gradients over tp once a step, or where DTensor does.",
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"sequence_parallel": (True,)},
         habits={"torchtitan": "dtensor"},
-        rare=True,
     )
     """`step`: Megatron-LM's `finalize_model_grads`. `dtensor`: in each microbatch before FSDP
     reduces them, else in the optimizer each time that it reads one."""
-    clip_grad_norm: Literal["total", "vector"] = setting(
+    clip_grad_norm: Literal["total", "vector"] = habit(
         "total",
         "To clip, ranks exchange the norm of all their gradients, or the norm of each.",
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         habits={"torchtitan": "vector"},
-        rare=True,
     )
-    cp_grad_comm_type: Literal["reduce_scatter", "ring"] = setting(
+    cp_grad_comm_type: Literal["reduce_scatter", "ring"] = habit(
         "reduce_scatter",
         "With cp: how gradients of gathered keys and values return to their ranks.",
         idle=(idle_axes("cp"),),
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
         needs={"cp_comm_type": ("p2p", "all_gather")},
         habits={"torchtitan": "ring"},
-        rare=True,
     )
     """`ring`: PyTorch sends them round the ring in fp32, and gathers keys and values again in
     backward; its ring (p2p) has gradients in fp32, too."""
-    grad_reduce: Literal["step", "microbatch"] = setting(
+    grad_reduce: Literal["step", "microbatch"] = habit(
         "step",
         "How often gradients are reduced over dp; with zero=2 and 3 always every microbatch.",
         idle=(idle_axes("dp", "cp"),),
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
-        rare=True,
     )
-    activation_gather: Literal["again", "keep"] = setting(
+    activation_gather: Literal["again", "keep"] = habit(
         "again",
         "With sequence_parallel: gather activations again in backward, or keep them (DTensor).",
         idle=({"sequence_parallel": False}, idle_axes("tp")),
-        modes=TRAINING,
-        elsewhere=_NO_BACKWARD,
+        elsewhere=NO_BACKWARD,
         habits={"torchtitan": "keep"},
-        rare=True,
     )
-    bucket: Literal["layer", "parameter"] = setting(
+    bucket: Literal["layer", "parameter"] = habit(
         "layer",
         "What one collective over dp carries: a layer's gradients, or one parameter's.",
         idle=(idle_axes("tp", "dp", "cp"),),
-        modes=TRAINING,
         elsewhere=_NO_GRADIENTS,
-        rare=True,
     )

@@ -3,9 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import BYTES, TRAINING, Count, Share, Switch, Text, setting
-
-_NO_BACKWARD = "there is no backward pass"
+from stagewright.run.sections.declare import (
+    BYTES,
+    NO_BACKWARD,
+    TRAINING,
+    Count,
+    Share,
+    Switch,
+    Text,
+    setting,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +23,7 @@ class MemorySection:
         "none",
         "Activations that backward computes again.",
         modes=TRAINING,
-        elsewhere=_NO_BACKWARD,
+        elsewhere=NO_BACKWARD,
         names=("recompute-granularity",),
         switches={"recompute-activations": "selective"},
     )
@@ -24,7 +31,7 @@ class MemorySection:
         ("core_attn",),
         "With recompute=selective: the modules that are computed again.",
         modes=TRAINING,
-        elsewhere=_NO_BACKWARD,
+        elsewhere=NO_BACKWARD,
         needs={"recompute": ("selective",)},
         metavar="LIST",
     )
@@ -33,7 +40,7 @@ class MemorySection:
         "With recompute=full: the first layers of each virtual stage that are computed again.",
         unset="all",
         modes=TRAINING,
-        elsewhere=_NO_BACKWARD,
+        elsewhere=NO_BACKWARD,
         needs={"recompute": ("full",)},
     )
     cpu_offloading_num_layers: Count | None = setting(

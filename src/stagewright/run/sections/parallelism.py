@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from stagewright.run.sections.declare import (
     INFERENCE,
     TRAINING,
+    WHOLE_WEIGHTS,
     Count,
     Switch,
     Text,
@@ -13,8 +14,6 @@ from stagewright.run.sections.declare import (
     idle_axes,
     setting,
 )
-
-_WHOLE_WEIGHTS = "weights are not sharded over dp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +84,14 @@ class ParallelismSection:
         "Ranks of dp that share one copy of the sharded state (HSDP).",
         unset="all of dp",
         modes=TRAINING,
-        elsewhere=_WHOLE_WEIGHTS,
+        elsewhere=WHOLE_WEIGHTS,
     )
     zero: Annotated[int, Whole(0, 3)] = setting(
         0,
         "Sharded over dp: 1 optimizer states, 2 also gradients, 3 also parameters (FSDP).",
         idle=(idle_axes("dp", "cp"),),
         modes=TRAINING,
-        elsewhere=_WHOLE_WEIGHTS,
+        elsewhere=WHOLE_WEIGHTS,
         names=("zero-stage",),
         switches={"use-distributed-optimizer": 1, "use-megatron-fsdp": 3, "use-torch-fsdp2": 3},
     )
@@ -100,7 +99,7 @@ class ParallelismSection:
         True,
         "With zero=3: free gathered parameters after forward, gather them again in backward.",
         modes=TRAINING,
-        elsewhere=_WHOLE_WEIGHTS,
+        elsewhere=WHOLE_WEIGHTS,
     )
     sequence_parallel: Switch = setting(
         False, "Split norms and dropout over tp, along the sequence.", idle=(idle_axes("tp"),)
