@@ -189,14 +189,23 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
             absent["prefill"] = self.prefill_ranks
         return self.model_copy(update=absent)
 
-    def unresolved(self) -> Self:
+    def unresolved(self, model: ModelConfig | None = None) -> Self:
         """The other way: settings that are what their default would be are `None` again.
 
-        A resolved run with another pp contradicts itself; an unresolved one does not.
+        A resolved run with another pp contradicts itself; an unresolved one does not. Of lengths
+        the default follows from the model, if that is given.
         """
         defaults = self._defaults(sum(self.layers_per_stage or ()))
         same = [name for name, value in defaults.items() if getattr(self, name) == value]
-        return self.model_copy(update=dict.fromkeys(same))
+        run = self.model_copy(update=dict.fromkeys(same))
+        if model is None:
+            return run
+        for setting in SETTINGS.values():
+            value = getattr(run, setting.name)
+            if value is not None and setting.default is None and setting.unset:
+                without = run.model_copy(update={setting.name: None})
+                run = without if getattr(without.resolved(model), setting.name) == value else run
+        return run
 
     def _defaults(self, layers: int) -> dict[str, Any]:
         # More stages than layers, or than any model has, are refused by `rules.check`.

@@ -265,5 +265,5 @@ def test_a_run_file_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code(f"stagewright show --config {path} --json") == 0
     assert code(f"stagewright report --config {path} -o {tmp_path}/run.html") == 0
     page = (tmp_path / "run.html").read_text()
-    assert "stagewright simulate llama3-8b --layers 2 --tp 2 --dp 4" in page
+    assert "stagewright report llama3-8b --layers 2 --tp 2 --dp 4" in page
     assert "--hardware h100-sxm --price 4.0 --no-overlap dp --prefetch 2" in page

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ from stagewright.time.hardware import resolve
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages.cards import cards
 from stagewright.views.pages.memory import over_time
-from stagewright.views.pages.settings import command
 from stagewright.views.pages.templates import render
 
 from .test_pictures import RUNS, SMALL
@@ -244,12 +245,55 @@ def test_wrong_input_is_one_line(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_command_on_the_page_is_the_run(name: str, capsys: pytest.CaptureFixture[str]):
-    asked = sw.Run(**RUNS[name])
-    line = command(asked)
-    words = re.split(r"\s+", line)
-    assert run(*words[1:], "--json") == 0
-    assert asked.describe() in capsys.readouterr().out or asked.pp > 1
+def test_the_command_on_the_page_writes_the_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    page = sw.report(sw.Run(**RUNS[name]))
+    assert run(*shlex.split(command_of(page))[1:]) == 0
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page
+
+
+def test_the_command_on_the_page_has_the_machine_and_the_execution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    page = sw.report(
+        "llama3-8b", layers=2, seq_length=64, tp=2, dp=2, zero=3,
+        hardware="h100-sxm", topology="fullflat", price=3.5,
+        no_overlap=["dp", "tp"], prefetch=2, overlap_slowdown=0.125, stragglers={1: 1.5},
+    )  # fmt: skip
+    for words in ("<td>topology</td><td>fullflat</td><td>set", "<td>prefetch</td><td>2</td>"):
+        assert words in page
+    assert re.search(r"<td>seq_length</td><td>64</td><td>set", page)
+    assert run(*shlex.split(command_of(page))[1:]) == 0
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page
+
+
+def test_settings_that_no_option_says_are_a_run_file(tmp_path: Path):
+    requests = [{"count": 3, "context_length": 100}, {"context_length": 50, "new_tokens": 2}]
+    page = sw.report("llama3-8b", mode="decode", layers=2, requests=requests, hardware="b200")
+    file = re.fullmatch(r"cat > run.yaml <<'END'\n(.*?)END\n(.*)", command_of(page), re.DOTALL)
+    assert file is not None
+    path = tmp_path / "run.yaml"
+    path.write_text(file[1], encoding="utf-8")
+    assert file[2] == "stagewright report --config run.yaml -o run.html"
+    assert run("report", "--config", str(path), "-o", str(tmp_path / "run.html")) == 0
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page
+
+
+def test_lengths_that_nobody_gave_are_defaults():
+    for settings in ({}, {"mode": "decode"}, {"mode": "prefill"}):
+        page = sw.report("llama3-8b", layers=2, **settings)
+        rows = re.findall(r"<td>(\w*_length)</td><td>\d+</td><td>(\w+)", page)
+        assert rows
+        assert {mark for _, mark in rows} == {"default"}
+
+
+def command_of(page: str) -> str:
+    found = re.search(r'<pre class="command"><code>(.*?)</code></pre>', page, re.S)
+    assert found is not None
+    return html.unescape(found[1])
 
 
 def test_settings_of_a_compiled_run_cannot_change():

@@ -7,7 +7,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+import yaml
+
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.run.experiment import Experiment
+from stagewright.run.lengths import Group
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.declare import Setting, text_of
@@ -16,12 +20,15 @@ from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.time.simulate.step import SimulatedStep
 
+PAGE = "run.html"
+"""The name of the page in the command that writes it again."""
+
 
 class Repeat(NamedTuple):
     """What was asked for, as a template takes it."""
 
     command: str
-    """The command line that makes the page; empty where settings are no options but a file."""
+    """The command line that makes the page, after a run file where no option says a setting."""
     changed: Table
     """Settings that differ from their defaults."""
     every: Table
@@ -31,13 +38,18 @@ class Repeat(NamedTuple):
 def asked(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Repeat:
     """The command, the settings, and the fields of the model."""
     run, model = compiled.run, compiled.model
-    unresolved = run.unresolved()
-    given = {
-        name: _value(getattr(run, name))
-        for name in type(run).model_fields
-        if getattr(run, name) is not None
+    machine = ClusterSection() if simulation is None else simulation.cluster or ClusterSection()
+    execution = Execution() if simulation is None else simulation.line.how
+    values = Experiment(run, machine, execution).values()
+    if simulation is None:
+        values = {name: value for name, value in values.items() if name in SETTINGS}
+    unresolved = Experiment(run.unresolved(model), machine, execution).values()
+    given = {"model": run.model} | {
+        name: _value(value) for name, value in values.items() if value is not None
     }
-    chosen = {n for n in given if getattr(unresolved, n) != type(run).model_fields[n].default}
+    chosen = {"model"} | {
+        name for name in values if unresolved[name] != EXPERIMENT[name].default_of(run.framework)
+    }
     changed = {name: value for name, value in given.items() if name in chosen}
     every = {
         "setting": list(given),
@@ -50,11 +62,8 @@ def asked(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Rep
         if f.name not in ("name", "modules") and getattr(model, f.name) not in (None, (), "", 0)
     }
     of_model = {"field": list(fields), "value": [_value(value) for value in fields.values()]}
-    again = command(run)
-    if simulation is not None:
-        again = command(run, simulation.cluster, simulation.line.how)
     return Repeat(
-        again,
+        command(run, machine, execution),
         Table("Settings that are not defaults", _columns(changed)),
         Table("All settings", every),
         Table(f"Model {model.name}", of_model),
@@ -66,6 +75,8 @@ def _columns(settings: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, frozenset):
+        value = tuple(sorted(cast("frozenset[str]", value))) or "none"
     text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -73,31 +84,56 @@ def _value(value: Any) -> str:
 def command(
     run: Run, cluster: ClusterSection | None = None, execution: Execution | None = None
 ) -> str:
-    """The command line that shows this run, or simulates it on a machine.
+    """The command that writes the page of this run, on a machine if one is named.
 
-    It is empty where settings are no options but a file, or a name holds what no terminal should
-    be given.
+    Settings that no option says, such as rows of requests, stand in a run file that is written
+    before, and so do names that no terminal should be given.
 
     >>> command(Run(model="gpt2", dp=2, sequence_parallel=True, layers_per_stage=(3, 4)))
-    'stagewright show gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4'
+    'stagewright report gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4 -o run.html'
     >>> command(Run(model="gpt2"), ClusterSection(hardware="b200"), Execution(prefetch=2))
-    'stagewright simulate gpt2 --hardware b200 --prefetch 2'
+    'stagewright report gpt2 --hardware b200 --prefetch 2 -o run.html'
     """
-    simulated = cluster is not None and cluster.hardware is not None
-    words = ["stagewright", "simulate" if simulated else "show", run.model]
-    homes = {"cluster": cluster, "execution": execution} if simulated else {}
-    unresolved = run.unresolved()
-    for setting in EXPERIMENT.values() if simulated else SETTINGS.values():
-        home = homes.get(setting.section, unresolved)
-        value = setting.default if home is None else getattr(home, setting.name)
-        if value == setting.default or setting.name == "nodes":  # dp has filled the nodes
-            continue
-        option = option_words(setting, value)
-        if option is None:
-            return ""
-        words += option
-    line = shlex.join(words)
-    return line if line.isprintable() else ""
+    values = _asked(run, cluster, execution)
+    options = {name: option_words(EXPERIMENT[name], value) for name, value in values.items()}
+    words = ["stagewright", "report", run.model]
+    for option in options.values():
+        words += option or []
+    line = shlex.join([*words, "-o", PAGE])
+    # A terminal should be given no control characters; YAML escapes them.
+    said = None not in options.values() and line.isprintable()
+    return line if said else _with_run_file(run, values)
+
+
+def _asked(run: Run, cluster: ClusterSection | None, execution: Execution | None) -> dict[str, Any]:
+    """The settings that are not their default, by name; the machine's if hardware is named."""
+    machine, how = cluster or ClusterSection(), execution or Execution()
+    if machine.hardware is None:
+        machine, how = ClusterSection(), Execution()
+    values = Experiment(run.unresolved(), machine, how).values()
+    defaults = {of.name: of.default_of(run.framework) for of in EXPERIMENT.values()}
+    # dp has filled the nodes.
+    return {n: v for n, v in values.items() if v != defaults[n] and n != "nodes"}
+
+
+def _with_run_file(run: Run, values: Mapping[str, Any]) -> str:
+    """A run file of these settings, and the command that reads it."""
+    plain = {"model": run.model} | {name: _plain(value) for name, value in values.items()}
+    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
+    return f"cat > run.yaml <<'END'\n{text}END\nstagewright report --config run.yaml -o {PAGE}"
+
+
+def _plain(value: Any) -> Any:
+    """A value as a run file has it."""
+    if isinstance(value, Group):
+        return {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
+    if isinstance(value, frozenset):
+        return sorted(cast("frozenset[str]", value))
+    if isinstance(value, tuple):
+        return [_plain(item) for item in cast("tuple[Any, ...]", value)]
+    if isinstance(value, Mapping):
+        return dict(cast("Mapping[Any, Any]", value))
+    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def option_words(setting: Setting, value: object) -> list[str] | None:
@@ -110,7 +146,7 @@ def option_words(setting: Setting, value: object) -> list[str] | None:
         return [setting.flag if value else "--no-" + setting.flag[2:]]
     if isinstance(value, Mapping):
         factors = cast("Mapping[int, float]", value)
-        return [w for rank, by in factors.items() for w in (setting.flag, f"{rank}={by:g}")]
+        return [w for rank, by in factors.items() for w in (setting.flag, f"{rank}={by}")]
     if isinstance(value, frozenset):
         return [setting.flag, text_of(tuple(sorted(cast("frozenset[str]", value))))]
     items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
