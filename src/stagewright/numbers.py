@@ -36,6 +36,20 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def parameters(number: int) -> str:
+    """A number of parameters as models are named: in three digits, with K, M, B or T.
+
+    >>> parameters(70_553_706_496), parameters(124_439_808), parameters(999)
+    ('70.6B', '124M', '999')
+    """
+    value, unit = float(number), ""
+    for unit in ("", "K", "M", "B", "T"):
+        if value < 999.5 or unit == "T":
+            break
+        value /= 1000
+    return f"{value:.3g}{unit}" if unit else f"{number}"
+
+
 def spans(ranks: Sequence[int], most: int = 4) -> str:
     """Ascending ranks as ranges, of which at most `most` are written.
 

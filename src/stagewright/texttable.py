@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import UserError
-from stagewright.numbers import duration, quantity
+from stagewright.numbers import duration, parameters, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +65,7 @@ def _count(value: float) -> str:
 _FORMATS: dict[str, Callable[[float], str]] = {
     **{"s": duration, "share": _share, "whole share": _whole_share},
     **{"error": _error, "figure": _figure, "exact": _exact, "count": _count},
+    "parameters": lambda value: parameters(int(value)),
 }
 
 
@@ -77,7 +78,7 @@ class Table:
     units: Mapping[str, str] = field(default_factory=dict[str, str])
     """Unit by column. `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in
     percent, `error` in percent with its sign, `figure` in four digits, `exact` in all, `count` with
-    commas; numbers of a column with the unit `""` are shown unchanged."""
+    commas, `parameters` as in `70.6B`; numbers with the unit `""` are shown unchanged."""
     grouped: str = ""
     """A column whose value is shown only where it differs from the row above."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class NotationError(ValueError):
         self.at = at
 
 
+@lru_cache(maxsize=4096)
 def tensor(text: str, at: int = 0) -> Tensor:
     """Read `[B/dp, S, H @ 1/tp]`; `at` is where the text begins, for a NotationError."""
     inner = text.strip()

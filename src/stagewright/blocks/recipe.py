@@ -187,6 +187,8 @@ class Recipe:
     """Live values that the block makes itself, rather than take them from a block before it."""
     ends: frozenset[str] = frozenset()
     """Live values that no block behind this one uses."""
+    parameters_alone: bool = False
+    """Whether blocks are built for their parameters only: without gradients, to count them."""
     mtp_loss: float = 0.1
     """The weight of multi-token prediction in the loss."""
     index_loss: float = 0.0

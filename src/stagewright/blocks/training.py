@@ -33,6 +33,8 @@ def finish(
     """
     if b.recipe.inference:
         return inference.finish(name, b, y)
+    if b.recipe.parameters_alone:
+        return _trained_parameters(name, b, table_comes_first=not is_loss)
     inputs = [*others, *(n for n in b.taken.values() if has_gradient(n))]
     named = [f"d_{n.name}" for n in inputs] + ([] if x is None else ["dx"])
     inputs += [] if x is None else [x]
@@ -51,6 +53,17 @@ def finish(
     results = [n for n in (*b.extra.values(), *b.counted.values(), y, *b.made.values()) if n]
     order = [*toposort(results), *(n for g in found.order for n in (g, summed.get(g, g)))]
     return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
+
+
+def _trained_parameters(name: str, b: Builder, *, table_comes_first: bool) -> Block:
+    """The parameters that the block's optimizer step would update, and nothing that uses them."""
+    found: dict[str, Node] = {}
+    for key, p in b.params.items():
+        table = p.binding.tied
+        tie = b.recipe.tie(table, first=table_comes_first) if table else None
+        if not p.binding.buffer and (tie is None or tie.owner):
+            found[key] = p
+    return Block(name, Graph.of(found.values(), found), {})
 
 
 def has_gradient(n: Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 
 from stagewright.lower.blocks import build_block
@@ -25,16 +26,13 @@ def parameters(model: ModelConfig) -> tuple[int, int]:
     sizes = sizes_of(run.model_copy(update={"seq_length": seq_length}), model)
     one_stage = run.model_copy(update={"layers_per_stage": (model.depth,)})
     (stage,) = tie_tables(place_blocks(one_stage, model), make_order("1f1b", 1, 1, 1), model)
-    recipe = recipe_of(run, model)
+    recipe = replace(recipe_of(run, model), parameters_alone=True)
     total = active = 0
     for variant, count in Counter(variant for variant, _ in stage).items():
         graph = build_block(variant, model, recipe).graph
-        updated = {n.binding.param for n in graph if n.phase == "optimizer"}
         for n in graph:
-            parameter = n.binding.param
-            if n.op == "param" and parameter in updated and not n.binding.buffer:
-                number = count * math.prod(d.value(sizes) for d in n.shape)
-                total += number
-                routed = parameter is not None and parameter.of_expert
-                active += number * model.top_k // model.num_experts if routed else number
+            number = count * math.prod(d.value(sizes) for d in n.shape)
+            total += number
+            routed = n.binding.param is not None and n.binding.param.of_expert
+            active += number * model.top_k // model.num_experts if routed else number
     return total, active

@@ -14,6 +14,7 @@ import stagewright as sw
 from paths import ROOT
 from stagewright.cli import main as cli
 from stagewright.cli import shared
+from stagewright.model.architecture import KINDS
 from stagewright.model.presets import PRESETS
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
@@ -153,6 +154,22 @@ def test_models(call: Call):
     assert result.code == 0
     for name in PRESETS:
         assert name in result.out
+    lines = result.out.splitlines()
+    (line,) = [line for line in lines if "deepseek-v3 " in line]
+    assert line.split()[-5:] == ["671B", "37.6B", "61", "7168", "163840"]
+    kinds = [line.split("  ")[0] for line in lines[2:] if line.strip() and line[0] != " "]
+    assert kinds == [*KINDS]
+    assert max(map(len, lines)) <= 80
+
+
+def test_some_models(call: Call):
+    found = call("models", "qwen3", "moe").out.split()
+    assert {"qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-next-80b-a3b"} <= {*found}
+    assert "qwen3-8b" not in found
+    assert "mixtral-8x7b" not in found
+    nothing = call("models", "lama3.1-70b")
+    assert nothing.code == 2
+    assert "did you mean 'llama3.1-70b'?" in nothing.err
 
 
 def test_ops_are_those_that_a_text_may_name(call: Call):
@@ -181,8 +198,11 @@ def test_a_long_word_is_cut(call: Call):
 def test_models_json(call: Call):
     result = call("models", "--json")
 
-    assert json.loads(result.out)["llama3.1-70b"]["num_query_groups"] == 8
-    assert list(json.loads(result.out)) == list(PRESETS)
+    found = json.loads(result.out)
+    assert found["llama3.1-70b"]["num_query_groups"] == 8
+    assert found["deepseek-v3"]["kind"] == "MoE"
+    assert found["deepseek-v3"]["parameters"]["total"] == 671_026_404_352
+    assert list(found) == list(PRESETS)
 
 
 # ---- generate ------------------------------------------------------------------------------------

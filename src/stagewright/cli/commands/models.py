@@ -6,40 +6,36 @@ import click
 
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
-
-_COLUMNS = {
-    "layers": "num_layers",
-    "hidden": "hidden_size",
-    "MLP": "ffn_hidden_size",
-    "heads": "num_attention_heads",
-    "KV": "num_query_groups",
-    "vocab": "vocab_size",
-    "longest": "max_position_embeddings",
-}
-"""Fields of a model by the heads of their columns."""
+from stagewright.errors import UserError, did_you_mean
 
 
 @command
+@click.argument("words", nargs=-1, metavar="[WORD]...")
 @click.option(
     "--json", "as_json", is_flag=True, help="The models as one JSON object, with every field."
 )
-def models(as_json: bool) -> None:
-    """List the models known by name."""
-    import dataclasses
+def models(words: tuple[str, ...], as_json: bool) -> None:
+    """List the models known by name, those whose names or kinds have each WORD.
 
-    from stagewright.model.presets import PRESETS
+    By kind, the smallest first: parameters in all and those that a token uses, layers, their
+    width, and the longest sequence (context) in tokens.
+    """
+    from stagewright.views.models import details, listed, table
 
+    names = listed(words)
+    if not names:
+        from stagewright.model.presets import PRESETS
+
+        raise UserError(
+            f"no model has {' and '.join(map(repr, words))} in its name or kind"
+            f"{did_you_mean(words[0].lower(), PRESETS)}; run `stagewright models` for all"
+        )
     if as_json:
-        shared.print_json({name: dataclasses.asdict(PRESETS[name]) for name in PRESETS})
+        shared.print_json(details(names))
         return
-    from stagewright.texttable import Table, print_table
+    from stagewright.texttable import print_table
 
-    columns = {
-        title: [getattr(preset, field) for preset in PRESETS.values()]
-        for title, field in _COLUMNS.items()
-    }
-    table = Table("", {"name": list(PRESETS), **columns}, dict.fromkeys(columns, ""))
-    print_table(table, shared.console())
+    print_table(table(names), shared.console())
 
 
 ENTRY = Entry(
@@ -47,6 +43,7 @@ ENTRY = Entry(
     models,
     (
         "stagewright models",
+        "stagewright models qwen MoE",
         "stagewright models --json",
     ),
 )

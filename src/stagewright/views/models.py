@@ -1,0 +1,53 @@
+"""The presets as a list: parameters, kind and context of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from stagewright.lower.parameters import parameters
+from stagewright.model.architecture import KINDS
+from stagewright.model.presets import PRESETS
+from stagewright.texttable import Table
+
+
+def listed(words: Iterable[str] = ()) -> list[str]:
+    """The presets whose name or kind has each of some words, in the order of their families.
+
+    >>> listed(["qwen3", "dense"])[:2]
+    ['qwen3-0.6b', 'qwen3-1.7b']
+    """
+    wanted = [word.lower() for word in words]
+    if not wanted:
+        return [*PRESETS]
+    texts = {name: f"{name} {model.kind}".lower() for name, model in PRESETS.items()}
+    return [name for name, text in texts.items() if all(word in text for word in wanted)]
+
+
+def details(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Every field of some presets, with their kind and parameters (`total`, `active`), for JSON."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        total, active = parameters(PRESETS[name])
+        more = {"kind": PRESETS[name].kind, "parameters": {"total": total, "active": active}}
+        found[name] = asdict(PRESETS[name]) | more
+    return found
+
+
+def table(names: Sequence[str]) -> Table:
+    """Some presets by kind, in each the smallest first."""
+    counts = {name: parameters(PRESETS[name]) for name in names}
+    names = sorted(names, key=lambda name: (KINDS.index(PRESETS[name].kind), counts[name]))
+    models = [PRESETS[name] for name in names]
+    columns: dict[str, list[Any]] = {
+        "kind": [model.kind for model in models],
+        "name": names,
+        "total": [counts[name][0] for name in names],
+        "active": [counts[name][1] for name in names],
+        "layers": [model.depth for model in models],
+        "hidden": [model.hidden_size for model in models],
+        "context": [model.max_position_embeddings for model in models],
+    }
+    units = {"total": "parameters", "active": "parameters", "layers": "", "hidden": ""}
+    return Table("", columns, units | {"context": ""}, grouped="kind")
