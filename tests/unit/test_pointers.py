@@ -20,7 +20,7 @@ FILES = {"py", "json", "csv", "md", "yaml", "yml", "et", "sh", "txt", "html", "t
 ELSEWHERE = {"torch", "numpy", "np", "dist"}
 OF_VALUES = {"b", "line", "run", "sw", "compiled", "program", "plan"}
 """Objects that a docstring speaks of: `b.weight`, `run.model`."""
-THEIRS = {"training.dtype"}  # a setting of torchtitan
+THEIRS = {"training.dtype", "training.seq_len", "huggingface_hub.constants"}  # of other packages
 
 
 @cache

@@ -122,6 +122,8 @@ def console() -> Console:
 
     Lines of text are not broken in a pipe or a file, which a search goes through line by line.
     """
-    from stagewright.cli.screen import Screen
+    from stagewright.cli.console import PlainTextConsole
 
-    return Screen(markup=False, emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    return PlainTextConsole(
+        markup=False, emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty()
+    )

@@ -28,14 +28,19 @@ class GivenOption(NamedTuple):
 
 
 def check_words(words: Sequence[str], command: click.Command) -> None:
-    """Refuse options that contradict each other, and words that an option was meant by."""
+    """Refuse names of one setting that contradict each other, and words that are no options.
+
+    An option that is repeated by the same name replaces its first value, as elsewhere: scripts
+    append to a common line. Two names of one setting with two values are a mistake.
+    """
     by_name = _parameters(command)
     seen: dict[str, GivenOption] = {}
     for word in _words(words, by_name, command):
-        before = seen.setdefault(str(word.parameter.name), word)
+        before = seen.get(str(word.parameter.name), word)
         several = word.parameter.nargs != 1 or getattr(word.parameter, "multiple", False)
-        if before.value != word.value and not several:
+        if before.name != word.name and before.value != word.value and not several:
             raise UserError(f"{before} and {word} contradict each other; keep one")
+        seen[str(word.parameter.name)] = word
 
 
 def _parameters(command: click.Command) -> dict[str, click.Parameter]:

@@ -10,7 +10,7 @@ from rich.segment import Segment
 from stagewright.printable import printable_lines
 
 
-class Screen(Console):
+class PlainTextConsole(Console):
     """A console of rich's, on which text is text: a name is no markup, and moves no cursor."""
 
     def render(
