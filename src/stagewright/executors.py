@@ -164,10 +164,11 @@ def _connect(ray: Any, address: str | None) -> None:
             # Ray itself tries for many minutes.
             socket.create_connection((server[1], int(server[2])), timeout=10).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        raise UserError(f"address {address}: no Ray cluster answers: {reason}") from None
+        told = f"address {address}: no Ray cluster answers" if address else "Ray does not start"
+        raise UserError(f"{told}: {reason}") from None
 
 
 def _call(function: Callable[[Job], Result], job: Job) -> Result:

@@ -58,6 +58,12 @@ OPTIONS = (
 HOW = ("force", "workers", "resume", "shard", "engine", "address")
 
 
+def check_lasting(out: str) -> None:
+    """Refuse a store that ends with this process."""
+    if out.startswith("memory:"):
+        raise UserError(f"{out}: is gone when this command ends; name a directory, or a store")
+
+
 def writing(command: _Command) -> _Command:
     """Give a command the options that say how it writes."""
     for option in reversed(OPTIONS):

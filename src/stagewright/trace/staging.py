@@ -89,6 +89,8 @@ def _in_folder(path: Path, output: Output) -> Generator[Staging]:
         if lock is not None and not os.path.samestat(os.fstat(lock), folder.stat()):
             raise FileNotFoundError(errno.ENOENT, "ended by another", str(folder))
         yield Staging(storage, journal, publish)
+        if output.force:
+            _clear(path)
     except BaseException:
         if output.shared:
             with suppress(OSError):
@@ -183,6 +185,16 @@ def leftovers(path: Path) -> list[Path]:
     """Directories that stopped runs have left beside `path`, and in which no run is writing."""
     folders = sorted(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
     return [folder for folder in folders if _idle(folder)]
+
+
+def _clear(path: Path) -> None:
+    """Remove what killed runs have left that nobody goes on with: no run of `--resume`."""
+    for folder in leftovers(path):
+        if _ALONE.fullmatch(folder.name.removeprefix(f".{path.name}.")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+_ALONE = re.compile(r"partial-[0-9a-f]{12}-\d+(-\d+)?")
 
 
 def _idle(folder: Path) -> bool:

@@ -20,7 +20,9 @@ import pytest
 
 import stagewright
 from stagewright.algebra.layout import Mesh
+from stagewright.cli.main import main
 from stagewright.errors import UserError
+from stagewright.executors import ray_cluster
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.trace.formats import chakra
@@ -308,3 +310,38 @@ def test_old_directory_returns_if_the_new_one_cannot_take_its_place(
         write(program, out, manifest={"nth": 2}, force=True)
     assert json.loads((out / "manifest.json").read_text())["nth"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_force_clears_what_killed_runs_have_left(program: Program, tmp_path: Path):
+    """Not what `--resume` may go on with, nor what somebody else has named so."""
+    out = tmp_path / "out"
+    write(program, out, manifest={})
+    gone = (".out.partial-0123456789ab-17", ".out.partial-0123456789ab-17-1")
+    kept = (".out.partial-0123456789ab", ".out.partial-mine", ".other.partial-0123456789ab-17")
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "workload.0.et").touch()
+    write(program, out, manifest={}, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((*kept, "out"))
+
+
+def test_ray_that_cannot_start(monkeypatch: pytest.MonkeyPatch):
+    class RayError(Exception):
+        pass
+
+    def init(**_: object) -> None:
+        raise RayError("the agent has died\nand more")
+
+    exceptions = SimpleNamespace(RayError=RayError)
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(UserError, match=r"^Ray does not start: the agent has died$"), ray_cluster():
+        pass
+
+
+def test_a_store_that_ends_with_the_command(capsys: pytest.CaptureFixture[str]):
+    for words in (["generate", "gpt2"], ["expand", "some.bundle"]):
+        with pytest.raises(SystemExit) as end:
+            main([*words, "-o", "memory://x/out"])
+        assert end.value.code == 2
+        assert "memory://x/out: is gone when this command ends" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import click
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.cli.progress import describe_written, shown
-from stagewright.cli.writing import writing
+from stagewright.cli.writing import check_lasting, writing
 
 
 @command
@@ -31,6 +31,7 @@ def expand(bundle: str, out: str, ranks: str | None, format_: str, **how: Any) -
     from stagewright.trace.unbundle import expand
 
     started = time.perf_counter()
+    check_lasting(out)
     source = Bundle(bundle)
     chosen = None if ranks is None else shared.parse_ranks(ranks, source.world_size)
     with shown() as bar:

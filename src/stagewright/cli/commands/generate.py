@@ -12,7 +12,7 @@ from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import experiment_options
 from stagewright.cli.progress import describe_written, shown
-from stagewright.cli.writing import HOW, writing
+from stagewright.cli.writing import HOW, check_lasting, writing
 from stagewright.errors import UserError
 
 
@@ -47,6 +47,7 @@ def generate(
     """
     started = time.perf_counter()
     how = {name: settings.pop(name) for name in HOW}
+    check_lasting(out)
     experiment = shared.load_experiment(model, config, settings)
     run, cluster = experiment.run, experiment.cluster
     chosen = None if ranks is None else shared.parse_ranks(ranks, run.world_size)
