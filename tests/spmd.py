@@ -27,6 +27,7 @@ from stagewright.graph.node import Graph, Node
 from stagewright.graph.table import LEAVES, MOVES, OPS
 from stagewright.lower.recipe import sizes_of
 from stagewright.model.config import ModelConfig
+from stagewright.model.own_sizes import OwnSizes
 from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.model.state_space import StateSpace
 from stagewright.run.settings import Run
@@ -482,6 +483,15 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"mixers": ("indexed", "global"), "index_topk": 4, "index_block_size": 2}
     | {"index_n_heads": 6, "index_head_dim": 12, "qk_norm": True}
     | {"first_dense_layers": 1, "rotary_fraction": 0.34},
+    "gemma4": _MIXTURE
+    | {"mlps": ("dense+experts",), "expert_scale": True, "norm_placement": "sandwich"}
+    | {"mixers": ("local", "global"), "sliding_window": 5, "qk_norm": True, "v_norm": True}
+    | {
+        "own_sizes": (OwnSizes(num_query_groups=12, kv_channels=12, keys_are_values=True),),
+        "layers_with_own_sizes": (0, 1),
+    },
+    "decilm": {"mixers": ("global", "none"), "layers_with_own_sizes": (0, 1)}
+    | {"own_sizes": (OwnSizes(ffn_hidden_size=48),)},
     "plain": {"position": "none", "num_query_groups": 1, "activation": "relu2", "mlp_bias": True},
 }
 TINY: dict[str, ModelConfig] = {

@@ -51,6 +51,8 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
     scope = "attention"
     weights = {"q": "A/tp", "k": f"{g}/tp.kv", "v": f"{g}/tp.kv"}
     heads: dict[str, Node] = {}
+    if c.keys_are_values:
+        del weights["v"]
     for name, n in weights.items():
         x = n[0].lower()
         w = b.weight(f"w{name}", h.shape[-1], n, "D", scope=scope)
@@ -60,6 +62,10 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
             heads[name] = b.adapted(heads[name], h, f"{name}_narrow", name, spec, n, "D")
         if c.qkv_bias:
             heads[name] = b.bias(heads[name], f"b{name}", n, "D")
+        if c.keys_are_values and name == "k":
+            heads["v"] = heads["k"]
+        if c.v_norm and "v" in heads and name != "q":
+            heads["v"] = _value_norm(b, heads["v"], x)
         if c.qk_norm and name != "v":
             heads[name] = _head_norm(b, heads[name], f"{name}_norm", n)
         if turned and name != "v":
@@ -92,6 +98,12 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
     if not c.parallel_block:
         out = identity(out, "attn_reduced")
     return b.bias(out, "bo", "M") if c.attention_output_bias else out
+
+
+def _value_norm(b: Builder, x: Node, head: str) -> Node:
+    """RMSNorm without weights of each value head [B, S, heads, D]."""
+    z = f"bs{head}D"
+    return apply("norm", f"{z}->{z}", x, fn="rmsnorm", name="v_norm_out", scope="attention")
 
 
 def _head_norm(b: Builder, x: Node, name: str, heads: str) -> Node:

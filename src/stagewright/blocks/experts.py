@@ -39,10 +39,13 @@ COUNTED: dict[str, tuple[str, tuple[Size, ...]]] = {
 microbatch, a sequence, or all tokens), and the shape of the counts."""
 
 
-def experts(b: Builder, h: Node) -> Node:
-    """Routed experts, and shared ones that every token goes to."""
+def experts(b: Builder, h: Node, scored: Node | None = None) -> Node:
+    """Routed experts, and shared ones that every token goes to; the router reads `scored`, or h."""
     c = b.config
-    gates = _router(b, h)
+    gates = _router(b, h if scored is None else scored)
+    if c.expert_scale:
+        scale = b.param("w_expert_scale", "E", **OWN)
+        gates = apply("times", "bse,e->bse", gates, scale, name="gates_scaled", **OWN)
     exchange = {"alltoall": _exchanged, "allgather": _gathered}[b.recipe.experts.dispatcher]
     rows = h
     if c.moe_latent_size:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from stagewright.algebra.size import size
+from stagewright.algebra.size import Size, size
 from stagewright.blocks.attention import attention
-from stagewright.blocks.builder import Block, Builder, stream
+from stagewright.blocks.builder import Block, Builder, renamed, stream
 from stagewright.blocks.experts import experts
 from stagewright.blocks.families.shared import with_shared
 from stagewright.blocks.mlp import mlp
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.sizes import own_numbers
 from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
 from stagewright.blocks.training import finish
 from stagewright.errors import UserError
@@ -45,12 +46,20 @@ MIXERS: dict[str, Branch] = _MIXERS | {
 }
 """Mixers, which move information between positions, by `Layer.mixer`."""
 
-FEED_FORWARDS: dict[str, Branch] = {"dense": mlp, "experts": experts}
+FEED_FORWARDS: dict[str, Branch] = {"dense": mlp, "experts": experts, "dense+experts": experts}
 """MLPs, which work on each position by itself, by `Layer.mlp`."""
 
 
 def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     """One layer with its residual sums; a part called "none" is left out, norms and all."""
+    if what.sizes:
+        own = own_numbers(config, what.sizes)
+        block = layer(config.with_own_sizes(what.sizes), recipe, what._replace(sizes=0))
+
+        def rename(of: Size) -> Size:
+            return of.subs({s: f"{s}_of{what.sizes}" for s in of.symbols if s in own})
+
+        return renamed(block, block.name, rename)
     b = Builder(config, recipe)
     if config.bare:
         return _bare(b, next(m for m in config.modules if m.name == what.mixer))
@@ -83,7 +92,9 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
             continue
         read = with_shared(b, y, what.block) if what.block and part is mixer else y
         h = read if place in ("post", "output") else b.norm(read, f"{norm}_norm", scope=scope)
-        out = identity(part(b, h), "branch", scope=scope)
+        mixture = norm == "mlp" and what.mlp == "dense+experts"
+        out = _beside(b, read, h) if mixture else part(b, h)
+        out = identity(out, "branch", scope=scope)
         if place == "sandwich":
             out = b.norm(out, f"{norm}_post_norm", scope=scope)
         if place == "output":
@@ -92,6 +103,18 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
         if place == "post":
             y = b.norm(y, f"{norm}_norm", scope=scope)
     return identity(y, "y")
+
+
+def _beside(b: Builder, x: Node, h: Node) -> Node:
+    """Experts beside a dense MLP, each with norms of its own (Gemma 4's mixture).
+
+    `x` is the residual stream, `h` what the MLP reads of it; the router reads the stream by itself.
+    """
+    scored = b.norm(x, "router_norm", scope="mlp")
+    routed = experts(b, b.norm(x, "experts_norm", scope="mlp"), scored)
+    routed = b.norm(routed, "experts_post_norm", scope="mlp")
+    dense = b.norm(mlp(b, h), "dense_post_norm", scope="mlp")
+    return add(dense, routed, name="dense_and_experts", scope="mlp")
 
 
 def _as_part_of_layer(module: Module, b: Builder, h: Node) -> Node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stagewright.model.config import ModelConfig
 from stagewright.model.images import Diffusion, Vision
 from stagewright.model.recommendation import Recommendation
@@ -37,6 +39,10 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "Rank": config.shared_blocks.adapter_rank if config.shared_blocks else 0,
         "Buckets": config.relative_buckets,
     } | _state_sizes(config)
+    for number in range(1, len(config.own_sizes) + 1):
+        numbers |= {
+            f"{name}_of{number}": size for name, size in own_numbers(config, number).items()
+        }
     if config.vision:
         numbers |= _vision_sizes(config.vision, config.max_position_embeddings)
     if config.diffusion:
@@ -46,6 +52,13 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     if config.recommendation:
         numbers |= _recommendation_sizes(config.recommendation)
     return numbers
+
+
+def own_numbers(config: ModelConfig, number: int) -> dict[str, int]:
+    """The sizes in which layers with sizes of their own differ from the model's other layers."""
+    of_model = sizes(replace(config, own_sizes=(), layers_with_own_sizes=(0,)))
+    own = sizes(config.with_own_sizes(number))
+    return {name: size for name, size in own.items() if size != of_model[name]}
 
 
 def _state_sizes(config: ModelConfig) -> dict[str, int]:

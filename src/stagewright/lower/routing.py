@@ -20,6 +20,7 @@ from stagewright.algebra.size import size
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
+from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import (
     COLLECTIVES,
@@ -129,7 +130,7 @@ class Load:
                 "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
                 "identical tokens; set sequence_parallel"
             )
-        layers = [i for i in range(model.num_layers) if model.layer(i).mlp == "experts"]
+        layers = [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]
         lines = read_lines(given, model, layers)
         sent = np.zeros(model.num_layers, np.int64)
         got = np.zeros((model.num_layers, routing.positions), np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -18,6 +19,7 @@ from stagewright.model.layers import (
     Reach,
     Recurrence,
 )
+from stagewright.model.own_sizes import OwnSizes
 from stagewright.model.quantization import Quantization
 from stagewright.model.recommendation import Recommendation
 from stagewright.model.shared_blocks import SharedBlocks
@@ -108,6 +110,10 @@ class Architecture:
     each of them (OLMoE)."""
     qk_l2_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """Such a norm without weights, after rope and where there is rope (Llama 4)."""
+    v_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    """An RMSNorm without weights on every value head (Gemma 4)."""
+    keys_are_values: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    """Values are what keys are made of, before their norm and rope: there is no matrix for them."""
     attention_sinks: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """A learned score per head that takes its part of the softmax and has no value (gpt-oss)."""
     attention_gate: Annotated[bool, Excludes("latents", "shared blocks")] = False
@@ -149,6 +155,8 @@ class Architecture:
     """Where the weights are multiplied: what experts compute, their input or their output."""
     expert_bias: Annotated[bool, Needs("experts")] = False
     """Added to the scores that choose experts, to balance their load without a loss."""
+    expert_scale: Annotated[bool, Needs("experts")] = False
+    """A learned factor of each expert's results (Gemma 4)."""
     router_bias: Annotated[bool, Needs("experts")] = False
     """A learned bias of the scores, unlike `expert_bias`."""
     shared_expert_gate: Annotated[bool, Needs("experts", "shared experts")] = False
@@ -175,7 +183,7 @@ class Architecture:
     """Width of the indexer's queries and keys."""
 
     mtp_num_layers: Annotated[
-        int, Count(0, 16), Needs("token prediction"), Excludes("shared blocks")
+        int, Count(0, 16), Needs("token prediction"), Excludes("shared blocks", "own sizes")
     ] = 0
     """Layers that predict one more token each (multi-token prediction, arXiv 2412.19437)."""
     tied_embeddings: bool = False
@@ -213,6 +221,10 @@ class Architecture:
     """Users' own parts of layers, which `mixers` and `mlps` name."""
     shared_blocks: SharedBlocks | None = None
     """What some layers have before their mixers, and share."""
+    own_sizes: Annotated[tuple[OwnSizes, ...], Excludes("shared blocks")] = ()
+    """Sizes in which some layers differ from the others (Gemma 4, DeciLM), and"""
+    layers_with_own_sizes: tuple[int, ...] = (0,)
+    """the number of such sizes for each layer, counted from 1 and repeated over them; 0: none."""
     bare: Annotated[bool, Excludes("shared blocks")] = False
     """Layers and nothing else: no norms and residual sums around, no embedding, no loss."""
 
@@ -248,11 +260,27 @@ class Architecture:
         mixer = self.mixers[index % len(self.mixers)]
         shared = self.shared_blocks.layers if self.shared_blocks else (0,)
         block = shared[index % len(shared)]
+        sizes = self.layers_with_own_sizes[index % len(self.layers_with_own_sizes)]
         if self.mlps:
-            return Layer(mixer, self.mlps[index % len(self.mlps)], block=block)
+            return Layer(mixer, self.mlps[index % len(self.mlps)], block=block, sizes=sizes)
         after = index - self.first_dense_layers
         routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
-        return Layer(mixer, "experts" if routed else "dense", block=block)
+        return Layer(mixer, "experts" if routed else "dense", block=block, sizes=sizes)
+
+    @property
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of heads and of key/value heads, of each kind of layer."""
+        of_model = (self.num_attention_heads, self.num_query_groups)
+        own = (
+            (sizes.num_attention_heads or of_model[0], sizes.num_query_groups or of_model[1])
+            for sizes in self.own_sizes
+        )
+        return tuple(dict.fromkeys((of_model, *own)))
+
+    @property
+    def shared_query_groups(self) -> int:
+        """The key/value heads that tp may split in all layers alike: what divides those of each."""
+        return math.gcd(*(groups for _, groups in self.head_counts))
 
     def reach(self, mixer: str) -> Reach:
         """How far a layer with this mixer looks back."""

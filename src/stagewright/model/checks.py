@@ -19,6 +19,7 @@ from stagewright.model.layers import (
     Layer,
     Module,
 )
+from stagewright.model.own_sizes import OwnSizes
 
 _OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels")
 
@@ -67,6 +68,11 @@ MECHANISMS: Mapping[str, Mechanism] = {
         lambda m: m.position == "learned",
         "where positions are not learned",
         "where positions are learned",
+    ),
+    "own sizes": Mechanism(
+        lambda m: bool(m.own_sizes),
+        "where all layers have the same sizes",
+        "where some layers have sizes of their own",
     ),
     "token prediction": Mechanism(
         lambda m: m.predicts_tokens,
@@ -147,6 +153,7 @@ def _check_combinations(m: Architecture) -> None:
     _check_state_space(m)
     _check_shared_blocks(m)
     _check_experts(m)
+    _check_own_sizes(m)
     if any(layer[:2] == ("none", "none") for layer in _layers(m)):
         raise _reject(m, "mlps", "something in every layer whose mixer is none")
     if m.norm_bias and m.norm == "rmsnorm":
@@ -278,6 +285,25 @@ def _check_shared_blocks(m: Architecture) -> None:
         raise _reject(m, "mixers", "some in every layer with a shared block")
     if m.position not in ("rope", "none"):
         raise _reject(m, "position", "rope or none in a model with shared blocks")
+
+
+def _check_own_sizes(m: Architecture) -> None:
+    """Which layers have which sizes of their own, and that a model may have each of them."""
+    numbers, sizes = m.layers_with_own_sizes, m.own_sizes
+    if type(sizes) is not tuple or any(type(x) is not OwnSizes for x in sizes):
+        raise _reject(m, "own_sizes", "a tuple of OwnSizes")
+    if type(numbers) is not tuple or not numbers or not {*numbers} <= {*range(len(sizes) + 1)}:
+        raise _reject(m, "layers_with_own_sizes", f"numbers from 0 to {len(sizes)}, not empty")
+    if sizes and (m.encoder_num_layers or m.diffusion or m.vision or m.bare):
+        raise _reject(m, "own_sizes", "none but in a decoder")
+    for of in sizes:
+        for field, rule in rules(OwnSizes).items():
+            if wanted := rule.wanted(getattr(of, field)):
+                raise _reject(m, "own_sizes", f"{field} {wanted}")
+        heads = of.num_attention_heads or m.num_attention_heads
+        groups = of.num_query_groups or m.num_query_groups
+        if m.attends and heads % groups:
+            raise _reject(m, "own_sizes", f"key/value heads that divide the {heads} heads")
 
 
 def _check_experts(m: Architecture) -> None:

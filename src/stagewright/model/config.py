@@ -56,6 +56,13 @@ class ModelConfig(Architecture):
             mlps=(name,) if mlps else self.mlps,
         )
 
+    def with_own_sizes(self, number: int) -> ModelConfig:
+        """The model of which all layers have the sizes that some have; 0: the model itself."""
+        if not number:
+            return self
+        given = self.own_sizes[number - 1].given
+        return replace(self, **given, own_sizes=(), layers_with_own_sizes=(0,))
+
     def with_overrides(
         self,
         num_layers: int | None = None,

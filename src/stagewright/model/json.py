@@ -17,6 +17,7 @@ from stagewright.model.architecture import NESTED
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Module
+from stagewright.model.own_sizes import OwnSizes
 
 
 def to_json(model: ModelConfig) -> dict[str, Any]:
@@ -25,6 +26,10 @@ def to_json(model: ModelConfig) -> dict[str, Any]:
     for name in NESTED:
         if fields[name] is not None:
             fields[name] = dataclasses.asdict(fields[name])
+    fields["own_sizes"] = [dataclasses.asdict(sizes) for sizes in model.own_sizes]
+    for name in ("own_sizes", "layers_with_own_sizes"):
+        if not model.own_sizes:
+            del fields[name]
     if not model.notes:
         del fields["notes"]
     if model.tower is not None:
@@ -46,6 +51,9 @@ def from_json(value: object, texts: object) -> ModelConfig:
         if tower.get("tower") is not None:
             raise TypeError("the tower has a tower")
         fields["tower"] = from_json(tower, {})
+    if fields.get("own_sizes"):
+        each = cast("tuple[object, ...]", fields["own_sizes"])
+        fields["own_sizes"] = tuple(OwnSizes(**_fields(of, "own_sizes")) for of in each)
     if fields.get("modules"):
         fields["modules"] = _modules(fields["modules"], texts)
     return ModelConfig(**fields)

@@ -11,7 +11,9 @@ from stagewright.algebra.notation import Tensor
 Attention = Literal["global", "local", "chunked", "nope", "indexed", "index_shared"]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 SideBySide = Literal["global+mamba2"]
-FeedForward = Literal["dense", "experts", "none"]
+FeedForward = Literal["dense", "experts", "dense+experts", "none"]
+ROUTED = frozenset({"experts", "dense+experts"})
+"""The kinds of MLPs with experts; one has a dense MLP beside them."""
 ATTENTIONS = frozenset(get_args(Attention))
 INDEXED: frozenset[Attention] = frozenset({"indexed", "index_shared"})
 """Attention to the keys that an indexer chooses: the layer's own, or that of a layer before it."""
@@ -34,6 +36,8 @@ class Layer(NamedTuple):
     """In multi-token prediction: how many tokens after the next one the layer predicts."""
     block: int = 0
     """The shared block before the mixer, counted from 1; 0: there is no shared block."""
+    sizes: int = 0
+    """The layer's own sizes, counted from 1 in the model's `own_sizes`; 0: those of the model."""
 
 
 class Reach(NamedTuple):

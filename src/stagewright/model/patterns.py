@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind", str, int)
 
 LETTERS = {
     "M": ("mamba2", "none"),
@@ -33,7 +35,7 @@ def every(period: int, offset: int, kind: str) -> tuple[str, ...]:
     return tuple("global" if i == offset else kind for i in range(period))
 
 
-def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
+def shortest(kinds: Sequence[_Kind]) -> tuple[_Kind, ...]:
     """The shortest pattern that repeats into these layers.
 
     >>> shortest(["mamba", "global", "mamba"])

@@ -49,7 +49,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas
     sizes = {p.name: p.size for p in pieces}
-    heads = _outermost(tensor, sizes, math.gcd(run.tp, model.num_query_groups))
+    heads = _outermost(tensor, sizes, math.gcd(run.tp, model.shared_query_groups))
     key_value, inner = _key_value(run, model, tensor, heads, context)
     hybrid = any(p.dense == "dp_shard" for p in pieces)
     labels = {"tp": tensor, "cp": cp, "dp": replicas, "pp": axes("pp")}
@@ -132,7 +132,7 @@ def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
     """
     cuts = {math.gcd(run.tp, shared_groups(model)): "tp_group"} if shared_groups(model) else {}
     if model.attends:
-        cuts[math.gcd(run.tp, model.num_query_groups)] = "tp_kv"
+        cuts[math.gcd(run.tp, model.shared_query_groups)] = "tp_kv"
     shared = _striped(run)
     if shared > 1:
         cuts.setdefault(run.tp // shared, "tp_rep")
@@ -225,7 +225,7 @@ def _key_value(
 
     `heads` are the axes of `tensor` that split key-value heads where not all axes do.
     """
-    kv = math.gcd(run.tp, model.num_query_groups)
+    kv = math.gcd(run.tp, model.shared_query_groups)
     if kv == run.tp:
         key_value, inner = tensor, frozenset[str]()
     elif kv == 1:
@@ -233,7 +233,7 @@ def _key_value(
     else:
         key_value, inner = heads, frozenset(tensor) - set(heads)
     if run.cp > 1 and run.cp_comm_type == "a2a":
-        if model.num_query_groups // kv % run.cp == 0:
+        if model.shared_query_groups // kv % run.cp == 0:
             return key_value + context, inner
         inner |= set(context)
     return key_value, inner

@@ -40,15 +40,50 @@ MODEL = (
     # Ranks share key-value heads evenly: several each, or several ranks hold one.
     Refuse(
         lambda run, model: (
-            model.attends and model.num_query_groups % run.tp and run.tp % model.num_query_groups
+            model.attends
+            and model.shared_query_groups % run.tp
+            and run.tp % model.shared_query_groups
         ),
-        "tp={run.tp} neither divides the {model.num_query_groups} key-value heads of {model.name} "
-        "nor is a multiple of them; use {fit}",
+        "tp={run.tp} neither divides the {model.shared_query_groups} key-value heads of "
+        "{model.name} nor is a multiple of them; use {fit}",
         lambda run, model: {
-            "fit": either(_shared(model.num_attention_heads, model.num_query_groups))
+            "fit": either(_shared(model.num_attention_heads, model.shared_query_groups))
+        },
+    ),
+    # Some layers may have sizes of their own.
+    Refuse(
+        lambda run, model: any(
+            size % run.tp
+            for of in model.own_sizes
+            for size in (of.num_attention_heads or 0, of.ffn_hidden_size or 0)
+        ),
+        "tp={run.tp} does not divide the heads and the channels of the MLP of each layer of "
+        "{model.name}, whose layers have sizes of their own; use {fit}",
+        lambda run, model: {"fit": divisors(_own_divisor(model))},
+    ),
+    Refuse(
+        lambda run, model: model.own_sizes and not _splits_queries(model, run.tp),
+        "tp={run.tp} splits the key-value heads of {model.name} as the layers with the fewest of "
+        "them allow, and then not the query heads of the others; use {fit}",
+        lambda run, model: {
+            "fit": either(n for n in range(1, run.tp) if _splits_queries(model, n))
         },
     ),
 )
+
+
+def _own_divisor(model: ModelConfig) -> int:
+    """What divides the heads and the width of the MLP of every layer."""
+    own = [(of.num_attention_heads or 0, of.ffn_hidden_size or 0) for of in model.own_sizes]
+    sizes = [size for pair in own for size in pair]
+    return math.gcd(model.num_attention_heads, model.ffn_hidden_size, *sizes)
+
+
+def _splits_queries(model: ModelConfig, tp: int) -> bool:
+    """Whether so many ranks split the query heads of a key-value head in every kind of layer."""
+    copies = tp // math.gcd(tp, model.shared_query_groups)
+    return all(heads % tp == 0 == heads // groups % copies for heads, groups in model.head_counts)
+
 
 ROUTING = (
     Refuse(

@@ -186,19 +186,6 @@ def count_active(c: ModelConfig) -> int:
 def _count(c: ModelConfig, experts: int) -> int:
     hidden, vocab = c.hidden_size, c.vocab_size
     norm = hidden * (c.norm_weight + c.norm_bias)
-    ups = 2 if c.gated else 1
-    dense = (ups + 1) * hidden * c.ffn_hidden_size + c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
-    narrow = c.moe_latent_size or hidden
-    widths = experts * c.moe_ffn_hidden_size * narrow + c.shared_ffn_hidden_size * hidden
-    mixture = (
-        (ups + 1) * widths
-        + 2 * hidden * c.moe_latent_size
-        + hidden * (c.num_experts + c.shared_expert_gate)
-    )
-    mixture += c.mlp_bias * experts * (ups * c.moe_ffn_hidden_size + hidden)
-    mixture += c.router_bias * c.num_experts
-    sequential = 4 if c.norm_placement == "sandwich" else 2
-    norms = c.parallel_norms if c.parallel_block else sequential
     rows = c.max_position_embeddings + c.position_offset if c.position == "learned" else 0
     table = vocab * (c.embedding_size or hidden)
     embedding = table + (rows + c.token_types) * hidden + c.embedding_norm * norm
@@ -207,17 +194,12 @@ def _count(c: ModelConfig, experts: int) -> int:
     head += c.pooler * (hidden * hidden + hidden) + c.mlm_transform * (
         hidden * hidden + hidden + norm
     )
-    mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
-    mixers["indexed"] += _indexer(c)
-    if c.recurrence:
-        mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
-    mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
-    mlps = {"dense": dense, "experts": mixture, "none": 0}
+    dense = _dense(c)
     layers = 0
-    for mixer, mlp, _, block in map(c.layer, range(c.num_layers)):
-        layers += mixers[mixer] + mlps[mlp] + (_adapters(c) if block else 0)
-        halves = (mixer != "none") + (mlp != "none")
-        layers += norm * (norms if halves == 2 else norms // 2)
+    for layer in map(c.layer, range(c.num_layers)):
+        own = c.with_own_sizes(layer.sizes)
+        layers += _layer(own, layer.mixer, layer.mlp, experts)
+        layers += _adapters(c) if layer.block else 0
     if c.shared_blocks:
         q, k = (n * c.kv_channels for n in (c.num_attention_heads, c.num_query_groups))
         # One of the norms is twice as wide.
@@ -228,6 +210,35 @@ def _count(c: ModelConfig, experts: int) -> int:
         layers += c.encoder_num_layers * (_attention(c) + dense + 2 * norm) + norm
         layers += 2 * c.relative_buckets * c.num_attention_heads
     return layers + embedding + projections + head
+
+
+def _dense(c: ModelConfig) -> int:
+    hidden, ups = c.hidden_size, 2 if c.gated else 1
+    biases = c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
+    return (ups + 1) * hidden * c.ffn_hidden_size + biases
+
+
+def _layer(c: ModelConfig, mixer: str, mlp: str, experts: int) -> int:
+    """A layer with its norms, of which Gemma 4's mixture has four more, the router's among them."""
+    hidden, ups = c.hidden_size, 2 if c.gated else 1
+    norm = hidden * (c.norm_weight + c.norm_bias)
+    narrow = c.moe_latent_size or hidden
+    widths = experts * c.moe_ffn_hidden_size * narrow + c.shared_ffn_hidden_size * hidden
+    mixture = (ups + 1) * widths + 2 * hidden * c.moe_latent_size
+    mixture += hidden * (c.num_experts + c.shared_expert_gate)
+    mixture += c.mlp_bias * experts * (ups * c.moe_ffn_hidden_size + hidden)
+    mixture += (c.router_bias + c.expert_scale) * c.num_experts
+    sequential = 4 if c.norm_placement == "sandwich" else 2
+    norms = c.parallel_norms if c.parallel_block else sequential
+    mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
+    mixers["indexed"] += _indexer(c)
+    if c.recurrence:
+        mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
+    mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
+    mlps = {"dense": _dense(c), "experts": mixture, "none": 0}
+    mlps["dense+experts"] = mlps["dense"] + mixture + 4 * norm
+    halves = (mixer != "none") + (mlp != "none")
+    return mixers[mixer] + mlps[mlp] + norm * (norms if halves == 2 else norms // 2)
 
 
 def _adapters(c: ModelConfig) -> int:
@@ -308,7 +319,7 @@ def _attention(c: ModelConfig) -> int:
         query = rank * (hidden + 1 + queries) if rank else hidden * queries
         return query + latent + values * hidden
     qkv = queries + 2 * keys
-    attention = hidden * qkv + queries * hidden
+    attention = hidden * (qkv - c.keys_are_values * keys) + queries * hidden
     gates = c.num_attention_heads if c.attention_gate_per_head else queries
     attention += c.attention_gate * hidden * gates + c.attention_sinks * c.num_attention_heads
     normed = queries + keys if c.qk_norm_over_heads else 2 * width

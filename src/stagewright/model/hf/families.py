@@ -7,7 +7,7 @@ fields (`decoders`, `states`). The keys that files of a model type may leave out
 
 from __future__ import annotations
 
-from stagewright.model.hf import decoders, dense, mixtures, sparse, states
+from stagewright.model.hf import decoders, dense, mixtures, own, sparse, states
 from stagewright.model.hf.keys import Family, Map
 
 
@@ -251,12 +251,18 @@ FAMILIES: dict[str, Family] = {
     "LagunaForCausalLM": _like_llama(("laguna",), mixtures.LAGUNA),
     "Step3p7FlashForCausalLM": _like_llama(
         ("step3p7", "step3p5"),
-        mixtures.STEP3,
+        own.STEP3_OWN,
         unused=("n_shared_experts", "use_moe_router_bias"),
         attention_bias=False,
         mlp_bias=False,
         scoring_func="sigmoid",
     ),
+    "Gemma4ForCausalLM": _like_llama(
+        ("gemma4_text", "gemma4"),
+        own.GEMMA4,
+        unused=("vocab_size_per_layer_input", "use_bidirectional_attention"),
+    ),
+    "DeciLMForCausalLM": _like_llama(("nemotron-nas", "deci"), own.DECILM),
     "Qwen3_5ForCausalLM": Family(
         ("qwen3_5_text", "qwen3_5"),
         "qwen3-next-80b-a3b",
