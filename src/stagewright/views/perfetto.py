@@ -50,7 +50,7 @@ def events(line: Timeline) -> Iterator[str]:
     arrows = _arrows(line)
     for nth, lane in enumerate(line.lanes):
         yield from _names(line, nth, lane)
-        yield from _actions(nth, lane)
+        yield from _actions(line, nth, lane)
         yield from _tasks(line, nth, lane, arrows[nth])
         yield from _memory(nth, lane)
 
@@ -108,7 +108,7 @@ def _micro(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
-def _actions(nth: int, lane: Lane) -> Iterator[str]:
+def _actions(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     """What kernels of one stage, direction and microbatch follow each other, as one slice."""
     place = np.flatnonzero(lane.main)
     if not len(place):
@@ -125,6 +125,8 @@ def _actions(nth: int, lane: Lane) -> Iterator[str]:
     for (stage, back, microbatch, is_step), b, e in zip(
         what[:, first].T.tolist(), begin.tolist(), end.tolist(), strict=True
     ):
+        if line.steady and e == b:  # of another step
+            continue
         name = "step" if is_step else f"{stage}{'FB'[back]}{microbatch}"
         yield (
             f'{{"ph":"X","pid":{nth},"tid":{_ACTIONS},"ts":{_micro(b)},"dur":{_micro(e - b)},'
@@ -143,6 +145,8 @@ def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[st
     )  # fmt: skip
     for row in zip(*(column.tolist() for column in columns), strict=True):
         kind, tid, begin, end, number, name, phase, microbatch, flops, size = row
+        if line.steady and end == begin:  # of another step
+            continue
         where = f'"pid":{nth},"tid":{tid}'
         work = f'"flops":{flops},' if kind == TaskKind.COMPUTE else ""
         yield (

@@ -55,6 +55,11 @@ class Execution:
     )
     """Not once for each expert: Megatron-LM's `--moe-token-dispatcher-type flex`. Durations follow
     it; traces have a copy for each expert."""
+    pipeline_drain: Switch = setting(
+        False,
+        "Decode with pp: time one step from an empty pipeline to an empty one, not one of many.",
+    )
+    """By default pp batches are in flight, as in vLLM; see `time.simulate.steady`."""
     overlap_slowdown: float = setting(
         0.0,
         "Kernels take 1 + X times as long while a collective runs beside them.",

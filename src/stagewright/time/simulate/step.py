@@ -23,6 +23,7 @@ nothing were masked:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -34,6 +35,7 @@ from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
+from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_by
 from stagewright.program.memory import deltas
 from stagewright.program.shapes import GEMM
@@ -49,6 +51,7 @@ from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
+from stagewright.time.simulate.steady import in_flight, steady_step
 from stagewright.time.simulate.timeline import Progress, Timeline, timeline
 from stagewright.time.simulate.utilization import (
     Flops,
@@ -283,19 +286,28 @@ def executed(
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> Timeline:
-    """The timeline of one step; raises UserError where the execution's settings exclude the run."""
+    """The timeline of one step; raises UserError where the execution's settings exclude the run.
+
+    A step of decode on a pipeline is one of many (`steady`), unless `how` drains the pipeline.
+    """
     if how.overlap_moe_expert_parallel_comm:
         ep_overlap.check(compiled.run)
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
-    seconds = task_seconds(
-        compiled.program,
-        machine,
-        tp_comm_overlap=how.tp_comm_overlap,
-        routed=_routed(compiled.run, compiled.model) if how.moe_flex_dispatcher else None,
-    )
-    return timeline(compiled.program, seconds, how, factors, progress)
+    run = compiled.run
+    routed = _routed(run, compiled.model) if how.moe_flex_dispatcher else None
+
+    def simulated(program: Program) -> Timeline:
+        overlap = how.tp_comm_overlap
+        seconds = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
+        return timeline(program, seconds, how, factors, progress)
+
+    if not in_flight(run) or how.pipeline_drain:
+        return simulated(compiled.program)
+    batches = run.dp * run.microbatches
+    tokens = math.ceil(sum(g.count * (g.new_tokens or 0) for g in groups(run)) / batches)
+    return steady_step(compiled.program, tokens, simulated)
 
 
 def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:

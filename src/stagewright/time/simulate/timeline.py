@@ -70,6 +70,8 @@ class Timeline:
     how: Execution
     lanes: tuple[Lane, ...]
     endpoints: Endpoints
+    steady: bool = False
+    """Whether the step is one of many in a pipeline that never drains (`steady`)."""
 
     @cached_property
     def ticks(self) -> int:

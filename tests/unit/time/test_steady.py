@@ -1,0 +1,122 @@
+"""Decode on a pipeline in steady state: the time of a step in closed form, and what it means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stagewright as sw
+from stagewright.cli.main import main
+from stagewright.program.columns import TaskKind
+from stagewright.time.collectives import message_seconds
+from stagewright.time.cost import task_seconds
+from stagewright.time.simulate.steady import TOKEN
+from stagewright.views.perfetto import write
+from trace_events import check
+
+SETTINGS: dict[str, Any] = {"mode": "decode", "context_length": 2048}
+
+
+@pytest.mark.parametrize(
+    ("pp", "requests", "layers"),
+    [
+        (2, 64, (16, 16)),
+        (4, 64, (9, 9, 9, 5)),
+        (4, 64, (2, 26, 2, 2)),
+        (4, 64, (8, 8, 8, 8)),
+        (4, 1, (8, 8, 8, 8)),
+        (4, 3, (8, 8, 8, 8)),
+        (8, 64, (4,) * 8),
+    ],
+)
+def test_a_step_takes_the_busiest_stage_or_the_way_round(
+    pp: int, requests: int, layers: tuple[int, ...]
+) -> None:
+    """A stage computes each of m batches once in a step; a batch passes all stages and returns."""
+    found = sw.simulate(
+        "llama3-8b", "h100-sxm", pp=pp, batch_size=requests, layers_per_stage=layers, **SETTINGS
+    )
+    program, machine = found.compiled.program, found.machine
+    batches = found.compiled.run.microbatches
+    assert batches == min(pp, requests)
+    stages: list[list[float]] = []
+    sent = 0.0
+    for of, seconds in zip(program.classes, task_seconds(program, machine), strict=True):
+        tasks = of.tasks
+        kernels = tasks.kind == TaskKind.COMPUTE
+        each = [kernels & (tasks.microbatch == m) for m in range(batches)]
+        stages.append([float(seconds[mine].sum()) for mine in each])
+        sends = tasks.kind == TaskKind.SEND
+        sent += float(seconds[sends & (tasks.microbatch == 0)].sum())
+    back = message_seconds(-(-requests // batches) * TOKEN, 0, machine)
+    around = max(sum(stage[m] for stage in stages) for m in range(batches)) + sent + back
+    busiest = max(sum(stage) for stage in stages)
+    assert found.seconds == pytest.approx(max(busiest, around), rel=1e-6)
+    assert found.tokens_per_second == pytest.approx(requests / found.seconds)
+    assert found.mean.total == pytest.approx(found.seconds)
+    assert sum(found.critical_path.values()) == pytest.approx(found.seconds)
+    for each, stage in zip(found.parts, stages, strict=True):
+        assert sum(each.kernels.values()) == pytest.approx(sum(stage))
+        assert each.total == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(8, 1), (4, 2), (2, 4)])
+def test_70b_on_eight_gpus_has_next_to_no_bubble(tp: int, pp: int) -> None:
+    # A drained step had a bubble of 34% with pp=2 and of 44% with pp=4.
+    settings: dict[str, Any] = {"mode": "decode", "batch_size": 64, "tp": tp, "pp": pp}
+    found = sw.simulate("llama3.1-70b", "h100-sxm", **settings)
+    assert found.mean.bubble < 0.04 * found.seconds
+    drained = sw.simulate("llama3.1-70b", "h100-sxm", **settings, pipeline_drain=True)
+    assert drained.seconds / found.seconds == pytest.approx((2 * pp - 1) / pp, rel=0.05)
+    assert found.hfu == pytest.approx(drained.hfu * drained.seconds / found.seconds)
+
+
+def test_a_drained_step_is_that_of_the_program_alone() -> None:
+    found = sw.simulate("gpt2", "h100-sxm", mode="decode", pp=2, pipeline_drain=True)
+    assert found.line.program is found.compiled.program
+    assert not found.line.steady
+
+
+@pytest.mark.parametrize("mode", ["prefill", "train"])
+def test_other_modes_are_drained(mode: str) -> None:
+    assert not sw.simulate("gpt2", "h100-sxm", mode=mode, pp=2).line.steady
+
+
+def test_ranks_with_other_requests_and_a_straggler() -> None:
+    requests = [{"count": 5, "context_length": 512}, {"count": 2, "context_length": 8000}]
+    settings: dict[str, Any] = {"mode": "decode", "dp": 2, "pp": 2, "tp": 2, "requests": requests}
+    found = sw.simulate("llama3-8b", "h100-sxm", **settings)
+    slow = sw.simulate("llama3-8b", "h100-sxm", **settings, stragglers={0: 1.5})
+    for each in (found, slow):
+        assert each.mean.total == pytest.approx(each.seconds)
+        assert sum(each.critical_path.values()) == pytest.approx(each.seconds)
+    assert 1.2 < slow.seconds / found.seconds < 1.5
+
+
+def test_perfetto_shows_one_step(tmp_path: Path) -> None:
+    found = sw.simulate("llama3-8b", "h100-sxm", layers=4, pp=2, batch_size=8, **SETTINGS)
+    out = tmp_path / "step.json"
+    write(found.line, str(out), "decode")
+    trace = json.loads(out.read_text())
+    check(trace)
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] != "action"]
+    tasks = sum(len(of.tasks) for of in found.compiled.program.classes)
+    assert tasks <= len(slices) <= 1.1 * tasks
+    assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(1e6 * found.seconds, rel=1e-3)
+
+
+def test_the_command_line_has_both(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "llama3-8b", "--mode", "decode", "--pp", "2", "--layers", "4"]
+    steps: list[float] = []
+    for more in ([], ["--pipeline-drain"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--hardware", "h100-sxm", "--json", *more])
+        found = json.loads(capsys.readouterr().out)
+        assert found["execution"]["pipeline_drain"] is bool(more)
+        steps.append(found["step_seconds"])
+        assert np.isclose(sum(found["critical_path"].values()), steps[-1])
+    assert steps[0] < steps[1]
