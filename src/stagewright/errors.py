@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_LONG_WORD = re.compile(r"\S{300,}")  # no name, and hardly a path
+_LONG_WORD = re.compile(r"\S{300,}(?<!['\",;:.)\]])")  # no name, and hardly a path
 
 
 class UserError(Exception):
@@ -18,11 +18,12 @@ class UserError(Exception):
         >>> str(UserError(f"no schedule {'x' * 3000}"))[-30:]
         'xxxxxxxx... (3,000 characters)'
         """
-        super().__init__(_LONG_WORD.sub(_cut, message))
+        super().__init__(shorten(message))
 
 
-def _cut(word: re.Match[str]) -> str:
-    return f"{word[0][:60]}... ({len(word[0]):,} characters)"
+def shorten(message: str) -> str:
+    """A message in which words too long to be read are cut."""
+    return _LONG_WORD.sub(lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)", message)
 
 
 class Stopped(KeyboardInterrupt):

@@ -13,7 +13,7 @@ import stagewright
 from stagewright.cli.commands import entries
 from stagewright.cli.help import examples_text
 from stagewright.cli.words import no_such_option, takers
-from stagewright.errors import Stopped, UserError, did_you_mean
+from stagewright.errors import Stopped, UserError, did_you_mean, shorten
 from stagewright.printable import printable
 
 USER_ERROR = 2
@@ -115,6 +115,6 @@ def _status(arguments: Sequence[str] | None) -> int:
 
 
 def _complain(message: str) -> int:
-    line = " ".join(message.split())
+    line = shorten(" ".join(message.split()))
     print(f"stagewright: error: {printable(line)}", file=sys.stderr)
     return USER_ERROR

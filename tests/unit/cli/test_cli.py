@@ -193,6 +193,7 @@ def test_a_long_word_is_cut(call: Call):
         error = call("simulate", "gpt2", setting, "x" * 3000).err
         assert len(error) < 700, setting
     assert len(call("show", "x" * 3000).err) < 700
+    assert len(call("show", "gpt2", "--" + "x" * 3000).err) < 700
 
 
 def test_models_json(call: Call):
