@@ -275,7 +275,7 @@ def ops() -> str:
         "over an axis may pass (*all*: if all operands are; *one*: if one is); *fused*: joins its "
         "neighbours in one kernel. The example is of a model here.\n"
     ]
-    heads = ("op", "index expression, for example", "FLOPs", "sum", "fused", "gradient")
+    heads = ("op", "computes", "index expression, for example", "FLOPs", "sum", "fused", "gradient")
     for family in ops.FAMILIES:
         rows: list[Sequence[object]] = []
         for name, op in family.ROWS.items():
@@ -286,7 +286,7 @@ def ops() -> str:
             sums = "all" if op.linear else "one" if op.multilinear else ""
             spec = "" if node is None else f"`{node['spec']}`"
             fused, gradient = ("yes" if of else "" for of in (op.fuses, op.vjp))
-            rows.append((f"`{name}`", spec, cost, sums, fused, gradient))
+            rows.append((f"`{name}`", op.sentence, spec, cost, sums, fused, gradient))
         title = re.sub(r": rows[^:]*$", "", first(family))
         parts.append(f"## {title}\n\n{table(heads, rows)}")
     return "\n".join(parts)

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -216,22 +216,19 @@ class ObjectStore:
 
     def sizes(self) -> dict[str, int]:
         """The names of all objects of the folder and their bytes."""
-        return dict(self._found())
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        files = (entry for entry in entries if entry["type"] == "file")
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in files}
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""
         for name in names:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
-
-    def _found(self) -> Iterator[tuple[str, int]]:
-        self._fs.invalidate_cache()
-        try:
-            for entry in self._fs.ls(self._root, detail=True):
-                if entry["type"] == "file":
-                    yield entry["name"].rsplit("/", 1)[-1], int(entry["size"] or 0)
-        except FileNotFoundError:
-            return
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
