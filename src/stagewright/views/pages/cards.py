@@ -63,14 +63,18 @@ def _asked(compiled: CompiledRun) -> list[Card]:
     return [Card("Global batch size", f"{run.global_batch_size:,}", many)]
 
 
+def _rate(per_second: float) -> str:
+    return count(round(per_second)) if per_second >= 100 else f"{per_second:.3g}"
+
+
 def _timed(compiled: CompiledRun, found: SimulatedStep) -> list[Card]:
     rate = found.tokens_per_second
     shown = [
         Card("Step time", duration(found.seconds), f"{found.tokens:,} tokens"),
         Card(
             "Throughput",
-            count(round(rate)),
-            f"tokens/s; {rate / found.machine.gpus:,.0f} per GPU",
+            _rate(rate),
+            f"tokens/s; {_rate(rate / found.machine.gpus)} per GPU",
         ),
     ]
     if compiled.run.mode == "train":

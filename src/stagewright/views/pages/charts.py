@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import spans
-from stagewright.program.columns import PHASES
+from stagewright.program.columns import PHASES, Program, RankClass
 from stagewright.time.simulate.breakdown import Breakdown
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.pictures import bars, svg
 from stagewright.views.pictures.chart import BYTES, FLOPS, SCREENS, SHARE, Measure
+from stagewright.views.stages import stage_kind
 from stagewright.views.summary import Summary
 
 
@@ -72,28 +73,46 @@ def parts_of_time(found: SimulatedStep) -> Draw:
 
 def _some_lanes(found: SimulatedStep) -> list[tuple[str, Breakdown]]:
     """Groups of ranks whose printed shares differ, each with its parts."""
+    program = found.compiled.program
     known: dict[tuple[str, ...], Breakdown] = {}
     ranks: dict[tuple[str, ...], list[int]] = {}
     for lane, each in zip(found.line.lanes, found.parts, strict=True):
         shares = [*each.kernels.values(), *each.exposed.values(), each.bubble]
-        key = tuple(f"{s / found.seconds:.1%}" for s in shares)
+        key = (stage_kind(program, lane.of), *(f"{s / found.seconds:.1%}" for s in shares))
         known.setdefault(key, each)
         ranks.setdefault(key, []).append(lane.of.pipeline_rank)
+    return [(_named(key[0], sorted({*some})), known[key]) for key, some in ranks.items()]
+
+
+def _named(kind: str, stages: Sequence[int]) -> str:
+    return f"{kind}{'s' * (len(stages) > 1)} {spans(stages, 2)}"
+
+
+def peaks(
+    compiled: CompiledRun, found: SimulatedStep | None
+) -> list[tuple[RankClass, dict[str, int]]]:
+    """Classes of ranks, and what each holds at its peak by category: as simulated if it was."""
+    if found:
+        lanes = zip(found.line.lanes, found.peaks, strict=True)
+        return [(lane.of, peak) for lane, peak in lanes]
     return [
-        (f"stage{'s' * (len(stages) > 1)} {spans(stages, 2)}", known[key])
-        for key, some in ranks.items()
-        for stages in [sorted({*some})]
+        (of, {k: v for k, v in of.memory.items() if k != "peak" and v})
+        for of in compiled.program.classes
     ]
 
 
-def peaks(compiled: CompiledRun, found: SimulatedStep | None) -> list[tuple[int, dict[str, int]]]:
-    """Pipeline ranks, and what is held at the peak by category: in the simulation if there is."""
-    if found:
-        lanes = zip(found.line.lanes, found.peaks, strict=True)
-        return [(lane.of.pipeline_rank, peak) for lane, peak in lanes]
+def _by_stage(
+    program: Program, rows: Sequence[tuple[RankClass, Mapping[str, float]]]
+) -> list[bars.StackedBar]:
+    """A bar for stages with equal parts."""
+    kinds = dict.fromkeys(stage_kind(program, of) for of, _ in rows)
     return [
-        (of.pipeline_rank, {k: v for k, v in of.memory.items() if k != "peak" and v})
-        for of in compiled.program.classes
+        bar
+        for kind in kinds
+        for bar in bars.merge_equal(
+            [(of.pipeline_rank, parts) for of, parts in rows if stage_kind(program, of) == kind],
+            kind,
+        )
     ]
 
 
@@ -102,17 +121,17 @@ def peak_memory(compiled: CompiledRun, found: SimulatedStep | None, room: int | 
     limit = None
     if room is not None:
         limit = bars.Limit(room, f"device memory {BYTES.show(room)}")
-    rows = bars.merge_equal(peaks(compiled, found), "stage")
+    rows = _by_stage(compiled.program, peaks(compiled, found))
     return _bars(rows, svg.CATEGORIES, "Memory at the peak by category", BYTES, limit)
 
 
-def work(numbers: Summary) -> Draw:
+def work(compiled: CompiledRun, numbers: Summary) -> Draw:
     """FLOPs of a rank by phase as bars."""
-    of_stages = [
-        (each["stage"], {phase: each["flops"][phase] for phase in PHASES})
-        for each in numbers["rank_classes"]
+    of_classes = [
+        (of, {phase: each["flops"][phase] for phase in PHASES})
+        for of, each in zip(compiled.program.classes, numbers["rank_classes"], strict=True)
     ]
-    rows = bars.merge_equal(of_stages, "stage")
+    rows = _by_stage(compiled.program, of_classes)
     return _bars(rows, svg.PHASES, "FLOPs of a rank by phase", FLOPS)
 
 

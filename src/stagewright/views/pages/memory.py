@@ -13,13 +13,14 @@ from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import quantity, spans
 from stagewright.program import memory
-from stagewright.program.columns import RankClass
+from stagewright.program.columns import Program, RankClass
 from stagewright.texttable import Table
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.pages.charts import Chart, chart
 from stagewright.views.pages.templates import render
 from stagewright.views.pictures import memory as pictures
 from stagewright.views.pictures import timeline
+from stagewright.views.stages import stage_name
 from stagewright.views.tables import alive_in_words
 
 POINTS = 500
@@ -93,7 +94,7 @@ def over_time(
     capacity = fit.device_memory if fit else None
     scale = pictures.Scale(max(max(each.total) for each in levels), capacity)
     panels = [
-        _panel(nth, each, scale, of_class, ranks, data)
+        _panel(compiled.program, nth, each, scale, of_class, ranks, data)
         for nth, each in zip(chosen, levels, strict=True)
     ]
     legend = chart(lambda name, width: pictures.legend(levels, name, width), "held-legend")
@@ -101,6 +102,7 @@ def over_time(
 
 
 def _panel(
+    program: Program,
     nth: int,
     levels: pictures.Levels,
     scale: pictures.Scale,
@@ -111,12 +113,13 @@ def _panel(
     name, of, mine = f"held{nth}", of_class[nth], ranks[nth]
     data[name] = pictures.data(levels)
     peak = quantity(max(levels.total), "B")
-    label = f"Memory of stage {of.pipeline_rank} over a step: peak {peak}"
+    stage = stage_name(program, of)
+    label = f"Memory of {stage} over a step: peak {peak}"
     drawn = chart(
         lambda _, width: pictures.picture(levels, name, label, scale, width), name, live=name
     )
     alike = sum(each.pipeline_rank == of.pipeline_rank for each in of_class) > 1
-    title = f"stage {of.pipeline_rank}" + (f": {spans(mine, 1)}" if alike else "")
+    title = stage + (f": {spans(mine, 1)}" if alike else "")
     who = f"Rank{'s' * (len(mine) > 1)} {spans(mine)}"
     return Panel(title, who, _peak_in_words(of), drawn, _alive(of))
 

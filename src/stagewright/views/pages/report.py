@@ -20,25 +20,30 @@ from stagewright.views.pages.charts import Chart, chart
 from stagewright.views.pages.templates import render
 from stagewright.views.pages.traffic import TrafficMatrices, exchange
 from stagewright.views.pictures import layer, schedule, timeline
+from stagewright.views.stages import stage_name
 from stagewright.views.summary import Summary, summary
+
+FLOPS = "FLOPs of one rank in a step, two for each multiply-add."
+"""The caption of the chart of FLOPs."""
 
 
 def page(compiled: CompiledRun, found: SimulatedStep | None = None) -> str:
     """The page of a run; with a simulation, the page also shows the step's time on a machine."""
     numbers = summary(compiled)
     data: dict[str, Any] = {}
+    fit = fit_of(compiled, found)
     return render(
         "report.html",
         title=heading(compiled, found),
         run=compiled.run.describe(),
-        fit=fit_of(compiled, found),
+        fit=fit,
+        fullest=stage_name(compiled.program, fit.fullest.of) if fit else "",
         cards=cards(compiled, found),
         remarks=remarks(compiled, found),
         time=_time(found, data) if found else None,
         memory=_memory(compiled, numbers, found, data),
         compute=(
-            chart(charts.work(numbers), "flops", "FLOPs of one rank in a step, two for each "
-                  "multiply-add.", zooms=True),
+            chart(charts.work(compiled, numbers), "flops", FLOPS, zooms=True),
             tables.compute(numbers),
         ),
         communication=_communication(compiled, numbers, data),

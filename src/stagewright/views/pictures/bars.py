@@ -41,11 +41,11 @@ def merge_equal(parts: Sequence[tuple[int, Mapping[str, float]]], what: str) -> 
     >>> merge_equal([(0, {"a": 2}), (1, {"a": 1}), (2, {"a": 1})], "stage")
     [StackedBar(label='stage 0', parts={'a': 2}), StackedBar(label='stages 1-2', parts={'a': 1})]
     """
-    numbers_of: dict[tuple[tuple[str, float], ...], list[int]] = {}
+    numbers_of: dict[tuple[tuple[str, float], ...], set[int]] = {}
     for number, lengths in parts:
-        numbers_of.setdefault(tuple(lengths.items()), []).append(number)
+        numbers_of.setdefault(tuple(lengths.items()), set()).add(number)
     return [
-        StackedBar(f"{what}{'s' * (len(numbers) > 1)} {spans(numbers, 2)}", dict(key))
+        StackedBar(f"{what}{'s' * (len(numbers) > 1)} {spans(sorted(numbers), 2)}", dict(key))
         for key, numbers in numbers_of.items()
     ]
 

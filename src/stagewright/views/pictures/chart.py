@@ -15,14 +15,14 @@ from stagewright.numbers import duration, quantity
 from stagewright.views.pictures import svg
 
 
-class Screen(NamedTuple):
+class ScreenSize(NamedTuple):
     """A way to draw a chart: its name, a class of the page's style sheet, and units across."""
 
     name: str
     width: int
 
 
-SCREENS = (Screen("narrow", 360), Screen("medium", svg.WIDTH), Screen("wide", 1120))
+SCREENS = (ScreenSize("narrow", 360), ScreenSize("medium", svg.WIDTH), ScreenSize("wide", 1120))
 """For a phone, for a tablet and for paper, and for a desk."""
 
 

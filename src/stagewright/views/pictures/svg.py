@@ -143,7 +143,7 @@ class Fills:
             paint = f'fill="{fill.colour}" pointer-events="none"'
             patch = rect(x - wide / 2, y - 11, wide, 14, paint)
         more = f'fill="{fill.ink}" pointer-events="none"'
-        return f"<g>{patch}{text(x, y, words, 'middle', more)}</g>"
+        return f'<g data-x="{number(x)}">{patch}{text(x, y, words, "middle", more)}</g>'
 
     def _id(self, fill: Fill) -> str:
         # Named by its looks: two pictures of one name on a page mean the same by an id.

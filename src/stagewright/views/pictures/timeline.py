@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.numbers import duration, plural
-from stagewright.program.columns import PHASES
+from stagewright.numbers import duration, plural, spans
+from stagewright.program.columns import PHASES, Program
 from stagewright.time.simulate.breakdown import axes_of
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 from stagewright.views.pictures import svg
 from stagewright.views.pictures.chart import AXIS, SECONDS, Across
+from stagewright.views.stages import stage_name
 
 COLUMN = 2
 KERNELS, TRANSFERS, GAP = 26, 15, 10
@@ -56,16 +57,16 @@ def strips(line: Timeline) -> list[Strips]:
     every = sorted({name for of_lane in axes for name in of_lane.names})
     long: set[str] = set()
     found: list[Strips] = []
-    for lane, of_lane in zip(lanes, axes, strict=True):
+    for name, lane, of_lane in zip(_names(line.program, lanes), lanes, axes, strict=True):
         phase = lane.of.tasks.phase[lane.issue.rows]
-        kernels = [Strip(name, lane.main & (phase == nth)) for nth, name in enumerate(PHASES)]
-        transfers = [Strip(name, of_lane.of == nth) for nth, name in enumerate(of_lane.names)]
+        kernels = [Strip(each, lane.main & (phase == nth)) for nth, each in enumerate(PHASES)]
+        transfers = [Strip(axis, of_lane.of == nth) for nth, axis in enumerate(of_lane.names)]
         for each in transfers:
             busy = float((lane.end - lane.begin)[each.tasks].sum())
             if busy > LEAST * line.ticks:
                 long.add(each.name)
         kernels = [each for each in kernels if each.tasks.any()]
-        found.append(Strips(_name_of(lane), lane, kernels, transfers))
+        found.append(Strips(name, lane, kernels, transfers))
     shown = [name for name in every if name in long]
     return [
         of._replace(transfers=[each for each in of.transfers if each.name in shown]) for of in found
@@ -169,9 +170,15 @@ def chosen(count: int, most: int) -> list[int]:
     return [nth * (count - 1) // (most - 1) for nth in range(most)]
 
 
-def _name_of(lane: Lane) -> str:
-    stage = f"stage {lane.of.pipeline_rank}"
-    return f"{stage}, rank {lane.ranks[0]}" if len(lane.ranks) == 1 else stage
+def _names(program: Program, lanes: Sequence[Lane]) -> list[str]:
+    """The stages of lanes; with ranks where one stage has several lanes."""
+    stages = [stage_name(program, lane.of) for lane in lanes]
+    return [
+        stage
+        if stages.count(stage) == 1
+        else f"{stage}, rank{'s' * (len(lane.ranks) > 1)} {spans(lane.ranks.tolist(), 1)}"
+        for stage, lane in zip(stages, lanes, strict=True)
+    ]
 
 
 def _busy(lane: Lane, mine: Bool, edges: Float) -> Float:

@@ -231,7 +231,23 @@
       rect.setAttribute('x', Number(low.toFixed(1)));
       rect.setAttribute('width', Number(Math.max(0, high - low).toFixed(1)));
     });
-    all('.labels,.limit', svg).forEach(function (group) {
+    // A label stays in what is seen of its part, if there is room.
+    all('.labels', svg).forEach(function (group) {
+      var parts = all('rect', group.previousElementSibling);
+      all('[data-x]', group).forEach(function (label) {
+        var x = +label.dataset.x, part = parts.filter(function (each) {
+          return each.whole[0] <= x && x <= each.whole[0] + each.whole[1];
+        })[0];
+        var low = +part.getAttribute('x'), width = +part.getAttribute('width');
+        label.setAttribute('transform', 'translate(' + (low + width / 2 - x).toFixed(1) + ' 0)');
+        label.style.display = width < label.textContent.length * 8 + 8 ? 'none' : '';
+        if (by === 1) {
+          label.removeAttribute('transform');
+          label.style.display = '';
+        }
+      });
+    });
+    all('.limit', svg).forEach(function (group) {
       group.style.display = by > 1 ? 'none' : '';
     });
   }
