@@ -9,7 +9,7 @@ named constants here: a matter of taste, which changes no number.
 ...     print(remark)
 warning: The pipeline: ranks are idle 27.3% of the step by the schedule alone: 8 microbatches \
 pass through 4 stages. More microbatches (global_batch_size), virtual stages (vpp) or another \
-schedule make that less.
+schedule shorten the idle time.
 warning: Balance: stage 3 computes 18% more FLOPs than the mean stage, and the others wait for it; \
 layers_per_stage moves layers.
 """
@@ -32,6 +32,7 @@ from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.deviations import known
+from stagewright.views.stages import stage_name
 
 LEVELS = ("problem", "warning", "note")
 
@@ -39,6 +40,8 @@ MUCH_IDLE = 0.1
 """Share of the step in which ranks are idle."""
 MUCH_EXPOSED = 0.1
 """Share of the step that communication along one axis is exposed."""
+LITTLE = 0.01
+"""Share of the step below which no waiting explains a low MFU."""
 LOW_MFU = 0.35
 """Llama 3 405B reached 38% to 43% on 8,192 and 16,384 H100 (arXiv 2407.21783, table 4)."""
 MUCH_UNEVEN = 0.1
@@ -60,9 +63,9 @@ class Remark(NamedTuple):
 
 def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[Remark]:
     """Remarks on a run, and on its simulation where there is one; the most severe come first."""
-    fit, device = compiled.fit, "a device"
+    fit, device = compiled.fit, "the device"
     if found is not None:
-        fit, device = found.fit, f"a {found.machine.hardware.name}"
+        fit, device = found.fit, found.machine.hardware.name
     all_remarks = [
         *(_memory(fit, compiled, device) if fit else ()),
         *(_crossings(compiled.program, found.machine) if found else ()),
@@ -78,43 +81,46 @@ def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[R
 
 
 def _how_to_reduce(category: str, run: Run) -> str:
-    """The settings that reduce a category of memory, as the end of a sentence."""
+    """The settings that reduce a category of memory, as a sentence that begins with a blank."""
     sharded = {"optimizer": 1, "gradients": 2, "parameters": 3}
     if category in sharded:
         zero = sharded[category]
         if run.zero < zero and run.mode == "train":
-            over = "dp" if run.dp > 1 else "dp, of which there is 1"
-            return f"; less: zero={zero}, which shards it over {over}, or more of tp or pp"
-        return "; less: more of tp or pp" + (" or dp" if run.zero else "")
+            over = "dp" if run.dp > 1 else "dp, which is 1 here"
+            return f" To reduce it: zero={zero}, which shards it over {over}, or larger tp or pp."
+        return " To reduce it: larger tp or pp" + (" or dp." if run.zero else ".")
     if category == "activations" and run.mode == "train":
-        return "; less: recompute, more of tp with sequence_parallel, more of cp"
+        return " To reduce it: recompute, larger tp with sequence_parallel, or larger cp."
     if category == "kv_cache":
-        return "; less: fewer or shorter requests, kv_cache_dtype=fp8, more of tp, pp or dcp"
+        return (
+            " To reduce it: fewer or shorter requests, kv_cache_dtype=fp8, or larger tp, pp or dcp."
+        )
     return ""
 
 
 def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
-    size, of, parts = fit.peak, fit.fullest.of, fit.fullest.by_category
+    size, parts = fit.peak, fit.fullest.by_category
+    stage = stage_name(compiled.program, fit.fullest.of)
     room = quantity(fit.device_memory, "B")
     if not fit.fits:
         largest = max(parts, key=lambda k: parts[k])
         advice = _how_to_reduce(largest, compiled.run)
         most = compiled.capacity
         holds = f" {room} hold {most.requests:,} such requests." if most else ""
+        others = f" ({fit.over} of {fit.kinds} groups of ranks are over)" if fit.kinds > 1 else ""
         yield Remark(
             "problem",
             "Memory",
-            f"{quantity(size, 'B')} on ranks of stage {of.pipeline_rank}, and {device} has {room}: "
-            f"it does not fit, on {fit.over} of {plural(fit.kinds, 'kind', 'kinds')} of ranks. "
-            f"Most of it, {quantity(parts[largest], 'B')}, is "
-            f"{largest.replace('_', ' ')}{advice}.{holds}",
+            f"ranks of {stage} need {quantity(size, 'B')}, but {device} has {room}: the run does "
+            f"not fit{others}. The largest part is {largest.replace('_', ' ')}, "
+            f"{quantity(parts[largest], 'B')}.{advice}{holds}",
         )
     elif size > NEARLY_FULL * fit.device_memory:
         yield Remark(
             "warning",
             "Memory",
-            f"{quantity(size, 'B')} of {room} on ranks of stage {of.pipeline_rank} are tensors; "
-            "the context, workspace of libraries and fragmentation need some, too.",
+            f"tensors take {quantity(size, 'B')} of {room} on ranks of {stage}; the context, "
+            "workspaces of libraries and fragmentation need memory as well.",
         )
 
 
@@ -156,12 +162,15 @@ def _speed(found: SimulatedStep) -> Iterator[Remark]:
         parts["recomputation"] = recomputed
     largest = max(parts, key=lambda k: parts[k])
     kernels = sum(mean.kernels.values()) / step
+    rest = f"most of the rest is lost to {largest}: {parts[largest] / step:.1%}"
+    if parts[largest] < LITTLE * step:
+        rest = "kernels of this size do not reach the peak"
     yield Remark(
         "warning",
         "Speed",
         f"MFU is {found.mfu:.1%}, which is low (large dense models reach 38% to 43%: Llama 3, "
-        f"arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the mean GPU; of "
-        f"the rest, most is lost to {largest}: {parts[largest] / step:.1%}.",
+        f"arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the mean GPU; "
+        f"{rest}.",
     )
 
 
@@ -171,8 +180,8 @@ def _exposed(found: SimulatedStep) -> Iterator[Remark]:
             yield Remark(
                 "warning",
                 "Communication",
-                f"along {axis}, {duration(seconds)} of each step ({seconds / found.seconds:.1%}) "
-                "are not hidden behind kernels.",
+                f"{axis} communication is exposed, not hidden by kernels, for {duration(seconds)} "
+                f"of each step ({seconds / found.seconds:.1%}).",
             )
 
 
@@ -191,7 +200,7 @@ def _idle(compiled: CompiledRun, found: SimulatedStep | None) -> Iterator[Remark
             "The pipeline",
             f"ranks are idle {idle:.1%} of the step {so}: {run.microbatches} microbatches pass "
             f"through {stages}. More microbatches (global_batch_size), virtual stages (vpp) or "
-            "another schedule make that less.",
+            "another schedule shorten the idle time.",
         )
 
 
@@ -231,8 +240,8 @@ def _experts(compiled: CompiledRun) -> Iterator[Remark]:
             yield Remark(
                 "note",
                 "Experts",
-                "all are taken to get as many tokens; expert_load gives each its own, and the "
-                "busiest rank then sets the pace.",
+                "every expert is assumed to get the same number of tokens; expert_load sets the "
+                "load of each, and the busiest rank then sets the pace.",
             )
         return
     by_stage = itertools.groupby(compiled.program.classes, key=lambda of: of.pipeline_rank)
@@ -248,7 +257,7 @@ def _experts(compiled: CompiledRun) -> Iterator[Remark]:
             "warning",
             "Experts",
             f"loads are uneven: the busiest rank of stage {where} computes {worst - 1:.0%} more "
-            "FLOPs than the mean rank of it, and the others wait in each all-to-all.",
+            "FLOPs than the stage's mean rank, and the others wait in each all-to-all.",
         )
 
 

@@ -147,7 +147,7 @@ def test_groups_that_leave_the_fast_links_are_named():
 def test_what_does_not_fit_is_a_problem():
     (remark,) = said("llama3.1-70b", "Memory", "h100-sxm", tp=8)
     assert remark.level == "problem"
-    assert "a h100-sxm has 80 GB: it does not fit" in remark.text
+    assert "but h100-sxm has 80 GB: the run does not fit" in remark.text
     assert "optimizer" in remark.text
     assert not said("llama3-8b", "Memory", "h100-sxm", tp=8)
     (remark,) = said("llama3-8b", "Memory", mode="decode", batch_size=400, device_memory="30GB")
@@ -180,7 +180,7 @@ def test_uneven_experts_are_told(tmp_path: Path):
 
 def test_exposed_communication_and_low_mfu_are_told():
     found = said("llama3-8b", "Communication", "h100-sxm", tp=8, layers=4)
-    assert [remark.text.split(",")[0] for remark in found] == ["along tp"]
+    assert [remark.text.split(" is ")[0] for remark in found] == ["tp communication"]
     (remark,) = said("gpt2", "Speed", "h100-sxm", dp=8)
     simulation = sw.simulate("gpt2", "h100-sxm", dp=8)
     assert f"MFU is {simulation.mfu:.1%}" in remark.text
