@@ -16,10 +16,10 @@ from stagewright.model.layers import (
     SIDE_BY_SIDE,
     Layer,
     Module,
+    OwnSizes,
     Reach,
     Recurrence,
 )
-from stagewright.model.own_sizes import OwnSizes
 from stagewright.model.quantization import Quantization
 from stagewright.model.recommendation import Recommendation
 from stagewright.model.shared_blocks import SharedBlocks

@@ -18,8 +18,8 @@ from stagewright.model.layers import (
     FeedForward,
     Layer,
     Module,
+    OwnSizes,
 )
-from stagewright.model.own_sizes import OwnSizes
 
 _OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels")
 

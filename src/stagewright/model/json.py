@@ -16,8 +16,7 @@ from stagewright.blocks.text.stg import parse
 from stagewright.model.architecture import NESTED
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
-from stagewright.model.layers import Module
-from stagewright.model.own_sizes import OwnSizes
+from stagewright.model.layers import Module, OwnSizes
 
 
 def to_json(model: ModelConfig) -> dict[str, Any]:

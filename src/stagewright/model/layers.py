@@ -1,12 +1,13 @@
-"""What a layer is made of: kinds of mixers and MLPs, the reach of attention, users' modules."""
+"""What a layer is made of: kinds of mixers and MLPs, reach of attention, modules, own sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from stagewright.algebra.notation import Tensor
+from stagewright.model.fields import FRACTION, Count
 
 Attention = Literal["global", "local", "chunked", "nope", "indexed", "index_shared"]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
@@ -77,3 +78,25 @@ class Module:
     output: str = "y"
     text: str = ""
     """The text of the `.stg` file that defines the module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSizes:
+    """Sizes in which some layers differ from the model's others; None: as the model has it.
+
+    >>> OwnSizes(num_query_groups=4, kv_channels=512).given
+    {'num_query_groups': 4, 'kv_channels': 512}
+    """
+
+    num_attention_heads: Annotated[int | None, Count(1, 2**16)] = None
+    num_query_groups: Annotated[int | None, Count(1, 2**16)] = None
+    kv_channels: Annotated[int | None, Count(1, 2**16)] = None
+    ffn_hidden_size: Annotated[int | None, Count(1, 2**26)] = None
+    rotary_fraction: Annotated[float | None, FRACTION] = None
+    keys_are_values: bool | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are replaced."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}

@@ -10,7 +10,7 @@ import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.model.json import from_json, to_json
-from stagewright.model.own_sizes import OwnSizes
+from stagewright.model.layers import OwnSizes
 from stagewright.model.presets import PRESETS
 
 WIDE = OwnSizes(num_query_groups=2, kv_channels=256, ffn_hidden_size=1024)

@@ -8,7 +8,7 @@ from typing import cast
 from stagewright.model.hf.keys import Fields, Fixed, Json, Keys, Map
 from stagewright.model.hf.mixtures import STEP3
 from stagewright.model.hf.parts import BIASED, NO_EXPERTS, experts, windows
-from stagewright.model.own_sizes import OwnSizes
+from stagewright.model.layers import OwnSizes
 from stagewright.model.patterns import shortest
 
 
