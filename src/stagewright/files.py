@@ -212,6 +212,34 @@ class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the proces
         return value
 
 
+def check_parent(path: Path) -> None:
+    """Raise a UserError where nothing can be written beside `path`."""
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: directory {path.parent} does not exist; create it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{path}: no permission to write in {path.parent}")
+
+
+def exists_already(path: object) -> UserError:
+    """What is said of an output that would replace another."""
+    return UserError(f"{path}: exists already; choose another name, or --force to replace it")
+
+
+def check_output_file(path: Path | str, *, force: bool) -> None:
+    """Raise a UserError where a file cannot be written, or would replace one without `force`."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise UserError(f"{path}: is a directory; wanted the name of a file")
+        if os.path.lexists(path) and not path.is_file() and not path.is_symlink():
+            return  # a pipe or a terminal
+        check_parent(path)
+    except ValueError as error:  # a name that no file can have
+        raise UserError(f"{str(path)!a}: cannot be written: {error}") from None
+    if os.path.lexists(path) and not force:
+        raise exists_already(path)
+
+
 @contextmanager
 def atomic(path: Path | str) -> Generator[Path]:
     """A temporary file to write to, renamed to `path` on success and removed on failure."""
@@ -224,6 +252,8 @@ def atomic(path: Path | str) -> Generator[Path]:
             yield beside
             beside.replace(path)
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            check_parent(path)
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
         with suppress(OSError):

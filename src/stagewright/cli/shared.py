@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -113,8 +114,24 @@ def say(text: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a result as JSON."""
-    click.echo(json.dumps(value, indent=2))
+    """Print a result as JSON, which has no word for a number that is not finite: null."""
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), indent=2, allow_nan=False)
+    click.echo(text)
+
+
+def _finite(value: Any) -> Any:
+    """A value with None for each number in it that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        return {key: _finite(item) for key, item in entries.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def console() -> Console:

@@ -26,8 +26,42 @@ def _shard(
     return int(match[1]), int(match[2])
 
 
+_FORCED = "stagewright.force"
+_REPLACE = "Replace the output of an earlier run."
+
+
+def _note_force(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.meta[_FORCED] = value
+
+
+def _check_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """Refuse before any work what could not be written after it."""
+    if path is not None and not context.resilient_parsing:
+        from stagewright.files import check_output_file
+
+        check_output_file(path, force=bool(context.meta.get(_FORCED)))
+    return path
+
+
+def output_file(*names: str, **more: Any) -> Callable[[_Command], _Command]:
+    """Give a command the option of a file that it writes, and the option to replace that."""
+
+    def give(command: _Command) -> _Command:
+        command = click.option(
+            "--force",
+            is_flag=True,
+            is_eager=True,  # known when the file is looked at
+            expose_value=False,
+            callback=_note_force,
+            help=_REPLACE,
+        )(command)
+        return click.option(*names, metavar="FILE", callback=_check_file, **more)(command)
+
+    return give
+
+
 OPTIONS = (
-    click.option("--force", is_flag=True, help="Replace the output of an earlier run."),
+    click.option("--force", is_flag=True, help=_REPLACE),
     click.option(
         "--workers",
         type=click.IntRange(1),

@@ -37,7 +37,9 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
+    )
 
 
 class _Link(_Frozen):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError
-from stagewright.files import from_json, read_bytes
+from stagewright.files import check_parent, exists_already, from_json, read_bytes
 from stagewright.trace.journal import PREFIX, Journal
 from stagewright.trace.manifest import MANIFEST
 from stagewright.trace.storage import LocalFolder, ObjectStore, Storage
@@ -106,21 +106,13 @@ def _in_folder(path: Path, output: Output) -> Generator[Staging]:
             os.close(lock)
 
 
-def check_parent(path: Path) -> None:
-    """Raise a UserError where nothing can be written beside `path`."""
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: directory {path.parent} does not exist; create it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{path}: no permission to write in {path.parent}")
-
-
 def check_output(path: Path, force: bool) -> None:
     """Raise a UserError where `path` must not become an output."""
     check_parent(path)
     if not os.path.lexists(path):
         return
     if not force:
-        raise UserError(f"{path}: exists already; choose another name, or --force to replace it")
+        raise exists_already(path)
     # --force deletes: never what is not ours.
     if not path.is_dir():
         raise UserError(

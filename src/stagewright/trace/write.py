@@ -24,6 +24,7 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import Stopped, UserError, did_you_mean
 from stagewright.executors import Threads, ray_cluster
+from stagewright.files import check_parent, exists_already
 from stagewright.program.columns import Program, among
 from stagewright.program.communicators import Users
 from stagewright.trace.formats import bundle, chakra
@@ -41,7 +42,6 @@ from stagewright.trace.manifest import (
 from stagewright.trace.staging import (
     Output,
     Staging,
-    check_parent,
     leftovers,
     manifest_in,
     new_sibling,
@@ -434,9 +434,7 @@ def _write_bundle(
     check_parent(path)
     if os.path.lexists(path):
         if not force:
-            raise UserError(
-                f"{path}: exists already; choose another name, or --force to replace it"
-            )
+            raise exists_already(path)
         if not is_bundle(path):
             raise UserError(f"{path}: is no bundle, so it may be yours; remove it yourself")
     try:
@@ -474,9 +472,7 @@ def _refused(address: str, error: OSError, batches: Sequence[Batch]) -> UserErro
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and "://" not in address:
         return UserError(_no_room(Path(address), batches))
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another run was quicker
-        return UserError(
-            f"{address}: exists already; choose another name, or --force to replace it"
-        )
+        return exists_already(address)
     return UserError(f"{address}: cannot be written: {error.strerror or error}")
 
 

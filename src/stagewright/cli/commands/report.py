@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
 import stagewright
 from stagewright.cli import shared
 from stagewright.cli.commands.simulate import run_experiment
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import ALLOW_OOM, experiment_options
+from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 @command
 @experiment_options()
-@click.option("-o", "--out", required=True, metavar="FILE", help="The page, such as run.html.")
+@output_file("-o", "--out", required=True, help="The page, such as run.html.")
 @ALLOW_OOM
 def report(model: str | None, config: str | None, out: str, **settings: Any) -> int:
     """Write a page about a run: memory, communication, pipeline, graph; with --hardware, time.
@@ -62,6 +61,6 @@ ENTRY = Entry(
     report,
     (
         "stagewright report llama3.1-70b --tp 8 --pp 4 --dp 2 -o run.html",
-        "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o run.html",
+        "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o step.html",
     ),
 )

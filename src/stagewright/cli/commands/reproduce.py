@@ -9,6 +9,7 @@ import click
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, Word, command
 from stagewright.cli.options import JSON
+from stagewright.cli.writing import output_file
 
 if TYPE_CHECKING:
     from stagewright.evidence.reproduce import Case, Row
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @command
 @click.argument("tables", metavar="stage-paper", type=Word(("stage-paper",)))
-@click.option("-o", "--out", metavar="FILE", help="Write the page (Markdown) and print nothing.")
+@output_file("-o", "--out", help="Write the page (Markdown) and print nothing.")
 @JSON
 def reproduce(tables: str, out: str | None, as_json: bool) -> None:
     """Print the tables of STAGE's paper beside what we compute.

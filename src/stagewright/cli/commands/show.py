@@ -12,6 +12,7 @@ import click
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import ALLOW_OOM, experiment_options
+from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--graph", is_flag=True, help="The sharded graph, as text.")
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
-@click.option("--memory-plot", metavar="FILE", help="Memory over the step, as an HTML page.")
+@output_file("--memory-plot", help="Memory over the step, as an HTML page.")
 @ALLOW_OOM
 def show(
     model: str | None,

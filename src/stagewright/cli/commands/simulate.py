@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
 import stagewright
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import ALLOW_OOM, JSON, experiment_options
 from stagewright.cli.progress import shown
+from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
 from stagewright.numbers import duration, quantity
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @command
 @experiment_options()
-@click.option("--perfetto", metavar="FILE", help="Write the timeline for ui.perfetto.dev.")
+@output_file("--perfetto", help="Write the timeline for ui.perfetto.dev.")
 @ALLOW_OOM
 @JSON
 def simulate(
