@@ -167,7 +167,7 @@ def test_some_models(call: Call):
     assert {"qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-next-80b-a3b"} <= {*found}
     assert "qwen3-8b" not in found
     assert "mixtral-8x7b" not in found
-    nothing = call("models", "lama3.1-70b")
+    nothing = call("models", "lamma3.1-70b")
     assert nothing.code == 2
     assert "did you mean 'llama3.1-70b'?" in nothing.err
 
