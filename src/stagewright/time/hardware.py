@@ -11,7 +11,7 @@ A file may build upon another (`base: h100-sxm`) and name only what differs. A n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from reprlib import repr as shown  # short whatever the value
@@ -184,13 +184,7 @@ class Hardware(_Frozen):
 
     def rate_of(self, dtype: str) -> float | None:
         """Dense peak of matrix products in TFLOP/s, of vector units for fp32; None: it has none."""
-        return {
-            "bf16": self.peak_bf16_tflops,
-            "fp8": self.peak_fp8_tflops,
-            "int8": self.peak_int8_tflops,
-            "fp4": self.peak_fp4_tflops,
-            "fp32": self.peak_fp32_tflops,
-        }.get(dtype)
+        return PRODUCTS[dtype](self) if dtype in PRODUCTS else None
 
     def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
         """This hardware with bf16's rate for data types that it has no matrix products in.
@@ -211,6 +205,16 @@ class Hardware(_Frozen):
                 f"{did_you_mean(kernel, self.attention_kernels)}; known: {known}"
             )
         return self.model_copy(update={"attention": self.attention_kernels[kernel]})
+
+
+PRODUCTS: Mapping[str, Callable[[Hardware], float | None]] = {
+    "bf16": lambda of: of.peak_bf16_tflops,
+    "fp8": lambda of: of.peak_fp8_tflops,
+    "int8": lambda of: of.peak_int8_tflops,
+    "fp4": lambda of: of.peak_fp4_tflops,
+    "fp32": lambda of: of.peak_fp32_tflops,
+}
+"""Data types of matrix products, and the peak of each on some hardware."""
 
 
 def names() -> list[str]:
@@ -246,9 +250,19 @@ def _folder() -> Any:
 def _load(text: str, where: str) -> Hardware:
     values, sources = _with_base(text, where)
     try:
-        return Hardware(**values, sources=sources)
+        hardware = Hardware(**values, sources=sources)
     except ValidationError as error:
         raise UserError(f"{where}: {_describe_error(error)}") from None
+    for name in hardware.gemm.keys() - PRODUCTS.keys():
+        known = either(PRODUCTS)
+        raise UserError(
+            f"{where}: unknown key 'gemm.{name}'{did_you_mean(name, PRODUCTS)}; wanted {known}"
+        )
+    if "bf16" not in hardware.gemm:
+        raise UserError(
+            f"{where}: gemm.bf16 is missing, whose constants all data types take that have none"
+        )
+    return hardware
 
 
 def _with_base(

@@ -23,7 +23,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.time.hardware import GemmFit, Hardware
+from stagewright.time.hardware import PRODUCTS, GemmFit, Hardware
 
 Array = Float
 
@@ -42,7 +42,7 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
     """
     peak = hardware.rate_of(dtype)
     if peak is None:
-        known = [name for name in ("bf16", "fp8", "int8", "fp4", "fp32") if hardware.rate_of(name)]
+        known = [name for name in PRODUCTS if hardware.rate_of(name)]
         raise UserError(
             f"{hardware.name} has no matrix products in {dtype}; use one of {', '.join(known)}"
         )

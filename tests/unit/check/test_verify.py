@@ -205,6 +205,26 @@ def a_node_of_a_later_schema(w: World):
     w[1].by_id(9).type = 9
 
 
+@damage("duplicate-attribute", "comm_size comes twice, of which MLCommons' feeder takes the last")
+def an_attribute_twice(w: World):
+    w[1].of(COLL)[2].attr.add(name="comm_size", int64_val=1)
+
+
+@damage("duplicate-attribute", "pg_name comes twice.*: they differ")
+def a_group_twice(w: World):
+    w[1].of(COLL)[2].attr.add(name="pg_name", string_val="no group")
+
+
+@damage("duplicate-attribute", "comm_dst comes twice.*: they differ")
+def a_partner_twice_and_the_last_is_right(w: World):
+    node = w[1].of(SEND)[1]
+    attributes = [a for a in node.attr if a.name == "comm_dst"]
+    copy = type(attributes[0])()
+    copy.CopyFrom(attributes[0])
+    attributes[0].int32_val = 0
+    node.attr.append(copy)
+
+
 def _without(name: str, type_: int) -> Damage:
     return lambda w: drop(w[1].of(type_)[1], name)
 
@@ -970,10 +990,6 @@ UNUSUAL: dict[str, Damage] = {
     "unknown attributes": lambda w: [
         n.attr.add(name=f"{n.id}", double_list={"values": [1.5]}) for n in w.everywhere()
     ],
-    "an attribute twice": lambda w: [
-        w[1].of(COLL)[2].attr.add(name="comm_size", int64_val=1),
-        w[1].of(COLL)[2].attr.add(name="pg_name", string_val="no group"),
-    ],
     "long names": lambda w: [setattr(n, "name", "é" * 3000) for n in w[1].nodes],
 }
 
@@ -985,6 +1001,15 @@ def test_unusual_but_legal(title: str, sound: Path, tmp_path: Path):
     report = verify(world.save(tmp_path / "w"))
     assert report.findings == []
     assert "run" in report.checks
+
+
+def test_an_attribute_twice_with_one_value(sound: Path, tmp_path: Path):
+    world = load(sound)
+    node = world[1].of(COLL)[2]
+    node.attr.extend([a for a in node.attr if a.name in ("comm_size", "pg_name")])
+    report = verify(world.save(tmp_path / "w"))
+    assert report.ok
+    assert codes(report, "warning") == ["repeated-attribute"]
 
 
 def test_integers_of_other_types(sound: Path, tmp_path: Path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paths import ROOT
 from stagewright.errors import UserError
 from stagewright.time import hardware
 
@@ -30,6 +31,33 @@ def test_unknown_keys_are_refused_by_name(tmp_path: Path):
         hardware.resolve(path)
     path.write_text("base: h100-sxm\nscale_up: {bandwith_gb_s: 100}\n")
     with pytest.raises(UserError, match=r"scale_up.bandwith_gb_s'; did you mean 'bandwidth_gb_s'"):
+        hardware.resolve(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gemm: {bf17: {fraction: 0.5}}", "gemm.bf17 "),
+        ("peak_bf16_tflops: .inf", "peak_bf16_tflops is inf: Input should be a finite number"),
+        ("kernel_launch_us: .nan", "kernel_launch_us is nan: Input should be a finite number"),
+    ],
+)
+def test_figures_that_are_none(tmp_path: Path, text: str, words: str):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: h100-sxm\n{text}\n")
+    with pytest.raises(UserError, match=words.replace(".", r"\.").strip()):
+        hardware.resolve(path)
+
+
+def test_products_have_constants_for_bf16(tmp_path: Path):
+    """Those of all data types that have none of their own."""
+    path = tmp_path / "mine.yaml"
+    known = (ROOT / "src/stagewright/data/hardware/mi300x.yaml").read_text()
+    path.write_text(known.replace("  bf16:\n", "  bf17:\n"))
+    with pytest.raises(UserError, match=r"unknown key 'gemm.bf17'; did you mean 'bf16'"):
+        hardware.resolve(path)
+    path.write_text(known.replace("  bf16:\n", "  fp8:\n"))
+    with pytest.raises(UserError, match=r"gemm\.bf16 is missing, whose constants all data types"):
         hardware.resolve(path)
 
 

@@ -431,7 +431,7 @@ def test_values_of_others_attributes():
     node.attr.add(name="inputs").string_list.values.extend(["a", "1"])
     node.attr.add(name="nothing")
     assert et_def.values(node) == {
-        "twice": ("int32_val", 1),
+        "twice": ("int32_val", 2),
         "inputs": ("string_list", ["a", "1"]),
         "nothing": ("", None),
     }

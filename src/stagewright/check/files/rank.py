@@ -28,6 +28,7 @@ from stagewright.check.files.rules import (
     check_dims,
     check_exchanges,
     check_kernels,
+    check_repeated,
     check_types,
     dense,
     group_id,
@@ -140,6 +141,9 @@ class _Check:
             report,
         )
         check_types(rows)
+        for name, column in block.attributes.items():
+            if len(column.again):
+                check_repeated(rows, name, column)
         check_attributes(rows)
         group, named = _groups(rows, texts)
         check_dims(rows, group)

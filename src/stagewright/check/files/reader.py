@@ -71,8 +71,12 @@ class Damaged(UserError):
     """A file that cannot be read as a trace from some byte on."""
 
 
+NO_ROWS: Int = np.zeros(0, np.int64)
+
+
 class AttributeColumn(NamedTuple):
-    """One attribute, of the nodes that have it; of one that is given twice, the first counts."""
+    """One attribute, of the nodes that have it; of one that comes twice, the last counts, as in
+    MLCommons' feeder (et_feeder_node.cpp)."""
 
     row: Int  # of the block, ascending
     kind: NDArray[np.uint8]  # number of its value's type in `et_def.VALUES`, + 1 for lists; 0: none
@@ -81,6 +85,8 @@ class AttributeColumn(NamedTuple):
     of truths 1 if any is true; others: 0."""
     at: Int  # byte of the file where a varint or a string begins, and ends; -1: unknown
     end: Int
+    again: Int = NO_ROWS  # of the block, where the attribute comes more than once
+    differing: Int = NO_ROWS  # and with different values
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +372,20 @@ class NodeParser:
 
 
 def _column(row: Int, found: scan.Attributes, nth: int) -> AttributeColumn:
-    mine = np.flatnonzero(found.name == nth)
-    rows, first = np.unique(row[mine], return_index=True)
-    mine = mine[first]
+    every = np.flatnonzero(found.name == nth)[::-1]  # fields of a node come in their order
+    rows, last, times = np.unique(row[every], return_index=True, return_counts=True)
+    mine = every[last]
+    of_last = mine[np.searchsorted(rows, row[every])]
+    differs = found.kind[every] != found.kind[of_last]
+    differs |= found.value[every] != found.value[of_last]
     return AttributeColumn(
-        rows, found.kind[mine], found.value[mine], found.at[mine], found.end[mine]
+        rows,
+        found.kind[mine],
+        found.value[mine],
+        found.at[mine],
+        found.end[mine],
+        rows[times > 1],
+        np.unique(row[every[differs]]),
     )
 
 

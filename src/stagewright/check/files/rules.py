@@ -155,6 +155,15 @@ def check_types(of: NodeRows) -> None:
         of.report(*rule)
 
 
+def check_repeated(of: NodeRows, name: str, column: AttributeColumn) -> None:
+    """An attribute comes once in a node: of two, readers take one or the other."""
+    twice, differs = np.zeros((2, len(of.type)), bool)
+    twice[column.again] = differs[column.differing] = True
+    text = f"{name} comes twice, of which MLCommons' feeder takes the last and others the first"
+    of.report("error", "duplicate-attribute", differs, f"{text}: they differ")
+    of.report("warning", "repeated-attribute", twice & ~differs, f"{text}: they are equal")
+
+
 def check_attributes(of: NodeRows) -> None:
     """Required attributes are present and have types that readers accept."""
     for name, (portable, types) in ATTRIBUTES.items():

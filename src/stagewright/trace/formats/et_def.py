@@ -101,15 +101,16 @@ class NodeMessage(Protocol):
 
 
 def values(message: NodeMessage | MetadataMessage) -> dict[str, tuple[str, Any]]:
-    """Attributes by name, each with its type and value; if a name is given twice, the first counts.
+    """Attributes by name, each with its type and value.
 
-    A list is a Python list; an attribute without a value has type "".
+    Of a name that comes twice the last counts, as in MLCommons' feeder (et_feeder_node.cpp). A list
+    is a Python list; an attribute without a value has type "".
     """
     found: dict[str, tuple[str, Any]] = {}
     for attr in message.attr:
         kind = attr.WhichOneof("value") or ""
         value: Any = getattr(attr, kind) if kind else None
-        found.setdefault(attr.name, (kind, list(value.values) if kind.endswith("_list") else value))
+        found[attr.name] = kind, list(value.values) if kind.endswith("_list") else value
     return found
 
 
