@@ -236,7 +236,7 @@ ILL = [
     ("input x[B, S, M]\ny = add(x, x)\nmodel m like gpt2\nlayers = 2", "a model has no 'layers'"),
     (
         "input x[B, S, M]\ny = add(x, x)\nmodel m like gpt2\nmlps = z",
-        "line 4, column 8: mlps: no module or kind 'z'; use one of dense, experts, none, mine",
+        "line 4, column 8: mlps: no module or kind 'z'; use one of dense, experts, ",
     ),
     (
         "module lowrank\ninput x[B, S]\ny = add(x, x)\nmodel m like gpt2\nmixers = lowrank, lowrnk",
