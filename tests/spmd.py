@@ -479,6 +479,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"mixers": ("local", "global"), "sliding_window": 5, "attention_gate": True}
     | {"attention_gate_per_head": True},
     "nemotron3": _MIXTURE | {"moe_latent_size": 6, "shared_ffn_hidden_size": 12},
+    "mimo": _LOCAL | {"v_head_dim": 12, "attention_sinks": True},
     "minimax-m3": _MIXTURE
     | {"mixers": ("indexed", "global"), "index_topk": 4, "index_block_size": 2}
     | {"index_n_heads": 6, "index_head_dim": 12, "qk_norm": True}

@@ -376,7 +376,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         for m in (
             *("llama", "gpt2", "gemma2", "plain", "qwen3", "olmoe", "falcon-mqa", "deepseek-lite"),
             *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
-            *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2", "minimax-m3"),
+            *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2", "minimax-m3", "mimo"),
         )
     ]
     + [("deepseek-lite", ABSORBED)],

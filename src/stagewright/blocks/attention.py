@@ -50,18 +50,20 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
     g = "A" if c.num_query_groups == c.num_attention_heads else "G"
     scope = "attention"
     weights = {"q": "A/tp", "k": f"{g}/tp.kv", "v": f"{g}/tp.kv"}
+    wide = "U" if c.v_head_dim else "D"  # values may have a width of their own
+    u = wide.lower()
     heads: dict[str, Node] = {}
     if c.keys_are_values:
         del weights["v"]
     for name, n in weights.items():
-        x = n[0].lower()
-        w = b.weight(f"w{name}", h.shape[-1], n, "D", scope=scope)
-        heads[name] = b.linear(f"bsm,m{x}d->bs{x}d", h, w, name, scope=scope, joint="qkv")
+        x, d = n[0].lower(), u if name == "v" else "d"
+        w = b.weight(f"w{name}", h.shape[-1], n, d.upper(), scope=scope)
+        heads[name] = b.linear(f"bsm,m{x}{d}->bs{x}{d}", h, w, name, scope=scope, joint="qkv")
         if b.block and c.shared_blocks and c.shared_blocks.attention_adapter:
             spec = f"bsr,r{x}d->bs{x}d"
             heads[name] = b.adapted(heads[name], h, f"{name}_narrow", name, spec, n, "D")
         if c.qkv_bias:
-            heads[name] = b.bias(heads[name], f"b{name}", n, "D")
+            heads[name] = b.bias(heads[name], f"b{name}", n, d.upper())
         if c.keys_are_values and name == "k":
             heads["v"] = heads["k"]
         if c.v_norm and "v" in heads and name != "q":
@@ -79,22 +81,23 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
     )
     chosen = choice(b, h, None, mixer, turned=turned) if reach.top else None
     if b.recipe.operators.repeat_kv and g == "G" and not chosen:
-        k, v = (_repeated(x, name, q) for x, name in ((k, "k"), (v, "v")))
+        k, v = (_repeated(x, name) for x, name in ((k, "k"), (v, "v")))
         g = "A"
     bias = (relative_bias(b),) if c.position == "relative" else ()
     q = with_loss(b, q, k, chosen) if chosen else q
-    operands = AttentionOperands(q, (k, v), _head_dims(g), bias, _sinks(b), chosen)
+    dims = _head_dims(g)._replace(value="v" if c.v_head_dim else "d")
+    operands = AttentionOperands(q, (k, v), dims, bias, _sinks(b), chosen)
     o = identity(_core(b, operands, reach), "context", scope=scope)
     if c.attention_gate_per_head:
         w = b.weight("wg", "M", "A/tp", scope=scope)
         gate = b.act(b.linear("bsm,ma->bsa", h, w, "gate", joint="qkv"), "sigmoid")
         o = weigh(o, gate, name="gated", scope=scope)
     elif c.attention_gate:
-        w = b.weight("wg", "M", "A/tp", "D", scope=scope)
-        gate = b.linear("bsm,mad->bsad", h, w, "gate", joint="qkv")
+        w = b.weight("wg", "M", "A/tp", wide, scope=scope)
+        gate = b.linear(f"bsm,ma{u}->bsa{u}", h, w, "gate", joint="qkv")
         o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)
-    w = b.weight("wo", "A/tp", "D", "M", scope=scope)
-    out = b.linear("bsad,adm->bsm", o, w, "attn_out", scope=scope)
+    w = b.weight("wo", "A/tp", wide, "M", scope=scope)
+    out = b.linear(f"bsa{u},a{u}m->bsm", o, w, "attn_out", scope=scope)
     if not c.parallel_block:
         out = identity(out, "attn_reduced")
     return b.bias(out, "bo", "M") if c.attention_output_bias else out
@@ -177,10 +180,11 @@ def _crossed(b: Builder, o: Node) -> Node:
     return identity(out, "attn_reduced")
 
 
-def _repeated(x: Node, name: str, q: Node) -> Node:
-    """Key-value heads, copied for each of their query heads, [B, S, A, D]."""
+def _repeated(x: Node, name: str) -> Node:
+    """Key-value heads, copied for each of their query heads, [B, S, A, width]."""
     own: dict[str, Any] = {"name": f"{name}_repeated", "scope": x.scope}
-    return apply("repeat", "bsgd->bs(gr)d", x, out=q.shape, **own)
+    out = (*x.shape[:2], size("A"), x.shape[3])
+    return apply("repeat", "bsgd->bs(gr)d", x, out=out, **own)
 
 
 def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:

@@ -76,9 +76,9 @@ def choice(b: Builder, h: Node, latent: Node | None, mixer: str, *, turned: bool
 def _of_latent(b: Builder, h: Node, *, latent: Node, turned: bool) -> IndexerOperands:
     """DeepSeek-V3.2: heads that add up to one score, and are whole on every rank."""
     latent = identity(latent, "index_latent", detached=True, **OWN)
-    w = b.weight("w_index_q", "Q", "IndexHeads", "IndexWidth", **OWN)
+    w = b.weight("w_index_q", "Q", "IndexHeads", "IndexWidth", scope="attention")
     q = b.linear("bsq,qad->bsad", latent, w, "index_q", trained=False, **OWN)
-    w = b.weight("w_index_k", "M", "IndexWidth", **OWN)
+    w = b.weight("w_index_k", "M", "IndexWidth", scope="attention")
     k = b.linear("bsm,md->bsd", h, w, "index_k", trained=False, **OWN)
     norm = [b.param(f"index_k_norm.{name}", "IndexWidth", **OWN) for name in ("weight", "bias")]
     k = apply("norm", "bsD,D,D->bsD", k, *norm, fn="layernorm", name="index_k_norm_out")
@@ -91,10 +91,10 @@ def _of_latent(b: Builder, h: Node, *, latent: Node, turned: bool) -> IndexerOpe
 
 def _of_hidden(b: Builder, h: Node, *, turned: bool) -> IndexerOperands:
     """MiniMax-M3: a head for each key-value head, which chooses blocks of keys for that one."""
-    w = b.weight("w_index_q", "M", "G/tp.kv", "IndexWidth", **OWN)
+    w = b.weight("w_index_q", "M", "G/tp.kv", "IndexWidth", scope="attention")
     q = b.linear("bsm,mgd->bsgd", h, w, "index_q", trained=False, **OWN)
     q = b.norm(q, "index_q_norm", "IndexWidth", fn="rmsnorm")
-    w = b.weight("w_index_k", "M", "IndexWidth", **OWN)
+    w = b.weight("w_index_k", "M", "IndexWidth", scope="attention")
     k = b.linear("bsm,md->bsd", h, w, "index_k", trained=False, **OWN)
     k = b.norm(k, "index_k_norm", "IndexWidth", fn="rmsnorm")
     if turned:

@@ -168,7 +168,7 @@ class Architecture:
     """Likewise of queries; 0: queries are made of the hidden state."""
     qk_rope_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
     """Of kv_channels, the part with rotary position, which all heads share for keys."""
-    v_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
+    v_head_dim: Annotated[_HeadWidth, Excludes("shared blocks")] = 0
     """Width of a value head where it is not kv_channels."""
 
     index_topk: Annotated[int, Count(0, 2**24)] = 0

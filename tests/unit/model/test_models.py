@@ -318,8 +318,9 @@ def _attention(c: ModelConfig) -> int:
         rank = c.q_lora_rank
         query = rank * (hidden + 1 + queries) if rank else hidden * queries
         return query + latent + values * hidden
-    qkv = queries + 2 * keys
-    attention = hidden * (qkv - c.keys_are_values * keys) + queries * hidden
+    values, results = (n * (c.v_head_dim or width) // width for n in (keys, queries))
+    qkv = queries + keys + values
+    attention = hidden * (qkv - c.keys_are_values * keys) + results * hidden
     gates = c.num_attention_heads if c.attention_gate_per_head else queries
     attention += c.attention_gate * hidden * gates + c.attention_sinks * c.num_attention_heads
     normed = queries + keys if c.qk_norm_over_heads else 2 * width
@@ -520,7 +521,8 @@ class TestModelConfig:
             ("llama3-8b", "first_dense_layers", 1, "0 where num_experts is 0"),
             ("llama3-8b", "moe_layer_freq", 2, "1 where num_experts is 0"),
             ("llama3-8b", "router", "sigmoid", "softmax where num_experts is 0"),
-            ("llama3-8b", "v_head_dim", 64, "0 where kv_lora_rank is 0"),
+            ("llama3-8b", "qk_rope_head_dim", 64, "0 where kv_lora_rank is 0"),
+            ("zamba2-1.2b", "v_head_dim", 64, "0 in a model with shared blocks"),
             ("deepseek-v3", "kv_lora_rank", 0, "q_lora_rank is 1536, wanted 0 where kv_lora_rank"),
             ("deepseek-v3", "num_query_groups", 1, "the 128 heads of latent attention"),
             ("deepseek-v3", "qk_rope_head_dim", 0, "an even part of the 192 channels of a head"),

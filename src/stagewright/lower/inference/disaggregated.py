@@ -173,7 +173,8 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     for layer in range(model.num_layers):
         own = model.with_own_sizes(model.layer(layer).sizes)
         heads = 1 if model.kv_lora_rank else own.num_query_groups
-        of_head = (width if model.kv_lora_rank else 2 * own.kv_channels) * BYTES[dtype]
+        both = own.kv_channels + (own.v_head_dim or own.kv_channels)
+        of_head = (width if model.kv_lora_rank else both) * BYTES[dtype]
         overlaps = [held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
         kept = tokens[model.reach(model.layer(layer).mixer)]
         beside = of_index * (model.layer(layer).mixer == "indexed")
