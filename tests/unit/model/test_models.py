@@ -318,7 +318,8 @@ def _attention(c: ModelConfig) -> int:
         rank = c.q_lora_rank
         query = rank * (hidden + 1 + queries) if rank else hidden * queries
         return query + latent + values * hidden
-    values, results = (n * (c.v_head_dim or width) // width for n in (keys, queries))
+    value = c.v_head_dim or width
+    values, results = c.num_query_groups * value, c.num_attention_heads * value
     qkv = queries + keys + values
     attention = hidden * (qkv - c.keys_are_values * keys) + results * hidden
     gates = c.num_attention_heads if c.attention_gate_per_head else queries
@@ -1002,6 +1003,10 @@ class TestRefusals:
         [
             ("ZambaForCausalLM", "Mamba-1 in heads that have a B and a C each"),
             ("Phi3SmallForCausalLM", "block-sparse attention"),
+            (
+                "DeepseekV4ForCausalLM",
+                "several residual streams (hyper-connections) and attention to compressed keys",
+            ),
         ],
     )
     def test_says_what_is_missing(self, tmp_path: Path, architecture: str, missing: str) -> None:
@@ -1009,6 +1014,12 @@ class TestRefusals:
         assert text.startswith(f"{architecture} has {missing}, which is not supported: ")
         assert "--as FAMILY" in text
         assert "model NAME like PRESET" in text
+
+    def test_says_what_a_wrapper_is_missing(self, tmp_path: Path) -> None:
+        text = load("kimi-linear-48b-a3b")
+        wrapper = "KimiK3ForConditionalGeneration"
+        got = error_of(tmp_path, {"architectures": [wrapper], "text_config": text})
+        assert got.startswith(f"{wrapper} has residual sums that attend to the layers before")
 
     def test_says_what_is_missing_for_a_model_type(self, tmp_path: Path) -> None:
         text = error_of(tmp_path, {"model_type": "phi3small"})

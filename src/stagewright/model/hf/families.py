@@ -284,6 +284,12 @@ _MISSING = {
     "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
     "an encoder with learned positions": ("BartForConditionalGeneration", "bart"),
+    "several residual streams (hyper-connections) and attention to compressed keys": (
+        *("DeepseekV4ForCausalLM", "deepseek_v4"),
+    ),
+    "residual sums that attend to the layers before (attention residuals)": (
+        *("KimiK3ForConditionalGeneration", "KimiK3ForCausalLM", "kimi_k3"),
+    ),
 }
 MISSING = {name: what for what, names in _MISSING.items() for name in names}
 """What a `ModelConfig` lacks for other architectures and model types that people may try."""

@@ -110,9 +110,11 @@ def _family(c: Keys, names: list[str], as_family: str) -> tuple[Family | None, o
     if not names:
         c.reject("model_type", f"text; {WAYS_OUT}")
     own = c.values.get("model_type")
+    # A wrapper may lack something although the class of its text part is known.
     for name in names:
         if name in MISSING:
             _refuse(c, name, f"has {MISSING[name]}, which is not supported")
+    for name in names:
         row = _known(name)
         if row is None:
             continue
