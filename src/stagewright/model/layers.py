@@ -94,6 +94,7 @@ class OwnSizes:
     ffn_hidden_size: Annotated[int | None, Count(1, 2**26)] = None
     rotary_fraction: Annotated[float | None, FRACTION] = None
     keys_are_values: bool | None = None
+    attention_sinks: bool | None = None
 
     @property
     def given(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from stagewright.files import own_yaml
 from stagewright.model.architecture import LIMITS, NESTED
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf.quantization import read_quantization
+from stagewright.model.layers import OwnSizes
 from stagewright.model.patterns import from_letters
 
 Fields = dict[str, Any]
@@ -84,6 +85,8 @@ def _model(name: str) -> ModelConfig:
         fields["tower"] = PRESETS[fields["tower"]]
     for field in NESTED.keys() & fields.keys():
         fields[field] = NESTED[field](**_tuples(fields[field]))
+    if "own_sizes" in fields:
+        fields["own_sizes"] = [OwnSizes(**sizes) for sizes in fields["own_sizes"]]
     published = fields.pop("quantization_config", None)
     model = ModelConfig(name=name, **_tuples(fields))
     if published is None:

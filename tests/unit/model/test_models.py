@@ -70,6 +70,7 @@ SAME = {
     "deepseek-v3.2": ("deepseek-v3.2", {}),
     "glm-5": ("glm-5", {}),
     "minimax-m3": ("minimax-m3", {}),
+    "mimo-v2-flash": ("mimo-v2-flash", {}),
     "glm-5.2": ("glm-5.2", {}),
     "falcon-mamba-7b": ("falcon-mamba-7b", {}),
     "falcon-h1-7b-base": ("falcon-h1-7b", {}),
@@ -154,6 +155,7 @@ ACTIVE = {
     "deepseek-v3": (37, 1, 0.5, "arXiv:2412.19437, abstract"),
     "deepseek-r1": (37, 1, 0.5, "its model card"),
     "deepseek-v3.2": (37, 1, 0.5, "DeepSeek-V3's and its indexers, arXiv:2512.02556"),
+    "mimo-v2-flash": (15, 0, 0.5, "its model card: 15B active"),
     "minimax-m3": (23, 2, 0.6, "its model card: ~23B"),
     "glm-5": (40, 2, 0.5, "transformers' documentation of GlmMoeDsa"),
     "glm-5.2": (40, 2, 0.7, "GLM-5's without most indexers, arXiv:2603.12201"),
@@ -410,7 +412,7 @@ class TestPresets:
             **{"mixtral": 2, "deepseek": 6, "kimi": 2, "glm": 4, "dbrx": 1, "grok": 1},
             **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
             **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
-            **{"nemotron": 6, "nemotron3": 1, "minimax": 2, "zamba2": 3, "olmoe": 1},
+            **{"nemotron": 6, "nemotron3": 1, "minimax": 2, "mimo": 1, "zamba2": 3, "olmoe": 1},
         }
 
     def test_bert_backbone_with_pooler_has_its_published_count(self) -> None:

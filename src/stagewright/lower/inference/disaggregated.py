@@ -164,7 +164,7 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     holds copies of them (or of latents); among copies the decode ranks ask different ones in turn.
     """
     one, two = _Side.of(first, model), _Side.of(second, model)
-    width = model.kv_lora_rank + model.qk_rope_head_dim
+    latents = model.kv_lora_rank and model.kv_lora_rank + model.qk_rope_head_dim
     dtype = str(second.kv_cache_dtype)
     of_index = model.index_head_dim * BYTES["fp8_r128" if model.kv_lora_rank else dtype]
     tokens = {reach: _tokens(first.dp, second, reach) for reach in model.reaches}
@@ -173,8 +173,7 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
     for layer in range(model.num_layers):
         own = model.with_own_sizes(model.layer(layer).sizes)
         heads = 1 if model.kv_lora_rank else own.num_query_groups
-        both = own.kv_channels + (own.v_head_dim or own.kv_channels)
-        of_head = (width if model.kv_lora_rank else both) * BYTES[dtype]
+        of_head = (latents or own.kv_channels + (own.v_head_dim or own.kv_channels)) * BYTES[dtype]
         overlaps = [held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
         kept = tokens[model.reach(model.layer(layer).mixer)]
         beside = of_index * (model.layer(layer).mixer == "indexed")

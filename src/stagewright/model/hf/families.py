@@ -95,6 +95,13 @@ FAMILIES: dict[str, Family] = {
         only=_none_of("attention_bias"),
         unused=sparse.UNUSED,
     ),
+    "MiMoV2FlashForCausalLM": Family(
+        ("mimo_v2_flash",),
+        "mimo-v2-flash",
+        sparse.MIMO_V2,
+        only={"n_shared_experts": 0},
+        unused=sparse.MIMO_UNUSED,
+    ),
     "MiniMaxM3SparseForCausalLM": Family(
         ("minimax_m3_vl", "minimax_m3_vl_text"),
         "minimax-m3",

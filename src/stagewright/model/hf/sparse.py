@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from stagewright.model.architecture import LIMITS
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map
+from stagewright.model.hf.own import own_sizes
 from stagewright.model.hf.parts import (
+    BIASED,
     DECODER,
     DEEPSEEK_EXPERTS,
     LATENT,
@@ -12,6 +14,7 @@ from stagewright.model.hf.parts import (
     number,
     rotary_fraction,
 )
+from stagewright.model.layers import OwnSizes
 from stagewright.model.patterns import shortest
 
 _INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
@@ -22,18 +25,9 @@ def _query_rank(c: Keys) -> int:
     return c.size("hidden_size", "q_lora_rank")
 
 
-def _listed_mlps(c: Keys) -> tuple[str, ...]:
-    """MLPs as transformers 5 lists them besides; empty: as the other keys say."""
-    if c.get("mlp_layer_types") is None:
-        return ()
-    words, layers = {"dense": "dense", "sparse": "experts"}, c.fields["num_layers"]
-    listed = c.items("mlp_layer_types")
-    kinds = [words[x] for x in listed if isinstance(x, str) and x in words]
-    if not len(kinds) == len(listed) == layers:
-        c.reject("mlp_layer_types", f"dense or sparse for each of the {layers} layers")
-    first = next((i for i, kind in enumerate(kinds) if kind == "experts"), layers)
-    usual = "experts" not in kinds[:first] and "dense" not in kinds[first:]
-    return () if usual and first == c.fields["first_dense_layers"] else shortest(kinds)
+def _listed_mlps(c: Keys) -> Fields:
+    """MLPs as transformers 5 lists them besides the keys that say how many layers are dense."""
+    return {} if c.get("mlp_layer_types") is None else _listed_experts(c)
 
 
 def _shared_indexers(c: Keys) -> tuple[str, ...]:
@@ -115,12 +109,20 @@ def _blocks(c: Keys) -> Fields:
     }
 
 
-def _listed_experts(c: Keys) -> tuple[str, ...]:
-    """Layers with experts, as MiniMax-M3's file or transformers lists them."""
+def _listed_experts(c: Keys) -> Fields:
+    """Layers with experts, as transformers lists them, or a published file."""
     if c.get("mlp_layer_types") is not None:
         words: dict[object, str] = {"dense": "dense", "sparse": "experts"}
-        return shortest(_listed(c, "mlp_layer_types", words, "dense or sparse"))
-    return shortest(_listed(c, "moe_layer_freq", {0: "dense", 1: "experts"}, "0 or 1"))
+        return _in_order(_listed(c, "mlp_layer_types", words, "dense or sparse"))
+    return _in_order(_listed(c, "moe_layer_freq", {0: "dense", 1: "experts"}, "0 or 1"))
+
+
+def _in_order(kinds: list[str]) -> Fields:
+    """Fields of the MLPs of all layers: usually the first layers are dense and no others."""
+    first = next((i for i, kind in enumerate(kinds) if kind == "experts"), len(kinds))
+    if "dense" not in kinds[first:]:
+        return {"first_dense_layers": first, "mlps": ()}
+    return {"mlps": shortest(kinds)}
 
 
 MINIMAX_M3: Map = {
@@ -137,6 +139,71 @@ MINIMAX_M3: Map = {
     "mlps": _listed_experts,
 }
 """MiniMax-M3: each key-value head reads blocks of keys that a head of an indexer chooses."""
+
+
+def _windows(c: Keys) -> tuple[Fields, list[str]]:
+    """MiMo-V2's layers with a window, which may have other key-value heads and sinks."""
+    if c.get("layer_types") is not None:
+        usual: dict[object, str] = {"full_attention": "global", "sliding_attention": "local"}
+        kinds = _listed(c, "layer_types", usual, " or ".join(map(str, usual)))
+    else:
+        words: dict[object, str] = {0: "global", 1: "local"}
+        kinds = _listed(c, "hybrid_layer_pattern", words, "0 (full attention) or 1 (a window)")
+    before = c.optional("max_position_embeddings", "sliding_window_size")
+    window = before + 1 if before else c.size("max_position_embeddings", "sliding_window")
+    fields: Fields = {"mixers": shortest(kinds), "sliding_window": window}
+    return fields if "local" in kinds else fields | {"sliding_window": None}, kinds
+
+
+def _mimo_layers(c: Keys) -> Fields:
+    """The layers of MiMo-V2: those with a window are as the keys that begin with `swa_` say."""
+    fields, kinds = _windows(c)
+    for theirs, ours, key in (
+        ("swa_num_attention_heads", "num_attention_heads", "num_attention_heads"),
+        ("swa_head_dim", "kv_channels", "head_dim"),
+        ("swa_v_head_dim", "v_head_dim", "v_head_dim"),
+    ):
+        if c.optional("kv_channels", theirs) not in (None, c.fields[ours]):
+            c.reject(theirs, f"{c.fields[ours]}, as {key}")
+    groups = c.optional("num_query_groups", "swa_num_key_value_heads")
+    groups = groups or 2 * c.fields["num_query_groups"]
+    in_all, in_windows = (
+        c.flag(key) for key in ("add_full_attention_sink_bias", "add_swa_attention_sink_bias")
+    )
+    if c.fields["num_attention_heads"] % groups:
+        c.reject("swa_num_key_value_heads", "a divisor of the attention heads")
+    own = OwnSizes(
+        num_query_groups=groups if groups != c.fields["num_query_groups"] else None,
+        attention_sinks=in_windows if in_windows != in_all else None,
+    )
+    of_layers = [own if kind == "local" else OwnSizes() for kind in kinds]
+    return fields | {"attention_sinks": in_all} | own_sizes(of_layers)
+
+
+def _choice_bias(c: Keys) -> bool:
+    """Whether a bias balances experts, in a router without groups."""
+    c.only("n_group", 1)
+    return c.get("topk_method") == "noaux_tc"
+
+
+MIMO_V2: Map = {
+    **BIASED,
+    **experts("n_routed_experts", "moe_intermediate_size"),
+    "v_head_dim": lambda c: c.optional("kv_channels", "v_head_dim") or 0,
+    "router": "scoring_func",
+    "norm_topk_prob": "norm_topk_prob",
+    "expert_bias": _choice_bias,
+    "rotary_fraction": rotary_fraction,
+    "attention_output_bias": Fixed(False),
+    "own_sizes": _mimo_layers,
+    "mlps": _listed_experts,
+}
+"""MiMo-V2: windows of 128 positions with sinks, and values narrower than keys."""
+
+MIMO_UNUSED = (
+    *("sliding_window", "attention_chunk_size", "attention_value_scale", "topk_group"),
+    *("topk_method", "swa_rope_theta"),
+)
 
 M3_UNUSED = (
     *("hidden_act", "use_gemma_norm", "use_qk_norm", "qk_norm_type", "rotary_dim"),
