@@ -64,13 +64,12 @@ def prose(doc: str | None) -> str:
 
 def cli() -> str:
     """Every command, its arguments, options and examples."""
-    from stagewright.cli.other_names import DERIVED, SWITCHES
-
     from stagewright.cli import main as cli
     from stagewright.cli.main import EXAMPLES
     from stagewright.run.sections import EXPERIMENT
+    from stagewright.run.sections.other_names import OTHERS, SWITCHES
 
-    shared = {*EXPERIMENT, *SWITCHES, *DERIVED}
+    shared = {*EXPERIMENT, *SWITCHES, *OTHERS}
     parts = [
         "# Command line\n\nEvery command takes `--help`. Commands on a run (`show`, `generate`, "
         "`simulate` and others) take every [setting](settings.md) besides their own options.\n"
