@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,16 @@ def test_experts_of_deepseek_v4(tmp_path: Path) -> None:
     rows = dict(given.of_layer(10))
     assert rows["attention"] == BLOCKS
     assert rows["we_up"] == rows["we_down"] == MXFP4._replace(product="fp8")
+
+
+def test_experts_beside_an_mlp() -> None:
+    """Gemma 4: `layers.3.experts` stands beside `layers.3.mlp`, which alone is left out."""
+    layer = {"mlps": ("dense+experts",)}
+    model = replace(PRESETS["qwen3-30b-a3b"], ffn_hidden_size=2112, **layer)
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    ignored = ["model.language_model.layers.*.mlp*", "*self_attn*"]
+    rows = layers_of(config | {"ignore": ignored}, model)[5]
+    assert rows == dict.fromkeys(("we_up", "we_gate", "we_down"), NVFP4)
 
 
 def test_a_head_in_few_bits() -> None:

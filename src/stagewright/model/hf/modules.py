@@ -78,12 +78,20 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ws_up": _of_shared(*_UP),
         "ws_gate": _of_shared(*_GATE),
         "ws_down": _of_shared(*_DOWN),
+        "w_latent": _in(EXPERTS, "fc1_latent_proj"),
+        "w_latent_out": _in(EXPERTS, "fc2_latent_proj"),
     },
 }
 """By scope and name of a matrix, the modules of a layer that it may be in, by family."""
 
 SCOPES = {"attention": _ATTENTION, "mixer": _LINEAR, "mlp": _MLP}
 """The modules that other matrices of a scope are in."""
+
+EXPERTS_ALONE = {
+    name: tuple(f"experts.{at}{module}" for at in ("0.", "") for module in modules)
+    for name, modules in (("we_up", _UP), ("we_gate", _GATE), ("we_down", _DOWN))
+}
+"""Modules of experts that stand beside an MLP, not in its place."""
 
 ROUTED = ("we_up", "we_gate", "we_down")
 
@@ -128,6 +136,8 @@ class Modules:
 
     words: set[str] = field(default_factory=set[str])
     """Names without wildcards that are of no one layer."""
+    begins: set[str] = field(default_factory=set[str])
+    """What these begin with."""
     expressions: list[re.Pattern[str]] = field(default_factory=list[re.Pattern[str]])
     """Those with wildcards, which may begin at any word of a name."""
     whole: list[re.Pattern[str]] = field(default_factory=list[re.Pattern[str]])
@@ -159,6 +169,7 @@ class Modules:
                 modules.numbered |= "layers" in name
             else:
                 modules.words.add(name)
+                modules.begins.add(name.partition(".")[0])
         return modules
 
     def key(self, layer: int) -> object:
@@ -170,7 +181,7 @@ class Modules:
         if self.every:
             return True
         name = f"layers.{layer}.{module}" if layer >= 0 else module
-        if self.words and not self.words.isdisjoint(_runs(name)):
+        if not self.begins.isdisjoint(name.split(".")) and not self.words.isdisjoint(_runs(name)):
             return True
         if self.expressions:
             starts = [0, *(m.end() for m in re.finditer(r"\.", name))]

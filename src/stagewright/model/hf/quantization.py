@@ -12,7 +12,7 @@ from typing import Any, cast
 from stagewright.model.architecture import Architecture
 from stagewright.model.hf.keys import Json
 from stagewright.model.hf.methods import Scheme, Unreadable, scheme_of
-from stagewright.model.hf.modules import MODULES, ROUTED, SCOPES
+from stagewright.model.hf.modules import EXPERTS_ALONE, MODULES, ROUTED, SCOPES
 from stagewright.model.layers import ATTENTIONS, SIDE_BY_SIDE, Layer
 from stagewright.model.quantization import Quantization
 from stagewright.stored import Storage, Stored
@@ -85,9 +85,8 @@ def _of_layer(scheme: Scheme, layer: Layer, index: int) -> Storage:
             usual = scheme.of(index, SCOPES[scope])
             if usual:
                 rows.append((scope, usual))
-        for name, modules in MODULES[scope].items():
-            if scope == "mlp" and (name in _OF_DENSE) == (layer.mlp == "experts"):
-                continue
+        matrices = MODULES[scope] if scope != "mlp" else _FEED_FORWARDS.get(layer.mlp, {})
+        for name, modules in matrices.items():
             if scheme.routed_only and name not in ROUTED:
                 continue
             stored = scheme.of(index, modules)
@@ -96,4 +95,11 @@ def _of_layer(scheme: Scheme, layer: Layer, index: int) -> Storage:
     return tuple(rows)
 
 
-_OF_DENSE = ("w_up", "w_gate", "w_down")
+_DENSE = {name: MODULES["mlp"][name] for name in ("w_up", "w_gate", "w_down")}
+_MIXTURE = {name: of for name, of in MODULES["mlp"].items() if name not in _DENSE}
+_FEED_FORWARDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "dense": _DENSE,
+    "experts": _MIXTURE,
+    # Beside an MLP, experts are no part of it: `layers.3.experts` (Gemma 4).
+    "dense+experts": _DENSE | {name: EXPERTS_ALONE[name] for name in ROUTED},
+}
