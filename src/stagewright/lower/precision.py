@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stagewright.model.config import ModelConfig
+from stagewright.model.quantization import Quantization
 from stagewright.run.requests import STORED
 from stagewright.run.settings import Run
 from stagewright.stored import Storage, Stored
@@ -19,11 +20,18 @@ def storage(run: Run, model: ModelConfig, block: str, layer: int) -> Storage:
     if run.weight_precision is not None:
         stored = STORED[run.weight_precision]
         return tuple((scope, stored) for scope in SCOPES) if stored else ()
-    if model.quantization is None or run.precision != "bf16":
+    given = checkpoint(run, model)
+    if given is None:
         return ()
     if block == "head":
-        return model.quantization.head
-    return model.quantization.of_layer(layer if layer >= 0 else model.num_layers - 1)
+        return given.head
+    return given.of_layer(layer if layer >= 0 else model.num_layers - 1)
+
+
+def checkpoint(run: Run, model: ModelConfig) -> Quantization | None:
+    """The model's quantization where it decides how the matrices of a run are stored, else None."""
+    asked = run.mode == "train" or run.weight_precision is not None or run.precision != "bf16"
+    return None if asked else model.quantization
 
 
 def notes(run: Run, model: ModelConfig) -> list[str]:

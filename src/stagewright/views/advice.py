@@ -75,6 +75,7 @@ def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[R
         *_stages(compiled),
         *_experts(compiled),
         *_layers(compiled),
+        *(Remark("note", "Precision", f"{text}.") for text in (found.notes if found else ())),
         *(Remark("note", "Accuracy", sentence) for sentence in (known(found) if found else ())),
     ]
     return sorted(all_remarks, key=lambda remark: LEVELS.index(remark.level))

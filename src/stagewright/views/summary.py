@@ -28,6 +28,9 @@ In inference there are also `mode`; `batch`: `requests` of the step, their new `
 `device_memory` is given, `capacity`: whether the step `fits`, the most `requests` that do, and how
 many `tokens` each of the step's may have.
 
+Where the checkpoint decides how matrices are stored there is also `weights`: its `quant_method`,
+and `formats`, the data types besides that of the computation.
+
 Where `device_memory` is given there is also `fit`: whether the step `fits`, `device_memory`, the
 `peak` of the fullest rank, its `pipeline_rank`, and its bytes `by_category`.
 """
@@ -41,6 +44,7 @@ import numpy as np
 
 from stagewright.arrays import Int, exact_sum
 from stagewright.errors import UserError
+from stagewright.lower import precision
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.capacity import Capacity
@@ -124,8 +128,18 @@ def _served(compiled: CompiledRun | Recorded) -> Summary:
             "cached_tokens": sum(g.count * (g.context_length or 0) for g in asked),
             **({"source_tokens": lengths.count_requests(asked) * source} if source else {}),
         },
+        **_weights(compiled),
         **({"capacity": fitting._asdict()} if fitting else {}),
     }
+
+
+def _weights(compiled: CompiledRun | Recorded) -> Summary:
+    """How the checkpoint stores matrices, where it decides that; nothing where all are alike."""
+    given = precision.checkpoint(compiled.run, compiled.model)
+    if given is None or not given.formats:
+        return {}
+    formats = list(dict.fromkeys(precision.name(stored) for stored in given.formats))
+    return {"weights": {"quant_method": given.method, "formats": formats}}
 
 
 def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
@@ -275,6 +289,9 @@ def _batch_line(of: Summary) -> str:
     )
     if "source_tokens" in step:
         line += f", {step['source_tokens']:,} of their sources"
+    if weights := of.get("weights"):
+        stored = " and ".join([*weights["formats"], "bf16"])
+        line += f"\nweights in {stored}, as the checkpoint ({weights['quant_method']}) has them"
     if fitting is None:
         return line
     most = f"{quantity(fitting['device_memory'], 'B')} hold {fitting['requests']:,} such requests"
