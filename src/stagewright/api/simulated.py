@@ -17,7 +17,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
-from stagewright.time.measured import load, measured
+from stagewright.time.measured import Counts, load, with_collectives
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
@@ -69,7 +69,8 @@ def simulate(
     `settings` are those of the run, of the machine (`nodes`, `topology`, `algorithm`, `stragglers`:
     `stagewright.run.sections.cluster`) and of the execution, which go before `execution`
     (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes` and without
-    `dp`, dp fills the nodes.
+    `dp`, dp fills the nodes. `durations` is a CSV of measured kernels and collectives
+    (`stagewright.time.measured`).
     """
     cluster, how, settings = _sections(hardware, execution, settings)
     of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
@@ -83,8 +84,9 @@ def simulate(
         compiled = compile(run_of(what, settings | nodes, lambda _: of.gpus_per_node))
     if cluster.nodes is not None:
         filled(compiled.run, cluster.nodes, of.gpus_per_node)
+    counts: Counts | None = None
     if cluster.durations is not None:
-        program, _ = measured(compiled.program, load(cluster.durations))
+        program, counts = with_collectives(compiled.program, load(cluster.durations))
         compiled = replace(compiled, program=program)
     machine = hardware
     if not isinstance(machine, Machine):
@@ -96,7 +98,7 @@ def simulate(
         )
     step = simulate_step(compiled, machine, how, cluster.stragglers, progress)
     asked = None if cluster.hardware is None else cluster
-    return Simulation(step.compiled, step.machine, step.line, asked)
+    return Simulation(step.compiled, step.machine, step.line, asked, counts)
 
 
 def _sections(

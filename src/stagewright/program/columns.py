@@ -99,7 +99,7 @@ class Tasks:
     ops: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    duration: Int | None = None  # COMPUTE: measured ns, 0: not measured; None: no durations
+    duration: Int | None = None  # measured ns, 0: not measured; None: no durations
     uneven_bytes: Int | None = None  # `local_bytes` where these are not `comm_bytes`
 
     def __len__(self) -> int:

@@ -113,8 +113,6 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     rows, back = _unique(columns, computes)
     seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
     seconds = with_fused_products(tasks, seconds, machine.hardware)
-    if tasks.duration is not None:  # a measured duration replaces the computed one
-        seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
 
     moves = tasks.kind == TaskKind.COLLECTIVE
     rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
@@ -140,6 +138,8 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
         message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine) for i in rows
     ]
     seconds[messages] = np.array(sent)[back] if sent else 0.0
+    if tasks.duration is not None:  # a measured duration replaces the computed one
+        seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
     return seconds
 
 

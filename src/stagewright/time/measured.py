@@ -1,9 +1,11 @@
-"""Measured durations of kernels in place of formulas: a CSV, by kernel, shape and data type.
+"""Measured durations in place of formulas: a CSV, by kernel, shape and data type.
 
-`stagewright show MODEL ... --kernels > kernels.csv` lists the kernels of a run; measure some, fill
-in their `duration_us`, and give the file to `generate --durations kernels.csv`. Rows without a
-duration are skipped, a row without a `dtype` holds for all data types, and extents may be in any
-order.
+`stagewright show MODEL ... --kernels > kernels.csv` lists the kernels and the collectives of a run;
+measure some, fill in their `duration_us`, and give the file to `simulate`, `report` or `generate`
+with `--durations`. The shape of a collective is its bytes (`Tasks.comm_bytes`), its ranks, and
+their span: how many ranks lie from the first to the last, which says how far apart they are. Rows
+without a duration are skipped, a row without a `dtype` holds for all data types, and extents may be
+in any order.
 
 >>> table = parse("kernel,shape,dtype,duration_us\\ngemm,m=64 n=8 k=2 batch=1,bf16,3.5\\n", "k.csv")
 >>> from stagewright.program.columns import Shape
@@ -17,7 +19,7 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +30,7 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import Program, Shape, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, Shape, TaskKind, Tasks
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
 UNREAD = ("count", "flops", "bytes")
@@ -152,10 +154,14 @@ def kernels(program: Program) -> list[dict[str, Any]]:
         tasks = of.tasks
         for which, rows, counts in _distinct(tasks):
             shape, dtype = tasks.shapes[which[0]], tasks.dtypes[which[1]]
-            extents = " ".join(f"{name}={n}" for name, n in shape.extents)
             row = by_key.setdefault(
                 (shape.kernel, frozenset(shape.extents), dtype),
-                {"kernel": shape.kernel, "shape": extents, "dtype": dtype, "count": 0}
+                {
+                    "kernel": shape.kernel,
+                    "shape": describe_extents(shape),
+                    "dtype": dtype,
+                    "count": 0,
+                }
                 | {"flops": int(tasks.flops[rows]), "bytes": int(tasks.traffic[rows])},
             )
             row["count"] += counts * len(of.ranks)
@@ -163,13 +169,60 @@ def kernels(program: Program) -> list[dict[str, Any]]:
     return [{**row, "duration_us": ""} for row in order]
 
 
+def collectives(program: Program) -> list[dict[str, Any]]:
+    """The distinct collectives of a program, most bytes in all first: likewise."""
+    by_key: dict[Key, dict[str, Any]] = {}
+    for of in program.classes:
+        for shape, rows in collective_rows(program, of):
+            row = by_key.setdefault(
+                (shape.kernel, frozenset(shape.extents), ""),
+                {"kernel": shape.kernel, "shape": describe_extents(shape), "dtype": "", "count": 0}
+                | {"flops": 0, "bytes": dict(shape.extents)["bytes"]},
+            )
+            row["count"] += len(rows) * len(of.ranks)
+    order = sorted(by_key.values(), key=lambda row: -row["count"] * row["bytes"])
+    return [{**row, "duration_us": ""} for row in order]
+
+
+def collective_rows(program: Program, of: RankClass) -> Iterator[tuple[Shape, Int]]:
+    """The distinct collectives of a rank class, and the rows of each."""
+    tasks = of.tasks
+    where = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
+    columns = (tasks.collective, tasks.slot, tasks.comm_bytes)
+    keys = np.stack([column[where].astype(np.int64) for column in columns], axis=1)
+    distinct, back = np.unique(keys, axis=0, return_inverse=True)
+    sizes = {slot: _extent(program, of, slot) for slot in {*distinct[:, 1].tolist()}}
+    for nth, (op, slot, size) in enumerate(distinct.tolist()):
+        ranks, span = sizes[slot]
+        extents = (("bytes", size), ("ranks", ranks), ("span", span))
+        yield Shape(COLLECTIVES[op], extents), where[back.reshape(-1) == nth]
+
+
+def _extent(program: Program, of: RankClass, slot: int) -> tuple[int, int]:
+    """How many ranks the group of a communicator has, and how many lie from its first to its last.
+
+    Of the groups that a class is in, the one with the widest span: it is the slowest.
+    """
+    ids = program.group_of(slot)
+    mine = np.unique(ids[of.ranks])
+    ranks = np.flatnonzero(np.isin(ids, mine[mine > 0]))
+    groups = np.unique(ids[ranks])
+    ordered = ranks[np.argsort(ids[ranks], kind="stable")].reshape(len(groups), -1)
+    return ordered.shape[1], int((ordered[:, -1] - ordered[:, 0]).max()) + 1
+
+
+def describe_extents(shape: Shape) -> str:
+    """The extents of a row, as a file has them: `m=64 n=8`."""
+    return " ".join(f"{name}={n}" for name, n in shape.extents)
+
+
 def to_csv(program: Program) -> str:
-    """The distinct kernels as a file in which to fill in durations."""
+    """The distinct kernels and collectives as a file in which to fill in durations."""
     text = io.StringIO()
     columns: list[str] = ["kernel", "shape", "dtype", *UNREAD, "duration_us"]
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(kernels(program))
+    writer.writerows([*kernels(program), *collectives(program)])
     return text.getvalue()
 
 
@@ -182,6 +235,42 @@ def _distinct(tasks: Tasks) -> list[tuple[tuple[int, int], int, int]]:
         (divmod(int(key), len(tasks.dtypes)), int(where[at]), int(count))
         for key, at, count in zip(unique, first, counts, strict=True)
     ]
+
+
+def with_collectives(program: Program, table: Durations) -> tuple[Program, Counts]:
+    """The program with the durations of kernels and collectives, for a simulation.
+
+    Traces hold those of kernels alone: what reads traces times collectives itself.
+    """
+    program, matched = measured(program, table)
+    classes = list(program.classes)
+    known = total = 0
+    for nth, of in enumerate(classes):
+        assert of.tasks.duration is not None
+        duration = of.tasks.duration.copy()
+        for shape, rows in collective_rows(program, of):
+            duration[rows] = table.of(shape, "")
+            total += len(rows)
+            known += len(rows) if table.of(shape, "") else 0
+        tasks = dataclasses.replace(of.tasks, duration=duration)
+        classes[nth] = dataclasses.replace(of, tasks=tasks)
+    counts = Counts(matched.kernels, matched.measured, total, known)
+    return dataclasses.replace(program, classes=tuple(classes)), counts
+
+
+class Counts(NamedTuple):
+    """How many kernels and collectives there are, and how many of them have a duration."""
+
+    kernels: int
+    measured_kernels: int
+    collectives: int
+    measured_collectives: int
+
+    def __str__(self) -> str:
+        return (
+            f"durations of {self.measured_kernels} of {self.kernels} kernels and of "
+            f"{self.measured_collectives} of {self.collectives} collectives"
+        )
 
 
 def measured(program: Program, table: Durations) -> tuple[Program, Matched]:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,16 @@ from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
-from stagewright.time.measured import kernels, load, measured, parse
+from stagewright.time.cost import task_seconds
+from stagewright.time.measured import (
+    collective_rows,
+    collectives,
+    describe_extents,
+    kernels,
+    load,
+    measured,
+    parse,
+)
 
 SETTINGS = {"model": "llama3.1-8b", "tp": 2, "pp": 2, "layers": 2, "seq_length": 128}
 
@@ -127,3 +137,54 @@ def test_refuses_what_is_no_text(tmp_path: Path) -> None:
         load(tmp_path / "k.csv")
     with pytest.raises(UserError, match="cannot be read"):
         load(tmp_path / "none.csv")
+
+
+def test_a_simulation_takes_measured_kernels_and_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Durations as the model computes them change nothing; ten times as long make ten times."""
+    run: dict[str, Any] = {"layers": 2, "seq_length": 256, "tp": 2, "dp": 2, "zero": 1}
+    found = sw.simulate("llama3.1-8b", "h100-sxm", **run)
+    program = found.compiled.program
+    seconds = dict(zip(map(id, program.classes), task_seconds(program, found.machine), strict=True))
+    known: dict[Any, float] = {}
+    for of in program.classes:
+        for shape, rows in collective_rows(program, of):
+            known[shape.kernel, describe_extents(shape)] = seconds[id(of)][rows[0]]
+        for i in np.flatnonzero((of.tasks.kind == TaskKind.COMPUTE) & (of.tasks.shape >= 0)):
+            shape = of.tasks.shapes[of.tasks.shape[i]]
+            dtype = of.tasks.dtypes[of.tasks.dtype[i]]
+            known[shape.kernel, describe_extents(shape), dtype] = seconds[id(of)][i]
+
+    def times(factor: float, only: str = "") -> Path:
+        path = tmp_path / f"{factor}{only}.csv"
+        with path.open("w") as file:
+            writer = csv.DictWriter(file, [*collectives(program)[0]])
+            writer.writeheader()
+            for row in collectives(program):
+                took = known[row["kernel"], row["shape"]] * factor * 1e6
+                writer.writerow(row | {"duration_us": took if only in row["shape"] else ""})
+            for row in kernels(program):
+                took = known[row["kernel"], row["shape"], row["dtype"]] * factor * 1e6
+                writer.writerow(row | {"duration_us": took if took and not only else ""})
+        return path
+
+    again = sw.simulate("llama3.1-8b", "h100-sxm", **run, durations=str(times(1.0)))
+    assert again.seconds == pytest.approx(found.seconds, rel=0.02)
+    assert again.durations is not None
+    assert again.durations.measured_kernels > again.durations.kernels / 2 > 0
+    assert again.durations.measured_collectives == again.durations.collectives > 0
+    slow = sw.simulate("llama3.1-8b", "h100-sxm", **run, durations=str(times(10.0)))
+    assert slow.seconds == pytest.approx(10 * found.seconds, rel=0.05)
+    # dp's groups alone: ranks 0 and 2 span three.
+    dp = sw.simulate("llama3.1-8b", "h100-sxm", **run, durations=str(times(100.0, "span=3")))
+    assert dp.mean.communication["dp"] > 50 * found.mean.communication["dp"]
+    assert dp.mean.communication["tp"] == pytest.approx(found.mean.communication["tp"], rel=0.01)
+
+    options = ["--layers", "2", "--seq-length", "256", "--tp", "2", "--dp", "2", "--zero", "1"]
+    asked = ["llama3.1-8b", *options, "--hardware", "h100-sxm", "--durations", str(times(10.0))]
+    told = CliRunner().invoke(commands, ["simulate", *asked])
+    assert str(slow.durations) in told.stderr
+    page = tmp_path / "run.html"
+    assert CliRunner().invoke(commands, ["report", *asked, "-o", str(page)]).exit_code == 0
+    assert f"--durations {times(10.0)}" in page.read_text()

@@ -45,6 +45,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.cost import Routed, task_seconds
 from stagewright.time.hardware import Hardware
+from stagewright.time.measured import Counts
 from stagewright.time.network import Machine
 from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
@@ -72,6 +73,8 @@ class SimulatedStep:
     line: Timeline
     cluster: ClusterSection | None = None
     """The settings that chose the machine, where it was chosen by name."""
+    durations: Counts | None = None
+    """How much of the step has measured durations, where a file of such was given."""
 
     def __repr__(self) -> str:
         return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
@@ -213,7 +216,8 @@ class SimulatedStep:
     def notes(self) -> list[str]:
         """What the machine cannot do as asked, and what was assumed for it; a sentence each."""
         hardware = self.machine.hardware
-        return [
+        measured = [] if self.durations is None else [str(self.durations)]
+        return measured + [
             f"{hardware.name} has no matrix products in {dtype}: weights are read in few bits, and "
             "products take the time of bf16, as those of vLLM's Marlin kernels"
             for dtype in without_rates(self.compiled, hardware)
