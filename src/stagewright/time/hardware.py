@@ -17,7 +17,7 @@ from importlib.resources import files
 from reprlib import repr as shown  # short whatever the value
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import from_yaml, read_text
@@ -40,6 +40,18 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _within_reason(cls, value: Any) -> Any:
+        """Refuse figures beyond those of any device: products of such figures are infinite."""
+        if isinstance(value, int | float) and abs(value) > MOST:
+            raise ValueError(f"wanted at most {MOST:g}; check the unit")
+        return value
+
+
+MOST = 1e12
+"""The largest figure of a device that is believed, whatever its unit."""
 
 
 class _Link(_Frozen):

@@ -16,6 +16,9 @@ from stagewright.trace.manifest import WrittenRanks
 from stagewright.trace.storage import Storage
 
 PREFIX = ".part-"  # of the names of all notes
+MOST_BYTES = 1 << 28  # of a note: of more than two million files
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RuntimeError)
+"""What reading a note raises that is none: whatever a stranger has put in its place."""
 INTERVAL = 1.0  # seconds between notes, at first
 
 
@@ -50,8 +53,10 @@ class Journal:
     def read(self) -> WrittenRanks:
         """The notes of all processes; a note that cannot be read is skipped."""
         notes: list[WrittenRanks] = []
-        for name in sorted(self._storage.sizes()):
-            if name.startswith(self._prefix) and name.endswith(".json"):
-                with suppress(OSError, ValueError, KeyError, TypeError):
+        for name, size in sorted(self._storage.sizes().items()):
+            if name.startswith(self._prefix) and name.endswith(".json") and size <= MOST_BYTES:
+                with suppress(
+                    OSError, ValueError, KeyError, TypeError, ArithmeticError, RuntimeError
+                ):
                     notes.append(WrittenRanks.from_json(json.loads(self._storage.read(name))))
         return WrittenRanks.merge(notes)

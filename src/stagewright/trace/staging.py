@@ -167,6 +167,9 @@ def _files_of(path: Path, entries: int) -> Mapping[str, object] | None:
 def manifest_in(storage: Storage) -> dict[str, Any] | None:
     """The manifest of an output of ours; None if there is none."""
     try:
+        sizes = storage.sizes()
+        if sizes.get(MANIFEST, 0) > (1 << 24) + (len(sizes) << 10):  # far too large for its files
+            return None
         found = from_json(storage.read(MANIFEST), storage.address)
     except (OSError, UserError):
         return None

@@ -736,6 +736,18 @@ def test_a_directory_and_a_pipe_in_place_of_files(sound: Path, tmp_path: Path):
     assert "not a file" in report.findings[0].message
 
 
+def test_a_trace_of_a_terabyte_is_damaged(tmp_path: Path):
+    """Its checksum would take an hour; what is wrong with it is told by its first bytes."""
+    import os
+
+    stagewright.generate(
+        stagewright.compile("gpt2", layers=1, seq_length=8, tp=2), tmp_path / "out"
+    )
+    os.truncate(tmp_path / "out" / "workload.1.et", 1 << 40)
+    report = verify(tmp_path / "out")
+    assert "damaged" in codes(report)
+
+
 # ---- our manifest --------------------------------------------------------------------------------
 
 

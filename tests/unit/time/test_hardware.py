@@ -68,3 +68,19 @@ def test_a_base_lends_what_is_not_named(tmp_path: Path):
     assert mine.scale_out.bandwidth_gb_s == 25
     assert mine.scale_out.latency_us == base.scale_out.latency_us
     assert mine.peak_bf16_tflops == base.peak_bf16_tflops
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "memory_gb: 1.0e+300", "tdp_w: 1.0e+308", "peak_bf16_tflops: .inf",
+        "compute_units: 1" + "0" * 30,
+        "scale_up: {gpus: 9223372036854775807}", "scale_out: {latency_us: 1.0e+15}",
+        "price_usd_per_gpu_hour: 1.0e+13", "gemm: {bf16: {tile_us: 1.0e+13}}", "idle_w: .nan",
+    ],
+)  # fmt: skip
+def test_figures_beyond_any_device(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: h100-sxm\n{line}\n")
+    with pytest.raises(UserError, match=r"wanted at most 1e\+12; check the unit|finite number"):
+        hardware.resolve(str(path))

@@ -368,3 +368,36 @@ def test_resume_with_checksums_of_another_run(program: Program, tmp_path: Path):
     (out / "manifest.json").write_text(json.dumps(found))
     with pytest.raises(UserError, match=r"lists are not those of this run; --force replaces all"):
         write(program, out, manifest={"nth": 1}, resume=True)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"[" * 100_000, b'{"ranks": [0], "bytes": [1e400], "sha256": ["00"]}', b"\xff", b"[]", b"7",
+        b'{"ranks": [9999999999999999999999], "bytes": [1], "sha256": ["' + b"00" * 32 + b'"]}',
+        b'{"ranks": ["0"], "bytes": [[]], "sha256": [0]}', b"pipe", b"sparse",
+    ],
+)  # fmt: skip
+def test_notes_of_a_stranger_are_skipped(
+    program: Program, whole: dict[str, bytes], tmp_path: Path, note: bytes
+):
+    write(program, tmp_path / "out", manifest={"nth": 1}, shard=(1, 2))
+    (hidden,) = tmp_path.glob(".out.partial-*")
+    part = next(hidden.glob(".part-*.json"))
+    other = part.with_name(part.name.replace(".json", "x.json"))
+    if note == b"pipe":
+        os.mkfifo(other)
+    else:
+        other.write_bytes(note)
+    if note == b"sparse":
+        os.truncate(other, 1 << 40)
+    write(program, tmp_path / "out", manifest={"nth": 1}, shard=(2, 2))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == whole
+
+
+def test_a_manifest_of_a_terabyte_is_none(program: Program, tmp_path: Path):
+    out = tmp_path / "out"
+    write(program, out, manifest={})
+    os.truncate(out / "manifest.json", 1 << 40)
+    with pytest.raises(UserError, match="exists already"):
+        write(program, out, manifest={}, resume=True)

@@ -64,7 +64,7 @@ def check_files(task: ReadTask) -> list[TraceClass]:
     compare = len(task.files) > 1
     for rank, path in task.files:
         data = _bytes(path) if compare or task.digests else None
-        digest = _digest(path, data) if task.digests else {}
+        digest = _digest(path, data) if task.digests and data is not None else {}
         for traces, stamp in classes:
             values = None if stamp is None or data is None else stamp.values(data, rank)
             if values is not None:
@@ -75,6 +75,8 @@ def check_files(task: ReadTask) -> list[TraceClass]:
                 break
         else:
             first = check_trace(path, rank)
+            if task.digests and data is None and first.exchange is not None:
+                digest = _digest(path, data)  # of a sound file: a damaged one may have terabytes
             stamp = None
             if data is not None and len(classes) < MOST_CLASSES:
                 stamp = _TraceTemplate.of(first, data)
