@@ -44,6 +44,9 @@ biases that only balance the load of experts (`e_score_correction_bias`)."""
 
 OTHERWISE = {
     "ApertusForCausalLM",  # without two numbers for the activation of each layer
+    # Classes of their own repositories, which transformers does not have.
+    *("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "ExaoneForCausalLM", "YiForCausalLM"),
+    *("InternLM2ForCausalLM", "MiniCPMForCausalLM", "MiniMaxM1ForCausalLM", "Phi4MMForCausalLM"),
     "CwmForCausalLM",  # small ones cannot be made by transformers 5.23; as Mistral
     "MiMoForCausalLM",  # not in transformers
     "PhiMoEForCausalLM",  # Microsoft's own name of PhimoeForCausalLM

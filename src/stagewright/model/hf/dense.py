@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from stagewright.model.architecture import LIMITS
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, Reader
@@ -272,3 +273,45 @@ VAULTGEMMA: Map = {
     "mixers": windows(lambda c, i: (i + 1) % 2 > 0),
 }
 GEMMA1: Map = {**BIASED, "activation": ("hidden_activation", "hidden_act")}
+
+
+def _neo_mixers(c: Keys) -> Fields:
+    """Attention to all and within a window, as a list says."""
+    layers = c.fields["num_layers"]
+    names = {"global": "global", "local": "local"}
+    listed = [names.get(str(x), "") for x in c.items("attention_layers")]
+    if not listed and isinstance(c.get("attention_types"), list):
+        listed = _expanded(c)
+    if len(listed) != layers or "" in listed:
+        c.reject("attention_layers", f"global or local for each of the {layers} layers")
+    window = c.size("max_position_embeddings", "window_size") if "local" in listed else None
+    return {"sliding_window": window, "mixers": shortest(listed)}
+
+
+def _expanded(c: Keys) -> list[str]:
+    """`[[["global", "local"], 12]]` as a list of layers."""
+    kinds: list[str] = []
+    for item in c.items("attention_types"):
+        pair = cast("list[object]", item) if isinstance(item, list) else []
+        if len(pair) != 2 or type(pair[1]) is not int or not isinstance(pair[0], list):
+            c.reject("attention_types", "lists of kinds and how often they repeat")
+        times = min(pair[1], LIMITS["num_layers"])
+        kinds += [str(x) for x in cast("list[object]", pair[0])] * max(0, times)
+    return kinds
+
+
+GPT_NEO: Map = {
+    **sizes(num_layers="num_layers", num_attention_heads="num_heads"),
+    **LAYER_NORM,
+    **UNGATED,
+    **dict.fromkeys(("attention_output_bias", "mlp_bias"), Fixed(True)),
+    "ffn_hidden_size": or_times_hidden("intermediate_size", 4),
+    "activation": "activation_function",
+    "position": Fixed("learned"),
+    "mixers": _neo_mixers,
+}
+EXAONE: Map = {
+    **BIASED,
+    **{"num_layers": ("num_layers", "num_hidden_layers"), "activation": "activation_function"},
+}
+INTERNLM2: Map = {**DECODER, **biases("bias", "qkv_bias", "attention_output_bias")}

@@ -24,6 +24,17 @@ _UNBIASED = _none_of("mamba_proj_bias", "attention_bias", "mlp_bias")
 
 
 _OF_QWEN3_5 = {"attention_bias": False, "attn_output_gate": True}
+_BAILING_UNUSED = ("moe_shared_expert_intermediate_size",)
+_PHI4_PARTS = "only the text model is counted, without vision, speech and their adapters"
+_COHERE_UNUSED = (
+    *("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct"),
+    *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
+    "use_parallel_embedding",
+)
+_HUNYUAN_UNUSED = (
+    *("attention_head_dim", "use_mixed_mlp_moe", "norm_type", "num_experts_per_tok"),
+    "moe_random_routing_dropped_token",
+)
 _SPARSE_MIXER = (
     "experts are chosen by a softmax; SparseMixer's masks, which cost little, are not counted"
 )
@@ -196,7 +207,9 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": _like_llama(("olmo2",), dense.OLMO2),
     "Olmo3ForCausalLM": _like_llama(("olmo3",), dense.OLMO3),
     "CohereForCausalLM": _like_llama(("cohere",), dense.COHERE, use_qk_norm=False),
-    "Cohere2ForCausalLM": _like_llama(("cohere2", "cohere2_vision"), dense.COHERE2),
+    "Cohere2ForCausalLM": _like_llama(
+        ("cohere2", "cohere2_vision"), dense.COHERE2, unused=_COHERE_UNUSED
+    ),
     "GraniteForCausalLM": _like_llama(("granite",), dense.GRANITE),
     "Starcoder2ForCausalLM": _like_llama(("starcoder2",), dense.STARCODER2),
     "StableLmForCausalLM": _like_llama(("stablelm",), dense.STABLELM, qk_layernorm=False),
@@ -237,9 +250,13 @@ FAMILIES: dict[str, Family] = {
         shared_intermediate_size=0,
     ),
     "Ernie4_5_MoeForCausalLM": _like_llama(
-        ("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text"), mixtures.ERNIE_MOE
+        ("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text"),
+        mixtures.ERNIE_MOE,
+        unused=("moe_use_aux_free", "moe_capacity", "moe_gate"),
     ),
-    "HunYuanMoEV1ForCausalLM": _like_llama(("hunyuan_v1_moe",), mixtures.HUNYUAN_MOE),
+    "HunYuanMoEV1ForCausalLM": _like_llama(
+        ("hunyuan_v1_moe",), mixtures.HUNYUAN_MOE, unused=_HUNYUAN_UNUSED
+    ),
     "PhimoeForCausalLM": _like_llama(("phimoe",), mixtures.PHIMOE, _SPARSE_MIXER),
     "PhiMoEForCausalLM": _like_llama(("phimoe",), mixtures.PHIMOE, _SPARSE_MIXER),
     "FlexOlmoForCausalLM": _like_llama(("flex_olmo",), mixtures.FLEX_OLMO),
@@ -264,6 +281,21 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=False,
         scoring_func="sigmoid",
     ),
+    "GPTNeoForCausalLM": _like_llama(("gpt_neo",), dense.GPT_NEO),
+    "ExaoneForCausalLM": _like_llama(("exaone",), dense.EXAONE),
+    "InternLM2ForCausalLM": _like_llama(("internlm2",), dense.INTERNLM2),
+    "MiniCPMForCausalLM": _like_llama(("minicpm",), decoders.LLAMA),
+    "YiForCausalLM": _like_llama(("Yi",), decoders.LLAMA),
+    "BailingMoeForCausalLM": _like_llama(
+        ("bailing_moe",), mixtures.BAILING, unused=_BAILING_UNUSED
+    ),
+    "BailingMoeV2ForCausalLM": _like_llama(
+        ("bailing_moe_v2", "bailing_moe"), mixtures.BAILING, unused=_BAILING_UNUSED
+    ),
+    "Phi4MMForCausalLM": Family(
+        ("phi4mm", "phi4_multimodal"), "phi3-mini", decoders.PHI3, remark=_PHI4_PARTS
+    ),
+    "MiniMaxM1ForCausalLM": Family(("minimax_m1",), "minimax-text-01", states.MINIMAX),
     "Gemma4ForCausalLM": _like_llama(
         ("gemma4_text", "gemma4"),
         own.GEMMA4,
@@ -297,6 +329,32 @@ _MISSING = {
     "residual sums that attend to the layers before (attention residuals)": (
         *("KimiK3ForConditionalGeneration", "KimiK3ForCausalLM", "kimi_k3"),
     ),
+    "short convolutions": (
+        *("Lfm2ForCausalLM", "lfm2", "Lfm2MoeForCausalLM", "lfm2_moe", "Lfm3ForCausalLM", "lfm3"),
+    ),
+    "two attentions in each layer and experts that do nothing": (
+        *("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM", "longcat_flash"),
+    ),
+    "attention that is a mixture of experts": ("JetMoeForCausalLM", "jetmoe"),
+    "a recurrence of gated linear units": ("RecurrentGemmaForCausalLM", "recurrent_gemma"),
+    "a recurrence of RWKV": ("RwkvForCausalLM", "rwkv", "RWKV7ForCausalLM", "rwkv7"),
+    "a recurrence of xLSTM": ("xLSTMForCausalLM", "xlstm"),
+    "an embedding for each layer": (
+        *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration", "gemma3n_text", "gemma3n"),
+    ),
+    "norms inside attention and MLP": ("BitNetForCausalLM", "bitnet"),
+    "differences of two attentions": ("DiffLlamaForCausalLM", "diffllama"),
+    "attention to images inside the decoder": (
+        *("MllamaForConditionalGeneration", "MllamaForCausalLM", "mllama", "mllama_text_model"),
+    ),
+    "norms of queries and keys with a bias": ("PersimmonForCausalLM", "persimmon"),
+    "a norm behind its experts": ("AXK1ForCausalLM", "axk1", "AXK1"),
+    "lightning attention beside latent attention": (
+        *("BailingHybridForCausalLM", "bailing_hybrid", "BailingMoeV2_5ForCausalLM"),
+    ),
+    "layers that are run several times": ("HrmTextForCausalLM", "hrm_text"),
+    "retrieved keys as experts": ("DogeForCausalLM", "doge"),
+    "gated delta nets with other norms and gates": ("OlmoHybridForCausalLM", "olmo_hybrid"),
 }
 MISSING = {name: what for what, names in _MISSING.items() for name in names}
 """What a `ModelConfig` lacks for other architectures and model types that people may try."""

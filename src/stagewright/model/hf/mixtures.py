@@ -260,3 +260,27 @@ STEP3: Map = {
     "attention_gate_per_head": Fixed(True),
     "shared_ffn_hidden_size": ("share_expert_dim", "share_expert_dims"),
 }
+
+
+def _bailing_router(c: Keys) -> Fields:
+    """Ling 2.0 scores with sigmoids and balances with a bias; Ling 1 with a softmax."""
+    sigmoid = c.get("score_function") == "sigmoid"
+    return {
+        "router": "sigmoid" if sigmoid else "softmax",
+        "expert_bias": sigmoid and c.get("moe_router_enable_expert_bias") is not False,
+        "qk_norm": c.get("use_qk_norm") is True,
+    }
+
+
+BAILING: Map = {
+    **DECODER,
+    **biases("use_qkv_bias", "qkv_bias"),
+    **biases("use_bias", "attention_output_bias"),
+    **experts("num_experts", "moe_intermediate_size"),
+    "norm_topk_prob": "norm_topk_prob",
+    "shared_ffn_hidden_size": number_of_shared("num_shared_experts"),
+    "first_dense_layers": dense_first("first_k_dense_replace"),
+    "router": _bailing_router,
+    "num_expert_groups": _groups,
+    "rotary_fraction": rotary_fraction,
+}

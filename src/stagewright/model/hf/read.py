@@ -77,6 +77,10 @@ def read(file: str, data: Json, as_family: str = "") -> Reading:
         unused = family.unused
         if family.remark:
             notes.append(f"{file}: {family.remark}")
+    if not keys.prefix:
+        parts = [k for k in OTHER_PARTS if isinstance(given.get(k), dict)]
+        keys.seen.update(parts)
+        notes += _left_out(keys, "", parts)
     return Reading(like, fields, (*notes, *unread(keys, given, unused)))
 
 
@@ -85,8 +89,9 @@ def _left_out(keys: Keys, part: str, others: list[str]) -> list[str]:
     if not others:
         return []
     names = " and ".join(f"{keys.prefix}{name}" for name in others)
+    named = f" ({keys.prefix}{part})" if part else ""
     return [
-        f"only the text part ({keys.prefix}{part}) is counted: the parameters, FLOPs and memory of "
+        f"only the text part{named} is counted: the parameters, FLOPs and memory of "
         f"{names} are left out"
     ]
 
