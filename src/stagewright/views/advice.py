@@ -181,8 +181,8 @@ def _exposed(found: SimulatedStep) -> Iterator[Remark]:
             yield Remark(
                 "warning",
                 "Communication",
-                f"{axis} communication is exposed, not hidden by kernels, for {duration(seconds)} "
-                f"of each step ({seconds / found.seconds:.1%}).",
+                f"communication along {axis} is exposed, not hidden by kernels, for "
+                f"{duration(seconds)} of each step ({seconds / found.seconds:.1%}).",
             )
 
 

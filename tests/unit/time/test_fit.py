@@ -75,9 +75,9 @@ def test_report_and_show_compare_with_the_memory_that_is_named(
         capsys.readouterr()
         assert stagewright("show", *given, "--json") == 3
         assert json.loads(capsys.readouterr().out)["fit"]["fits"] is False
-        assert stagewright("report", *run, "-o", page) == 0
-        assert stagewright("report", *given, "-o", page) == 3
-        assert stagewright("report", *given, "--hardware", "h100-sxm", "-o", page) == 3
+        assert stagewright("report", *run, "-o", page, "--force") == 0
+        assert stagewright("report", *given, "-o", page, "--force") == 3
+        assert stagewright("report", *given, "--hardware", "h100-sxm", "-o", page, "--force") == 3
         assert "does not fit" in Path(page).read_text()
 
 

@@ -77,6 +77,16 @@ def test_names_of_strangers_are_text():
                  shown=over_time(compiled, None, {})))  # fmt: skip
 
 
+def test_both_sides_of_a_disaggregated_step_have_names():
+    run = sw.Run(**RUNS["across"])
+    text = sw.report(sw.simulate(run, "h100-sxm"))
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    assert any(each.startswith("prefill stage 0") for each in words)
+    assert any(each.startswith("decode stage 0") for each in words)
+    assert "stages 0, 0" not in text
+    assert not any(each.startswith("stage 0") for each in words)
+
+
 # ---- what does not fit ---------------------------------------------------------------------------
 
 
@@ -180,7 +190,7 @@ def test_uneven_experts_are_told(tmp_path: Path):
 
 def test_exposed_communication_and_low_mfu_are_told():
     found = said("llama3-8b", "Communication", "h100-sxm", tp=8, layers=4)
-    assert [remark.text.split(" is ")[0] for remark in found] == ["tp communication"]
+    assert [remark.text.split(" is ")[0] for remark in found] == ["communication along tp"]
     (remark,) = said("gpt2", "Speed", "h100-sxm", dp=8)
     simulation = sw.simulate("gpt2", "h100-sxm", dp=8)
     assert f"MFU is {simulation.mfu:.1%}" in remark.text
@@ -209,7 +219,8 @@ def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith(f"{out}: ")
     told = sw.report("llama3-8b", layers=2, seq_length=64, tp=2)
     assert out.read_text(encoding="utf-8") == told
-    assert run("report", "llama3-8b", *settings, "-o", str(out), "--hardware", "h100-sxm") == 0
+    again = ("-o", str(out), "--force")
+    assert run("report", "llama3-8b", *settings, *again, "--hardware", "h100-sxm") == 0
     timed = sw.report("llama3-8b", layers=2, seq_length=64, tp=2, hardware="h100-sxm")
     assert out.read_text(encoding="utf-8") == timed
 

@@ -53,7 +53,12 @@
     }
     svg.addEventListener('pointermove', point);
     svg.addEventListener('pointerdown', point);
-    svg.addEventListener('pointerleave', function () { tip.hidden = true; });
+    svg.addEventListener('pointerleave', function (event) {
+      if (event.pointerType === 'mouse') tip.hidden = true; // a finger leaves where it taps
+    });
+  });
+  document.addEventListener('pointerdown', function (event) {
+    if (!event.target.closest('.chart svg')) tip.hidden = true;
   });
   window.addEventListener('scroll', function () { tip.hidden = true; }, {passive: true});
 
