@@ -159,3 +159,20 @@ def test_indexers_that_no_model_can_have() -> None:
     ):
         with pytest.raises(sw.UserError, match=message):
             replace(tiny, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("deepseek-v3.2", {"cp": 2}, "cp_comm_type=p2p: .* use cp_comm_type=all_gather"),
+        ("minimax-m3", {"cp": 2, "cp_comm_type": "a2a"}, "cp_comm_type=a2a: .*=all_gather"),
+        ("glm-5", {"mode": "decode", "tp": 8, "dcp": 2}, "dcp=2 spreads the tokens of a request"),
+        ("glm-5", {"mode": "prefill", "mla": "naive"}, "mla=naive expands the latents"),
+        ("minimax-m3", {"mode": "decode", "tp": 8, "dcp": 2}, "dcp=2 spreads the tokens"),
+    ],
+)
+def test_what_an_indexer_does_not_go_with(
+    model: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(sw.UserError, match=message):
+        sw.compile(sw.Run(model=model, layers=4, **settings))
