@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import stagewright
@@ -11,13 +12,14 @@ from stagewright.cli.options import ALLOW_OOM, JSON, experiment_options
 from stagewright.cli.progress import shown
 from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
-from stagewright.numbers import duration, quantity
+from stagewright.numbers import duration, plural, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.program.fit import Fit
     from stagewright.run.experiment import Experiment
+    from stagewright.time.simulate.serving import Served
     from stagewright.time.simulate.step import SimulatedStep
 
 
@@ -86,10 +88,12 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
             f"{uses} (causal {simulation.hfu_causal:.1%})"
         )
     rate = simulation.tokens_per_second
-    out.print(
-        f"step {duration(simulation.seconds)}: {quantity(round(rate), 'tokens')}/s, "
-        f"{rate / simulation.machine.gpus:,.1f} per GPU; {uses}"
-    )
+    what = f"{quantity(round(rate), 'tokens')}/s, {rate / simulation.machine.gpus:,.1f} per GPU"
+    if simulation.groups:
+        what = "one of prefill and one of decode, whose layers wait for their cache"
+    out.print(f"step {duration(simulation.seconds)}: {what}; {uses}")
+    for line in serving_lines(simulation):
+        out.print(line)
     print_table(parts(simulation), out)
     print_table(transfers(simulation), out)
     if simulation.fit.fits:
@@ -105,6 +109,49 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     )
     for remark in remarks(simulation.compiled, simulation):
         out.print(str(remark))
+
+
+def serving_lines(simulation: SimulatedStep) -> Iterator[str]:
+    """A step of inference in the words of serving: a line, or one for each of two groups."""
+    from stagewright.time.simulate.serving import limiting
+
+    if simulation.served is not None:
+        yield f"{simulation.served.what}: {_rates(simulation.served)}"
+    if not simulation.groups:
+        return
+    for group in simulation.groups:
+        ranks = f"{group.first_rank}-{group.first_rank + group.gpus - 1}"
+        held = f"{quantity(group.fit.peak, 'B')} of {quantity(group.fit.device_memory, 'B')}"
+        over = "" if group.fit.fits else ": it does not fit"
+        yield (
+            f"{group.name} group: {plural(group.gpus, 'GPU', 'GPUs')} (ranks {ranks}), step "
+            f"{duration(group.served.step_seconds)}, {_rates(group.served)}; memory {held}{over}"
+        )
+    limit, balance = limiting(*(group.served for group in simulation.groups))
+    if limit is None:
+        yield f"limits: prefill while OSL is below {balance:,.1f}, decode above (--osl N)"
+    else:
+        yield f"limits: the {limit} group; both do as many requests at OSL {balance:,.1f}"
+
+
+def _rates(of: Served) -> str:
+    """Times and rates of requests."""
+    words: list[str] = []
+    if of.ttft_seconds is not None:
+        words.append(f"TTFT {duration(of.ttft_seconds)} at ISL {of.isl:,.0f}")
+    if of.tpot_seconds is not None:
+        words.append(f"TPOT {duration(of.tpot_seconds)} at context {of.context_length:,.0f}")
+    words.append(plural(of.requests, "request", "requests"))
+    if of.requests_per_second is not None:
+        osl = "" if of.osl is None else f" at OSL {of.osl:,}"
+        words.append(f"{of.requests_per_second:,.2f} requests/s{osl}")
+    if of.output_tokens_per_second_per_user is not None:
+        words.append(f"{of.output_tokens_per_second_per_user:,.1f} tokens/s per user")
+    if of.what == "mixed":
+        words.append(f"{of.output_tokens_per_second:,.1f} output tokens/s")
+        words.append(f"{of.input_tokens_per_second:,.1f} input tokens/s")
+    words.append(f"{of.tokens_per_second_per_gpu:,.1f} tokens/s per GPU")
+    return ", ".join(words)
 
 
 def memory_line(fit: Fit) -> str:

@@ -84,6 +84,13 @@ class InferenceSection:
         unset="prefill: 0; decode: one less than the model's longest, at most 8191",
         modes=INFERENCE,
     )
+    output_length: Count | None = setting(
+        None,
+        "Decode: tokens that each request gets in all; gives requests per second, changes no step.",
+        unset="not known",
+        modes=INFERENCE,
+        names=("osl",),
+    )
     source_length: Count | None = setting(
         None,
         "Encoder-decoder: tokens of a request that the encoder sees.",

@@ -72,6 +72,13 @@ OTHERS: Mapping[str, OtherName] = {
             "recompute_num_layers",
         ),
         _other(
+            "isl",
+            "Input sequence length. Prefill: --prompt-length. Decode: --context-length is isl + "
+            "osl / 2, the mean while a request gets its tokens; with --prefill isl.",
+            int,
+            *("prompt_length", "context_length"),
+        ),
+        _other(
             "parallelism.data_parallel_shard_degree",
             "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
             int,
@@ -153,6 +160,7 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
     _switch(settings, switches, where)
     _recompute(settings, others, where)
     _data_parallel(settings, others, where)
+    _input_length(settings, others, where)
     pending = Pending(
         bool(others.get("enable_expert_parallel")),
         others.get("num_layers_per_virtual_pipeline_stage"),
@@ -266,3 +274,23 @@ def _data_parallel(settings: dict[str, Any], others: Mapping[str, Any], where: s
                 f"{where}the degrees of data parallelism of torchtitan make {name}={value}, got "
                 f"{name}={settings[name]}; drop either"
             )
+
+
+def _input_length(settings: dict[str, Any], others: Mapping[str, Any], where: str) -> None:
+    """The length of prompts as the new tokens of prefill, or as the mean context of decode."""
+    isl = others.get("isl")
+    if isl is None:
+        return
+    mode = settings.get("mode")
+    if mode not in ("prefill", "decode"):
+        raise UserError(f"{where}--isl is for --mode prefill or decode; give the mode beside it")
+    name, value = "prompt_length", isl
+    if mode == "decode":
+        # Ranks of prefill compute the whole context: decode is then at its first token.
+        got = 0 if settings.get("prefill") else int(settings.get("output_length") or 0)
+        name, value = "context_length", isl + got // 2
+    if settings.setdefault(name, value) != value:
+        flag = EXPERIMENT[name].flag
+        raise UserError(
+            f"{where}--isl {isl} means {flag} {value}, got {flag} {settings[name]}; drop either"
+        )

@@ -32,7 +32,9 @@ from typing import Any
 import numpy as np
 
 from stagewright.errors import UserError
+from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.inference.disaggregated import prefill_run
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
@@ -52,6 +54,7 @@ from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
+from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
 from stagewright.time.simulate.steady import in_flight, steady_step
 from stagewright.time.simulate.timeline import Progress, Timeline, timeline
 from stagewright.time.simulate.utilization import (
@@ -182,6 +185,54 @@ class SimulatedStep:
         return round(self.machine.hardware.memory_gb * 1e9) if asked is None else read_bytes(asked)
 
     @cached_property
+    def served(self) -> Served | None:
+        """The step in the words of serving; None in training and of a disaggregated step."""
+        run = self.compiled.run
+        if run.mode == "train" or run.prefill is not None:
+            return None
+        return served(run, self.seconds, self.machine.gpus)
+
+    @cached_property
+    def groups(self) -> list[ServingGroup]:
+        """The two groups of a disaggregated step, prefill first, each simulated by itself."""
+        run, model = self.compiled.run, self.compiled.model
+        if run.prefill is None:
+            return []
+        sides = {
+            "prefill": prefill_run(run).model_copy(update={"device_memory": run.device_memory}),
+            "decode": run.model_copy(update={"prefill": None}),
+        }
+        found: list[ServingGroup] = []
+        first = 0
+        for name, side in sides.items():
+            gpus = side.world_size
+            machine = Machine.of(
+                self.machine.hardware,
+                gpus=gpus,
+                topology=self.cluster.topology if self.cluster else "two_tier",
+                algorithm=self.machine.algorithm,
+            )
+            step = simulate(compile(side, model), machine, self.line.how)
+            of = served(step.compiled.run, step.seconds, gpus)
+            found.append(ServingGroup(name, first, gpus, of, step.fit))
+            first += gpus
+        return found
+
+    def _serving(self) -> dict[str, Any]:
+        if self.served is not None:
+            return {"serving": self.served.entry()}
+        if not self.groups:
+            return {}
+        limit, balance = limiting(*(group.served for group in self.groups))
+        return {
+            "serving": {
+                "groups": {group.name: group.entry() for group in self.groups},
+                "limited_by": limit,
+                "osl_where_both_limit": balance,
+            }
+        }
+
+    @cached_property
     def critical_path(self) -> dict[str, float]:
         """Seconds of the critical path, by phase of kernels and by axis of communication."""
         return path_parts(self.line, critical_path(self.line))
@@ -244,6 +295,7 @@ class SimulatedStep:
             **({"mfu": self.mfu, "mfu_causal": self.mfu_causal} if training else {}),
             "hfu": self.hfu,
             "hfu_causal": self.hfu_causal,
+            **self._serving(),
             "memory": self.fit.entry(),
             "power": self.expense()._asdict(),
             "execution": asdict(self.line.how) | {"no_overlap": sorted(self.line.how.no_overlap)},
