@@ -167,6 +167,7 @@ MOE = PRESETS["qwen3-30b-a3b"]
         ([r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"], set[str]()),  # those of dense layers
         (["self_attn.qkv_proj", "mlp.gate", "visual.*"], {"wq", "wk", "wv"}),
         (["o_proj"], {"wo"}),
+        ("o_proj", {"wo"}),
         (["*.mlp.experts.*"], {"we_up", "we_gate", "we_down"}),
         (["model.language_model.layers.7.mlp", "language_model.model.layers.7.self_attn"], None),
         (["model.layers.7.*"], None),
@@ -174,7 +175,7 @@ MOE = PRESETS["qwen3-30b-a3b"]
         ([r"re:model\.layers\.7\..*"], None),
     ],
 )
-def test_modules_that_are_left_out(ignored: list[str], out: set[str] | None) -> None:
+def test_modules_that_are_left_out(ignored: list[str] | str, out: set[str] | None) -> None:
     """`out`: matrices of every layer; None: all of layer 7, and of no other."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     groups = {"g": {"targets": ["Linear"], "weights": weights}}
@@ -262,6 +263,14 @@ def test_the_cache(tmp_path: Path, config: dict[str, Any], cache: str) -> None:
     assert sw.compile(sw.Run(model=str(path), **STEP)).run.kv_cache_dtype == cache
     other = sw.compile(sw.Run(model=str(path), kv_cache_dtype="bf16", **STEP))
     assert other.run.kv_cache_dtype == "bf16"
+
+
+def test_a_cache_alone() -> None:
+    config: dict[str, Any] = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    found, notes = read_quantization("file", config, PRESETS["qwen3-8b"])
+    assert not notes
+    assert found is not None
+    assert (found.kv_cache, found.formats) == ("fp8", ())
 
 
 def test_a_cache_that_is_not_known_is_named() -> None:

@@ -114,7 +114,7 @@ def _names(config: Json, *keys: str) -> list[str]:
     found: list[str] = []
     for key in keys:
         value = config.get(key)
-        listed = cast("list[object]", value) if isinstance(value, list) else []
+        listed = cast("list[object]", value) if isinstance(value, list) else [value]
         found += [name for name in listed if isinstance(name, str) and name]
     return found
 
@@ -213,6 +213,8 @@ def _modelopt(config: Json, method: str) -> Scheme:
         rows = _groups(config)
     elif isinstance(each, dict):
         rows = _by_module(cast(Json, each))
+    elif kv_cache and not config.get("quant_algo"):
+        rows = ()  # the cache alone
     else:
         rows = ((EVERY, _algorithm(config)),)
     return Scheme(method, rows, ignored, head=True, kv_cache=kv_cache, notes=notes)
