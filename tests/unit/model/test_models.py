@@ -419,7 +419,8 @@ class TestPresets:
             **{"mixtral": 2, "deepseek": 6, "kimi": 2, "glm": 4, "dbrx": 1, "grok": 1},
             **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
             **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
-            **{"nemotron": 6, "nemotron3": 1, "minimax": 2, "mimo": 1, "zamba2": 3, "olmoe": 1},
+            **{"nemotron": 6, "nemotron3": 1, "minimax": 3, "mimo": 1, "zamba2": 3, "olmoe": 1},
+            **{"qwen3.5": 3, "qwen3.6": 1},
         }
 
     def test_bert_backbone_with_pooler_has_its_published_count(self) -> None:
