@@ -17,6 +17,7 @@ COMMANDS = {
     "reproduce": ("reproduce", "stage-paper", "-o"),
     "generate": ("generate", *RUN, "-o"),
 }
+SLOW = {"reproduce"}
 
 
 def code(*arguments: object) -> int:
@@ -25,7 +26,13 @@ def code(*arguments: object) -> int:
     return int(str(stop.value.code))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        *sorted(COMMANDS.keys() - SLOW),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
 def test_outputs_are_replaced_only_by_force(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
