@@ -39,11 +39,24 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     "; did you mean 'llama3-8b'?"
     >>> did_you_mean("h100", ["h100-sxm", "h200"])
     "; did you mean 'h100-sxm'?"
+    >>> did_you_mean("h200_sxm", ["h100-sxm", "h200"])
+    "; did you mean 'h200'?"
     """
     names = list(known)
     longer = [name for name in names if len(got) > 2 and name.startswith(got)]
-    close = sorted(longer, key=len) or difflib.get_close_matches(got, names, n=1)
+    first = _first_word(got)
+    # A name with digits in its first word is a product or a model: the rest of it is a variant.
+    kin = [name for name in names if _first_word(name) == first and re.search(r"\d", first)]
+    close = (
+        sorted(longer, key=len)
+        or difflib.get_close_matches(got, kin, n=1, cutoff=0.5)
+        or difflib.get_close_matches(got, names, n=1)
+    )
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _first_word(name: str) -> str:
+    return re.split(r"[-_. ]", name, maxsplit=1)[0]
 
 
 def divisors(n: int, most: int = 12) -> str:

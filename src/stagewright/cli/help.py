@@ -13,6 +13,8 @@ from stagewright.errors import UserError, did_you_mean
 
 _ALL = "stagewright.help_all"
 _OWN = "Options"
+_UNBROKEN = "\u2011"
+"""A hyphen at which no line is broken."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -48,7 +50,8 @@ class SectionOption(click.Option):
         head = names[0] if self.is_flag else f"{names[0]} {self.metavar or words}"
         text = self.help or ""
         if others and ctx.meta.get(_ALL):
-            text += f" (also {', '.join(others)})"
+            # No line ends within a name: `get_help` takes these hyphens back.
+            text += f" (also {', '.join(others)})".replace("-", _UNBROKEN)
         return head, text
 
 
@@ -82,6 +85,10 @@ class Command(click.Command):
         if not ctx.resilient_parsing:
             check_words(args, self)
         return super().parse_args(ctx, args)
+
+    def get_help(self, ctx: click.Context) -> str:
+        """The help, in which names are whole."""
+        return super().get_help(ctx).replace(_UNBROKEN, "-")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections."""

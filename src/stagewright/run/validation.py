@@ -77,9 +77,14 @@ def _unit(name: str) -> str:
     return f" ({unit})" if unit and unit != BYTES else ""
 
 
-def hint_of_setting(name: str, known: Iterable[str] = (*EXPERIMENT, *SAME)) -> str:
+def hint_of_setting(name: str, known: Iterable[str] = EXPERIMENT) -> str:
     """What an unknown name may have meant, or where all names are."""
     said = FOREIGN.get(canonical(name))
     if said is not None:
         return f": {said}"
-    return did_you_mean(canonical(name), known) or "; see `stagewright show --help`"
+    names = [*known, *SAME]
+    hint = did_you_mean(canonical(name), names)
+    meant = next((each for each in names if repr(each) in hint), None)
+    if meant is None:
+        return "; see `stagewright show --help`"
+    return f"; did you mean {SAME.get(meant, meant)!r}?"

@@ -367,5 +367,7 @@ def _describe_error(error: ValidationError) -> str:
         case "literal_error":
             choices = Topology if path[-1] == "topology" else Fabric
             return f"{name} is {shown(first['input'])}, wanted {either(get_args(choices))}"
+        case "float_parsing" | "float_type":
+            return f"{name} is {shown(first['input'])}, wanted a number"
         case _:
             return f"{name} is {shown(first['input'])}: {first['msg']}"

@@ -195,7 +195,7 @@ def collective_rows(program: Program, of: RankClass) -> Iterator[tuple[Shape, In
     for nth, (op, slot, size) in enumerate(distinct.tolist()):
         ranks, span = sizes[slot]
         extents = (("bytes", size), ("ranks", ranks), ("span", span))
-        yield Shape(COLLECTIVES[op], extents), where[back.reshape(-1) == nth]
+        yield Shape(COLLECTIVES[int(op)], extents), where[back.reshape(-1) == nth]
 
 
 def _extent(program: Program, of: RankClass, slot: int) -> tuple[int, int]:

@@ -157,6 +157,11 @@ def test_a_mistyped_choice_is_told_the_one_that_is_meant(
     ("line", "meant"),
     [
         ("simulate gpt2 --hardware h100", "h100-sxm"),
+        ("simulate gpt2 --hardware H100", "h100-sxm"),
+        ("simulate gpt2 --hardware h200-sxm", "h200"),
+        ("simulate gpt2 --hardware h200_sxm", "h200"),
+        ("simulate gpt2 --hardware b200-sxm", "b200"),
+        ("simulate gpt2 --hardware h100-80gb", "h100-sxm"),
         ("show gpt2 --sp", "--sequence-parallel"),
         ("show gpt2 --tensor-parallel 8", "--tp"),
         ("show gpt2 --tensor_model_parallel_size 8", "--tp"),
@@ -182,7 +187,7 @@ def test_help_is_in_sections_and_rare_options_are_on_demand(capsys: pytest.Captu
     long = capsys.readouterr().out
 
     heads = ["Options:", "Machine:", "Execution:", *(f"{t}:" for t, _ in RUN_SECTIONS.values())]
-    words = "".join(long.split())  # a name may be broken at a hyphen
+    words = long.replace(",", " ").replace(")", " ").split()
     places = [long.index(f"\n{head}\n") for head in heads]
     assert places == sorted(places)
     for setting in EXPERIMENT.values():

@@ -553,6 +553,10 @@ def test_an_experiment_is_refused(run_file: Callable[[str], Path], text: str, me
 
 
 FILES: list[tuple[str, str]] = [
+    (
+        "model: toy\ntensor_parallel: 8\n",
+        "{path}: unknown setting 'tensor_parallel'; did you mean 'tp'?",
+    ),
     ("model: toy\ntpp: 8\n", "{path}: unknown setting 'tpp'; did you mean 'tp'?"),
     (
         "model: toy\nmicro-batch-sise: 8\n",

@@ -40,7 +40,7 @@ def validate(source: str | None, rows: str | None, as_json: bool) -> None:
         known |= dict.fromkeys(o.source for o in validate_kernels.validate() if own is None)
         raise UserError(
             f"no measurements of source {source!r}{did_you_mean(str(source), known)}; "
-            f"known: {', '.join(known)}"
+            f"known: {'; '.join(known)}"
         )
     if as_json:
         keys = ("source", "row", "quantity", "measured", "predicted", "error", "fitted")
