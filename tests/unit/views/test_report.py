@@ -15,6 +15,7 @@ import pytest
 import stagewright as sw
 from pages import check
 from stagewright.cli.main import main
+from stagewright.numbers import duration
 from stagewright.time.hardware import resolve
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages.cards import cards
@@ -85,6 +86,17 @@ def test_both_sides_of_a_disaggregated_step_have_names():
     assert any(each.startswith("decode stage 0") for each in words)
     assert "stages 0, 0" not in text
     assert not any(each.startswith("stage 0") for each in words)
+
+
+def test_inference_has_the_words_of_serving():
+    few: dict[str, Any] = {"layers": 2, "tp": 2}
+    for mode, words in (("prefill", "TTFT"), ("decode", "TPOT")):
+        found = sw.simulate("llama3-8b", "h100-sxm", mode=mode, **few)
+        first = cards(found.compiled, found)[2]
+        assert (first.name, first.value) == (words, duration(found.seconds))
+    across = sw.simulate(sw.Run(**RUNS["across"]), "h100-sxm")
+    names = [card.name for card in cards(across.compiled, across)]
+    assert {"Prefill: TTFT", "Decode: TPOT"} <= set(names)
 
 
 # ---- what does not fit ---------------------------------------------------------------------------

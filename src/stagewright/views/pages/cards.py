@@ -7,6 +7,7 @@ from typing import NamedTuple
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import count, duration, plural, quantity
 from stagewright.program.fit import Fit
+from stagewright.time.simulate.serving import Served, ServingGroup
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.pages.charts import peaks
 
@@ -63,20 +64,60 @@ def _asked(compiled: CompiledRun) -> list[Card]:
     return [Card("Global batch size", f"{run.global_batch_size:,}", many)]
 
 
+def _served(of: Served) -> list[Card]:
+    """The figures of a step of inference, in the words of serving."""
+    if of.ttft_seconds is not None:
+        return [
+            Card("TTFT", duration(of.ttft_seconds), f"{of.requests:,} prompts of {of.isl:,.0f}"),
+            Card(
+                "Throughput",
+                _rate(of.input_tokens_per_second),
+                f"input tokens/s; {_rate(of.tokens_per_second_per_gpu)} per GPU",
+            ),
+        ]
+    shown: list[Card] = []
+    if of.tpot_seconds is not None and of.output_tokens_per_second_per_user is not None:
+        user = f"{_rate(of.output_tokens_per_second_per_user)} tokens/s per user"
+        shown.append(Card("TPOT", duration(of.tpot_seconds), user))
+    shown.append(
+        Card(
+            "Throughput",
+            _rate(of.output_tokens_per_second),
+            f"output tokens/s; {_rate(of.tokens_per_second_per_gpu)} per GPU",
+        )
+    )
+    if of.requests_per_second is not None:
+        shown.append(Card("Requests", f"{of.requests_per_second:.3g}/s", f"OSL {of.osl:,}"))
+    return shown
+
+
+def _of_group(group: ServingGroup) -> list[Card]:
+    """The figures of one of the two groups of a disaggregated step, by itself."""
+    name = group.name.capitalize()
+    gpus = plural(group.gpus, "GPU", "GPUs")
+    first, *others = _served(group.served)
+    first = first._replace(more=f"{first.more}; {gpus}")
+    return [card._replace(name=f"{name}: {card.name}") for card in (first, *others)]
+
+
 def _rate(per_second: float) -> str:
     return count(round(per_second)) if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _timed(compiled: CompiledRun, found: SimulatedStep) -> list[Card]:
-    rate = found.tokens_per_second
-    shown = [
-        Card("Step time", duration(found.seconds), f"{found.tokens:,} tokens"),
-        Card(
-            "Throughput",
-            _rate(rate),
-            f"tokens/s; {_rate(rate / found.machine.gpus)} per GPU",
-        ),
-    ]
+    if found.served is not None:
+        shown = _served(found.served)
+    elif found.groups:
+        # HFU and cost of both in turn are of no server, which runs the groups side by side.
+        return [card for group in found.groups for card in _of_group(group)]
+    else:
+        rate = found.tokens_per_second
+        shown = [
+            Card("Step time", duration(found.seconds), f"{found.tokens:,} tokens"),
+            Card(
+                "Throughput", _rate(rate), f"tokens/s; {_rate(rate / found.machine.gpus)} per GPU"
+            ),
+        ]
     if compiled.run.mode == "train":
         shown.append(Card("MFU", f"{found.mfu:.1%}", f"causal attention {found.mfu_causal:.1%}"))
     causal = f"causal attention {found.hfu_causal:.1%}"
