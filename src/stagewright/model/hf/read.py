@@ -73,7 +73,10 @@ def read(file: str, data: Json, as_family: str = "") -> Reading:
         notes.insert(0, assumed)
     else:
         keys = Keys(file, family.defaults(model_type) | keys.values, keys.prefix)
-        like, fields = family.like, family.read(keys)
+        try:
+            like, fields = family.like, family.read(keys)
+        except UserError as error:
+            raise UserError(f"{error}; correct the key, or {WAYS_OUT}") from None
         unused = family.unused
         if family.remark:
             notes.append(f"{file}: {family.remark}")
@@ -176,9 +179,10 @@ def _named(name: str) -> Family:
     """The family that --as names."""
     if row := _known(name):
         return row
+    firsts = dict.fromkeys(row.model_types[0] for row in FAMILIES.values())
     raise UserError(
         f"--as {whole_name(name)} names no family{_hint(name)}; wanted a model type of "
-        f"transformers or its class, one of {', '.join(BY_MODEL_TYPE)}"
+        f"transformers or its class, one of {', '.join(firsts)}"
     )
 
 
