@@ -355,6 +355,15 @@ _MISSING = {
     "layers that are run several times": ("HrmTextForCausalLM", "hrm_text"),
     "retrieved keys as experts": ("DogeForCausalLM", "doge"),
     "gated delta nets with other norms and gates": ("OlmoHybridForCausalLM", "olmo_hybrid"),
+    "parts that no other family has": (
+        *("AXK2ForCausalLM", "axk2", "BeamForCausalLM", "beam", "BioGptForCausalLM", "biogpt"),
+        *("Cohere2MoeForCausalLM", "cohere2_moe", "Dots3NoteForCausalLM", "dots3_note"),
+        *("Dots3NoteForConditionalGeneration", "dots3_note_text", "FlintForCausalLM", "flint"),
+        *("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+        *("gemma4_unified", "gemma4_unified_text", "GraniteSWAForCausalLM", "granite_swa"),
+        *("GraniteMoeSWAForCausalLM", "granitemoe_swa", "HYV4ForCausalLM", "hy_v4"),
+        *("ModernBertDecoderForCausalLM", "modernbert-decoder"),
+    ),
 }
 MISSING = {name: what for what, names in _MISSING.items() for name in names}
 """What a `ModelConfig` lacks for other architectures and model types that people may try."""
