@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import compile_disaggregated
@@ -10,6 +11,8 @@ from stagewright.lower.inference.serving import compile_serving
 from stagewright.lower.training import compile_training
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
+from stagewright.program.columns import Program
+from stagewright.run.requests import allowance_of
 from stagewright.run.rules import check
 from stagewright.run.settings import Run
 
@@ -28,8 +31,22 @@ def compile(
     )
     run = run.resolved(model)
     check(run, model)
+    compiled = _compile_mode(run, model, table or {})
+    return replace(compiled, program=_with_allowance(compiled.program, run))
+
+
+def _compile_mode(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     if run.mode == "train":
-        return compile_training(run, model, table or {})
+        return compile_training(run, model, table)
     if run.prefill is not None:
-        return compile_disaggregated(run, model, table or {})
-    return compile_serving(run, model, table or {})
+        return compile_disaggregated(run, model, table)
+    return compile_serving(run, model, table)
+
+
+def _with_allowance(program: Program, run: Run) -> Program:
+    """The program with the run's `memory_allowance` beside the peak of every class."""
+    allowance = allowance_of(run)
+    if not allowance:
+        return program
+    classes = [replace(c, memory={**c.memory, "allowance": allowance}) for c in program.classes]
+    return replace(program, classes=tuple(classes))

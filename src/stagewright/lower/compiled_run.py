@@ -10,7 +10,7 @@ from stagewright.lower.inference.capacity import Capacity
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
-from stagewright.program.fit import Fit, fit_of, held_by
+from stagewright.program.fit import Fit, fit_of, held_at_peak
 from stagewright.run.requests import read_bytes
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
@@ -44,7 +44,7 @@ class CompiledRun:
         """Whether the step fits into the memory of a device; None where the run names none."""
         if self.run.device_memory is None:
             return None
-        return fit_of(map(held_by, self.program.classes), read_bytes(self.run.device_memory))
+        return fit_of(map(held_at_peak, self.program.classes), read_bytes(self.run.device_memory))
 
     def graph_text(self) -> str:
         """The sharded graph in the paper's notation, one section per block variant."""

@@ -2,7 +2,7 @@
 
 A model is a chain of blocks of few variants. Each variant becomes one graph (`lower.blocks`: built,
 recomputed, sharded) and, with numbers, a list of kernels and collectives; the schedule's order of
-microbatches then makes these the program of every rank (`lower.assemble`).
+microbatches then makes these the program of every rank (`lower.assembly.assemble`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
-from stagewright.run.requests import read_bytes
 from stagewright.run.settings import Run
 from stagewright.schedule.places import mirrored
 from stagewright.schedule.schedules import make as make_order
@@ -59,7 +58,6 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
     every = load.programs(program) if load else program(routing.even() if routing else None)
     texts = {label: graphs[v] for v, label in labels(variants).items()}
-    every = _with_allowance(every, run)
     return CompiledRun(run, model, *parameters(model), texts, order, every, load=load)
 
 
@@ -74,12 +72,3 @@ def _clip_norm(run: Run, plan: Plan) -> ClipNorm:
     if run.clip_grad_norm != "vector":
         return ClipNorm(axes)
     return ClipNorm(axes, (plan.shard if plan.zero else (), plan.tensor))
-
-
-def _with_allowance(program: Program, run: Run) -> Program:
-    """The program with the memory that the run sets aside, shown beside the peak of each class."""
-    if run.memory_allowance is None:
-        return program
-    allowance = {"allowance": read_bytes(run.memory_allowance, "memory_allowance")}
-    classes = [replace(c, memory={**c.memory, **allowance}) for c in program.classes]
-    return replace(program, classes=tuple(classes))

@@ -9,7 +9,10 @@ from stagewright.program.columns import RankClass
 
 
 class Held(NamedTuple):
-    """What the ranks of a class hold at their peak, in bytes by category."""
+    """What the ranks of a class hold at their peak, in bytes by category.
+
+    The categories are those of tensors and, with `memory_allowance`, `allowance`.
+    """
 
     of: RankClass
     by_category: Mapping[str, int]
@@ -39,7 +42,7 @@ class Fit(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most bytes that any rank holds, its allowance included."""
+        """The most bytes that any rank holds: its peak of tensors and, where set, its allowance."""
         return self.fullest.size
 
     def entry(self) -> dict[str, object]:
@@ -62,6 +65,6 @@ def fit_of(held: Iterable[Held], device_memory: int) -> Fit:
     return Fit(device_memory, max(every, key=lambda each: each.size), over, len(every))
 
 
-def held_by(of: RankClass) -> Held:
-    """What a class holds at the peak of its program, in the order of issue."""
+def held_at_peak(of: RankClass) -> Held:
+    """What a class holds at the peak of its program, in the order of issue; allowance included."""
     return Held(of, {k: int(v) for k, v in of.memory.items() if k != "peak" and v})

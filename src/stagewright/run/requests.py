@@ -63,6 +63,13 @@ its unit, such as 80GB or 80GiB
     return int(size)
 
 
+def allowance_of(run: Settings) -> int:
+    """Bytes of `memory_allowance`, which every rank holds besides tensors; 0 where not set."""
+    if run.memory_allowance is None:
+        return 0
+    return read_bytes(run.memory_allowance, "memory_allowance")
+
+
 def defaults(
     run: Settings,
     longest: int,

@@ -26,7 +26,7 @@ from stagewright.arrays import exact_sum
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, spans
 from stagewright.program.columns import Program, RankClass
-from stagewright.program.fit import Fit, held_by
+from stagewright.program.fit import Fit, held_at_peak
 from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
@@ -120,18 +120,22 @@ def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
             f"{quantity(parts[largest], 'B')}.{advice}{holds}",
         )
     elif size > NEARLY_FULL * fit.device_memory:
+        what = "tensors take"
+        besides = "the context, workspaces of libraries and fragmentation need memory as well."
+        if "allowance" in parts:
+            what = "tensors and the allowance take"
+            besides = "the allowance is all there is for context, workspaces and fragmentation."
         yield Remark(
             "warning",
             "Memory",
-            f"tensors take {quantity(size, 'B')} of {room} on ranks of {stage}; the context, "
-            "workspaces of libraries and fragmentation need memory as well.",
+            f"{what} {quantity(size, 'B')} of {room} on ranks of {stage}; {besides}",
         )
 
 
 def _queue(found: SimulatedStep) -> Iterator[Remark]:
     """A remark if communication that waits for the network holds much more than kernels do."""
     fit = found.fit
-    issued = max(held_by(of).size for of in found.compiled.program.classes)
+    issued = max(held_at_peak(of).size for of in found.compiled.program.classes)
     if fit.peak <= (1 + MUCH_QUEUED) * issued:
         return
     room = "fits" if issued <= fit.device_memory else "does not fit, either"

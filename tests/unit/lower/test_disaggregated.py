@@ -15,7 +15,7 @@ from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import held_by, messages, prefill_run
+from stagewright.lower.inference.disaggregated import heads_held_by, messages, prefill_run
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.settings import Run
@@ -199,6 +199,6 @@ def test_unknown_settings_of_prefill() -> None:
 def test_copies_of_a_head_send_as_evenly_as_they_can(heads: int, ranks: int, places: int) -> None:
     sent: Counter[int] = Counter()
     for place in range(places):
-        sent.update(dict(held_by(heads, ranks, place, places)))
+        sent.update(dict(heads_held_by(heads, ranks, place, places)))
     each = [sent[rank] for rank in range(ranks)]
     assert max(each) - min(each) <= 1

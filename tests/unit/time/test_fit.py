@@ -81,6 +81,51 @@ def test_report_and_show_compare_with_the_memory_that_is_named(
         assert "does not fit" in Path(page).read_text()
 
 
+@pytest.mark.parametrize("run", MODES, ids=["train", "decode", "prefill"])
+def test_an_allowance_counts_in_every_mode(
+    run: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (*run, "--device-memory", "80GB", "--json")
+    assert stagewright("show", *given) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert stagewright("show", *given, "--memory-allowance", "79GB") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["fit"]["peak"] == plain["fit"]["peak"] + 79 * 10**9
+    assert found["fit"]["by_category"]["allowance"] == 79 * 10**9
+    for one, other in zip(plain["rank_classes"], found["rank_classes"], strict=True):
+        assert other["memory"] == one["memory"] | {"allowance": 79 * 10**9}
+    simulated = ("simulate", *run, "--hardware", "h100-sxm", "--memory-allowance", "79GB", "--json")
+    assert stagewright(*simulated) == 3
+    assert json.loads(capsys.readouterr().out)["memory"]["peak"] == found["fit"]["peak"]
+
+
+@pytest.mark.parametrize("settings", [{"mode": "decode"}, {"mode": "prefill"}], ids=str)
+def test_fewer_requests_fit_beside_an_allowance(settings: dict[str, Any]) -> None:
+    """An allowance leaves room for as many requests as a device with that much less memory."""
+
+    def found(**memory: str) -> Any:
+        run = sw.Run(model="llama3-8b", layers=4, tp=8, batch_size=8, **settings, **memory)
+        capacity = sw.compile(run).capacity
+        assert capacity is not None
+        return capacity
+
+    beside = found(device_memory="80GB", memory_allowance="60GB")
+    assert beside == found(device_memory="20GB")._replace(device_memory=80 * 10**9)
+    assert beside.fits
+    assert 0 < beside.requests < found(device_memory="80GB").requests
+    none = found(device_memory="80GB", memory_allowance="80GB")
+    assert (none.fits, none.requests, none.tokens) == (False, 0, 0)
+
+
+def test_an_allowance_counts_on_both_groups_of_a_disaggregated_step() -> None:
+    run = sw.Run(
+        model="llama3-8b", mode="decode", layers=4, batch_size=8, context_length=1024,
+        prefill="tp=2", memory_allowance="2GiB",
+    )  # fmt: skip
+    for of in sw.compile(run).program.classes:
+        assert of.memory["allowance"] == 2 * 2**30
+
+
 def test_an_allowance_counts() -> None:
     settings: dict[str, Any] = {"layers": 2, "seq_length": 512}
     plain = sw.simulate("llama3-8b", "h100-sxm", **settings).fit

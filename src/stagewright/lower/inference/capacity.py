@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from stagewright.errors import UserError
 from stagewright.run import lengths
-from stagewright.run.requests import read_bytes
+from stagewright.run.requests import allowance_of, read_bytes
 from stagewright.run.settings import Run
 
 
 class Capacity(NamedTuple):
-    """How far memory goes, by the same accounting as the report's: ideal allocation, no reserve."""
+    """How far memory goes, by the same accounting as the report's: ideal allocation, and of what is
+    no tensor only the run's `memory_allowance`."""
 
     device_memory: int
     fits: bool
@@ -25,18 +26,24 @@ class Capacity(NamedTuple):
 
 
 def capacity(run: Run, peak: Callable[[Run], int]) -> Capacity:
-    """Vary a resolved inference run; `peak` is the most that one of its ranks holds, in bytes."""
+    """Vary a resolved inference run; `peak` is the most bytes of tensors on one of its ranks.
+
+    A step fits where `program.fit.fit_of` says so: the peak and the run's `memory_allowance` are at
+    most the memory of a device. `fit_of` is not called here: it names the fullest class of ranks,
+    and the many steps that are tried have no programs, only their peaks.
+    """
     assert run.device_memory is not None
     memory = read_bytes(run.device_memory)
+    room = memory - allowance_of(run)
 
     def fits(**settings: int) -> bool:
         try:
-            return peak(run.model_copy(update=settings)) <= memory
+            return peak(run.model_copy(update=settings)) <= room
         except UserError:  # beyond all bounds
             return False
 
     requests = run.dp * _most(lambda n: fits(batch_size=n * run.dp))
-    return Capacity(memory, peak(run) <= memory, requests, _longest(run, fits))
+    return Capacity(memory, peak(run) <= room, requests, _longest(run, fits))
 
 
 def _longest(run: Run, fits: Callable[..., bool]) -> int | None:

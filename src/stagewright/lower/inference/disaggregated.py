@@ -174,7 +174,7 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
         own = model.with_own_sizes(model.layer(layer).sizes)
         heads = 1 if model.kv_lora_rank else own.num_query_groups
         of_head = (latents or own.kv_channels + (own.v_head_dim or own.kv_channels)) * BYTES[dtype]
-        overlaps = [held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
+        overlaps = [heads_held_by(heads, first.tp, t, second.tp) for t in range(second.tp)]
         kept = tokens[model.reach(model.layer(layer).mixer)]
         beside = of_index * (model.layer(layer).mixer == "indexed")
         for target, (dp, tp, pp) in enumerate(zip(two.dp, two.tp, two.pp, strict=True)):
@@ -211,14 +211,14 @@ def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
     return found
 
 
-def held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
+def heads_held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
     """(sending tp rank, key-value heads) for the target tp rank `place` of `places`.
 
     Where ranks hold copies of a head, neighbouring targets ask different copies in turn, so that
     the copies' numbers of targets differ by at most one: below, ranks 4 to 7 have head 1, and of
     the targets that want it, 2 asks rank 6 and 3 asks rank 7.
 
-    >>> held_by(8, 4, 0, 2), held_by(8, 2, 3, 4), held_by(2, 8, 3, 4)
+    >>> heads_held_by(8, 4, 0, 2), heads_held_by(8, 2, 3, 4), heads_held_by(2, 8, 3, 4)
     ([(0, 2), (1, 2)], [(1, 2)], [(7, 1)])
     """
     copies = max(1, ranks // heads)

@@ -65,7 +65,8 @@ class MemorySection:
         unset="none",
         metavar="SIZE",
     )
-    """Not included in the peak; reported beside it."""
+    """The peak of memory counts tensors; the allowance stands beside the peak, and both together
+    are compared with the memory of a device."""
     device_memory: Text | Count | None = setting(
         None,
         "Bytes a rank may use, such as 80e9 or 80GiB, in place of the hardware's. Inference: the "

@@ -38,7 +38,7 @@ from stagewright.lower.inference.disaggregated import prefill_run
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
-from stagewright.program.fit import Fit, Held, fit_of, held_by
+from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
 from stagewright.program.memory import deltas
 from stagewright.program.shapes import GEMM
 from stagewright.run.requests import groups, read_bytes
@@ -160,7 +160,7 @@ class SimulatedStep:
         """
         held: list[Held] = []
         for lane, over in zip(self.line.lanes, self.memory, strict=True):
-            each = held_by(lane.of)
+            each = held_at_peak(lane.of)
             if over.peak:
                 at = {k: v for k, v in over.at_peak().items() if k not in ("peak", "seconds")}
                 rest = {k: v for k, v in each.by_category.items() if k == "allowance"}

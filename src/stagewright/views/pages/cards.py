@@ -22,7 +22,7 @@ class Card(NamedTuple):
     """`problem`: the figure is why the run does not fit; `moot`: it is of a run that does not."""
 
 
-def fit_of(compiled: CompiledRun, found: SimulatedStep | None) -> Fit | None:
+def fit_shown(compiled: CompiledRun, found: SimulatedStep | None) -> Fit | None:
     """Whether the run fits into a device; None where nothing says which device it is."""
     return compiled.fit if found is None else found.fit
 
@@ -33,7 +33,7 @@ def heading(compiled: CompiledRun, found: SimulatedStep | None) -> str:
     where = plural(world, "rank", "ranks") if world < 1000 else f"{world:,} ranks"
     if found:
         where = f"{world:,} x {found.machine.hardware.name}"
-    fit = fit_of(compiled, found)
+    fit = fit_shown(compiled, found)
     if fit is not None and not fit.fits:
         return f"{compiled.model.name} does not fit on {where}"
     return f"{compiled.model.name} on {where}"
@@ -41,7 +41,7 @@ def heading(compiled: CompiledRun, found: SimulatedStep | None) -> str:
 
 def cards(compiled: CompiledRun, found: SimulatedStep | None) -> list[Card]:
     """The key figures; those of a run that does not fit are moot, memory comes first."""
-    fit = fit_of(compiled, found)
+    fit = fit_shown(compiled, found)
     fits = fit is None or fit.fits
     peak = max(sum(parts.values()) for _, parts in peaks(compiled, found))
     beside = "on the fullest rank" if fit is None else f"of {quantity(fit.device_memory, 'B')}"

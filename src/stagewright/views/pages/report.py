@@ -15,7 +15,7 @@ from stagewright.version import __version__
 from stagewright.views import tables
 from stagewright.views.advice import remarks
 from stagewright.views.pages import charts, memory, settings
-from stagewright.views.pages.cards import cards, fit_of, heading
+from stagewright.views.pages.cards import cards, fit_shown, heading
 from stagewright.views.pages.charts import Chart, chart
 from stagewright.views.pages.templates import render
 from stagewright.views.pages.traffic import TrafficMatrices, exchange
@@ -31,7 +31,7 @@ def page(compiled: CompiledRun, found: SimulatedStep | None = None) -> str:
     """The page of a run; with a simulation, the page also shows the step's time on a machine."""
     numbers = summary(compiled)
     data: dict[str, Any] = {}
-    fit = fit_of(compiled, found)
+    fit = fit_shown(compiled, found)
     return render(
         "report.html",
         title=heading(compiled, found),
@@ -105,7 +105,7 @@ class _MemoryOnPage(NamedTuple):
 def _memory(
     compiled: CompiledRun, numbers: Summary, found: SimulatedStep | None, data: dict[str, Any]
 ) -> _MemoryOnPage:
-    fit = fit_of(compiled, found)
+    fit = fit_shown(compiled, found)
     drawn = charts.peak_memory(compiled, found, fit.device_memory if fit else None)
     varies = any(len(of.values.value) for of in compiled.program.classes)
     return _MemoryOnPage(
