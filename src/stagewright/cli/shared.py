@@ -79,7 +79,8 @@ def code_of(fit: Fit | None) -> int:
         return 0
     held, room = quantity(fit.peak, "B"), quantity(fit.device_memory, "B")
     click.echo(
-        f"stagewright: this run needs {held} of {room}: exit code {DOES_NOT_FIT} (--allow-oom: 0)",
+        f"stagewright: does not fit: a device of {room} would have to hold {held} "
+        f"(exit code {DOES_NOT_FIT}; 0 with --allow-oom)",
         err=True,
     )
     return DOES_NOT_FIT
