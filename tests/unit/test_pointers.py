@@ -32,7 +32,7 @@ def known(name: str) -> bool:
         ends = (module for module in MODULES if module.endswith(ending))
         if any(_has(importlib.import_module(module), words[cut:]) for module in ends):
             return True
-    return hasattr(importlib.import_module("stagewright"), words[0])
+    return _has(importlib.import_module("stagewright"), words)
 
 
 def _has(value: object, words: list[str]) -> bool:

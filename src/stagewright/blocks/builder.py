@@ -159,7 +159,7 @@ class Builder:
         low = self.recipe.precision.gemm
         x = self.lowered(x, w.binding.param.stored if w.binding.param else None)
         if self.recipe.gradients.of_each_linear and len(x.shape) == 3:
-            x = identity(x, f"{name}_in")
+            x = identity(x, f"{name}_in")  # its gradient is pinned in `parallel.activations`
         if low and trained:
             once = self.recipe.cast_once
             x = cast(x, low, scope=x.scope, name=x.name)
@@ -236,7 +236,8 @@ class Builder:
         unit = apply("rms_scale", f"{z},{z[:-1]}->{z}", wide, square, name=f"{name}_unit", **fields)
         unit = cast(unit, x.dtype, name=f"{name}_low", **fields)
         y = apply("times", f"{z},{z[-1]}->{z}", unit, w, name=f"{name}_out", **fields)
-        # Where its gradient is reduced: that of its users together.
+        # Where its gradient is reduced, that of its users together: `parallel.activations` pins
+        # `d_norm_out`.
         return identity(identity(y, "norm_out"), f"{name}_out") if z == "bsm" else y
 
     def rope(self, x: Node, dims: str, name: str) -> Node:

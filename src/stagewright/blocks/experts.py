@@ -7,6 +7,7 @@ each expert; who gets more or fewer of them than others is not the graph's busin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stagewright.algebra.size import Size, size
@@ -46,7 +47,7 @@ def experts(b: Builder, h: Node, scored: Node | None = None) -> Node:
     if c.expert_scale:
         scale = b.param("w_expert_scale", "E", **OWN)
         gates = apply("times", "bse,e->bse", gates, scale, name="gates_scaled", **OWN)
-    exchange = {"alltoall": _exchanged, "allgather": _gathered}[b.recipe.experts.dispatcher]
+    exchange = DISPATCHERS[b.recipe.experts.dispatcher]
     rows = h
     if c.moe_latent_size:
         into = b.weight("w_latent", "M", "Latent", **OWN)
@@ -176,3 +177,11 @@ def _biased(b: Builder, out: Node, probs: Node | None) -> Node:
         return b.bias(out, "be_down", f"{_held(b)}/ep", _width(b))
     bias = b.param("be_down", f"{_held(b)}/ep", _width(b), **OWN)
     return add(out, einsum("er,em->erm", probs, bias, name="bias", **OWN), name="biased", **OWN)
+
+
+DISPATCHERS: Mapping[str, Callable[[Builder, Node, Node], Node]] = {
+    "alltoall": _exchanged,
+    "allgather": _gathered,
+}
+"""What a rank computes between the gates and the sum of experts' results, by
+`moe_token_dispatcher_type`; the layouts of the same rows are in `parallel.dispatch`."""

@@ -1,4 +1,4 @@
-"""A layer: norms and residual sums around the mixer and MLP that `model.config.Layer` names."""
+"""A layer: norms and residual sums around the mixer and MLP that `model.layers.Layer` names."""
 
 from __future__ import annotations
 

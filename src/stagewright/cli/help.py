@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
@@ -156,7 +156,15 @@ else:
 
 
 class Word(Choice):
-    """One of several words; another is refused with the one that is meant."""
+    """One of several words; another is refused with the one that is meant.
+
+    `instead` says what to use for words of other tools.
+    """
+
+    def __init__(self, words: Sequence[str], instead: Mapping[str, str] | None = None) -> None:
+        """Words to choose from."""
+        super().__init__(words)
+        self.instead = instead or {}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The word itself."""
@@ -164,5 +172,6 @@ class Word(Choice):
             return str(value)
         name = param.opts[0] if param else "value"
         known = ", ".join(self.choices)
-        hint = did_you_mean(str(value).lower(), self.choices)
+        use = self.instead.get(str(value))
+        hint = f"; use {use}" if use else did_you_mean(str(value).lower(), self.choices)
         raise UserError(f"{name} is {str(value)[:60]!r}, wanted one of {known}{hint}")

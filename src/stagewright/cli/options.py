@@ -99,7 +99,7 @@ def option_of(setting: Setting) -> SectionOption:
     flags = [setting.flag, *(f"--{name}" for name in setting.names if name != own)]
     more: dict[str, Any] = {}
     if isinstance(setting.kind, tuple):
-        more["type"] = Word(setting.kind)
+        more["type"] = Word(setting.kind, setting.words)
     elif setting.kind is bool:
         flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
     else:

@@ -185,7 +185,9 @@ class _Sharding:
     ) -> Splits:
         """Letter -> axes.
 
-        An axis splits one letter: the wanted output, then parameters, then operand order win.
+        An axis splits one letter: the wanted output, then parameters, then operand order win. With
+        sequence parallelism, tp so goes to the dim of the weight and not to S of the stream, which
+        is therefore wanted whole: `reshard` gathers it.
         """
         like = (
             self.want(old, None)

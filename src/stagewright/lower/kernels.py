@@ -325,6 +325,8 @@ class _Lowering:
             part=self.part(first),
             flops=flops,
             traffic=sum(reads.values()) + written,
+            # Of the first operand: of a product the input, in whose format it is multiplied, and
+            # not the weight, which may be stored in fewer bits.
             dtype=first.srcs[0].dtype if first.srcs else first.dtype,
             shape=shape_of(cluster, self.extent),
             deps=self.deps(reads),

@@ -10,6 +10,9 @@ from stagewright.parallel.context import context_rows
 from stagewright.parallel.dispatch import expert_rows
 from stagewright.parallel.plan import Dims, Plan
 
+# `d_` begins the name of a gradient (`graph.gradient`). `d_norm_out` is that of the `norm_out` that
+# `Builder._eager_norm` makes; those of `_INPUT_GRADS` are of the inputs, f"{name}_in", that
+# `Builder.linear` makes where the recipe reduces the gradient of each product (`of_each_linear`).
 _RESIDUAL = (
     "x",
     "y",

@@ -12,11 +12,13 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
+import stagewright as sw
 from paths import ROOT
 from stagewright.cli import main as cli
 from stagewright.cli import shared
 from stagewright.cli.commands.completion import SHELLS
 from stagewright.cli.main import EXAMPLES
+from stagewright.errors import UserError
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
 from stagewright.run.settings import Run
 
@@ -244,6 +246,10 @@ def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytes
         ("--dtype bfloat16", "no such option --dtype: use --precision bf16, fp32 or fp8"),
         ("--data-parallel-shard-degree 8", "use --dp N --zero 3, with copies --dp-shard"),
         ("--recompute-method blok", "did you mean 'block'?"),
+        (
+            "--moe-token-dispatcher-type flex",
+            "wanted one of alltoall, allgather; use alltoall, and --moe-flex-dispatcher for its",
+        ),
     ],
 )
 def test_names_of_other_tools_may_contradict(
@@ -251,6 +257,15 @@ def test_names_of_other_tools_may_contradict(
 ):
     assert code(f"stagewright show gpt2 {line}") == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_word_of_another_tool_names_what_to_use_in_run_files_and_keywords():
+    settings = {"model": "mixtral-8x7b", "moe-token-dispatcher-type": "flex"}
+    with pytest.raises(UserError, match="; use alltoall, and --moe-flex-dispatcher") as error:
+        Run.of(settings, path="run.yaml")
+    assert str(error.value).startswith("run.yaml: moe_token_dispatcher_type is 'flex', wanted")
+    with pytest.raises(UserError, match="; use alltoall, and --moe-flex-dispatcher"):
+        sw.simulate("mixtral-8x7b", "h100-sxm", ep=8, dp=8, moe_token_dispatcher_type="flex")
 
 
 def test_a_run_file_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,8 +1,17 @@
 """The architectures of config.json files that can be read: a row each.
 
 A row names the model types of the files, the preset that says what the files do not, and the map of
-fields (`decoders`, `states`). The keys that files of a model type may leave out are in
-`data/config_defaults.yaml`. To add a family of known layers, add a map, a row, and its defaults.
+fields. The keys that files of a model type may leave out are in `data/config_defaults.yaml`. To add
+a family of known layers, add a map, a row, and its defaults. Maps are in these modules:
+
+- `decoders`: transformers without states, most of them Llama's map with a few entries of their own
+- `dense`: further dense decoders, with other norms, biases, gates and windows
+- `mixtures`: further mixtures of experts
+- `own`: decoders some of whose layers have sizes of their own
+- `sparse`: models whose attention reads the keys that an indexer chooses
+- `states`: models with states
+- `common`: no family, but classes that nobody knows, by the names that most files share
+- `parts`: what maps share, and readers of fields that are more than a key
 """
 
 from __future__ import annotations

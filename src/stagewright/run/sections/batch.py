@@ -63,3 +63,4 @@ class BatchSection:
         rare=True,
         of_requests=True,
     )
+    """Orders the communication of traces; `Execution.streams` orders that of the simulation."""

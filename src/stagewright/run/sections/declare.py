@@ -117,6 +117,8 @@ class Setting:
     """Its option of one dash in vLLM."""
     switches: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of these tools that stand for one value of this setting, or a `Without`."""
+    words: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Values that these tools have and this setting has not, and what to use for each."""
     rare: bool = False
     """Listed by `--help-all` only."""
     metavar: str = ""
@@ -169,6 +171,7 @@ def setting(
     names: tuple[str, ...] = (),
     short: str = "",
     switches: Mapping[str, Any] | None = None,
+    words: Mapping[str, str] | None = None,
     rare: bool = False,
     metavar: str = "",
     option: str = "",
@@ -188,6 +191,7 @@ def setting(
         names=names,
         short=short,
         switches=switches or {},
+        words=words or {},
         rare=rare,
         metavar=metavar,
         option=option,

@@ -18,7 +18,9 @@ class Execution:
     """How a framework runs a program; the defaults overlap whatever the program lets overlap."""
 
     streams: Literal["separate", "one"] = "separate"
-    """`one`: kernels on one stream, all else on another, as written in traces for ASTRA-sim."""
+    """`one`: kernels on one stream, all else on another, as written in traces for ASTRA-sim.
+
+    Orders the communication of the simulation; `Run.streams` orders that of traces."""
     no_overlap: frozenset[str] = setting(
         frozenset(),
         "Axes whose communication kernels wait for, both ways: tp,cp,ep,dp,pp.",

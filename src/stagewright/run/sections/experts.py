@@ -17,6 +17,7 @@ class ExpertSection:
         "Dispatch tokens to experts by all-to-all, or all-gather all tokens.",
         modes=TRAINING,
         elsewhere="copies go to their experts",
+        words={"flex": "alltoall, and --moe-flex-dispatcher for its time"},
     )
     moe_apply_probs: Literal["experts", "input", "output"] | None = setting(
         None,

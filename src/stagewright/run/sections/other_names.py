@@ -155,6 +155,7 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
             own = SAME.get(name, name if name in EXPERIMENT else given)
             if own in settings:
                 raise UserError(f"{where}{own} comes twice; keep one")
+            _check_word(own, value, where)
             settings[own] = value
     _zero(settings, others, switches, where)
     _switch(settings, switches, where)
@@ -167,6 +168,15 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
         {name: settings[name] for name in ("ep", "etp", "vpp") if name in settings},
     )
     return settings, pending
+
+
+def _check_word(name: str, value: object, where: str) -> None:
+    """Refuse a value that another tool has and the setting has not, with what to use for it."""
+    setting = EXPERIMENT.get(name)
+    use = setting.words.get(value) if setting and isinstance(value, str) else None
+    if setting and use:
+        assert isinstance(setting.kind, tuple)
+        raise UserError(f"{where}{name} is {value!r}, wanted {either(setting.kind)}; use {use}")
 
 
 def _switched(name: str, value: object, where: str) -> bool:
