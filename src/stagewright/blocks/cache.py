@@ -152,7 +152,7 @@ def cached(b: Builder, new: Mapping[str, Node], reach: Reach, dtype: str = "") -
         old = cache.state(name, x.shape[2:], stored, x.scope)
         rest = "agd"[3 - len(x.shape[2:]) :]
         spec = f"b{n}k{rest},bS{rest},bS->b{n}k{rest}"
-        own: dict[str, Any] = {"name": f"{name}_cached", "stored": cache.size("stored")}
+        own: dict[str, Any] = {"name": f"{name}_cached", "kept_tokens": cache.size("stored")}
         b.extra[own["name"]] = apply("cache", spec, old, x, cache.slots(), **own)
     return [b.extra[f"{name}_cached"] for name in new]
 
@@ -216,7 +216,7 @@ def source_cached(b: Builder, name: str, new: Node | None, heads: str) -> Node:
         return old
     at, named = _of_requests("source_slots", "Source"), f"cross_{name}_cached"
     spec = "bkgd,bSgd,bS->bkgd"
-    b.extra[named] = apply("cache", spec, old, new, at, name=named, stored=size("Source"))
+    b.extra[named] = apply("cache", spec, old, new, at, name=named, kept_tokens=size("Source"))
     return b.extra[named]
 
 

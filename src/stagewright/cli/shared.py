@@ -39,13 +39,13 @@ def load_experiment(
 
 def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:
     """Compile; a manifest of an earlier run brings its model along unless another is named."""
-    from stagewright.lower import precision
+    from stagewright.lower import weight_storage
     from stagewright.lower.compile import compile
     from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None
     compiled = compile(run, recorded)
-    show_notes((*compiled.model.notes, *precision.notes(compiled.run, compiled.model)))
+    show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))
     return compiled
 
 

@@ -159,8 +159,8 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
     if row is not None and row.scatters is not None:
         new = n.srcs[row.scatters]
         rows = local(new, extent)
-        if n.get("stored") is not None:  # of new tokens those that are kept here
-            rows = rows // extent(new.shape[1], ()) * extent(_size(n, "stored"), ())
+        if n.get("kept_tokens") is not None:  # of new tokens those that are kept here
+            rows = rows // extent(new.shape[1], ()) * extent(_size(n, "kept_tokens"), ())
         written, reads[row.scatters] = _bytes(rows, n, extent), _bytes(rows, new, extent)
         # What is written in place is not read.
         reads = [0 if s.shape == n.shape else r for s, r in zip(n.srcs, reads, strict=True)]

@@ -10,7 +10,7 @@ from stagewright import blocks as nn
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
 from stagewright.lower.habits import RootUnit
-from stagewright.lower.precision import describe, storage
+from stagewright.lower.weight_storage import describe, storage
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 from stagewright.run.settings import Run

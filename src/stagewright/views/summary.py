@@ -44,7 +44,7 @@ import numpy as np
 
 from stagewright.arrays import Int, exact_sum
 from stagewright.errors import UserError
-from stagewright.lower import precision
+from stagewright.lower import weight_storage
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.capacity import Capacity
@@ -135,10 +135,10 @@ def _served(compiled: CompiledRun | Recorded) -> Summary:
 
 def _weights(compiled: CompiledRun | Recorded) -> Summary:
     """How the checkpoint stores matrices, where it decides that; nothing where all are alike."""
-    given = precision.checkpoint(compiled.run, compiled.model)
+    given = weight_storage.checkpoint(compiled.run, compiled.model)
     if given is None or not given.formats:
         return {}
-    formats = list(dict.fromkeys(precision.name(stored) for stored in given.formats))
+    formats = list(dict.fromkeys(weight_storage.name(stored) for stored in given.formats))
     return {"weights": {"quant_method": given.method, "formats": formats}}
 
 

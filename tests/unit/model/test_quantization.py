@@ -11,13 +11,13 @@ import pytest
 
 import stagewright as sw
 from paths import DATA
-from stagewright.lower import precision
+from stagewright.lower import weight_storage
 from stagewright.model import json as model_json
 from stagewright.model.catalog import from_config, resolve
 from stagewright.model.config import ModelConfig
-from stagewright.model.hf.methods import MXFP4, NVFP4, scheme_of
-from stagewright.model.hf.modules import Modules
 from stagewright.model.hf.quantization import read_quantization
+from stagewright.model.hf.quantization_methods import MXFP4, NVFP4, scheme_of
+from stagewright.model.hf.quantization_modules import Modules
 from stagewright.model.presets import PRESETS
 from stagewright.stored import Stored
 
@@ -368,10 +368,10 @@ def test_prefill_is_faster_where_the_gpu_has_the_format(tmp_path: Path) -> None:
 def test_notes_in_training(tmp_path: Path) -> None:
     path = with_quantization(tmp_path, "qwen3-32b", {"quant_method": "fp8"})
     model = from_config(path)
-    (note,) = precision.notes(sw.Run(model=str(path)), model)
+    (note,) = weight_storage.notes(sw.Run(model=str(path)), model)
     assert note.startswith("training starts from weights in bf16: the quantization_config (fp8)")
-    assert not precision.notes(sw.Run(model=str(path), **STEP), model)
-    assert not precision.notes(sw.Run(model="deepseek-v3"), resolve("deepseek-v3"))
+    assert not weight_storage.notes(sw.Run(model=str(path), **STEP), model)
+    assert not weight_storage.notes(sw.Run(model="deepseek-v3"), resolve("deepseek-v3"))
 
 
 def test_a_summary_says_how_weights_are_stored() -> None:

@@ -146,6 +146,6 @@ ROWS: dict[str, Op] = {
     "softmax": Op(meaning.softmax, _softmax_vjp, flops=5, fuses=True, attrs=_SOFTMAX),
     "softmax_bwd": Op(meaning.softmax_bwd, flops=4, fuses=True, attrs={"width": need(int)}),
     "sinks_bwd": Op(meaning.sinks_bwd, flops=4, fuses=True),
-    "cache": Op(meaning.cache, flops=0, fuses=True, scatters=1, attrs={"stored": may(*SIZE)}),
+    "cache": Op(meaning.cache, flops=0, fuses=True, scatters=1, attrs={"kept_tokens": may(*SIZE)}),
     "take": Op(meaning.take, flops=0, gathers=0),
 }

@@ -26,7 +26,7 @@ from stagewright.lower.strategy_table import check_table, table_of
 from stagewright.lower.variants import BlockVariant, labels, place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.experts import mean_expert_sizes
+from stagewright.parallel.expert_sizes import mean_expert_sizes
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run.requests import loads

@@ -1,7 +1,7 @@
 """What a config.json says of the numbers its checkpoint holds: `quantization_config`.
 
 The same is read of an `hf_quant_config.json`, which modelopt writes beside the config.json.
-`methods` has the methods, `modules` the names of modules.
+`quantization_methods` has the methods, `quantization_modules` the names of modules.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from stagewright.model.architecture import Architecture
 from stagewright.model.hf.keys import Json
-from stagewright.model.hf.methods import Scheme, Unreadable, scheme_of
-from stagewright.model.hf.modules import EXPERTS_ALONE, MODULES, ROUTED, SCOPES
+from stagewright.model.hf.quantization_methods import Scheme, Unreadable, scheme_of
+from stagewright.model.hf.quantization_modules import EXPERTS_ALONE, MODULES, ROUTED, SCOPES
 from stagewright.model.layers import ATTENTIONS, SIDE_BY_SIDE, Layer
 from stagewright.model.quantization import Quantization
 from stagewright.stored import Storage, Stored

@@ -2,7 +2,7 @@
 
 Read are fp8 (DeepSeek, Qwen, fbgemm), mxfp4, modelopt, compressed-tensors, AWQ, GPTQ and
 bitsandbytes. Modules that are left out are named in full or in part, with wildcards or by regular
-expressions (`modules.Modules`).
+expressions (`quantization_modules.Modules`).
 
 Sources: transformers 5.23 (`quantizers/`, `utils/quantization_config.py`), vLLM 0.11
 (`model_executor/layers/quantization/`), compressed-tensors 0.12 (`quantization/quant_args.py`), and
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from stagewright.model.hf.keys import Json, whole_name
-from stagewright.model.hf.modules import EVERY, EXPERTS, Modules
+from stagewright.model.hf.quantization_modules import EVERY, EXPERTS, Modules
 from stagewright.stored import Stored
 
 FP8 = Stored("fp8", 32, 0, 0, "fp8")

@@ -1,4 +1,4 @@
-"""In which precision a model's matrices are stored where it is served, and its cache."""
+"""How a model's matrices are stored where it is served: as a run asks, or as its checkpoint."""
 
 from __future__ import annotations
 
