@@ -25,7 +25,7 @@ def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None
 def load_experiment(
     path: str | Path | None, overrides: Mapping[str, Any] | None = None
 ) -> Experiment:
-    """Likewise, with the machine and the execution, which a run file may name."""
+    """As `load_run`, with the machine and the execution, which a run file may name."""
     return recorded.load_experiment(path, overrides, gpus_per_node)
 
 

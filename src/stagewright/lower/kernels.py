@@ -504,15 +504,15 @@ def interface(n: Node) -> LiveValue | None:
 
 
 def carried(graph: Graph) -> dict[str, Node]:
-    """What a block is handed by those before it besides the stream: leaves by name."""
+    """The inputs that a block gets from earlier blocks, other than the stream: leaves by name."""
     found = ((c, n) for n in graph if (c := interface(n)) and not c.gradient)
     return {c.name: n for c, n in found if c.name not in (STREAM, CLIP)}
 
 
 def handed_on(graph: Graph) -> dict[LiveValue, Node]:
-    """What a block makes for others: its outputs of these names.
+    """The outputs of a block that other blocks read, by name.
 
-    Another value than the stream has that of its leaf, and its gradient `d_` and that.
+    A value other than the stream has the name of its leaf; its gradient has `d_` and that name.
     """
     names = {c.name for n in graph if (c := interface(n))}
     names |= {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}

@@ -21,7 +21,7 @@ _LATER = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
 def activations(
     graph: Graph, tasks: Sequence[Kernel], size: Mapping[Node, int]
 ) -> tuple[list[Kernel], frozenset[Node]]:
-    """The tasks, with all that backward needs of forward on the host meanwhile; and what that is.
+    """The tasks with activations on the host between forward and backward; and the values moved.
 
     As in Megatron-LM's `--cpu-offloading-num-layers`: stored when the block's forward is done,
     loaded while backward is at the block behind it.

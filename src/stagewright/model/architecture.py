@@ -279,7 +279,7 @@ class Architecture:
 
     @property
     def shared_query_groups(self) -> int:
-        """The key/value heads that tp may split in all layers alike: what divides those of each."""
+        """The key/value heads that tp may split in all layers: the gcd of the layers' numbers."""
         return math.gcd(*(groups for _, groups in self.head_counts))
 
     def reach(self, mixer: str) -> Reach:

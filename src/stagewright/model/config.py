@@ -57,7 +57,7 @@ class ModelConfig(Architecture):
         )
 
     def with_own_sizes(self, number: int) -> ModelConfig:
-        """The model of which all layers have the sizes that some have; 0: the model itself."""
+        """The model with entry `number` of `own_sizes`, from 1, in all layers; 0: itself."""
         if not number:
             return self
         given = self.own_sizes[number - 1].given

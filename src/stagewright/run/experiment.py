@@ -59,7 +59,7 @@ class Experiment:
 
 
 def filled(run: Run, nodes: int, gpus_per_node: int) -> Run:
-    """The run on so many nodes: dp as large as they hold, unless it is given.
+    """The run on this many nodes; dp fills the nodes unless it is given.
 
     >>> filled(Run(model="gpt2", tp=2), 2, 8).dp
     8

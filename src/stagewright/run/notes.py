@@ -1,4 +1,4 @@
-"""What is asked for and does nothing: sentences for people, no errors, since a sweep sets them.
+"""Settings that are given and have no effect: notes, not errors, since a sweep may set them.
 
 A setting declares with it where it does nothing (`Setting.idle`).
 """

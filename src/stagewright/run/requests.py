@@ -207,7 +207,7 @@ def loads(run: Settings, model: ModelConfig) -> Loads:
 
 
 def stripes(run: Settings, model: ModelConfig) -> int:
-    """Ranks that share the cache of a request; those of windows, chunks and states none share."""
+    """Ranks that share a request's cache; caches of windows, chunks and states are unshared."""
     return run.dcp or 1 if model.sees_all and run.mode != "train" else 1
 
 
@@ -230,8 +230,9 @@ def _verified(run: Settings) -> int:
 def padding(run: Settings) -> int:
     """New tokens of a request are padded to a multiple of this.
 
-    A prompt is in twice as many parts as ranks of cp, of which a rank has an early and a late one,
-    so that all see as many keys (vLLM's DualChunkSwap, as in Llama 3's training, arXiv 2407.21783).
+    A prompt is cut into 2 x cp parts, and each rank of cp has an early and a late part, so that all
+    ranks attend to equally many keys (vLLM's DualChunkSwap, as in Llama 3's training, arXiv
+    2407.21783).
     """
     return 2 * run.cp if run.mode == "prefill" and run.cp > 1 else 1
 

@@ -56,11 +56,11 @@ def task_seconds(
 ) -> list[Seconds]:
     """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
 
-    A collective takes as long as the group of the class that where worst; SEND and RECV both carry
-    the duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and
-    count only the part that the adjacent GEMMs do not hide (`tensor_overlap`). With `routed`, a
-    token is sent once to each rank that has experts for it (`collectives.dispatch_seconds`).
-    Raises UserError where the program and the machine differ in their number of GPUs.
+    A collective takes as long as in the slowest group of the class; SEND and RECV both carry the
+    duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and count
+    only the part that the adjacent GEMMs do not hide (`tensor_overlap`). With `routed`, a token is
+    sent once to each rank that has experts for it (`collectives.dispatch_seconds`). Raises
+    UserError where the program and the machine differ in their number of GPUs.
     """
     if program.mesh.world_size != machine.gpus:
         raise UserError(

@@ -201,7 +201,7 @@ class Hardware(_Frozen):
     def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
         """This hardware with bf16's rate for data types that it has no matrix products in.
 
-        So kernels compute that read few bits and multiply in bf16, as vLLM's Marlin kernels do
+        Such kernels read weights in few bits and multiply in bf16, as vLLM's Marlin kernels do
         where a GPU lacks fp8 or fp4.
         """
         rate = self.peak_bf16_tflops

@@ -170,7 +170,7 @@ def kernels(program: Program) -> list[dict[str, Any]]:
 
 
 def collectives(program: Program) -> list[dict[str, Any]]:
-    """The distinct collectives of a program, most bytes in all first: likewise."""
+    """The distinct collectives of a program, largest total bytes first: rows without a duration."""
     by_key: dict[Key, dict[str, Any]] = {}
     for of in program.classes:
         for shape, rows in collective_rows(program, of):

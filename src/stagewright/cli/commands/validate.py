@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def validate(source: str | None, rows: str | None, as_json: bool) -> None:
     """Print predictions beside published measurements, and their errors per source.
 
-    Rows of kernels and collectives are many: they are listed where --source names them.
+    The many rows of kernels and collectives are listed only where --source names their source.
     """
     from stagewright.evidence import kernels as validate_kernels
     from stagewright.evidence import validate

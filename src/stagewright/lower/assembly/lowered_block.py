@@ -103,7 +103,7 @@ class Crossing(NamedTuple):
 
 
 def with_gradient(values: Sequence[Crossing]) -> Sequence[Crossing]:
-    """Those of the values that backward hands a gradient of to the stage before."""
+    """The values whose gradients backward hands to the stage before."""
     return [value for value in values if value.dtype not in INTEGERS]
 
 

@@ -128,7 +128,7 @@ class SegmentBuilder:
     def finish(
         self, action: tuple[int, int], once: Sequence[int] = (), weight: Sequence[int] = ()
     ) -> Segment:
-        """The segment of an action, which is given as whose rows these are and the stage."""
+        """The segment of `action`, a pair: whose rows these are, and the stage."""
         table = np.array(self.rows, dtype=np.int64).reshape(-1, len(COLUMNS))
         deps = np.array(sorted(set(self.deps)), dtype=np.int64).reshape(-1, 4)
         columns = {c: table[:, i] for i, c in enumerate(COLUMNS)}

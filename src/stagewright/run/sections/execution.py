@@ -29,7 +29,7 @@ class Execution:
     )
     prefetch: Number = setting(
         1,
-        "Blocks ahead that sharded weights are gathered.",
+        "How many blocks ahead sharded weights are gathered.",
         idle=(*({"zero": stage} for stage in (0, 1, 2)), _NOT_SHARDED),
     )
     overlap_param_gather: Switch = setting(

@@ -110,7 +110,7 @@ class InferenceSection:
     )
     weight_precision: Literal["bf16", "fp8", "int4", "fp4", "nvfp4", "mxfp4"] | None = setting(
         None,
-        "Storage of the layers' matrices, with scales; products of fp8 and nvfp4 are in these.",
+        "Storage of the layers' matrices, with scales; fp8 and nvfp4 also multiply in that format.",
         unset="as the checkpoint's quantization_config says, else that of the computation",
         modes=INFERENCE,
         names=("quantization",),
@@ -131,7 +131,7 @@ class InferenceSection:
     )
     kv_block_size: Count = setting(
         16,
-        "Tokens of a block of the paged cache; every request fills its last block up.",
+        "Tokens per block of the paged cache; a request's last block counts as full.",
         modes=INFERENCE,
         names=("block-size",),
         of_requests=True,

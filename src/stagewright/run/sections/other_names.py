@@ -116,7 +116,7 @@ class Pending:
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def without(self, names: Mapping[str, Any]) -> Pending:
-        """The same where these settings are not given elsewhere, which goes before."""
+        """What follows, less the settings in `names`: given elsewhere, these take precedence."""
         return Pending(
             self.enable_expert_parallel and "ep" not in names,
             None if "vpp" in names else self.num_layers_per_virtual_pipeline_stage,

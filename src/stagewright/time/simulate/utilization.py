@@ -80,8 +80,8 @@ def model_flops(run: Run, model: ModelConfig) -> Flops:
 def executed_flops(program: Program, needed: SequenceFlops | None = None) -> Flops:
     """FLOPs that the kernels of all ranks execute, recomputation and padding included.
 
-    In full, a pass through a layer's attention counts as many times more as the pairs that the
-    layer needs in full are more than those that its mask leaves. Without `needed` (inference, where
+    In full, the FLOPs of a pass through a layer's attention are multiplied by the ratio of all its
+    pairs of query and key to the pairs that its mask leaves. Without `needed` (inference, where
     each request has a length of its own) both figures are those that kernels execute.
     """
     layers = dict(needed.attention) if needed else dict[int, Flops]()
