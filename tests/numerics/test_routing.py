@@ -337,8 +337,8 @@ def test_what_is_no_file_of_loads(tmp_path: Path, name: str, wanted: str) -> Non
     [
         (
             {"tp": 2, "ep": 2, "etp": 1, "expert_load": "x"},
-            "expert_load needs ranks that share experts to have tokens of their own, but ep is "
-            "over ranks of tp, which have the same; set sequence_parallel",
+            "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
+            "identical tokens; set sequence_parallel",
         ),
         (
             {"moe_pad_expert_input_to_capacity": True},
