@@ -461,7 +461,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"mixers": ("lightning", "global"), "state_space": StateSpace(**_STATE | {"conv": 0})},
     "qwen3-next": _MIXTURE
     | {"mixers": ("gated_delta", "global"), "state_space": StateSpace(**_STATE)}
-    | {"attention_gate": True, "qk_norm": True},
+    | {"attention_gate": True, "attention_gate_bias": True, "qkv_bias": True, "qk_norm": True},
     "kimi-linear": _LATENT
     | {"mixers": ("kimi_delta", "global"), "position": "none"}
     | {"state_space": StateSpace(**_STATE | {"heads": 12, "gate_rank": 6})},

@@ -90,11 +90,13 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
     o = identity(_core(b, operands, reach), "context", scope=scope)
     if c.attention_gate_per_head:
         w = b.weight("wg", "M", "A/tp", scope=scope)
-        gate = b.act(b.linear("bsm,ma->bsa", h, w, "gate", joint="qkv"), "sigmoid")
-        o = weigh(o, gate, name="gated", scope=scope)
+        gate = b.linear("bsm,ma->bsa", h, w, "gate", joint="qkv")
+        gate = b.bias(gate, "bg", "A/tp") if c.attention_gate_bias else gate
+        o = weigh(o, b.act(gate, "sigmoid"), name="gated", scope=scope)
     elif c.attention_gate:
         w = b.weight("wg", "M", "A/tp", wide, scope=scope)
         gate = b.linear(f"bsm,ma{u}->bsa{u}", h, w, "gate", joint="qkv")
+        gate = b.bias(gate, "bg", "A/tp", wide) if c.attention_gate_bias else gate
         o = elementwise("glu", gate, o, fn="sigmoid", name="gated", scope=scope)
     w = b.weight("wo", "A/tp", wide, "M", scope=scope)
     out = b.linear(f"bsa{u},a{u}m->bsm", o, w, "attn_out", scope=scope)

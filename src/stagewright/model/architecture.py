@@ -120,6 +120,8 @@ class Architecture:
     """What the heads return is weighed, channel by channel, by a sigmoid of the layer's input."""
     attention_gate_per_head: Annotated[bool, Needs("attention gate")] = False
     """The gate weighs whole heads, by a number for each (Step-3.7)."""
+    attention_gate_bias: Annotated[bool, Needs("attention gate")] = False
+    """The gate has a bias, as queries have where `qkv_bias` is set (Qwen3-Next)."""
     gated: bool = True
     """Three matrices, down(activation(gate) * up), instead of down(activation(up))."""
     activation: Activation = "silu"

@@ -332,7 +332,10 @@ def _attention(c: ModelConfig) -> int:
     qkv = queries + keys + values
     attention = hidden * (qkv - c.keys_are_values * keys) + results * hidden
     gates = c.num_attention_heads if c.attention_gate_per_head else queries
-    attention += c.attention_gate * hidden * gates + c.attention_sinks * c.num_attention_heads
+    attention += (
+        c.attention_gate * (hidden + c.attention_gate_bias) * gates
+        + c.attention_sinks * c.num_attention_heads
+    )
     normed = queries + keys if c.qk_norm_over_heads else 2 * width
     return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * normed
 
@@ -915,6 +918,12 @@ class TestKeys:
         like, fields, _ = hf.read("config.json", row["config"])
         c = dataclasses.replace(PRESETS[like], name="small", **fields)
         assert parameters(c)[0] == count_parameters(c) == row["parameters"]
+
+    def test_biases_that_cannot_be_counted_are_refused(self, tmp_path: Path) -> None:
+        """Of an ERNIE mixture shared experts have biases and routed experts have none."""
+        kind = "ernie4_5_moe"
+        config = next(r["config"] for r in RECORDED if r["config"]["model_type"] == kind)
+        assert "use_bias is true, wanted false" in error_of(tmp_path, config | {"use_bias": True})
 
 
 class TestWrappers:

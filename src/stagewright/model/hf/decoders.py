@@ -140,8 +140,12 @@ QWEN3_MOE: Map = {
     "moe_layer_freq": _qwen_dense_layers,
     "mixers": _QWEN_MOE_WINDOW,
 }
-_QWEN2_BIASES = {"qkv_bias": Fixed(True), "attention_output_bias": Fixed(False)}
-QWEN2_MOE: Map = {**QWEN3_MOE, **SHARED_EXPERTS, **_QWEN2_BIASES}
+QWEN2_MOE: Map = {
+    **QWEN3_MOE,
+    **SHARED_EXPERTS,
+    "qkv_bias": "qkv_bias",
+    "attention_output_bias": Fixed(False),
+}
 GPT_OSS: Map = {
     **BIASED,
     **experts(

@@ -246,7 +246,12 @@ PHI: Map = {
 }
 GLM: Map = {**DECODER, "qkv_bias": "attention_bias", "rotary_fraction": rotary_fraction}
 GLM4: Map = {**GLM, "norm_placement": Fixed("sandwich")}
-HELIUM: Map = {**DECODER, "kv_channels": _helium_head, "qkv_bias": "attention_bias"}
+HELIUM: Map = {
+    **DECODER,
+    "kv_channels": _helium_head,
+    "qkv_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+}
 HYPERCLOVAX: Map = {
     **BIASED,
     "mlp_bias": "mlp_bias",
@@ -263,6 +268,7 @@ NANOCHAT: Map = {
 }
 MINISTRAL: Map = {**DECODER, "mixers": windows(lambda c, i: True)}
 LATENT_DENSE: Map = {**LATENT, "num_query_groups": lambda c: c.fields["num_attention_heads"]}
+MINICPM3: Map = {**LATENT_DENSE, "mlp_bias": "mlp_bias"}
 APERTUS: Map = {**BIASED, **UNGATED, "qk_norm": Fixed(True), "activation": Fixed("silu")}
 MIMO: Map = {**DECODER, "qkv_bias": "attention_bias"}
 VAULTGEMMA: Map = {

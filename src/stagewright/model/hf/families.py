@@ -32,7 +32,7 @@ _FALCON_UNUSED = ("multi_query", "parallel_attn", "num_kv_heads")
 _UNBIASED = _none_of("mamba_proj_bias", "attention_bias", "mlp_bias")
 
 
-_OF_QWEN3_5 = {"attention_bias": False, "attn_output_gate": True}
+_OF_QWEN3_5 = {"attn_output_gate": True}
 _BAILING_UNUSED = ("moe_shared_expert_intermediate_size",)
 _PHI4_PARTS = "only the text model is counted, without vision, speech and their adapters"
 _COHERE_UNUSED = (
@@ -159,12 +159,14 @@ FAMILIES: dict[str, Family] = {
     "JambaForCausalLM": Family(
         ("jamba",), "jamba-v0.1", states.JAMBA, only=_none_of("mamba_proj_bias")
     ),
-    "BambaForCausalLM": Family(("bamba",), "bamba-9b", states.BAMBA, only=_UNBIASED),
+    "BambaForCausalLM": Family(
+        ("bamba",), "bamba-9b", states.BAMBA, only=_none_of("mamba_proj_bias")
+    ),
     "GraniteMoeHybridForCausalLM": Family(
         ("granitemoehybrid",),
         "granite-4.0-h-tiny",
         states.GRANITE_HYBRID,
-        only=_none_of("mamba_proj_bias", "attention_bias"),
+        only=_none_of("mamba_proj_bias"),
     ),
     "Zamba2ForCausalLM": Family(
         ("zamba2",),
@@ -180,7 +182,7 @@ FAMILIES: dict[str, Family] = {
         ("falcon_h1",),
         "falcon-h1-7b",
         states.FALCON_H1,
-        only=_none_of("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias"),
+        only=_none_of("mamba_proj_bias", "projectors_bias"),
     ),
     "NemotronHForCausalLM": Family(
         ("nemotron_h",),
@@ -204,7 +206,7 @@ FAMILIES: dict[str, Family] = {
         ("qwen3_next",),
         "qwen3-next-80b-a3b",
         states.QWEN3_NEXT,
-        only={"attention_bias": False, "decoder_sparse_step": 1},
+        only={"decoder_sparse_step": 1},
     ),
     "MiniMaxForCausalLM": Family(("minimax",), "minimax-text-01", states.MINIMAX),
     "ArceeForCausalLM": _like_llama(("arcee",), dense.ARCEE),
@@ -247,7 +249,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "VaultGemmaForCausalLM": _like_llama(("vaultgemma",), dense.VAULTGEMMA),
     "GemmaForCausalLM": _like_llama(("gemma",), dense.GEMMA1),
-    "MiniCPM3ForCausalLM": _like_llama(("minicpm3",), dense.LATENT_DENSE, attention_bias=False),
+    "MiniCPM3ForCausalLM": _like_llama(("minicpm3",), dense.MINICPM3, attention_bias=False),
     "YoutuForCausalLM": _like_llama(("youtu",), dense.LATENT_DENSE, attention_bias=False),
     "ApertusForCausalLM": _like_llama(("apertus",), dense.APERTUS, _XIELU, hidden_act="xielu"),
     "MiniMaxM2ForCausalLM": _like_llama(
@@ -262,6 +264,7 @@ FAMILIES: dict[str, Family] = {
         ("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe_text"),
         mixtures.ERNIE_MOE,
         unused=("moe_use_aux_free", "moe_capacity", "moe_gate"),
+        use_bias=False,  # transformers has such biases in shared experts and none in routed ones
     ),
     "HunYuanMoEV1ForCausalLM": _like_llama(
         ("hunyuan_v1_moe",), mixtures.HUNYUAN_MOE, unused=_HUNYUAN_UNUSED

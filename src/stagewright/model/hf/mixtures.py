@@ -135,7 +135,6 @@ MINIMAX_M2: Map = {
 }
 ERNIE_MOE: Map = {
     **DECODER,
-    **biases("use_bias", "qkv_bias", "attention_output_bias"),
     **experts("moe_num_experts", "moe_intermediate_size", "moe_k"),
     "expert_bias": Fixed(True),
     "shared_ffn_hidden_size": number_of_shared("moe_num_shared_experts"),

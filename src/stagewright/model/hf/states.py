@@ -288,13 +288,14 @@ JAMBA: Map = {
     "num_experts": _jamba_experts,
 }
 BAMBA: Map = {
-    **DECODER,
+    **BIASED,
+    "mlp_bias": "mlp_bias",
     "mixers": _bamba_mixers,
     "state_space": state_heads(_BAMBA_KEYS),
     "rotary_fraction": rotary_fraction,
 }
 GRANITE_HYBRID: Map = {
-    **DECODER,
+    **BIASED,
     "mixers": listed_mixers("mamba2"),
     "state_space": state_heads(_BAMBA_KEYS),
     "position": _granite_position,
@@ -309,7 +310,7 @@ ZAMBA2: Map = {
     "state_space": state_heads(_ZAMBA2_KEYS),
     "position": lambda c: "rope" if c.flag("use_mem_rope") else "none",
 }
-FALCON_H1: Map = {**DECODER, "state_space": _falcon_h1_state}
+FALCON_H1: Map = {**BIASED, "mlp_bias": "mlp_bias", "state_space": _falcon_h1_state}
 NEMOTRON_H: Map = {
     **DECODER,
     "num_layers": _nemotron_depth,
@@ -341,8 +342,11 @@ KIMI_LINEAR: Map = {
     "position": Fixed("none"),
     "state_space": _kimi_state,
 }
+# The gate is half of the projection of queries, and has its bias.
+_QWEN_GATED: Map = {**BIASED, "attention_gate_bias": "attention_bias"}
+
 QWEN3_NEXT: Map = {
-    **DECODER,
+    **_QWEN_GATED,
     **experts("num_experts", "moe_intermediate_size"),
     **SHARED_EXPERTS,
     "norm_topk_prob": "norm_topk_prob",
@@ -352,7 +356,7 @@ QWEN3_NEXT: Map = {
 }
 
 _QWEN3_5: Map = {
-    **BIASED,
+    **_QWEN_GATED,
     "rotary_fraction": rotary_fraction,
     "mixers": _qwen3_next_mixers,
     "state_space": _qwen3_next_state,
