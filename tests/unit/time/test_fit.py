@@ -120,10 +120,15 @@ def test_fewer_requests_fit_beside_an_allowance(settings: dict[str, Any]) -> Non
 def test_an_allowance_counts_on_both_groups_of_a_disaggregated_step() -> None:
     run = sw.Run(
         model="llama3-8b", mode="decode", layers=4, batch_size=8, context_length=1024,
-        prefill="tp=2", memory_allowance="2GiB",
+        prefill="tp=2",
     )  # fmt: skip
-    for of in sw.compile(run).program.classes:
+    more = run.model_copy(update={"memory_allowance": "2GiB"})
+    for of in sw.compile(more).program.classes:
         assert of.memory["allowance"] == 2 * 2**30
+    plain, found = (sw.simulate(each, "h100-sxm") for each in (run, more))
+    assert found.fit.peak == plain.fit.peak + 2 * 2**30
+    for one, other in zip(plain.groups, found.groups, strict=True):
+        assert other.fit.peak == one.fit.peak + 2 * 2**30
 
 
 def test_an_allowance_counts() -> None:

@@ -198,8 +198,10 @@ class SimulatedStep:
         run, model = self.compiled.run, self.compiled.model
         if run.prefill is None:
             return []
+        # The memory of the machine holds for both groups.
+        of_both = {name: getattr(run, name) for name in ("device_memory", "memory_allowance")}
         sides = {
-            "prefill": prefill_run(run).model_copy(update={"device_memory": run.device_memory}),
+            "prefill": prefill_run(run).model_copy(update=of_both),
             "decode": run.model_copy(update={"prefill": None}),
         }
         found: list[ServingGroup] = []
