@@ -27,6 +27,7 @@ from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run import lengths
 from stagewright.run.lengths import Cache, Group
+from stagewright.run.requests import groups
 from stagewright.run.settings import Run
 from stagewright.time.cost import kernel_seconds
 from stagewright.time.hardware import resolve
@@ -180,6 +181,22 @@ def test_bytes_of_a_token(model: str, per_token: int) -> None:
     assert cached(model, kv_cache="contiguous", max_model_len=1500, **fields) == [
         4 * 1500 * per_token
     ]
+    assert cached(model, max_model_len=1500, **fields) == [4 * 1008 * per_token]
+
+
+@pytest.mark.parametrize("cache", ["paged", "contiguous"])
+def test_no_default_is_longer_than_a_request_may_be(cache: str) -> None:
+    """Lengths that nobody gave end at max_model_len, of which given ones leave a part."""
+    steps: tuple[dict[str, Any], ...] = (
+        {"mode": "decode"},
+        {"mode": "decode", "num_speculative_tokens": 3},
+        {"mode": "prefill"},
+        {"mode": "prefill", "context_length": 100},
+    )
+    for step in steps:
+        found = run("gpt2", kv_cache=cache, max_model_len=512, **step)
+        (request,) = groups(found.run)
+        assert (request.context_length or 0) + (request.new_tokens or 0) == 512
 
 
 def test_latents_are_cached() -> None:
@@ -748,9 +765,8 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
             "kv_block_size=32 is of a paged cache, got kv_cache=contiguous; drop either",
         ),
         (
-            {"max_model_len": 8192, **DECODE},
-            "max_model_len=8192 is the room of a request in a contiguous cache, got "
-            "kv_cache=paged, where a request takes blocks as it needs them; drop either",
+            {"max_model_len": 4096, **DECODE},
+            "max_model_len=4096, but a request has 4097 tokens, context and new ones; raise it",
         ),
         (
             {"kv_cache": "contiguous", "max_model_len": 4096, **DECODE},

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from stagewright.cli.names import offer_names
-from stagewright.cli.words import check_words
+from stagewright.cli.shared import show_notes
+from stagewright.cli.words import check_words, note_of_ignored, sort_words
 from stagewright.errors import UserError, did_you_mean
 
 _ALL = "stagewright.help_all"
@@ -65,6 +66,8 @@ class Command(click.Command):
     own: list[click.Parameter]
     settings: Callable[[], list[click.Parameter]] | None = None
     """Makes the options of settings; None: there are none, or they are made."""
+    of_runs = False
+    """Whether the command has settings of a run, as command lines of other tools have them."""
 
     @property
     def params(self) -> list[click.Parameter]:
@@ -83,6 +86,10 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the words, of which some are refused before click sees them."""
         if not ctx.resilient_parsing:
+            if self.of_runs:
+                args, ignored = sort_words(args, self)
+                if ignored:
+                    show_notes([note_of_ignored(ignored)])
             check_words(args, self)
         return super().parse_args(ctx, args)
 
@@ -139,6 +146,7 @@ def command(function: Callable[..., Any]) -> click.Command:
     """The command that a function is, with sections in its help."""
     made = click.command(cls=Command)(function)
     made.settings = getattr(function, "settings", None)
+    made.of_runs = made.settings is not None
     return made
 
 
@@ -158,17 +166,23 @@ else:
 class Word(Choice):
     """One of several words; another is refused with the one that is meant.
 
-    `instead` says what to use for words of other tools.
+    `instead` says what to use for words of other tools; those in `same` are taken as they are.
     """
 
-    def __init__(self, words: Sequence[str], instead: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        instead: Mapping[str, str] | None = None,
+        same: Iterable[str] = (),
+    ) -> None:
         """Words to choose from."""
         super().__init__(words)
         self.instead = instead or {}
+        self.same = frozenset(same)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The word itself."""
-        if value in self.choices:
+        if value in self.choices or value in self.same:
             return str(value)
         name = param.opts[0] if param else "value"
         known = ", ".join(self.choices)

@@ -71,18 +71,22 @@ def _parameters(shown: Sequence[str]) -> list[click.Parameter]:
         if isinstance(value, Without) or value == setting.default:
             text = f"Accepted: the default of {setting.flag}."
         parameters.append(_other_option("--" + name.replace("_", "-"), name, text, bool))
-    parameters += [_other_option(of.flag, of.name, of.help, of.kind) for of in OTHERS.values()]
+    parameters += [
+        _other_option(of.flag, of.name, of.help, of.kind, of.names) for of in OTHERS.values()
+    ]
     return parameters
 
 
-def _other_option(flag: str, name: str, text: str, kind: type | tuple[str, ...]) -> SectionOption:
+def _other_option(
+    flag: str, name: str, text: str, kind: type | tuple[str, ...], also: Sequence[str] = ()
+) -> SectionOption:
     more: dict[str, Any] = {"is_flag": True}
     if isinstance(kind, tuple):
         more = {"type": Word(kind)}
     elif kind is int:
         more = {"type": int, "metavar": "N"}
     return SectionOption(
-        [flag, name],
+        [flag, *(f"--{each}" for each in also), name],
         section="Options of other tools",
         rare=True,
         default=None,
@@ -99,7 +103,7 @@ def option_of(setting: Setting) -> SectionOption:
     flags = [setting.flag, *(f"--{name}" for name in setting.names if name != own)]
     more: dict[str, Any] = {}
     if isinstance(setting.kind, tuple):
-        more["type"] = Word(setting.kind, setting.words)
+        more["type"] = Word(setting.kind, setting.words, setting.same_words)
     elif setting.kind is bool:
         flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
     else:

@@ -43,6 +43,79 @@ def check_words(words: Sequence[str], command: click.Command) -> None:
         seen[str(word.parameter.name)] = word
 
 
+class Sorted(NamedTuple):
+    """Words of a command line, without those that change nothing here."""
+
+    kept: list[str]
+    ignored: list[str]
+    """Names of options that were left out, in order, each once."""
+
+
+def sort_words(words: Sequence[str], command: click.Command) -> Sorted:
+    """Leave out options of training scripts and servers that change nothing, with their values.
+
+    Raises a UserError that names all options that other tools have and that are refused here.
+    """
+    from stagewright.run.sections.foreign import FOREIGN, IGNORED
+    from stagewright.run.sections.other_names import canonical
+
+    by_name = _parameters(command)
+    left, kept = list(words), list[str]()
+    ignored, refused = dict[str, None](), dict[str, str]()
+    while left:
+        text = left.pop(0)
+        name, equals, _ = text.partition("=")
+        key, own = canonical(name), by_name.get(name)
+        if text == "--":
+            kept += [text, *left]
+            break
+        if own is None and text.startswith("--") and key in IGNORED:
+            ignored[name] = None
+            del left[: 0 if equals else _count_values(left, IGNORED[key])]
+            continue
+        kept.append(text)
+        if isinstance(own, click.Option):
+            if not (own.is_flag or equals):
+                kept += left[:1]
+                del left[:1]
+        elif text.startswith("--") and key in FOREIGN:
+            refused[name] = FOREIGN[key]
+    if len(refused) > 1:
+        raise UserError("no such options " + _say_refused(refused))
+    return Sorted(kept, list(ignored))
+
+
+def _count_values(left: Sequence[str], most: int | None) -> int:
+    """How many words that follow an option are its values: numbers may be negative."""
+    words = left if most is None else left[:most]
+    count = 0
+    for word in words:
+        if word.startswith("-") and not _NUMBER.fullmatch(word):
+            break
+        count += 1
+    return count
+
+
+def _say_refused(refused: Mapping[str, str]) -> str:
+    """Options by what is said of them: those of the model at once."""
+    from stagewright.run.sections.foreign import OF_MODEL
+
+    of_model = [name for name, said in refused.items() if said == OF_MODEL]
+    told = [f"{name}: {said}" for name, said in refused.items() if said != OF_MODEL]
+    if of_model:
+        subject = "it belongs" if len(of_model) == 1 else "they belong"
+        said = OF_MODEL.replace("it belongs", subject)
+        told.insert(0, f"{', '.join(of_model)}: {said}")
+    return ". ".join(told)
+
+
+def note_of_ignored(names: Sequence[str]) -> str:
+    """What is said of options that were left out."""
+    dropout = any(name.endswith("-dropout") for name in names)
+    more = "; where dropout is 0, use --no-dropout" if dropout else ""
+    return f"ignored, as Stagewright computes nothing from: {', '.join(names)}{more}"
+
+
 def _parameters(command: click.Command) -> dict[str, click.Parameter]:
     return {
         name: parameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr as shown  # short whatever the file holds
@@ -18,6 +19,9 @@ from stagewright.run.validation import hint_of_setting
 _SETTINGS_TOO = EXPERIMENT.keys() | {"model"}
 """Words that name a setting, whatever section they name besides."""
 
+_TOML = re.compile(r"""\[\[?[\w."' -]+\]\]?\s*(#|$)|["']?[\w.-]+["']?\s*=""")
+"""The first line of a file in TOML that says something."""
+
 RECORDED = ("cluster", "execution")
 """Sections that a manifest holds beside its run, each where something of it was given."""
 
@@ -28,7 +32,9 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     if Path(path).suffix == ".json":
         values = manifest_head(path, "a run file, or the manifest of an earlier run")
     else:
-        values = from_yaml(read_text(path, "a run file in YAML"), path)
+        text = read_text(path, "a run file in YAML")
+        _refuse_toml(text, path)
+        values = from_yaml(text, path)
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -36,6 +42,21 @@ def read_settings(path: str | Path) -> dict[str, Any]:
             f"{path}: got {shown(values)}, wanted settings, one per line, such as tp: 8"
         )
     return {str(key): value for key, value in cast("dict[object, Any]", values).items()}
+
+
+def _refuse_toml(text: str, path: str | Path) -> None:
+    """Raise a UserError for a file of TOML, such as torchtitan's job configurations.
+
+    The name says so, or the first line: a section in brackets, or a key before an equals sign.
+    """
+    lines = (line.strip() for line in text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    if Path(path).suffix.lower() == ".toml" or _TOML.match(first):
+        raise UserError(
+            f"{path}: looks like TOML, wanted a run file in YAML, such as tp: 8; write a section "
+            "[training] as training: with its settings indented below; sections and settings may "
+            "keep torchtitan's names"
+        )
 
 
 def is_manifest(values: Mapping[str, Any]) -> bool:
@@ -68,8 +89,15 @@ def settings_of(
         settings, pending = _recorded(values, where), Pending()
     else:
         settings, pending = translate(flat(values, path), where)
+    fills = follows.fills or pending.fills
     replaced = {*over, *follows.makes()}
     settings = {name: value for name, value in settings.items() if name not in replaced} | over
+    if fills and settings.get("nodes") is None and settings.get("dp") is None:
+        raise UserError(
+            f"{'' if follows.fills else where}--parallelism.data_parallel_shard_degree is -1, all "
+            "ranks that are left, which needs --nodes and --hardware; add these, or give it as a "
+            "number"
+        )
     if not any(follows.makes()):
         follows = pending.without(over)
     return settings, follows

@@ -80,17 +80,20 @@ def defaults(
 ) -> dict[str, Any]:
     """Defaults of settings that are None; `longest` is the model's longest sequence, capped.
 
+    No request that follows from a default is longer than `run.max_model_len`.
     `latent`: the model has latent attention; `indexed`: to tokens that an indexer chooses, which
     are not expanded (vllm/v1/attention/backends/mla/flashmla_sparse.py). `sources`: requests have
     tokens of an encoder.
     """
     values: dict[str, Any] = {}
     rows = _rows(run)
+    most = min(longest, run.max_model_len or longest)
     if rows is None or any(g.context_length is None for g in rows):
         new = 1 + run.num_speculative_tokens
-        values["context_length"] = 0 if run.mode == "prefill" else max(0, longest - new)
+        values["context_length"] = 0 if run.mode == "prefill" else max(0, most - new)
     if run.mode == "prefill" and (rows is None or any(g.new_tokens is None for g in rows)):
-        values["prompt_length"] = 1 if sources else longest
+        cached = (run.context_length or 0) if run.max_model_len else 0
+        values["prompt_length"] = 1 if sources else max(1, most - cached)
     if sources:
         values["source_length"] = longest
     if latent:  # as vLLM's backends do (vllm/v1/attention/backends/mla/common.py)
@@ -261,4 +264,4 @@ SOURCES = ("Source", "pairs_source", "pairs_cross", "L_source", "I_source")
 def cache_of(run: Settings) -> lengths.Cache:
     """The KV cache of a resolved run."""
     paged = run.kv_cache == "paged"
-    return lengths.Cache(run.kv_block_size if paged else 0, run.max_model_len or 0)
+    return lengths.Cache(run.kv_block_size if paged else 0, 0 if paged else run.max_model_len or 0)

@@ -164,11 +164,6 @@ EXCLUSIONS = (
         "either",
     ),
     Refuse(
-        lambda run, model: run.kv_cache == "paged" and run.max_model_len is not None,
-        "max_model_len={run.max_model_len} is the room of a request in a contiguous cache, got "
-        "kv_cache=paged, where a request takes blocks as it needs them; drop either",
-    ),
-    Refuse(
         lambda run, model: run.context_length is not None and _all_give(run, "context_length"),
         "context_length={run.context_length}, but all requests have theirs; drop either",
     ),
@@ -256,7 +251,7 @@ def _check_requests(run: Run, model: ModelConfig) -> None:
             f"a request has {longest} tokens, context and new ones, more than the "
             f"{model.max_position_embeddings} learned positions of {model.name}; use fewer"
         )
-    if run.kv_cache == "contiguous" and longest > (run.max_model_len or 0):
+    if run.max_model_len is not None and longest > run.max_model_len:
         raise UserError(
             f"max_model_len={run.max_model_len}, but a request has {longest} tokens, context and "
             "new ones; raise it"

@@ -241,10 +241,18 @@ def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytes
         ("--overlap-grad-reduce --no-overlap dp,tp", "means --no-overlap without dp"),
         ("--clip-grad 1.0", "--clip-grad takes no value, got 1.0; use --clip-grad or --no-clip-"),
         ("tp=8", "tp=8: a setting is an option here: --tp 8"),
-        ("--lr 1e-4", "no such option --lr: it changes nothing that Stagewright computes; drop it"),
         ("--num-attention-heads 8", "it belongs to the model; name a preset or a config.json"),
         ("--dtype bfloat16", "no such option --dtype: use --precision bf16, fp32 or fp8"),
-        ("--data-parallel-shard-degree 8", "use --dp N --zero 3, with copies --dp-shard"),
+        ("--data-parallel-shard-degree 8 --zero 2", "make zero=3, got zero=2; drop either"),
+        ("--data-parallel-shard-degree -1", "is -1, all ranks that are left, which needs --nodes"),
+        ("--local-batch-size 8", "use --global-batch-size, which is local_batch_size x dp, and"),
+        ("--training.local_batch_size 8", "use --global-batch-size, which is local_batch_size x"),
+        (
+            "--lr 1 --hidden-size 64 --fp16 --swiglu --num-attention-heads 8",
+            "no such options --hidden-size, --swiglu, --num-attention-heads: they belong to the "
+            "model; name a preset or a config.json. --fp16: use --precision bf16, which",
+        ),
+        ("--kv-cache-dtype float16 --mode decode", "wanted one of bf16, fp8, fp32; use bf16"),
         ("--recompute-method blok", "did you mean 'block'?"),
         (
             "--moe-token-dispatcher-type flex",
@@ -257,6 +265,102 @@ def test_names_of_other_tools_may_contradict(
 ):
     assert code(f"stagewright show gpt2 {line}") == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "run"),
+    [
+        ("--kv-cache-dtype fp8_e4m3", {"kv_cache_dtype": "fp8"}),
+        ("--kv-cache-dtype bfloat16", {"kv_cache_dtype": "bf16"}),
+        ("--kv-cache-dtype auto", {}),
+        ("--max-model-len 512", {"max_model_len": 512}),
+    ],
+)
+def test_words_of_vllm_that_mean_the_same_are_taken(
+    line: str, run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Run] = []
+    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    code(f"stagewright show gpt2 --mode decode {line}")
+    name, value = line.removeprefix("--").split()
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: gpt2\nmode: decode\n{name}: {value}\n")
+    code(f"stagewright show --config {path}")
+    assert [of.given() for of in seen] == [Run(model="gpt2", mode="decode", **run).given()] * 2
+
+
+def test_a_word_of_vllm_replaces_what_a_file_says(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\nmode: decode\nkv_cache_dtype: fp8\n")
+    assert Run.load(path, {"kv_cache_dtype": "auto"}).kv_cache_dtype is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gpt2 --moe-grouped-gemm --lr 1e-4 --tp 2 --min-lr=-1 --data-path 0.5 a 0.5 b --seed -1",
+        "--moe-grouped-gemm gpt2 --data-path 0.5 a 0.5 b --seed -1 --min-lr 3 --lr 1e-4 --tp 2",
+        "--lr 1e-4 --tp=2 --seed 5 gpt2 --moe-grouped-gemm --data-path a --min-lr 3 --lr 1e-5",
+    ],
+)
+def test_options_that_change_nothing_are_left_out_with_one_note(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    seen: list[Run] = []
+    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    code(f"stagewright show {line}")
+    assert seen == [Run(model="gpt2", tp=2)]
+    notes = [text for text in capsys.readouterr().err.splitlines() if "note: ignored" in text]
+    assert len(notes) == 1
+    named = notes[0].partition("from: ")[2].split(", ")
+    assert sorted(named) == ["--data-path", "--lr", "--min-lr", "--moe-grouped-gemm", "--seed"]
+
+
+def test_ignored_options_are_of_commands_that_have_a_run(capsys: pytest.CaptureFixture[str]):
+    assert code("stagewright inspect trace.et --lr 1e-4") == 2
+    assert "no such option --lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["local_batch_size", "training.local_batch_size"])
+def test_a_local_batch_in_a_run_file_names_what_to_use(key: str):
+    for values in ({key: 8}, {"training": {"local_batch_size": 8}}):
+        with pytest.raises(UserError, match="use --global-batch-size, which is local_batch_size x"):
+            Run.of({"model": "gpt2", **values}, path="run.yaml")
+
+
+def test_the_degree_of_shards_may_lack_its_section():
+    for key in ("data_parallel_shard_degree", "data-parallel-shard-degree"):
+        run = Run.of({"model": "gpt2", key: 8})
+        assert (run.dp, run.zero) == (8, 3)
+    with pytest.raises(UserError, match="shard_degree comes twice; keep one"):
+        Run.of({key: 8, "parallelism": {"data_parallel_shard_degree": 4}, "model": "gpt2"})
+
+
+def test_a_degree_that_fills_needs_nodes():
+    fills = {"model": "gpt2", "parallelism.data_parallel_shard_degree": -1}
+    with pytest.raises(UserError, match=r"run.yaml: .* is -1, .* needs --nodes and --hardware"):
+        Run.of(fills, path="run.yaml")
+    assert Run.of(fills, {"nodes": 2, "hardware": "h200"}).zero == 3
+    assert Run.of(fills, {"dp": 4}).dp == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("job.toml", "model: gpt2\n"),
+        ("job", "# A job.\n\n[training]\nseq_len = 8192\n"),
+        ("job.yaml", '[model]\nname = "llama3"\n'),
+        ("job.yml", "seq_len = 8192\n"),
+        ("job.yml", "[[list]]  # of tables\n"),
+    ],
+)
+def test_a_run_file_in_toml_is_told_to_be_yaml(name: str, text: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match="looks like TOML, wanted a run file in YAML") as error:
+        Run.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "torchtitan's names" in str(error.value)
 
 
 def test_a_word_of_another_tool_names_what_to_use_in_run_files_and_keywords():
@@ -286,4 +390,4 @@ def test_a_run_file_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code(f"stagewright report --config {path} -o {tmp_path}/run.html") == 0
     page = (tmp_path / "run.html").read_text()
     assert "stagewright report llama3-8b --layers 2 --tp 2 --dp 4" in page
-    assert "--hardware h100-sxm --price 4.0 --no-overlap dp --prefetch 2" in page
+    assert "--hardware h100-sxm --nodes 1 --price 4.0 --no-overlap dp --prefetch 2" in page

@@ -293,6 +293,20 @@ def test_the_command_on_the_page_has_the_machine_and_the_execution(
     assert (tmp_path / "run.html").read_text(encoding="utf-8") == page
 
 
+def test_the_command_of_a_run_file_with_nodes_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("nodes.yaml").write_text(
+        "model: gpt2\nlayers: 1\nseq_length: 64\nhardware: h100-sxm\nnodes: 1\n"
+    )
+    assert run("report", "--config", "nodes.yaml", "-o", "first.html") == 0
+    page = Path("first.html").read_text(encoding="utf-8")
+    assert "--nodes 1 " in command_of(page)
+    assert run(*shlex.split(command_of(page))[1:]) == 0
+    assert Path("run.html").read_text(encoding="utf-8") == page
+
+
 def test_settings_that_no_option_says_are_a_run_file(tmp_path: Path):
     requests = [{"count": 3, "context_length": 100}, {"context_length": 50, "new_tokens": 2}]
     page = sw.report("llama3-8b", mode="decode", layers=2, requests=requests, hardware="b200")

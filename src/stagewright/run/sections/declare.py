@@ -119,6 +119,9 @@ class Setting:
     """Options of these tools that stand for one value of this setting, or a `Without`."""
     words: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values that these tools have and this setting has not, and what to use for each."""
+    same_words: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Values of these tools that mean a value of this setting; None: what follows where it is not
+    given."""
     rare: bool = False
     """Listed by `--help-all` only."""
     metavar: str = ""
@@ -172,6 +175,7 @@ def setting(
     short: str = "",
     switches: Mapping[str, Any] | None = None,
     words: Mapping[str, str] | None = None,
+    same_words: Mapping[str, Any] | None = None,
     rare: bool = False,
     metavar: str = "",
     option: str = "",
@@ -192,6 +196,7 @@ def setting(
         short=short,
         switches=switches or {},
         words=words or {},
+        same_words=same_words or {},
         rare=rare,
         metavar=metavar,
         option=option,

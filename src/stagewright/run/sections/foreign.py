@@ -7,46 +7,58 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_SCRIPT = """
-    adam_beta1 adam_beta2 adam_eps api_key async_save attention_backend attention_dropout
-    bias_swiglu_fusion calculate_per_token_loss ckpt_format cuda_graph_scope data_cache_path
-    data_path dataloader_type disable_bias_linear disable_log_requests dist_ckpt_format
-    distributed_backend distributed_executor_backend distributed_timeout_minutes download_dir
-    enable_auto_tool_choice enforce_eager eval_interval eval_iters exit_duration_in_mins
-    exit_interval finetune hidden_dropout host init_method_std initial_loss_scale load
-    load_format local_rank log_interval log_throughput log_timers_to_tensorboard loss_scale lr
-    lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init
-    lr_warmup_iters lr_warmup_samples manual_gc manual_gc_interval master_addr master_port
-    merge_file min_lr mock_data moe_grouped_gemm moe_permute_fusion nnodes
+_SWITCHES = """
+    async_save bias_swiglu_fusion calculate_per_token_loss disable_bias_linear
+    disable_log_requests enable_auto_tool_choice enforce_eager finetune log_throughput
+    log_timers_to_tensorboard manual_gc mock_data moe_grouped_gemm moe_permute_fusion
     no_bias_dropout_fusion no_gradient_accumulation_fusion no_load_optim no_load_rng
-    no_masked_softmax_fusion no_save_optim no_save_rng node_rank nproc_per_node num_workers
-    optimizer_lr port profile profile_step_end profile_step_start rampup_batch_size rdzv_backend
-    rdzv_endpoint save save_interval seed served_model_name split tensorboard_dir
-    tensorboard_log_interval tokenizer tokenizer_mode tokenizer_model tokenizer_type
-    train_data_path train_iters train_samples training_steps transformer_impl trust_remote_code
-    use_checkpoint_args use_mcore_models valid_data_path vocab_file wandb_entity wandb_exp_name
+    no_masked_softmax_fusion no_save_optim no_save_rng profile trust_remote_code
+    use_checkpoint_args use_mcore_models
+"""
+"""Options without a value of training scripts and servers, which change no step."""
+
+_VALUES = """
+    adam_beta1 adam_beta2 adam_eps api_key attention_backend attention_dropout ckpt_format
+    cuda_graph_scope data_cache_path dataloader_type dist_ckpt_format distributed_backend
+    distributed_executor_backend distributed_timeout_minutes download_dir eval_interval
+    eval_iters exit_duration_in_mins exit_interval hidden_dropout host init_method_std
+    initial_loss_scale load load_format local_rank log_interval loss_scale lr lr_decay_iters
+    lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters
+    lr_warmup_samples manual_gc_interval master_addr master_port merge_file min_lr
+    moe_aux_loss_coeff moe_z_loss_coeff node_rank num_workers optimizer_lr port profile_step_end
+    profile_step_start rdzv_backend rdzv_endpoint save save_interval seed split tensorboard_dir
+    tensorboard_log_interval tokenizer tokenizer_mode tokenizer_model tokenizer_type train_iters
+    train_samples training_steps transformer_impl vocab_file wandb_entity wandb_exp_name
     wandb_project wandb_save_dir weight_decay weight_decay_incr_style
 """
-"""Of training scripts and servers: how long, from where and to where, at which rate."""
+"""Options with a value: how long, from where and to where, at which rate."""
+
+_LISTS = """
+    data_path rampup_batch_size served_model_name train_data_path valid_data_path
+"""
+"""Options with as many values as follow."""
 
 _MODEL = """
-    add_qkv_bias apply_layernorm_1p ffn_hidden_size group_query_attention hidden_size
-    kv_channels kv_lora_rank max_position_embeddings moe_ffn_hidden_size moe_layer_freq
-    moe_router_score_function moe_router_topk moe_shared_expert_intermediate_size
-    multi_latent_attention normalization num_attention_heads num_experts num_query_groups
-    position_embedding_type q_lora_rank qk_head_dim qk_layernorm qk_pos_emb_head_dim rotary_base
-    rotary_percent squared_relu swiglu untie_embeddings_and_output_weights
-    use_rotary_position_embeddings v_head_dim
+    add_qkv_bias apply_layernorm_1p ffn_hidden_size group_query_attention
+    hidden_size kv_channels kv_lora_rank max_position_embeddings moe_ffn_hidden_size
+    moe_layer_freq moe_router_score_function moe_router_topk moe_shared_expert_intermediate_size
+    multi_latent_attention norm_epsilon normalization num_attention_heads num_experts
+    num_query_groups position_embedding_type q_lora_rank qk_head_dim qk_layernorm
+    qk_pos_emb_head_dim rotary_base rotary_percent squared_relu swiglu
+    untie_embeddings_and_output_weights use_rotary_position_embeddings v_head_dim vocab_size
 """
 """Sizes and kinds of layers."""
+
+_LOCAL_BATCH = (
+    "use --global-batch-size, which is local_batch_size x dp, and --micro-batch-size, which is "
+    "local_batch_size without pp"
+)
 
 _MEANT: Mapping[str, str] = {
     "accumulate_allreduce_grads_in_fp32": "gradients are held and reduced in fp32 here; drop it",
     "activation_checkpoint_mode": "use --recompute none, selective or full",
     "checkpoint_activations": "use --recompute full",
     "concurrency": "use --batch-size, the requests of a step",
-    "data_parallel_shard_degree": "use --dp N --zero 3, with copies --dp-shard",
-    "data_parallel_replicate_degree": "use --dp, and --dp-shard for the ranks that share a copy",
     "devices": "use --nodes with --hardware, or --dp",
     "dtype": "use --precision bf16, fp32 or fp8",
     "fp16": "use --precision bf16, which takes the time and the bytes of fp16",
@@ -57,16 +69,20 @@ _MEANT: Mapping[str, str] = {
     "gpu_memory_utilization": "use --device-memory, such as 72GB of 80GB",
     "gpus": "use --nodes with --hardware, or --dp",
     "gradient_accumulation_steps": "use --global-batch-size: micro-batch-size x dp x steps",
+    "local_batch_size": _LOCAL_BATCH,
     "isl": "use --prompt-length in --mode prefill, --context-length in --mode decode",
     "max_num_batched_tokens": "use --batch-size and --prompt-length",
     "max_num_seqs": "use --batch-size, the requests of a step",
+    "nnodes": "use --nodes",
+    "nproc_per_node": "use --nodes with --hardware, whose nodes have so many GPUs, or --dp",
     "num_gpus": "use --nodes with --hardware, or --dp",
     "num_nodes": "use --nodes",
     "osl": "a step of --mode decode computes one token of each request; use --context-length",
     "per_device_train_batch_size": "use --micro-batch-size",
+    "price_usd_per_gpu_hour": "use price, in USD per GPU-hour",
     "recompute": "use --recompute none, selective or full",
     "speculative_config": "use --num-speculative-tokens",
-    "training_local_batch_size": "use --micro-batch-size and --global-batch-size",
+    "training_local_batch_size": _LOCAL_BATCH,
     "tpot": "it is the time of a step of --mode decode, which simulate prints",
     "ttft": "it is the time of a step of --mode prefill, which simulate prints",
     "virtual_pipeline_model_parallel_size": "use --vpp",
@@ -74,9 +90,20 @@ _MEANT: Mapping[str, str] = {
     "zero3": "use --zero 3",
 }
 
+IGNORED: Mapping[str, int | None] = {
+    **dict.fromkeys(_SWITCHES.split(), 0),
+    **dict.fromkeys(_VALUES.split(), 1),
+    **dict.fromkeys(_LISTS.split(), None),
+}
+"""Options that change nothing that is computed here, and how many values each takes; None: any.
+
+A command line may have them; in run files and keywords they are refused."""
+
+OF_MODEL = "it belongs to the model; name a preset or a config.json"
+
 FOREIGN: Mapping[str, str] = {
-    **dict.fromkeys(_SCRIPT.split(), "it changes nothing that Stagewright computes; drop it"),
-    **dict.fromkeys(_MODEL.split(), "it belongs to the model; name a preset or a config.json"),
+    **dict.fromkeys(IGNORED, "it changes nothing that Stagewright computes; drop it"),
+    **dict.fromkeys(_MODEL.split(), OF_MODEL),
     **_MEANT,
 }
 """What to say of an option, by name."""

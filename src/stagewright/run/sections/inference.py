@@ -73,7 +73,7 @@ class InferenceSection:
         None,
         "Prefill: new tokens of a request. Decode: a chunk of a prompt besides, on each rank of "
         "dp (chunked prefill).",
-        unset="prefill: the model's longest, at most 8192; decode: no chunk",
+        unset="prefill: the model's longest, at most 8192 or max-model-len; decode: no chunk",
         modes=INFERENCE,
     )
     """Of a decoder with an encoder, whose prompt is its source, None: the one token that it starts
@@ -81,7 +81,7 @@ class InferenceSection:
     context_length: Number | None = setting(
         None,
         "Tokens of a request in the cache before the step.",
-        unset="prefill: 0; decode: one less than the model's longest, at most 8191",
+        unset="prefill: 0; decode: one less than the model's longest, 8192 or max-model-len",
         modes=INFERENCE,
     )
     output_length: Count | None = setting(
@@ -121,6 +121,11 @@ class InferenceSection:
         "Data type of the KV cache.",
         unset="as the checkpoint's quantization_config says, else that of the computation",
         modes=INFERENCE,
+        same_words={"auto": None, "bfloat16": "bf16", "fp8_e4m3": "fp8"},
+        words={
+            "float16": "bf16, which takes the bytes of float16",
+            "fp8_e5m2": "fp8, which takes the bytes of fp8_e5m2",
+        },
         of_requests=True,
     )
     kv_cache: Literal["paged", "contiguous"] = setting(
@@ -138,8 +143,8 @@ class InferenceSection:
     )
     max_model_len: Count | None = setting(
         None,
-        "Contiguous cache: tokens that each request has room for.",
-        unset="those of the longest request",
+        "Most tokens of a request, context and new ones; contiguous cache: those it has room for.",
+        unset="as many as the longest request has",
         modes=INFERENCE,
     )
     prefill: Text | PrefillRanks | None = setting(

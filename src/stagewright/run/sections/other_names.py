@@ -29,6 +29,8 @@ class OtherName(NamedTuple):
     """bool, int, or the words to choose from."""
     makes: tuple[str, ...]
     """The settings that follow."""
+    names: tuple[str, ...] = ()
+    """Other spellings of the option, without the dashes before them."""
 
 
 def canonical(name: str) -> str:
@@ -40,8 +42,10 @@ def canonical(name: str) -> str:
     return name.removeprefix("--").replace("-", "_").replace(".", "_")
 
 
-def _other(flag: str, help: str, kind: type | tuple[str, ...], *makes: str) -> OtherName:
-    return OtherName(canonical(flag), "--" + flag, help, kind, makes)
+def _other(
+    flag: str, help: str, kind: type | tuple[str, ...], *makes: str, names: tuple[str, ...] = ()
+) -> OtherName:
+    return OtherName(canonical(flag), "--" + flag, help, kind, makes, names)
 
 
 OTHERS: Mapping[str, OtherName] = {
@@ -83,16 +87,23 @@ OTHERS: Mapping[str, OtherName] = {
             "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
             int,
             *("dp", "dp_shard", "zero"),
+            names=("data-parallel-shard-degree",),
         ),
         _other(
             "parallelism.data_parallel_replicate_degree",
             "torchtitan: copies of the parameters, which multiply dp.",
             int,
             *("dp", "dp_shard"),
+            names=("data-parallel-replicate-degree",),
         ),
     )
 }
 """Options of other tools by name."""
+
+SPELLINGS: Mapping[str, OtherName] = {
+    canonical(name): of for of in OTHERS.values() for name in (of.name, *of.names)
+}
+"""Options of other tools by each of their spellings."""
 
 SWITCHES: Mapping[str, tuple[Setting, Any]] = {
     canonical(name): (of, value)
@@ -107,6 +118,9 @@ SAME: Mapping[str, str] = {
 """Settings by the names that mean the same."""
 
 
+_SHARD_DEGREE = "parallelism_data_parallel_shard_degree"
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """What follows once all of a run is known, and is given in the same place by our names."""
@@ -114,6 +128,8 @@ class Pending:
     enable_expert_parallel: bool = False
     num_layers_per_virtual_pipeline_stage: int | None = None
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    fills: bool = False
+    """dp is all ranks that are left of the nodes."""
 
     def without(self, names: Mapping[str, Any]) -> Pending:
         """What follows, less the settings in `names`: given elsewhere, these take precedence."""
@@ -121,6 +137,7 @@ class Pending:
             self.enable_expert_parallel and "ep" not in names,
             None if "vpp" in names else self.num_layers_per_virtual_pipeline_stage,
             self.given,
+            self.fills,
         )
 
     def makes(self) -> Iterator[str]:
@@ -133,7 +150,7 @@ class Pending:
 
 def known(name: str) -> bool:
     """Whether a canonical name belongs to a setting, in any tool."""
-    return name in EXPERIMENT or name in SAME or name in SWITCHES or name in OTHERS
+    return name in EXPERIMENT or name in SAME or name in SWITCHES or name in SPELLINGS
 
 
 def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], Pending]:
@@ -149,14 +166,17 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
         if name in SWITCHES:
             if _switched(given, value, where):
                 switches.append(name)
-        elif name in OTHERS:
-            others[name] = _checked(OTHERS[name], value, where)
+        elif name in SPELLINGS:
+            other = SPELLINGS[name]
+            if other.name in others:
+                raise UserError(f"{where}{other.flag} comes twice; keep one")
+            others[other.name] = _checked(other, value, where)
         else:
             own = SAME.get(name, name if name in EXPERIMENT else given)
             if own in settings:
                 raise UserError(f"{where}{own} comes twice; keep one")
             _check_word(own, value, where)
-            settings[own] = value
+            settings[own] = _own_word(own, value)
     _zero(settings, others, switches, where)
     _switch(settings, switches, where)
     _recompute(settings, others, where)
@@ -166,6 +186,7 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
         bool(others.get("enable_expert_parallel")),
         others.get("num_layers_per_virtual_pipeline_stage"),
         {name: settings[name] for name in ("ep", "etp", "vpp") if name in settings},
+        others.get(_SHARD_DEGREE) == -1,
     )
     return settings, pending
 
@@ -177,6 +198,12 @@ def _check_word(name: str, value: object, where: str) -> None:
     if setting and use:
         assert isinstance(setting.kind, tuple)
         raise UserError(f"{where}{name} is {value!r}, wanted {either(setting.kind)}; use {use}")
+
+
+def _own_word(name: str, value: Any) -> Any:
+    """A value by our words where another tool has one that means the same."""
+    setting = EXPERIMENT.get(name)
+    return setting.same_words.get(value, value) if setting and isinstance(value, str) else value
 
 
 def _switched(name: str, value: object, where: str) -> bool:
@@ -265,7 +292,7 @@ def _recompute(settings: dict[str, Any], others: Mapping[str, Any], where: str) 
 
 def _data_parallel(settings: dict[str, Any], others: Mapping[str, Any], where: str) -> None:
     """torchtitan's two degrees of data parallelism as dp, dp_shard and zero."""
-    shard = others.get("parallelism_data_parallel_shard_degree")
+    shard = others.get(_SHARD_DEGREE)
     copies = others.get("parallelism_data_parallel_replicate_degree")
     if shard is None and copies is None:
         return

@@ -112,8 +112,7 @@ def _asked(run: Run, cluster: ClusterSection | None, execution: Execution | None
         machine, how = ClusterSection(), Execution()
     values = Experiment(run.unresolved(), machine, how).values()
     defaults = {of.name: of.default_of(run.framework) for of in EXPERIMENT.values()}
-    # dp has filled the nodes.
-    return {n: v for n, v in values.items() if v != defaults[n] and n != "nodes"}
+    return {n: v for n, v in values.items() if v != defaults[n]}
 
 
 def _with_run_file(run: Run, values: Mapping[str, Any]) -> str:
