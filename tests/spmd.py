@@ -437,6 +437,9 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": _MIXTURE,
     "deepseek": _LATENT | _MIXTURE | {"router": "sigmoid", "shared_ffn_hidden_size": 12},
     "deepseek-lite": _LATENT | {"q_lora_rank": 0},
+    "deepseek-biased": _LATENT
+    | {"latent_bias": True, "attention_output_bias": True, "qk_rope_head_dim": 6}
+    | {"kv_channels": 12},
     "glm-5.2": _LATENT
     | {"mixers": ("indexed", "index_shared"), "index_topk": 5}
     | {"index_n_heads": 6, "index_head_dim": 12},

@@ -293,7 +293,9 @@ def test_stripes_of_a_cache_are_one(model: str, absorb: bool, stripes: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("model", "absorb"), [(m, False) for m in SHARED] + [("deepseek-lite", True)]
+    ("model", "absorb"),
+    [(m, False) for m in SHARED]
+    + [("deepseek-lite", True), ("deepseek-biased", False), ("deepseek-biased", True)],
 )
 def test_new_tokens_need_no_cache(model: str, absorb: bool) -> None:
     """Where none is there yet, attention is to what the step makes, and the cache is the same."""

@@ -216,6 +216,7 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     if c.q_lora_rank:
         w = b.weight("w_dq", "M", "Q", scope=scope)
         source = b.linear("bsm,mq->bsq", h, w, "q_latent", trained=False)
+        source = b.bias(source, "b_dq", "Q") if c.latent_bias else source
         source, rank = b.norm(source, "q_latent_norm", "Q"), "q"
     name = "w_uq" if c.q_lora_rank else "wq"
     w = b.weight(name, rank.upper(), "A/tp", "D", scope=scope)
@@ -224,9 +225,11 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     turned = part(q, "bsaD->bsaZ", size("Z"), first=False, name="q_turned")
     w = b.weight("w_dkv", "M", "C", scope=scope)
     latent = b.linear("bsm,mc->bsc", h, w, "latent", trained=False, joint="kv_down")
+    latent = b.bias(latent, "b_dkv", "C") if c.latent_bias else latent
     latent = b.norm(latent, "latent_norm", "C")
     w = b.weight("w_kr", "M", "Z", scope=scope)
     shared = b.linear("bsm,mz->bsz", h, w, "k_shared", trained=False, joint="kv_down")
+    shared = b.bias(shared, "b_kr", "Z") if c.latent_bias else shared
     if rotary:
         turned = b.rope(turned, "bsaZ", "q_rope")
         shared = b.rope(shared, "bsZ", "k_shared_rope")
@@ -241,7 +244,8 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     else:
         o = (_absorbed if b.recipe.absorb else _naive)(b, operands, reach)
     w = b.weight("wo", "A/tp", "U", "M", scope=scope)
-    return identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
+    out = identity(b.linear("bsau,aum->bsm", o, w, "attn_out", scope=scope), "attn_reduced")
+    return b.bias(out, "bo", "M") if c.attention_output_bias else out
 
 
 class LatentOperands(NamedTuple):

@@ -101,7 +101,7 @@ class Architecture:
     embedding_norm: bool = False
 
     qkv_bias: Annotated[bool, Excludes("latents", "shared blocks")] = False
-    attention_output_bias: Annotated[bool, Excludes("latents", "shared blocks")] = False
+    attention_output_bias: Annotated[bool, Excludes("shared blocks")] = False
     mlp_bias: Annotated[bool, Excludes("shared experts", "shared blocks")] = False
     qk_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """An RMSNorm of kv_channels weights on every query head, and another on every key head."""
@@ -168,6 +168,8 @@ class Architecture:
     """Width of the latent that keys and values are made of (multi-head latent attention), or 0."""
     q_lora_rank: Annotated[_Width, Needs("latents")] = 0
     """Likewise of queries; 0: queries are made of the hidden state."""
+    latent_bias: Annotated[bool, Needs("latents")] = False
+    """What makes the latents and the shared keys of the hidden state has biases."""
     qk_rope_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
     """Of kv_channels, the part with rotary position, which all heads share for keys."""
     v_head_dim: Annotated[_HeadWidth, Excludes("shared blocks")] = 0

@@ -326,7 +326,8 @@ def _attention(c: ModelConfig) -> int:
         )
         rank = c.q_lora_rank
         query = rank * (hidden + 1 + queries) if rank else hidden * queries
-        return query + latent + values * hidden
+        biases = c.latent_bias * (rank + c.kv_lora_rank + c.qk_rope_head_dim)
+        return query + latent + biases + (values + c.attention_output_bias) * hidden
     value = c.v_head_dim or width
     values, results = c.num_query_groups * value, c.num_attention_heads * value
     qkv = queries + keys + values
@@ -1114,7 +1115,7 @@ class TestRefusals:
             ("qwen3-30b-a3b", "mlp_only_layers", 0, "the first layers in order"),
             ("qwen3-30b-a3b", "decoder_sparse_step", 0, "a whole number from 1"),
             ("deepseek-v3", "num_key_value_heads", 8, "the 128 attention heads"),
-            ("deepseek-v3", "attention_bias", True, "wanted false"),
+            ("nemotron-h-8b-base-8k", "attention_bias", True, "wanted false"),
             ("deepseek-v3", "scoring_func", "tanh", "one of softmax, sigmoid"),
             ("deepseek-v3", "qk_rope_head_dim", 63, "qk_rope_head_dim is 63, wanted an even part"),
             ("dbrx-instruct", "attn_config", None, "attn_config is null, wanted an object"),

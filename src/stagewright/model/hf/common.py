@@ -70,9 +70,11 @@ def by_common_names(c: Keys) -> tuple[str, Fields, str]:
     fields |= c.read_all(_LATENTS if c.get("kv_lora_rank") else _HEADS_MAP)
     fields |= _experts(c)
     qkv, norms = _flag(c, _BIAS), _flag(c, _QK_NORM)
-    if not c.get("kv_lora_rank"):
+    fields["attention_output_bias"] = _flag(c, _OUTPUT_BIAS)
+    if c.get("kv_lora_rank"):
+        fields["latent_bias"] = qkv
+    else:
         fields["qkv_bias"], fields["qk_norm"] = qkv, norms
-        fields["attention_output_bias"] = _flag(c, _OUTPUT_BIAS)
     if not fields["shared_ffn_hidden_size"]:
         fields["mlp_bias"] = _flag(c, _MLP_BIAS)
     assumed = [

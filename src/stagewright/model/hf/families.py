@@ -96,23 +96,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "Llama4ForCausalLM": Family(("llama4_text", "llama4"), "llama4-scout", decoders.LLAMA4),
     "DeepseekForCausalLM": Family(("deepseek",), "deepseek-moe-16b", decoders.DEEPSEEK),
-    "DeepseekV2ForCausalLM": Family(
-        ("deepseek_v2",), "deepseek-v2", decoders.DEEPSEEK_LATENT, only=_none_of("attention_bias")
-    ),
+    "DeepseekV2ForCausalLM": Family(("deepseek_v2",), "deepseek-v2", decoders.DEEPSEEK_LATENT),
     "DeepseekV3ForCausalLM": Family(
         ("deepseek_v3", "kimi_k2", "kimi_k25"),
         "deepseek-v3",
         decoders.DEEPSEEK_LATENT,
-        only=_none_of("attention_bias"),
     ),
-    "DeepseekV32ForCausalLM": Family(
-        ("deepseek_v32",), "deepseek-v3.2", sparse.INDEXED, only=_none_of("attention_bias")
-    ),
+    "DeepseekV32ForCausalLM": Family(("deepseek_v32",), "deepseek-v3.2", sparse.INDEXED),
     "GlmMoeDsaForCausalLM": Family(
         ("glm_moe_dsa",),
         "glm-5",
         sparse.INDEX_SHARED,
-        only=_none_of("attention_bias"),
         unused=sparse.UNUSED,
     ),
     "MiMoV2FlashForCausalLM": Family(
@@ -199,7 +193,7 @@ FAMILIES: dict[str, Family] = {
         ("kimi_linear",),
         "kimi-linear-48b-a3b",
         states.KIMI_LINEAR,
-        only={"mla_use_nope": True, "attention_bias": False},
+        only={"mla_use_nope": True},
         unused=("head_dim",),
     ),
     "Qwen3NextForCausalLM": Family(
@@ -249,8 +243,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "VaultGemmaForCausalLM": _like_llama(("vaultgemma",), dense.VAULTGEMMA),
     "GemmaForCausalLM": _like_llama(("gemma",), dense.GEMMA1),
-    "MiniCPM3ForCausalLM": _like_llama(("minicpm3",), dense.MINICPM3, attention_bias=False),
-    "YoutuForCausalLM": _like_llama(("youtu",), dense.LATENT_DENSE, attention_bias=False),
+    "MiniCPM3ForCausalLM": _like_llama(("minicpm3",), dense.MINICPM3),
+    "YoutuForCausalLM": _like_llama(("youtu",), dense.LATENT_DENSE),
     "ApertusForCausalLM": _like_llama(("apertus",), dense.APERTUS, _XIELU, hidden_act="xielu"),
     "MiniMaxM2ForCausalLM": _like_llama(
         ("minimax_m2",),
@@ -279,9 +273,7 @@ FAMILIES: dict[str, Family] = {
     "SolarOpenForCausalLM": _like_llama(("solar_open",), mixtures.SOLAR_OPEN),
     "ExaoneMoeForCausalLM": _like_llama(("exaone_moe",), mixtures.EXAONE_MOE),
     "AfmoeForCausalLM": _like_llama(("afmoe",), mixtures.AFMOE),
-    "Glm4MoeLiteForCausalLM": _like_llama(
-        ("glm4_moe_lite",), mixtures.GLM4_LITE, attention_bias=False
-    ),
+    "Glm4MoeLiteForCausalLM": _like_llama(("glm4_moe_lite",), mixtures.GLM4_LITE),
     "AriaTextForCausalLM": _like_llama(("aria_text",), mixtures.ARIA),
     "MellumForCausalLM": _like_llama(("mellum",), mixtures.MELLUM),
     "LagunaForCausalLM": _like_llama(("laguna",), mixtures.LAGUNA),

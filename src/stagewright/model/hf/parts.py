@@ -204,8 +204,10 @@ LATENT: Map = {
     "kv_lora_rank": "kv_lora_rank",
     "q_lora_rank": _query_rank,
     "v_head_dim": "v_head_dim",
+    **dict.fromkeys(("latent_bias", "attention_output_bias"), "attention_bias"),
 }
-"""DeepSeek's latent attention; also Kimi's."""
+"""DeepSeek's latent attention; also Kimi's. What makes queries, keys and values of the latents, and
+queries without a latent, never have biases."""
 
 
 # ---- kinds of layers -----------------------------------------------------------------------------
