@@ -14,6 +14,7 @@ from stagewright.run.experiment import filled, with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.other_names import setting_of, translate
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
@@ -108,13 +109,15 @@ def _sections(
 ) -> tuple[ClusterSection, Execution, dict[str, Any]]:
     """The machine, the execution and what is left of settings that are given by name."""
     cluster = hardware if isinstance(hardware, ClusterSection) else ClusterSection()
-    others = {name: settings[name] for name in settings if name in EXPERIMENT.keys() - SETTINGS}
+    ours = EXPERIMENT.keys() - SETTINGS
+    given = {name: value for name, value in settings.items() if setting_of(name) in ours}
+    others, _ = translate(given)
     if isinstance(hardware, str | os.PathLike):
         others["hardware"] = os.fspath(hardware)
     return (
         with_settings(cluster, others),
         with_settings(execution or Execution(), others),
-        {name: value for name, value in settings.items() if name not in others},
+        {name: value for name, value in settings.items() if name not in given},
     )
 
 

@@ -151,3 +151,12 @@ def test_progress_costs_the_same_however_many_classes(monkeypatch: pytest.Monkey
     assert reads["passed"] == 2 * reads["advance"]
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1] == sum(len(of.tasks) for of in compiled.program.classes)
+
+
+def test_keywords_of_other_tools_reach_the_execution():
+    run = {"layers": 2, "seq_length": 512, "dp": 16}
+    seconds = [
+        sw.simulate("gpt3-6.7b", "a100-sxm-80gb", **run, **given).seconds
+        for given in ({"no_overlap": ("dp",)}, {"overlap_grad_reduce": False}, {})
+    ]
+    assert seconds[0] == seconds[1] > seconds[2]

@@ -153,6 +153,16 @@ def known(name: str) -> bool:
     return name in EXPERIMENT or name in SAME or name in SWITCHES or name in SPELLINGS
 
 
+def setting_of(name: str) -> str:
+    """The setting that a name of some tool stands for alone; other names stay as they are.
+
+    >>> setting_of("overlap_grad_reduce"), setting_of("micro-batch-size")
+    ('no_overlap', 'micro_batch_size')
+    """
+    name = canonical(name)
+    return SWITCHES[name][0].name if name in SWITCHES else SAME.get(name, name)
+
+
 def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], Pending]:
     """Settings by our names, and what follows when all of the run is known.
 
@@ -161,11 +171,14 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
     settings: dict[str, Any] = {}
     others: dict[str, Any] = {}
     switches: list[str] = []
+    off: list[str] = []
     for given, value in values.items():
         name = canonical(given)
         if name in SWITCHES:
             if _switched(given, value, where):
                 switches.append(name)
+            elif value is False:
+                off.append(name)
         elif name in SPELLINGS:
             other = SPELLINGS[name]
             if other.name in others:
@@ -179,6 +192,7 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
             settings[own] = _own_word(own, value)
     _zero(settings, others, switches, where)
     _switch(settings, switches, where)
+    _switch_off(settings, off)
     _recompute(settings, others, where)
     _data_parallel(settings, others, where)
     _input_length(settings, others, where)
@@ -242,6 +256,16 @@ def _switch(settings: dict[str, Any], switches: list[str], where: str) -> None:
         if settings.get(setting.name, value) != value:
             _contradict(name, f"{setting.flag} {text_of(value)}", setting, settings, where)
     settings |= {setting: value for setting, (_, value) in stands.items()}
+
+
+def _switch_off(settings: dict[str, Any], switches: list[str]) -> None:
+    """Add to a set the item that a switch says it lacks: `overlap_grad_reduce: false`."""
+    for name in switches:
+        setting, value = SWITCHES[name]
+        if isinstance(value, Without):
+            items = settings.get(setting.name, ())
+            given = items.split(",") if isinstance(items, str) else items
+            settings[setting.name] = sorted({*given, value.item})
 
 
 def _contradict(
