@@ -59,6 +59,18 @@ def _first_word(name: str) -> str:
     return re.split(r"[-_. ]", name, maxsplit=1)[0]
 
 
+def hint_of_thousands(got: str) -> str:
+    """A hint for a whole number that is written with a `k`, or an empty string.
+
+    >>> hint_of_thousands("8k")
+    '; write 8192 or 8000, since k may be either'
+    """
+    if not re.fullmatch(r"\d{1,9}[kK]", got):
+        return ""
+    count = int(got.rstrip("kK"))
+    return f"; write {count * 1024} or {count * 1000}, since k may be either"
+
+
 def divisors(n: int, most: int = 12) -> str:
     """The divisors of `n` in words, for errors about degrees: `1, 2, 4 or 8`.
 

@@ -10,7 +10,7 @@ import click
 from stagewright.cli.names import offer_names
 from stagewright.cli.shared import show_notes
 from stagewright.cli.words import check_words, note_of_ignored, sort_words
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 
 _ALL = "stagewright.help_all"
 _OWN = "Options"
@@ -161,6 +161,18 @@ if TYPE_CHECKING:
     Choice = click.Choice[str]
 else:
     Choice = click.Choice  # no generic before click 8.2
+
+
+class WholeNumber(click.types.IntParamType):
+    """A whole number, which is told apart from a word such as `8k`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number itself."""
+        hint = hint_of_thousands(str(value))
+        if hint:
+            name = param.opts[0] if param else "value"
+            raise UserError(f"{name} is {value!r}, wanted a whole number{hint}")
+        return super().convert(value, param, ctx)
 
 
 class Word(Choice):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stagewright.cli import shared
-from stagewright.cli.help import SectionOption, Word
+from stagewright.cli.help import SectionOption, WholeNumber, Word
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _other_option(
     if isinstance(kind, tuple):
         more = {"type": Word(kind)}
     elif kind is int:
-        more = {"type": int, "metavar": "N"}
+        more = {"type": WholeNumber(), "metavar": "N"}
     return SectionOption(
         [flag, *(f"--{each}" for each in also), name],
         section="Options of other tools",
@@ -113,7 +113,7 @@ def option_of(setting: Setting) -> SectionOption:
         elif setting.kind is dict:
             more |= {"multiple": True, "callback": _read_factors}
         else:
-            more["type"] = setting.kind
+            more["type"] = WholeNumber() if setting.kind is int else setting.kind
     short = [setting.short] if setting.short else []
     return SectionOption(
         [*flags, *short, setting.name],

@@ -117,6 +117,11 @@ def _quantized(model: ModelConfig, file: Path, data: Json) -> ModelConfig:
 def _load(file: Path) -> tuple[Path, Json]:
     try:
         if file.is_dir():
+            if not (file / "config.json").exists() and (file / "manifest.json").exists():
+                raise UserError(
+                    f"{file}: holds the traces of a run, no config.json; for their run use "
+                    f"--config {file / 'manifest.json'}"
+                )
             file /= "config.json"
         if not file.exists():
             raise UserError(f"{file}: no such file; give a config.json or its directory")

@@ -9,7 +9,7 @@ from reprlib import repr as shown  # short whatever the value
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import BYTES
 from stagewright.run.sections.foreign import FOREIGN
@@ -54,7 +54,7 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
         case "float_type" | "float_parsing":
             wanted = "a number"
         case "int_type":
-            wanted = "a whole number"
+            wanted = f"a whole number{hint_of_thousands(str(error['input']))}"
         case "bool_type":
             wanted = "true or false"
         case "string_type":

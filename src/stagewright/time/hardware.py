@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -229,6 +230,10 @@ PRODUCTS: Mapping[str, Callable[[Hardware], float | None]] = {
 """Data types of matrix products, and the peak of each on some hardware."""
 
 
+_SUCH_BASE = "base: h100-sxm"
+"""What a file says that starts from the figures of other hardware."""
+
+
 def names() -> list[str]:
     """The names of the hardware that the package carries."""
     return sorted(f.name.removesuffix(".yaml") for f in _folder().iterdir())
@@ -260,7 +265,7 @@ def _folder() -> Any:
 
 
 def _load(text: str, where: str) -> Hardware:
-    values, sources = _with_base(text, where)
+    values, sources = _with_base(text, where, (os.path.normpath(where),))
     try:
         hardware = Hardware(**values, sources=sources)
     except ValidationError as error:
@@ -295,16 +300,27 @@ def _with_base(
     _split_sources(given, texts, where, "", values, sources)
     if base is None:
         return values, sources
-    if base not in names() or base in seen:
+    found = _file_of_base(base, where)
+    if (found is None and base not in names()) or (found or base) in seen:
         raise UserError(
-            f"{where}: base is {base!r}{did_you_mean(str(base), names())}; "
-            f"wanted {either(n for n in names() if n not in seen)}"
+            f"{where}: base is {base!r}{did_you_mean(str(base), names())}; wanted "
+            f"{either(n for n in names() if n not in seen)}, or the path of another .yaml file"
         )
-    below = (_folder() / f"{base}.yaml").read_text(encoding="utf-8")
-    under, under_sources = _with_base(below, str(base), (*seen, str(base)))
+    if found is None:
+        below, name = (_folder() / f"{base}.yaml").read_text(encoding="utf-8"), str(base)
+    else:
+        below, name = read_text(found, f"hardware in YAML, the base of {where}"), found
+    under, under_sources = _with_base(below, name, (*seen, name))
     for key in [k for k in under_sources if k.split(".")[0] in values and "." not in k]:
         del under_sources[key]
     return _overlay(under, values), under_sources | sources
+
+
+def _file_of_base(base: object, where: str) -> str | None:
+    """The path of a base that is a file, from the file `where` it stands; None for a name."""
+    if not (isinstance(base, str) and (base.endswith((".yaml", ".yml")) or os.sep in base)):
+        return None
+    return os.path.normpath(Path(where).parent / base)
 
 
 def _overlay(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +379,8 @@ def _describe_error(error: ValidationError) -> str:
         case "extra_forbidden":
             return f"unknown key {name!r}{did_you_mean(path[-1], known)}"
         case "missing":
-            return f"{name} is missing"
+            hint = "" if len(path) > 1 else f"; give it, or a base to start from: {_SUCH_BASE}"
+            return f"{name} is missing{hint}"
         case "literal_error":
             choices = Topology if path[-1] == "topology" else Fabric
             return f"{name} is {shown(first['input'])}, wanted {either(get_args(choices))}"

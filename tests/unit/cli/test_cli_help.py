@@ -363,6 +363,38 @@ def test_a_run_file_in_toml_is_told_to_be_yaml(name: str, text: str, tmp_path: P
     assert "torchtitan's names" in str(error.value)
 
 
+@pytest.mark.parametrize(("text", "counts"), [("8k", "8192 or 8000"), ("1K", "1024 or 1000")])
+def test_a_number_with_k_is_told_to_be_written_out(
+    text: str, counts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    wanted = f"is {text!r}, wanted a whole number; write {counts}, since k may be either"
+    for name in ("--context-length", "--batch-size", "--isl"):
+        assert code(f"stagewright show gpt2 --mode decode {name} {text}") == 2
+        assert f"{name} {wanted}" in capsys.readouterr().err
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: gpt2\nmode: decode\ncontext_length: {text}\n")
+    with pytest.raises(UserError, match=f"context_length {wanted}"):
+        Run.load(path)
+
+
+def test_a_directory_of_traces_names_what_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert code("stagewright generate gpt2 --layers 1 --tp 2 -o out") == 0
+    assert code("stagewright show out") == 2
+    assert "--config out/manifest.json" in capsys.readouterr().err
+    assert code("stagewright inspect out") == 2
+    assert "wanted one trace, such as out/workload.0.et" in capsys.readouterr().err
+    assert code("stagewright show --config out/manifest.json") == 0
+    assert code("stagewright inspect out/workload.0.et") == 0
+
+
+def test_the_price_of_hardware_files_is_price_in_run_files():
+    with pytest.raises(UserError, match="price_usd_per_gpu_hour': use price, in USD"):
+        Run.of({"model": "gpt2", "price_usd_per_gpu_hour": 3})
+
+
 def test_a_word_of_another_tool_names_what_to_use_in_run_files_and_keywords():
     settings = {"model": "mixtral-8x7b", "moe-token-dispatcher-type": "flex"}
     with pytest.raises(UserError, match="; use alltoall, and --moe-flex-dispatcher") as error:

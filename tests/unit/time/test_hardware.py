@@ -84,3 +84,30 @@ def test_figures_beyond_any_device(tmp_path: Path, line: str) -> None:
     path.write_text(f"base: h100-sxm\n{line}\n")
     with pytest.raises(UserError, match=r"wanted at most 1e\+12; check the unit|finite number"):
         hardware.resolve(str(path))
+
+
+def test_a_base_may_be_a_file_beside(tmp_path: Path):
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "ours.yaml").write_text("base: h100-sxm\nname: ours\ntdp_w: 600\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: bases/ours.yaml\nname: mine\nmemory_gb: 90\n")
+    mine = hardware.resolve(path)
+    assert (mine.name, mine.memory_gb, mine.tdp_w) == ("mine", 90, 600)
+    assert mine.peak_bf16_tflops == hardware.resolve("h100-sxm").peak_bf16_tflops
+
+
+@pytest.mark.parametrize("base", ["mine.yaml", "ring.yaml", "gone.yaml", "h100-sxn"])
+def test_a_base_that_is_none(tmp_path: Path, base: str):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: {base}\n")
+    (tmp_path / "ring.yaml").write_text("base: mine.yaml\n")
+    with pytest.raises(UserError, match=r"base is|gone\.yaml: cannot be read") as error:
+        hardware.resolve(path)
+    assert ".yaml" in str(error.value)
+
+
+def test_a_file_without_a_base_is_told_of_one(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\npeak_bf16_tflops: 100\n")
+    with pytest.raises(UserError, match="vendor is missing; give it, or a base to start"):
+        hardware.resolve(path)

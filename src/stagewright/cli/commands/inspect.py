@@ -57,7 +57,12 @@ def _trace(file: str, rank: int | None) -> Generator[tuple[Path, str]]:
         return
     if rank is not None:
         raise UserError(f"--rank {rank}: {file} is no bundle; name the file of the rank")
-    yield Path(file), file
+    path = Path(file)
+    if path.is_dir():
+        trace = min(path.glob("*.et"), key=lambda each: (len(each.name), each.name), default=None)
+        which = f", such as {trace}" if trace else ""
+        raise UserError(f"{file}: is a directory; wanted one trace{which}")
+    yield path, file
 
 
 def parse_range(text: str) -> tuple[int, int]:
