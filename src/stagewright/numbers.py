@@ -7,8 +7,8 @@ from collections.abc import Sequence
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
-def quantity(number: int, unit: str) -> str:
-    """A quantity with a decimal prefix, in three or four digits.
+def quantity(number: int, unit: str, digits: int = 3) -> str:
+    """A quantity with a decimal prefix, in three or four digits, or in so many.
 
     >>> quantity(141_107_412_992, "B"), quantity(999, "B"), quantity(0, "FLOP")
     ('141 GB', '999 B', '0')
@@ -18,7 +18,20 @@ def quantity(number: int, unit: str) -> str:
     value, power = float(number), 0
     while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
         value, power = value / 1000, power + 1
-    return f"{value:.3g} {_PREFIXES[power]}{unit}" if power else f"{number} {unit}"
+    return f"{value:.{digits}g} {_PREFIXES[power]}{unit}" if power else f"{number} {unit}"
+
+
+def side_by_side(first: int, second: int, unit: str) -> tuple[str, str]:
+    """Two quantities in as many digits as it takes to tell them apart.
+
+    >>> side_by_side(80_012_000_000, 80_000_000_000, "B"), side_by_side(5000, 5000, "B")
+    (('80.01 GB', '80 GB'), ('5 kB', '5 kB'))
+    """
+    for digits in range(3, 17):
+        words = quantity(first, unit, digits), quantity(second, unit, digits)
+        if words[0] != words[1]:
+            return words
+    return quantity(first, unit), quantity(second, unit)
 
 
 _NAMES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))

@@ -73,7 +73,11 @@ def compile(
     >>> compiled.memory().rows[0]["parameters"]  # bytes of one rank
     2008031232
     """
-    compiled = compile_run(run_of(model, settings), config, table=table)
+    return with_views(compile_run(run_of(model, settings), config, table=table))
+
+
+def with_views(compiled: CompiledRun) -> Compiled:
+    """The same compiled run as what `compile` returns."""
     return Compiled(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stagewright.api.compiled import Asked, compile, run_of
+from stagewright.api.compiled import Asked, run_of, with_views
 from stagewright.errors import UserError
+from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.run.experiment import filled, with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
@@ -82,7 +83,8 @@ def simulate(
         compiled = what
     else:
         nodes = {} if cluster.nodes is None else {"nodes": cluster.nodes}
-        compiled = compile(run_of(what, settings | nodes, lambda _: of.gpus_per_node))
+        run = run_of(what, settings | nodes, lambda _: of.gpus_per_node)
+        compiled = with_views(compile_run(run, device_memory=of.memory))
     if cluster.nodes is not None:
         filled(compiled.run, cluster.nodes, of.gpus_per_node)
     counts: Counts | None = None

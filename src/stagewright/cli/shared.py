@@ -37,14 +37,21 @@ def load_experiment(
     return experiment
 
 
-def compile_run(run: Run, model: str | None, config: str | None) -> CompiledRun:
-    """Compile; a manifest of an earlier run brings its model along unless another is named."""
+def compile_run(
+    run: Run, model: str | None, config: str | None, hardware: str | None = None
+) -> CompiledRun:
+    """Compile; a manifest of an earlier run brings its model along unless another is named.
+
+    Where the run names no `device_memory`, that of `hardware` counts.
+    """
     from stagewright.lower import weight_storage
     from stagewright.lower.compile import compile
+    from stagewright.time.hardware import resolve
     from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None
-    compiled = compile(run, recorded)
+    memory = None if hardware is None else resolve(hardware).memory
+    compiled = compile(run, recorded, device_memory=memory)
     show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))
     return compiled
 
@@ -73,11 +80,11 @@ def code_of(fit: Fit | None) -> int:
 
     `fit` is None where nothing says which device the run is for.
     """
-    from stagewright.numbers import quantity
+    from stagewright.numbers import side_by_side
 
     if fit is None or fit.fits or click.get_current_context().meta[ALLOW_OOM]:
         return 0
-    held, room = quantity(fit.peak, "B"), quantity(fit.device_memory, "B")
+    held, room = side_by_side(fit.peak, fit.device_memory, "B")
     click.echo(
         f"stagewright: does not fit: a device of {room} would have to hold {held} "
         f"(exit code {DOES_NOT_FIT}; 0 with --allow-oom)",

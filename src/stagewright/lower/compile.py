@@ -12,27 +12,40 @@ from stagewright.lower.training import compile_training
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
-from stagewright.run.requests import allowance_of
+from stagewright.run.requests import allowance_of, read_bytes
 from stagewright.run.rules import check
 from stagewright.run.settings import Run
 
 
 def compile(
-    run: Run, model: ModelConfig | None = None, *, table: Mapping[str, str] | None = None
+    run: Run,
+    model: ModelConfig | None = None,
+    *,
+    table: Mapping[str, str] | None = None,
+    device_memory: int | None = None,
 ) -> CompiledRun:
     """Everything that a run implies; raises UserError where it cannot be done.
 
     `model` replaces the configuration that `run.model` names. `table` is a placement of one's own:
     the layout of values and parameters by name, such as `{"wq": "[M, A/tp, D]"}`; its rows go
     before those of `run.strategy` and those that the degrees imply.
+    `device_memory`, in bytes, is that of the hardware where the run names none.
     """
     model = (model or resolve(run.model, run.as_family or "")).with_overrides(
         num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
     )
     run = run.resolved(model)
     check(run, model)
-    compiled = _compile_mode(run, model, table or {})
-    return replace(compiled, program=_with_allowance(compiled.program, run))
+    within = run
+    if run.device_memory is None and device_memory is not None:
+        within = run.model_copy(update={"device_memory": device_memory})
+    compiled = _compile_mode(within, model, table or {})
+    return replace(
+        compiled,
+        run=run,  # without the memory of the hardware, which nobody asked of the run
+        program=_with_allowance(compiled.program, run),
+        device_memory=within.device_memory and read_bytes(within.device_memory),
+    )
 
 
 def _compile_mode(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:

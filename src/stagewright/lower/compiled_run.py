@@ -11,7 +11,6 @@ from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, fit_of, held_at_peak
-from stagewright.run.requests import read_bytes
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 
@@ -35,16 +34,18 @@ class CompiledRun:
     """How many requests fit; only in inference, where the memory of a device is given."""
     load: Load | None = None
     """Tokens per expert; only where they are not spread evenly."""
+    device_memory: int | None = None
+    """Bytes of a device: the run's `device_memory`, or else the hardware's where that is known."""
 
     def __repr__(self) -> str:
         return f"<{self.run.describe()}: {self.program.mesh.world_size} ranks, compiled>"
 
     @property
     def fit(self) -> Fit | None:
-        """Whether the step fits into the memory of a device; None where the run names none."""
-        if self.run.device_memory is None:
+        """Whether the step fits into the memory of a device; None where that is not known."""
+        if self.device_memory is None:
             return None
-        return fit_of(map(held_at_peak, self.program.classes), read_bytes(self.run.device_memory))
+        return fit_of(map(held_at_peak, self.program.classes), self.device_memory)
 
     def graph_text(self) -> str:
         """The sharded graph in the paper's notation, one section per block variant."""

@@ -66,6 +66,11 @@ def filled(run: Run, nodes: int, gpus_per_node: int) -> Run:
     """
     gpus = nodes * gpus_per_node
     others = run.world_size // run.dp
+    if "dp" not in run.model_fields_set and run.prefill is None and gpus % others:
+        raise UserError(
+            f"--nodes {nodes} means {gpus} GPUs, which dp cannot fill: {gpus} is not a multiple of "
+            f"tp={run.tp} x cp={run.cp} x pp={run.pp} = {others}; change one of them, or the nodes"
+        )
     if "dp" not in run.model_fields_set and gpus % others == 0:
         run = run.model_copy(update={"dp": gpus // others})
     if run.world_size != gpus:

@@ -195,6 +195,11 @@ class Hardware(_Frozen):
     sources: Mapping[Line, Line] = Field(default_factory=dict)
     """The source of each number, by key, with dots for nesting."""
 
+    @property
+    def memory(self) -> int:
+        """Bytes of a device."""
+        return round(self.memory_gb * 1e9)
+
     def rate_of(self, dtype: str) -> float | None:
         """Dense peak of matrix products in TFLOP/s, of vector units for fp32; None: it has none."""
         return PRODUCTS[dtype](self) if dtype in PRODUCTS else None

@@ -17,14 +17,15 @@ layers_per_stage moves layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import exact_sum
+from stagewright.lower import weight_storage
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.numbers import duration, plural, quantity, spans
+from stagewright.numbers import duration, plural, quantity, side_by_side, spans
 from stagewright.program.columns import Program, RankClass
 from stagewright.program.fit import Fit, held_at_peak
 from stagewright.run.settings import Run
@@ -95,27 +96,48 @@ def _how_to_reduce(category: str, run: Run) -> str:
         return " To reduce it: larger tp or pp" + (" or dp." if run.zero else ".")
     if category == "activations" and run.mode == "train":
         return " To reduce it: recompute, larger tp with sequence_parallel, or larger cp."
-    if category == "kv_cache":
-        return (
-            " To reduce it: fewer or shorter requests, kv_cache_dtype=fp8, or larger tp, pp or dcp."
-        )
     return ""
+
+
+def _how_to_serve(compiled: CompiledRun, parts: Mapping[str, int]) -> str:
+    """The settings of inference that reduce memory, as a sentence that begins with a blank."""
+    run, most = compiled.run, compiled.capacity
+    ways: list[str] = []
+    if parts.get("kv_cache") and (most is None or most.requests):
+        ways.append("fewer or shorter requests")
+    if parts.get("kv_cache") and run.kv_cache_dtype != "fp8":
+        ways.append("kv_cache_dtype=fp8")
+    if (
+        run.precision == "bf16"
+        and run.weight_precision in (None, "bf16")
+        and not _in_few_bits(compiled)
+    ):
+        ways.append("weight_precision=fp8 or nvfp4")
+    ways.append("larger tp, pp or dcp" if parts.get("kv_cache") else "larger tp or pp")
+    return f" To reduce memory: {', '.join(ways[:-1])}{' or ' if ways[:-1] else ''}{ways[-1]}."
+
+
+def _in_few_bits(compiled: CompiledRun) -> bool:
+    stored = weight_storage.checkpoint(compiled.run, compiled.model)
+    return stored is not None and bool(stored.formats)
 
 
 def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
     size, parts = fit.peak, fit.fullest.by_category
     stage = stage_name(compiled.program, fit.fullest.of)
-    room = quantity(fit.device_memory, "B")
+    held, room = side_by_side(size, fit.device_memory, "B")
     if not fit.fits:
         largest = max(parts, key=lambda k: parts[k])
-        advice = _how_to_reduce(largest, compiled.run)
+        advice = _how_to_serve(compiled, parts)
+        if compiled.run.mode == "train":
+            advice = _how_to_reduce(largest, compiled.run)
         most = compiled.capacity
         holds = f" {room} hold {most.requests:,} such requests." if most else ""
         others = f" ({fit.over} of {fit.kinds} groups of ranks are over)" if fit.kinds > 1 else ""
         yield Remark(
             "problem",
             "Memory",
-            f"ranks of {stage} need {quantity(size, 'B')}, but {device} has {room}: the run does "
+            f"ranks of {stage} need {held}, but {device} has {room}: the run does "
             f"not fit{others}. The largest part is {largest.replace('_', ' ')}, "
             f"{quantity(parts[largest], 'B')}.{advice}{holds}",
         )
@@ -128,7 +150,7 @@ def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
         yield Remark(
             "warning",
             "Memory",
-            f"{what} {quantity(size, 'B')} of {room} on ranks of {stage}; {besides}",
+            f"{what} {held} of {room} on ranks of {stage}; {besides}",
         )
 
 
@@ -256,6 +278,16 @@ def _stages(compiled: CompiledRun) -> Iterator[Remark]:
         )
 
 
+def _fewer_is_busiest(compiled: CompiledRun) -> bool:
+    """Whether a rank with fewer layers than others computes, or reads and writes, the most."""
+    classes = compiled.program.classes
+    layers = [len(np.unique(of.tasks.layer[of.tasks.layer >= 0])) for of in classes]
+    by_flops = [_work(of) for of in classes]
+    by_traffic = [exact_sum(of.tasks.traffic) for of in classes]
+    measures = [by_flops] if compiled.run.mode == "train" else [by_flops, by_traffic]
+    return any(layers[work.index(max(work))] < max(layers) for work in measures)
+
+
 def _experts(compiled: CompiledRun) -> Iterator[Remark]:
     if not compiled.model.num_experts:
         return
@@ -286,9 +318,12 @@ def _experts(compiled: CompiledRun) -> Iterator[Remark]:
 
 
 def _layers(compiled: CompiledRun) -> Iterator[Remark]:
-    """A remark if stages differ in their number of layers."""
+    """A remark if stages differ in their number of layers, unless one with fewer is the busiest.
+
+    The output projection and the loss lie in the last stage, which fewer layers make up for.
+    """
     counts = compiled.run.layers_per_stage
-    if counts and min(counts) < max(counts):
+    if counts and min(counts) < max(counts) and not _fewer_is_busiest(compiled):
         fewer = [nth for nth, count in enumerate(counts) if count < max(counts)]
         yield Remark(
             "note",

@@ -31,8 +31,8 @@ many `tokens` each of the step's may have.
 Where the checkpoint decides how matrices are stored there is also `weights`: its `quant_method`,
 and `formats`, the data types besides that of the computation.
 
-Where `device_memory` is given there is also `fit`: whether the step `fits`, `device_memory`, the
-`peak` of the fullest rank, its `pipeline_rank`, and its bytes `by_category`.
+Where `device_memory` or hardware is given there is also `fit`: whether the step `fits`,
+`device_memory`, the `peak` of the fullest rank, its `pipeline_rank`, and its bytes `by_category`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.capacity import Capacity
 from stagewright.model.config import ModelConfig
-from stagewright.numbers import plural, quantity
+from stagewright.numbers import plural, quantity, side_by_side
 from stagewright.program import memory
 from stagewright.program.columns import (
     CATEGORIES,
@@ -269,7 +269,7 @@ def tables(of: Summary, console: Console) -> None:
     )
     if "batch" in of:
         console.print(_batch_line(of), highlight=False)
-    elif "fit" in of:
+    if "fit" in of and "capacity" not in of:
         console.print(_fit_line(of["fit"]), highlight=False)
     for found in (each(of) for each in (compute, held, peak, communication)):
         if len(found):
@@ -277,7 +277,7 @@ def tables(of: Summary, console: Console) -> None:
 
 
 def _fit_line(fit: Summary) -> str:
-    held, room = quantity(fit["peak"], "B"), quantity(fit["device_memory"], "B")
+    held, room = side_by_side(fit["peak"], fit["device_memory"], "B")
     return f"at most {held} of {room}" + ("" if fit["fits"] else ": this step does not fit")
 
 
@@ -294,7 +294,11 @@ def _batch_line(of: Summary) -> str:
         line += f"\nweights in {stored}, as the checkpoint ({weights['quant_method']}) has them"
     if fitting is None:
         return line
-    most = f"{quantity(fitting['device_memory'], 'B')} hold {fitting['requests']:,} such requests"
-    long = fitting["tokens"]
-    longest = f", or these with up to {long:,} tokens each" if long else ""
-    return f"{line}\n{most}{longest}{'' if fitting['fits'] else ': this step does not fit'}"
+    fits = "" if fitting["fits"] else ": this step does not fit"
+    return f"{line}\n{hold_line(Capacity(**fitting))}{fits}"
+
+
+def hold_line(of: Capacity) -> str:
+    """How many requests such as those of a step fit, and how long those of the step may be."""
+    most = f"{quantity(of.device_memory, 'B')} hold {of.requests:,} such requests"
+    return most + (f", or these with up to {of.tokens:,} tokens each" if of.tokens else "")

@@ -145,3 +145,68 @@ def test_both_groups_of_a_disaggregated_step_are_compared() -> None:
     assert not found.fit.fits
     assert found.fit.fullest.of.ranks.tolist() == [0]
     assert sw.simulate("llama3.1-70b", "h100-sxm", **settings, prefill="tp=4").fit.fits
+
+
+GPT_OSS = ["gpt-oss-120b", "--mode", "decode", "--context-length", "8192", "--hardware", "h100-sxm"]
+
+
+def test_show_compares_with_the_memory_of_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stagewright("show", *GPT_OSS, "--batch-size", "64") == 3
+    assert "80 GB hold 47 such requests" in capsys.readouterr().out
+    assert stagewright("show", *GPT_OSS, "--batch-size", "8") == 0
+    assert stagewright("show", *GPT_OSS, "--batch-size", "64", "--device-memory", "141GB") == 0
+    assert "141 GB hold" in capsys.readouterr().out
+    training = ["llama3-8b", "--layers", "16", "--hardware", "a100-sxm-80gb"]
+    assert stagewright("show", *training) == (0 if _peak(16) <= 80e9 else 3)
+    capsys.readouterr()
+    disaggregated = ["--mode", "decode", "--prefill", "tp=2", "--hardware", "h100-sxm"]
+    assert stagewright("show", "llama3.1-70b", *disaggregated) == 3
+    assert "this step does not fit" in capsys.readouterr().out
+
+
+def _peak(layers: int) -> int:
+    classes = sw.compile("llama3-8b", layers=layers).program.classes
+    return max(of.memory["peak"] for of in classes)
+
+
+def test_the_memory_of_the_hardware_is_no_setting_of_the_run() -> None:
+    found = sw.simulate("llama3-8b", "h100-sxm", layers=2, mode="decode")
+    assert found.compiled.run.device_memory is None
+    assert found.compiled.device_memory == 80_000_000_000
+
+
+@pytest.mark.parametrize("requests", [8, 64])
+def test_simulate_says_how_many_requests_fit(
+    requests: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stagewright("simulate", *GPT_OSS, "--batch-size", str(requests))
+    assert "80 GB hold 47 such requests" in capsys.readouterr().out
+
+
+def test_the_advice_on_memory_of_inference_names_what_helps() -> None:
+    def advice(model: str, **settings: Any) -> str:
+        found = sw.simulate(model, "h100-sxm", mode="decode", context_length=8192, **settings)
+        return next(each.text for each in found.remarks() if each.about == "Memory")
+
+    text = advice("llama3-8b", batch_size=100)
+    for words in ("fewer or shorter requests", "kv_cache_dtype=fp8", "weight_precision=fp8", "tp"):
+        assert words in text
+    text = advice("gpt-oss-120b", batch_size=64, kv_cache_dtype="fp8", device_memory="70GB")
+    assert "fewer or shorter requests" in text
+    assert "kv_cache_dtype" not in text
+    assert "weight_precision" not in text
+    text = advice("llama3.1-70b", batch_size=1)
+    assert "fewer" not in text
+    assert "weight_precision=fp8" in text
+
+
+def test_what_is_too_much_by_little_is_told_from_the_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    peak = _peak(2)
+    assert stagewright("show", "llama3-8b", "--layers", "2", "--device-memory", f"{peak - 1}") == 3
+    printed = capsys.readouterr()
+    line = next(each for each in printed.out.splitlines() if each.startswith("at most"))
+    held, room = line.removeprefix("at most ").split(":")[0].split(" of ")
+    assert held != room
+    assert held in printed.err

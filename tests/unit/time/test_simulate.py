@@ -113,6 +113,10 @@ def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     [
         (["--dp", "3", "--nodes", "1"], "--nodes 1 means 8 GPUs"),
         (["--tp", "4", "--pp", "2", "--nodes", "3"], None),
+        (
+            ["--tp", "8", "--pp", "3", "--nodes", "8"],
+            "64 is not a multiple of tp=8 x cp=1 x pp=3 = 24",
+        ),
         (["--no-overlap", "dq"], "there is no axis 'dq'"),
         (["--straggler", "a"], "wanted RANK=FACTOR"),
         (["--straggler", "7=1.1"], "there is no rank 7"),

@@ -89,3 +89,14 @@ def test_what_waits_for_the_network_is_said() -> None:
     (of,) = found.compiled.program.classes
     assert quantity(of.memory["peak"], "B") in remark.text
     assert not any("wait for the network" in r.text for r in step({}).remarks())
+
+
+def test_stages_with_fewer_layers_are_not_named_where_one_of_these_is_the_busiest() -> None:
+    def said(**settings: Any) -> bool:
+        found = sw.compile("llama3-8b", pp=2, **settings)
+        return any("fewer than the most" in each.text for each in remarks(found))
+
+    assert not said(layers=3, layers_per_stage=(2, 1), mode="decode", vocab=2_000_000)
+    assert not said(layers=31, layers_per_stage=(16, 15), vocab=300_000)
+    assert said(layers=32, layers_per_stage=(20, 12))
+    assert said(layers=31, layers_per_stage=(15, 16), mode="decode")

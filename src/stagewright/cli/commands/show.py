@@ -42,7 +42,7 @@ def show(
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, an id of
     the hub that is in its local cache, or a bundle, which is shown as it is: without settings. The
-    exit code is 3 if the run does not fit into --device-memory.
+    exit code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.views.summary import recorded
@@ -64,7 +64,7 @@ def show(
         model, config = None, model
     experiment = shared.load_experiment(model, config, settings)
     _note_of_times(settings)
-    compiled = shared.compile_run(experiment.run, model, config)
+    compiled = shared.compile_run(experiment.run, model, config, experiment.cluster.hardware)
     if memory_plot is not None:
         from stagewright.files import write_text
         from stagewright.views.pages import memory as plot

@@ -12,7 +12,7 @@ from stagewright.cli.options import ALLOW_OOM, JSON, experiment_options
 from stagewright.cli.progress import shown
 from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
-from stagewright.numbers import duration, plural, quantity
+from stagewright.numbers import duration, plural, quantity, side_by_side
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,7 @@ def simulate(
 
 def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> SimulatedStep:
     """A run on its hardware, with progress shown."""
-    compiled = shared.compile_run(experiment.run, model, config)
+    compiled = shared.compile_run(experiment.run, model, config, experiment.cluster.hardware)
     with shown("tasks") as bar:
         simulation = stagewright.simulate(
             compiled, experiment.cluster, execution=experiment.execution, progress=bar
@@ -76,6 +76,7 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     """Print a simulation."""
     from stagewright.texttable import print_table
     from stagewright.views.advice import remarks
+    from stagewright.views.summary import hold_line
     from stagewright.views.tables import parts, transfers
 
     out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
@@ -98,6 +99,8 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     print_table(transfers(simulation), out)
     if simulation.fit.fits:
         out.print(memory_line(simulation.fit))
+    if simulation.compiled.capacity is not None:
+        out.print(hold_line(simulation.compiled.capacity))
     total = simulation.seconds
     way = ", ".join(f"{name} {s / total:.1%}" for name, s in simulation.critical_path.items())
     out.print(f"critical path: {way}")
@@ -121,7 +124,7 @@ def serving_lines(simulation: SimulatedStep) -> Iterator[str]:
         return
     for group in simulation.groups:
         ranks = f"{group.first_rank}-{group.first_rank + group.gpus - 1}"
-        held = f"{quantity(group.fit.peak, 'B')} of {quantity(group.fit.device_memory, 'B')}"
+        held = " of ".join(side_by_side(group.fit.peak, group.fit.device_memory, "B"))
         over = "" if group.fit.fits else ": it does not fit"
         yield (
             f"{group.name} group: {plural(group.gpus, 'GPU', 'GPUs')} (ranks {ranks}), step "
@@ -156,7 +159,7 @@ def _rates(of: Served) -> str:
 
 def memory_line(fit: Fit) -> str:
     """The most that any GPU holds, and whether that fits."""
-    held, room = quantity(fit.peak, "B"), quantity(fit.device_memory, "B")
+    held, room = side_by_side(fit.peak, fit.device_memory, "B")
     seconds = fit.fullest.seconds
     when = "" if seconds is None else f", after {duration(seconds)}"
     return (

@@ -182,7 +182,7 @@ class SimulatedStep:
     @property
     def _device_memory(self) -> int:
         asked = self.compiled.run.device_memory
-        return round(self.machine.hardware.memory_gb * 1e9) if asked is None else read_bytes(asked)
+        return self.machine.hardware.memory if asked is None else read_bytes(asked)
 
     @cached_property
     def served(self) -> Served | None:
