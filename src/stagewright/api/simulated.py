@@ -90,6 +90,11 @@ def simulate(
     counts: Counts | None = None
     if cluster.durations is not None:
         program, counts = with_collectives(compiled.program, load(cluster.durations))
+        if not counts.measured_kernels + counts.measured_collectives:
+            raise UserError(
+                f"{cluster.durations}: no row has the kernel, shape and dtype of a task of this "
+                "run; `stagewright show --kernels` prints the rows to fill in"
+            )
         compiled = replace(compiled, program=program)
     machine = hardware
     if not isinstance(machine, Machine):

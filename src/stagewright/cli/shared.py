@@ -46,12 +46,14 @@ def compile_run(
     """
     from stagewright.lower import weight_storage
     from stagewright.lower.compile import compile
+    from stagewright.run.notes import beyond_positions
     from stagewright.time.hardware import resolve
     from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None
     memory = None if hardware is None else resolve(hardware).memory
     compiled = compile(run, recorded, device_memory=memory)
+    show_notes(beyond_positions(compiled.run, compiled.model))
     show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))
     return compiled
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from stagewright.model.config import ModelConfig
 from stagewright.model.quantization import Quantization
 from stagewright.run.requests import STORED
@@ -37,7 +39,9 @@ def checkpoint(run: Run, model: ModelConfig) -> Quantization | None:
 def notes(run: Run, model: ModelConfig) -> list[str]:
     """Where a run passes over how a config.json says that its checkpoint is stored."""
     given = model.quantization
-    if given is None or not given.file:
+    if given is None:
+        return _unread(run, model)
+    if not given.file:
         return []
     if run.mode == "train":
         start = run.params_dtype or ("fp32" if run.precision == "fp32" else "bf16")
@@ -51,6 +55,39 @@ def notes(run: Run, model: ModelConfig) -> list[str]:
             "is passed over"
         ]
     return []
+
+
+_QUANTIZED = re.compile(
+    r"(?<![a-z0-9])(?:(?:nv|mx)fp4|(?:mx)?fp8|fp4|awq|gptq|int[48]|w[48]a(?:4|8|16))(?![a-z0-9])",
+    re.IGNORECASE,
+)
+"""What the names of models say of how their checkpoints are quantized."""
+
+
+def _unread(run: Run, model: ModelConfig) -> list[str]:
+    """That a name speaks of a quantization which no file has been read of."""
+    said = _QUANTIZED.search(model.name)
+    if said is None or run.mode == "train" or run.weight_precision is not None:
+        return []
+    return [
+        f"the name {model.name} says {said[0]}, but no quantization is known of the model: weights "
+        f"count in {run.precision}; put the checkpoint's hf_quant_config.json beside its "
+        "config.json, or use --weight-precision"
+    ]
+
+
+def weight_formats(run: Run, model: ModelConfig) -> list[str]:
+    """The data types in which a run of inference stores weights, most specific first.
+
+    `weight_precision` leaves the embedding and the output projection in that of the computation.
+    """
+    given = checkpoint(run, model)
+    formats: list[str] = []
+    if run.weight_precision is not None:
+        formats = [run.weight_precision]
+    elif given is not None:
+        formats = [name(stored) for stored in given.formats]
+    return list(dict.fromkeys([*formats, run.precision]))
 
 
 def name(stored: Stored) -> str:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from stagewright.model.config import ModelConfig
+from stagewright.run import lengths, requests
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import AXES, Setting, describe_value
+from stagewright.run.settings import Run
 
 
 def notes(experiment: Experiment) -> list[str]:
@@ -20,6 +23,24 @@ def notes(experiment: Experiment) -> list[str]:
     ['zero=3 does nothing with dp=1 and cp=1']
     """
     return [*_idle(experiment), *_axes(experiment)]
+
+
+def beyond_positions(run: Run, model: ModelConfig) -> list[str]:
+    """That sequences of a resolved run are longer than the model's positions reach.
+
+    Nothing where no layer knows positions. A config.json that says nothing of positions has its
+    own note.
+    """
+    longest = run.seq_length or 0
+    if run.mode != "train":
+        longest = max((lengths.length(group) for group in requests.groups(run)), default=0)
+    most = model.max_position_embeddings
+    if model.vision or model.position in ("none", "alibi", "relative") or longest <= most:
+        return []
+    return [
+        f"sequences of {longest:,} tokens are longer than the {most:,} positions of {model.name} "
+        "(max_position_embeddings)"
+    ]
 
 
 def _idle(experiment: Experiment) -> Iterator[str]:

@@ -29,7 +29,8 @@ In inference there are also `mode`; `batch`: `requests` of the step, their new `
 many `tokens` each of the step's may have.
 
 Where the checkpoint decides how matrices are stored there is also `weights`: its `quant_method`,
-and `formats`, the data types besides that of the computation.
+and `formats`, the data types besides that of the computation. `stored` has in every run of
+inference the data types of `weights`, and that of the `kv_cache` (null where there is none).
 
 Where `device_memory` or hardware is given there is also `fit`: whether the step `fits`,
 `device_memory`, the `peak` of the fullest rank, its `pipeline_rank`, and its bytes `by_category`.
@@ -129,8 +130,30 @@ def _served(compiled: CompiledRun | Recorded) -> Summary:
             **({"source_tokens": lengths.count_requests(asked) * source} if source else {}),
         },
         **_weights(compiled),
+        "stored": _stored(compiled),
         **({"capacity": fitting._asdict()} if fitting else {}),
     }
+
+
+def _stored(compiled: CompiledRun | Recorded) -> Summary:
+    """The data types of weights and, where there is one, of the KV cache."""
+    cached = any(of.memory.get("kv_cache") for of in compiled.program.classes)
+    return {
+        "weights": weight_storage.weight_formats(compiled.run, compiled.model),
+        "kv_cache": compiled.run.kv_cache_dtype if cached else None,
+    }
+
+
+def stored_line(compiled: CompiledRun) -> str:
+    """In which precision a run of inference stores weights and its KV cache."""
+    return _stored_line(_stored(compiled), _weights(compiled).get("weights"))
+
+
+def _stored_line(stored: Summary, checkpoint: Summary | None) -> str:
+    line = f"weights in {' and '.join(stored['weights'])}"
+    if checkpoint is not None:
+        line += f", as the checkpoint ({checkpoint['quant_method']}) has them"
+    return line + (f", KV cache in {stored['kv_cache']}" if stored["kv_cache"] else "")
 
 
 def _weights(compiled: CompiledRun | Recorded) -> Summary:
@@ -289,9 +312,7 @@ def _batch_line(of: Summary) -> str:
     )
     if "source_tokens" in step:
         line += f", {step['source_tokens']:,} of their sources"
-    if weights := of.get("weights"):
-        stored = " and ".join([*weights["formats"], "bf16"])
-        line += f"\nweights in {stored}, as the checkpoint ({weights['quant_method']}) has them"
+    line += f"\n{_stored_line(of['stored'], of.get('weights'))}"
     if fitting is None:
         return line
     fits = "" if fitting["fits"] else ": this step does not fit"

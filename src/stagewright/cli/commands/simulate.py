@@ -76,7 +76,7 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     """Print a simulation."""
     from stagewright.texttable import print_table
     from stagewright.views.advice import remarks
-    from stagewright.views.summary import hold_line
+    from stagewright.views.summary import hold_line, stored_line
     from stagewright.views.tables import parts, transfers
 
     out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
@@ -93,6 +93,8 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     if simulation.groups:
         what = "one of prefill and one of decode, whose layers wait for their cache"
     out.print(f"step {duration(simulation.seconds)}: {what}; {uses}")
+    if simulation.compiled.run.mode != "train":
+        out.print(stored_line(simulation.compiled))
     for line in serving_lines(simulation):
         out.print(line)
     print_table(parts(simulation), out)
