@@ -304,6 +304,49 @@ def test_wide_expert_parallelism() -> None:
     }  # fmt: skip
 
 
+SUMMED: dict[str, tuple[str, int, int, int]] = {
+    "shared experts": ("deepseek-v3", 61, 7168, 129280),
+    "no shared expert": ("qwen3-30b-a3b", 48, 2048, 151936),
+    "biased experts": ("gpt-oss-120b", 36, 2880, 201088),
+}
+
+
+@pytest.mark.parametrize(("model", "layers", "width", "words"), SUMMED.values(), ids=SUMMED)
+@pytest.mark.parametrize("fields", [{}, {"ep": 8}, {"ep": 2, "etp": 4}], ids=str)
+def test_a_layer_of_experts_has_one_all_reduce(
+    model: str, layers: int, width: int, words: int, fields: dict[str, Any]
+) -> None:
+    """Of tokens and not of their copies, with what shared experts add (vLLM's FusedMoE).
+
+    However tp's ranks split experts, bytes are the same: one for the embedding, two for a layer.
+    """
+    found = collectives(run(model, tp=8, **fields, batch_size=5, **DECODE))
+    assert found == {
+        f"all_reduce {5 * width * 2}": 1 + 2 * layers, f"all_gather {5 * words // 8 * 2}": 1,
+    }  # fmt: skip
+
+
+def test_sequence_parallel_experts_gather_tokens_and_scatter_their_sums() -> None:
+    found = collectives(run("qwen3-30b-a3b", tp=4, sequence_parallel=True, batch_size=2, **PREFILL))
+    tokens = 2 * 1024 * 2048 * 2
+    assert found[f"reduce_scatter {tokens}"] == 1 + 2 * 48
+    assert found[f"all_gather {tokens // 4}"] == 2 * 48 + 1
+    assert len(found) == 3  # and the logits
+
+
+def test_ranks_of_dp_that_split_experts_exchange_as_many_copies() -> None:
+    """With 3 and with 2 requests: all ranks of a collective have the same bytes."""
+    compiled = run("qwen3-30b-a3b", dp=4, etp=4, batch_size=10, layers=1, **DECODE)
+    assert [len(c.ranks) for c in compiled.program.classes] == [2, 2]
+    copies = 10 * 8 * 2048 * 2
+    for c in compiled.program.classes:
+        sent = {c.tasks.names[i]: int(n) for i, n in zip(
+            c.tasks.name, c.tasks.comm_bytes, strict=True) if n}  # fmt: skip
+        assert sent == {
+            "layer0.expert_in.all_gather": copies // 4, "layer0.expert_out.reduce_scatter": copies,
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize(("requests", "redundant"), [(32, 0), (64, 32), (4096, 0)])
 def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: int) -> None:
     """Of E experts, T tokens with k each go to E (1 - (1 - k/E)^T) on average, if evenly spread."""

@@ -447,6 +447,44 @@ def test_experts_on_ranks(model: str, mesh: dict[str, int], redundant: int) -> N
 
 
 DCP = {"tp_kv": 6, "tp_dcp": 2}
+SPLIT_EXPERTS: dict[str, tuple[dict[str, int], dict[str, Any], Counter[str]]] = {
+    "etp": ({"tp": 2}, {"expert_tensor": ("tp",)}, Counter(all_reduce=1)),
+    "etp, dp": ({"tp": 2, "dp": 2}, {"expert_tensor": ("tp",)}, Counter(all_reduce=1)),
+    "etp, ep": (
+        {"tp_kv": 6, "tp_rep": 2}, {"expert": ("tp_kv",), "expert_tensor": ("tp_rep",)},
+        Counter(all_reduce=1),
+    ),
+    "etp, ep over dp": (
+        {"tp": 2, "dp": 2}, {"expert": ("dp",), "expert_tensor": ("tp",)},
+        Counter(all_reduce=1, all_to_all=2),
+    ),
+    "sequence parallel": (
+        {"tp": 2}, {"expert_tensor": ("tp",), "sequence_parallel": True},
+        Counter(reduce_scatter=1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT_EXPERTS)
+@pytest.mark.parametrize("model", ["mixtral", "deepseek", "gpt-oss"])
+def test_split_experts(model: str, name: str) -> None:
+    """Copies of a token are combined, what shared experts make is added, and tokens are summed."""
+    mesh, fields, moves = SPLIT_EXPERTS[name]
+    (step,) = [s for s in steps(model) if s.number == 2 and (s.part, s.layer) == ("layer", 0)]
+    config = replace(ALL[model], top_k=3)
+    graph = nn.BLOCKS["layer"](config, SERVED, config.layer(0)).graph
+    sizes = step.sizes | {"H": config.num_experts, "R": 4 * config.top_k // config.num_experts}
+    values = step.values | {"x": np.random.default_rng(9).normal(size=(2, 2, 12))}
+    here = plan(mesh, config.num_query_groups, **fields)
+    here = replace(here, combined=here.expert_tensor)
+    sharded = shard(graph, strategy(here, sizes), inner=here.inner)
+    verify(sharded)
+    check(graph, sharded, mesh, sizes, values)
+    found = Counter(n.op for n in sharded if n.scope == "mlp")
+    summing = ("all_reduce", "reduce_scatter", "all_to_all")
+    assert {op: found[op] for op in summing if found[op]} == moves
+
+
 LATENT_DCP = {"tp_rep": 3, "tp_dcp": 2, "dp": 2}
 BOTH = {"tp_dcp": 2, "cp": 2}
 

@@ -27,7 +27,7 @@ from stagewright.graph.make import (
     row_gates,
     weigh,
 )
-from stagewright.graph.node import Node
+from stagewright.graph.node import Binding, Node
 
 OWN: dict[str, Any] = {"scope": "mlp"}
 
@@ -43,15 +43,19 @@ microbatch, a sequence, or all tokens), and the shape of the counts."""
 def experts(b: Builder, h: Node, scored: Node | None = None) -> Node:
     """Routed experts, and shared ones that every token goes to; the router reads `scored`, or h."""
     c = b.config
-    gates = _router(b, h if scored is None else scored)
+    routed = h
+    if b.recipe.inference:  # a place to gather the tokens of ranks that split each expert
+        routed = identity(h, h.name, binding=Binding(like="routed"))
+        scored = scored and identity(scored, scored.name, binding=Binding(like="routed"))
+    gates = _router(b, routed if scored is None else scored)
     if c.expert_scale:
         scale = b.param("w_expert_scale", "E", **OWN)
         gates = apply("times", "bse,e->bse", gates, scale, name="gates_scaled", **OWN)
     exchange = DISPATCHERS[b.recipe.experts.dispatcher]
-    rows = h
+    rows = routed
     if c.moe_latent_size:
         into = b.weight("w_latent", "M", "Latent", **OWN)
-        rows = b.linear("bsm,ml->bsl", h, into, "latent_tokens", **OWN)
+        rows = b.linear("bsm,ml->bsl", routed, into, "latent_tokens", **OWN)
     out = exchange(b, rows, gates)
     if c.moe_latent_size:
         outof = b.weight("w_latent_out", "Latent", "M", **OWN)
@@ -173,6 +177,8 @@ def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
 def _biased(b: Builder, out: Node, probs: Node | None) -> Node:
     """Results of experts plus their bias, which `probs` weighs as it weighs the results
     (Megatron-LM's `TEGroupedMLP._apply_bias`)."""
+    if b.recipe.inference:  # of ranks that split an expert the first one adds it, as in vLLM
+        return b.bias(out, "be_down", f"{_held(b)}/ep", f"{_width(b)} @ 1/etp")
     if probs is None:
         return b.bias(out, "be_down", f"{_held(b)}/ep", _width(b))
     bias = b.param("be_down", f"{_held(b)}/ep", _width(b), **OWN)

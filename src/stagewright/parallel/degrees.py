@@ -14,7 +14,7 @@ from typing import NamedTuple
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
-from stagewright.parallel.plan import Plan
+from stagewright.parallel.plan import Axes, Plan
 from stagewright.run import requests as serving
 from stagewright.run.settings import Run
 
@@ -74,6 +74,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         expert_tensor=axes("etp") if model.num_experts else (),
         columns=data if model.recommendation else (),
         dispatcher=run.moe_token_dispatcher_type,
+        combined=_combined(run, axes("etp"), axes("ep"), data, context, tensor),
         shard=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
         sequence_parallel=run.sequence_parallel_size > 1,
@@ -83,6 +84,19 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         shard_rows=run.fsdp_shard_dim == "first" and run.zero == 3,
         embedding_all_reduce=model.position == "learned",
     )
+
+
+def _combined(run: Run, etp: Axes, ep: Axes, data: Axes, context: Axes, tensor: Axes) -> Axes:
+    """The axes of etp whose ranks combine copies of tokens before sums are reduced: in inference.
+
+    Ranks of dp may differ in tokens: they exchange copies, of which all get a mean. Where copies go
+    to other ranks of ep, ranks of one sequence send those of their own tokens.
+    """
+    if run.mode == "train":
+        return ()
+    split = (*context, *(tensor if run.sequence_parallel_size > 1 else ()))
+    own = {*data, *(split if {*ep} & {*data, *split} else ())}
+    return tuple(a for a in etp if a not in own)
 
 
 def reduces_each_microbatch(run: Run) -> bool:

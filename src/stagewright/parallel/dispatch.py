@@ -22,11 +22,26 @@ class _TokenAxes(NamedTuple):
 
 def expert_rows(plan: Plan) -> dict[str, Dims]:
     """The rows of a layer's experts, by the dispatcher (names as in Megatron-LM)."""
-    away = tuple(a for a in plan.tokens if a not in plan.expert)
+    # Tokens are gathered over the axes of `combined` before they are copied.
+    away = tuple(a for a in plan.tokens if a not in (*plan.expert, *plan.combined))
     inside = tuple(a for a in away if a in plan.expert_tensor)
     whole = tuple(a for a in away if a not in inside)
     across = tuple(a for a in reversed(plan.expert) if a in plan.tokens)
-    return _DISPATCHERS[plan.dispatcher](plan, _TokenAxes(away, inside, whole, across))
+    rows = _DISPATCHERS[plan.dispatcher](plan, _TokenAxes(away, inside, whole, across))
+    if plan.combined:
+        sequence = tuple(a for a in plan.sequence if a not in plan.combined)
+        rows["routed"] = (plan.data, sequence, ())
+    return rows
+
+
+def expert_sums(plan: Plan) -> dict[str, frozenset[str]]:
+    """The axes over which named rows of experts stay partial sums.
+
+    Serving systems combine the copies of a token on each rank and sum tokens then, once a layer and
+    together with the shared experts (vLLM's `FusedMoE` with `reduce_results=False`; SGLang and
+    TensorRT-LLM likewise). In training copies are summed, as in Megatron-LM.
+    """
+    return dict.fromkeys(("expert_out", "returned"), frozenset(plan.combined))
 
 
 def _gathered_rows(plan: Plan, axes: _TokenAxes) -> dict[str, Dims]:

@@ -23,8 +23,9 @@ def mean_expert_sizes(
     if not model.num_experts:
         return {}
     experts = model.num_experts + run.num_redundant_experts
-    # Ranks that hold the same experts share the tokens.
-    tokens = routed / plan.mesh.size(*(a for a in plan.tokens if a not in plan.expert))
+    # Ranks that hold the same experts share the tokens; those that split an expert have the same.
+    held = plan.expert + plan.expert_tensor
+    tokens = routed / plan.mesh.size(*(a for a in plan.tokens if a not in held))
     share = 1.0
     if model.top_k < experts:
         share = -math.expm1(tokens * math.log1p(-model.top_k / experts))

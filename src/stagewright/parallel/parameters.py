@@ -31,11 +31,13 @@ def parameter_layout(
         return None if n.role is Role.COUNT else Layout(((),) * rank)
     used = plan.used(parameter, rank)
     shard = _shard(n, parameter, used, plan, sizes)
+    # Of a partial sum one rank has the values, the others have zeros.
+    sums = plan.layout(parameter.placement).partial & {*plan.combined}
     match n.role:
         case Role.USED:
-            return Layout(used)
+            return Layout(used, sums)
         case Role.PARAMETER | Role.UPDATED:
-            return Layout(shard if plan.zero == 3 else used)
+            return Layout(shard if plan.zero == 3 else used, sums)
         case Role.STATE | Role.MASTER:
             return Layout(shard if plan.zero else used)
         case _:

@@ -19,6 +19,7 @@ from stagewright.graph.roles import Role
 from stagewright.graph.shard import Want
 from stagewright.parallel.activations import activation_rows, residual
 from stagewright.parallel.context import score_dims
+from stagewright.parallel.dispatch import expert_sums
 from stagewright.parallel.parameters import parameter_layout
 from stagewright.parallel.plan import Dims, Plan
 
@@ -31,7 +32,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     `sizes` are the numbers behind the dims, which say what ZeRO splits evenly.
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
-    return partial(_layout, plan=plan, sizes=sizes, table=table, rows=activation_rows(plan))
+    rows, sums = activation_rows(plan), expert_sums(plan)
+    return partial(_layout, plan=plan, sizes=sizes, table=table, rows=rows, sums=sums)
 
 
 def _layout(
@@ -42,6 +44,7 @@ def _layout(
     sizes: Mapping[str, int],
     table: Mapping[str, Layout],
     rows: Mapping[str, Dims],
+    sums: Mapping[str, frozenset[str]],
 ) -> Layout | None:
     """The layout that a node shall have; None: it follows its operands, which make it `have`."""
     bound = n.binding
@@ -57,7 +60,8 @@ def _layout(
         return table[n.name]
     dims = rows.get(bound.like or n.name)
     if dims is not None:
-        return Layout(dims) if len(dims) == len(n.shape) else None
+        left = have.partial & sums.get(n.name, frozenset()) if have else frozenset[str]()
+        return Layout(dims, left) if len(dims) == len(n.shape) else None
     if bound.live_in and n.shape:
         return _live_in_layout(n, plan)
     if n.op == "input" and have is None and n.shape[:1] == (BATCH,):  # whatever comes from outside

@@ -42,6 +42,9 @@ class Plan:
     """Split the width of the embedding tables of a recommendation model."""
     dispatcher: str = "alltoall"
     """How tokens get to their experts, as Megatron-LM's `moe_token_dispatcher_type`."""
+    combined: Axes = ()
+    """Inference: the axes of `expert_tensor` whose ranks all have the tokens of their experts: they
+    combine partial sums of copies to partial sums of tokens, which are reduced."""
     shard: Axes = ()
     """ZeRO: split optimizer states, and gradients and parameters by its stage."""
     zero: int = 0

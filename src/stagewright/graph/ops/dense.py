@@ -222,7 +222,7 @@ ROWS: dict[str, Op] = {
     ),
     "scale": Op(meaning.scale, _scale_vjp, linear=True, fuses=True, attrs={"by": need(*NUMBER)}),
     "divide": Op(meaning.divide, fuses=True),
-    "bias": Op(meaning.bias, _bias_vjp, fuses=True),
+    "bias": Op(meaning.bias, _bias_vjp, linear=True, fuses=True),
     "modulate": Op(meaning.modulate, _modulate_vjp, flops=2, fuses=True, attrs=_MODULATE),
     "modulate_wgrad": Op(meaning.modulate_wgrad, flops=3, fuses=True, attrs=_MODULATE),
     "act": Op(meaning.act, _act_vjp, flops=8, fuses=True, attrs=_ACT),
