@@ -6,7 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_LONG_WORD = re.compile(r"\S{300,}(?<!['\",;:.)\]])")  # no name, and hardly a path
+_LONG_WORD = re.compile(r"\S{300,}")  # no name, and hardly a path
+_ENDINGS = "'\",;:.)]"
 
 
 class UserError(Exception):
@@ -23,7 +24,12 @@ class UserError(Exception):
 
 def shorten(message: str) -> str:
     """A message in which words too long to be read are cut."""
-    return _LONG_WORD.sub(lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)", message)
+
+    def shown(match: re.Match[str]) -> str:
+        word = match[0].rstrip(_ENDINGS) or match[0]
+        return f"{word[:60]}... ({len(word):,} characters){match[0][len(word) :]}"
+
+    return _LONG_WORD.sub(shown, message)
 
 
 class Stopped(KeyboardInterrupt):

@@ -33,4 +33,5 @@ def test_draws_reach_everything() -> None:
     assert {"p2p", "all_gather", "a2a"} == seen["cp_comm_type"]
     assert seen["schedule"] == set(SCHEDULES)
     unseen = {"make_vocab_size_divisible_by", "strategy", "requests", "max_model_len"}  # of files
+    unseen |= {"as_family", "output_length"}  # of a config.json; of words only
     assert set(seen) == set(Run.model_fields) - unseen

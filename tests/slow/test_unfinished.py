@@ -444,11 +444,11 @@ def test_journal(tmp_path: Path):
 
 
 def test_files_are_a_mapping():
-    files = FileList("rank.{rank}.json", some([1, 5]), [WrittenFile("groups", 3, "ab")])
+    files = FileList("rank.{rank}.json", some([1, 5]), [WrittenFile("groups", 3, f"{9:064x}")])
     plain = {
         "rank.1.json": {"bytes": 7, "sha256": f"{1:064x}"},
         "rank.5.json": {"bytes": 35, "sha256": f"{5:064x}"},
-        "groups": {"bytes": 3, "sha256": "ab"},
+        "groups": {"bytes": 3, "sha256": f"{9:064x}"},
     }
     assert files == plain
     assert dict(files) == plain
