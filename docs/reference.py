@@ -408,6 +408,8 @@ def keys() -> str:
             found = json.loads(printed(line))
             if title == "models":
                 found = {"*": found["llama3.1-8b"]}
+            if title == "verify":
+                found["seconds"] = 0.1  # of the machine that makes this page
             parts += [f"## {title}\n\n`stagewright {line}`", _paths(found)]
         manifest = json.loads(Path("traces/manifest.json").read_text(encoding="utf-8"))
     manifest["files"] = {"*": next(iter(manifest["files"].values()))}
