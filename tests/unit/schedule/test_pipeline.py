@@ -7,6 +7,7 @@ torch writes them, with idle slots or communication. `deepseek-dualpipe-*.csv`: 
 github.com/deepseek-ai/DualPipe (3da1bbe) stepped with its computation and communication stubbed.
 """
 
+import itertools
 import json
 import random
 import re
@@ -229,6 +230,42 @@ def test_interleaved_in_groups_of_more_than_pp() -> None:
         validate(zb_h1(p, m, 2), 2 * p, m)
 
 
+# Passes of Megatron-LM's interleaved loop (core/pipeline_parallel/schedules.py, d98e8a6: the table
+# of get_schedule_table, the warm-up of get_pp_rank_microbatches): pp, microbatches, vpp and group,
+# then the actions of the first rank. The first row's forwards are the example in its comments.
+MEGATRON_GROUPS = [
+    (
+        (2, 5, 2, 3),
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4",
+    ),
+    (
+        (4, 9, 2, 5),
+        "0F0 0F1 0F2 0F3 0F4 4F0 4F1 4F2 4F3 4F4 0F5 0F6 4B0 0F7 4B1 0F8 4B2 4F5 4B3 4F6 4B4 4F7 "
+        "0B0 4F8 0B1 0B2 0B3 0B4 4B5 4B6 4B7 4B8 0B5 0B6 0B7 0B8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "first"), MEGATRON_GROUPS)
+def test_groups_are_those_of_megatron(sizes: tuple[int, int, int, int], first: str) -> None:
+    p, m, v, group = sizes
+    order = make("interleaved", p, m, v, group=group)
+    assert " ".join(map(str, order[0])) == first
+
+
+def test_every_group_that_megatron_takes_is_valid_and_as_fast() -> None:
+    """Its check: pp or more, not more than there are, and 0 or pp or more left for the last."""
+    for p, v, m in itertools.product((2, 3, 4), (2, 3), range(2, 14)):
+        for group in range(1, m + 1):
+            wanted = p <= group and not 0 < m % group < p
+            takes = SCHEDULES["interleaved"].takes(p, m, group)
+            assert takes == (wanted or group == m)
+            if wanted:
+                order = interleaved(p, m, v, group)
+                validate(order, p * v, m)
+                assert makespan(order, 1, 2) == m * 3 * v + (p - 1) * 3
+
+
 @pytest.mark.numerics
 def test_large_orders() -> None:
     order = interleaved(64, 256, 4)
@@ -396,7 +433,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("interleaved", 4, 10, 2),
             "schedule interleaved: microbatches must be divisible by pp, got 10 microbatches and "
-            "pp=4; use 8 or 12 microbatches",
+            "pp=4; use 8 or 12 microbatches, or set microbatch_group_size_per_vp_stage to 5",
         ),
         (
             ("interleaved", 4, 3, 2),
@@ -432,6 +469,29 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
 def test_errors_of_make(arguments: tuple[str, int, int, int], message: str) -> None:
     with pytest.raises(UserError) as caught:
         make(*arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "message"),
+    [
+        (
+            "interleaved",
+            4,
+            "microbatch_group_size_per_vp_stage=4 does not suit 10 microbatches and pp=4: groups, "
+            "and what is left for the last one, must have pp or more; use 5",
+        ),
+        (
+            "zb-h1",
+            5,
+            "microbatch_group_size_per_vp_stage=5 is about schedule interleaved, got schedule "
+            "zb-h1; drop it",
+        ),
+    ],
+)
+def test_errors_of_groups(name: str, group: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make(name, 4, 10, 2, group=group)
     assert str(caught.value) == message
 
 

@@ -51,6 +51,14 @@ class BatchSection:
         elsewhere="a pipeline runs its microbatches in turn",
         metavar="NAME",
     )
+    microbatch_group_size_per_vp_stage: Count | None = setting(
+        None,
+        "With schedule=interleaved: microbatches that pass through the chunks of a rank together.",
+        unset="pp; torchtitan: equal groups of pp or a few more",
+        modes=TRAINING,
+        elsewhere="a pipeline rank holds one stage",
+        names=("microbatch-group-size-per-virtual-pipeline-stage",),
+    )
     layers_per_stage: tuple[Number, ...] | None = setting(
         None,
         "Layers of each virtual stage, such as 9,10,10,9.",
