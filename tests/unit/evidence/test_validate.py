@@ -111,7 +111,7 @@ def test_a_row_that_no_program_is_made_of_is_counted() -> None:
     (outcome,) = validate.compare(rows)
     assert isinstance(outcome, published.NotCompared)
     assert "layers" in outcome.reason
-    with pytest.raises(UserError, match="mine, small: .*layers"):
+    with pytest.raises(UserError, match=r"mine, small: .*layers"):
         list(validate.validate(rows=rows))
     (left,) = [*published.read(f"{HEADER},not_compared\n{ROW.format(quantity='step_s')},", "r")]
     assert left.row == "small"
