@@ -109,17 +109,38 @@ def zb_h1(pp: int, microbatches: int, vpp: int = 1) -> Order:
     (1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2)
     """
 
+    return _zero_bubble(pp, microbatches, vpp, lag=1)
+
+
+def zb_h2(pp: int, microbatches: int) -> Order:
+    """ZB-H1 with twice the microbatches in flight: no rank waits (arXiv 2401.10241, section 2.2).
+
+    What the authors' search finds with twice the memory of 1F1B (their ZB-2p) if F, I and W take
+    equally long. Each rank then works from its first action to its last.
+
+    >>> zb_h2(2, 3)
+    ((0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2), (1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2))
+    """
+    return _zero_bubble(pp, microbatches, vpp=1, lag=2)
+
+
+def _zero_bubble(pp: int, microbatches: int, vpp: int, lag: int) -> Order:
+    """Backwards in halves: each rank is `lag` forwards ahead of the next one, and as much later.
+
+    Rank r puts each weight gradient off by `lag` x r backwards.
+    """
     group = equal_group(pp, microbatches)
 
     def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
         forwards, inputs = (_passes(k, pp, microbatches, vpp, rank, group) for k in "FI")
         weights = [a._replace(kind="W") for a in inputs]
-        warmup = min(pp - rank - 1 + (vpp - 1) * group, len(forwards))
+        warmup = min(lag * (pp - rank - 1) + (vpp - 1) * group, len(forwards))
+        postponed = min(lag * rank, len(inputs))
         actions = forwards[:warmup]
         for i, action in enumerate(inputs):
             actions += [*forwards[warmup + i : warmup + i + 1], action]
-            actions += weights[i - rank : i - rank + 1] if i >= rank else []
-        return (*actions, *weights[max(len(weights) - rank, 0) :])
+            actions += weights[i - postponed : i - postponed + 1] if i >= postponed else []
+        return (*actions, *weights[len(weights) - postponed :])
 
     return tuple(rank_actions(rank) for rank in range(pp))
 

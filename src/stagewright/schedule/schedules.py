@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.schedule.actions import Order
+from stagewright.schedule.controllable_memory import v_half, v_min
 from stagewright.schedule.generators import (
     dualpipe,
     dualpipev,
@@ -17,6 +18,7 @@ from stagewright.schedule.generators import (
     looped_bfs,
     one_f_one_b,
     zb_h1,
+    zb_h2,
     zbv,
 )
 from stagewright.schedule.text import MOST_BYTES, from_csv
@@ -75,7 +77,10 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "looped-bfs": Schedule(looped_bfs, None),
     "zb-h1": Schedule(zb_h1, None, "pass in equal groups of pp or few more", _equal_groups),
+    "zb-h2": Schedule(zb_h2),
     "zbv": Schedule(zbv, 2),
+    "v-half": Schedule(v_half, 2),
+    "v-min": Schedule(v_min, 2),
     "dualpipev": Schedule(dualpipev, 2, "be 2 x pp or more", _full),
     "dualpipe": Schedule(
         dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True

@@ -289,12 +289,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"pp": 2, "vpp": 2, "schedule": "gpipe"},
         "schedule gpipe has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
-        "looped-bfs, zb-h1, zbv or dualpipev",
+        "looped-bfs, zb-h1, zbv, v-half, v-min or dualpipev",
     ),
     (
         {"schedule": "1F1B"},
-        "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zbv, "
-        "dualpipev, dualpipe or a path ending in .csv; did you mean '1f1b'?",
+        "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zbv, "
+        "v-half, v-min, dualpipev, dualpipe or a path ending in .csv; did you mean '1f1b'?",
     ),
     (
         {"pp": 4, "schedule": "dualpipe", "dp": 2, "micro_batch_size": 3, "global_batch_size": 54},

@@ -23,6 +23,7 @@ from orders import in_flight
 from paths import DATA
 from stagewright.errors import UserError
 from stagewright.schedule.actions import SLOTS, Action, Order, Overlap, flat, halved, needs
+from stagewright.schedule.controllable_memory import v_half, v_min
 from stagewright.schedule.generators import (
     dualpipe,
     dualpipev,
@@ -31,6 +32,7 @@ from stagewright.schedule.generators import (
     looped_bfs,
     one_f_one_b,
     zb_h1,
+    zb_h2,
     zbv,
 )
 from stagewright.schedule.places import mirrored, places
@@ -120,6 +122,31 @@ def test_zbv_has_no_bubble(p: int, m: int) -> None:
         assert without == before + after == p - 1
 
 
+@pytest.mark.parametrize(("f", "i", "w"), TIMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 7), (4, 12), (8, 32)])
+def test_bubble_of_zb_h2(p: int, m: int, f: int, i: int, w: int) -> None:
+    """From a rank's first action to its last (arXiv 2401.10241, table 1): (p-1)(F+I-2W), or none.
+
+    Ranks do not wait for each other at the end: the update is validated afterwards there.
+    """
+    order, cost = zb_h2(p, m), costs(f, i, w)
+    times = play(order, cost)
+    spans = [times[flat(steps)[-1]][1] - times[flat(steps)[0]][0] for steps in order]
+    bubbles = [span - m * (f + i + w) for span in spans]
+    assert bubbles[0] == max(bubbles)
+    assert max(bubbles) == (p - 1) * (f + i - 2 * w) if f + i >= 2 * w else max(bubbles) >= 0
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 6), (3, 9), (4, 12), (5, 10), (6, 24), (7, 14), (8, 32)])
+def test_bubble_of_controllable_memory(p: int, m: int) -> None:
+    """A few slots at the ends, whatever the number of microbatches, where F = I = W."""
+    work = 6 * m
+    half = max(end for _, end in play(v_half(p, m), costs(1, 1, 1)).values())
+    least = max(end for _, end in play(v_min(p, m), costs(1, 1, 1)).values())
+    assert half - work == (max(3 * p - 7, 1) if p % 2 == 0 else 3 * p - 4)
+    assert least - work == 4 * p - (7 if p % 3 == 0 else 5)
+
+
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_in_flight(p: int, m: int) -> None:
     assert in_flight(gpipe(p, m)) == [{rank: m} for rank in range(p)]
@@ -141,6 +168,41 @@ def test_memory_of_the_zero_bubble_family() -> None:
         assert alive(zbv(p, m)) == [2 * p] * p
         assert alive(dualpipe(p, m)) == [p + 1] * p
         assert alive(dualpipev(p // 2, m // 2)) == [p + 1] * (p // 2)
+
+
+def test_memory_of_zb_h2_and_of_controllable_memory() -> None:
+    """Twice, half and a third of 1F1B's (arXiv 2401.10241, table 1; 2405.15362, table 1).
+
+    V-Half and V-Min count in half stages, of which 1F1B's first rank holds 2 p.
+    """
+    for p in range(2, 9):
+        m = 3 * p
+        assert alive(zb_h2(p, m)) == [2 * p - 1] * p
+        assert max(alive(v_half(p, m))) == p + (1 if p % 2 else 2)
+        assert max(alive(v_min(p, m))) == 2 * -(-(p + 2) // 3)
+
+
+CONTROLLABLE: list[dict[str, Any]] = json.loads((PUBLISHED / "sail-v-half-v-min.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "row", CONTROLLABLE, ids=lambda r: f"{r['schedule']}-{r['pp']}-{r['microbatches']}"
+)
+def test_controllable_memory_is_in_the_authors_order(row: dict[str, Any]) -> None:
+    order = make(row["schedule"], row["pp"], row["microbatches"], 2)
+    assert [" ".join(map(str, steps)) for steps in order] == row["ranks"]
+
+
+@pytest.mark.parametrize("schedule", [v_half, v_min])
+def test_what_is_done_for_one_microbatch_is_repeated_for_more(schedule: Any) -> None:
+    """Long orders are short ones with a part repeated: they hold no more and wait no longer."""
+    for p in (1, 2, 3, 4, 6):
+        short, long = 3 * p + 3, 3 * p + 11
+        orders = [schedule(p, m) for m in (short, long)]
+        validate(orders[1], 2 * p, long)
+        assert alive(orders[0]) == alive(orders[1])
+        ends = [max(end for _, end in play(o, costs(1, 1, 1)).values()) for o in orders]
+        assert ends[1] - ends[0] == 6 * (long - short)
 
 
 def alive(order: Order) -> list[int]:
@@ -196,10 +258,13 @@ def test_make() -> None:
     assert make("interleaved", 2, 4, 3) == interleaved(2, 4, 3)
     assert make("looped-bfs", 2, 3, 2) == looped_bfs(2, 3, 2)
     assert make("zb-h1", 2, 4) == zb_h1(2, 4)
+    assert make("zb-h2", 2, 4) == zb_h2(2, 4)
     assert make("zbv", 2, 4, 2) == zbv(2, 4)
+    assert make("v-half", 2, 4, 2) == v_half(2, 4)
+    assert make("v-min", 2, 4, 2) == v_min(2, 4)
 
 
-PLACES = {"zbv": (0, 1), "dualpipev": (0, 1), "dualpipe": (0, 1)}  # others: chunks round the ranks
+VEES = {"zbv", "v-half", "v-min", "dualpipev", "dualpipe"}  # others: chunks round the ranks
 
 
 @settings(deadline=None)
@@ -212,7 +277,7 @@ def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
     order = make(name, p, m, chunks)
     validate(order, p * chunks, m)
     for rank, steps in enumerate(order):
-        held = {rank, 2 * p - 1 - rank} if chunks == 2 and name in PLACES else set()
+        held = {rank, 2 * p - 1 - rank} if chunks == 2 and name in VEES else set()
         held |= {rank, p - 1 - rank} if name == "dualpipe" else set()
         assert {a.stage for a in flat(steps)} == held or {rank + c * p for c in range(chunks)}
     assert mirrored(order) == (name == "dualpipe")
@@ -255,7 +320,7 @@ def test_groups_are_those_of_megatron(sizes: tuple[int, int, int, int], first: s
 
 def test_every_group_that_megatron_takes_is_valid_and_as_fast() -> None:
     """Its check: pp or more, not more than there are, and 0 or pp or more left for the last."""
-    for p, v, m in itertools.product((2, 3, 4), (2, 3), range(2, 14)):
+    for p, v, m in itertools.product((2, 4), (2, 3), range(2, 11)):
         for group in range(1, m + 1):
             wanted = p <= group and not 0 < m % group < p
             takes = SCHEDULES["interleaved"].takes(p, m, group)
@@ -418,7 +483,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("1f1b", 4, 8, 2),
             "schedule 1f1b has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
-            "looped-bfs, zb-h1, zbv or dualpipev",
+            "looped-bfs, zb-h1, zbv, v-half, v-min or dualpipev",
         ),
         (("gpipe", 0, 8), "schedule gpipe: got pp=0, wanted 1 or more; set pp"),
         (
@@ -448,7 +513,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("zbv", 4, 8),
             "schedule zbv has 2 stages per rank, got vpp=1; use vpp=2, or schedule gpipe, 1f1b, "
-            "interleaved, looped-bfs, zb-h1 or dualpipe",
+            "interleaved, looped-bfs, zb-h1, zb-h2 or dualpipe",
         ),
         (
             ("dualpipe", 3, 8),
