@@ -183,7 +183,8 @@ class Kernels(NamedTuple):
 
 
 def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
-    """Seconds of the COMPUTE tasks in `rows`, from the shapes of their kernels."""
+    """Seconds of the COMPUTE tasks in `rows` within a step, from the shapes of their kernels."""
+    hardware = hardware.sustained()
     flops, traffic = tasks.flops[rows].astype(float), tasks.traffic[rows].astype(float)
     seconds = memory_seconds(traffic, flops, hardware)
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
@@ -218,7 +219,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
             seconds[mine] = attention_shape_seconds(
                 kernels, hardware, backward=timing is Timing.ATTENTION_BACKWARD
             )
-    return seconds / hardware.sustained_fraction
+    return seconds
 
 
 def timing_of(kernel: str) -> Timing:
