@@ -1,14 +1,15 @@
 """Fit `sustained_fraction`, the clock of a long run, per GPU and precision; print held-out errors.
 
-    python benchmarks/fit_sustained.py steps HARDWARE PRECISION [ROWS.csv ...]
+    python benchmarks/fit_sustained.py steps HARDWARE PRECISION [SOURCE ...]
     python benchmarks/fit_sustained.py products HARDWARE SYSTEM.json
 
-`steps` takes training rows of dense models that the package carries, or those of files: the clock
-at which the median error is zero. Other precisions keep the clock that the hardware has. `products`
-takes matrix products that SimuMax (github.com/MooreThreads/SimuMax, Apache-2.0) measured one after
-the other for a while, in `configs/system/*.json`: the median of benchmark over sustained speed,
-among products of more than 100 us. Of the rows, 70% fit and 30% are held out, by a hash of the
-configuration.
+`steps` takes the training rows of dense models that the package carries, or of some sources: the
+clock at which the median error is zero. Other precisions keep the clock that the hardware has; rows
+of low utilization are left out. `products` takes matrix products that SimuMax
+(github.com/MooreThreads/SimuMax, Apache-2.0) measured one after the other for a while, in
+`configs/system/*.json`: the median of benchmark over sustained speed, among products of more than
+100 us. Of the rows, 70% fit and 30% are held out, by a hash of the configuration
+(`stagewright validate` holds out the same).
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from math import log
 from pathlib import Path
 
 import numpy as np
 
+from stagewright.errors import UserError
 from stagewright.evidence import validate
+from stagewright.evidence.groups import configuration, held_out
+from stagewright.evidence.measurements import Measurement, measurements
 from stagewright.lower.compile import CompiledRun, compile
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.time.hardware import Hardware, resolve
-from stagewright.time.network import Machine
 from stagewright.time.roofline import gemm_seconds
 
 LONG_S = 100e-6
@@ -34,7 +39,7 @@ LONG_S = 100e-6
 
 
 def fits(key: str) -> bool:
-    """Whether a row is among the 70% that fit."""
+    """Whether a product is among the 70% that fit."""
     return int(hashlib.sha256(key.encode()).hexdigest(), 16) % 10 < 7
 
 
@@ -51,8 +56,10 @@ def compile_once() -> Callable[[Run, ModelConfig], CompiledRun]:
     def found(run: Run, model: ModelConfig) -> CompiledRun:
         key = (run.model_dump_json(), repr(model))
         if key not in known:
-            known.clear()  # rows come one after the other
-        return known.setdefault(key, compile(run, model))
+            if len(known) > 1:  # a row needs two programs, and rows come one after the other
+                known.clear()
+            known[key] = compile(run, model)
+        return known[key]
 
     return found
 
@@ -66,12 +73,12 @@ def told(label: str, errors: np.ndarray) -> None:
         )
 
 
-def solved(key: list[str], clocks: np.ndarray, logs: np.ndarray) -> float:
+def solved(key: list[str], fit: list[bool], clocks: np.ndarray, logs: np.ndarray) -> float:
     """The clock at which the median of the rows that fit is right; print both errors.
 
     `logs` has shape (rows, clocks): the logarithm of predicted over measured.
     """
-    chosen = np.array([fits(k) for k in key])
+    chosen = np.array(fit)
     if not chosen.any():
         raise SystemExit("no rows of this hardware and precision among the 70% that fit")
     medians = np.median(logs[chosen], axis=0)
@@ -89,28 +96,47 @@ def solved(key: list[str], clocks: np.ndarray, logs: np.ndarray) -> float:
 CLOCKS = np.array([0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 
 
-def steps(name: str, precision: str, paths: list[str]) -> None:
-    """Fit a clock to step times."""
+def steps(name: str, precision: str, sources: list[str]) -> None:
+    """Fit a clock to step times of some sources."""
     validate.compile = compile_once()  # pyright: ignore
-    rows = [m for path in paths for m in validate.load(path)] or validate.measurements()
-    key: list[str] = []
+    rows = [
+        m
+        for m in measurements()
+        if m.hardware == name
+        and m.run.precision == precision
+        and not m.model.num_experts
+        and not m.low_utilization
+        and (not sources or any(text in m.source for text in sources))
+    ]
+    clocks = CLOCKS[[1, 3, 5]]
+    known: dict[str, list[float]] = {}
     logs: list[list[float]] = []
+    kept: list[Measurement] = []
     for m in rows:
-        if m.hardware != name or m.run.precision != precision or m.model.num_experts:
-            continue
-        found: list[float] = []
-        for clock in CLOCKS[[1, 3, 5]]:
-            hardware = with_clock(resolve(name), precision, clock)
-            machine = Machine.of(
-                hardware, gpus=m.run.world_size, attention_kernel=m.attention_kernel or None
+        key = configuration(m)
+        if key not in known:
+            print(f"# {m.source}, {m.row}", file=sys.stderr, flush=True)
+            known[key] = _seconds(m, precision, clocks)
+        if known[key]:
+            kept.append(m)
+            found = [validate.in_quantity(m, s) / m.measured for s in known[key]]
+            logs.append([log(x) if m.quantity == "step_s" else -log(x) for x in found])
+    names = [f"{m.source}, {m.row}" for m in kept]
+    solved(names, [not held_out(m) for m in kept], clocks, np.array(logs))
+
+
+def _seconds(m: Measurement, precision: str, clocks: np.ndarray) -> list[float]:
+    """Seconds of the step at each clock; empty where the row cannot be predicted."""
+    machine = validate.machine_of(m)
+    try:
+        return [
+            validate.step_seconds(
+                m, replace(machine, hardware=with_clock(machine.hardware, precision, clock))
             )
-            predicted = validate.in_quantity(m, validate.step_seconds(m, machine))
-            log = float(np.log(predicted / m.measured))
-            found.append(log if m.quantity == "step_s" else -log)
-        key.append(f"{m.source}, {m.row}")
-        logs.append(found)
-        print(f"# {key[-1]}", file=sys.stderr, flush=True)
-    solved(key, CLOCKS[[1, 3, 5]], np.array(logs))
+            for clock in clocks.tolist()
+        ]
+    except UserError:
+        return []
 
 
 def products(name: str, path: str) -> None:
@@ -135,14 +161,14 @@ def products(name: str, path: str) -> None:
             found.append(float(np.log(took / seconds)))
         key.append(shape)
         logs.append(found)
-    solved(key, CLOCKS, np.array(logs))
+    solved(key, [fits(k) for k in key], CLOCKS, np.array(logs))
 
 
 def main() -> None:
     """The fit that is asked for."""
     match sys.argv[1:]:
-        case ["steps", name, precision, *paths]:
-            steps(name, precision, paths)
+        case ["steps", name, precision, *sources]:
+            steps(name, precision, sources)
         case ["products", name, path]:
             products(name, path)
         case _:
