@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 VALUES = ("fp8", "int8", "fp6", "fp4", "int4", "int3", "int2")
@@ -16,7 +17,7 @@ class Stored(NamedTuple):
 
     values: str
     """The data type of the values, one of `VALUES`."""
-    scale_bits: int = 0
+    scale_bits: int | Fraction = 0
     """Bits of a group's scale, and of its zero point where there is one."""
     rows: int = 0
     """Outputs of the matrix that share a scale; 0: all of them."""

@@ -9,7 +9,9 @@ residual stream; blocks of equal shape are built once, however many layers use t
 from stagewright.blocks.builder import Block
 from stagewright.blocks.chain import BLOCKS, chain
 from stagewright.blocks.recipe import (
+    EVERYTHING,
     PRECISIONS,
+    Adapter,
     ExpertRecipe,
     GradientHabits,
     Inference,
@@ -18,10 +20,12 @@ from stagewright.blocks.recipe import (
     Precision,
     Recipe,
     Tie,
+    Training,
 )
 from stagewright.blocks.sizes import sizes
 
 __all__ = [
-    "BLOCKS", "PRECISIONS", "Block", "ExpertRecipe", "GradientHabits", "Inference",
-    "OperatorHabits", "OptimizerHabits", "Precision", "Recipe", "Tie", "chain", "sizes",
+    "BLOCKS", "EVERYTHING", "PRECISIONS", "Adapter", "Block", "ExpertRecipe", "GradientHabits",
+    "Inference", "OperatorHabits", "OptimizerHabits", "Precision", "Recipe", "Tie", "Training",
+    "chain", "sizes",
 ]  # fmt: skip

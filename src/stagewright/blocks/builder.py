@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stagewright.algebra.size import Size, size
-from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.adapters import factors
+from stagewright.blocks.recipe import Adapter, Recipe
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.graph.node import Graph, Node, replace
 from stagewright.graph.parameter import Parameter
@@ -30,6 +31,8 @@ class Block:
     name: str
     graph: Graph
     primal: Mapping[Node, Node]
+    trained: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    """Of each live value that the block makes, whether it depends on anything that trains."""
 
 
 def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
@@ -40,7 +43,7 @@ def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
 
     graph, table = block.graph.rebuild(visit)
     primal = {table[g]: table[p] for g, p in block.primal.items() if g in table and p in table}
-    return Block(name, graph, primal)
+    return Block(name, graph, primal, block.trained)
 
 
 def stream(dims: tuple[str | Size, ...], dtype: str, *, scope: str = "") -> Node:
@@ -109,7 +112,10 @@ class Builder:
             used: dict[str, Any] = {"once": self.recipe.gather_once, "scope": scope}
             used["binding"] = Binding(param=declared)
             x = p if dtype else cast(p, self.dtype, name=name, role=Role.SENT, **used)
-            self.used[name] = identity(x, name, role=Role.USED, **used)
+            x = identity(x, name, role=Role.USED, **used)
+            if declared.stored and not self.recipe.inference:  # products read no stored matrix
+                x = cast(x, self.dtype, name=name, role=Role.DEQUANTIZED, **used)
+            self.used[name] = x
         return self.used[name]
 
     def take(self, name: str, *dims: str, dtype: str = "") -> Node:
@@ -132,15 +138,14 @@ class Builder:
         return p
 
     def weight(self, name: str, *dims: str | Size, scope: str = "", **declared: Any) -> Node:
-        """A matrix, declared as in `param`, stored as it is where the model is served."""
+        """A matrix, declared as in `param`, stored as it is where it is served or frozen."""
         return self.param(
             name, *dims, scope=scope, dtype=self.stored(name, scope) or "", **declared
         )
 
     def stored(self, name: str, scope: str) -> Stored | None:
-        """How a matrix is stored where the model is served; None: as it is computed with."""
-        served = self.recipe.inference
-        return served.stored(name, scope) if served else None
+        """How a matrix is stored where it is served or frozen; None: as it is computed with."""
+        return self.recipe.stored(name, scope)
 
     def lowered(self, x: Node, stored: Stored | None) -> Node:
         """An input in the format in which it is multiplied with a matrix that is stored so."""
@@ -156,7 +161,7 @@ class Builder:
         `trained`: in training, too; otherwise such a product is lowered in inference only. `joint`:
         products of one input that share this name are timed as one, where the recipe says so.
         """
-        low = self.recipe.precision.gemm
+        low, of = self.recipe.precision.gemm, (x, w)
         x = self.lowered(x, w.binding.param.stored if w.binding.param else None)
         if self.recipe.gradients.of_each_linear and len(x.shape) == 3:
             x = identity(x, f"{name}_in")  # its gradient is pinned in `parallel.activations`
@@ -166,7 +171,33 @@ class Builder:
             w = cast(w, low, scope=x.scope, name=w.name, once=once, role=Role.LOW_PRECISION)
         if joint and self.recipe.operators.joint_projections:
             fields["joint"] = (joint, "result")
-        return einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
+        y = einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
+        adapter = self.recipe.training.adapter(of[1].binding.name)
+        return self.with_adapter(adapter, spec, *of, y) if adapter else y
+
+    def with_adapter(self, adapter: Adapter, spec: str, x: Node, w: Node, y: Node) -> Node:
+        """The product `y` of an input and a weight, plus what an adapter makes of the input.
+
+        Adapters are multiplied in the precision of activations.
+        """
+        declared = w.binding.param
+        assert declared is not None
+        found = factors(spec, declared, adapter.rank)
+        own: dict[str, Any] = {"scope": y.scope}
+        first = self.param(adapter.first, *found.first, **own)
+        second = self.param(adapter.second(declared.name), *found.second, **own)
+        x = self.dropout(x, adapter.dropout)
+        weights = (second, first) if found.reverse else (first, second)
+        low = einsum(found.products[0], x, weights[0], name=adapter.first, **own)
+        more = len(adapter.weights) > 1
+        fields = {"joint": (f"{adapter.first}.B", "result")} if more else {}
+        if len(low.shape) == 3 and not declared.of_expert:
+            low = identity(low, "lora_low")
+        z = einsum(found.products[1], low, weights[1], name=second.name, **own, **fields)
+        z = elementwise("scale", z, by=adapter.scale, name=f"{y.name}_more", **own)
+        if found.row_parallel:
+            z = identity(identity(z, "lora_out"), "branch")
+        return add(y, z, name=f"{y.name}_adapted", **own)
 
     def adapted(self, y: Node, x: Node, narrow: str, name: str, spec: str, *dims: str) -> Node:
         """The product `y` of a shared block's weight plus that of the layer's own adapter (LoRA,

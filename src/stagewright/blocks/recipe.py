@@ -90,8 +90,13 @@ class Inference:
 
     def stored(self, name: str, scope: str) -> Stored | None:
         """How the matrix of this name is stored; None: as it is computed with."""
-        rows = dict(self.weights)
-        return rows[name] if name in rows else rows.get(scope)
+        return stored_as(self.weights, name, scope)
+
+
+def stored_as(storage: Storage, name: str, scope: str) -> Stored | None:
+    """How a storage has the matrix of a name and a scope; None: as it is computed with."""
+    rows = dict(storage)
+    return rows[name] if name in rows else rows.get(scope)
 
 
 class Tie(NamedTuple):
@@ -126,6 +131,55 @@ class Tie(NamedTuple):
         else:
             place = "again" if self.later else "last here"
         return f"{place} with {self.name}"
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter (LoRA, arXiv 2106.09685) of one linear layer.
+
+    The layer may be several weights that read one input, such as `wq`, `wk` and `wv`: these share
+    the first factor.
+    """
+
+    weights: tuple[str, ...]
+    rank: int
+    scale: float = 1.0
+    """By what the adapter's result is multiplied: alpha / rank."""
+    dropout: float = 0.0
+    """Of the adapter's input."""
+
+    @property
+    def first(self) -> str:
+        """The name of the first factor, which leads from the layer's inputs to `rank` channels."""
+        return f"{self.weights[0]}.lora_A"
+
+    def second(self, weight: str) -> str:
+        """The name of the second factor, which leads to the outputs of one of the weights."""
+        return f"{weight}.lora_B"
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The names of the adapter's parameters."""
+        return self.first, *map(self.second, self.weights)
+
+
+class Training(NamedTuple):
+    """What of a block trains: all of it, but for what is frozen."""
+
+    frozen: frozenset[str] = frozenset()
+    """The block's parameters that do not train."""
+    constant: frozenset[str] = frozenset()
+    """Live values that come to the block and depend on nothing that trains."""
+    adapters: tuple[Adapter, ...] = ()
+    stored: Storage = ()
+    """How frozen matrices are stored that are not stored in what is computed in."""
+
+    def adapter(self, weight: str) -> Adapter | None:
+        """The adapter that trains beside a weight."""
+        return next((a for a in self.adapters if weight in a.weights), None)
+
+
+EVERYTHING = Training()
+"""All parameters train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +249,20 @@ class Recipe:
     """The weight of the loss by which an indexer learns what attention attends to."""
     inference: Inference | None = None
     """How the model is served; None: it is trained."""
+    training: Training = EVERYTHING
+    """What of the block trains."""
     logits: str = ""
     """How the loss reads logits: "split" over the vocabulary, "gathered"; "": they are whole."""
     operators: OperatorHabits = OperatorHabits()
     gradients: GradientHabits = GradientHabits()
     updates: OptimizerHabits = OptimizerHabits()
+
+    def stored(self, name: str, scope: str) -> Stored | None:
+        """How a matrix is stored, where it is served or frozen; None: as it is computed with."""
+        if self.inference:
+            return self.inference.stored(name, scope)
+        frozen = name in self.training.frozen
+        return stored_as(self.training.stored, name, scope) if frozen else None
 
     def tie(self, name: str, *, first: bool) -> Tie:
         """The block's copy of a table; a block that is built alone has its `first` copy or not."""

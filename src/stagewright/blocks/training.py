@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from stagewright.blocks import inference
 from stagewright.blocks.builder import Block, Builder
 from stagewright.blocks.recipe import Recipe
-from stagewright.graph.gradient import backward
+from stagewright.graph.gradient import backward, dependent
 from stagewright.graph.make import add, apply, cast, elementwise, identity, leaf, letters
 from stagewright.graph.node import INTEGERS, Graph, Node, replace, toposort
 from stagewright.graph.roles import CLIP, STREAM, TABLE, Binding, Role
@@ -28,31 +28,38 @@ def finish(
     """The whole block: forward, and in training backward, gradient accumulation, optimizer step.
 
     `x` and `y` are the residual stream before and after the block. Gradients are computed for `x`,
-    `others` and all parameters. Without `y` the residual stream ends here, or, if `passes`, it goes
-    through the block unchanged.
+    `others` and all parameters, but for what the recipe says is frozen. Without `y` the residual
+    stream ends here, or, if `passes`, it goes through the block unchanged.
     """
     if b.recipe.inference:
         return inference.finish(name, b, y)
     if b.recipe.parameters_alone:
         return _trained_parameters(name, b, table_comes_first=not is_loss)
-    inputs = [*others, *(n for n in b.taken.values() if has_gradient(n))]
-    named = [f"d_{n.name}" for n in inputs] + ([] if x is None else ["dx"])
-    inputs += [] if x is None else [x]
+    training = b.recipe.training
+    inputs = [*others, *(n for n in b.taken.values() if has_gradient(n)), *([x] if x else [])]
+    inputs = [n for n in inputs if n.binding.live_in not in training.constant]
+    named = ["dx" if n is x else f"d_{n.name}" for n in inputs]
+    parameters = [name for name in b.used if name not in training.frozen]
     (last, seed), *more = _seeds(b, y, x if passes else None, is_loss=is_loss).items()
-    found = backward(last, seed, [*inputs, *b.used.values()], dict(more))
+    wrt = [*inputs, *(b.used[name] for name in parameters)]
+    found = backward(last, seed, wrt, dict(more))
     outputs = {"loss" if is_loss else "y": y} if y is not None else {}
     outputs |= b.extra | b.made
     for gradient, g in zip(named, found.gradients, strict=False):
         outputs[gradient] = identity(g, gradient, phase="backward")
     for buffer, counts in b.counted.items():
         outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
-    gradients, summed, trained = _gradients(
-        b, found.gradients[len(inputs) :], table_comes_first=not is_loss
+    of_parameters = zip(
+        (b.params[name] for name in parameters), found.gradients[len(inputs) :], strict=True
     )
+    gradients, summed, trained = _gradients(b, of_parameters, table_comes_first=not is_loss)
     outputs |= gradients | _optimizer_step(trained, b.recipe)
     results = [n for n in (*b.extra.values(), *b.counted.values(), y, *b.made.values()) if n]
     order = [*toposort(results), *(n for g in found.order for n in (g, summed.get(g, g)))]
-    return Block(name, Graph.of([*order, *outputs.values()], outputs), found.primal)
+    made = b.made if y is None or is_loss else {STREAM: y, **b.made}
+    active = dependent(toposort(made.values()), wrt)
+    graph = Graph.of([*order, *outputs.values()], outputs)
+    return Block(name, graph, found.primal, {live: n in active for live, n in made.items()})
 
 
 def _trained_parameters(name: str, b: Builder, *, table_comes_first: bool) -> Block:
@@ -94,20 +101,20 @@ def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -
 
 
 def _gradients(
-    b: Builder, of_microbatch: Sequence[Node], *, table_comes_first: bool
+    b: Builder, of_microbatch: Iterable[tuple[Node, Node]], *, table_comes_first: bool
 ) -> tuple[dict[str, Node], dict[Node, Node], list[Trained]]:
     """Accumulate the gradients of parameters over microbatches, and reduce them over replicas.
 
-    Returns the outputs of the block by name; the accumulated gradient by the gradient of a
-    microbatch; and the parameters that this block's optimizer step updates. `table_comes_first`:
-    where the recipe does not say which copy of a tied table is the first, the block has it.
+    `of_microbatch` are parameters that train, each with its gradient. Returns the outputs of the
+    block by name; the accumulated gradient by the gradient of a microbatch; and the parameters that
+    this block's optimizer step updates. `table_comes_first`: where the recipe does not say which
+    copy of a tied table is the first, the block has it.
     """
     recipe = b.recipe
     outputs: dict[str, Node] = {}
     summed: dict[Node, Node] = {}
     trained: list[Trained] = []
-    parameters = [p for p in b.params.values() if not p.binding.buffer]
-    for p, g in zip(parameters, of_microbatch, strict=True):
+    for p, g in of_microbatch:
         table = p.binding.tied
         tie = recipe.tie(table, first=table_comes_first) if table else None
         if tie and tie.later and recipe.sum_tied:

@@ -23,7 +23,9 @@ def backward(
 ) -> Backward:
     """Gradients of `out` for each of `wrt`, given the gradient `seed` of `out` itself.
 
-    `others` are more results, each with what is known of its gradient.
+    `others` are more results, each with what is known of its gradient. A gradient is computed only
+    for values that depend on some of `wrt`: what is frozen has none, and backward stops below the
+    first value that trains.
 
     All contributions to one value are added at once, so that those that live alike are reduced
     once. Weight gradients run after the gradients that others wait for, which leaves communication
@@ -31,11 +33,9 @@ def backward(
     """
     wrt = tuple(wrt)
     forward = toposort([*others, out])
-    active: set[Node] = set(wrt)
-    for n in forward:
-        if any(s in active for s in n.srcs):
-            active.add(n)
-    parts: dict[Node, list[Node]] = {out: [seed], **{n: [g] for n, g in others.items()}}
+    active = dependent(forward, wrt)
+    seeds = {out: seed, **others}
+    parts: dict[Node, list[Node]] = {n: [g] for n, g in seeds.items() if n in active}
     total: dict[Node, Node] = {}
     primal: dict[Node, Node] = {}
     order: list[Node] = []
@@ -80,6 +80,15 @@ def backward(
         raise ValueError(f"the output does not depend on {missing}")
     gradients = tuple(total[w] for w in wrt)
     return Backward(gradients, (*order, *gradients), primal)
+
+
+def dependent(order: Iterable[Node], wrt: Iterable[Node]) -> set[Node]:
+    """`wrt`, and the values of `order`, inputs first, that depend on some of `wrt`."""
+    active = set(wrt)
+    for n in order:
+        if not active.isdisjoint(n.srcs):
+            active.add(n)
+    return active
 
 
 def _named(n: Node) -> str:

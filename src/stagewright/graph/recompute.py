@@ -18,11 +18,14 @@ def remat(
 
     Copies run just before their first user. `rerun` marks results that are made again whole though
     forward's are kept, as by frameworks that call a module's forward again for its inner values:
-    their copies run before backward first reads something that they are made of. Returns the graph
-    and `primal` for its nodes.
+    their copies run before backward first reads something that they are made of. What is kept by
+    another name, as an identity that backward reads, is not made again. Returns the graph and
+    `primal` for its nodes.
     """
     copy: dict[Node, Node] = {}
     forced: list[Node] = []
+    read = {s for n in graph if n.phase != "forward" for s in n.srcs}
+    named = {n.srcs[0] for n in read if n.op == "identity" and n.srcs and not again(n)}
     for n in graph:
         if n.phase == "forward" and n.srcs and (phase := again(n)):
             copy[n] = replace(n, srcs=tuple(copy.get(s, s) for s in n.srcs), phase=phase)
@@ -30,7 +33,7 @@ def remat(
                 forced.append(n)
     if not copy:
         return graph, dict(primal)
-    kept = set(forced)
+    kept = {*forced, *named}
 
     def visit(old: Node, srcs: tuple[Node, ...]) -> Node:
         if old.phase != "forward":

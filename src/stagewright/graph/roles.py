@@ -25,6 +25,9 @@ class Role(Enum):
     """A parameter in the precision of the computation, in which it is gathered."""
     USED = "used"
     """A parameter as the computation sees it: gathered over the ranks that store shards."""
+    DEQUANTIZED = "dequantized"
+    """A frozen parameter that is stored in few bits, in the precision of the computation: made
+    where it is read, in forward and again in backward."""
     LOW_PRECISION = "low"
     """A used parameter, cast once more for products in a lower precision."""
 

@@ -42,7 +42,13 @@ class BlockContext(NamedTuple):
 
 def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) -> nn.Block:
     """The block for one device: forward pass, and in training gradients and optimizer step."""
-    recipe = replace(recipe, ties=variant.ties, begins=variant.begins, ends=variant.ends)
+    recipe = replace(
+        recipe,
+        ties=variant.ties,
+        begins=variant.begins,
+        ends=variant.ends,
+        training=variant.training,
+    )
     if recipe.inference:
         served = replace(recipe.inference, weights=variant.weights)
         recipe = replace(recipe, inference=served)
@@ -63,7 +69,7 @@ def recompute(block: nn.Block, context: BlockContext) -> nn.Block:
     """Backward computes or gathers again what the run does not keep for it."""
     variant, run, _, _ = context
     results: set[Node] = set()  # of forward, that backward makes again though they are kept
-    if run.recompute_early_stop:
+    if run.recompute_early_stop or all(n.phase != "backward" for n in block.graph):
         pass
     elif variant.recomputed:
         results = {n for value, n in handed_on(block.graph).items() if not value.gradient}
@@ -75,7 +81,7 @@ def recompute(block: nn.Block, context: BlockContext) -> nn.Block:
         block.primal,
         rerun=results.__contains__,
     )
-    return nn.Block(block.name, graph, primal)
+    return replace(block, graph=graph, primal=primal)
 
 
 def place(block: nn.Block, context: BlockContext) -> nn.Block:
@@ -89,7 +95,7 @@ def place(block: nn.Block, context: BlockContext) -> nn.Block:
         inner=plan.inner,
         model_axes=plan.model_axes,
     )
-    return nn.Block(block.name, graph, {})
+    return replace(block, graph=graph, primal={})
 
 
 BLOCK_PASSES: dict[str, Callable[[nn.Block, BlockContext], nn.Block]] = {
@@ -117,6 +123,8 @@ def shard_block(
 
 def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
     """The phase in which backward makes a forward value again; None where the value is kept."""
+    if n.role is Role.DEQUANTIZED:  # is not kept: backward reads what is stored
+        return "backward"
     if n.role in (Role.SENT, Role.USED, Role.LOW_PRECISION):  # a weight as the computation sees it
         gathered_again = run.zero == 3 and run.reshard_after_forward and not variant.root
         return "backward" if gathered_again else None
@@ -170,7 +178,11 @@ def lower_block(
     tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
     handed_back = [t for v, t in makes.items() if v.gradient and v.name not in tied]
     permanent = permanent_bytes(
-        graph, size, states_on_host=variant.states_on_host, allocation=allocation
+        graph,
+        size,
+        elsewhere={tie.name for tie in variant.ties if not tie.owner},
+        states_on_host=variant.states_on_host,
+        allocation=allocation,
     ) | habits.permanent_bytes(graph, size)
     return LoweredBlock(
         graph,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stagewright.graph.node import Graph, text
+from stagewright.lower.frozen import TrainedParameters
 from stagewright.lower.inference.capacity import Capacity
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
@@ -32,6 +33,8 @@ class CompiledRun:
     program: Program
     capacity: Capacity | None = None
     """How many requests fit; only in inference, where the memory of a device is given."""
+    trained: TrainedParameters | None = None
+    """What trains of a model of which not all does."""
     load: Load | None = None
     """Tokens per expert; only where they are not spread evenly."""
     device_memory: int | None = None

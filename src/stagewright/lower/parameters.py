@@ -15,15 +15,20 @@ from stagewright.run.settings import Run
 from stagewright.schedule.schedules import make as make_order
 
 
+def published_sizes(model: ModelConfig) -> dict[str, int]:
+    """The sizes of a model's parameters as published: without padding."""
+    seq_length = model.max_position_embeddings if model.vision else 1
+    run = Run(model=model.name).model_copy(update={"seq_length": seq_length})
+    return sizes_of(run, model)
+
+
 @lru_cache(maxsize=16)
 def parameters(model: ModelConfig) -> tuple[int, int]:
     """Parameters of the model as published: all of them, and those that one token uses.
 
     Without padding; tied weights count once. Of a layer's experts, a token uses `top_k`.
     """
-    run = Run(model=model.name)
-    seq_length = model.max_position_embeddings if model.vision else 1
-    sizes = sizes_of(run.model_copy(update={"seq_length": seq_length}), model)
+    run, sizes = Run(model=model.name), published_sizes(model)
     one_stage = run.model_copy(update={"layers_per_stage": (model.depth,)})
     (stage,) = tie_tables(place_blocks(one_stage, model), make_order("1f1b", 1, 1, 1), model)
     recipe = replace(recipe_of(run, model), parameters_alone=True)

@@ -8,6 +8,7 @@ from stagewright.algebra import notation
 from stagewright.algebra.notation import Tensor
 from stagewright.errors import UserError, did_you_mean
 from stagewright.lower.blocks import build_block
+from stagewright.lower.frozen import mark_trained
 from stagewright.lower.recipe import recipe_of
 from stagewright.lower.variants import place_blocks
 from stagewright.model.config import ModelConfig
@@ -46,7 +47,10 @@ def check_table(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, in
     recipe = recipe_of(run, model)
     names: set[str] = set()
     placed: set[str] = set()
-    for variant in {variant for stage in place_blocks(run, model) for variant, _ in stage}:
+    stages = place_blocks(run, model)
+    if run.mode == "train":
+        stages = mark_trained(stages, run, model, recipe)
+    for variant in {variant for stage in stages for variant, _ in stage}:
         graph = build_block(variant, model, recipe).graph
         names |= {n.binding.name or n.name for n in graph if n.phase != "optimizer"}
         placed |= names_in_table(graph, plan, sizes, model.name)

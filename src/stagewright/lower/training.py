@@ -16,6 +16,7 @@ from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.frozen import count, mark_trained
 from stagewright.lower.habits import Habits
 from stagewright.lower.kernels import extent_of
 from stagewright.lower.parameters import parameters
@@ -34,15 +35,14 @@ from stagewright.schedule.schedules import make as make_order
 
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     """A training step of a resolved run that has been checked; `table` as in `lower.compile`."""
-    order = make_order(
-        str(run.schedule), run.pp, run.microbatches, run.vpp, group=run.microbatch_group
-    )
+    order = make_order(str(run.schedule), run.pp, run.microbatches, run.vpp)
     mesh, plan = parallelization(run, model, mirrored=mirrored(order))
     plan = replace(plan, table=table_of(run, model, table))
     sizes = sizes_of(run, model, replicas=1 + mirrored(order))
     recipe = recipe_of(run, model)
     check_table(plan, run, model, sizes)
-    stages = tie_tables(place_blocks(run, model), order, model)
+    tied = tie_tables(place_blocks(run, model), order, model)
+    stages = mark_trained(tied, run, model, recipe)
     variants = dict.fromkeys(variant for stage in stages for variant, _ in stage)
     graphs = {v: shard_block(v, run, model, plan, sizes, recipe) for v in variants}
     habits = Habits.of(run, order)
@@ -59,8 +59,10 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     routing = Routing.of(run, model, plan, sizes["B"] * sizes["S"]) if model.num_experts else None
     load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
     every = load.programs(program) if load else program(routing.even() if routing else None)
+    trained = count(stages, run, model)
     texts = {label: graphs[v] for v, label in labels(variants).items()}
-    return CompiledRun(run, model, *parameters(model), texts, order, every, load=load)
+    total = parameters(model)
+    return CompiledRun(run, model, *total, texts, order, every, load=load, trained=trained)
 
 
 def _clip_norm(run: Run, plan: Plan) -> ClipNorm:

@@ -32,6 +32,7 @@ class BlockVariant(NamedTuple):
     begins: frozenset[str] = frozenset()  # values that it is the first of its stage to use
     ends: frozenset[str] = frozenset()  # values that it is the last to use
     weights: Storage = ()  # how its matrices are stored where the model is served
+    training: nn.Training = nn.EVERYTHING  # what of it trains
 
     def name_at(self, layer: int) -> str:
         """The name of this block at a layer index, such as `layer3`; -1: `head` and the like."""
@@ -72,6 +73,8 @@ def _label(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> str:
         words += [tie.words for tie in variant.ties[:1]]
     if differ(lambda v: v.weights):
         words.append(_stored(variant))
+    if differ(lambda v: v.training):
+        words += _trained(variant, alternatives)
     if differ(lambda v: v.recomputed):
         words.append("recomputed" if variant.recomputed else "kept")
     if differ(lambda v: v.activations_on_host):
@@ -79,6 +82,18 @@ def _label(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> str:
     if differ(lambda v: v.states_on_host):
         words.append("updated on host" if variant.states_on_host else "updated on device")
     return " ".join(words)
+
+
+def _trained(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> list[str]:
+    """What of a block trains, in the words in which it differs from others."""
+    words: list[str] = []
+    if len({v.training.constant for v in alternatives}) > 1:
+        words.append("last of backward" if variant.training.constant else "with gradient of input")
+    if len({v.training.frozen for v in alternatives}) > 1:
+        words.append(f"{len(variant.training.frozen)} frozen")
+    if len({v.training.adapters for v in alternatives}) > 1:
+        words.append(f"{len(variant.training.adapters)} adapters")
+    return words
 
 
 def _stored(variant: BlockVariant) -> str:

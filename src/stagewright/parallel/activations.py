@@ -44,6 +44,8 @@ def activation_rows(plan: Plan) -> dict[str, Dims]:
         # Every rank of tp scores all keys for the same queries (Megatron-LM's DSAIndexer).
         **dict.fromkeys(("index_in", "index_latent", "chosen"), gathered),
     }
+    # What goes through an adapter's narrow channels is on every rank of tp.
+    rows |= {"lora_low": gathered} | ({"lora_out": gathered} if plan.gather_adapters else {})
     if plan.embedding_all_reduce and plan.sequence_parallel:
         rows |= {"word": gathered, "d_scatter": gathered}
     return rows | _recommendation(plan) | _cache(plan) | expert_rows(plan) | context_rows(plan)

@@ -83,6 +83,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         sum_as_read=run.sequence_parallel_grads == "dtensor" and run.zero < 3,
         shard_rows=run.fsdp_shard_dim == "first" and run.zero == 3,
         embedding_all_reduce=model.position == "learned",
+        gather_adapters=not run.lora_all_to_all,
     )
 
 

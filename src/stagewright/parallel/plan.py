@@ -57,6 +57,8 @@ class Plan:
     """ZeRO splits the rows of a parameter, and not the dim that suits it best."""
     embedding_all_reduce: bool = False
     """Words are summed up before positions are added, and scattered then (Megatron-LM)."""
+    gather_adapters: bool = True
+    """Results of row-parallel adapters are gathered before they are added, not exchanged."""
     table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The user's own placements by name, which go before all others."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,14 @@ STORED: Mapping[str, Stored | None] = {
     "mxfp4": Stored("fp4", 8, 1, 32),  # OCP MX 1.0: an exponent of 8 bits
 }
 """How the matrices of layers are stored, by `weight_precision`; None: in 16 bits."""
+
+FROZEN: Mapping[str, Stored] = {
+    "nf4": Stored("fp4", 32, 1, 64),
+    "nf4-double": Stored("fp4", Fraction(65, 8), 1, 64),
+}
+"""How frozen matrices are stored, by `quantize_base`: bitsandbytes' NF4 has an fp32 maximum for 64
+values, which double quantization holds in 8 bits, with an fp32 scale for 256 of these maxima
+(QLoRA, arXiv 2305.14314, section 3)."""
 
 
 def read_bytes(value: str | int, setting: str = "device_memory") -> int:

@@ -56,6 +56,7 @@ def check(run: Run, model: ModelConfig) -> None:
     _check_stages(run, model)
     _check_layers(run, model)
     apply(STATE, run, model)
+    apply(ADAPTERS, run, model)
     check_needs(run)
     apply(RECOMPUTE_AND_OFFLOAD, run, model)
     _check_size(run, model)
@@ -133,6 +134,37 @@ RANKS = (
     ),
 )
 
+ADAPTERS = (
+    Refuse(
+        lambda run, model: run.lora_rank and run.lora_rank % run.tp,
+        "tp={run.tp} does not divide lora_rank={run.lora_rank}, the channels of adapters; {fit}",
+        lambda run, model: {"fit": nearest(run.lora_rank or 1, run.tp)},
+    ),
+    Refuse(
+        lambda run, model: run.lora_rank and model.shared_blocks,
+        "lora_rank: {model.name} has layers that share weights, beside which adapters are not "
+        "modelled; drop it",
+    ),
+    Refuse(
+        lambda run, model: run.quantize_base and not (run.lora_rank or run.freeze or run.trainable),
+        "quantize_base={run.quantize_base} is about frozen matrices, and all parameters train; set "
+        "lora_rank or freeze, or drop it",
+    ),
+    Refuse(
+        lambda run, model: run.quantize_base and run.precision != "bf16",
+        "quantize_base={run.quantize_base} needs precision=bf16, got {run.precision}; drop either",
+    ),
+    *(
+        Refuse(
+            lambda run, model, name=name: (
+                run.lora_rank is None and getattr(run, name) != SETTINGS[name].default
+            ),
+            f"{name} is about adapters, which lora_rank asks for; set lora_rank, or drop {name}",
+        )
+        for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_all_to_all")
+    ),
+)
+
 BATCH = (
     Refuse(
         lambda run, model: (
@@ -202,9 +234,7 @@ def _check_stages(run: Run, model: ModelConfig) -> None:
     if run.vpp > 1 and run.pp == 1:
         raise UserError(f"vpp={run.vpp} splits pipeline stages, got pp=1; raise pp, or use vpp=1")
     step = run.micro_batch_size * run.dp
-    schedules.check(
-        schedule, run.pp, run.microbatches, run.vpp, group=run.microbatch_group, sequences=step
-    )
+    schedules.check(schedule, run.pp, run.microbatches, run.vpp, sequences=step)
     if schedule.endswith(".csv"):
         schedules.make(schedule, run.pp, run.microbatches, run.vpp)
 

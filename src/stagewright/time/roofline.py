@@ -23,8 +23,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.time.constants import GemmFit
-from stagewright.time.hardware import PRODUCTS, Hardware
+from stagewright.time.hardware import PRODUCTS, GemmFit, Hardware
 
 Array = Float
 

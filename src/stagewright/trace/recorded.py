@@ -41,7 +41,11 @@ def manifest(
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
         "model": model_json.to_json(compiled.model),
         **({"modules": {m.name: m.text for m in modules}} if modules else {}),
-        "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
+        "parameters": {
+            "total": compiled.parameters,
+            "active": compiled.active_parameters,
+            **(compiled.trained._asdict() if compiled.trained else {}),
+        },
         "mesh": dict(compiled.program.mesh.axes),
     }
 

@@ -1,7 +1,8 @@
 """What a compiled run holds, in numbers: one JSON-able object, and the same as tables to read.
 
 `summary` has the keys `model`, `run` (what was asked for, as text), `world_size`, `microbatches`,
-`parameters` (`total`, `active` per token) and `rank_classes`. Ranks of a class run the same
+`parameters` (`total`, `active` per token; where not all train also `trainable`, and `adapters`,
+which `total` leaves out) and `rank_classes`. Ranks of a class run the same
 program; each class has
 
 - `ranks`: every rank of the class, ascending; `stage`: its pipeline rank, which several classes
@@ -38,7 +39,7 @@ Where `device_memory` or hardware is given there is also `fit`: whether the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ from stagewright.errors import UserError
 from stagewright.lower import weight_storage
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.frozen import TrainedParameters
 from stagewright.lower.inference.capacity import Capacity
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural, quantity, side_by_side
@@ -84,6 +86,7 @@ class Recorded(NamedTuple):
     model: ModelConfig
     parameters: int
     active_parameters: int
+    trained: TrainedParameters | None
     program: Program
     capacity: Capacity | None
     fit: Fit | None
@@ -98,9 +101,17 @@ def recorded(path: str) -> Recorded:
     total, active = (int(parameters.get(name, 0)) for name in ("total", "active"))  # pyright: ignore
     run = load_experiment(path).run
     if run.device_memory is None:
-        return Recorded(run, model, total, active, source.program(), None, None)
+        trained = _recorded_counts(parameters)  # pyright: ignore
+        return Recorded(run, model, total, active, trained, source.program(), None, None)
     again = compile(run, model)
-    return Recorded(run, model, total, active, source.program(), again.capacity, again.fit)
+    program = source.program()
+    return Recorded(run, model, total, active, again.trained, program, again.capacity, again.fit)
+
+
+def _recorded_counts(parameters: Mapping[str, Any]) -> TrainedParameters | None:
+    if "trainable" not in parameters:
+        return None
+    return TrainedParameters(int(parameters["trainable"]), int(parameters.get("adapters", 0)))
 
 
 def summary(compiled: CompiledRun | Recorded) -> Summary:
@@ -111,7 +122,11 @@ def summary(compiled: CompiledRun | Recorded) -> Summary:
         "run": compiled.run.describe(),
         "world_size": program.mesh.world_size,
         "microbatches": compiled.run.microbatches,
-        "parameters": {"total": compiled.parameters, "active": compiled.active_parameters},
+        "parameters": {
+            "total": compiled.parameters,
+            "active": compiled.active_parameters,
+            **(compiled.trained._asdict() if compiled.trained else {}),
+        },
         **(_served(compiled) if compiled.run.mode != "train" else {}),
         **({"fit": compiled.fit.entry()} if compiled.fit else {}),
         "rank_classes": [_rank_class(program, of) for of in program.classes],
@@ -284,7 +299,7 @@ def tables(of: Summary, console: Console) -> None:
     sparse = parameters["active"] != parameters["total"]
     console.print(Text(of["run"], style="bold"))
     console.print(
-        f"{parameters['total']:,} parameters{active if sparse else ''}, "
+        f"{parameters['total']:,} parameters{active if sparse else ''}{_trained(parameters)}, "
         f"{plural(of['world_size'], 'rank', 'ranks')}, "
         f"{plural(of['microbatches'], 'microbatch', 'microbatches')} per step; "
         "every number below is of one rank and one step",
@@ -297,6 +312,16 @@ def tables(of: Summary, console: Console) -> None:
     for found in (each(of) for each in (compute, held, peak, communication)):
         if len(found):
             print_table(found, console, title_style="bold")
+
+
+def _trained(parameters: Summary) -> str:
+    """How many parameters train, of the model's and those of adapters, where not all do."""
+    if "trainable" not in parameters:
+        return ""
+    trainable, adapters = parameters["trainable"], parameters["adapters"]
+    share = trainable / (parameters["total"] + adapters)
+    beside = f" and {adapters:,} of adapters" if adapters else ""
+    return f"{beside}, of which {trainable:,} train ({share:.4%})"
 
 
 def _fit_line(fit: Summary) -> str:

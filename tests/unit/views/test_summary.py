@@ -87,6 +87,7 @@ def compiled() -> Any:
         program=program,
         parameters=1000,
         active_parameters=800,
+        trained=None,
         load=None,
         fit=None,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagewright.graph.make import apply
-from stagewright.graph.node import BYTES, Node
+from stagewright.graph.node import Node
 from stagewright.graph.reference import attention as meaning
 from stagewright.graph.table import (
     NUMBER,
@@ -29,12 +29,9 @@ def _row_sums(n: Node, here: Mapping[str, Any]) -> Any:
 
 
 def _forward_again(n: Node, here: Mapping[str, Any]) -> Any:
-    """Bytes of forward that its backward reads besides its operands (algorithm 2): the output, and
-    the sums of rows. Once, in the one kernel that makes all gradients."""
-    if n["wrt"] != "q":
-        return 0
-    width = here.get("v", here["d"])
-    return _row_sums(n, here) + batch_and_heads(here) * here["q"] * width * BYTES[n.srcs[0].dtype]
+    """Bytes of forward that its backward reads besides its operands (algorithm 2): the sums of
+    rows. Once, in the one kernel that makes all gradients."""
+    return _row_sums(n, here) if n["wrt"] == "q" else 0
 
 
 def _merge_flops(n: Node, here: Mapping[str, Any]) -> Any:
@@ -57,8 +54,9 @@ def _attention_vjp(n: Node, g: Node) -> Grads:
             found.append(None)
             continue
         attrs: dict[str, Any] = {**own_attributes(n), "products": products, "wrt": wrt}
-        spec = f"{out},{ins}->{term}"
-        back = apply("attention_bwd", spec, g, *n.srcs, out=s.shape, phase="backward", **attrs)
+        # Its own result is an operand: with the gradient it gives the sum of dP * P of each row.
+        spec = f"{out},{out},{ins}->{term}"
+        back = apply("attention_bwd", spec, g, n, *n.srcs, out=s.shape, phase="backward", **attrs)
         found.append(back)
     return tuple(found)
 

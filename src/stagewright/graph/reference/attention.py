@@ -105,7 +105,7 @@ def _cap(ctx: Context, x: Any) -> Any:
     return ctx["softcap"] * np.tanh(x / ctx["softcap"]) if ctx.get("softcap") else x
 
 
-def attention_bwd(ctx: Context, g: Any, q: Any, *keys: Any) -> Any:
+def attention_bwd(ctx: Context, g: Any, o: Any, q: Any, *keys: Any) -> Any:
     keys, more = _apart(ctx, keys)
     k, v = _heads(*keys, width=g.shape[-1])
     p, _ = _attend(ctx, q, k, v, more)

@@ -7,7 +7,7 @@ buffer and parameters written by the optimizer take no bytes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -158,16 +158,16 @@ def permanent_bytes(
     graph: Graph,
     size: Mapping[Node, int],
     *,
+    elsewhere: Collection[str] = (),
     states_on_host: bool = False,
     allocation: Allocation = PERMANENT_BUFFERS,
 ) -> dict[str, int]:
     """Bytes of a block that are allocated all the time, by category.
 
-    A table shared by two blocks belongs to the one that updates it.
+    `elsewhere`: tables of which another block of the rank owns the tensor.
     """
     params = [n for n in graph if n.op == "param"]
-    updated = {n.binding.param for n in graph if n.phase == "optimizer"}
-    shared = {n.binding.param for n in params} - updated
+    shared = {n.binding.param for n in params if n.binding.tied in elsewhere}
     by_category = {
         "parameters": [n for n in params if n.binding.param not in shared],
         "gradients": [n for n in graph if n.op == "accumulate" and n.binding.param not in shared],

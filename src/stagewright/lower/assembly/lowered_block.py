@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stagewright.graph.node import INTEGERS, Graph, Node
+from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Allocation, Use
 from stagewright.lower.kernels import Dependency, Kernel, LiveValue, TaskPart
@@ -100,11 +100,13 @@ class Crossing(NamedTuple):
     name: str
     size: int
     dtype: str
+    gradient: bool
+    """Whether a block behind makes a gradient of the value, for the stage before."""
 
 
 def with_gradient(values: Sequence[Crossing]) -> Sequence[Crossing]:
     """The values whose gradients backward hands to the stage before."""
-    return [value for value in values if value.dtype not in INTEGERS]
+    return [value for value in values if value.gradient]
 
 
 def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:
@@ -113,17 +115,22 @@ def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:
     Each is a message, as Megatron-LM sends the decoder's and the encoder's hidden states
     (`get_tensor_shapes` of its pipeline schedules).
     """
-    live: dict[str, tuple[int, str]] = {}
-    live_before: list[dict[str, tuple[int, str]]] = []  # each stage, from the last on
+    live: dict[str, Crossing] = {}
+    live_before: list[dict[str, Crossing]] = []  # each stage, from the last on
     for stage in reversed(stages):
         for block, _, _ in reversed(stage):
             made_here = {c.name for c in block.makers if not c.gradient}
-            live = {**block.handed_in, **{n: x for n, x in live.items() if n not in made_here}}
+            behind = {n: x for n, x in live.items() if n not in made_here}
+            handed = {n: Crossing(n, *x, False) for n, x in block.handed_in.items()} | behind
+            live = {
+                n: x._replace(gradient=x.gradient or LiveValue(n, True) in block.makers)
+                for n, x in handed.items()
+            }
         live_before.append(live)
     result: list[tuple[Crossing, ...]] = []
     made: set[str] = set()
     for stage, later in zip(stages, live_before[-2::-1], strict=False):
         made |= {c.name for block, _, _ in stage for c in block.makers if not c.gradient}
         names = sorted(made & later.keys(), key=lambda n: (n != STREAM, n))
-        result.append(tuple(Crossing(n, *later[n]) for n in names))
+        result.append(tuple(later[n] for n in names))
     return result

@@ -28,13 +28,16 @@ class ClipNorm(NamedTuple):
 
 
 def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
-    """The rows of the stages of one rank; `clip` is None where gradients are not clipped."""
+    """The rows of the stages of one rank; `clip` is None where gradients are not clipped.
+
+    A rank on which nothing trains takes part in the exchange of norms, as all others do.
+    """
     segment = SegmentBuilder(stages[0].tables)
     row_of: dict[tuple[int, int, Kernel], int] = {}
     norms: list[int] = []
     clip_row = -1
     for part in (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE):
-        if part is TaskPart.UPDATE and clip is not None and norms:
+        if part is TaskPart.UPDATE and clip is not None:
             gradients = sum(
                 n.op == "norm2" for s in stages for p in s.blocks for n in p.block.graph
             )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from stagewright.run.sections.adapters import AdapterSection
 from stagewright.run.sections.batch import BatchSection
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.declare import Setting, settings_of
@@ -28,6 +29,7 @@ class Settings(  # pydantic and dataclasses read the fields of the last base fir
     HabitSection,
     PrecisionSection,
     InferenceSection,
+    AdapterSection,
     ExpertSection,
     MemorySection,
     BatchSection,
@@ -44,6 +46,7 @@ RUN_SECTIONS: Mapping[str, tuple[str, type]] = MappingProxyType(
         "batch": ("Batch and schedule", BatchSection),
         "memory": ("Recomputation and offload", MemorySection),
         "experts": ("Experts", ExpertSection),
+        "adapters": ("Frozen weights and adapters", AdapterSection),
         "inference": ("Inference", InferenceSection),
         "precision": ("Precision and kernels", PrecisionSection),
         "habits": ("Habits of frameworks", HabitSection),

@@ -16,6 +16,7 @@ import numpy as np
 from stagewright.arrays import Bool, exact_sum
 from stagewright.graph.table import Timing
 from stagewright.lower.compile import compile
+from stagewright.lower.frozen import WHAT_TRAINS, trains_all
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import PHASES, Program, Tasks
 from stagewright.run.settings import Run
@@ -39,22 +40,28 @@ class SequenceFlops:
     """Of attention, by layer; -1: outside the layers."""
     choices: float = 0.0
     """Of the scores with which indexers choose keys, which no gradient reaches."""
+    gradients: float | None = None
+    """Of the products of backward, where not all parameters train; None: twice `products`."""
+    without_gradient: frozenset[int] = frozenset()
+    """Layers whose attention no gradient reaches."""
 
     def of_step(self, sequences: int) -> Flops:
-        """The FLOPs of training with so many sequences: backward needs twice those of forward."""
-        full = sum(pairs.full for pairs in self.attention.values())
-        causal = sum(pairs.causal for pairs in self.attention.values())
-        passes, once = 3 * sequences, sequences * self.choices
-        return Flops(
-            passes * (self.products + full) + once, passes * (self.products + causal) + once
-        )
+        """The FLOPs of training with so many sequences: backward needs twice those of forward, less
+        the gradients of frozen weights, and those of inputs below all that trains."""
+        backward = 2 * self.products if self.gradients is None else self.gradients
+        once = sequences * (self.choices + self.products + backward)
+        full = causal = 0.0
+        for layer, pairs in self.attention.items():
+            passes = sequences * (1 if layer in self.without_gradient else 3)
+            full, causal = full + passes * pairs.full, causal + passes * pairs.causal
+        return Flops(once + full, once + causal)
 
 
 def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
     """The FLOPs that a model needs for one sequence of a resolved run of training."""
     alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
     # A model that leaves out tokens beyond the capacity of experts needs no FLOPs for those.
-    kept = ("decoder_seq_length", "moe_expert_capacity_factor")
+    kept = ("decoder_seq_length", "moe_expert_capacity_factor", *WHAT_TRAINS)
     alone = alone.model_copy(update={name: getattr(run, name) for name in kept})
     tasks = compile(alone, model).program.classes[0].tasks
     forward = tasks.phase == PHASES.index("forward")
@@ -69,7 +76,13 @@ def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
         attention[layer] = Flops(before.full + full, before.causal + float(tasks.flops[row]))
     scored = np.array([shape.kernel == "index_topk" for shape in tasks.shapes] + [False])
     choices = exact_sum(tasks.flops[forward & scored[tasks.shape]])
-    return SequenceFlops(float(products), attention, float(choices))
+    if trains_all(run):
+        return SequenceFlops(float(products), attention, float(choices))
+    backward = tasks.phase == PHASES.index("backward")
+    gradients = exact_sum(tasks.flops[backward & _timed_as(tasks, Timing.PRODUCT)])
+    reached = tasks.layer[_timed_as(tasks, Timing.ATTENTION_BACKWARD)].tolist()
+    without = frozenset(attention) - {*reached}
+    return SequenceFlops(float(products), attention, float(choices), float(gradients), without)
 
 
 def model_flops(run: Run, model: ModelConfig) -> Flops:

@@ -49,6 +49,8 @@ def cards(compiled: CompiledRun, found: SimulatedStep | None) -> list[Card]:
     memory = Card("Peak memory per GPU", quantity(peak, "B"), beside, state)
     active = compiled.active_parameters
     few = f"{count(active)} active per token" if active != compiled.parameters else ""
+    if compiled.trained:
+        few = f"{count(compiled.trained.trainable)} of them, or of adapters, train"
     size = Card("Parameters", count(compiled.parameters), few)
     others = _timed(compiled, found) if found else _asked(compiled)
     if fits:

@@ -1,0 +1,219 @@
+"""What trains: what PEFT counts of it, and what a run computes, exchanges and holds for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.frozen import TrainedParameters
+from stagewright.program.columns import COLLECTIVES, PHASES, TaskKind
+from stagewright.run.settings import Run
+from stagewright.views.summary import summary
+
+TINY = {"model": "llama3-8b", "layers": 2, "seq_length": 64}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def compiled(**settings: Any) -> CompiledRun:
+    return compile(Run(**{**TINY, **settings}))
+
+
+def flops(of: CompiledRun) -> dict[str, int]:
+    """FLOPs of matrix products of all ranks, by phase."""
+    found = dict.fromkeys(PHASES, 0)
+    for each in of.program.classes:
+        t = each.tasks
+        for shape, phase in zip(t.shape.tolist(), t.phase.tolist(), strict=True):
+            if shape >= 0 and t.shapes[shape].kernel == "gemm":
+                product = 2 * math.prod(size for _, size in t.shapes[shape].extents)
+                found[PHASES[phase]] += product * len(each.ranks)
+    return found
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "targets", "more", "wanted"),
+    [
+        # PEFT 0.21.2 on transformers 5.23.0: `get_peft_model(model, LoraConfig(r=..., ...))
+        # .get_nb_trainable_parameters()[0]`, models on the meta device.
+        ("llama3-8b", 8, ("q_proj", "v_proj"), (), 3_407_872),
+        ("llama3-8b", 16, ATTENTION, (), 13_631_488),
+        ("llama3-8b", 16, ("all-linear",), (), 41_943_040),
+        ("llama3-8b", 64, MLP, (), 113_246_208),
+        ("llama3-8b", 8, ("q_proj", "v_proj"), ("lm_head",), 528_744_448),
+        ("llama2-70b", 16, ATTENTION, (), 65_536_000),
+        ("gpt2", 8, ("c_attn",), (), 294_912),
+        ("gpt2", 8, ("c_attn", "c_proj", "c_fc"), (), 1_179_648),
+        ("mistral-7b-v0.1", 32, ("all-linear",), (), 83_886_080),
+        ("mixtral-8x7b", 8, ATTENTION, (), 6_815_744),
+        # With target_parameters mlp.experts.gate_up_proj and mlp.experts.down_proj.
+        ("mixtral-8x7b", 8, (*ATTENTION, "gate_up_proj", "down_proj"), (), 111_673_344),
+        ("qwen2.5-7b", 16, ("all-linear",), (), 40_370_176),
+    ],
+    ids=str,
+)
+def test_as_many_parameters_train_as_peft_counts(
+    model: str, rank: int, targets: Sequence[str], more: Sequence[str], wanted: int
+) -> None:
+    run = Run(model=model, lora_rank=rank, lora_target_modules=targets, seq_length=8)
+    run = run.model_copy(update={"trainable": tuple(more) or None})
+    found = compile(run).trained
+    assert found is not None
+    assert found.trainable == wanted
+
+
+def test_latent_attention_has_the_adapters_that_peft_counts() -> None:
+    """As above, of DeepseekV3Config(num_hidden_layers=4)."""
+    names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    run = {"model": "deepseek-v3", "layers": 4, "lora_rank": 8, "mtp_num_layers": 0}
+    assert compiled(**run, lora_target_modules=names).trained == TrainedParameters(
+        3_180_544, 3_180_544
+    )
+
+
+def test_fused_layers_have_one_first_factor() -> None:
+    """Of Llama 3 8B's qkv: (4096 + 6144) r, not (3 * 4096 + 6144) r."""
+    fused = compiled(lora_rank=8, lora_target_modules=("linear_qkv",)).trained
+    each = compiled(lora_rank=8, lora_target_modules=("linear_q", "linear_k", "linear_v")).trained
+    assert fused == TrainedParameters(2 * 8 * (4096 + 6144), 2 * 8 * (4096 + 6144))
+    assert each == TrainedParameters(2 * 8 * (3 * 4096 + 6144), 2 * 8 * (3 * 4096 + 6144))
+
+
+# ---- FLOPs, bytes, messages ----------------------------------------------------------------------
+
+
+def test_backward_of_frozen_products_is_half() -> None:
+    """Where all trains, backward has twice the products of forward; with these frozen, as many."""
+    whole, norms = flops(compiled()), flops(compiled(trainable=("*norm.weight",)))
+    assert whole["backward"] == 2 * whole["forward"]
+    assert norms["forward"] == whole["forward"]
+    assert norms["backward"] == norms["forward"]
+    # Of the first layer, nothing below the norm needs a gradient: q, k and v are not multiplied.
+    above = flops(compiled(trainable=("mlp_norm.weight",)))
+    assert norms["backward"] - above["backward"] == 2 * 64 * 4096 * (2 * 4096 + 2 * 1024)
+
+
+def test_a_step_with_adapters_is_forward_and_the_gradient_of_inputs() -> None:
+    """4/6 of training, and three times the adapters' own products. The input of the first layer
+    needs no gradient: its products with q, k and v, and with their first factor, are made once."""
+    base, rank, tokens = flops(compiled()), 16, 64
+    of = compiled(lora_rank=rank)
+    found = flops(of)
+    assert of.trained is not None
+    adapters = 2 * tokens * of.trained.adapters
+    first = 2 * tokens * 4096 * (4096 + 2 * 1024) + 2 * tokens * 4096 * rank
+    assert found["forward"] == base["forward"] + adapters
+    assert found["backward"] == base["forward"] + 2 * adapters - first
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    """With AdamW of Megatron-LM: 2 bytes for all, 4 + 12 for those that train."""
+    of = compiled(lora_rank=16)
+    assert of.trained is not None
+    (only,) = of.program.classes
+    assert only.memory["parameters"] == 2 * (of.parameters + of.trained.adapters)
+    assert only.memory["gradients"] == 4 * of.trained.adapters
+    assert only.memory["optimizer"] == 12 * of.trained.adapters
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_only_gradients_of_what_trains_are_reduced(zero: int) -> None:
+    of = compiled(lora_rank=16, dp=4, zero=zero)
+    assert of.trained is not None
+    (only,) = of.program.classes
+    t = only.tasks
+    kinds = {i for i, op in enumerate(t.ops) if op in COLLECTIVES}
+    reduces = np.isin(t.op, [*kinds]) & (t.phase == PHASES.index("backward"))
+    names = [t.names[i] for i in t.name[reduces]]
+    reductions = [n for n in names if "all_gather" not in n]
+    size = int(t.comm_bytes[reduces][["all_gather" not in n for n in names]].sum())
+    assert reductions
+    assert size == 4 * of.trained.trainable
+    gathered = int(t.comm_bytes[(t.kind == TaskKind.COLLECTIVE) & (t.phase == 0)].sum())
+    # Frozen shards are gathered like others.
+    assert gathered == (2 * (of.parameters + of.trained.adapters) // 4 if zero == 3 else 0)
+
+
+def test_activations_of_frozen_products_are_not_kept() -> None:
+    """Only gradients of weights need the inputs of products. SwiGLU's gradient needs up and gate,
+    that of attention its operands and its result, that of a norm its input."""
+
+    def kept(**settings: Any) -> set[str]:
+        of = summary(compiled(**settings, vocab=64))["rank_classes"][0]["memory_peak"]
+        assert of["layer"] == 1
+        alive = [v for v in of["alive"] if v["category"] == "activations" and 0 in v["layers"]]
+        return {v["name"] for v in alive}
+
+    inputs = {"attn_norm_out", "mlp_norm_out", "act"}
+    others = {"attn_residual", "core", "gate", "k_rope", "mlp_residual", "q_rope", "up", "v"}
+    assert kept() == inputs | others
+    assert kept(trainable=("*norm.weight",)) == others
+
+
+# ---- pipelines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+def test_a_stage_below_all_that_trains_has_no_backward(schedule: str) -> None:
+    of = compiled(
+        layers=8, pp=4, vpp=2 if schedule == "zbv" else 1, schedule=schedule,
+        freeze=("embedding.*", "layer0.*", "layer1.*"), global_batch_size=8,
+    )  # fmt: skip
+    first = of.program.classes[0].tasks
+    sends = first.kind == TaskKind.SEND
+    backward = first.phase == PHASES.index("backward")
+    assert int(sends.sum()) > 0
+    last = of.program.classes[-1].tasks
+    assert int((last.phase == PHASES.index("backward")).sum()) > 0
+    if schedule != "zbv":  # whose first rank holds the last stage, too
+        assert not backward.any()
+        # Its rank takes part in the norm of all gradients.
+        assert "grad_norm.all_reduce" in {first.names[i] for i in first.name}
+
+
+def test_blocks_differ_in_what_trains() -> None:
+    of = compiled(layers=4, lora_rank=8, lora_target_modules=("layer2.linear_fc1",))
+    assert len([label for label in of.blocks if label.startswith("layer")]) == 3
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze": ("*",)}, "no parameter of llama3-8b trains"),
+        ({"freeze": ("layer7.wq",)}, "freeze: llama3-8b has no 'layer7.wq'"),
+        ({"trainable": ("layer0.wx",)}, "trainable: llama3-8b has no 'layer0.wx'"),
+        (
+            {"lora_rank": 8, "lora_target_modules": ("qproj",)},
+            "lora_target_modules: llama3-8b has no 'qproj'; did you mean 'q_proj'",
+        ),
+        (
+            {"lora_rank": 8, "lora_target_modules": ("q_proj", "linear_qkv")},
+            "wq is part of q_proj and of linear_qkv",
+        ),
+        ({"lora_rank": 6, "tp": 4}, "tp=4 does not divide lora_rank=6"),
+        ({"lora_alpha": 16.0}, "lora_alpha is about adapters"),
+        ({"quantize_base": "nf4"}, "quantize_base=nf4 is about frozen matrices"),
+        (
+            {"quantize_base": "nf4", "lora_rank": 8, "precision": "fp8"},
+            "quantize_base=nf4 needs precision=bf16, got fp8",
+        ),
+        ({"lora_rank": 8, "model": "zamba2-7b", "layers": None}, "share weights"),
+    ],
+    ids=str,
+)
+def test_what_cannot_train_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compiled(**settings)
