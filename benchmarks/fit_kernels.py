@@ -24,7 +24,8 @@ from scipy.optimize import minimize
 
 from stagewright.evidence.kernels import ExpertMLP, experts_seconds
 from stagewright.time.collectives import collective_seconds
-from stagewright.time.hardware import ExpertFit, Hardware, resolve
+from stagewright.time.constants import ExpertFit
+from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, Placement
 from stagewright.time.roofline import (
     AttentionTiles,

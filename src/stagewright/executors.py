@@ -7,11 +7,19 @@ hashing, compressing and writing; a cluster suits jobs and results that are smal
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import re
 import socket
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -89,6 +97,31 @@ class Threads:
             for future in busy:
                 if not future.cancelled() and future.exception() is None:
                     done(future.result())
+
+
+class Processes:
+    """Processes of this machine, for jobs that compute in Python."""
+
+    def __init__(self, workers: int) -> None:
+        """`workers`: processes, which are started anew and import what jobs need."""
+        self._workers = workers
+
+    def run(
+        self,
+        function: Callable[[Job], Result],
+        jobs: Iterable[Job],
+        done: Callable[[Result], None],
+    ) -> None:
+        """As `Executor.run`; function, jobs and results are pickled."""
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self._workers, mp_context=context) as pool:
+            busy = [pool.submit(function, job) for job in jobs]
+            try:
+                for future in as_completed(busy):
+                    done(future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
 
 class RayCluster:

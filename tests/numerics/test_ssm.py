@@ -367,7 +367,7 @@ def test_chunk_kernels_are_timed_as_products() -> None:
     t = compiled.program.classes[0].tasks
     (row,) = [i for i in range(len(t)) if t.ops[t.op[i]] == "linear_attention_bwd"]
     on = hardware("h100-sxm")
-    seconds = kernel_seconds(t, np.array([row]), on)[0] * on.sustained_fraction
+    seconds = kernel_seconds(t, np.array([row]), on)[0]
     products = t.flops[row] / (on.peak_bf16_tflops * 1e12)
     vectors = t.flops[row] / (on.peak_fp32_tflops * 1e12)
     assert products < seconds < vectors

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import NamedTuple
 
-from stagewright.evidence.validate import run_of_row
+from stagewright.evidence.measurements import run_of_row
 from stagewright.lower.compile import compile
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run

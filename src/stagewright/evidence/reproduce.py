@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import yaml
 
-from stagewright.evidence.validate import run_of_values
+from stagewright.evidence.measurements import run_of_values
 from stagewright.graph.node import BYTES
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind

@@ -1,71 +1,30 @@
-"""Predicted step times beside published measurements.
-
-Rows are lines of `data/measured/*.csv`: what was run (columns named as settings of `Run`, as
-fields of `ModelConfig` where the model is a variant of a preset, and `hardware`), the quantity that
-was measured, its source, and the constant of Stagewright that was fitted to it, if any. A new
-line adds a row.
-"""
+"""Predicted step times beside published measurements (`evidence.measurements` has the rows)."""
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError
+from stagewright.evidence.groups import configuration, traits
+from stagewright.evidence.measurements import (
+    Measurement,
+    NotCompared,
+    measurements,
+    select,
+)
 from stagewright.evidence.predictions import Prediction
-from stagewright.files import read_text
+from stagewright.executors import Processes
 from stagewright.lower.compile import compile
-from stagewright.model.catalog import resolve as resolve_model
-from stagewright.model.config import ModelConfig
-from stagewright.run.experiment import section_of
-from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.execution import Execution
-from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve as resolve_hardware
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import executed
 from stagewright.time.simulate.utilization import model_flops
 
-QUANTITIES = {
-    "step_s": "seconds per step",
-    "tokens_s_gpu": "tokens per second and GPU",
-    "tflops_gpu": "TFLOP/s per GPU of the model: no recompute, half for causal masks",
-}
 NEEDS_REASON = 0.25
 """Absolute error beyond which a prediction is printed with its reason."""
-_TEXT = (
-    *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
-    "attention_kernel",
-)
-_EXECUTION = [name for name, setting in EXPERIMENT.items() if setting.section == "execution"]
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One published number and the run that it was measured on."""
-
-    source: str
-    row: str
-    url: str
-    quantity: str
-    measured: float
-    hardware: str
-    fitted: str
-    """Constants of Stagewright that were fitted to this row; empty: none."""
-    reason: str
-    """What the run assumes, or why the prediction misses the measurement."""
-    attention_kernel: str
-    """An attention kernel of the hardware, where the framework does not run the default."""
-    execution: Execution
-    """The framework's overlaps: columns named as settings of `Execution`, axes such as `dp+pp`."""
-    run: Run
-    model: ModelConfig
-
+FEW = 40
+"""Rows that other processes are not worth starting for."""
 
 Predict = Callable[[Measurement, Machine], float]
 Progress = Callable[[int, int], None]
@@ -81,23 +40,83 @@ def validate(
 
     `rows` are the measurements, by default those that the package carries; `predict` gives the
     seconds of a step, by default `step_seconds`; `progress` is called with the number of rows done
-    and of all rows.
+    and of all rows. A row of `rows` that no program can be made of is an error; a row of the
+    package is not predicted (see `compare`).
     """
-    predict = predict or step_seconds
     chosen = select(measurements() if rows is None else rows, source)
-    for done, m in enumerate(chosen):
+    for outcome in compare(chosen, predict=predict, progress=progress):
+        if isinstance(outcome, Prediction):
+            yield outcome
+        elif rows is not None:
+            raise UserError(f"{outcome.source}, {outcome.row}: {outcome.reason}")
+
+
+def compare(
+    rows: Iterable[Measurement],
+    *,
+    predict: Predict | None = None,
+    progress: Progress | None = None,
+    jobs: int = 1,
+) -> Iterator[Prediction | NotCompared]:
+    """The outcome of each row, in order: its prediction, or why no program could be made of it.
+
+    Rows of one configuration, of several releases of a framework, are simulated once. `jobs`: the
+    processes that simulate.
+    """
+    chosen = list(rows)
+    distinct = {configuration(m): m for m in chosen}
+    tasks = [_Task(key, m, predict or step_seconds) for key, m in distinct.items()]
+    seconds: dict[str, float | str] = {}
+    share = len(chosen) / max(len(tasks), 1)
+
+    def done(found: tuple[str, float | str]) -> None:
+        seconds[found[0]] = found[1]
         if progress is not None:
-            progress(done, len(chosen))
-        predicted = in_quantity(m, predict(m, machine_of(m)))
-        error = predicted / m.measured - 1
-        yield Prediction(
-            m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason
-        )
+            progress(round(len(seconds) * share), len(chosen))
+
+    if progress is not None:
+        progress(0, len(chosen))
+    if jobs > 1 and len(tasks) > FEW:
+        Processes(jobs).run(_simulated, tasks, done)
+    else:
+        for task in tasks:
+            done(_simulated(task))
+    for m in chosen:
+        found = seconds[configuration(m)]
+        if isinstance(found, str):
+            yield NotCompared(m.source, m.row, found)
+        else:
+            yield _prediction(m, found)
+
+
+class _Task(NamedTuple):
+    key: str
+    row: Measurement
+    predict: Predict
+
+
+def _simulated(task: _Task) -> tuple[str, float | str]:
+    """The configuration of a row, and the seconds of its step or why there are none."""
+    try:
+        return task.key, task.predict(task.row, machine_of(task.row))
+    except UserError as error:
+        return task.key, str(error)
+
+
+def _prediction(m: Measurement, seconds: float) -> Prediction:
+    predicted = in_quantity(m, seconds)
+    error = predicted / m.measured - 1
+    return Prediction(
+        m.source, m.row, m.quantity, m.measured, predicted, error, m.fitted, m.reason, traits(m)
+    )
 
 
 def machine_of(m: Measurement) -> Machine:
     """The machine that a row was measured on."""
     hardware = resolve_hardware(m.hardware)
+    if m.network_gb_s is not None:
+        network = hardware.scale_out.model_copy(update={"bandwidth_gb_s": m.network_gb_s})
+        hardware = hardware.model_copy(update={"scale_out": network})
     return Machine.of(hardware, gpus=m.run.world_size, attention_kernel=m.attention_kernel or None)
 
 
@@ -106,107 +125,12 @@ def in_quantity(m: Measurement, seconds: float) -> float:
     if m.quantity == "step_s":
         return seconds
     run = m.run.resolved(m.model)
-    if m.quantity == "tflops_gpu":
-        return model_flops(run, m.model).causal / seconds / run.world_size / 1e12
+    if m.quantity.startswith("tflops_gpu"):
+        flops = model_flops(run, m.model)
+        counted = flops.full if m.quantity == "tflops_gpu_full" else flops.causal
+        return counted / seconds / run.world_size / 1e12
     tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
     return tokens / seconds / run.world_size
-
-
-def select(rows: Iterable[Measurement], source: str | None) -> list[Measurement]:
-    """The rows whose source contains the text `source`, in any case of letters; None: all rows."""
-    rows = list(rows)
-    if source is None:
-        return rows
-    return [m for m in rows if source.lower() in m.source.lower()]
-
-
-def measurements() -> list[Measurement]:
-    """All training measurements that the package carries."""
-    folder = files("stagewright") / "data" / "measured"
-    result: list[Measurement] = []
-    for file in sorted(folder.iterdir(), key=lambda f: f.name):
-        if file.name.startswith("training") and file.name.endswith(".csv"):
-            result += read(file.read_text(encoding="utf-8"), file.name)
-    return result
-
-
-def load(path: str | Path) -> list[Measurement]:
-    """Measurements of a user's file, in the form of the files that the package carries."""
-    return read(read_text(path, "measurements in CSV"), str(path))
-
-
-def read(text: str, where: str) -> list[Measurement]:
-    """Measurements of a CSV file; unknown columns are refused by name."""
-    rows = csv.DictReader(text.splitlines(), restval="")
-    settings, sizes = set(Run.model_fields), {f.name for f in fields(ModelConfig)} - {"name"}
-    for column in rows.fieldnames or ():
-        known = [*_TEXT, *_EXECUTION, *settings, *sizes]
-        if column not in known:
-            hint = did_you_mean(column, known)
-            raise UserError(f"{where}: unknown column {column!r}{hint}")
-    for column in ("source", "row", "hardware", "quantity", "measured", "model"):
-        if column not in (rows.fieldnames or ()):
-            raise UserError(f"{where}: the column {column} is missing; docs/time.md shows a row")
-    return [_measurement(row, settings, f"{where}, line {i}") for i, row in enumerate(rows, 2)]
-
-
-def _measurement(row: Mapping[str, str], settings: set[str], where: str) -> Measurement:
-    if None in row:
-        raise UserError(f"{where}: has more cells than there are columns; quote what has commas")
-    if row["quantity"] not in QUANTITIES:
-        raise UserError(
-            f"{where}: quantity is {row['quantity']!r}"
-            f"{did_you_mean(row['quantity'], QUANTITIES)}; wanted one of {', '.join(QUANTITIES)}"
-        )
-    others = (*_TEXT, *_EXECUTION)
-    run, model = run_of_row({k: v for k, v in row.items() if k not in others}, settings)
-    texts = {k: row.get(k) or "" for k in _TEXT if k != "measured"}
-    try:
-        measured = float(row["measured"])
-    except ValueError:
-        measured = 0.0
-    if not 0 < measured < math.inf:
-        raise UserError(f"{where}: measured is {row['measured']!r}, wanted a number above 0")
-    execution = section_of(Execution, _execution_values(row))
-    return Measurement(**texts, measured=measured, execution=execution, run=run, model=model)
-
-
-def _execution_values(row: Mapping[str, str]) -> dict[str, Any]:
-    cells = {name: row[name] for name in _EXECUTION if row.get(name)}
-    lists = {name for name in cells if EXPERIMENT[name].kind is frozenset}
-    return {
-        name: cell.split("+") if name in lists else _value(cell) for name, cell in cells.items()
-    }
-
-
-def run_of_row(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
-    """The run of a row's cells, and its model: see `run_of_values`."""
-    return run_of_values({k: _value(v) for k, v in row.items() if v}, settings)
-
-
-def run_of_values(given: Mapping[str, Any], settings: Container[str]) -> tuple[Run, ModelConfig]:
-    """The run of settings by name, and its model: a preset with the other fields changed."""
-    model = resolve_model(str(given.get("model", "")))
-    changes = {k: v for k, v in given.items() if k not in settings}
-    if changes:
-        changes.setdefault("kv_channels", model.kv_channels)
-        model = replace(model, **changes)
-    return Run.load(None, {k: v for k, v in given.items() if k in settings}), model
-
-
-def _value(text: str) -> Any:
-    if max(map(len, text.split(","))) > 99:
-        raise UserError(f"cannot read {text[:40]!r}...; wanted a number or a word")
-    if text in ("true", "false"):
-        return text == "true"
-    if not text.isdecimal():
-        if text.replace(",", "").isdecimal():
-            return tuple(int(x) for x in text.split(","))
-        return tuple(text.split("+")) if "+" in text else text
-    return int(text)
-
-
-# ---- the prediction ------------------------------------------------------------------------------
 
 
 def step_seconds(m: Measurement, machine: Machine) -> float:

@@ -35,7 +35,9 @@ from stagewright.schedule.schedules import make as make_order
 
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     """A training step of a resolved run that has been checked; `table` as in `lower.compile`."""
-    order = make_order(str(run.schedule), run.pp, run.microbatches, run.vpp)
+    order = make_order(
+        str(run.schedule), run.pp, run.microbatches, run.vpp, group=run.microbatch_group
+    )
     mesh, plan = parallelization(run, model, mirrored=mirrored(order))
     plan = replace(plan, table=table_of(run, model, table))
     sizes = sizes_of(run, model, replicas=1 + mirrored(order))

@@ -234,7 +234,9 @@ def _check_stages(run: Run, model: ModelConfig) -> None:
     if run.vpp > 1 and run.pp == 1:
         raise UserError(f"vpp={run.vpp} splits pipeline stages, got pp=1; raise pp, or use vpp=1")
     step = run.micro_batch_size * run.dp
-    schedules.check(schedule, run.pp, run.microbatches, run.vpp, sequences=step)
+    schedules.check(
+        schedule, run.pp, run.microbatches, run.vpp, group=run.microbatch_group, sequences=step
+    )
     if schedule.endswith(".csv"):
         schedules.make(schedule, run.pp, run.microbatches, run.vpp)
 

@@ -38,6 +38,7 @@ from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.sections.other_names import OTHERS, Pending
 from stagewright.run.validation import invalid
 from stagewright.schedule import schedules
+from stagewright.schedule.generators import equal_group
 
 _Section = TypeVar("_Section")
 
@@ -247,6 +248,19 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     @property
     def _fewest_microbatches(self) -> int:
         return schedules.fewest(self.schedule or "1f1b", self.pp)
+
+    @property
+    def microbatch_group(self) -> int | None:
+        """Microbatches that pass through the chunks of a rank together; None: the schedule says.
+
+        torch's ScheduleInterleaved1F1B makes `microbatches // pp` equal rounds.
+        """
+        given = self.microbatch_group_size_per_vp_stage
+        schedule = self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+        if given or schedule != "interleaved" or self.framework != "torchtitan":
+            return given
+        equal = equal_group(self.pp, self.microbatches)
+        return None if self.microbatches % equal else equal
 
     @property
     def sequence_parallel_size(self) -> int:

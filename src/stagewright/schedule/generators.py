@@ -76,22 +76,25 @@ def looped_bfs(pp: int, microbatches: int, vpp: int) -> Order:
     )
 
 
-def interleaved(pp: int, microbatches: int, vpp: int) -> Order:
+def interleaved(pp: int, microbatches: int, vpp: int, group: int | None = None) -> Order:
     """1F1B over `vpp` chunks per rank: the bubble shrinks by vpp (Megatron-LM, arXiv 2104.04473).
 
-    Microbatches pass through the chunks in equal groups, of pp where pp divides their number. (With
-    exactly pp microbatches, Megatron-LM up to core 0.9 ran all forwards first: as fast, with more
-    microbatches alive. From core 0.10 on, and in torch, the warm-up is the same as always, as here.
-    Groups of more than pp are `microbatch_group_size_per_vp_stage` there.)
+    Microbatches pass through the chunks in groups of `group`; the last group has what is left. That
+    is Megatron-LM's `microbatch_group_size_per_vp_stage`. None: equal groups as in torch, of pp
+    where pp divides the number of microbatches. (With exactly pp microbatches, Megatron-LM up to
+    core 0.9 ran all forwards first: as fast, with more microbatches alive. From core 0.10 on, and
+    in torch, the warm-up is the same as always, as here.)
 
     >>> interleaved(2, 2, vpp=2)[1]
     (1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1)
+    >>> [a for a in flat(interleaved(2, 5, vpp=2, group=3)[0]) if a.kind == "F"]
+    [0F0, 0F1, 0F2, 2F0, 2F1, 2F2, 0F3, 0F4, 2F3, 2F4]
     """
+    group = group or equal_group(pp, microbatches)
 
     def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
-        forwards, backwards = (_passes(k, pp, microbatches, vpp, rank) for k in "FB")
-        warmup = (pp - rank - 1) * 2 + (vpp - 1) * equal_group(pp, microbatches)
-        return _alternate(forwards, backwards, warmup)
+        forwards, backwards = (_passes(k, pp, microbatches, vpp, rank, group) for k in "FB")
+        return _alternate(forwards, backwards, warmup=(pp - rank - 1) * 2 + (vpp - 1) * group)
 
     return tuple(rank_actions(rank) for rank in range(pp))
 
@@ -106,15 +109,38 @@ def zb_h1(pp: int, microbatches: int, vpp: int = 1) -> Order:
     (1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2)
     """
 
+    return _zero_bubble(pp, microbatches, vpp, lag=1)
+
+
+def zb_h2(pp: int, microbatches: int) -> Order:
+    """ZB-H1 with twice the microbatches in flight: no rank waits (arXiv 2401.10241, section 2.2).
+
+    What the authors' search finds with twice the memory of 1F1B (their ZB-2p) if F, I and W take
+    equally long. Each rank then works from its first action to its last.
+
+    >>> zb_h2(2, 3)
+    ((0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2), (1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2))
+    """
+    return _zero_bubble(pp, microbatches, vpp=1, lag=2)
+
+
+def _zero_bubble(pp: int, microbatches: int, vpp: int, lag: int) -> Order:
+    """Backwards in halves: each rank is `lag` forwards ahead of the next one, and as much later.
+
+    Rank r puts each weight gradient off by `lag` x r backwards.
+    """
+    group = equal_group(pp, microbatches)
+
     def rank_actions(rank: int) -> tuple[ScheduleStep, ...]:
-        forwards, inputs = (_passes(k, pp, microbatches, vpp, rank) for k in "FI")
+        forwards, inputs = (_passes(k, pp, microbatches, vpp, rank, group) for k in "FI")
         weights = [a._replace(kind="W") for a in inputs]
-        warmup = min(pp - rank - 1 + (vpp - 1) * equal_group(pp, microbatches), len(forwards))
+        warmup = min(lag * (pp - rank - 1) + (vpp - 1) * group, len(forwards))
+        postponed = min(lag * rank, len(inputs))
         actions = forwards[:warmup]
         for i, action in enumerate(inputs):
             actions += [*forwards[warmup + i : warmup + i + 1], action]
-            actions += weights[i - rank : i - rank + 1] if i >= rank else []
-        return (*actions, *weights[max(len(weights) - rank, 0) :])
+            actions += weights[i - postponed : i - postponed + 1] if i >= postponed else []
+        return (*actions, *weights[len(weights) - postponed :])
 
     return tuple(rank_actions(rank) for rank in range(pp))
 
@@ -247,15 +273,14 @@ def _alternate(
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 
-def _passes(kind: str, pp: int, microbatches: int, vpp: int, rank: int) -> list[Action]:
+def _passes(kind: str, pp: int, microbatches: int, vpp: int, rank: int, group: int) -> list[Action]:
     """A rank's forwards or backwards: group after group of microbatches through its chunks."""
     chunks = range(vpp) if kind == "F" else range(vpp - 1, -1, -1)
-    size = equal_group(pp, microbatches)
     return [
         Action(chunk * pp + rank, kind, m)
-        for first in range(0, microbatches, size)
+        for first in range(0, microbatches, group)
         for chunk in chunks
-        for m in range(first, first + size)
+        for m in range(first, min(first + group, microbatches))
     ]
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.schedule.actions import Order
+from stagewright.schedule.controllable_memory import v_half, v_min
 from stagewright.schedule.generators import (
     dualpipe,
     dualpipev,
@@ -17,6 +18,7 @@ from stagewright.schedule.generators import (
     looped_bfs,
     one_f_one_b,
     zb_h1,
+    zb_h2,
     zbv,
 )
 from stagewright.schedule.text import MOST_BYTES, from_csv
@@ -32,13 +34,21 @@ class Schedule(NamedTuple):
     fits: Callable[[int, int], bool] | None = None  # and in numbers: pp, microbatches
     instead: str = ""  # the schedule to use with one stage per rank, where several are needed
     pairs_ranks: bool = False  # ranks r and pp - 1 - r have the same stages: pp is even
+    in_groups: bool = False  # microbatches pass through the chunks in groups whose size can be set
     holds_sent_gradients: bool = False
     """Whether PyTorch's class of the schedule waits for the send of a gradient only at the next
     one, and so holds the gradient until then. Schedules with several stages, and orders from files,
     run in its general loop, which does not."""
 
-    def takes(self, pp: int, microbatches: int) -> bool:
-        """Whether the schedule accepts this number of microbatches on `pp` ranks."""
+    def takes(self, pp: int, microbatches: int, group: int | None = None) -> bool:
+        """Whether the schedule accepts this number of microbatches on `pp` ranks, in such groups.
+
+        Groups are as large as Megatron-LM's `forward_backward_pipelining_with_interleaving` wants
+        them: pp or more, and so many are left for the last one, too. All microbatches may be one.
+        """
+        if group is not None:
+            left = microbatches % group
+            return group == microbatches or (pp <= group < microbatches and not 0 < left < pp)
         return self.fits is None or self.fits(pp, microbatches)
 
 
@@ -61,11 +71,16 @@ def _full_both_ways(pp: int, microbatches: int) -> bool:
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe),
     "1f1b": Schedule(one_f_one_b, holds_sent_gradients=True),
-    # Megatron-LM's rule, with groups of pp; torch and the function itself take any equal groups.
-    "interleaved": Schedule(interleaved, None, "be divisible by pp", _groups_of_pp, instead="1f1b"),
+    # Megatron-LM's groups are of pp unless their size is given; torch takes any equal groups.
+    "interleaved": Schedule(
+        interleaved, None, "be divisible by pp", _groups_of_pp, instead="1f1b", in_groups=True
+    ),
     "looped-bfs": Schedule(looped_bfs, None),
     "zb-h1": Schedule(zb_h1, None, "pass in equal groups of pp or few more", _equal_groups),
+    "zb-h2": Schedule(zb_h2),
     "zbv": Schedule(zbv, 2),
+    "v-half": Schedule(v_half, 2),
+    "v-min": Schedule(v_min, 2),
     "dualpipev": Schedule(dualpipev, 2, "be 2 x pp or more", _full),
     "dualpipe": Schedule(
         dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True
@@ -73,15 +88,29 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def check(name: str, pp: int, microbatches: int, vpp: int = 1, *, sequences: int = 0) -> None:
+def check(
+    name: str,
+    pp: int,
+    microbatches: int,
+    vpp: int = 1,
+    *,
+    group: int | None = None,
+    sequences: int = 0,
+) -> None:
     """Raise a UserError unless there is a schedule of this name that accepts the sizes.
 
-    An order from a file is validated by `make` alone. Given the number of `sequences` of a
-    microbatch over all ranks, the advice of an error names the global batch size.
+    An order from a file is validated by `make` alone. `group` is the number of microbatches that
+    pass through the chunks together; None: what the schedule does. Given the number of `sequences`
+    of a microbatch over all ranks, the advice of an error names the global batch size.
     """
     for what, size in {"pp": pp, "microbatches": microbatches, "vpp": vpp}.items():
         if size < 1:
             raise UserError(f"schedule {name}: got {what}={size}, wanted 1 or more; set {what}")
+    if group is not None and not (name in SCHEDULES and SCHEDULES[name].in_groups):
+        raise UserError(
+            f"microbatch_group_size_per_vp_stage={group} is about schedule interleaved, got "
+            f"schedule {name}; drop it"
+        )
     if name.endswith(".csv"):
         return
     if name not in SCHEDULES:
@@ -104,30 +133,56 @@ def check(name: str, pp: int, microbatches: int, vpp: int = 1, *, sequences: int
         raise UserError(
             f"schedule {name} pairs ranks r and pp - 1 - r, got pp={pp}; use pp={pp + 1}"
         )
-    if not schedule.takes(pp, microbatches):
-        below, above = range(microbatches - 1, 0, -1), itertools.count(microbatches + 1)
-        near = [next((m for m in way if schedule.takes(pp, m)), 0) for way in (below, above)]
-        advice = f"use {either(m for m in near if m)} microbatches"
-        if sequences:
-            advice = f"set global_batch_size to {either(m * sequences for m in near if m)}"
+    if group is not None:
+        _check_group(schedule, pp, microbatches, group)
+    elif not schedule.takes(pp, microbatches):
         raise UserError(
             f"schedule {name}: microbatches must {schedule.rule}, got {microbatches} microbatches "
-            f"and pp={pp}; {advice}"
+            f"and pp={pp}; {_other_microbatches(schedule, pp, microbatches, sequences)}"
         )
 
 
-def make(name: str, pp: int, microbatches: int, vpp: int = 1) -> Order:
+def _other_microbatches(schedule: Schedule, pp: int, microbatches: int, sequences: int) -> str:
+    """What to do where a schedule does not take so many microbatches; see `check`."""
+    below, above = range(microbatches - 1, 0, -1), itertools.count(microbatches + 1)
+    near = [next((m for m in way if schedule.takes(pp, m)), 0) for way in (below, above)]
+    advice = f"use {either(m for m in near if m)} microbatches"
+    if sequences:
+        advice = f"set global_batch_size to {either(m * sequences for m in near if m)}"
+    if schedule.in_groups and pp < microbatches:
+        least = next(n for n in itertools.count(pp) if schedule.takes(pp, microbatches, n))
+        advice += f", or set microbatch_group_size_per_vp_stage to {least}"
+    return advice
+
+
+def _check_group(schedule: Schedule, pp: int, microbatches: int, group: int) -> None:
+    """Raise a UserError that names the nearest sizes unless groups of this size pass."""
+    if schedule.takes(pp, microbatches, group):
+        return
+    ways = range(min(group - 1, microbatches), 0, -1), range(group + 1, microbatches + 1)
+    near = [next((n for n in way if schedule.takes(pp, microbatches, n)), 0) for way in ways]
+    raise UserError(
+        f"microbatch_group_size_per_vp_stage={group} does not suit {microbatches} microbatches "
+        f"and pp={pp}: groups, and what is left for the last one, must have pp or more; "
+        f"use {either(n for n in near if n)}"
+    )
+
+
+def make(name: str, pp: int, microbatches: int, vpp: int = 1, *, group: int | None = None) -> Order:
     """The order of a schedule given by name, or read from a file if `name` ends in `.csv`.
+
+    `group` as in `check`.
 
     >>> make("1f1b", pp=2, microbatches=1)
     ((0F0, 0B0), (1F0, 1B0))
     """
-    check(name, pp, microbatches, vpp)
+    check(name, pp, microbatches, vpp, group=group)
     if name.endswith(".csv"):
         return _load(name, pp, microbatches, vpp)
     schedule = SCHEDULES[name]
     chunked = (vpp,) if schedule.chunks is None else ()
-    return schedule.order(pp, microbatches, *chunked)
+    grouped = {"group": group or pp} if schedule.in_groups else {}
+    return schedule.order(pp, microbatches, *chunked, **grouped)
 
 
 def fewest(name: str, pp: int) -> int:

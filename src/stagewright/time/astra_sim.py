@@ -106,9 +106,9 @@ class AstraSim:
         side = np.array([8192.0])
         moved = 3 * side * side * 2
         took = gemm_seconds(
-            side / side, side, side, side, traffic=moved, dtype=precision, on=hardware
+            side / side, side, side, side, traffic=moved, dtype=precision, on=hardware.sustained()
         )
-        reached = float(2 * side[0] ** 3 / took[0]) * hardware.sustained_fraction
+        reached = float(2 * side[0] ** 3 / took[0])
         system = cls(
             tuple(dimensions),
             round(reached / 1e12, 3),

@@ -25,7 +25,7 @@ def collective_seconds(
     whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
     if group.ranks < 2 or whole == 0:
         return 0.0, "none"
-    uses = _tiers_used(group, machine)
+    uses = tiers_used(group, machine)
     options: dict[str, float] = {}
     for name, model in _ALGORITHMS.items():
         found = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
@@ -35,41 +35,6 @@ def collective_seconds(
         return options[machine.algorithm], machine.algorithm
     best = min(options, key=options.__getitem__)
     return options[best], best
-
-
-def destinations(experts: int, parts: int, top_k: int) -> float:
-    """To how many of `parts`, each with equally many experts, a token goes on average.
-
-    The token is routed to `top_k` different experts, all equally likely.
-
-    >>> round(destinations(256, 8, 8), 2)  # of the 8 ranks of a node
-    5.29
-    """
-    others = experts - experts // parts
-    missed = math.comb(others, top_k) / math.comb(experts, top_k)
-    return parts * (1 - missed)
-
-
-def dispatch_seconds(
-    local_bytes: int, group: Placement, machine: Machine, experts: int, top_k: int
-) -> float:
-    """Seconds of a dispatch that sends a token once to each rank with experts for it.
-
-    One copy goes to each node and is forwarded there, overlapped (DeepEP, HybridEP). `local_bytes`
-    count one copy for each of the `top_k` experts. The combine takes as long.
-    """
-    if group.ranks < 2 or local_bytes == 0:
-        return 0.0
-    uses = _tiers_used(group, machine)
-    slowest = 0.0
-    for use in uses:
-        copies = destinations(experts, use.ranks // use.below, top_k)
-        away = copies * (1 - 1 / use.positions)  # less the copies that stay at the same position
-        rate = use.tier.rate(MessageSize.LARGE) * use.share
-        slowest = max(slowest, local_bytes / top_k * away * _detour(use) / rate)
-    # Such kernels send by themselves, without NCCL's protocols.
-    start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
-    return start * 1e-6 + slowest
 
 
 def message_seconds(bytes_: int, nth_tier: int, machine: Machine) -> float:
@@ -95,7 +60,7 @@ class TierUse(NamedTuple):
     share: float  # of the bandwidth that the group can use
 
 
-def _tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
+def tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
     """The tiers over which a group spreads, with their use."""
     below = 1
     result: list[TierUse] = []
@@ -184,12 +149,12 @@ def _direct(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> floa
     for use in uses:
         # All bytes that leave a block of this tier pass it, whichever tier they meet in.
         leaves = whole * (use.ranks - use.below) / use.ranks
-        slowest = max(slowest, leaves * _detour(use) / (use.tier.rate(size) * use.share))
+        slowest = max(slowest, leaves * detour(use) / (use.tier.rate(size) * use.share))
     last = max(uses, key=lambda use: use.tier.start(size)).tier
     return last.start(size) + last.hop_us * 1e-6 + slowest
 
 
-def _detour(use: TierUse) -> float:
+def detour(use: TierUse) -> float:
     """Links that a byte to a random member passes: a quarter of a ring; elsewhere one."""
     if use.tier.topology not in ("ring", "torus"):
         return 1.0

@@ -20,9 +20,11 @@ from stagewright.arrays import Bool, Float
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
+from stagewright.lower.inference.disaggregated import Meshes
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.shapes import GEMM
-from stagewright.time.collectives import collective_seconds, dispatch_seconds, message_seconds
+from stagewright.time.collectives import collective_seconds, message_seconds
+from stagewright.time.dispatch import Routed, dispatch_seconds
 from stagewright.time.fused_products import with_fused_products
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements, tier_of
@@ -40,13 +42,6 @@ from stagewright.time.tensor_overlap import with_tp_overlap
 Seconds = Float
 
 
-class Routed(NamedTuple):
-    """The number of experts, and how many of them each token is routed to."""
-
-    experts: int
-    top_k: int
-
-
 def task_seconds(
     program: Program,
     machine: Machine,
@@ -59,7 +54,7 @@ def task_seconds(
     A collective takes as long as in the slowest group of the class; SEND and RECV both carry the
     duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and count
     only the part that the adjacent GEMMs do not hide (`tensor_overlap`). With `routed`, a token is
-    sent once to each rank that has experts for it (`collectives.dispatch_seconds`). Raises
+    sent once to each rank that has experts for it (`dispatch.dispatch_seconds`). Raises
     UserError where the program and the machine differ in their number of GPUs.
     """
     if program.mesh.world_size != machine.gpus:
@@ -97,7 +92,15 @@ class Placements:
 
     def of_experts(self, slot: int) -> bool:
         """Whether a communicator belongs to expert parallelism."""
-        return any("ep" in names for names in self.program.degrees_of(slot))
+        degree_of = self.program.mesh.degree_of
+        return any("ep" in map(degree_of, names) for names in self.program.degrees_of(slot))
+
+    def routed(self, which: RankClass, routed: Routed | None) -> Routed | None:
+        """`routed` as the ranks of a class send tokens: those that prefill, in large messages."""
+        mesh = self.program.mesh
+        if routed and isinstance(mesh, Meshes) and which.ranks[0] < mesh.parts[0].world_size:
+            return routed._replace(low_latency=False)
+        return routed
 
     def level(self, slot: int, which: RankClass) -> int:
         """The outermost tier that the messages of a rank class to peer `slot` cross."""
@@ -107,6 +110,7 @@ class Placements:
 
 def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None = None) -> Seconds:
     tasks, machine = which.tasks, placed.machine
+    routed = placed.routed(which, routed)
     seconds = np.zeros(len(tasks))
     computes = tasks.kind == TaskKind.COMPUTE
     columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
@@ -121,7 +125,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     def moved(i: int, group: Placement) -> float:
         op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
         if routed and op == "all_to_all" and placed.of_experts(int(tasks.slot[i])):
-            return dispatch_seconds(size, group, machine, *routed)
+            return dispatch_seconds(size, group, machine, routed)
         return collective_seconds(op, size, group, machine)[0]
 
     longest = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
@@ -179,7 +183,8 @@ class Kernels(NamedTuple):
 
 
 def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
-    """Seconds of the COMPUTE tasks in `rows`, from the shapes of their kernels."""
+    """Seconds of the COMPUTE tasks in `rows` within a step, from the shapes of their kernels."""
+    hardware = hardware.sustained()
     flops, traffic = tasks.flops[rows].astype(float), tasks.traffic[rows].astype(float)
     seconds = memory_seconds(traffic, flops, hardware)
     dtypes = np.array([tasks.dtypes[int(i)] for i in tasks.dtype[rows]])
@@ -214,7 +219,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
             seconds[mine] = attention_shape_seconds(
                 kernels, hardware, backward=timing is Timing.ATTENTION_BACKWARD
             )
-    return seconds / hardware.sustained_fraction
+    return seconds
 
 
 def timing_of(kernel: str) -> Timing:

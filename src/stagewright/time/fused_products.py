@@ -100,6 +100,7 @@ def _extents(shape: Shape) -> tuple[float, ...]:
 
 def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
     """Seconds of each row within a step: its share of the seconds of the product."""
+    on = on.sustained()
     table = np.stack([*gemms[:-2], gemms.dtype.astype(float)], axis=1)
     distinct, back = np.unique(table, axis=0, return_inverse=True)
     seconds = np.zeros(len(distinct))
@@ -109,7 +110,7 @@ def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
         seconds[mine] = gemm_seconds(
             batch, m, n, k, traffic=traffic, dtype=dtypes[int(i)], on=on
         )  # fmt: skip
-    return gemms.share * seconds[back.reshape(-1)] / on.sustained_fraction
+    return gemms.share * seconds[back.reshape(-1)]
 
 
 def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
@@ -133,6 +134,6 @@ def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
         np.stack([owner, whole[needed]], axis=1), axis=0, return_index=True, return_counts=True
     )
     owner, fewer = owner[first], (count - 1) * size[needed[first]]
-    left = result[owner] - fewer / (bytes_per_second(on) * on.sustained_fraction)
+    left = result[owner] - fewer / bytes_per_second(on)
     result[owner] = np.where((count > 1) & (count == inputs[owner]), 0.0, left)
     return result

@@ -18,10 +18,11 @@ from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import from_yaml, read_text
+from stagewright.time.constants import AttentionFit, ExpertFit, Figures, GemmFit
 
 Topology = Literal["switch", "fully_connected", "ring", "torus"]
 Fabric = Literal["rail_optimized", "fat_tree", "dragonfly"]
@@ -37,25 +38,7 @@ Line = Annotated[str, AfterValidator(_one_line)]
 """A name or a description: one printable line, which goes to terminals and into scripts."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _within_reason(cls, value: Any) -> Any:
-        """Refuse figures beyond those of any device: products of such figures are infinite."""
-        if isinstance(value, int | float) and abs(value) > MOST:
-            raise ValueError(f"wanted at most {MOST:g}; check the unit")
-        return value
-
-
-MOST = 1e12
-"""The largest figure of a device that is believed, whatever its unit."""
-
-
-class _Link(_Frozen):
+class _Link(Figures):
     """Figures per GPU. A message starts within `latency_us` and passes slowly, or, where that takes
     longer, somewhat later and faster: as NCCL's protocols LL, LL128 and Simple do."""
 
@@ -102,49 +85,7 @@ class ScaleOut(_Link):
     """GPUs below one switch of the oversubscribed level."""
 
 
-class GemmFit(_Frozen):
-    """Constants of matrix products in one precision; see `roofline.gemm_seconds`."""
-
-    fraction: float = Field(gt=0, le=1.2)
-    """Share of the peak that tiles of 128 x 256 reach, apart from all other terms."""
-    tile_factor: float = Field(ge=0)
-    tile_us: float = Field(ge=0)
-    """Time to start and end a tile."""
-    quantization: float = Field(ge=0, le=1)
-    """1: the last wave of tiles counts whole; 0: by the share of it that is filled."""
-    split_us: float = Field(ge=0)
-    launch_us: float = Field(ge=0)
-    memory_fraction: float = Field(gt=0, le=1.2)
-    sharpness: float = Field(ge=1)
-
-
-class AttentionFit(_Frozen):
-    """Constants of fused attention; see `roofline.attention_seconds`."""
-
-    fraction: float = Field(gt=0, le=3)
-    """Share of the peak that products reach, apart from the exponential."""
-    softmax_ps: float = Field(ge=0)
-    """Time of one exponential on one compute unit."""
-    tile_us: float = Field(ge=0)
-    launch_us: float = Field(ge=0)
-    traffic_factor: float = Field(ge=0)
-    """Exposed traffic of device memory, over the bytes of operands and results."""
-    bwd_ratio: float = Field(gt=0, le=1.5)
-    """FLOP/s of backward over those of forward."""
-
-
-class ExpertFit(_Frozen):
-    """Constants of the kernels around the products of experts; see `roofline.copies_seconds`."""
-
-    routing_us: float = Field(ge=0)
-    """Time of the small kernels that choose experts and sort tokens by expert."""
-    routing_ns: float = Field(ge=0)
-    """Time that these kernels take per choice of an expert by a token."""
-    copy_fraction: float = Field(gt=0, le=1)
-    """Share of the bandwidth that kernels reach which copy rows by index."""
-
-
-class Hardware(_Frozen):
+class Hardware(Figures):
     """An accelerator and its system. TFLOP/s are dense, GB are 1e9 bytes, bandwidths are GB/s."""
 
     name: Line
@@ -176,9 +117,12 @@ class Hardware(_Frozen):
     """Share of the bandwidth that a large element-wise kernel reaches."""
     kernel_launch_us: float = Field(ge=0)
     """Time of the shortest kernel within a stream of kernels."""
-    sustained_fraction: float = Field(gt=0, le=1, default=1.0)
-    """Speed of kernels within a training step, with the clocks of a long run and communication
-    beside them, over that alone in a benchmark."""
+    sustained_fraction: Mapping[Line, Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=lambda: {"bf16": 1.0}
+    )
+    """By precision the clock of the compute units in a long run, whose power is limited, over that
+    in a benchmark that runs for a moment; a plain number is that of all precisions, and a precision
+    without one takes that of bf16. Memory and launches are as fast as in a benchmark."""
 
     gpus_per_node: int = Field(ge=1)
     scale_up: ScaleUp
@@ -195,6 +139,11 @@ class Hardware(_Frozen):
     sources: Mapping[Line, Line] = Field(default_factory=dict)
     """The source of each number, by key, with dots for nesting."""
 
+    @field_validator("sustained_fraction", mode="before")
+    @classmethod
+    def _of_all_precisions(cls, value: Any) -> Any:
+        return {"bf16": value} if isinstance(value, int | float) else value
+
     @property
     def memory(self) -> int:
         """Bytes of a device."""
@@ -203,6 +152,22 @@ class Hardware(_Frozen):
     def rate_of(self, dtype: str) -> float | None:
         """Dense peak of matrix products in TFLOP/s, of vector units for fp32; None: it has none."""
         return PRODUCTS[dtype](self) if dtype in PRODUCTS else None
+
+    def clock_of(self, dtype: str) -> float:
+        """The clock of compute units in a step, over that of a benchmark; of attention: bf16's."""
+        return self.sustained_fraction.get(dtype, self.sustained_fraction.get("bf16", 1.0))
+
+    def sustained(self) -> Hardware:
+        """This hardware at the clocks of a step: what computes is slower, what moves bytes is not.
+
+        The constants of kernels are those of a benchmark (`benchmarks/fit_kernels.py`).
+        """
+        bf16 = self.gemm["bf16"]
+        products = {d: self.gemm.get(d, bf16).slowed(self.clock_of(d)) for d in PRODUCTS}
+        attention = self.attention.slowed(self.clock_of("bf16"))
+        return self.model_copy(
+            update={"gemm": products, "attention": attention, "sustained_fraction": {"bf16": 1.0}}
+        )
 
     def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
         """This hardware with bf16's rate for data types that it has no matrix products in.
@@ -275,11 +240,13 @@ def _load(text: str, where: str) -> Hardware:
         hardware = Hardware(**values, sources=sources)
     except ValidationError as error:
         raise UserError(f"{where}: {_describe_error(error)}") from None
-    for name in hardware.gemm.keys() - PRODUCTS.keys():
-        known = either(PRODUCTS)
-        raise UserError(
-            f"{where}: unknown key 'gemm.{name}'{did_you_mean(name, PRODUCTS)}; wanted {known}"
-        )
+    by_precision = {"gemm": hardware.gemm, "sustained_fraction": hardware.sustained_fraction}
+    for key, constants in by_precision.items():
+        for name in sorted(constants.keys() - PRODUCTS.keys()):
+            known = either(PRODUCTS)
+            raise UserError(
+                f"{where}: unknown key '{key}.{name}'{did_you_mean(name, PRODUCTS)}; wanted {known}"
+            )
     if "bf16" not in hardware.gemm:
         raise UserError(
             f"{where}: gemm.bf16 is missing, whose constants all data types take that have none"

@@ -23,7 +23,8 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.time.hardware import PRODUCTS, GemmFit, Hardware
+from stagewright.time.constants import GemmFit
+from stagewright.time.hardware import PRODUCTS, Hardware
 
 Array = Float
 

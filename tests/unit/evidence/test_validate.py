@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,20 @@ from click.testing import CliRunner
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.evidence import kernels as validate_kernels
+from stagewright.evidence import measurements as published
 from stagewright.evidence import validate
-from stagewright.evidence.predictions import Prediction, errors_by_source
+from stagewright.evidence.groups import held_out
+from stagewright.evidence.predictions import LOW, Prediction, errors_by_source, grouped
+from stagewright.evidence.sources import Assumption, Source, sources
 from stagewright.time import hardware
+from stagewright.time.network import Machine
 
 HEADER = "source,row,url,hardware,quantity,measured,model,layers,tp,dp,global_batch_size,seq_length"
 ROW = "mine,small,https://example.org,h100-sxm,{quantity},2.0,llama3-8b,1,2,4,8,1024"
 
 
-def row(quantity: str, header: str = HEADER) -> validate.Measurement:
-    (found,) = validate.read(f"{header}\n{ROW.format(quantity=quantity)}", "rows.csv")
+def row(quantity: str, header: str = HEADER) -> published.Measurement:
+    (found,) = published.read(f"{header}\n{ROW.format(quantity=quantity)}", "rows.csv")
     return found
 
 
@@ -47,34 +52,108 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert found["predicted"] > 0
     path.write_text(f"{HEADER}\n{ROW.format(quantity='step_s').replace('2.0', 'two')}\n")
     with pytest.raises(UserError, match="line 2: measured is 'two', wanted a number above 0"):
-        validate.load(path)
+        published.load(path)
     path.write_text("source,row\na,b\n")
     with pytest.raises(UserError, match="the column hardware is missing"):
-        validate.load(path)
+        published.load(path)
     with pytest.raises(UserError, match="cannot be read"):
-        validate.load(tmp_path / "none.csv")
+        published.load(tmp_path / "none.csv")
 
 
+@pytest.mark.numerics
 def test_carried_rows_have_sources_and_known_hardware() -> None:
-    rows = validate.measurements()
-    assert len(rows) > 100
+    rows = published.measurements()
+    assert len(rows) > 1900
     for m in rows:
         assert m.url.startswith("https://"), m.row
         assert m.hardware in hardware.names()
-    assert len({(m.source, m.row) for m in rows}) == len(rows)
+    others = published.not_compared()
+    assert len({(m.source, m.row) for m in (*rows, *others)}) == len(rows) + len(others)
+    assert {m.source for m in rows} <= set(sources())
+
+
+@pytest.mark.numerics
+def test_rows_without_a_prediction_say_why() -> None:
+    others = published.not_compared()
+    assert len(others) < 330
+    assert all(o.reason for o in others)
+
+
+@pytest.mark.numerics
+def test_seven_tenths_of_the_configurations_may_be_fitted_to() -> None:
+    rows = published.measurements()
+    held = sum(held_out(m) for m in rows) / len(rows)
+    assert held == pytest.approx(0.3, abs=0.05)
 
 
 def test_predictions_may_come_from_elsewhere() -> None:
-    outcomes = list(validate.validate("korthikanti", lambda m, machine: 2 * m.measured))
-    assert len(outcomes) == 9
-    assert all(o.error == pytest.approx(1.0) for o in outcomes)
+    rows = [row("step_s"), replace(row("step_s"), row="again", measured=4.0)]
+    outcomes = list(validate.validate("mine", lambda m, machine: 4.0, rows=rows))
+    assert [o.error for o in outcomes] == pytest.approx([1.0, 0.0])
+
+
+def test_rows_of_one_run_are_simulated_once() -> None:
+    runs: list[str] = []
+
+    def predict(m: published.Measurement, machine: Machine) -> float:
+        runs.append(m.row)
+        return 1.0
+
+    rows = [row("step_s"), replace(row("step_s"), row="of another release")]
+    assert len(list(validate.compare(rows, predict=predict))) == 2
+    assert runs == ["of another release"]
+
+
+def test_a_row_that_no_program_is_made_of_is_counted() -> None:
+    header = f"{HEADER},pp"
+    text = f"{header}\n{ROW.format(quantity='step_s')},2"
+    rows = published.read(text, "rows.csv")
+    (outcome,) = validate.compare(rows)
+    assert isinstance(outcome, published.NotCompared)
+    assert "layers" in outcome.reason
+    with pytest.raises(UserError, match=r"mine, small: .*layers"):
+        list(validate.validate(rows=rows))
+    (left,) = [*published.read(f"{HEADER},not_compared\n{ROW.format(quantity='step_s')},", "r")]
+    assert left.row == "small"
+    assert not published.read(f"{HEADER},not_compared\n{ROW.format(quantity='step_s')},why", "r")
+
+
+def test_a_source_fills_cells_that_its_rows_leave_open() -> None:
+    source = Source("https://x/", {"recompute": Assumption("full", "as its scripts set")}, ())
+    assert source.complete({"recompute": "", "url": "y"}) == {
+        "recompute": "full",
+        "url": "https://x/y",
+    }
+    assert source.complete({"recompute": "none", "url": "https://z"})["recompute"] == "none"
+
+
+def test_a_network_of_its_own() -> None:
+    header = f"{HEADER},network_gb_s"
+    (m,) = published.read(f"{header}\n{ROW.format(quantity='step_s')},6.25", "rows.csv")
+    assert validate.machine_of(m).hardware.scale_out.bandwidth_gb_s == 6.25
+    with pytest.raises(UserError, match="line 2: network_gb_s is '-1', wanted a number above 0"):
+        published.read(f"{header}\n{ROW.format(quantity='step_s')},-1", "rows.csv")
+
+
+def test_groups_count_errors_of_time_and_set_low_utilization_apart() -> None:
+    """A rate that is predicted twice as high is a time that is predicted half as long."""
+    fast = replace(row("tokens_s_gpu"), measured=1.0)
+    low = replace(row("step_s"), row="low", low_utilization=True)
+    (rate, time) = validate.validate(rows=[fast, low], predict=lambda m, machine: 512.0)
+    assert (rate.error, rate.error_of_time) == pytest.approx((1.0, -0.5))
+    by_source = grouped([rate, time], "source")
+    assert [g.group for g in by_source] == ["mine, dense", f"mine, dense, {LOW}"]
+    assert [g.every.bias for g in by_source] == pytest.approx([-0.5, 255.0])
+    (sized, apart) = grouped([rate, time], "tokens of a kernel")
+    assert (sized.group, apart.group) == ("up to 1,024", LOW)
+    assert sum(g.held_out is not None for g in by_source) in (0, 2)
 
 
 def test_few_microbatches_stand_for_many() -> None:
     """Once the pipeline is full, a step is linear in its microbatches."""
     settings = "tp,dp,pp,global_batch_size,seq_length,layers,model,source,row,url,hardware,quantity"
     values = "1,1,2,8,512,4,llama3-8b,s,r,https://x,h100-sxm,step_s"
-    (m,) = validate.read(f"{settings},measured\n{values},1", "rows.csv")
+    (m,) = published.read(f"{settings},measured\n{values},1", "rows.csv")
     whole = m.run.model_copy(update={"global_batch_size": 4})
     machine = validate.machine_of(m)
     eight = validate.step_seconds(m, machine)
@@ -108,7 +187,8 @@ def test_held_out_kernels_are_near(source: str, most: float) -> None:
 def test_json_has_the_keys_it_promises() -> None:
     result = CliRunner().invoke(commands, ["validate", "--source", "nccl-tests", "--json"])
     found = json.loads(result.output)
-    assert set(found) == {"rows"}
+    assert set(found) == {"rows", "groups", "not_compared"}
     wanted = {"source", "row", "quantity", "measured", "predicted", "error", "fitted"}
+    wanted |= {"reason", "traits"}
     assert found["rows"]
     assert all(set(row) == wanted for row in found["rows"])

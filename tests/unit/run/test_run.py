@@ -52,6 +52,17 @@ def test_sizes_follow_from_the_degrees():
     assert of.virtual_stages == 10
 
 
+def test_microbatches_pass_through_chunks_in_groups_as_in_the_framework():
+    """torch: `microbatches // pp` equal rounds (ScheduleInterleaved1F1B); Megatron-LM: of pp."""
+    of = {"pp": 4, "vpp": 2, "global_batch_size": 10}
+
+    assert run(**of).microbatch_group is None
+    assert run(**of, microbatch_group_size_per_vp_stage=6).microbatch_group == 6
+    assert run(**of, framework="torchtitan").microbatch_group == 5
+    assert run(**of | {"global_batch_size": 9}, framework="torchtitan").microbatch_group is None
+    assert run(**of, framework="torchtitan", schedule="zb-h1").microbatch_group is None
+
+
 def test_as_many_microbatches_as_stages_unless_told():
     assert run(pp=4, dp=2, micro_batch_size=3).microbatches == 4
 
@@ -235,7 +246,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"global_batch_size": 6, "pp": 4, "vpp": 2},
         "schedule interleaved: microbatches must be divisible by pp, got 6 microbatches and pp=4; "
-        "set global_batch_size to 4 or 8",
+        "set global_batch_size to 4 or 8, or set microbatch_group_size_per_vp_stage to 6",
+    ),
+    (
+        {"global_batch_size": 8, "pp": 4, "microbatch_group_size_per_vp_stage": 4},
+        "microbatch_group_size_per_vp_stage=4 is about schedule interleaved, got schedule 1f1b; "
+        "drop it",
     ),
     (
         {"pp": 4, "vpp": 8},
@@ -273,12 +289,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"pp": 2, "vpp": 2, "schedule": "gpipe"},
         "schedule gpipe has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
-        "looped-bfs, zb-h1, zbv or dualpipev",
+        "looped-bfs, zb-h1, zbv, v-half, v-min or dualpipev",
     ),
     (
         {"schedule": "1F1B"},
-        "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zbv, "
-        "dualpipev, dualpipe or a path ending in .csv; did you mean '1f1b'?",
+        "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zbv, "
+        "v-half, v-min, dualpipev, dualpipe or a path ending in .csv; did you mean '1f1b'?",
     ),
     (
         {"pp": 4, "schedule": "dualpipe", "dp": 2, "micro_batch_size": 3, "global_batch_size": 54},

@@ -7,6 +7,7 @@ torch writes them, with idle slots or communication. `deepseek-dualpipe-*.csv`: 
 github.com/deepseek-ai/DualPipe (3da1bbe) stepped with its computation and communication stubbed.
 """
 
+import itertools
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from orders import in_flight
 from paths import DATA
 from stagewright.errors import UserError
 from stagewright.schedule.actions import SLOTS, Action, Order, Overlap, flat, halved, needs
+from stagewright.schedule.controllable_memory import v_half, v_min
 from stagewright.schedule.generators import (
     dualpipe,
     dualpipev,
@@ -30,6 +32,7 @@ from stagewright.schedule.generators import (
     looped_bfs,
     one_f_one_b,
     zb_h1,
+    zb_h2,
     zbv,
 )
 from stagewright.schedule.places import mirrored, places
@@ -119,6 +122,31 @@ def test_zbv_has_no_bubble(p: int, m: int) -> None:
         assert without == before + after == p - 1
 
 
+@pytest.mark.parametrize(("f", "i", "w"), TIMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 7), (4, 12), (8, 32)])
+def test_bubble_of_zb_h2(p: int, m: int, f: int, i: int, w: int) -> None:
+    """From a rank's first action to its last (arXiv 2401.10241, table 1): (p-1)(F+I-2W), or none.
+
+    Ranks do not wait for each other at the end: the update is validated afterwards there.
+    """
+    order, cost = zb_h2(p, m), costs(f, i, w)
+    times = play(order, cost)
+    spans = [times[flat(steps)[-1]][1] - times[flat(steps)[0]][0] for steps in order]
+    bubbles = [span - m * (f + i + w) for span in spans]
+    assert bubbles[0] == max(bubbles)
+    assert max(bubbles) == (p - 1) * (f + i - 2 * w) if f + i >= 2 * w else max(bubbles) >= 0
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 6), (3, 9), (4, 12), (5, 10), (6, 24), (7, 14), (8, 32)])
+def test_bubble_of_controllable_memory(p: int, m: int) -> None:
+    """A few slots at the ends, whatever the number of microbatches, where F = I = W."""
+    work = 6 * m
+    half = max(end for _, end in play(v_half(p, m), costs(1, 1, 1)).values())
+    least = max(end for _, end in play(v_min(p, m), costs(1, 1, 1)).values())
+    assert half - work == (max(3 * p - 7, 1) if p % 2 == 0 else 3 * p - 4)
+    assert least - work == 4 * p - (7 if p % 3 == 0 else 5)
+
+
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_in_flight(p: int, m: int) -> None:
     assert in_flight(gpipe(p, m)) == [{rank: m} for rank in range(p)]
@@ -140,6 +168,41 @@ def test_memory_of_the_zero_bubble_family() -> None:
         assert alive(zbv(p, m)) == [2 * p] * p
         assert alive(dualpipe(p, m)) == [p + 1] * p
         assert alive(dualpipev(p // 2, m // 2)) == [p + 1] * (p // 2)
+
+
+def test_memory_of_zb_h2_and_of_controllable_memory() -> None:
+    """Twice, half and a third of 1F1B's (arXiv 2401.10241, table 1; 2405.15362, table 1).
+
+    V-Half and V-Min count in half stages, of which 1F1B's first rank holds 2 p.
+    """
+    for p in range(2, 9):
+        m = 3 * p
+        assert alive(zb_h2(p, m)) == [2 * p - 1] * p
+        assert max(alive(v_half(p, m))) == p + (1 if p % 2 else 2)
+        assert max(alive(v_min(p, m))) == 2 * -(-(p + 2) // 3)
+
+
+CONTROLLABLE: list[dict[str, Any]] = json.loads((PUBLISHED / "sail-v-half-v-min.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "row", CONTROLLABLE, ids=lambda r: f"{r['schedule']}-{r['pp']}-{r['microbatches']}"
+)
+def test_controllable_memory_is_in_the_authors_order(row: dict[str, Any]) -> None:
+    order = make(row["schedule"], row["pp"], row["microbatches"], 2)
+    assert [" ".join(map(str, steps)) for steps in order] == row["ranks"]
+
+
+@pytest.mark.parametrize("schedule", [v_half, v_min])
+def test_what_is_done_for_one_microbatch_is_repeated_for_more(schedule: Any) -> None:
+    """Long orders are short ones with a part repeated: they hold no more and wait no longer."""
+    for p in (1, 2, 3, 4, 6):
+        short, long = 3 * p + 3, 3 * p + 11
+        orders = [schedule(p, m) for m in (short, long)]
+        validate(orders[1], 2 * p, long)
+        assert alive(orders[0]) == alive(orders[1])
+        ends = [max(end for _, end in play(o, costs(1, 1, 1)).values()) for o in orders]
+        assert ends[1] - ends[0] == 6 * (long - short)
 
 
 def alive(order: Order) -> list[int]:
@@ -195,10 +258,13 @@ def test_make() -> None:
     assert make("interleaved", 2, 4, 3) == interleaved(2, 4, 3)
     assert make("looped-bfs", 2, 3, 2) == looped_bfs(2, 3, 2)
     assert make("zb-h1", 2, 4) == zb_h1(2, 4)
+    assert make("zb-h2", 2, 4) == zb_h2(2, 4)
     assert make("zbv", 2, 4, 2) == zbv(2, 4)
+    assert make("v-half", 2, 4, 2) == v_half(2, 4)
+    assert make("v-min", 2, 4, 2) == v_min(2, 4)
 
 
-PLACES = {"zbv": (0, 1), "dualpipev": (0, 1), "dualpipe": (0, 1)}  # others: chunks round the ranks
+VEES = {"zbv", "v-half", "v-min", "dualpipev", "dualpipe"}  # others: chunks round the ranks
 
 
 @settings(deadline=None)
@@ -211,7 +277,7 @@ def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
     order = make(name, p, m, chunks)
     validate(order, p * chunks, m)
     for rank, steps in enumerate(order):
-        held = {rank, 2 * p - 1 - rank} if chunks == 2 and name in PLACES else set()
+        held = {rank, 2 * p - 1 - rank} if chunks == 2 and name in VEES else set()
         held |= {rank, p - 1 - rank} if name == "dualpipe" else set()
         assert {a.stage for a in flat(steps)} == held or {rank + c * p for c in range(chunks)}
     assert mirrored(order) == (name == "dualpipe")
@@ -227,6 +293,42 @@ def test_interleaved_in_groups_of_more_than_pp() -> None:
     for p, m in ((2, 3), (4, 10), (4, 5), (3, 8)):
         validate(interleaved(p, m, 2), 2 * p, m)
         validate(zb_h1(p, m, 2), 2 * p, m)
+
+
+# Passes of Megatron-LM's interleaved loop (core/pipeline_parallel/schedules.py, d98e8a6: the table
+# of get_schedule_table, the warm-up of get_pp_rank_microbatches): pp, microbatches, vpp and group,
+# then the actions of the first rank. The first row's forwards are the example in its comments.
+MEGATRON_GROUPS = [
+    (
+        (2, 5, 2, 3),
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4",
+    ),
+    (
+        (4, 9, 2, 5),
+        "0F0 0F1 0F2 0F3 0F4 4F0 4F1 4F2 4F3 4F4 0F5 0F6 4B0 0F7 4B1 0F8 4B2 4F5 4B3 4F6 4B4 4F7 "
+        "0B0 4F8 0B1 0B2 0B3 0B4 4B5 4B6 4B7 4B8 0B5 0B6 0B7 0B8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "first"), MEGATRON_GROUPS)
+def test_groups_are_those_of_megatron(sizes: tuple[int, int, int, int], first: str) -> None:
+    p, m, v, group = sizes
+    order = make("interleaved", p, m, v, group=group)
+    assert " ".join(map(str, order[0])) == first
+
+
+def test_every_group_that_megatron_takes_is_valid_and_as_fast() -> None:
+    """Its check: pp or more, not more than there are, and 0 or pp or more left for the last."""
+    for p, v, m in itertools.product((2, 4), (2, 3), range(2, 11)):
+        for group in range(1, m + 1):
+            wanted = p <= group and not 0 < m % group < p
+            takes = SCHEDULES["interleaved"].takes(p, m, group)
+            assert takes == (wanted or group == m)
+            if wanted:
+                order = interleaved(p, m, v, group)
+                validate(order, p * v, m)
+                assert makespan(order, 1, 2) == m * 3 * v + (p - 1) * 3
 
 
 @pytest.mark.numerics
@@ -381,7 +483,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("1f1b", 4, 8, 2),
             "schedule 1f1b has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
-            "looped-bfs, zb-h1, zbv or dualpipev",
+            "looped-bfs, zb-h1, zbv, v-half, v-min or dualpipev",
         ),
         (("gpipe", 0, 8), "schedule gpipe: got pp=0, wanted 1 or more; set pp"),
         (
@@ -396,7 +498,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("interleaved", 4, 10, 2),
             "schedule interleaved: microbatches must be divisible by pp, got 10 microbatches and "
-            "pp=4; use 8 or 12 microbatches",
+            "pp=4; use 8 or 12 microbatches, or set microbatch_group_size_per_vp_stage to 5",
         ),
         (
             ("interleaved", 4, 3, 2),
@@ -411,7 +513,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("zbv", 4, 8),
             "schedule zbv has 2 stages per rank, got vpp=1; use vpp=2, or schedule gpipe, 1f1b, "
-            "interleaved, looped-bfs, zb-h1 or dualpipe",
+            "interleaved, looped-bfs, zb-h1, zb-h2 or dualpipe",
         ),
         (
             ("dualpipe", 3, 8),
@@ -432,6 +534,29 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
 def test_errors_of_make(arguments: tuple[str, int, int, int], message: str) -> None:
     with pytest.raises(UserError) as caught:
         make(*arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "message"),
+    [
+        (
+            "interleaved",
+            4,
+            "microbatch_group_size_per_vp_stage=4 does not suit 10 microbatches and pp=4: groups, "
+            "and what is left for the last one, must have pp or more; use 5",
+        ),
+        (
+            "zb-h1",
+            5,
+            "microbatch_group_size_per_vp_stage=5 is about schedule interleaved, got schedule "
+            "zb-h1; drop it",
+        ),
+    ],
+)
+def test_errors_of_groups(name: str, group: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make(name, 4, 10, 2, group=group)
     assert str(caught.value) == message
 
 

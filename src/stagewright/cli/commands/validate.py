@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,40 +16,99 @@ from stagewright.cli.options import JSON
 from stagewright.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from stagewright.evidence.measurements import Measurement, NotCompared
     from stagewright.evidence.predictions import Prediction
 
 
 @command
 @click.option("--source", metavar="TEXT", help="Only measurements of this source. [all]")
 @click.option("--rows", metavar="FILE", help="Measurements of your own (CSV), and no others.")
+@click.option("--list", "listed", is_flag=True, help="Print each row, too. [with a source or rows]")
+@click.option(
+    "--every",
+    metavar="N",
+    type=click.IntRange(1),
+    default=1,
+    help="Only every Nth row of training, spread over all sources. [1: all rows]",
+)
+@click.option("--jobs", metavar="N", type=click.IntRange(1), help="Processes. [one per core]")
 @JSON
-def validate(source: str | None, rows: str | None, as_json: bool) -> None:
-    """Print predictions beside published measurements, and their errors per source.
+def validate(
+    source: str | None,
+    rows: str | None,
+    listed: bool,
+    every: int,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Print predictions beside published measurements, and their errors by group.
 
-    The many rows of kernels and collectives are listed only where --source names their source.
+    The thousands of rows are listed only where --source or --list asks for them. All rows take
+    some minutes. Errors in tables of groups are those of the time of a step: + is predicted slow.
     """
     from stagewright.evidence import kernels as validate_kernels
-    from stagewright.evidence import validate
+    from stagewright.evidence import measurements, validate
+    from stagewright.evidence.predictions import Prediction
+    from stagewright.executors import cores
 
-    own = None if rows is None else validate.load(rows)
+    own = None if rows is None else measurements.load(rows)
     kernels = list(validate_kernels.validate(source)) if own is None else []
+    carried = measurements.measurements() if own is None else own
+    chosen = measurements.select(carried, source)[::every]
     with _progress() as progress:
-        predictions = list(validate.validate(source, progress=progress, rows=own))
-    if not kernels and not predictions:
-        carried = validate.measurements() if own is None else own
-        known = dict.fromkeys(m.source for m in carried)
-        known |= dict.fromkeys(o.source for o in validate_kernels.validate() if own is None)
-        raise UserError(
-            f"no measurements of source {source!r}{did_you_mean(str(source), known)}; "
-            f"known: {'; '.join(known)}"
-        )
+        outcomes = list(validate.compare(chosen, progress=progress, jobs=jobs or cores()))
+    predictions = [o for o in outcomes if isinstance(o, Prediction)]
+    refused = [o for o in outcomes if not isinstance(o, Prediction)]
+    if own is not None and refused:
+        raise UserError(f"{refused[0].source}, {refused[0].row}: {refused[0].reason}")
+    if own is None:
+        refused += [o for o in measurements.not_compared() if _within(o.source, source)]
+    if not kernels and not predictions and not refused:
+        raise _unknown(source, carried, validate_kernels.validate() if own is None else ())
     if as_json:
-        keys = ("source", "row", "quantity", "measured", "predicted", "error", "fitted")
-        listed = [{k: getattr(o, k) for k in keys} for o in (*predictions, *kernels)]
-        shared.print_json({"rows": listed})
+        shared.print_json(_as_json([*predictions, *kernels], refused))
         return
-    _print_predictions(predictions if source is None else [*predictions, *kernels])
-    _print_totals([*predictions, *kernels])
+    shown = [*predictions, *kernels] if source is not None else predictions
+    if listed or source is not None or own is not None:
+        _print_predictions(shown)
+    _print_groups(predictions, whole=source is None)
+    _print_totals(kernels)
+    _print_not_compared(refused)
+
+
+def _within(name: str, source: str | None) -> bool:
+    return source is None or source.lower() in name.lower()
+
+
+def _unknown(
+    source: str | None, rows: Iterable[Measurement], kernels: Iterable[Prediction]
+) -> UserError:
+    known = dict.fromkeys(m.source for m in rows) | dict.fromkeys(o.source for o in kernels)
+    return UserError(
+        f"no measurements of source {source!r}{did_you_mean(str(source), known)}; "
+        f"known: {'; '.join(known)}"
+    )
+
+
+def _as_json(rows: Sequence[Prediction], refused: Sequence[NotCompared]) -> dict[str, Any]:
+    from stagewright.evidence.predictions import GROUPS, grouped
+
+    keys = ("source", "row", "quantity", "measured", "predicted", "error", "fitted", "reason")
+    listed = [
+        {k: getattr(o, k) for k in keys} | {"traits": o.traits._asdict() if o.traits else None}
+        for o in rows
+    ]
+    groups = [
+        {
+            "by": each.by,
+            "group": each.group,
+            "all": each.every._asdict(),
+            "held_out": each.held_out._asdict() if each.held_out else None,
+        }
+        for by in GROUPS
+        for each in grouped(rows, by)
+    ]
+    return {"rows": listed, "groups": groups, "not_compared": [o._asdict() for o in refused]}
 
 
 def _print_predictions(predictions: Iterable[Prediction]) -> None:
@@ -63,16 +123,51 @@ def _print_predictions(predictions: Iterable[Prediction]) -> None:
     shown = ("row", "quantity", "measured", "predicted", "error", "fitted")
     for source, some in by_source.items():
         print_table(table(some, source).only(*shown), out)
+        _print_assumptions(source)
         for o in some:
-            if abs(o.error) > NEEDS_REASON and o.quantity != "us":
-                out.print(f"  {o.error:+.0%} {o.row}: {o.reason or 'no reason known'}")
+            if abs(o.error) > NEEDS_REASON and o.quantity != "us" and o.reason:
+                out.print(f"  {o.error:+.0%} {o.row}: {o.reason}")
 
 
-def _print_totals(predictions: Iterable[Prediction]) -> None:
+def _print_assumptions(source: str) -> None:
+    """What is assumed of all rows of a source, or known of their errors."""
+    from stagewright.evidence.sources import sources
+
+    entry = sources().get(source)
+    if entry is None:
+        return
+    out = shared.console()
+    for name, each in entry.assumed.items():
+        out.print(f"  assumed: {name} {each.value}: {each.reason}")
+    for note in entry.notes:
+        out.print(f"  {note}")
+
+
+def _print_groups(predictions: Sequence[Prediction], *, whole: bool) -> None:
+    from stagewright.evidence.predictions import GROUPS, errors_by_group
+    from stagewright.texttable import print_table
+
+    for by in GROUPS if whole else ["source"]:
+        if predictions:
+            print_table(errors_by_group(predictions, by), shared.console())
+
+
+def _print_totals(predictions: Sequence[Prediction]) -> None:
     from stagewright.evidence.predictions import totals
     from stagewright.texttable import print_table
 
-    print_table(totals(predictions), shared.console())
+    if predictions:
+        print_table(totals(predictions), shared.console())
+
+
+def _print_not_compared(refused: Sequence[NotCompared]) -> None:
+    """How many rows have no prediction, by source and reason."""
+    if not refused:
+        return
+    out = shared.console()
+    out.print(f"{len(refused):,} published rows are not compared:")
+    for (source, reason), rows in Counter((o.source, o.reason) for o in refused).most_common():
+        out.print(f"  {rows} of {source}: {reason}")
 
 
 @contextmanager
@@ -97,6 +192,7 @@ ENTRY = Entry(
     110,
     validate,
     (
+        "stagewright validate --source bloomberg",
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",
     ),

@@ -44,12 +44,20 @@ class BatchSection:
     )
     schedule: Text | None = setting(
         None,
-        "Pipeline schedule: 1f1b, gpipe, interleaved, looped-bfs, zb-h1, zbv, dualpipev, dualpipe, "
-        "or a .csv file.",
+        "Pipeline schedule: 1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-h2, zbv, v-half, "
+        "v-min, dualpipev, dualpipe, or a .csv file.",
         unset="1f1b; with vpp, interleaved",
         modes=TRAINING,
         elsewhere="a pipeline runs its microbatches in turn",
         metavar="NAME",
+    )
+    microbatch_group_size_per_vp_stage: Count | None = setting(
+        None,
+        "With schedule=interleaved: microbatches that pass through the chunks of a rank together.",
+        unset="pp; torchtitan: equal groups of pp or a few more",
+        modes=TRAINING,
+        elsewhere="a pipeline rank holds one stage",
+        names=("microbatch-group-size-per-virtual-pipeline-stage",),
     )
     layers_per_stage: tuple[Number, ...] | None = setting(
         None,

@@ -31,11 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import prefill_run
-from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
@@ -44,8 +42,8 @@ from stagewright.program.shapes import GEMM
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.run.settings import Run
-from stagewright.time.cost import Routed, task_seconds
+from stagewright.time.cost import task_seconds
+from stagewright.time.dispatch import Routed
 from stagewright.time.hardware import Hardware
 from stagewright.time.measured import Counts
 from stagewright.time.network import Machine
@@ -354,7 +352,7 @@ def executed(
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
     run = compiled.run
-    routed = _routed(run, compiled.model) if how.moe_flex_dispatcher else None
+    routed = Routed.of(run, compiled.model) if how.moe_flex_dispatcher else None
 
     def simulated(program: Program) -> Timeline:
         overlap = how.tp_comm_overlap
@@ -381,18 +379,3 @@ def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:
         rows = np.isin(of.tasks.shape, shapes)
         used |= {of.tasks.dtypes[int(i)] for i in np.unique(of.tasks.dtype[rows])}
     return sorted(dtype for dtype in used if hardware.rate_of(dtype) is None)
-
-
-def _routed(run: Run, model: ModelConfig) -> Routed:
-    """The routing of tokens for a dispatcher that sends each token once per rank.
-
-    Raises UserError where no all-to-all sends tokens.
-    """
-    if run.ep == 1:
-        raise UserError("moe_flex_dispatcher needs experts on several ranks; ep is 1")
-    if run.moe_token_dispatcher_type != "alltoall":
-        got = run.moe_token_dispatcher_type
-        raise UserError(
-            f"moe_flex_dispatcher and moe_token_dispatcher_type={got} exclude each other"
-        )
-    return Routed(model.num_experts + run.num_redundant_experts, model.top_k)

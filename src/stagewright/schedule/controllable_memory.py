@@ -1,0 +1,207 @@
+"""V-Half and V-Min: a building block, repeated and pushed together (arXiv 2405.15362).
+
+A rank does four passes of each microbatch, forward and backward of its two stages, and two weight
+gradients: six slots of time if all take equally long. A building block has the slots of one
+microbatch's passes on every rank; each further microbatch has the same slots six later. How many
+slots lie between a forward and the weight gradient of its stage is how many microbatches are alive.
+
+Before the first microbatch comes back, and after the last has gone in, slots are free: passes move
+there as long as no rank holds more than before. The orders are those of the authors' program
+(github.com/sail-sg/zero-bubble 3fd87fd, zbv_greedy.py) for passes that take equally long.
+
+>>> from stagewright.schedule.text import text
+>>> print(text(v_min(pp=2, microbatches=2)))
+rank 0  0F0 0F1 .   3F0 3I0 3W0 0I0 0W0 3F1 3I1 3W1 0I1 0W1
+rank 1  .   1F0 2F0 1F1 .   2I0 1I0 2F1 2W0 1W0 2I1 1I1 2W1 1W1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+from stagewright.schedule.actions import Action, Order
+
+_PERIOD = 6
+_PASSES = ("F", "F", "I", "I")  # of the first stage, twice of the second, of the first
+_FIRST_FORWARD, _SECOND_FORWARD, _SECOND_BACKWARD, _FIRST_BACKWARD, _WEIGHT = range(5)
+
+_Rank = list[list[int]]  # slots by pass and microbatch; behind the passes, those of all W
+
+
+def v_half(pp: int, microbatches: int) -> Order:
+    """V-Half: about half of what 1F1B's first rank holds, on all ranks (arXiv 2405.15362, 4.1).
+
+    >>> v_half(1, 2)
+    ((0F0, 1F0, 1I0, 0F1, 0I0, 1F1, 1I1, 1W0, 0I1, 1W1, 0W0, 0W1),)
+    """
+    gap = 0 if pp % 2 else 3
+    return _repeat(
+        [
+            (2 * r, 3 * pp - 2 - r, 3 * pp - 1 + gap + 2 * r, 6 * pp - 2 + gap - r)
+            for r in range(pp)
+        ],
+        microbatches,
+    )
+
+
+def v_min(pp: int, microbatches: int) -> Order:
+    """V-Min: about a third of what 1F1B's first rank holds, on all ranks (arXiv 2405.15362, 4.1).
+
+    Its passes follow each other from rank to rank at once: where they do not take equally long,
+    ranks wait in every microbatch.
+
+    >>> v_min(1, 2)
+    ((0F0, 1F0, 1I0, 0I0, 1W0, 0W0, 0F1, 1F1, 1I1, 0I1, 1W1, 0W1),)
+    """
+    gap = 0 if pp % 3 else 2
+    return _repeat(
+        [(r, 2 * pp - 1 - r, 2 * pp + gap + r, 4 * pp + gap - 1 - r) for r in range(pp)],
+        microbatches,
+    )
+
+
+def _repeat(block: Sequence[Sequence[int]], microbatches: int) -> Order:
+    """The order of a building block, by rank and pass, for all microbatches.
+
+    Between the ends every rank does the same for each microbatch, so that what it does for one,
+    behind its forward of the first stage, can be repeated in an order of fewer microbatches.
+    """
+    middle = 2 * len(block)
+    few = middle + len(block) + 4
+    if microbatches <= few:
+        return _pushed_together(block, microbatches)
+    more = microbatches - few
+    order: list[tuple[Action, ...]] = []
+    for rank, steps in enumerate(_pushed_together(block, few)):
+        begin, end = (steps.index(Action(rank, "F", m)) for m in (middle, middle + 1))
+        repeated = [_later(steps[begin:end], n) for n in range(more)]
+        order.append((*steps[:begin], *chain(*repeated), *_later(steps[begin:], more)))
+    return tuple(order)
+
+
+def _later(steps: Sequence[Action], shift: int) -> list[Action]:
+    """The same actions of later microbatches."""
+    return [a._replace(microbatch=a.microbatch + shift) for a in steps]
+
+
+def _pushed_together(
+    block: Sequence[Sequence[int]], microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """A building block repeated for each microbatch, with the passes at both ends moved."""
+    span = range(0, _PERIOD * microbatches, _PERIOD)
+    ranks = [[[slot + shift for shift in span] for slot in passes] for passes in block]
+    # Weight gradients move as the passes do; then those at the end make room for other passes.
+    for weights_move in (True, False):
+        with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
+        most = max(map(_alive, with_weights))
+        _move_earlier(with_weights if weights_move else ranks, most)
+        if not weights_move:
+            with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
+        ranks = _as_soon_as_possible(with_weights)
+    return tuple(_actions(ranks, rank) for rank in range(len(ranks)))
+
+
+def _move_earlier(ranks: list[_Rank], most: int) -> None:
+    """Move what stands before the first backward ends or behind the last forward to free slots.
+
+    No rank may hold more than `most` microbatches. Where `ranks` have no slots of weight gradients
+    only the end is changed, and these are taken to be in the first free slots.
+    """
+    moves_weights = len(ranks[0]) > _WEIGHT
+    busy = [{slot for slots in rank for slot in slots} for rank in ranks]
+    filling, draining = True, False
+    for old, rank, which, m in _in_order_of_time(ranks):
+        filling = filling and (rank, which) != (0, _FIRST_BACKWARD)
+        if not filling and not draining:
+            draining = (which, m) == (_FIRST_FORWARD, len(ranks[0][0]) - 1)
+            continue
+        if filling and not moves_weights:
+            continue
+        slots = ranks[rank][which]
+        for new in range(_ready(ranks, rank, which, m), old):
+            if new in busy[rank]:
+                continue
+            slots[m] = new
+            held = ranks[rank] if moves_weights else [*ranks[rank], _weight_slots(ranks[rank])]
+            # Where weight gradients have slots of their own, only a forward adds what is held.
+            if (moves_weights and which > _SECOND_FORWARD) or _alive(held) <= most:
+                busy[rank] ^= {old, new}
+                break
+        else:
+            slots[m] = old
+
+
+def _in_order_of_time(ranks: Sequence[_Rank]) -> list[tuple[int, int, int, int]]:
+    """Slot, rank, pass and microbatch of all passes."""
+    return sorted(
+        (slot, rank, which, m)
+        for rank, passes in enumerate(ranks)
+        for which, slots in enumerate(passes)
+        for m, slot in enumerate(slots)
+    )
+
+
+def _ready(ranks: Sequence[_Rank], rank: int, which: int, m: int) -> int:
+    """The first slot in which all that a pass needs has been done."""
+    slots = ranks[rank]
+    needed = [slots[which][m - 1]] if m else []  # the microbatches of a pass keep their order
+    if which == _WEIGHT:
+        needed.append(sorted(slots[_SECOND_BACKWARD] + slots[_FIRST_BACKWARD])[m])
+    elif which:
+        needed.append(slots[which - 1][m])
+    if which in (_FIRST_FORWARD, _SECOND_BACKWARD) and rank:
+        needed.append(ranks[rank - 1][which][m])
+    if which in (_SECOND_FORWARD, _FIRST_BACKWARD) and rank < len(ranks) - 1:
+        needed.append(ranks[rank + 1][which][m])
+    return 1 + max(needed, default=-1)
+
+
+def _weight_slots(passes: _Rank) -> list[int]:
+    """The slots of weight gradients: the first free one behind each backward."""
+    busy = {slot for slots in passes for slot in slots}
+    free: list[int] = []
+    for slot in sorted(passes[_SECOND_BACKWARD] + passes[_FIRST_BACKWARD]):
+        slot = max(slot, *free[-1:]) + 1 if free else slot + 1
+        while slot in busy:
+            slot += 1
+        free.append(slot)
+    return free
+
+
+def _alive(rank: _Rank) -> int:
+    """The most microbatches alive at once on a rank, of both stages."""
+    change = dict.fromkeys(rank[_FIRST_FORWARD] + rank[_SECOND_FORWARD], 1)
+    change |= dict.fromkeys(rank[_WEIGHT], -1)
+    return max(accumulate(change[slot] for slot in sorted(change)))
+
+
+def _as_soon_as_possible(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """The slots of the passes if each rank keeps its order and every pass starts when it can."""
+    microbatches = len(ranks[0][0])
+    soon = [[[0] * microbatches for _ in _PASSES] for _ in ranks]
+    clock = [0] * len(ranks)
+    for _, rank, which, m in _in_order_of_time(ranks):
+        if which != _WEIGHT:
+            clock[rank] = max(clock[rank], _ready(soon, rank, which, m))
+            soon[rank][which][m] = clock[rank]
+        clock[rank] += 1
+    return soon
+
+
+def _actions(ranks: Sequence[_Rank], rank: int) -> tuple[Action, ...]:
+    """What a rank does, in order; of two weight gradients, the second stage's comes first."""
+    passes, first, second = ranks[rank], rank, 2 * len(ranks) - 1 - rank
+    stages = (first, second, second, first)
+    found = [
+        (slot, Action(stage, kind, m))
+        for stage, kind, slots in zip(stages, _PASSES, passes, strict=True)
+        for m, slot in enumerate(slots)
+    ]
+    backwards = {second: passes[_SECOND_BACKWARD], first: passes[_FIRST_BACKWARD]}
+    done = dict.fromkeys(backwards, 0)
+    for slot in _weight_slots(passes):
+        stage = next(s for s, of in backwards.items() if done[s] < len(of) and of[done[s]] < slot)
+        found.append((slot, Action(stage, "W", done[stage])))
+        done[stage] += 1
+    return tuple(action for _, action in sorted(found))

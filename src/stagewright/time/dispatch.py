@@ -1,0 +1,143 @@
+"""How long libraries of expert parallelism take to send tokens to experts: DeepEP, HybridEP.
+
+Their kernels send a token once to each node and once to each rank that has experts for it, where an
+all-to-all sends a copy for each expert. For the few tokens of a decode step they have low-latency
+kernels, which send each copy straight to its expert and can be part of a CUDA graph.
+
+>>> import numpy as np
+>>> from stagewright.time.hardware import resolve
+>>> from stagewright.time.network import placements
+>>> machine = Machine.of(resolve("h100-sxm"), gpus=64)
+>>> (group,) = placements(machine, np.arange(64).reshape(1, -1))
+>>> deepseek = Routed(experts=256, top_k=8, groups=8, top_groups=4)
+>>> size = 4096 * 8 * 7168 * 2  # copies of 4096 tokens in bf16
+>>> 4e-3 < dispatch_seconds(size, group, machine, deepseek) < 4.7e-3  # HybridEP: 4.6 ms measured
+True
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from stagewright.errors import UserError
+from stagewright.model.config import ModelConfig
+from stagewright.run.settings import Run
+from stagewright.time.collectives import TierUse, detour, tiers_used
+from stagewright.time.network import Machine, MessageSize, Placement
+
+# Shares of the bandwidth that other large messages reach. Sources: the tables of DeepEP's README,
+# versions 1 and 2, and of UCCL-EP (github.com/deepseek-ai/DeepEP; github.com/aws-samples/
+# awsome-distributed-training), and of HybridEP (NVIDIA's blog on hybrid expert parallelism).
+LINKS = 0.94
+"""Within a node, counting what stays on a rank: 0.71 to 0.88 of the links on H800, H200, B200 and
+GB200, 0.77 in the median. All pass through the same buffers."""
+NETWORK = 0.95
+"""Between nodes, counting what leaves a node: 39 to 46 GB/s of 50, 43.8 in the median."""
+LOW_LATENCY_LINKS = 0.98
+LOW_LATENCY_NETWORK = 0.91
+"""Of low-latency kernels, whose rows grow by a byte per 42 GB/s between nodes."""
+LOW_LATENCY_START_US = 30.0
+"""Time of a low-latency kernel beyond that of its bytes: 24 to 36 us."""
+
+
+class Routed(NamedTuple):
+    """To how many experts a token goes, and by which kernels."""
+
+    experts: int
+    top_k: int
+    groups: int = 1
+    """Experts are in so many groups, and the token's are all in `top_groups` of these
+    (DeepSeek-V3's node-limited routing)."""
+    top_groups: int = 1
+    low_latency: bool = False
+    """Ranks that decode send by low-latency kernels."""
+
+    @classmethod
+    def of(cls, run: Run, model: ModelConfig) -> Routed:
+        """The routing of a run; UserError where no all-to-all sends tokens."""
+        prefill = run.prefill_ranks
+        if max(run.ep, prefill.ep if prefill else 1) == 1:
+            raise UserError("moe_flex_dispatcher needs experts on several ranks; ep is 1")
+        if run.moe_token_dispatcher_type != "alltoall":
+            got = run.moe_token_dispatcher_type
+            raise UserError(
+                f"moe_flex_dispatcher and moe_token_dispatcher_type={got} exclude each other"
+            )
+        return cls(
+            model.num_experts + run.num_redundant_experts,
+            model.top_k,
+            model.num_expert_groups,
+            model.topk_groups,
+            low_latency=run.mode == "decode",
+        )
+
+
+def destinations(routed: Routed, parts: int) -> float:
+    """To how many of `parts`, each with equally many experts, a token goes on average.
+
+    The token's experts are different, and all equally likely.
+
+    >>> round(destinations(Routed(256, 8), 8), 2)  # of the 8 ranks of a node
+    5.29
+    >>> round(destinations(Routed(256, 8, 8, 4), 8), 2)  # of 8 nodes, each with a group of experts
+    3.63
+    """
+    experts, top_k, groups, top_groups = routed[:4]
+    held, grouped = experts // parts, experts // groups
+    if experts % groups or (held % grouped and grouped % held):
+        groups = top_groups = 1
+        grouped = experts
+    pool = top_groups * grouped  # experts of the groups that are chosen
+
+    def reached(among: int) -> float:
+        return 1 - math.comb(pool - among, top_k) / math.comb(pool, top_k)
+
+    if held <= grouped:
+        return parts * top_groups / groups * reached(held)
+    whole = held // grouped  # groups of a part; of these, so many are chosen
+    ways = {
+        chosen: math.comb(whole, chosen) * math.comb(groups - whole, top_groups - chosen)
+        for chosen in range(max(0, top_groups - groups + whole), min(whole, top_groups) + 1)
+    }
+    hits = sum(count * reached(chosen * grouped) for chosen, count in ways.items())
+    return parts * hits / math.comb(groups, top_groups)
+
+
+def dispatch_seconds(local_bytes: int, group: Placement, machine: Machine, routed: Routed) -> float:
+    """Seconds of a dispatch; the combine of as many bytes takes as long.
+
+    One copy of a token goes to each node and is forwarded there, overlapped. `local_bytes` count
+    one copy for each of the token's experts.
+    """
+    if group.ranks < 2 or local_bytes == 0:
+        return 0.0
+    uses = tiers_used(group, machine)
+    links = machine.tiers[0]
+    if routed.low_latency:
+        sent = (_straight(local_bytes, use, inside=use.tier is links) for use in uses)
+        return LOW_LATENCY_START_US * 1e-6 + max(sent)
+    # Such kernels send by themselves, without NCCL's protocols.
+    start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
+    sent = (_once(local_bytes, use, routed, inside=use.tier is links) for use in uses)
+    return start * 1e-6 + max(sent)
+
+
+def _once(local_bytes: int, use: TierUse, routed: Routed, *, inside: bool) -> float:
+    """Seconds to send a copy of each token to each block below a tier that has experts for it."""
+    copies = destinations(routed, use.ranks // use.below)
+    if not inside:
+        copies *= 1 - 1 / use.positions  # what stays in a block does not travel
+    rate = _rate(use) * (LINKS if inside else NETWORK)
+    return local_bytes / routed.top_k * copies * detour(use) / rate
+
+
+def _straight(local_bytes: int, use: TierUse, *, inside: bool) -> float:
+    """Seconds to send every copy straight to its expert."""
+    away = local_bytes * (use.ranks - use.below) / use.ranks
+    rate = _rate(use) * (LOW_LATENCY_LINKS if inside else LOW_LATENCY_NETWORK)
+    return away * detour(use) / rate
+
+
+def _rate(use: TierUse) -> float:
+    return use.tier.rate(MessageSize.LARGE) * use.share

@@ -1,0 +1,145 @@
+"""The dispatch of tokens by DeepEP and HybridEP, beside what their authors measured."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.program.columns import TaskKind
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time import hardware
+from stagewright.time.collectives import collective_seconds
+from stagewright.time.cost import task_seconds
+from stagewright.time.dispatch import Routed, destinations, dispatch_seconds
+from stagewright.time.network import Machine, Placement, placements
+from stagewright.time.simulate.step import simulate
+
+H100 = hardware.resolve("h100-sxm")
+DEEPSEEK = Routed(256, 8, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("experts", "parts", "top_k", "groups", "top_groups"),
+    [(8, 2, 2, 1, 1), (6, 3, 2, 1, 1), (8, 4, 3, 1, 1), (8, 4, 2, 2, 1), (8, 2, 3, 4, 2),
+     (12, 3, 3, 6, 3), (8, 8, 2, 4, 3)],
+)  # fmt: skip
+def test_distinct_ranks_of_a_token(
+    experts: int, parts: int, top_k: int, groups: int, top_groups: int
+) -> None:
+    """Against all choices there are, of groups and then of experts within them."""
+    held, grouped = experts // parts, experts // groups
+    counts: list[int] = []
+    for chosen in itertools.combinations(range(groups), top_groups):
+        pool = [e for e in range(experts) if e // grouped in chosen]
+        counts += [len({e // held for e in some}) for some in itertools.combinations(pool, top_k)]
+    routed = Routed(experts, top_k, groups, top_groups)
+    assert destinations(routed, parts) == pytest.approx(np.mean(counts))
+
+
+def test_groups_that_ranks_cut_apart_count_as_none() -> None:
+    assert destinations(Routed(12, 2, 3, 1), 2) == destinations(Routed(12, 2), 2)
+
+
+def _group(gpu: str, ep: int) -> tuple[Machine, Placement]:
+    machine = Machine.of(hardware.resolve(gpu), gpus=max(ep, 8))
+    return machine, placements(machine, np.arange(ep).reshape(1, -1))[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ep", "width", "gb_s", "within"),
+    [
+        *(("h800", 8, 1, 153, 0.04), ("h800", 8, 2, 158, 0.04)),
+        *(("h800", 16, 1, 43, 0.3), ("h800", 16, 2, 43, 0.3)),  # its kernels wait for each other
+        *(("h800", 32, 1, 58, 0.04), ("h800", 32, 2, 57, 0.04)),
+        *(("h800", 64, 1, 51, 0.04), ("h800", 64, 2, 50, 0.04)),
+        *(("b200", 8, 2, 726, 0.12), ("b200", 8, 2, 643, 0.12), ("b200", 16, 2, 90, 0.12)),
+        *(("h100-sxm", 16, 2, 81, 0.12), ("h100-sxm", 32, 2, 61, 0.12)),
+    ],
+)
+def test_tokens_sent_once_beside_deepep(
+    gpu: str, ep: int, width: int, gb_s: float, within: float
+) -> None:
+    """DeepEP's README: GB/s of the copies of 4096 tokens of 7168 values of `width` bytes, one copy
+    for each rank of a node, or for each node; on H800 version 1, elsewhere version 2."""
+    machine, group = _group(gpu, ep)
+    size = 4096 * 7168 * width
+    seconds = dispatch_seconds(8 * size, group, machine, DEEPSEEK)
+    copies = destinations(DEEPSEEK, 8 if ep == 8 else ep // 8)
+    assert size * copies / seconds / 1e9 == pytest.approx(gb_s, rel=within)
+    assert seconds < collective_seconds("all_to_all", 8 * size, group, machine)[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ep", "us", "routed"),
+    [
+        ("gb200-nvl72", 8, 391, Routed(256, 8)),
+        ("gb200-nvl72", 64, 675, Routed(256, 8)),
+        ("h100-sxm", 16, 1485, DEEPSEEK),
+        ("h100-sxm", 64, 4626, DEEPSEEK),
+    ],
+)
+def test_tokens_sent_once_beside_hybridep(gpu: str, ep: int, us: float, routed: Routed) -> None:
+    """NVIDIA's figures for 4096 tokens of 7168 in bf16."""
+    machine, group = _group(gpu, ep)
+    seconds = dispatch_seconds(4096 * 7168 * 2 * 8, group, machine, routed)
+    assert seconds * 1e6 == pytest.approx(us, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("ep", "dispatch", "combine"),
+    [
+        (8, 77, 114),
+        (16, 118, 195),
+        (32, 155, 273),
+        (64, 173, 314),
+        (128, 192, 369),
+        (256, 194, 360),
+    ],
+)
+def test_few_tokens_beside_deepep(ep: int, dispatch: float, combine: float) -> None:
+    """Low-latency kernels in DeepEP's README: us of 128 tokens, in fp8 there and in bf16 back."""
+    machine, group = _group("h800", ep)
+    routed = DEEPSEEK._replace(low_latency=True)
+    for width, us in ((1, dispatch), (2, combine)):
+        seconds = dispatch_seconds(128 * 7168 * 8 * width, group, machine, routed)
+        assert seconds * 1e6 == pytest.approx(us, rel=0.1)
+
+
+def test_both_sides_of_disaggregated_serving_send_by_kernels_of_their_own() -> None:
+    """Ranks that prefill send a token once, ranks that decode send each copy straight."""
+    run = Run(
+        model="deepseek-v3", layers=4, mode="decode", tp=1, dp=16, ep=16,
+        batch_size=16,
+        context_length=512, prefill="dp=16,ep=16",
+    )  # fmt: skip
+    program = compile(run).program
+    machine = Machine.of(H100, gpus=32)
+    routed = DEEPSEEK._replace(low_latency=True)
+    seconds = task_seconds(program, machine, routed=routed)
+    plain = task_seconds(program, machine)
+    group = placements(machine, np.arange(16).reshape(1, -1))[0]
+    for which, took, before in zip(program.classes, seconds, plain, strict=True):
+        tasks = which.tasks
+        (sent, *_) = np.flatnonzero(
+            (tasks.kind == TaskKind.COLLECTIVE) & (tasks.comm_bytes > 4096) & (took != before)
+        )
+        mine = routed._replace(low_latency=bool(which.ranks[0] >= 16))
+        expected = dispatch_seconds(int(tasks.comm_bytes[sent]), group, machine, mine)
+        assert took[sent] == pytest.approx(expected)
+
+
+def test_flex_dispatcher_is_for_experts_on_several_ranks() -> None:
+    compiled = compile(Run(model="mixtral-8x7b", layers=1, seq_length=64))
+    with pytest.raises(UserError, match="moe_flex_dispatcher needs experts on several ranks"):
+        simulate(compiled, Machine.of(H100, gpus=1), Execution(moe_flex_dispatcher=True))
+    settings = {"model": "mixtral-8x7b", "layers": 1, "seq_length": 4096, "ep": 8, "dp": 8}
+    compiled = compile(Run(**settings, zero=1))
+    machine = Machine.of(H100, gpus=8)
+    once, each = (simulate(compiled, machine, Execution(moe_flex_dispatcher=x)).seconds
+                  for x in (True, False))  # fmt: skip
+    assert once < each
