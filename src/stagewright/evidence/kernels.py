@@ -16,12 +16,14 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.evidence.predictions import Prediction
-from stagewright.time.collectives import collective_seconds
+from stagewright.time.collectives import collective_seconds, direct_all_reduce
 from stagewright.time.cost import Kernels, attention_shape_seconds
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import (
     Array,
+    CachedAttentionWork,
+    cached_attention_seconds,
     copies_seconds,
     gemm_seconds,
     memory_seconds,
@@ -55,6 +57,10 @@ def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> flo
         return _attention(size, dtype, on)
     if kernel == "experts":
         return _experts(size, dtype, on)
+    if kernel == "cached_attention":
+        return _cached_attention(size, dtype, on)
+    if kernel == "engine_all_reduce":
+        return _engine_all_reduce(size, on)
     if "gpus" in size:
         local = size["bytes"] // size["gpus"] if kernel == "all_gather" else size["bytes"]
         machine = _machine(on.name, size["gpus"])
@@ -93,6 +99,24 @@ def _attention(size: dict[str, int], dtype: str, on: Hardware) -> float:
     flops, traffic = _arrays(2 * b * h * q * k * d, 4 * b * (q * h + k * kv) * d)
     kernels = Kernels(extents, flops, traffic, dtype, np.array([False]))
     return float(attention_shape_seconds(kernels, on, backward=False)[0])
+
+
+def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
+    b, k, h, kv, d, v = (size[x] for x in ("batch", "k", "heads", "kv_heads", "d", "v"))
+    # Latents are keys and values at once.
+    stored = d if kv == 1 and v < d else d + v
+    moved = b * k * kv * stored * ITEM[cache] + ITEM["bf16"] * b * h * (d + v)
+    work = CachedAttentionWork(*_arrays(b * h, h / kv, b * h * k, b * k * kv, 2 * (d + v), moved))
+    # Only attention to latents computes in fp8; other queries are bf16, as these rows' are.
+    dtype = cache if stored == d else "bf16"
+    return float(cached_attention_seconds(work, dtype=dtype, on=on)[0])
+
+
+def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:
+    assert on.inference is not None
+    assert on.inference.all_reduce is not None
+    links = on.scale_up.bandwidth_gb_s
+    return direct_all_reduce(size["bytes"], size["gpus"], links, on.inference.all_reduce)
 
 
 def _experts(size: dict[str, int], dtype: str, on: Hardware) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from stagewright.time.inference_fits import DirectAllReduce
 from stagewright.time.network import Machine, MessageSize, Placement, Tier
 
 
@@ -33,8 +34,24 @@ def collective_seconds(
             options[name] = min(found)
     if machine.algorithm in options:
         return options[machine.algorithm], machine.algorithm
+    direct = machine.direct_all_reduce
+    if op == "all_reduce" and direct and len(uses) == 1 and group.counts[0] == group.ranks:
+        link = machine.hardware.scale_up.bandwidth_gb_s * uses[0].share
+        options["direct"] = direct_all_reduce(whole, group.ranks, link, direct)
     best = min(options, key=options.__getitem__)
     return options[best], best
+
+
+def direct_all_reduce(whole: int, ranks: int, link_gb_s: float, fit: DirectAllReduce) -> float:
+    """Seconds of an all_reduce of `whole` bytes by one kernel over the links of a node.
+
+    Every GPU reads the vectors of all others and adds them up; or each adds up one part, and then
+    all read the parts (vLLM's csrc/custom_all_reduce.cuh, TensorRT-LLM's one-shot and two-shot).
+    """
+    rate = link_gb_s * 1e9 * fit.bandwidth_fraction
+    at_once = (ranks - 1) * whole / rate
+    in_parts = fit.second_us * 1e-6 + 2 * (ranks - 1) / ranks * whole / rate
+    return (fit.latency_us + fit.gpu_us * ranks) * 1e-6 + min(at_once, in_parts)
 
 
 def message_seconds(bytes_: int, nth_tier: int, machine: Machine) -> float:

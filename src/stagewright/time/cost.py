@@ -31,7 +31,9 @@ from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.roofline import (
     QUERIES,
     AttentionTiles,
+    CachedAttentionWork,
     attention_seconds,
+    cached_attention_seconds,
     copies_seconds,
     gemm_seconds,
     memory_seconds,
@@ -207,7 +209,9 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
             )  # fmt: skip
         elif timing in (Timing.TO_EXPERTS, Timing.FROM_EXPERTS):
             seconds[mine] = _copies(kernels, timing, hardware)
-        elif timing is Timing.SERVED_ATTENTION:
+        elif timing is Timing.CACHED_ATTENTION and hardware.inference is not None:
+            seconds[mine] = _cached(kernels, hardware)
+        elif timing in (Timing.SERVED_ATTENTION, Timing.CACHED_ATTENTION):
             seconds[mine] = _served(kernels, hardware)
         elif timing is Timing.CHUNKED:
             # A step of decode has no chunks: it moves states.
@@ -253,6 +257,20 @@ def _served(kernels: Kernels, hardware: Hardware) -> Seconds:
     work = AttentionTiles(tiles, zero, kernels.flops / (2 * width), 2 * width, zero)
     computed = attention_seconds(work, dtype=kernels.dtype, on=hardware)
     return np.maximum(computed, memory_seconds(kernels.traffic, zero, hardware))
+
+
+def _cached(kernels: Kernels, hardware: Hardware) -> Seconds:
+    """Attention over a cache, by constants that were fitted to decode kernels."""
+    size = kernels.extents
+    width = size["d"] + size.get("v", size["d"])
+    queries = size["q"] * math.prod(served_heads(size))
+    # Latents are read once for all heads, keys and values once for the heads of a group.
+    sharing = size.get("r", size.get("a", np.ones_like(width)))
+    keys = size["k"] * math.prod(served_heads(size)) / sharing
+    work = CachedAttentionWork(
+        queries, sharing, kernels.flops / (2 * width), keys, 2 * width, kernels.traffic
+    )
+    return cached_attention_seconds(work, dtype=kernels.dtype, on=hardware)
 
 
 def _chunked(kernels: Kernels, hardware: Hardware) -> Seconds:

@@ -23,6 +23,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import from_yaml, read_text
 from stagewright.time.constants import AttentionFit, ExpertFit, Figures, GemmFit
+from stagewright.time.inference_fits import InferenceFit
 
 Topology = Literal["switch", "fully_connected", "ring", "torus"]
 Fabric = Literal["rail_optimized", "fat_tree", "dragonfly"]
@@ -113,6 +114,8 @@ class Hardware(Figures):
     """Other attention kernels that frameworks run, by name, such as `fa2`."""
     experts: ExpertFit | None = None
     """None: not measured; copies run at the speed of streams, and routing takes its launches."""
+    inference: InferenceFit | None = None
+    """None: not measured; inference takes the constants of training."""
     memory_bandwidth_fraction: float = Field(gt=0, le=1)
     """Share of the bandwidth that a large element-wise kernel reaches."""
     kernel_launch_us: float = Field(ge=0)
@@ -178,6 +181,16 @@ class Hardware(Figures):
         rate = self.peak_bf16_tflops
         rates = {f"peak_{dtype}_tflops": self.rate_of(dtype) or rate for dtype in dtypes}
         return self.model_copy(update=rates)
+
+    def for_inference(self) -> Hardware:
+        """This hardware with the constants of inference, where it has any, for products."""
+        if self.inference is None:
+            return self
+        changed = {
+            dtype: self.gemm.get(dtype, self.gemm["bf16"]).model_copy(update=dict(fit))
+            for dtype, fit in self.inference.gemm.items()
+        }
+        return self.model_copy(update={"gemm": {**self.gemm, **changed}})
 
     def with_attention(self, kernel: str) -> Hardware:
         """This hardware with another default attention kernel, by name; UserError if unknown."""

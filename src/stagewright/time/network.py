@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Self, get_args
 
@@ -21,6 +21,7 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.cluster import Algorithm, Topology
 from stagewright.time.hardware import Hardware, ScaleOut, ScaleUp
+from stagewright.time.inference_fits import DirectAllReduce
 
 
 class MessageSize(IntEnum):
@@ -81,6 +82,8 @@ class Machine:
     tiers: tuple[Tier, ...]
     algorithm: Algorithm = "best"
     """Of collectives; where it cannot do a collective, the fastest that can is taken."""
+    direct_all_reduce: DirectAllReduce | None = None
+    """The kernel of engines for small messages within a node; None: a collective library alone."""
 
     @classmethod
     def of(
@@ -129,6 +132,14 @@ class Machine:
                 )
             )
         return cls(hardware, gpus, tuple(tiers), algorithm)
+
+    def for_inference(self) -> Self:
+        """This machine with the kernels of inference, where its hardware has constants of them."""
+        of = self.hardware.inference
+        if of is None:
+            return self
+        hardware = self.hardware.for_inference()
+        return replace(self, hardware=hardware, direct_all_reduce=of.all_reduce)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.hardware.name}: " + ", ".join(map(str, self.tiers))

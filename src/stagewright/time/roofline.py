@@ -136,6 +136,45 @@ def attention_seconds(
     return fit.launch_us * 1e-6 + computed + moved
 
 
+ROWS = 64  # of a tile of queries that share a key, the least that tensor cores multiply
+
+
+class CachedAttentionWork(NamedTuple):
+    """The work of attention over a cache, an array element per kernel."""
+
+    queries: Array
+    """Queries of all heads: a token has one for each head."""
+    sharing: Array
+    """Heads that share the keys of one key-value head."""
+    points: Array
+    """Pairs of a query and a key."""
+    keys: Array
+    """Keys of all key-value heads that are read."""
+    flops_per_point: Array
+    traffic: Array
+    """Bytes of keys, values, queries and results."""
+
+
+def cached_attention_seconds(work: CachedAttentionWork, *, dtype: str, on: Hardware) -> Array:
+    """Seconds of attention over a cache, in decode, prefill or both at once.
+
+    Several units share the keys of one request (flash decoding), so that all are busy. A tile has
+    at least `ROWS` rows, however few queries meet a key: a decode step computes for rows that it
+    has not, while it waits for memory.
+    """
+    assert on.inference is not None
+    fit = on.inference.cached_attention
+    rate = _attention_peak(on, dtype) * on.attention.fraction / on.compute_units
+    point = work.flops_per_point / rate + on.attention.softmax_ps * 1e-12
+    met = np.maximum(work.points / np.maximum(work.keys, 1), 1e-9)  # queries that a key meets
+    computed = work.points * np.maximum(1.0, ROWS / met) * point / on.compute_units
+    moved = work.traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
+    rows = np.clip(met, np.minimum(work.sharing, QUERIES), QUERIES)
+    tiles = work.queries / rows / on.compute_units
+    both = _overlapped(computed, moved, fit.sharpness)
+    return (fit.launch_us + tiles * fit.tile_us) * 1e-6 + both
+
+
 def bytes_per_second(on: Hardware) -> float:
     """Bandwidth in bytes per second that kernels reach which stream through device memory."""
     return on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction

@@ -176,11 +176,21 @@ def test_summary_counts_per_source() -> None:
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     ("source", "most"),
-    [("matrix products", 0.1), ("attention", 0.1), ("experts", 0.1), ("NCCL", 0.15)],
+    [
+        ("matrix products", 0.1),
+        ("attention", 0.1),
+        ("experts", 0.1),
+        ("NCCL", 0.15),
+        ("decode attention", 0.2),
+        ("decode attention to latents", 0.25),
+        ("all_reduce of engines", 0.15),
+    ],
 )
 def test_held_out_kernels_are_near(source: str, most: float) -> None:
     """Half of the rows that nothing was fitted to are within the error that we state."""
-    (total,) = errors_by_source(validate_kernels.validate(f"aiconfigurator, {source}"))
+    name = f"aiconfigurator, {source}"
+    every = errors_by_source(validate_kernels.validate(name))
+    (total,) = [found for found in every if source == "NCCL" or found.source == name]
     assert total.median <= most
 
 

@@ -128,7 +128,7 @@ ROWS: dict[str, Op] = {
         attrs={**_ATTENTION, "wrt": need(str)},
         timing=Timing.ATTENTION_BACKWARD,
     ),
-    "cached_attention": Op(meaning.cached_attention, attrs=_CACHED, timing=Timing.SERVED_ATTENTION),
+    "cached_attention": Op(meaning.cached_attention, attrs=_CACHED, timing=Timing.CACHED_ATTENTION),
     "varlen_attention": Op(meaning.cached_attention, attrs=_CACHED, timing=Timing.SERVED_ATTENTION),
     "striped_attention": Op(
         meaning.striped_attention,

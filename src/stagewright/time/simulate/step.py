@@ -348,6 +348,8 @@ def executed(
     """
     if how.overlap_moe_expert_parallel_comm:
         ep_overlap.check(compiled.run)
+    if compiled.run.mode != "train":
+        machine = machine.for_inference()
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))

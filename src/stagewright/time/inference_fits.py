@@ -1,0 +1,62 @@
+"""Constants of kernels that only inference runs, or runs otherwise than training.
+
+They belong to the hardware, whose files have them as `inference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from stagewright.time.constants import Figures
+
+
+class InferenceGemmFit(Figures):
+    """Constants of products of few rows, in place of those that training's products have.
+
+    Training's rows in fp8 are of products with the kernels that find scales and quantize; engines
+    quantize within the kernel before, or by one kernel that is timed by itself.
+    """
+
+    tile_us: float = Field(ge=0)
+    launch_us: float = Field(ge=0)
+    memory_fraction: float = Field(gt=0, le=1.2)
+    sharpness: float = Field(ge=1)
+
+
+class CachedAttentionFit(Figures):
+    """Constants of attention over a cache; see `roofline.cached_attention_seconds`."""
+
+    launch_us: float = Field(ge=0)
+    """Time of the shortest call: writing keys and values, attention, and joining of its parts."""
+    tile_us: float = Field(ge=0)
+    """Time that a tile of queries of one key-value head takes on one compute unit, beyond reading
+    and computing."""
+    memory_fraction: float = Field(gt=0, le=1)
+    """Share of the bandwidth at which keys and values are read."""
+    sharpness: float = Field(ge=1)
+
+
+class DirectAllReduce(Figures):
+    """An all_reduce by one kernel that reads the memory of its peers, as engines have for decode.
+
+    See `collectives.direct_all_reduce`.
+    """
+
+    latency_us: float = Field(ge=0)
+    gpu_us: float = Field(ge=0)
+    """Time per GPU of the group."""
+    bandwidth_fraction: float = Field(gt=0, le=1)
+    """Share of the links' bandwidth."""
+    second_us: float = Field(ge=0)
+    """Time to start the second of two passes: each GPU adds up a part, then all read the parts."""
+
+
+class InferenceFit(Figures):
+    """Constants of kernels that only inference runs, or runs otherwise than training."""
+
+    gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
+    """By precision; a precision without constants has training's."""
+    cached_attention: CachedAttentionFit
+    all_reduce: DirectAllReduce | None = None
