@@ -86,6 +86,7 @@ def run_of(case: Case, **more: Any) -> Run:
         "recompute": "full" if o.get("ac") else "none", "flash_attention": o.get("attn") != "math",
         "vpp": o.get("vpp", 1), "dropout": False,
         "repeat_kv": "flash" not in o.get("attn", "sdpa"),
+        "first_stage_less_layers": 0, "last_stage_less_layers": 0,  # as record.py splits them
     }  # fmt: skip
     if not o.get("ddp"):
         settings["ddp_bucket_cap_mb"] = None

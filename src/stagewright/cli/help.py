@@ -13,9 +13,14 @@ from stagewright.cli.words import check_words, note_of_ignored, sort_words
 from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 
 _ALL = "stagewright.help_all"
+_RESTS = "stagewright.rests_of_names"
 _OWN = "Options"
 _UNBROKEN = "\u2011"
 """A hyphen at which no line is broken."""
+_WIDEST = 40
+"""Characters of a name that fit in a line of help; a longer name is cut while help is laid out."""
+_CUT = 0xE000
+"""The first of the characters that stand for what was cut off."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,7 +57,13 @@ class SectionOption(click.Option):
         text = self.help or ""
         if others and ctx.meta.get(_ALL):
             # No line ends within a name: `get_help` takes these hyphens back.
-            text += f" (also {', '.join(others)})".replace("-", _UNBROKEN)
+            rests: list[str] = ctx.meta.setdefault(_RESTS, [])
+            whole: list[str] = []
+            for name in others:
+                rest = name[_WIDEST:]
+                whole.append(name[:_WIDEST] + (chr(_CUT + len(rests)) if rest else ""))
+                rests += [rest] if rest else []
+            text += f" (also {', '.join(whole)})".replace("-", _UNBROKEN)
         return head, text
 
 
@@ -95,7 +106,10 @@ class Command(click.Command):
 
     def get_help(self, ctx: click.Context) -> str:
         """The help, in which names are whole."""
-        return super().get_help(ctx).replace(_UNBROKEN, "-")
+        text = super().get_help(ctx).replace(_UNBROKEN, "-")
+        for nth, rest in enumerate(ctx.meta.get(_RESTS, ())):
+            text = text.replace(chr(_CUT + nth), rest)
+        return text
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections."""

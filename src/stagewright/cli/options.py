@@ -85,6 +85,8 @@ def _other_option(
         more = {"type": Word(kind)}
     elif kind is int:
         more = {"type": WholeNumber(), "metavar": "N"}
+    elif kind is str:
+        more = {"type": str, "metavar": "TEXT"}
     return SectionOption(
         [flag, *(f"--{each}" for each in also), name],
         section="Options of other tools",

@@ -11,10 +11,11 @@ from stagewright.errors import UserError, divisors
 from stagewright.model.config import ModelConfig
 from stagewright.run import serving_rules
 from stagewright.run.model_rules import check_model, check_tables
+from stagewright.run.pipeline_split import compute_split
 from stagewright.run.requests import read_bytes
 from stagewright.run.rule import MOST_FLOPS, Refuse, apply, nearest
 from stagewright.run.sections import SETTINGS
-from stagewright.run.sections.declare import AXES, BYTES, describe_need, describe_value
+from stagewright.run.sections.declare import AXES, BYTES, describe_need, describe_value, text_of
 from stagewright.run.sequence_rules import (
     DIFFUSION,
     check_decoder_sequence,
@@ -33,6 +34,7 @@ def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError that says what to change if the run contradicts itself or the model."""
     model = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
     apply(LAYERS_ADD_UP, run, model)  # `unresolved` keeps no split that is even
+    apply(PIPELINE_SPLIT, run, model)
     run = run.unresolved()
     check_modes(run)
     check_sizes(run)
@@ -117,6 +119,23 @@ LAYERS_ADD_UP = (
         ),
         "layers_per_stage adds up to {sum}, wanted the {model.depth} layers of {model.name}",
         lambda run, model: {"sum": sum(run.layers_per_stage or ())},
+    ),
+)
+
+PIPELINE_SPLIT = (
+    Refuse(
+        lambda run, model: (
+            run.pipeline_split == "compute"
+            and run.layers_per_stage is not None
+            and run.layers_per_stage != compute_split(model, run.virtual_stages)
+        ),
+        "layers_per_stage contradicts pipeline_split=compute, which makes it {split}; drop either",
+        lambda run, model: {"split": text_of(compute_split(model, run.virtual_stages))},
+    ),
+    Refuse(
+        lambda run, model: run.pipeline_split == "compute" and model.num_experts,
+        "pipeline_split=compute is nanotron's rule for dense layers, and {model.name} has experts; "
+        "use layers_per_stage",
     ),
 )
 
@@ -244,13 +263,17 @@ def _check_stages(run: Run, model: ModelConfig) -> None:
 def _check_layers(run: Run, model: ModelConfig) -> None:
     layers, stages = model.depth, run.virtual_stages
     split = run.layers_per_stage
-    if split is None:
-        if layers < stages:
+    if split is None and run.pipeline_split == "layers":
+        less = run.first_stage_less_layers + run.last_stage_less_layers
+        if run.resolved(model).layers_per_stage is None:
+            counted = f" (and {less} for its ends)" if less and run.mode == "train" else ""
             raise UserError(
                 f"pp={run.pp} x vpp={run.vpp} makes {stages} stages, but {model.name} has "
-                f"{layers} layers; lower pp or vpp"
+                f"{layers} layers{counted}; lower pp or vpp"
             )
         return
+    if split is None:
+        split = compute_split(model, stages)
     if len(split) != stages:
         raise UserError(
             f"layers_per_stage has {len(split)} numbers, wanted one for each of the {stages} "

@@ -31,9 +31,10 @@ from stagewright.printable import printable
 from stagewright.run import lengths
 from stagewright.run import requests as serving
 from stagewright.run.files import is_manifest, read_settings, settings_of
+from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
 from stagewright.run.prefill import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
-from stagewright.run.sections.declare import AXES, describe_value
+from stagewright.run.sections.declare import AXES, describe_value, text_of
 from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.sections.other_names import OTHERS, Pending
 from stagewright.run.validation import invalid
@@ -133,29 +134,53 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
 
     def completed(self, pending: Pending) -> Self:
         """The run with the settings that options of other tools derive from all of it."""
-        update: dict[str, int] = {}
+        update: dict[str, Any] = {}
         if pending.enable_expert_parallel:
             update |= {"ep": self.tp * self.cp * self.dp, "etp": 1}
-        if pending.num_layers_per_virtual_pipeline_stage is not None:
-            update["vpp"] = self._virtual_stages(pending.num_layers_per_virtual_pipeline_stage)
+        update |= self._stages(pending.stages)
         for name, value in update.items():
-            if pending.given.get(name, value) != value:
-                by = next(of.flag for of in OTHERS.values() if name in of.makes)
+            if name in pending.given and getattr(self, name) != value:
+                by = " and ".join(OTHERS[other].flag for other in pending.made_by(name))
                 raise UserError(
-                    f"--{name} {pending.given[name]} contradicts {by}, which makes it {value}; "
-                    "drop either"
+                    f"{SETTINGS[name].flag} {text_of(getattr(self, name))} contradicts {by}, which "
+                    f"makes it {text_of(value)}; drop either"
                 )
         return self.model_copy(update=update) if update else self
 
-    def _virtual_stages(self, layers: int) -> int:
-        """Virtual stages of each rank where each has so many layers."""
+    def _stages(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """vpp and layers per stage, as options of other tools give them."""
+        if not options:
+            return {}
         depth = resolve(self.model, self.as_family or "").with_overrides(self.layers).depth
-        if layers < 1 or depth % (self.pp * layers):
+        layout = options.get("pipeline_model_parallel_layout")
+        if layout is not None:
+            vpp, split = layout_split(layout, self.pp)
+            return {"vpp": vpp, "layers_per_stage": split}
+        count = options.get("num_layers_per_virtual_pipeline_stage")
+        if count is not None:
+            return {"vpp": self._virtual_stages(count, depth)}
+        count = options.get("parallelism_pipeline_parallel_layers_per_stage")
+        if count is not None:
+            return {"vpp": self._virtual_stages(count, depth, rounded_up=True)}
+        ends = [options.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+        return {"layers_per_stage": split_with_ends(depth, self.pp, self.vpp, *ends)}
+
+    def _virtual_stages(self, layers: int, depth: int, *, rounded_up: bool = False) -> int:
+        """Virtual stages of each rank where each has so many layers, or at most so many.
+
+        The embedding and the output count for layers as they do where layers are split.
+        """
+        depth += self.first_stage_less_layers + self.last_stage_less_layers
+        stages = -(-depth // max(layers, 1)) if rounded_up else depth // max(layers, 1)
+        if layers < 1 or stages % self.pp or (depth % layers and not rounded_up):
+            name = "num-layers-per-virtual-pipeline-stage"
+            if rounded_up:
+                name = "parallelism.pipeline_parallel_layers_per_stage"
             raise UserError(
-                f"--num-layers-per-virtual-pipeline-stage {layers} x pp={self.pp} does not divide "
+                f"--{name} {layers} x pp={self.pp} does not divide "
                 f"the {depth} layers of {self.model}; use another, or --vpp and --layers-per-stage"
             )
-        return depth // (self.pp * layers)
+        return stages // self.pp
 
     def section(self, section: type[_Section]) -> _Section:
         """The settings of one section, such as `sections.batch.BatchSection`."""
@@ -168,6 +193,9 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         longest = min(model.max_position_embeddings, 8192)
         if self.mode == "train":
             defaults["seq_length"] = longest
+            if self.pipeline_split == "compute":
+                whole = model.with_overrides(self.layers, self.vocab)
+                defaults["layers_per_stage"] = compute_split(whole, self.virtual_stages)
             if model.encoder_num_layers:
                 defaults["decoder_seq_length"] = self.seq_length or longest
         else:
@@ -197,6 +225,8 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         the default follows from the model, if that is given.
         """
         defaults = self._defaults(sum(self.layers_per_stage or ()))
+        if self.pipeline_split == "compute":
+            defaults["layers_per_stage"] = self.layers_per_stage
         same = [name for name, value in defaults.items() if getattr(self, name) == value]
         run = self.model_copy(update=dict.fromkeys(same))
         if model is None:
@@ -210,10 +240,14 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
 
     def _defaults(self, layers: int) -> dict[str, Any]:
         # More stages than layers, or than any model has, are refused by `rules.check`.
-        can_split = self.virtual_stages <= min(layers, LIMITS["num_layers"])
-        split: dict[str, Any] = {
-            "layers_per_stage": even_split(layers, self.virtual_stages) if can_split else None
-        }
+        less = (0, 0)
+        if self.mode == "train":
+            less = self.first_stage_less_layers, self.last_stage_less_layers
+        even = None
+        if self.virtual_stages <= min(layers + sum(less), LIMITS["num_layers"]):
+            even = even_split(layers, self.virtual_stages, *less)
+            even = None if min(even) < 0 else even
+        split: dict[str, Any] = {"layers_per_stage": even}
         if self.mode != "train":
             split["kv_cache_dtype"] = "fp32" if self.precision == "fp32" else "bf16"
             split["dcp"] = self.cp
@@ -322,15 +356,3 @@ def _refuse_half_characters(values: Mapping[str, Any]) -> None:
             refuse_half_characters("\\", value)
         except ValueError as error:
             raise UserError(f"{name!a}: {error}, or rename the file") from None
-
-
-def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers per virtual stage, as even as possible; the first stages take what is left over.
-
-    The embedding and the output projection, on the first and the last stage, count for nothing
-    here: name `layers_per_stage` to give those stages fewer layers.
-
-    >>> even_split(10, 4)
-    (3, 3, 2, 2)
-    """
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))

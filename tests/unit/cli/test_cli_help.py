@@ -214,6 +214,18 @@ def test_help_is_in_sections_and_rare_options_are_on_demand(capsys: pytest.Captu
         ("--mode decode --tp 2 --dp 2 --enable-expert-parallel", {
             "mode": "decode", "tp": 2, "dp": 2, "ep": 4, "etp": 1}),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", {"pp": 2, "vpp": 2}),
+        ("--pp 3 --num-layers 10 --num-layers-per-virtual-pipeline-stage 2 "
+         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", {
+            "pp": 3, "layers": 10, "vpp": 2,
+            "first_stage_less_layers": 1, "last_stage_less_layers": 1}),
+        ("--pp 3 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4", {
+            "pp": 3, "layers_per_stage": (2, 6, 4)}),
+        ("--pp 2 --pipeline-model-parallel-layout Et*3|(ttt|)*2,t*3L", {
+            "pp": 2, "vpp": 2, "layers_per_stage": (3, 3, 3, 3)}),
+        ("--pp 2 --parallelism.pipeline_parallel_layers_per_stage 4 --framework torchtitan", {
+            "pp": 2, "vpp": 2, "framework": "torchtitan"}),
+        ("--pp 2 --parallelism.pipeline_parallel_first_stage_less_layers 2", {
+            "pp": 2, "first_stage_less_layers": 2}),
         ("--use-megatron-fsdp --use-distributed-optimizer --dp 2", {"zero": 3, "dp": 2}),
         ("--overlap-grad-reduce --overlap-param-gather --prefetch 2", {}),
         ("-tp 2 -pp 3 -dp 4", {"tp": 2, "pp": 3, "dp": 4}),
@@ -233,6 +245,14 @@ def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytes
     [
         ("--use-distributed-optimizer --zero 3", "means --zero 1, got --zero 3; drop either"),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 5", "does not divide the 12 layers"),
+        ("--pp 3 --decoder-last-pipeline-num-layers 5", "leave 7 for 2 ranks, which pp=3 and vpp"),
+        ("--pp 2 --pipeline-model-parallel-layout tE|tL", "wanted E in the first of the stages"),
+        ("--pp 2 --pipeline-model-parallel-layout Et|t|tL", "has 3 stages, which pp=2 does not"),
+        ("--pp 2 --pipeline-model-parallel-layout E(t*9999)*99999999|L", "has more layers than"),
+        (
+            "--pp 2 --layers-per-stage 5,7 --decoder-first-pipeline-num-layers 6",
+            "--layers-per-stage 5,7 contradicts --decoder-first-pipeline-num-layers, which makes ",
+        ),
         (
             "--tp 8 --tensor-model-parallel-size 4",
             "--tp 8 and --tensor-model-parallel-size 4 contradict each other; keep one",

@@ -13,12 +13,13 @@ from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
 from stagewright.run.files import read_settings
+from stagewright.run.pipeline_split import compute_split, even_split
 from stagewright.run.rules import check
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.parallelism import ParallelismSection
-from stagewright.run.settings import Run, even_split
+from stagewright.run.settings import Run
 from stagewright.trace.recorded import recorded_model
 
 SIZES: dict[str, Any] = {
@@ -728,3 +729,46 @@ def test_a_section_may_be_empty_but_is_no_value(tmp_path: Path):
     path.write_text("model: gpt2\nparallelism: [tp, 2]\n")
     with pytest.raises(UserError, match=r"parallelism is a section, got \['tp', 2\], wanted its"):
         Run.load(path)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "split"),
+    [  # generate_llm_fqn_per_model_part(stages, layers, 1, 1) of torchtitan b5bcd76
+        (16, 1, (16,)),
+        (3, 2, (2, 1)),
+        (16, 4, (4, 5, 4, 3)),
+        (6, 8, (0, 1, 1, 1, 1, 1, 1, 0)),
+        (32, 5, (6, 7, 7, 7, 5)),
+    ],
+)
+def test_torchtitan_counts_the_ends_as_layers(layers: int, stages: int, split: tuple[int, ...]):
+    assert even_split(layers, stages, 1, 1) == split
+    of = run(framework="torchtitan", pp=stages, layers=layers, seq_length=64)
+    resolved = of.resolved(TOY)
+    assert resolved.layers_per_stage == split
+    assert resolved.unresolved() == of
+    check(of, TOY)
+
+
+@pytest.mark.parametrize(
+    ("model", "pp", "split"),
+    [  # build_model of nanotron 2411b02, run on the costs of its get_block_compute_costs
+        ("llama3.1-8b", 2, (18, 14)),
+        ("llama3.1-8b", 8, (5, 4, 4, 5, 4, 4, 4, 2)),
+        ("llama3.2-1b", 4, (5, 5, 5, 1)),
+        ("llama3.2-1b", 8, (3, 2, 3, 2, 3, 2, 1, 0)),
+    ],
+)
+def test_nanotron_splits_by_compute(model: str, pp: int, split: tuple[int, ...]):
+    assert compute_split(resolve(model), pp) == split
+
+
+def test_a_split_by_compute_follows_from_the_model():
+    of = run(pp=4, pipeline_split="compute", seq_length=64)
+    resolved = of.resolved(TOY)
+    assert resolved.layers_per_stage == compute_split(TOY, 4)
+    assert resolved.unresolved() == of
+    assert sum(of.model_copy(update={"layers": 7}).resolved(TOY).layers_per_stage or ()) == 7
+    check(resolved, TOY)
+    with pytest.raises(UserError, match="contradicts pipeline_split=compute, which makes it "):
+        check(run(pp=2, pipeline_split="compute", layers_per_stage=(15, 1)), TOY)

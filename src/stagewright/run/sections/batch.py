@@ -62,8 +62,32 @@ class BatchSection:
     layers_per_stage: tuple[Number, ...] | None = setting(
         None,
         "Layers of each virtual stage, such as 9,10,10,9.",
-        unset="even; the first stages take the rest",
+        unset="as pipeline-split says",
         metavar="LIST",
+    )
+    pipeline_split: Literal["layers", "compute"] = setting(
+        "layers",
+        "Without layers-per-stage: stages have as many layers, or as much compute (nanotron).",
+        modes=TRAINING,
+        elsewhere="layers are split evenly",
+    )
+    first_stage_less_layers: Number = setting(
+        0,
+        "With pipeline-split=layers: layers that the embedding counts for.",
+        modes=TRAINING,
+        elsewhere="layers are split evenly",
+        habits={"torchtitan": 1},
+        names=("parallelism.pipeline_parallel_first_stage_less_layers",),
+        switches={"account-for-embedding-in-pipeline-split": 1},
+    )
+    last_stage_less_layers: Number = setting(
+        0,
+        "With pipeline-split=layers: layers that norm, output projection and loss count for.",
+        modes=TRAINING,
+        elsewhere="layers are split evenly",
+        habits={"torchtitan": 1},
+        names=("parallelism.pipeline_parallel_last_stage_less_layers",),
+        switches={"account-for-loss-in-pipeline-split": 1},
     )
     streams: Literal["one", "separate"] = setting(
         "one",

@@ -26,7 +26,7 @@ class OtherName(NamedTuple):
     flag: str
     help: str
     kind: type | tuple[str, ...]
-    """bool, int, or the words to choose from."""
+    """bool, int, str, or the words to choose from."""
     makes: tuple[str, ...]
     """The settings that follow."""
     names: tuple[str, ...] = ()
@@ -62,6 +62,31 @@ OTHERS: Mapping[str, OtherName] = {
             "Megatron-LM: layers / (pp * vpp), which gives vpp.",
             int,
             "vpp",
+        ),
+        _other(
+            "parallelism.pipeline_parallel_layers_per_stage",
+            "torchtitan: the most layers of a virtual stage, which gives vpp.",
+            int,
+            "vpp",
+            names=("pipeline-parallel-layers-per-stage",),
+        ),
+        _other(
+            "decoder-first-pipeline-num-layers",
+            "Megatron-LM: layers of the first rank of pp; the others share the rest.",
+            int,
+            "layers_per_stage",
+        ),
+        _other(
+            "decoder-last-pipeline-num-layers",
+            "Megatron-LM: layers of the last rank of pp; the others share the rest.",
+            int,
+            "layers_per_stage",
+        ),
+        _other(
+            "pipeline-model-parallel-layout",
+            "Megatron-LM: virtual stages such as Et*3|(tt|)*29,t*3L, which give vpp, too.",
+            str,
+            *("vpp", "layers_per_stage"),
         ),
         _other(
             "data-parallel-sharding-strategy",
@@ -118,6 +143,8 @@ SAME: Mapping[str, str] = {
 """Settings by the names that mean the same."""
 
 
+_SPLIT = "layers_per_stage"
+_STAGES = tuple(name for name, of in OTHERS.items() if {*of.makes} & {"vpp", _SPLIT})
 _SHARD_DEGREE = "parallelism_data_parallel_shard_degree"
 
 
@@ -126,7 +153,8 @@ class Pending:
     """What follows once all of a run is known, and is given in the same place by our names."""
 
     enable_expert_parallel: bool = False
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    stages: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of other tools about stages and their layers, by name."""
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
     fills: bool = False
     """dp is all ranks that are left of the nodes."""
@@ -135,17 +163,27 @@ class Pending:
         """What follows, less the settings in `names`: given elsewhere, these take precedence."""
         return Pending(
             self.enable_expert_parallel and "ep" not in names,
-            None if "vpp" in names else self.num_layers_per_virtual_pipeline_stage,
+            {
+                name: value
+                for name, value in self.stages.items()
+                if not {*OTHERS[name].makes} & {*names}
+            },
             self.given,
             self.fills,
         )
 
+    def options(self) -> tuple[str, ...]:
+        """The options from which settings will follow, by name."""
+        return (*(("enable_expert_parallel",) if self.enable_expert_parallel else ()), *self.stages)
+
     def makes(self) -> Iterator[str]:
         """The settings that will follow."""
-        if self.enable_expert_parallel:
-            yield from OTHERS["enable_expert_parallel"].makes
-        if self.num_layers_per_virtual_pipeline_stage is not None:
-            yield "vpp"
+        for option in self.options():
+            yield from OTHERS[option].makes
+
+    def made_by(self, setting: str) -> list[str]:
+        """The options from which a setting follows."""
+        return [option for option in self.options() if setting in OTHERS[option].makes]
 
 
 def known(name: str) -> bool:
@@ -198,8 +236,8 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
     _input_length(settings, others, where)
     pending = Pending(
         bool(others.get("enable_expert_parallel")),
-        others.get("num_layers_per_virtual_pipeline_stage"),
-        {name: settings[name] for name in ("ep", "etp", "vpp") if name in settings},
+        {name: others[name] for name in _STAGES if name in others},
+        {name: settings[name] for name in ("ep", "etp", "vpp", _SPLIT) if name in settings},
         others.get(_SHARD_DEGREE) == -1,
     )
     return settings, pending
@@ -232,7 +270,7 @@ def _checked(of: OtherName, value: Any, where: str) -> Any:
             hint = did_you_mean(str(value), of.kind)
             raise UserError(f"{where}{of.flag} is {value!r}, wanted {either(of.kind)}{hint}")
     elif not (isinstance(value, of.kind) and (of.kind is bool or not isinstance(value, bool))):
-        wanted = "true or false" if of.kind is bool else "a whole number"
+        wanted = {bool: "true or false", str: "text"}.get(of.kind, "a whole number")
         raise UserError(f"{where}{of.flag} is {value!r}, wanted {wanted}")
     return value
 
