@@ -24,6 +24,8 @@ class Traits(NamedTuple):
     precision: str
     experts: bool
     """Whether the model is a mixture of experts."""
+    adapters: bool
+    """Whether adapters train beside frozen weights."""
     gpus: int
     tokens: int
     """Tokens of a kernel: of a microbatch, on a rank of tensor and of context parallelism."""
@@ -40,6 +42,7 @@ def traits(m: Measurement) -> Traits:
         hardware=m.hardware,
         precision=run.precision,
         experts=m.model.num_experts > 0,
+        adapters=run.lora_rank is not None,
         gpus=run.world_size,
         tokens=tokens,
         held_out=held_out(m),

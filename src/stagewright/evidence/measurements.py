@@ -38,6 +38,7 @@ _TEXT = (
     *("source", "row", "url", "quantity", "measured", "hardware", "fitted", "reason"),
     *("attention_kernel", "network_gb_s", "low_utilization", "not_compared"),
 )
+_LISTS = {name for name, setting in EXPERIMENT.items() if setting.kind is tuple}
 _EXECUTION = [name for name, setting in EXPERIMENT.items() if setting.section == "execution"]
 
 
@@ -75,23 +76,27 @@ class NotCompared(NamedTuple):
     reason: str
 
 
-def measurements() -> list[Measurement]:
-    """All training measurements that the package carries and that settings can express."""
-    return [row for row in _carried() if isinstance(row, Measurement)]
+def measurements(source: str | None = None) -> list[Measurement]:
+    """The training measurements that the package carries and that settings can express.
+
+    With `source`, those whose source contains this text, in any case of letters.
+    """
+    return [row for row in _carried(source) if isinstance(row, Measurement)]
 
 
-def not_compared() -> list[NotCompared]:
+def not_compared(source: str | None = None) -> list[NotCompared]:
     """The rows that the package carries, but that no settings express."""
-    return [row for row in _carried() if isinstance(row, NotCompared)]
+    return [row for row in _carried(source) if isinstance(row, NotCompared)]
 
 
 @cache
-def _carried() -> tuple[Measurement | NotCompared, ...]:
+def _carried(source: str | None) -> tuple[Measurement | NotCompared, ...]:
     folder = files("stagewright") / "data" / "measured"
     result: list[Measurement | NotCompared] = []
     for file in sorted(folder.iterdir(), key=lambda f: f.name):
         if file.name.startswith("training") and file.name.endswith(".csv"):
-            result += _rows(file.read_text(encoding="utf-8"), file.name, sources())
+            text = file.read_text(encoding="utf-8")
+            result += _rows(text, file.name, sources(), source)
     return tuple(result)
 
 
@@ -110,14 +115,16 @@ def read(text: str, where: str) -> list[Measurement]:
 
 def select(rows: Iterable[Measurement], source: str | None) -> list[Measurement]:
     """The rows whose source contains the text `source`, in any case of letters; None: all rows."""
-    rows = list(rows)
-    if source is None:
-        return rows
-    return [m for m in rows if source.lower() in m.source.lower()]
+    return [m for m in rows if within(m.source, source)]
+
+
+def within(name: str, source: str | None) -> bool:
+    """Whether the name of a source contains the text `source`, in any case of letters."""
+    return source is None or source.lower() in name.lower()
 
 
 def _rows(
-    text: str, where: str, assumed: Mapping[str, Source]
+    text: str, where: str, assumed: Mapping[str, Source], only: str | None = None
 ) -> Iterator[Measurement | NotCompared]:
     rows = csv.DictReader(text.splitlines(), restval="")
     settings, sizes = set(Run.model_fields), {f.name for f in fields(ModelConfig)} - {"name"}
@@ -130,6 +137,8 @@ def _rows(
         if column not in (rows.fieldnames or ()):
             raise UserError(f"{where}: the column {column} is missing; docs/time.md shows a row")
     for line, row in enumerate(rows, 2):
+        if not within(row["source"], only):
+            continue
         if row.get("not_compared"):
             yield NotCompared(row["source"], row["row"], row["not_compared"])
             continue
@@ -187,7 +196,10 @@ def _execution_values(row: Mapping[str, str]) -> dict[str, Any]:
 
 def run_of_row(row: Mapping[str, str], settings: Container[str]) -> tuple[Run, ModelConfig]:
     """The run of a row's cells, and its model: see `run_of_values`."""
-    return run_of_values({k: _value(v) for k, v in row.items() if v}, settings)
+    values = {k: _value(v) for k, v in row.items() if v}
+    for name in _LISTS & values.keys():
+        values[name] = values[name] if isinstance(values[name], tuple) else (values[name],)
+    return run_of_values(values, settings)
 
 
 def run_of_values(given: Mapping[str, Any], settings: Container[str]) -> tuple[Run, ModelConfig]:

@@ -65,12 +65,15 @@ class ErrorSummary(NamedTuple):
     """Absolute error that nine tenths of the rows stay below."""
 
 
-_KIND = {False: "dense", True: "MoE"}
+def _kind(t: Traits) -> str:
+    return "LoRA" if t.adapters else "MoE" if t.experts else "dense"
+
+
 GROUPS: dict[str, Callable[[Prediction, Traits], str]] = {
-    "source": lambda o, t: f"{o.source}, {_KIND[t.experts]}",
-    "model": lambda o, t: _KIND[t.experts],
+    "source": lambda o, t: f"{o.source}, {_kind(t)}",
+    "model": lambda o, t: _kind(t),
     "accelerator": lambda o, t: t.hardware,
-    "accelerator and precision": lambda o, t: f"{t.hardware}, {t.precision}, {_KIND[t.experts]}",
+    "accelerator and precision": lambda o, t: f"{t.hardware}, {t.precision}, {_kind(t)}",
     "GPUs": lambda o, t: bounded(t.gpus, GPUS),
     "tokens of a kernel": lambda o, t: bounded(t.tokens, TOKENS),
 }

@@ -43,7 +43,7 @@ def validate(
     and of all rows. A row of `rows` that no program can be made of is an error; a row of the
     package is not predicted (see `compare`).
     """
-    chosen = select(measurements() if rows is None else rows, source)
+    chosen = measurements(source) if rows is None else select(rows, source)
     for outcome in compare(chosen, predict=predict, progress=progress):
         if isinstance(outcome, Prediction):
             yield outcome

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stagewright.evidence import validate
-from stagewright.evidence.measurements import measurements, select
+from stagewright.evidence.measurements import measurements
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.run.sections.execution import Execution
@@ -95,7 +95,7 @@ def test_a_step_is_shorter() -> None:
 @pytest.mark.numerics
 def test_gain_of_async_tp() -> None:
     """torchtitan's pairs of runs with and without it: ours is as much faster, within 7 points."""
-    rows = {m.row: m for m in select(measurements(), "torchtitan")}
+    rows = {m.row: m for m in measurements("torchtitan")}
     pairs = [(row, row.replace("async_tp=1", "async_tp=0")) for row in rows
              if "async TP 8B, async_tp=1" in row]  # fmt: skip
     assert len(pairs) == 2

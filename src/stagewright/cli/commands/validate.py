@@ -53,7 +53,7 @@ def validate(
 
     own = None if rows is None else measurements.load(rows)
     kernels = list(validate_kernels.validate(source)) if own is None else []
-    carried = measurements.measurements() if own is None else own
+    carried = measurements.measurements(source) if own is None else own
     chosen = measurements.select(carried, source)[::every]
     with _progress() as progress:
         outcomes = list(validate.compare(chosen, progress=progress, jobs=jobs or cores()))
@@ -62,9 +62,9 @@ def validate(
     if own is not None and refused:
         raise UserError(f"{refused[0].source}, {refused[0].row}: {refused[0].reason}")
     if own is None:
-        refused += [o for o in measurements.not_compared() if _within(o.source, source)]
+        refused += measurements.not_compared(source)
     if not kernels and not predictions and not refused:
-        raise _unknown(source, carried, validate_kernels.validate() if own is None else ())
+        raise _unknown(source, own)
     if as_json:
         shared.print_json(_as_json([*predictions, *kernels], refused))
         return
@@ -76,14 +76,14 @@ def validate(
     _print_not_compared(refused)
 
 
-def _within(name: str, source: str | None) -> bool:
-    return source is None or source.lower() in name.lower()
+def _unknown(source: str | None, own: Iterable[Measurement] | None) -> UserError:
+    from stagewright.evidence import kernels
+    from stagewright.evidence.sources import sources
 
-
-def _unknown(
-    source: str | None, rows: Iterable[Measurement], kernels: Iterable[Prediction]
-) -> UserError:
-    known = dict.fromkeys(m.source for m in rows) | dict.fromkeys(o.source for o in kernels)
+    if own is None:
+        known = dict.fromkeys([*sources(), *(o.source for o in kernels.validate())])
+    else:
+        known = dict.fromkeys(m.source for m in own)
     return UserError(
         f"no measurements of source {source!r}{did_you_mean(str(source), known)}; "
         f"known: {'; '.join(known)}"
