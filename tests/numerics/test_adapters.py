@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from effort import times
 from spmd import TINY, RandomLayouts, case, check, random_values, single
 from stagewright import blocks as nn
-from stagewright.blocks import Adapter, Recipe, Training
+from stagewright.blocks import PRECISIONS, Adapter, Recipe, Training
 from stagewright.blocks.adapters import LINEARS
 from stagewright.graph.node import Graph
 from stagewright.graph.roles import Role
@@ -158,6 +159,19 @@ def test_nothing_is_computed_below_the_first_that_trains() -> None:
     block = nn.BLOCKS["layer"](TINY["llama"], Recipe(training=frozen), TINY["llama"].layer(0))
     assert {n.phase for n in block.graph} == {"forward"}
     assert block.trained == {"x": False}
+
+
+def test_matrices_in_fp8_are_multiplied_as_they_are_stored() -> None:
+    """With products in fp8 no copy of a frozen matrix is made; in bf16 each is dequantized."""
+    base = recipe("llama", *FUSED)
+    stored = tuple((scope, FROZEN["fp8"]) for scope in ("attention", "mlp"))
+    training = base.training._replace(stored=stored)
+    for precision, casts in (("fp8", 0), ("bf16", 14)):
+        of = replace(base, training=training, precision=PRECISIONS[precision])
+        graph = sharded("llama", "zero 3", of)
+        made = (Role.DEQUANTIZED, Role.LOW_PRECISION)
+        assert len([n for n in graph if n.role in made and n.op == "cast"]) == casts
+        assert len([n for n in graph if n.op == "all_gather" and n.dtype == "fp8"]) == 14
 
 
 def test_stored_matrices_are_dequantized_where_they_are_read() -> None:

@@ -112,10 +112,7 @@ class Builder:
             used: dict[str, Any] = {"once": self.recipe.gather_once, "scope": scope}
             used["binding"] = Binding(param=declared)
             x = p if dtype else cast(p, self.dtype, name=name, role=Role.SENT, **used)
-            x = identity(x, name, role=Role.USED, **used)
-            if declared.stored and not self.recipe.inference:  # products read no stored matrix
-                x = cast(x, self.dtype, name=name, role=Role.DEQUANTIZED, **used)
-            self.used[name] = x
+            self.used[name] = identity(x, name, role=Role.USED, **used)
         return self.used[name]
 
     def take(self, name: str, *dims: str, dtype: str = "") -> Node:
@@ -161,11 +158,14 @@ class Builder:
         `trained`: in training, too; otherwise such a product is lowered in inference only. `joint`:
         products of one input that share this name are timed as one, where the recipe says so.
         """
-        low, of = self.recipe.precision.gemm, (x, w)
+        low, of = self.recipe.precision.gemm if trained else "", (x, w)
+        if not self.recipe.inference and w.dtype not in (self.dtype, low):
+            own = {"name": w.name, "role": Role.DEQUANTIZED, "binding": w.binding}
+            w = cast(w, self.dtype, scope=w.scope, **own)
         x = self.lowered(x, w.binding.param.stored if w.binding.param else None)
         if self.recipe.gradients.of_each_linear and len(x.shape) == 3:
             x = identity(x, f"{name}_in")  # its gradient is pinned in `parallel.activations`
-        if low and trained:
+        if low:
             once = self.recipe.cast_once
             x = cast(x, low, scope=x.scope, name=x.name)
             w = cast(w, low, scope=x.scope, name=w.name, once=once, role=Role.LOW_PRECISION)

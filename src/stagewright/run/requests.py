@@ -37,12 +37,13 @@ STORED: Mapping[str, Stored | None] = {
 """How the matrices of layers are stored, by `weight_precision`; None: in 16 bits."""
 
 FROZEN: Mapping[str, Stored] = {
+    "fp8": Stored("fp8", 32),
     "nf4": Stored("fp4", 32, 1, 64),
     "nf4-double": Stored("fp4", Fraction(65, 8), 1, 64),
 }
-"""How frozen matrices are stored, by `quantize_base`: bitsandbytes' NF4 has an fp32 maximum for 64
-values, which double quantization holds in 8 bits, with an fp32 scale for 256 of these maxima
-(QLoRA, arXiv 2305.14314, section 3)."""
+"""How frozen matrices are stored, by `quantize_base`: in fp8 with a scale for each matrix. NF4 of
+bitsandbytes has an fp32 maximum for 64 values, which double quantization holds in 8 bits, with an
+fp32 scale for 256 of these maxima (QLoRA, arXiv 2305.14314, section 3)."""
 
 
 def read_bytes(value: str | int, setting: str = "device_memory") -> int:

@@ -170,7 +170,10 @@ ADAPTERS = (
         "lora_rank or freeze, or drop it",
     ),
     Refuse(
-        lambda run, model: run.quantize_base and run.precision != "bf16",
+        lambda run, model: (
+            run.quantize_base
+            and run.precision not in ("bf16", *(["fp8"] if run.quantize_base == "fp8" else []))
+        ),
         "quantize_base={run.quantize_base} needs precision=bf16, got {run.precision}; drop either",
     ),
     *(

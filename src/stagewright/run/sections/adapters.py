@@ -39,16 +39,17 @@ class AdapterSection:
         elsewhere="nothing trains",
         metavar="LIST",
     )
-    quantize_base: Literal["nf4", "nf4-double"] | None = setting(
+    quantize_base: Literal["fp8", "nf4", "nf4-double"] | None = setting(
         None,
-        "How the layers' frozen matrices are stored (QLoRA): each is dequantized where it is read.",
+        "Storage of the layers' frozen matrices, dequantized where they are read (QLoRA).",
         unset="as other parameters",
         modes=TRAINING,
         elsewhere="use weight_precision",
         metavar="FORMAT",
     )
     """`nf4` is bitsandbytes' `bnb_4bit_quant_type`, `nf4-double` with `bnb_4bit_use_double_quant`;
-    the name is torchtune's."""
+    the name is torchtune's. With precision=fp8, matrices in fp8 are multiplied as they are stored,
+    as with NeMo's `fp8_params`."""
     lora_rank: Count | None = setting(
         None,
         "Rank of low-rank adapters (LoRA); the weights of the model are frozen.",
