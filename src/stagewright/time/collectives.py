@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from stagewright.time.inference_fits import DirectAllReduce
 from stagewright.time.network import Machine, MessageSize, Placement, Tier
+from stagewright.time.torus import Ring, rings
 
 
 def collective_seconds(
@@ -75,6 +76,12 @@ class TierUse(NamedTuple):
     below: int  # ranks of the group below one position
     ranks: int  # of the whole group
     share: float  # of the bandwidth that the group can use
+    rings: tuple[Ring, ...] = ()  # torus: how the group lies in it
+
+    @property
+    def around(self) -> int:
+        """Steps through all positions; rings of a torus pass parts on from one to the next."""
+        return sum(ring.size - 1 for ring in self.rings) or self.positions - 1
 
 
 def tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
@@ -83,34 +90,31 @@ def tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
     result: list[TierUse] = []
     for tier, count, stride in zip(machine.tiers, group.counts, group.strides, strict=True):
         if count > 1:
-            share = _share(tier, count, stride)
-            result.append(TierUse(tier, count, below, group.ranks, share))
+            lies = _rings(tier, count, stride)
+            share = _share(tier, count, lies)
+            result.append(TierUse(tier, count, below, group.ranks, share, lies))
         below *= count
     return result
 
 
-def _share(tier: Tier, count: int, stride: int) -> float:
-    """The share of a GPU's links that a group of `count` positions, `stride` apart, can use.
+def _rings(tier: Tier, count: int, stride: int) -> tuple[Ring, ...]:
+    """The rings of a group in a torus, or in a ring; none elsewhere."""
+    if tier.topology not in ("ring", "torus"):
+        return ()
+    shape = tier.shape or (tier.size,)
+    return rings(shape, tier.closed or (True,) * len(shape), count, stride)
 
-    Fully connected: the links to its members. Rings: the rings that the group lies in; interleaved
-    groups share links, and a part of a ring is a line, which lacks the way back.
+
+def _share(tier: Tier, count: int, lies: tuple[Ring, ...]) -> float:
+    """The share of a GPU's links that a group of `count` positions can use.
+
+    Fully connected: the links to its members. Torus: those along the dimensions of its rings.
     """
     if tier.topology == "fully_connected":
         return (count - 1) / (tier.size - 1)
     if tier.topology not in ("ring", "torus"):
         return 1.0
-    shape = tier.shape or (tier.size,)
-    shares: list[float] = []
-    step, left = stride, count
-    for ring in shape:
-        if left > 1 and step < ring:
-            used = min(left, -(-ring // step))
-            closed = used * step >= ring
-            shares.append((1.0 if closed else 0.5) / step)
-            left, step = -(-left // used), 1
-        else:
-            step = max(1, step // ring)
-    return sum(shares) / len(shape) if shares else 0.5 / len(shape)
+    return (sum(ring.share for ring in lies) or 0.5) / max(1, len(tier.shape))
 
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
@@ -123,8 +127,7 @@ def _ring(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float 
     ranks = uses[0].ranks
     rate = min(use.tier.rate(size) * use.share * use.below for use in uses)
     hops = sum(
-        use.tier.hop_us * (ranks // use.below - ranks // (use.below * use.positions))
-        for use in uses
+        use.tier.hop_us * use.around * (ranks // (use.below * use.positions)) for use in uses
     )
     start = max(use.tier.start(size) for use in uses)
     moved = whole * (ranks - 1) / ranks
@@ -137,7 +140,7 @@ def _tree(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float 
         return None
     rate = min(use.tier.rate(size) * use.share * use.below for use in uses)
     hops = sum(
-        use.tier.hop_us * (math.ceil(math.log2(use.positions)) if i else use.positions - 1)
+        use.tier.hop_us * (math.ceil(math.log2(use.positions)) if i else use.around)
         for i, use in enumerate(uses)
     )
     start = max(use.tier.start(size) for use in uses)
@@ -151,7 +154,7 @@ def _hierarchical(op: str, whole: int, uses: list[TierUse], size: MessageSize) -
     seconds, part = 0.0, float(whole)
     for use in uses:
         moved = part * (use.positions - 1) / use.positions
-        transfer = use.tier.hop_us * 1e-6 * (use.positions - 1)
+        transfer = use.tier.hop_us * 1e-6 * use.around
         transfer += moved / (use.tier.rate(size) * use.share)
         seconds += use.tier.start(size) + PASSES[op] * transfer
         part /= use.positions
@@ -172,12 +175,15 @@ def _direct(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> floa
 
 
 def detour(use: TierUse) -> float:
-    """Links that a byte to a random member passes: a quarter of a ring; elsewhere one."""
-    if use.tier.topology not in ("ring", "torus"):
+    """Links that a byte to a random member passes, over those that the group has.
+
+    Elsewhere than in a torus one. A byte passes a quarter of each ring, and the longest one decides
+    while the others wait.
+    """
+    if not use.rings:
         return 1.0
-    shape = use.tier.shape or (use.tier.size,)
-    longest = max(min(ring, use.positions) for ring in shape)
-    return max(1.0, longest / 4)
+    longest = max(ring.size / ring.share for ring in use.rings)
+    return max(1.0, longest / 4 * sum(ring.share for ring in use.rings))
 
 
 def _in_network(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:

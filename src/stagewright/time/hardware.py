@@ -74,6 +74,9 @@ class ScaleUp(_Link):
     """GPUs that these links join."""
     shape: tuple[int, ...] = ()
     """Torus: GPUs along each dimension; their product is `gpus`."""
+    cube: int = Field(ge=0, default=0)
+    """Torus: a slice whose sides are multiples of this is closed along all of them, by switches;
+    0: only a side as long as the torus is."""
 
 
 class ScaleOut(_Link):

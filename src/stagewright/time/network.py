@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Self, get_args
@@ -22,6 +21,7 @@ from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.cluster import Algorithm, Topology
 from stagewright.time.hardware import Hardware, ScaleOut, ScaleUp
 from stagewright.time.inference_fits import DirectAllReduce
+from stagewright.time.torus import Pod
 
 
 class MessageSize(IntEnum):
@@ -52,7 +52,8 @@ class Tier(NamedTuple):
     low_latency_gb_s: float = 0.0  # of small messages; 0: as large ones
     in_network_gb_s: float = 0.0  # of all_reduce where switches add; 0: they do not
     in_network_us: float = 0.0  # to start it, for each GPU
-    shape: tuple[int, ...] = ()  # torus: its rings, the first joins neighbours
+    shape: tuple[int, ...] = ()  # torus: of the slice that the job has
+    closed: tuple[bool, ...] = ()  # torus: along which of its sides the ends are joined
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or str(self.size)
@@ -73,7 +74,8 @@ class Machine:
     """GPUs, and the network tiers that join them, from the GPU outwards; sizes multiply to `gpus`.
 
     Rank r of a program sits on GPU r, and consecutive GPUs are neighbours: ranks 0 to 7 fill the
-    first node of eight. The order of the program's mesh decides which ranks these are. A job takes
+    first node of eight. The order of the program's mesh decides which ranks these are. In a torus
+    an axis of the mesh has dimensions of its own, where sizes allow that (`torus`). A job takes
     equally many GPUs of each scale-up domain: 256 GPUs on racks of 72 take 64 from each of four.
     """
 
@@ -114,8 +116,7 @@ class Machine:
             hardware = hardware.with_attention(attention_kernel)
         up, out = hardware.scale_up, hardware.scale_out
         inside = gpus if topology == "fullflat" else _per_domain(gpus, hardware)
-        shape = up.shape if inside == math.prod(up.shape) else ()
-        tiers = [_tier(up, up.topology, inside, shape)]
+        tiers = [_inner(up, inside)]
         nodes = -(-gpus // inside)
         leaf = (out.gpus_per_leaf or gpus) // inside
         if 1 < leaf < nodes and out.oversubscription > 1:
@@ -159,7 +160,17 @@ def _per_domain(gpus: int, hardware: Hardware) -> int:
     return even if fits else min(gpus, domain)
 
 
-def _tier(link: ScaleUp | ScaleOut, topology: str, size: int, shape: tuple[int, ...] = ()) -> Tier:
+def _inner(link: ScaleUp, size: int) -> Tier:
+    """The links within a scale-up domain, of which a job has `size` GPUs."""
+    tier = _tier(link, link.topology, size)
+    if link.topology not in ("ring", "torus"):
+        return tier
+    pod = Pod(link.shape or (link.gpus,), link.cube)
+    shape = pod.slice(size)
+    return tier._replace(shape=shape, closed=pod.closed(shape))
+
+
+def _tier(link: ScaleUp | ScaleOut, topology: str, size: int) -> Tier:
     gb_s = link.bandwidth_gb_s
     return Tier(
         topology,
@@ -173,7 +184,6 @@ def _tier(link: ScaleUp | ScaleOut, topology: str, size: int, shape: tuple[int, 
         gb_s * link.low_latency_fraction,
         gb_s * link.in_network_fraction if link.in_network_reduction else 0.0,
         link.in_network_us,
-        shape,
     )
 
 

@@ -62,10 +62,6 @@ def _tensor_ranks(found: SimulatedStep) -> int:
     return max(run.tp, prefill.tp if prefill else 1)
 
 
-def _torus(found: SimulatedStep) -> bool:
-    return found.machine.gpus > 1 and any(tier.topology == "torus" for tier in found.machine.tiers)
-
-
 def _several_racks(found: SimulatedStep) -> bool:
     near = found.machine.tiers[0]
     return near.size == RACK and found.machine.gpus > near.size
@@ -114,11 +110,6 @@ DEVIATIONS = (
         ),
         "Rows in mxfp8 are predicted 11% fast: the kernels that quantize by blocks are not "
         "modelled.",
-    ),
-    Deviation(
-        lambda found: _trains(found) and _torus(found),
-        "Steps on a torus are predicted 85% to 190% slow where groups lie in it with a stride: "
-        "such a group is taken to use fewer links than it has.",
     ),
     Deviation(
         lambda found: _decodes(found) and _tensor_ranks(found) > 1,
