@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paths import DATA
 from stagewright.errors import UserError
+from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
@@ -772,3 +773,17 @@ def test_a_split_by_compute_follows_from_the_model():
     check(resolved, TOY)
     with pytest.raises(UserError, match="contradicts pipeline_split=compute, which makes it "):
         check(run(pp=2, pipeline_split="compute", layers_per_stage=(15, 1)), TOY)
+
+
+def test_a_split_by_compute_may_leave_ranks_between_others_without_layers():
+    """nanotron's ranks that get no block hand activations on; a split of one's own may not."""
+    settings = {"pp": 8, "layers": 8, "vocab": 131072, "seq_length": 64, "global_batch_size": 8}
+    model = resolve("llama3.2-1b")
+    of = Run(model="llama3.2-1b", pipeline_split="compute", **settings)
+    split = of.resolved(model).layers_per_stage
+    assert split
+    assert 0 in split[1:-1]
+    check(of.resolved(model), model)
+    assert len(compile(of, model).program.classes) == 8
+    with pytest.raises(UserError, match="leaves stage 5 without layers"):
+        check(Run(model="llama3.2-1b", layers_per_stage=split, **settings), model)
