@@ -24,7 +24,7 @@ from scipy.optimize import minimize
 
 from stagewright.evidence.kernels import ExpertMLP, experts_seconds
 from stagewright.time.collectives import collective_seconds
-from stagewright.time.constants import ExpertFit
+from stagewright.time.constants import ExpertFit, GemmFit
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, Placement
 from stagewright.time.roofline import (
@@ -175,33 +175,78 @@ def attention(folder: Path, hardware: Hardware, system: str) -> None:
     told("attention", predict(found, test), column(test, "latency") / 1e3)
 
 
-def experts(folder: Path, hardware: Hardware, system: str) -> None:
-    """What is around the products of experts: an MLP of evenly loaded ones, in bf16.
+SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
+         "moe_ep_size")  # fmt: skip
+GROUPED = {"bf16": "bfloat16", "fp8": "fp8", "fp4": "nvfp4"}
 
-    The products have the constants of others. With some of their own the fit is closer, at 0.95 to
-    1 of the peak: these kernels run for a moment, on weights that the benchmark does not set.
+
+def experts(folder: Path, hardware: Hardware, system: str) -> None:
+    """An MLP of evenly loaded experts: first what is around the products, then these.
+
+    Grouped products reach the share of the peak that other products reach. With a share of their
+    own the fit of bf16 is closer, at 0.95 to 1 of the peak: these kernels run for a moment, on
+    weights that the benchmark does not set.
     """
-    rows = [
+    table = [
         r
         for r in read(folder / "moe_perf_aiconfigurator.csv.gz", system)
-        if r["moe_dtype"] == "bfloat16" and int(r["num_tokens"]) >= 1024
-        and r["kernel_source"] in ("moe_torch_flow_cutlass", "moe_torch_flow")
+        if r["kernel_source"] in ("moe_torch_flow_cutlass", "moe_torch_flow")
         and r["distribution"] == "balanced"
-    ]  # fmt: skip
-    names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
-             "moe_ep_size")  # fmt: skip
+    ]
+    rows = [r for r in table if r["moe_dtype"] == "bfloat16" and int(r["num_tokens"]) >= 1024]
 
-    def predict(constants: Constants, some: Rows) -> np.ndarray:
+    def around(constants: Constants, some: Rows) -> np.ndarray:
         changed = hardware.model_copy(update={"experts": ExpertFit(**constants)})
-        sizes = (column(some, name) for name in names)
+        sizes = (column(some, name) for name in SIZES)
         return experts_seconds(ExpertMLP(*sizes), dtype="bf16", on=changed)
 
-    keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 2500)
+    keep = sample([r for r in rows if not held_out(*(r[n] for n in SIZES))], 2500)
     start = {"routing_us": 20.0, "routing_ns": 0.1, "copy_fraction": 0.6}
-    found = fit(start, predict, keep, column(keep, "latency") / 1e3, {"copy_fraction": (0, 1)})
+    found = fit(start, around, keep, column(keep, "latency") / 1e3, {"copy_fraction": (0, 1)})
     block("experts", found, 0)
-    test = [r for r in rows if held_out(*(r[n] for n in names))]
-    told("experts", predict(found, test), column(test, "latency") / 1e3)
+    test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
+    told("experts", around(found, test), column(test, "latency") / 1e3)
+    grouped(table, hardware.model_copy(update={"experts": ExpertFit(**found)}))
+
+
+def grouped(table: Rows, hardware: Hardware) -> None:
+    """Grouped products of all numbers of rows, per precision."""
+    print("  gemm:")
+    for dtype, theirs in GROUPED.items():
+        rows = [r for r in table if r["moe_dtype"] == theirs]
+        if not rows:
+            continue
+        base = hardware.products(dtype)
+
+        def predict(
+            constants: Constants, some: Rows, dtype: str = dtype, base: GemmFit = base
+        ) -> np.ndarray:
+            of = {dtype: base.model_copy(update=dict(constants))}
+            around = hardware.experts and hardware.experts.model_copy(update={"gemm": of})
+            # A rank with one expert has no grouped product; in this benchmark it runs the same.
+            on = hardware.model_copy(update={"experts": around, "gemm": {**hardware.gemm, **of}})
+            sizes = (column(some, name) for name in SIZES)
+            return experts_seconds(ExpertMLP(*sizes), dtype=dtype, on=on)
+
+        keep = [r for r in rows if not held_out(*(r[n] for n in SIZES))]
+        many = [r for r in keep if _rows_of(r) >= 64]
+        few = sample(many, 900) + sample(keep, 900)
+        start = {"launch_us": 3.0, "tile_us": 2.0, "memory_fraction": 0.9, "quantization": 0.5}
+        if dtype not in hardware.gemm:
+            start |= {"fraction": 0.5, "tile_factor": 0.3}
+        most = {"memory_fraction": (0.0, 1.0), "quantization": (0.0, 1.0), "fraction": (0.0, 1.0)}
+        found = fit(start, predict, few, column(few, "latency") / 1e3, most)
+        block(dtype, dict(base) | found, 4)
+        test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
+        for low, high in ((0, 8), (8, 128), (128, 1e9)):
+            some = [r for r in test if low <= _rows_of(r) < high]
+            label = f"experts {dtype}, {low} to {high:g} rows each"
+            told(label, predict(found, some), column(some, "latency") / 1e3)
+
+
+def _rows_of(row: dict[str, str]) -> float:
+    """Rows of an expert."""
+    return float(row["num_tokens"]) * float(row["topk"]) / float(row["num_experts"])
 
 
 OPS = {"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
@@ -244,7 +289,6 @@ def collectives(folder: Path, hardware: Hardware, system: str) -> None:
 
 
 def main() -> None:
-    """All fits of the systems asked for."""
     """All fits of the systems asked for."""
     folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(SYSTEMS)
     for name in wanted:

@@ -278,6 +278,23 @@ def test_numbers_in_a_run(given: list[Any], wanted: str) -> None:
     assert str(info.value).startswith(wanted)
 
 
+def test_the_busiest_rank_as_a_number() -> None:
+    """One of four ranks gets 1.5 times the mean of 32 copies a rank, the others share the rest."""
+    settings: dict[str, Any] = {"model": "moe", "seq_length": 24, "dp": 4, "ep": 4}
+    for given in ("1.5", 1.5):
+        load = compile(Run(**settings, expert_load=given), MOE).load
+        assert load is not None
+        assert load.got.tolist() == [[72, 40, 40, 40]] * 2
+    even = compile(Run(**settings, expert_load="1"), MOE).load
+    assert even is not None
+    assert even.got.tolist() == [[48] * 4] * 2
+    for given in ("0.9", "2.5", "nan"):  # each of 4 experts gets at most one of a token's 2 copies
+        with pytest.raises(UserError, match=r"here from 1 to 2; or a file"):
+            compile(Run(**settings, expert_load=given), MOE)
+    with pytest.raises(UserError, match="of the busiest of several ranks, and ep is 1"):
+        compile(Run(model="moe", seq_length=16, expert_load="1.5"), MOE)
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

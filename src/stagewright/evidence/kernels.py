@@ -30,7 +30,8 @@ from stagewright.time.roofline import (
     routing_seconds,
 )
 
-ITEM = {"bf16": 2, "fp8": 1}
+ITEM = {"bf16": 2, "fp8": 1, "fp4": 0.5625}
+"""Bytes of a value, with its share of a scale."""
 
 
 def validate(source: str | None = None) -> Iterator[Prediction]:
@@ -140,19 +141,21 @@ def experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Array:
     """Seconds of the experts' MLP on one rank.
 
     Tokens are sorted by expert and copied; gate and up are one product; then come the activation,
-    the down product, and the sums of each token's copies.
+    the down product, and the sums of each token's copies. Inputs of products are in `dtype`, their
+    results in bf16; the kernels before products quantize.
     """
+    width = ITEM[dtype]
     tokens, h, top_k = mlp.tokens, mlp.hidden_size, mlp.top_k
     copies, f = tokens * top_k / mlp.ep, mlp.ffn_hidden_size / mlp.etp
     busy = np.minimum(mlp.experts / mlp.ep, copies)
     rows = np.maximum(copies / busy, 1)  # of each busy expert
-    up = 2 * (copies * h + busy * 2 * f * h + copies * 2 * f)
-    down = 2 * (copies * f + busy * f * h + copies * h)
+    up = width * (copies * h + busy * 2 * f * h) + 2 * copies * 2 * f
+    down = width * (copies * f + busy * f * h) + 2 * copies * h
     return (
         routing_seconds(tokens * top_k, on)
-        + copies_seconds(2 * 2 * copies * h, copies, on)
+        + copies_seconds((2 + width) * copies * h, copies, on)
         + gemm_seconds(busy, rows, 2 * f, h, traffic=up, dtype=dtype, on=on)
-        + memory_seconds(2 * 3 * copies * f, copies, on)
+        + memory_seconds((4 + width) * copies * f, copies, on)
         + gemm_seconds(busy, rows, h, f, traffic=down, dtype=dtype, on=on)
         + copies_seconds(2 * (copies + tokens) * h, copies, on)
     )

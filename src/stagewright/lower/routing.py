@@ -31,7 +31,7 @@ from stagewright.program.columns import (
     Values,
 )
 from stagewright.program.memory import at_peak
-from stagewright.run.expert_load import read_lines
+from stagewright.run.expert_load import one_busy_rank, read_lines, times_mean
 from stagewright.run.settings import Run
 
 ROWS = size("R")
@@ -124,14 +124,19 @@ class Load:
     def read(
         cls, given: str | Sequence[Sequence[object]], routing: Routing, model: ModelConfig
     ) -> Load:
-        """The load from a file, or from rows: one per layer with experts, or one for all."""
+        """The load from a file, from rows: one per layer with experts, or one for all; or from how
+        many times the mean the busiest rank gets."""
         if not set(routing.expert) <= set(routing.tokens):
             raise UserError(
                 "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
                 "identical tokens; set sequence_parallel"
             )
         layers = [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]
-        lines = read_lines(given, model, layers)
+        times = times_mean(given)
+        if times is None:
+            lines = read_lines(given, model, layers)
+        else:
+            lines = [one_busy_rank(times, model, routing.positions)]
         sent = np.zeros(model.num_layers, np.int64)
         got = np.zeros((model.num_layers, routing.positions), np.int64)
         known: dict[tuple[float, ...], tuple[int, list[int]]] = {}

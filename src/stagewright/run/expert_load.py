@@ -45,6 +45,40 @@ def read_lines(
     ]
 
 
+def times_mean(given: str | Sequence[Sequence[object]]) -> float | None:
+    """How many times the mean of ranks the busiest rank gets, where that is all that is given.
+
+    >>> times_mean("1.3"), times_mean("loads.csv")
+    (1.3, None)
+    """
+    try:
+        return float(given) if isinstance(given, str) else None
+    except ValueError:
+        return None
+
+
+def one_busy_rank(times: float, model: ModelConfig, ranks: int) -> tuple[float, ...]:
+    """Loads of experts of which one of the ranks gets `times` the mean, and all others as much.
+
+    Raises UserError where the experts are not on several ranks, or no rank can get as much.
+    """
+    if ranks == 1:
+        raise UserError(
+            f"expert_load={times:g} is the load of the busiest of several ranks, and ep is 1; set "
+            "ep, or give a file of the load of each expert"
+        )
+    # No expert gets more than one copy of a token.
+    most = min(ranks, model.num_experts / model.top_k)
+    if not 1 <= times <= most:
+        raise UserError(
+            f"expert_load={times:g}, wanted how many times the mean of the ranks the busiest one "
+            f"gets, here from 1 to {most:g}; or a file of the load of each expert"
+        )
+    held = model.num_experts // ranks
+    rest = (ranks - times) / (ranks - 1)
+    return (times,) * held + (rest,) * (model.num_experts - held)
+
+
 def _numbers(where: str, line: Sequence[object], model: ModelConfig) -> tuple[float, ...]:
     if len(line) != model.num_experts:
         raise UserError(

@@ -76,7 +76,10 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     @field_validator("expert_load", mode="before")
     @classmethod
     def _read_load(cls, value: Any) -> Any:
-        """The numbers of expert loads, a list for each layer or one for all."""
+        """The numbers of expert loads, a list for each layer or one for all; text: a path, or how
+        many times the mean the busiest rank gets."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return f"{value:g}"
         if not isinstance(value, list | tuple):
             return value
         rows = cast("list[object]", [*value])

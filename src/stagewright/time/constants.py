@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -83,3 +84,5 @@ class ExpertFit(Figures):
     """Time that these kernels take per choice of an expert by a token."""
     copy_fraction: float = Field(gt=0, le=1)
     """Share of the bandwidth that kernels reach which copy rows by index."""
+    gemm: Mapping[str, GemmFit] = Field(default_factory=dict)
+    """Grouped products, by precision; a precision without constants takes those of products."""

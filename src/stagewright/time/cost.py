@@ -25,6 +25,12 @@ from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass,
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.dispatch import Routed, dispatch_seconds
+from stagewright.time.expert_kernels import (
+    bias_seconds,
+    copying_seconds,
+    trains,
+    weighed_within,
+)
 from stagewright.time.fused_products import with_fused_products
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements, tier_of
@@ -104,6 +110,17 @@ class Placements:
             return routed._replace(low_latency=False)
         return routed
 
+    def copying_seconds(self, which: RankClass) -> Seconds:
+        """Seconds of copying rows around all-to-alls of experts, by task of a rank class."""
+        tasks, mesh = which.tasks, self.program.mesh
+        exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
+        sharing = [int(s) for s in exchanges if self.of_experts(int(s))]
+        if not sharing:
+            return np.zeros(len(tasks))
+        ranks = max(mesh.size(*self.program.communicators[slot].axes) for slot in sharing)
+        width = mesh.size(*dict(mesh.groups).get("etp", ()))
+        return copying_seconds(tasks, ranks, width, self.machine.hardware)
+
     def level(self, slot: int, which: RankClass) -> int:
         """The outermost tier that the messages of a rank class to peer `slot` cross."""
         peers = self.program.peer_of(slot)[which.ranks]
@@ -119,15 +136,24 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     rows, back = _unique(columns, computes)
     seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
     seconds = with_fused_products(tasks, seconds, machine.hardware)
+    seconds[weighed_within(tasks)] = 0.0
+    if trains(tasks):
+        seconds += bias_seconds(tasks, machine.hardware)
+        if not routed:
+            seconds += placed.copying_seconds(which)
 
     moves = tasks.kind == TaskKind.COLLECTIVE
     rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
-    where = {int(s): placed.placements(int(s), which) for s in np.unique(tasks.slot[moves])}
+    slots = [int(s) for s in np.unique(tasks.slot[moves])]
+    where = {s: placed.placements(s, which) for s in slots}
+    exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
+    most = int(tasks.comm_bytes[exchanged].max(initial=0))
 
     def moved(i: int, group: Placement) -> float:
         op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
         if routed and op == "all_to_all" and placed.of_experts(int(tasks.slot[i])):
-            return dispatch_seconds(size, group, machine, routed)
+            # Gates, one number for each row, are sent with the tokens.
+            return dispatch_seconds(size, group, machine, routed) if 16 * size > most else 0.0
         return collective_seconds(op, size, group, machine)[0]
 
     longest = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
@@ -275,6 +301,7 @@ def _cached(kernels: Kernels, hardware: Hardware) -> Seconds:
 
 def _chunked(kernels: Kernels, hardware: Hardware) -> Seconds:
     """A chunked recurrence as one product of equal FLOPs per chunk and head; not fitted."""
+    hardware = hardware.model_copy(update={"experts": None})  # these are not grouped products
     size = kernels.extents
     batch = np.ceil(size["s"] / size["chunk"]) * size["b"] * size["g"] * size["h"]
     m, n = size["chunk"], size["p"]

@@ -168,12 +168,23 @@ class Hardware(Figures):
 
         The constants of kernels are those of a benchmark (`benchmarks/fit_kernels.py`).
         """
-        bf16 = self.gemm["bf16"]
-        products = {d: self.gemm.get(d, bf16).slowed(self.clock_of(d)) for d in PRODUCTS}
+        products, grouped = (
+            {d: self.products(d, grouped=g).slowed(self.clock_of(d)) for d in PRODUCTS}
+            for g in (False, True)
+        )
+        experts = self.experts and self.experts.model_copy(update={"gemm": grouped})
         attention = self.attention.slowed(self.clock_of("bf16"))
         return self.model_copy(
-            update={"gemm": products, "attention": attention, "sustained_fraction": {"bf16": 1.0}}
+            update={
+                **{"gemm": products, "experts": experts, "attention": attention},
+                "sustained_fraction": {"bf16": 1.0},
+            }
         )
+
+    def products(self, dtype: str, *, grouped: bool = False) -> GemmFit:
+        """The constants of matrix products in one precision; `grouped`: of many in one kernel."""
+        own = self.experts.gemm.get(dtype) if grouped and self.experts else None
+        return own or self.gemm.get(dtype) or self.gemm["bf16"]
 
     def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
         """This hardware with bf16's rate for data types that it has no matrix products in.
@@ -257,6 +268,8 @@ def _load(text: str, where: str) -> Hardware:
     except ValidationError as error:
         raise UserError(f"{where}: {_describe_error(error)}") from None
     by_precision = {"gemm": hardware.gemm, "sustained_fraction": hardware.sustained_fraction}
+    if hardware.experts:
+        by_precision["experts.gemm"] = hardware.experts.gemm
     for key, constants in by_precision.items():
         for name in sorted(constants.keys() - PRODUCTS.keys()):
             known = either(PRODUCTS)

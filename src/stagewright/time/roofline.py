@@ -55,11 +55,26 @@ def gemm_seconds(
 ) -> Array:
     """Seconds of matrix products that move `traffic` bytes.
 
-    Each product has `batch` results of m x n, whose elements are sums over k.
+    Each product has `batch` results of m x n, whose elements are sums over k. Several results are
+    a grouped product: one kernel, whose constants are fitted to those of experts.
     """
-    fit = on.gemm.get(dtype) or on.gemm["bf16"]
+    many = batch > 1
+    sizes, seconds = np.stack([batch, m, n, k, traffic]), np.zeros(len(m))
+    for grouped in (False, True):
+        mine = many == grouped
+        fit = on.products(dtype, grouped=grouped)
+        seconds[mine] = _fastest(sizes[:, mine], fit, peak_flops(on, dtype), on)
+    return seconds
+
+
+def _fastest(sizes: Array, fit: GemmFit, peak: float, on: Hardware) -> Array:
+    """Seconds of products, each with the tile and the split of the sum that suit it best.
+
+    `sizes` has the shape [5, products]: batch, m, n, k and traffic.
+    """
+    batch, m, n, k, traffic = sizes
     memory = traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
-    unit = peak_flops(on, dtype) / on.compute_units
+    unit = peak / on.compute_units
     best = np.full(len(m), np.inf)
     for rows, columns in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch

@@ -1,0 +1,104 @@
+"""What Megatron-LM runs around experts besides products and what the graph says, and what it fuses.
+
+- Ranks that hold several experts get rows by sender and sort them by expert: every row is copied
+  once more on either side of the experts (`MoEAlltoAllTokenDispatcher`, "Permutation 2"). DeepEP
+  and HybridEP need no such copy: the rows that arrive are those that are copied for each expert.
+- Products in fp8 and less want the rows of an expert in multiples of 16 or 32: `Fp8Padding` copies
+  them, and `Fp8Unpadding` the results, where the dispatcher does not pad by itself (HybridEP does).
+- The biases of experts are multiplied with the gates and added one expert after the other, in fp32
+  as the gates are, and the results joined and rounded (`TEGroupedMLP._apply_bias`).
+- The gates multiply the experts' inner values within the kernel of the gated activation
+  (`weighted_swiglu`), forward and backward, and travel with the tokens where those are sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float
+from stagewright.graph.node import BYTES
+from stagewright.graph.table import OPS, Timing
+from stagewright.program.columns import PHASES, TaskKind, Tasks
+from stagewright.program.shapes import GEMM, ops_of
+from stagewright.time.hardware import Hardware
+from stagewright.time.roofline import bytes_per_second, copies_seconds, memory_seconds
+
+_BIAS = 20.0
+"""Bytes per value: product written in 4, sum of 2 and 4 in 4, copied from 4 to 4, rounded from 4 to
+2, less the 8 that the graph counts."""
+_BIAS_BACK = 32.0
+"""Bytes per value: gradient from 2 to 4, of the results from 4 to 2; for bias and gates a product
+written in 4 and added up, each; less the 4 that the graph counts."""
+_ACTIVATIONS = {"glu", "glu_bwd", "act", "act_bwd"}
+_WEIGHS = {"weigh", "weigh_bwd"}
+_COPIES = (Timing.TO_EXPERTS, Timing.FROM_EXPERTS)
+
+
+def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float:
+    """By task the seconds of copying rows once more, between an all-to-all and the experts.
+
+    `ranks` share the experts, and `width` ranks share each one: these gather its rows. The time is
+    added to that of the copies of tokens to experts and back, 0 elsewhere.
+    """
+    extra = np.zeros(len(tasks))
+    copying = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
+    padded = _quantized(tasks)
+    for i in np.flatnonzero(np.array([*copying, False])[tasks.shape]):
+        size = dict(tasks.shapes[int(tasks.shape[i])].extents)
+        rows = size["e"] * size["r"] * width
+        moved = np.array([2.0 * rows * size["m"] * BYTES[tasks.dtypes[int(tasks.dtype[i])]]])
+        if size["e"] > ranks:
+            extra[i] += copies_seconds(moved, np.array([float(rows)]), on)[0]
+        if padded:
+            extra[i] += memory_seconds(moved, np.zeros(1), on)[0]
+    return extra
+
+
+def _quantized(tasks: Tasks) -> bool:
+    """Whether products of experts are in few bits."""
+    few = np.array([dtype in ("fp8", "fp4", "int8") for dtype in tasks.dtypes])[tasks.dtype]
+    return bool((few & _products(tasks, lambda of: of["batch"] > 1)).any())
+
+
+def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
+    """By task the seconds of adding the biases of experts, beyond those of the bytes at least."""
+    extra = np.zeros(len(tasks))
+    for wanted, wide, spread in (
+        (_products(tasks, lambda of: of["k"] == 1), "n", _BIAS),
+        (_products(tasks, lambda of: of["n"] == 1), "k", _BIAS_BACK / 2),  # two products
+    ):
+        for i in np.flatnonzero(wanted):
+            size = dict(tasks.shapes[int(tasks.shape[i])].extents)
+            values = float(size["batch"] * size["m"] * size[wide])
+            extra[i] = spread * values / bytes_per_second(on)
+    return extra
+
+
+def _products(tasks: Tasks, which: Callable[[Mapping[str, int]], bool]) -> Bool:
+    """Which tasks are products of a group whose extents are such."""
+    shapes = [dict(shape.extents) if shape.kernel == GEMM else {} for shape in tasks.shapes]
+    chosen = [bool(of) and of["batch"] > 1 and which(of) for of in shapes]
+    return np.array([*chosen, False])[tasks.shape]
+
+
+def weighed_within(tasks: Tasks) -> Bool:
+    """Which tasks multiply an activation of experts, or its gradient, by the gates of its rows."""
+    names = [frozenset(ops_of(name)) for name in tasks.ops]
+    gated = np.array([bool(ops & _ACTIVATIONS) for ops in names])[tasks.op]
+    # Where experts have biases, the gradients of their gates are added here.
+    weigh = [bool(ops & _WEIGHS) and ops <= {*_WEIGHS, "add"} for ops in names]
+    weighs = np.array(weigh)[tasks.op]
+    of_rows = [{"e", "r"} <= dict(shape.extents).keys() for shape in tasks.shapes]
+    weighs &= np.array([*of_rows, False])[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
+    owner, needed = tasks.reads
+    within = np.zeros(len(tasks), dtype=bool)
+    within[owner[weighs[owner] & gated[needed]]] = True  # forward: reads the activation
+    within[needed[weighs[needed] & gated[owner]]] = True  # backward: the activation's reads it
+    return within
+
+
+def trains(tasks: Tasks) -> bool:
+    """Whether tasks are of a training step."""
+    return bool((tasks.phase == PHASES.index("backward")).any())

@@ -1,0 +1,95 @@
+"""What Megatron-LM runs around experts besides products, against bytes that are counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.lower.compile import compile
+from stagewright.program.columns import COLLECTIVES, PHASES, Tasks
+from stagewright.run.settings import Run
+from stagewright.time import hardware
+from stagewright.time.cost import task_seconds
+from stagewright.time.dispatch import Routed
+from stagewright.time.expert_kernels import bias_seconds, copying_seconds, weighed_within
+from stagewright.time.network import Machine
+
+H100 = hardware.resolve("h100-sxm")
+INDEXED = 0.6818 * 3350e9
+"""Bytes per second of rows that are copied by index."""
+STREAM = 0.87 * 3350e9
+
+
+def _tasks(model: str = "qwen3-30b-a3b", **settings: Any) -> Tasks:
+    run = Run(model=model, layers=1, dp=8, zero=1, seq_length=1024, **settings)
+    return compile(run).program.classes[0].tasks
+
+
+def _ops(tasks: Tasks, *names: str) -> np.ndarray:
+    return np.isin(np.array(tasks.ops)[tasks.op], names)
+
+
+def test_rows_are_sorted_by_expert_on_arrival_and_before_they_return() -> None:
+    """8 x 1024 rows of 2048 in bf16, read and written: with 16 experts on a rank, and not with one.
+    Ranks that share an expert gather its rows first."""
+    tasks = _tasks(ep=8)
+    copies = _ops(tasks, "dispatch", "combine")
+    assert copies.sum() == 4  # both ways, forward and backward
+    rows = 8 * 1024
+    once = 2.5e-6 + 2 * rows * 2048 * 2 / INDEXED
+    extra = copying_seconds(tasks, 8, 1, H100)
+    assert extra[copies] == pytest.approx([once] * 4)
+    assert not extra[~copies].any()
+    assert not copying_seconds(tasks, 128, 1, H100).any()
+    wide = copying_seconds(tasks, 8, 2, H100)[copies]
+    assert wide == pytest.approx([2 * once - 2.5e-6] * 4)
+
+
+def test_rows_of_products_in_fp8_are_padded() -> None:
+    """Copied once more, in a stream: 24 bits are no reason to sort."""
+    bf16, fp8 = (_tasks(ep=8, precision=precision) for precision in ("bf16", "fp8"))
+    found = [copying_seconds(tasks, 8, 1, H100)[_ops(tasks, "dispatch", "combine")]
+             for tasks in (bf16, fp8)]  # fmt: skip
+    pad = 2.5e-6 + 2 * 8 * 1024 * 2048 * 2 / STREAM
+    assert found[1] - found[0] == pytest.approx([pad] * 4)
+
+
+def test_gates_weigh_within_the_activation() -> None:
+    tasks = _tasks(ep=8)
+    within = weighed_within(tasks)
+    assert within.sum() == 2
+    assert (within == _ops(tasks, "weigh", "weigh+weigh_bwd")).all()
+    # Elsewhere the gates weigh rows on their way, in the kernels that copy them.
+    assert not weighed_within(_tasks(ep=8, moe_apply_probs="output")).any()
+
+
+def test_biases_of_experts_are_added_in_fp32() -> None:
+    """gpt-oss: 4 x 1024 rows of 2880, 20 bytes for each value forward and 32 backward, beyond the
+    bytes that the graph counts."""
+    tasks = _tasks("gpt-oss-20b", ep=8)
+    extra = bias_seconds(tasks, H100)
+    values = 4 * 1024 * 2880
+    forward = tasks.phase == PHASES.index("forward")
+    assert extra[forward].sum() == pytest.approx(20 * values / STREAM)
+    assert extra[~forward].sum() == pytest.approx(32 * values / STREAM)
+    assert not bias_seconds(_tasks(ep=8), H100).any()
+
+
+def test_dispatchers_that_send_tokens_once_sort_and_send_gates_with_them() -> None:
+    program = compile(
+        Run(model="qwen3-30b-a3b", layers=1, dp=8, ep=8, zero=1, seq_length=1024)
+    ).program
+    machine = Machine.of(H100, gpus=8)
+    (each,), (once,) = (
+        task_seconds(program, machine, routed=routed) for routed in (None, Routed(128, 8))
+    )
+    tasks = program.classes[0].tasks
+    copies = _ops(tasks, "dispatch", "combine")
+    assert (each[copies] - once[copies]).min() > 10e-6
+    moves = tasks.collective == COLLECTIVES.index("all_to_all")
+    gates = moves & (tasks.comm_bytes < tasks.comm_bytes[moves].max() / 2)
+    assert gates.sum() == 2
+    assert not once[gates].any()
+    assert each[gates].all()
