@@ -160,8 +160,8 @@ class Builder:
         """
         low, of = self.recipe.precision.gemm if trained else "", (x, w)
         if not self.recipe.inference and w.dtype not in (self.dtype, low):
-            own: dict[str, Any] = {"role": Role.DEQUANTIZED, "binding": w.binding}
-            w = cast(w, self.dtype, name=w.name, scope=w.scope, **own)
+            again: dict[str, Any] = {"scope": w.scope, "binding": w.binding}
+            w = cast(w, self.dtype, name=w.name, role=Role.DEQUANTIZED, **again)
         x = self.lowered(x, w.binding.param.stored if w.binding.param else None)
         if self.recipe.gradients.of_each_linear and len(x.shape) == 3:
             x = identity(x, f"{name}_in")  # its gradient is pinned in `parallel.activations`
