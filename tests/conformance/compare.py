@@ -63,7 +63,8 @@ def model_of(case: Case) -> ModelConfig:
         name=case["name"], num_layers=m["layers"], hidden_size=m["hidden"],
         ffn_hidden_size=m["ffn"], num_attention_heads=m["heads"], num_query_groups=m["kv_heads"],
         kv_channels=m["head_dim"], vocab_size=m["vocab"],
-        max_position_embeddings=case["options"]["seq"], **experts,
+        max_position_embeddings=case["options"]["seq"],
+        tied_embeddings=case["options"].get("tied", False), **experts,
     )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def run_of(case: Case, **more: Any) -> Run:
         "input_grad_reduce": "shared" if o.get("shared_input", True) else "linear",
         "recompute": "full" if o.get("ac") else "none", "flash_attention": o.get("attn") != "math",
         "vpp": o.get("vpp", 1), "dropout": False,
-        "repeat_kv": "flash" not in o.get("attn", "sdpa"),
+        "repeat_kv": o.get("attn") != "flash_gqa", "optimizer": o.get("optimizer", "adamw"),
         "first_stage_less_layers": 0, "last_stage_less_layers": 0,  # as record.py splits them
     }  # fmt: skip
     if not o.get("ddp"):
@@ -120,14 +121,20 @@ def rank_of(case: Case, compiled: CompiledRun) -> RankClass:
 
 
 def recorded_collectives(case: Case) -> dict[tuple[Any, ...], Traffic]:
-    return {tuple(row[:5]): Traffic(*row[5:]) for row in case["collectives"]}
+    found: dict[tuple[Any, ...], Traffic] = {}
+    for phase, *group, count, in_bytes, out_bytes in case["collectives"]:
+        key = phase.removesuffix("_input").removesuffix("_weight"), *group  # halves of a backward
+        before = found.get(key, Traffic(0, 0, 0))
+        more = Traffic(count, in_bytes, out_bytes)
+        found[key] = Traffic(*map(sum, zip(before, more, strict=True)))
+    return found
 
 
 def collectives(case: Case, compiled: CompiledRun) -> dict[tuple[Any, ...], Traffic]:
     """By phase, kind, mesh dim, group size and dtype, as a case has them."""
     t, program = rank_of(case, compiled).tasks, compiled.program
     mesh = dict(case["mesh"])
-    named = AXES | ({"edp": "efsdp", "dp": "efsdp_ep"} if "efsdp" in mesh else {})
+    named = axes_of(mesh)
     found: Counter[tuple[Any, ...]] = Counter()
     size: Counter[tuple[Any, ...]] = Counter()
     for i in np.flatnonzero(t.kind != TaskKind.COMPUTE):
@@ -158,6 +165,14 @@ def collectives(case: Case, compiled: CompiledRun) -> dict[tuple[Any, ...], Traf
         found[key] += 1
         size[key] += int(t.comm_bytes[i])
     return {key: Traffic(n, *_in_out(key, size[key])) for key, n in found.items()}
+
+
+def axes_of(mesh: Mapping[str, int]) -> dict[str, str]:
+    """Our names of mesh dims -> those of a case; experts that ep does not split are its data's."""
+    if "efsdp" in mesh:
+        return AXES | {"edp": "efsdp", "dp": "efsdp_ep"}
+    data = "dp_cp" if "cp" in mesh else "dp"
+    return AXES | ({} if "ep" in mesh else dict.fromkeys(("edp", "dp/edp", "cp+dp"), data))
 
 
 def _in_out(key: tuple[Any, ...], size: int) -> tuple[int, int]:
@@ -320,6 +335,9 @@ DIFFERENT: dict[tuple[str, str], Difference] = {
     ("26_8b_single_mathattn", "live"): _live(MASK, 12530647124, 12522258516),
     ("37_tiny_ddp4_accum", "live"): _live(BUCKETS, 44868692, 52869204),
     ("39_tiny_fsdp4_cp2_ring", "live"): _live(RING, 7730180, 7730132),
+    ("54_tiny_fsdp2_cp2_allgather_repeat", "live"): _live(RING, 10861444, 10861396),
+    ("55_tiny_fsdp2_cp2_ring_repeat", "live"): _live(RING, 10861444, 10861396),
+    ("64_fsdp2_cp4_ring_tied_accum2", "live"): _live(RING, 10502684, 10453460),
     ("03_8b_ddp8", "peak"): _live(BUCKETS, 42665279644, 43720097948),
     ("25_mixtral_ep8_efsdp8", "peak"): _live(f"{MOE}; and {EMPTY}", 12531391508, 23627021228),
     ("37_tiny_ddp4_accum", "peak"): _live(BUCKETS, 52745308, 54968404),

@@ -76,13 +76,11 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
                 z = f"bs{x}D"
                 own: dict[str, Any] = {"fn": "rmsnorm", "name": f"{name}_norm_out", "scope": scope}
                 heads[name] = apply("norm", f"{z}->{z}", heads[name], **own)
-    q, k, v = (
-        identity(x, f"{n}_core", role=None if n == "q" else Role.KEYS) for n, x in heads.items()
-    )
     chosen = choice(b, h, None, mixer, turned=turned) if reach.top else None
     if b.recipe.operators.repeat_kv and g == "G" and not chosen:
-        k, v = (_repeated(x, name) for x, name in ((k, "k"), (v, "v")))
+        heads |= {n: _repeated(heads[n], n) for n in "kv"}
         g = "A"
+    q, k, v = (_core_operand(name, x) for name, x in heads.items())
     bias = (relative_bias(b),) if c.position == "relative" else ()
     q = with_loss(b, q, k, chosen) if chosen else q
     dims = _head_dims(g)._replace(value="v" if c.v_head_dim else "d")
@@ -180,6 +178,12 @@ def _crossed(b: Builder, o: Node) -> Node:
     w = b.weight("cross.wo", "A/tp", "D", "M", scope="attention")
     out = b.linear("bsad,adm->bsm", identity(o, "cross_context"), w, "cross_out", scope="attention")
     return identity(out, "attn_reduced")
+
+
+def _core_operand(name: str, x: Node) -> Node:
+    """Queries, keys or values where context parallelism has them for attention."""
+    place = f"{name}_repeated_core" if x.op == "repeat" else f"{name}_core"
+    return identity(x, place, role=None if name == "q" else Role.KEYS)
 
 
 def _repeated(x: Node, name: str) -> Node:

@@ -12,7 +12,7 @@ from stagewright.blocks.recipe import Adapter, Recipe
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, identity, leaf, letters
 from stagewright.graph.node import Graph, Node, replace
 from stagewright.graph.parameter import Parameter
-from stagewright.graph.roles import STREAM, Binding, Role
+from stagewright.graph.roles import GATHERED, STREAM, Binding, Role
 from stagewright.model.config import ModelConfig
 from stagewright.stored import Stored
 
@@ -96,7 +96,8 @@ class Builder:
         `b.param("w_up", "M", "F/tp")` is [M, F], of which a rank of tp has some columns; `Plan`
         says which axes a degree, or a part such as "tp.kv", stands for. `tied` names the table that
         the parameter is a copy of; a parameter of a shared block has copies in all layers that
-        share the block, unless it is the layer's `own`. `rows` is as in `Parameter`; `dtype`
+        share the block, unless it is the layer's `own`. The first copy of a stage hands what it has
+        gathered to the others where these are of one unit. `rows` is as in `Parameter`; `dtype`
         says how the parameter is stored where that is not what is computed in.
         """
         if self.block and not own:
@@ -109,10 +110,19 @@ class Builder:
             bound: dict[str, Any] = {"scope": scope, "binding": Binding(param=declared, tied=tied)}
             stored = dtype or self.recipe.precision.param or self.dtype
             self.params[name] = p = leaf("param", shape, stored, name, role=Role.PARAMETER, **bound)
+            tie = self.recipe.gathered_with(tied)
+            if tie and not tie.leads:
+                handed = Binding(param=declared, live_in=tied)
+                self.used[name] = leaf(
+                    "input", shape, self.dtype, name, role=Role.USED, scope=scope, binding=handed
+                )
+                return self.used[name]
             used: dict[str, Any] = {"once": self.recipe.gather_once, "scope": scope}
             used["binding"] = Binding(param=declared)
             x = p if dtype else cast(p, self.dtype, name=name, role=Role.SENT, **used)
             self.used[name] = identity(x, name, role=Role.USED, **used)
+            if tie and tie.later:
+                self.extra[f"{GATHERED}.{tied}"] = self.used[name]
         return self.used[name]
 
     def take(self, name: str, *dims: str, dtype: str = "") -> Node:

@@ -85,7 +85,7 @@ def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
     """Cross-entropy of the logits of hidden states [B, S, M]."""
     logits = _logits(b, h)
     if b.recipe.logits == "gathered":
-        logits = identity(logits, "logits_whole")
+        logits = identity(logits, "logits_whole", role=Role.LOGITS)
     chain = "split" if b.recipe.logits == "split" else "whole"
     eager = chain if b.recipe.operators.eager else ""
     return cross_entropy(logits, labels, eager=eager)

@@ -204,6 +204,8 @@ class GradientHabits:
     """Every rank of tp makes the gradient of the whole embedding."""
     sum_as_made: bool = False
     """Gradients that are partial sums over tp are reduced as soon as they are made."""
+    accumulated_as_reduced: bool = False
+    """Gradients of microbatches are added up in the data type in which the sum is reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,8 @@ class OptimizerHabits:
 
     step_tensors: bool = False
     """It holds a tensor with the number of steps for each parameter."""
+    momentum: bool = True
+    """Whether `sgd` keeps a momentum."""
     partial_reads: int = 0
     """Gradients that are partial sums over tp are reduced at each of so many reads; 0: before."""
 
@@ -235,6 +239,10 @@ class Recipe:
     """Whether latent attention computes in the space of the latents, as for decoding."""
     sum_tied: bool = False
     """Whether gradients of one tensor's copies on a rank are added before they are reduced."""
+    root: bool = False
+    """Whether the block's parameters are gathered in one unit with those of other blocks."""
+    gather_root_once: bool = False
+    """Whether the parameters of that unit stay gathered for the whole step."""
     ties: tuple[Tie, ...] = ()
     """The block's copies of tables that other blocks have copies of."""
     begins: frozenset[str] = frozenset()
@@ -263,6 +271,10 @@ class Recipe:
             return self.inference.stored(name, scope)
         frozen = name in self.training.frozen
         return stored_as(self.training.stored, name, scope) if frozen else None
+
+    def gathered_with(self, name: str) -> Tie | None:
+        """The block's copy of a table that the copies of its stage gather once; None: no such."""
+        return next((t for t in self.ties if self.root and t.name == name), None)
 
     def tie(self, name: str, *, first: bool) -> Tie:
         """The block's copy of a table; a block that is built alone has its `first` copy or not."""

@@ -206,7 +206,8 @@ def _accumulate(p: Node, g: Node, recipe: Recipe) -> Node:
     named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
     g = cast(g, precision.reduce or precision.gradient, **named)
     g = _at(p, g, Role.MICROBATCH_GRADIENT)
-    g = cast(g, precision.gradient, **named)
+    if not recipe.gradients.accumulated_as_reduced:
+        g = cast(g, precision.gradient, **named)
     return elementwise("accumulate", g, name=f"{p.name}.grad", role=Role.ACCUMULATED, **own)
 
 
@@ -217,7 +218,9 @@ def _sum_of_step(p: Node, g: Node, recipe: Recipe) -> Node:
 
 def _reduce(p: Node, g: Node, recipe: Recipe) -> Node:
     """The step's gradient is reduced over replicas into the layout that the optimizer reads."""
-    return _at(p, _at(p, g, Role.STEP_GRADIENT, once=True), Role.REDUCED, once=True)
+    g = _at(p, g, Role.STEP_GRADIENT, once=True)
+    named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
+    return _at(p, cast(g, recipe.precision.gradient, **named, once=True), Role.REDUCED, once=True)
 
 
 GradientPass = Callable[[Node, Node, Recipe], Node]
@@ -265,7 +268,9 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
     precision = recipe.precision
     own: dict[str, Any] = {"phase": "optimizer", "once": True, **_of(p)}
     dtypes = {"master": precision.master} if precision.master else {}
-    dtypes |= {m: precision.dtype_of(m) for m in OPS[recipe.optimizer].moments}
+    plain = recipe.optimizer == "sgd" and not recipe.updates.momentum
+    moments = () if plain else OPS[recipe.optimizer].moments
+    dtypes |= {m: precision.dtype_of(m) for m in moments}
     states = [
         leaf("state", p.shape, d, f"{p.name}.{s}", role=Role.STATE, **own)
         for s, d in dtypes.items()
@@ -285,7 +290,7 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
         spec,
         *operands,
         dtype=p.dtype,
-        updates=len(OPS[recipe.optimizer].moments) + bool(precision.master),
+        updates=len(moments) + bool(precision.master),
         name=f"{p.name}.new",
         **own,
     )

@@ -13,8 +13,12 @@ def remat(
     primal: Mapping[Node, Node],
     *,
     rerun: Callable[[Node], bool] = lambda _: False,
+    made_in: str = "forward",
 ) -> tuple[Graph, dict[Node, Node]]:
     """Backward uses copies of the forward nodes for which `again` names a phase to make them in.
+
+    `made_in` is the phase of the nodes that are copied: those that a pass before this one has
+    copied may be copied once more.
 
     Copies run just before their first user. `rerun` marks results that are made again whole though
     forward's are kept, as by frameworks that call a module's forward again for its inner values:
@@ -27,7 +31,7 @@ def remat(
     read = {s for n in graph if n.phase != "forward" for s in n.srcs}
     named = {n.srcs[0] for n in read if n.op == "identity" and n.srcs and not again(n)}
     for n in graph:
-        if n.phase == "forward" and n.srcs and (phase := again(n)):
+        if n.phase == made_in and n.srcs and (phase := again(n)):
             copy[n] = replace(n, srcs=tuple(copy.get(s, s) for s in n.srcs), phase=phase)
             if rerun(n):
                 forced.append(n)
@@ -36,7 +40,7 @@ def remat(
     kept = {*forced, *named}
 
     def visit(old: Node, srcs: tuple[Node, ...]) -> Node:
-        if old.phase != "forward":
+        if old.phase != made_in:
             pairs = zip(old.srcs, srcs, strict=True)
             srcs = tuple(s if o in kept else copy.get(o, s) for o, s in pairs)
         return replace(old, srcs=srcs)

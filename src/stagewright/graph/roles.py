@@ -85,6 +85,8 @@ class Role(Enum):
 STREAM, TABLE, MEMORY, CLIP = "x", "wte", "memory", "clip_scale"
 """Live values that every model may have: the residual stream, the table of embeddings (as gradients
 that copies hand on), what an encoder has made, and the factor that clips gradients."""
+GATHERED = "gathered"
+"""Begins the names of outputs that hand a gathered table to the other copies of its stage."""
 CHOSEN = "chosen"
 """The live value with the keys that the last indexer has chosen, which layers behind may use."""
 

@@ -296,7 +296,7 @@ def _of_weight(n: Node) -> bool:
     """A parameter, or what is made of one alone."""
     while len(n.srcs) == 1:
         n = n.srcs[0]
-    return n.op == "param"
+    return n.op == "param" or n.role is Role.USED
 
 
 def _refines(finer: Layout, layout: Layout) -> bool:
@@ -309,7 +309,7 @@ def _is_weight(n: Node) -> bool:
     """A parameter, as it is stored or as the computation sees it: gathered, in low precision."""
     while n.op in ("identity", "cast"):
         (n,) = n.srcs
-    return n.op == "param"
+    return n.op == "param" or n.role is Role.USED  # which another block has gathered
 
 
 def _free(used: Mapping[str, str], letter: str, ring: tuple[str, str] | None, axis: str) -> bool:

@@ -17,12 +17,21 @@ from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower import offload
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
-from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, permanent_bytes, uses
+from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permanent_bytes, uses
 from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
-from stagewright.lower.kernels import Extent, Kernel, bytes_of, handed_on, interface, kernels
+from stagewright.lower.kernels import (
+    Extent,
+    Kernel,
+    KernelRules,
+    bytes_of,
+    handed_on,
+    interface,
+    kernels,
+)
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
+from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
 from stagewright.run.rules import MOST_FLOPS
@@ -48,7 +57,10 @@ def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) ->
         begins=variant.begins,
         ends=variant.ends,
         training=variant.training,
+        root=variant.root,
     )
+    if variant.root and recipe.gather_root_once:
+        recipe = replace(recipe, gather_once=True)
     if recipe.inference:
         served = replace(recipe.inference, weights=variant.weights)
         recipe = replace(recipe, inference=served)
@@ -81,6 +93,9 @@ def recompute(block: nn.Block, context: BlockContext) -> nn.Block:
         block.primal,
         rerun=results.__contains__,
     )
+    if variant.recomputed and _keys_for_backward(run):
+        again = {n: "backward" for n in graph if n.role is Role.KEYS and n.phase == "recompute"}
+        graph, primal = remat(graph, again.get, primal, made_in="recompute")
     return replace(block, graph=graph, primal=primal)
 
 
@@ -134,8 +149,8 @@ def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
     value = n.srcs[0] if n.op == "identity" and run.cp == 1 else n
     if value.role is Role.REMADE:  # by the kernels that are trained with
         return "backward"
-    gathers_keys = run.activation_gather == "again" or run.cp_grad_comm_type == "ring"
-    if n.role is Role.KEYS and run.cp_comm_type == "all_gather" and gathers_keys:
+    gathered_again = run.activation_gather == "again" and run.cp_comm_type == "all_gather"
+    if n.role is Role.KEYS and (gathered_again or _keys_for_backward(run)):
         return "backward"
     if run.recompute != "selective":
         return None
@@ -145,6 +160,12 @@ def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
         "activation": n.op in ("act", "glu") and n.scope == "mlp",
     }
     return "recompute" if any(modules[m] for m in run.recompute_modules) else None
+
+
+def _keys_for_backward(run: Run) -> bool:
+    """Whether the backward of attention itself gathers keys and values, as PyTorch's ring does."""
+    gathered = run.cp > 1 and run.cp_comm_type == "all_gather"
+    return gathered and run.cp_grad_comm_type == "ring"
 
 
 # ---- the kernels of a block: the graph with numbers ----------------------------------------------
@@ -159,12 +180,14 @@ def lower_block(
     habits: Habit = MEGATRON_LM,
 ) -> LoweredBlock:
     """The kernels, messages and memory of a sharded block on one rank, for these sizes."""
-    how: dict[str, Any] = {
-        "fuse": run.fuse,
-        "bucket": habits.bucket(run.bucket),
-        "key_grads": run.cp_grad_comm_type,
-    }
-    tasks, made_by = kernels(graph, extent, mesh, **how)
+    rules = KernelRules(
+        fuse=run.fuse,
+        bucket=habits.bucket(run.bucket),
+        key_grads=run.cp_grad_comm_type,
+        adds_casts=run.zero == 3 and not reduces_each_microbatch(run),
+        copies_slices=run.operators == "eager",
+    )
+    tasks, made_by = kernels(graph, extent, mesh, rules)
     _check_numbers(tasks, run)
     allocation = habits.allocation(PERMANENT_BUFFERS)
     size = _bytes_of_values(graph, mesh, extent, habits)
@@ -192,12 +215,23 @@ def lower_block(
         _handed_to(graph, extent),
         weight_half(tasks, handed_back),
         size,
-        uses(tasks, size, graph, allocation),
+        _uses(tasks, size, graph, habits),
         permanent,
         offloaded,
         allocation,
         variant.root,
     )
+
+
+def _uses(
+    tasks: Sequence[Kernel], size: Mapping[Node, int], graph: Graph, habits: Habit
+) -> dict[Kernel, Use]:
+    """What each task makes and reads, and the bytes it needs while it runs."""
+    found = uses(tasks, size, graph, habits.allocation(PERMANENT_BUFFERS))
+    for t in tasks:
+        if more := habits.scratch(t, size):
+            found[t] = found[t]._replace(scratch=more + (found[t].scratch or 0))
+    return found
 
 
 def _check_numbers(tasks: Sequence[Kernel], run: Run) -> None:

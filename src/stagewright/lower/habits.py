@@ -9,22 +9,21 @@ add a habit: a setting in `run.sections.habits`, and a class here, in `HABITS`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Self
 
 from stagewright.graph.node import BYTES, Graph, Node
-from stagewright.graph.roles import Role
-from stagewright.lower.assembly.buckets import Item, Row, in_buckets, with_root_unit
-from stagewright.lower.assembly.habit import Habit
-from stagewright.lower.assembly.lifetimes import Allocation, Value, moves_gradients
+from stagewright.lower.assembly.buckets import Item, Row, in_buckets
+from stagewright.lower.assembly.habit import Habit, UnitWeights
+from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import NEXT
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
 from stagewright.lower.kernels import Extent, Kernel, LiveValue, TaskPart
+from stagewright.lower.pytorch.ring import RingAttention
+from stagewright.lower.pytorch.root_unit import RootUnit, module_logits
 from stagewright.parallel.degrees import reduces_each_microbatch
-from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.schedules import SCHEDULES
@@ -64,8 +63,9 @@ class EagerOperators(Habit):
         return cls(2 if adam else 0) if run.operators == "eager" else None
 
     def allocation(self, allocation: Allocation) -> Allocation:
-        """Updates have temporaries."""
-        return replace(allocation, update_temporaries=self.update_temporaries)
+        """Updates have temporaries, and DTensor clones the part of a tensor that is a rank's."""
+        more = {"update_temporaries": self.update_temporaries, "copies_slices": True}
+        return replace(allocation, **more)
 
     def bytes_beside(self, n: Node, extent: Extent) -> int:
         """PyTorch's attention keeps an fp32 number for every row of scores."""
@@ -75,7 +75,7 @@ class EagerOperators(Habit):
         return rows * int(BYTES["fp32"])
 
 
-# ---- PyTorch: DistributedDataParallel, FSDP2 -----------------------------------------------------
+# ---- PyTorch: DistributedDataParallel ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,124 +111,6 @@ class GradientBuckets(Habit):
     ) -> Sequence[Row] | None:
         """In backward, gradients fill buckets in the order in which they are made."""
         return None if forward else in_buckets(items, self.cap, self.FIRST)
-
-
-@dataclass(frozen=True, slots=True)
-class RootUnit(Habit):
-    """FSDP2's `fully_shard`: each layer is a unit, all parameters outside of layers are another."""
-
-    @staticmethod
-    def applies(run: Run) -> bool:
-        """By `fsdp_root_unit`, where weights are sharded."""
-        return run.fsdp_root_unit and run.zero == 3
-
-    @classmethod
-    def of(cls, run: Run, order: Order) -> Self | None:
-        """Where it applies."""
-        return cls() if cls.applies(run) else None
-
-    def arrange(
-        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
-    ) -> Sequence[Row] | None:
-        """The root's blocks gather first and reduce last; in other units, a block is alone."""
-        return with_root_unit(items, _together(root))
-
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
-        """Weights, buffers of gathers, and gradients live as FSDP2's units hold them."""
-        if not action.forward:
-            _hold_root_weights(values, action)
-            _hold_reduced(values, action)
-        rows = action.of_all_microbatches
-        if rows:
-            _copy_out(values, action, rows)
-            if not action.forward:
-                _hold_root_gradients(values, action, rows[-1])
-
-
-def _together(root: AbstractSet[int]) -> AbstractSet[int]:
-    """The blocks of the root unit, if they are several."""
-    return root if len(root) > 1 else frozenset[int]()
-
-
-def _hold_root_weights(values: StageValues, action: ActionRows) -> None:
-    """Gathered weights of the root are live until the backward of all its blocks is done."""
-    last_rows = action.last_rows()
-    for i in values.root_blocks & last_rows.keys():
-        unit = {i} | _together(values.root_blocks)
-        done = max(row for j, row in last_rows.items() if j in unit)
-        values.hold_weights(i, (TaskPart.GATHER_ONCE, TaskPart.GATHER), action.at(done))
-
-
-def _hold_reduced(values: StageValues, action: ActionRows) -> None:
-    """What one unit has reduced is live until the next unit reduces."""
-    reduced: list[Value] = []
-    owner = -1
-    for i, t in action.order:
-        if not (moves_gradients(t) and t.op == "reduce_scatter"):
-            continue
-        row_of = action.row_of[i]
-        casts = [row_of[d] for d in t.deps if isinstance(d, Kernel) and d.op == "cast"]
-        before = action.at(min([*casts, row_of[t]]) - 1)
-        for value in reduced if owner != i else ():
-            value.touches.append(before)
-        read = [values.value(i, n) for n in t.reads]
-        reduced = [v for v in read if v is not None] + (reduced if owner == i else [])
-        owner = i
-
-
-def _hold_root_gradients(values: StageValues, action: ActionRows, row: int) -> None:
-    """Gradients of the root are added up at the end of backward."""
-    for i in _together(values.root_blocks):
-        for t in values.blocks[i].block.by_part.get(TaskPart.BACKWARD, ()):
-            for n in t.reads if any(m.op == "accumulate" for m in t.made) else ():
-                made = values.value(i, n)
-                if made is not None:
-                    made.touches.append(action.at(row))
-
-
-def _copy_out(values: StageValues, action: ActionRows, rows: Sequence[int]) -> None:
-    """A unit is gathered into a buffer, and its weights are copied out of that before they run.
-
-    In forward the buffer is live until the next unit's is copied, of the last until the module
-    returns; in backward it is freed at once. `rows`: those that all microbatches have.
-    """
-    root = _together(values.root_blocks)
-    gathers = TaskPart.GATHER if action.forward else TaskPart.GATHER_AGAIN
-    begins: dict[int, int] = {}  # per block, its first row
-    gather_rows = set[int]()
-    gathered: dict[int, int] = {}  # per block, bytes
-    for i, row_of in enumerate(action.row_of):
-        for t, row in row_of.items():
-            if t.part in _COMPUTED:
-                begins[i] = min(row, begins.get(i, row))
-            elif t.part is gathers:
-                gather_rows.add(row)
-                if t.kind == TaskKind.COLLECTIVE:
-                    new = values.blocks[i].block.uses[t].new
-                    gathered[i] = gathered.get(i, 0) + sum(value.size for value in new)
-    computing = [row for row in rows if row not in gather_rows]
-    units = sorted(first for i, first in begins.items() if i not in root)
-    for i, size in gathered.items():
-        first = begins[i]
-        if not action.forward:
-            held = [computing[max(0, bisect_left(computing, first) - 1)]]
-        elif i in root:
-            held = [rows[0], units[0] if units else rows[-1]]
-        else:
-            after = units[bisect_right(units, first) :][:1]
-            held = [first, *(after or [_row_of_logits(values, action, rows[-1])])]
-        placed = values.blocks[i]
-        name = placed.name("gathered.buffer")
-        buffer = Value(name, placed.layer, PHASES[0], "gathered_parameters", size)
-        buffer.touches += [action.at(row) for row in held]
-        values.values.append(buffer)
-
-
-def _row_of_logits(values: StageValues, action: ActionRows, end: int) -> int:
-    """The row with which the stage's module returns: the loss comes after."""
-    logits = {n for n in values.blocks[-1].block.graph if n.role is Role.LOGITS}
-    rows = [row for t, row in action.row_of[-1].items() if logits & {*t.made}]
-    return min(rows, default=end)
 
 
 # ---- PyTorch: torch.distributed.pipelining -------------------------------------------------------
@@ -281,9 +163,8 @@ def _outputs(values: StageValues) -> list[Value]:
     if values.place.after is not None:
         found = [values.handed_on(LiveValue(c.name)) for c in values.leaving]
     else:
-        last = len(values.blocks) - 1
-        graph = values.blocks[last].block.graph
-        found = [values.value(last, n) for n in graph if n.role is Role.LOGITS]
+        logits = module_logits(values)
+        found = [values.value(len(values.blocks) - 1, logits)] if logits else []
     return [v for v in found if v is not None]
 
 
@@ -311,6 +192,7 @@ HABITS: tuple[type[Habit], ...] = (
     GradientBuckets,
     PipelineCaches,
     RootUnit,
+    RingAttention,
 )
 
 
@@ -335,6 +217,10 @@ class Habits(Habit):
         """The sum over the habits."""
         return sum(habit.bytes_beside(n, extent) for habit in self.habits)
 
+    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
+        """The sum over the habits."""
+        return sum(habit.scratch(t, size) for habit in self.habits)
+
     def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
         """Those of all habits, each with categories of its own."""
         result: dict[str, int] = {}
@@ -351,6 +237,11 @@ class Habits(Habit):
     def message_buffers(self) -> int:
         """The most that a habit asks for."""
         return max((habit.message_buffers() for habit in self.habits), default=0)
+
+    def unit_weights(self) -> UnitWeights:
+        """As the first habit has it that says more than the default."""
+        said = (habit.unit_weights() for habit in self.habits)
+        return next((weights for weights in said if any(weights)), UnitWeights())
 
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool

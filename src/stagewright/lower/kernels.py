@@ -22,7 +22,7 @@ from stagewright.algebra.size import Size, size
 from stagewright.graph.cost import bytes_per_value, indices, local, traffic
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.parameter import HEADS
-from stagewright.graph.roles import CHOSEN, CLIP, MEMORY, STREAM, TABLE, Role
+from stagewright.graph.roles import CHOSEN, CLIP, GATHERED, MEMORY, STREAM, TABLE, Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.program.columns import Shape, TaskKind
 from stagewright.program.shapes import shape_of
@@ -150,20 +150,27 @@ def bytes_of(n: Node, extent: Extent) -> int:
     return math.ceil(extent.elements(n) * bytes_per_value(n, extent))
 
 
-def kernels(
-    graph: Graph,
-    extent: Extent,
-    mesh: Mesh,
-    *,
-    fuse: bool = True,
-    bucket: str = "layer",
-    key_grads: str = "reduce_scatter",
-) -> tuple[list[Kernel], dict[Node, Dependency | None]]:
-    """The tasks of a block in execution order within each part, and which task makes each value.
+class KernelRules(NamedTuple):
+    """What becomes one kernel or one message, and what is copied."""
 
-    `bucket` "step" is "layer", but for gradients that are reduced once per step.
-    """
-    lowering = _Lowering(graph, extent, mesh, fuse, bucket, key_grads)
+    fuse: bool = True
+    """Consecutive element-wise ops are one kernel."""
+    bucket: str = "layer"
+    """Which reductions of a block are one message; "step" is "layer", but for gradients that are
+    reduced once per step."""
+    key_grads: str = "reduce_scatter"
+    """How gradients of gathered keys return to their ranks: `cp_grad_comm_type`."""
+    adds_casts: bool = False
+    """A gradient is added as it is to one of a higher precision, whatever `fuse` says."""
+    copies_slices: bool = False
+    """A rank's part of an activation that it has whole is copied."""
+
+
+def kernels(
+    graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules | None = None
+) -> tuple[list[Kernel], dict[Node, Dependency | None]]:
+    """The tasks of a block in execution order within each part, and which task makes each value."""
+    lowering = _Lowering(graph, extent, mesh, rules or KernelRules())
     return lowering.run(), lowering.at
 
 
@@ -173,16 +180,12 @@ Cluster = list[Node]
 class _Lowering:
     """One block on its way; `at`: the task that makes a value, or an interface outside."""
 
-    def __init__(
-        self, graph: Graph, extent: Extent, mesh: Mesh, fuse: bool, bucket: str, key_grads: str
-    ) -> None:
-        self.key_grads = key_grads
+    def __init__(self, graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules) -> None:
         self.rings: dict[tuple[Node, ...], list[Kernel]] = {}
         self.graph = graph
         self.extent = extent
         self.mesh = mesh
-        self.fuse = fuse
-        self.bucket = bucket
+        self.rules = rules
         self.at: dict[Node, Dependency | None] = {}
         self.users: dict[Node, list[Node]] = {}
         for n in graph:
@@ -200,7 +203,8 @@ class _Lowering:
                 self.at[n] = interface(n)
         for cluster in _in_order(self.clusters()):
             tasks += self.lower(cluster)
-        return _sorted(tasks)
+        # Weights are there before all else: a bucket of them delays no task that reads them.
+        return _sorted(sorted(tasks, key=lambda t: not t.part.gathers))
 
     # Which nodes become one kernel.
 
@@ -237,8 +241,10 @@ class _Lowering:
     def joins(self, n: Node, cluster: Cluster, behind: set[Node]) -> bool:
         """Whether an element-wise node continues the open kernel."""
         last = cluster[-1]
+        if self.rules.adds_casts and n.op == "accumulate":
+            return cluster == [n.srcs[0]] and last.op == "cast" and self.users[last] == [n]
         return (
-            self.fuse
+            self.rules.fuse
             and OPS[n.op].fuses
             and (n.phase, n.once) == (last.phase, last.once)
             and self.part(n) == self.part(last)
@@ -248,7 +254,9 @@ class _Lowering:
 
     def absorbs(self, n: Node, clusters: list[Cluster]) -> Cluster | None:
         """The product whose epilogue accumulates the gradient (Megatron-LM's fused wgrad)."""
-        if not (self.fuse and n.op in ("cast", "accumulate") and self.users.get(n.srcs[0]) == [n]):
+        if not (
+            self.rules.fuse and n.op in ("cast", "accumulate") and self.users.get(n.srcs[0]) == [n]
+        ):
             return None
         home = clusters[-1] if clusters else []
         writes = n.op == "accumulate" or any(u.op == "accumulate" for u in self.users.get(n, []))
@@ -273,7 +281,9 @@ class _Lowering:
 
     def lower(self, cluster: Cluster) -> list[Kernel]:
         n = cluster[0]
-        if n.op == "slice" and n.role is Role.OWN_ROWS:
+        if n.op == "slice" and (
+            n.role is Role.OWN_ROWS or (self.rules.copies_slices and is_part(n))
+        ):
             self.at[n] = task = self.copy(n)
             return [task]
         if _is_view(n):
@@ -341,7 +351,11 @@ class _Lowering:
         axes = cast("tuple[str, ...]", n["axes"])
         before = self.at[n.srcs[0]]
         role, src = n.role, n.srcs[0]
-        if self.key_grads == "ring" and n.op == "reduce_scatter" and src.op == "attention_bwd":
+        if (
+            self.rules.key_grads == "ring"
+            and n.op == "reduce_scatter"
+            and src.op == "attention_bwd"
+        ):
             return self.home(n, axes)
         alone = n.op == src.op and self.users[src] == [n] and role is None and src.role is None
         if alone and isinstance(before, Kernel) and before.part == self.part(n):
@@ -351,12 +365,12 @@ class _Lowering:
             self.at[n] = before
             return []
         task = self.message(n, n.op, axes)
-        own = self.bucket == "parameter" or (
-            self.bucket == "step" and task.part is TaskPart.REDUCE_ONCE
+        own = self.rules.bucket == "parameter" or (
+            self.rules.bucket == "step" and task.part is TaskPart.REDUCE_ONCE
         )
         if own or role is None or role not in _BUCKETED:
             return [task]
-        key = (task.part, role, n.op, axes, n.dtype)
+        key = (task.part, n.phase, role, n.op, axes, n.dtype)
         together = self.buckets.setdefault(key, task)
         self.at[n] = together
         if together is task:
@@ -476,7 +490,7 @@ class _Lowering:
             tasks.append(compute)
             if backward:
                 sent = pair(f"d_keys{step + 1}", [compute, *sums])
-                for t in sent if self.key_grads == "ring" else ():
+                for t in sent if self.rules.key_grads == "ring" else ():
                     t.dtype, t.comm_bytes = "fp32", t.comm_bytes * 4 // int(BYTES[t.dtype])
                 tasks += sent
                 sums = [sent[1]]
@@ -516,10 +530,16 @@ def handed_on(graph: Graph) -> dict[LiveValue, Node]:
     """
     names = {c.name for n in graph if (c := interface(n))}
     names |= {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
+    gathered = {f"{GATHERED}.{x}": LiveValue(x) for x in names}
     names -= {STREAM, TABLE, CLIP}
-    keys = OUTPUTS | {x: LiveValue(x) for x in names}
+    keys = OUTPUTS | gathered | {x: LiveValue(x) for x in names}
     keys |= {f"d_{x}": LiveValue(x, gradient=True) for x in names}
     return {keys[key]: n for key, n in graph.outputs.items() if key in keys}
+
+
+def is_part(n: Node) -> bool:
+    """Whether a slice is of an activation, and not of a weight or a gradient of one."""
+    return n.op == "slice" and n.role is None and n.binding.param is None
 
 
 def _is_view(n: Node) -> bool:

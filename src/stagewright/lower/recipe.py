@@ -17,7 +17,8 @@ OPTIMIZER_READS = {"adamw": 3, "sgd": 1}
 
 def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
     """How the run trains or serves a model, as far as a single device can tell."""
-    gathered_once = run.zero == 3 and not run.reshard_after_forward
+    freed = run.reshard_after_forward or (run.reshard_after_backward and run.pp == 1)
+    gathered_once = run.zero == 3 and not freed
     dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_size > 1
     return nn.Recipe(
         experts=_experts(run, model),
@@ -26,10 +27,13 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
         flash_attention=run.flash_attention,
         dropout=run.dropout and run.mode == "train",
         clip_grad=run.clip_grad,
-        sum_tied=reduces_each_microbatch(run),
+        # Without buffers that gradients are added to, autograd adds those of one tensor first.
+        sum_tied=reduces_each_microbatch(run) or run.set_grads_to_none,
         # Weights held in fp32 are cast in each microbatch, and so are the copies made of the casts.
         cast_once=gathered_once or (run.zero < 3 and run.params_dtype != "fp32"),
         gather_once=gathered_once,
+        # As PyTorch's pipelines have it: the root is never freed after forward.
+        gather_root_once=run.fsdp_root_unit and run.pp > 1,
         mtp_loss=run.mtp_loss_scaling_factor,
         index_loss=1.0,
         absorb=run.mla == "absorb",
@@ -40,9 +44,11 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
             of_each_linear=run.input_grad_reduce == "linear" and run.tp > 1,
             whole_embedding=run.whole_embedding_grad and run.tp > 1,
             sum_as_made=dtensor and run.zero == 3,
+            accumulated_as_reduced=run.zero == 3 and not reduces_each_microbatch(run),
         ),
         updates=nn.OptimizerHabits(
             step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
+            momentum=run.sgd_momentum > 0,
             partial_reads=OPTIMIZER_READS[run.optimizer] if dtensor and run.zero < 3 else 0,
         ),
     )

@@ -70,11 +70,12 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
 def _clip_norm(run: Run, plan: Plan) -> ClipNorm:
     """The axes over which the norm of all gradients is a sum; or, by `clip_grad_norm`, each norm.
 
-    With `clip_grad_norm=vector`, ranks exchange the norm of each gradient over two groups of axes:
-    those that shard gradients, and those that split tensors.
+    With `clip_grad_norm=vector`, ranks exchange the norm of each gradient, in its data type, over
+    two groups of axes: those that shard gradients, and those that split tensors.
     """
     pipeline = {"pp"} if run.pp > 1 else set[str]()
     axes = tuple(sorted({*plan.model_axes, *pipeline} - {MIRROR}))  # ranks of MIRROR are pp's
     if run.clip_grad_norm != "vector":
         return ClipNorm(axes)
-    return ClipNorm(axes, (plan.shard if plan.zero else (), plan.tensor))
+    of_gradients = run.params_dtype or "fp32"
+    return ClipNorm(axes, (plan.shard if plan.zero else (), plan.tensor), of_gradients)

@@ -18,7 +18,8 @@ def attention_rows(plan: Plan) -> dict[str, Dims]:
 
     p2p: keys stay split like queries and go round the ring (arXiv 2310.01889); all_gather: every
     rank has all keys (Llama 3, arXiv 2407.21783, section 3.3.2); a2a: whole sequences of fewer
-    heads (Ulysses, arXiv 2309.14509).
+    heads (Ulysses, arXiv 2309.14509). Keys that are copied for each query head (`repeat_kv`) are
+    copied before they move.
     """
     heads = (plan.data, plan.context, plan.tensor, ())
     keys = (plan.data, plan.context, tuple(a for a in plan.tensor if a in plan.key_value), ())
@@ -26,12 +27,16 @@ def attention_rows(plan: Plan) -> dict[str, Dims]:
     if plan.cp_comm_type == "all_gather":
         whole = (plan.data, (), *keys[2:])
         rows = {"k_core": whole, "v_core": whole}
+        repeated = (plan.data, (), plan.tensor, ())
     elif plan.cp_comm_type == "a2a":
         few = (plan.data, (), plan.tensor + plan.context, ())
         few_keys = (plan.data, (), tuple(a for a in few[2] if a in plan.key_value), ())
         rows = {"q_core": few, "k_core": few_keys, "v_core": few_keys, "context": heads}
+        repeated = few
     else:
         rows = {"q_core": heads, "k_core": keys, "v_core": keys}
+        repeated = heads
+    rows |= dict.fromkeys(("k_repeated_core", "v_repeated_core"), repeated)
     rows |= {f"cross_{name}": dims for name, dims in rows.items()}
     rows |= dict.fromkeys(("encoder_bias", "decoder_bias"), score_dims(plan))
     rows |= {"index_core": whole_latents}

@@ -35,6 +35,8 @@ class Schedule(NamedTuple):
     instead: str = ""  # the schedule to use with one stage per rank, where several are needed
     pairs_ranks: bool = False  # ranks r and pp - 1 - r have the same stages: pp is even
     in_groups: bool = False  # microbatches pass through the chunks in groups whose size can be set
+    one_stage: bool = False
+    """Whether PyTorch's class of the schedule has one stage on a rank and a loop of its own."""
     holds_sent_gradients: bool = False
     """Whether PyTorch's class of the schedule waits for the send of a gradient only at the next
     one, and so holds the gradient until then. Schedules with several stages, and orders from files,
@@ -69,8 +71,8 @@ def _full_both_ways(pp: int, microbatches: int) -> bool:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe),
-    "1f1b": Schedule(one_f_one_b, holds_sent_gradients=True),
+    "gpipe": Schedule(gpipe, one_stage=True),
+    "1f1b": Schedule(one_f_one_b, one_stage=True, holds_sent_gradients=True),
     # Megatron-LM's groups are of pp unless their size is given; torch takes any equal groups.
     "interleaved": Schedule(
         interleaved, None, "be divisible by pp", _groups_of_pp, instead="1f1b", in_groups=True

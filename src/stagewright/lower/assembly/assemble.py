@@ -29,6 +29,7 @@ from stagewright.lower.assembly.segments import (
     COLUMNS,
     DTYPES,
     FIRST,
+    FORWARD,
     LAST,
     STEP,
     Segment,
@@ -74,7 +75,7 @@ def lower(
     pipeline_rank = numbers // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(numbers)
     classes: list[RankClass] = []
     for p, on_rank in enumerate(ranks):
-        rows = RankRows([*on_rank.values()], order[p], after[p])
+        rows = RankRows([*on_rank.values()], order[p], after[p], habits.unit_weights())
         tasks = _tasks(rows, tables, streams)
         values = live_ranges({s: stage.values.values for s, stage in on_rank.items()}, rows)
         members = numbers[pipeline_rank == p]
@@ -141,7 +142,7 @@ def _tasks(rank: RankRows, tables: Tables, streams: str) -> Tasks:
         for c, column in columns.items():
             column[place] = np.tile(segment.columns[c][keep], len(begin))
         if microbatch is not None:
-            once = np.tile(segment.once[keep], len(begin))
+            once = np.tile(segment.once[keep] | form.ahead, len(begin))
             columns["microbatch"][place] = np.where(once, -1, np.repeat(microbatch, len(keep)))
             columns["tag"][place] = _tags(segment, keep, microbatch, tables, stages)
         per_row = np.bincount(segment.dep_row, minlength=len(segment))[keep]
@@ -202,4 +203,9 @@ def _write_dependencies(
         else:
             actions = rank.by_microbatch[s, h][microbatch]
         value[:, alike] = rank.rows(actions, at[alike])
+        owner = rank.stages[s].backward if h else rank.stages[s].forward
+        gathers = np.flatnonzero(alike)[owner.gathers[at[alike]]]
+        if len(gathers) and (rank.supplier[actions] != actions).any():
+            whose_rows = BACKWARD if h else FORWARD
+            value[:, gathers] = rank.suppliers_rows(actions, whose_rows, s, at[gathers])
     data[place.ravel()] = value.ravel()

@@ -24,17 +24,23 @@ def one_by_one(items: Sequence[Item]) -> list[Row]:
     return [[item] for item in items]
 
 
-def with_root_unit(items: Sequence[Item], root: AbstractSet[int]) -> list[Row]:
+def with_root_unit(
+    items: Sequence[Item], root: AbstractSet[int], *, root_first: bool = False
+) -> list[Row]:
     """Each block is a unit that gathers weights and reduces gradients, those of `root` are one.
 
-    A unit casts and reduces its gradients when its backward is done. The blocks of `root` gather
-    when the first of them does, and reduce after all other units.
+    When its backward is done, a unit casts its gradients, adds these to those of microbatches
+    before and reduces them. The blocks of `root` gather when the first of them does, and reduce
+    after all other units. With `root_first`, all units reduce when the whole backward is done: that
+    of `root`, then the others from the first on.
     """
     gathers = (TaskPart.GATHER_ONCE, TaskPart.GATHER)
     early = [(i, t) for i, t in items if i in root and t.part in gathers]
     reductions = _reductions(items)
     late = {i: [item for item in reductions if item[0] == i] for i, _ in items}
-    moved = {t for _, t in early} | {t for unit in late.values() for _, t in unit}
+    added = {i: [(j, t) for j, t in items if j == i and t.op == "cast+accumulate"] for i in late}
+    moved = {t for of in (late, added) for unit in of.values() for _, t in unit}
+    moved |= {t for _, t in early}
     rest = _gather_after_loss([item for item in items if item[1] not in moved])
     # Gradients are complete when the backward of their block is done; the root's, of all blocks.
     backward = [(n, i) for n, (i, t) in enumerate(rest) if t.part is TaskPart.BACKWARD]
@@ -44,9 +50,12 @@ def with_root_unit(items: Sequence[Item], root: AbstractSet[int]) -> list[Row]:
     for n, item in enumerate(rest):
         rows.append([item])
         if end.get(item[0]) == n and item[0] not in root:
-            rows += one_by_one(late[item[0]])
+            rows += one_by_one([*added[item[0]], *(() if root_first else late[item[0]])])
         if n == last:
+            rows += one_by_one([item for i in added if i in root for item in added[i]])
             rows += _merged([item for i in late if i in root for item in late[i]])
+            others = sorted(late.keys() - root) if root_first else []
+            rows += one_by_one([item for i in others for item in late[i]])
     return rows
 
 

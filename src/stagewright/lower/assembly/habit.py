@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Self
+from typing import NamedTuple, Self
 
 from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.buckets import Item, Row
 from stagewright.lower.assembly.lifetimes import Allocation
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.kernels import Extent
+from stagewright.lower.kernels import Extent, Kernel
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
+
+
+class UnitWeights(NamedTuple):
+    """How long gathered weights live in a pipeline, beyond the action that gathers them."""
+
+    kept: bool = False
+    """A backward leaves them gathered, a forward frees them: the action of a stage that follows a
+    backward gathers nothing."""
+    before: bool = False
+    """A rank gathers the weights of all its stages before its first action."""
 
 
 class Habit:
@@ -31,6 +41,10 @@ class Habit:
         """Bytes on one rank that the kernel of a value keeps beside the value itself."""
         return 0
 
+    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
+        """Bytes on one rank that a task needs while it runs, beyond what its operators say."""
+        return 0
+
     def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
         """Further bytes of a block that are allocated all the time, by category."""
         return {}
@@ -42,6 +56,10 @@ class Habit:
     def message_buffers(self) -> int:
         """Buffers allocated all the time for each message between stages; 0: none."""
         return 0
+
+    def unit_weights(self) -> UnitWeights:
+        """How long gathered weights live in a pipeline."""
+        return UnitWeights()
 
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool

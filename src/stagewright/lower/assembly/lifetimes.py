@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.graph.table import COLLECTIVE_OPS, OPS
-from stagewright.lower.kernels import Kernel
+from stagewright.lower.kernels import Kernel, is_part
 from stagewright.program.columns import TaskKind
 
 Touch = tuple[int, int, int]
@@ -44,6 +44,9 @@ class Value:
     fixed: bool = False
     """Allocated all the time, whatever touches it."""
     touches: list[Touch] = field(default_factory=list[Touch])
+    needs: Touch | None = None
+    """A row without which the value is not there: that row may belong to another microbatch's
+    action."""
 
     def touch(self, at: Touch, phase: str) -> None:
         """A row of this phase needs the value: one that backward needs is an activation."""
@@ -65,6 +68,8 @@ class Allocation:
     when it is made until the step is over."""
     one_microbatch: bool = False
     """A gradient is not added to others."""
+    copies_slices: bool = False
+    """A rank's part of an activation that it has whole is a tensor of its own."""
     update_temporaries: int = 0
     """Temporary tensors of the size of a parameter while it is updated."""
 
@@ -78,7 +83,7 @@ class Allocation:
         if n.op in OPS and OPS[n.op].view:
             return True
         if n.op == "slice" and n.role is not Role.OWN_ROWS:
-            return True
+            return not (self.copies_slices and is_part(n))
         if n.op == "accumulate":
             return not self.gradient_buffers and self.one_microbatch
         # Gradients are reduced in the buffer they are summed in, parameters gathered in place.

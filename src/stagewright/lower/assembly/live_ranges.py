@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Int
 from stagewright.lower.assembly.lifetimes import Touch, Value
-from stagewright.lower.assembly.rank_rows import RankRows
+from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
 from stagewright.lower.assembly.segments import NEXT, STEP
 from stagewright.program.columns import CATEGORIES, Values
 
@@ -20,12 +22,14 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
     """
     names: dict[str, int] = {}
     table: list[tuple[int, int, int, int, int]] = []
+    numbers: dict[Value, int] = {}
     columns: list[list[Int]] = []
     for stage, of_stage in values.items():
         first = len(table)
         # Values made by the same actions, and freed by the same rule, are found together.
         alike: dict[tuple[int, int, bool, bool, bool], list[int]] = {}
         for v in of_stage:
+            numbers[v] = len(table)
             if not v.touches:  # allocated all the time
                 instance = len(table), -1, -1, rank.total
                 columns.append([np.array([x]) for x in instance])
@@ -50,6 +54,8 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
     name, of, layer, category, size = np.array(table, dtype=np.int64).reshape(-1, 5).T
     columns = columns or [[np.array([], dtype=np.int64)] * 4]  # a program may hold no value
     body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]
+    body = _with_their_rows(body, numbers, rank)
+    _keep_weights(body, numbers, rank)
     return Values(
         name.astype(np.int32),
         of.astype(np.int32),
@@ -59,6 +65,47 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
         *body,
         names=tuple(names),
     )
+
+
+def _with_their_rows(
+    body: Sequence[NDArray[np.int32]], numbers: Mapping[Value, int], rank: RankRows
+) -> list[NDArray[np.int32]]:
+    """The instances without values whose needed row an action lacks; an `UNSHARD` may have it."""
+    value, microbatch, first, _ = body
+    there = np.ones(len(value), dtype=bool)
+    for v, number in numbers.items():
+        if v.needs is None or rank.is_once(v.needs):
+            continue
+        at = np.flatnonzero(value == number)
+        actions = rank.by_microbatch[v.needs[1], rank.half(v.needs)][microbatch[at]]
+        place = np.array([v.needs[2]])
+        ahead = rank.gathered_ahead(actions, place)[:, 0]
+        there[at] = np.maximum(ahead, rank.rows(actions, place, absent=-1)[:, 0]) >= 0
+        first[at] = np.where(ahead < 0, first[at], np.minimum(first[at], ahead))
+    return [column[there] for column in body]
+
+
+def _keep_weights(
+    body: Sequence[NDArray[np.int32]], numbers: Mapping[Value, int], rank: RankRows
+) -> None:
+    """Weights that a backward has gathered live until the action that uses them next, in place."""
+    value, microbatch, first, last = body
+    for stage in rank.stages.values():
+        uses: list[tuple[tuple[bool, int], bool]] = [
+            ((a.kind == "F", a.microbatch), int(rank.supplier[i]) == i)
+            for i, a in enumerate(rank.actions)
+            if a.stage == stage.stage and a.kind != UNSHARD and rank.uses_weights(a)
+        ]
+        for ahead, again in stage.values.kept_weights:
+            at: dict[tuple[bool, int], int] = {}
+            for forward, v in ((True, ahead), (False, again)):
+                rows = np.flatnonzero(value == numbers[v])
+                mine = microbatch[rows].tolist()
+                at |= {(forward, m): int(i) for i, m in zip(rows, mine, strict=True)}
+            for (before, _), (after, gathers) in itertools.pairwise(uses):
+                i, j = at.get(before), at.get(after)
+                if i is not None and j is not None and not gathers:
+                    last[i] = max(last[i], first[j] - 1)
 
 
 def _instances(
@@ -92,7 +139,10 @@ def _instances(
             actions = rank.by_microbatch[stage, touching_half]
             actions = (np.append(actions[1:], -1) if next_microbatch else actions)[microbatches]
             there = np.flatnonzero(actions >= 0)
-            rows[there[:, None], columns] = rank.rows(actions[there], at, absent=-1)
+            found = rank.rows(actions[there], at, absent=-1)
+            if stage >= 0 and not touching_half:
+                found = np.maximum(found, rank.gathered_ahead(actions[there], at))
+            rows[there[:, None], columns] = found
     last = np.maximum.reduceat(rows, start, axis=1)
     first = np.minimum.reduceat(np.where(rows < 0, np.iinfo(np.int64).max, rows), start, axis=1)
     if once:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from stagewright.graph.node import BYTES
 from stagewright.graph.roles import CLIP
 from stagewright.lower.assembly.segments import STEP, Segment, SegmentBuilder
 from stagewright.lower.assembly.stages import Stage
@@ -19,12 +20,14 @@ class ClipNorm(NamedTuple):
     """The norm is a sum over the ranks of these axes."""
     gradient_axes: Sequence[tuple[str, ...]] = ()
     """Groups of axes over which ranks exchange the norm of each gradient, one after the other."""
+    dtype: str = "fp32"
 
     def exchanges(self, gradients: int) -> list[tuple[tuple[str, ...], int]]:
-        """Axes and bytes of each all-reduce, for the norms of so many gradients in fp32."""
+        """Axes and bytes of each all-reduce, for the norms of so many gradients."""
+        size = int(BYTES[self.dtype])
         groups = [tuple(sorted(axes)) for axes in self.gradient_axes if axes]
         total = tuple(a for a in self.axes if not any(a in axes for axes in groups))
-        return [(axes, 4 * gradients) for axes in groups] + ([(total, 4)] if total else [])
+        return [(axes, size * gradients) for axes in groups] + ([(total, size)] if total else [])
 
 
 def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
@@ -41,7 +44,7 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
             gradients = sum(
                 n.op == "norm2" for s in stages for p in s.blocks for n in p.block.graph
             )
-            clip_row = _clip(segment, norms, clip.exchanges(gradients))
+            clip_row = _clip(segment, norms, clip.exchanges(gradients), clip.dtype)
         work = [
             (c, s, i, s.blocks[i].block.by_part.get(part, ()))
             for c, s in enumerate(stages)
@@ -70,7 +73,10 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
 
 
 def _clip(
-    segment: SegmentBuilder, norms: list[int], exchanges: Sequence[tuple[tuple[str, ...], int]]
+    segment: SegmentBuilder,
+    norms: list[int],
+    exchanges: Sequence[tuple[tuple[str, ...], int]],
+    dtype: str,
 ) -> int:
     """Clipping by the global norm: add up, all-reduce one number or many, scale; the last row."""
     size = len(norms)
@@ -80,7 +86,7 @@ def _clip(
     segment.deps += [(row, STEP, -1, n) for n in norms]
     for axes, width in exchanges:
         t = Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer",
-                   TaskPart.NORM, axes=axes, comm_bytes=width, dtype="fp32")  # fmt: skip
+                   TaskPart.NORM, axes=axes, comm_bytes=width, dtype=dtype)  # fmt: skip
         reduced = segment.add(t, "", -1, -1)
         segment.deps.append((reduced, STEP, -1, row))
         row = reduced

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
+from stagewright.lower.assembly.habit import UnitWeights
 from stagewright.lower.assembly.lifetimes import Touch
 from stagewright.lower.assembly.segments import BACKWARD, FORWARD, LAST, NEXT, STEP, Segment
 from stagewright.lower.assembly.stages import Stage
-from stagewright.schedule.actions import ScheduleStep, parts
+from stagewright.schedule.actions import Action, ScheduleStep, parts
 
-HALVES = ("F", "BI", "BW")
+UNSHARD = "U"
+"""The kind of an action that gathers the weights of a stage, before all others of its rank."""
+HALVES = ("UF", "BI", "BW")
 """The kinds of action that hold a forward, and each half of a backward."""
 
 
@@ -30,6 +33,8 @@ class Form:
     """The rows of the segment that they have."""
     offset: Int
     """Of each row that they have, the distance from where the step of the schedule begins."""
+    ahead: bool = False
+    """Whether the actions gather weights before all microbatches."""
 
     def offsets(self) -> Int:
         """Row of the segment -> offset, -1 for rows that the actions do not have."""
@@ -42,12 +47,22 @@ class RankRows:
     """Maps places in the segments of a rank's stages to row numbers of the rank's program."""
 
     def __init__(
-        self, stages: Sequence[Stage], steps: Sequence[ScheduleStep], after: Segment
+        self,
+        stages: Sequence[Stage],
+        steps: Sequence[ScheduleStep],
+        after: Segment,
+        weights: UnitWeights,
     ) -> None:
         """The actions of the schedule's steps in order; the rows `after` all actions."""
         self.stages: Mapping[int, Stage] = {s.stage: s for s in stages}
         self.after = after
+        if weights.before:
+            first = {a.stage: a for step in reversed(steps) for a in reversed(parts(step))}
+            order = dict.fromkeys(a.stage for step in steps for a in parts(step))
+            steps = [*(Action(s, UNSHARD, first[s].microbatch) for s in order), *steps]
         self.actions = [a for step in steps for a in parts(step)]
+        self.supplier = self._suppliers(weights)
+        """Per action, the action that has gathered the weights it uses: itself, or one before."""
         self.once = self._once_per_step()
         """Stage and half -> the action that does what happens once per step: the first forward, the
         last of each half of a backward."""
@@ -69,17 +84,19 @@ class RankRows:
         return once
 
     def _lay_out(self, steps: Sequence[ScheduleStep]) -> tuple[Int, Int, int]:
-        known: dict[tuple[tuple[int, str, bool], ...], list[int]] = {}
+        known: dict[tuple[tuple[int, str, bool, bool], ...], list[int]] = {}
         begin: list[int] = []
         form_of: list[int] = []
         now = 0
         for step in steps:
             first = len(begin)
             key = tuple(
-                (a.stage, a.kind, first + n in self._complete) for n, a in enumerate(parts(step))
+                (a.stage, a.kind, i in self._complete, int(self.supplier[i]) == i)
+                for i, a in enumerate(parts(step), first)
             )
             if key not in known:
-                made = _take_turns([self._rows_of(*action) for action in key])
+                ahead = key[0][1] == UNSHARD
+                made = _take_turns([self._rows_of(*action) for action in key], ahead=ahead)
                 known[key] = list(range(len(self.forms), len(self.forms) + len(made)))
                 self.forms += made
             form_of += known[key]
@@ -87,13 +104,39 @@ class RankRows:
             now += sum(len(self.forms[f].keep) for f in known[key])
         return np.array(begin, dtype=np.int64), np.array(form_of, dtype=np.int64), now
 
-    def _rows_of(self, stage: int, kind: str, complete: bool) -> tuple[Segment, Int]:
+    def _suppliers(self, weights: UnitWeights) -> Int:
+        supplier = np.arange(len(self.actions))
+        gathered: dict[int, int] = {}  # stage -> the action that has gathered its weights
+        for i, a in enumerate(self.actions) if weights.kept else ():
+            if self.uses_weights(a):
+                supplier[i] = gathered.setdefault(a.stage, i)
+            if a.kind == "F":
+                del gathered[a.stage]
+        return supplier
+
+    def uses_weights(self, a: Action) -> bool:
+        """Whether weights are gathered for an action, unless they still are; not for the half of a
+        backward that makes the gradients of weights."""
+        rows = self._half(a.stage, a.kind) & self.stages[a.stage].backward.gathers
+        return a.kind in "UF" or bool(rows.any())
+
+    def _half(self, stage: int, kind: str) -> Bool:
+        """The rows of a stage's backward that an action of this kind has, but for what is once."""
+        segment = self.stages[stage].backward
+        every = np.ones(len(segment), dtype=bool)
+        return {"I": ~segment.weight, "W": segment.weight}.get(kind, every)
+
+    def _rows_of(self, stage: int, kind: str, complete: bool, gathers: bool) -> tuple[Segment, Int]:
         """The segment of an action, and which of its rows the action has."""
-        segment = self.stages[stage].forward if kind == "F" else self.stages[stage].backward
-        in_half = {"I": ~segment.weight, "W": segment.weight}.get(
-            kind, np.ones(len(segment), dtype=bool)
-        )
-        return segment, np.flatnonzero(in_half & (complete | ~segment.once))
+        if kind not in "UF":
+            segment = self.stages[stage].backward
+            wanted = self._half(stage, kind)
+        else:
+            segment = self.stages[stage].forward
+            every = np.ones(len(segment), dtype=bool)
+            wanted = every if kind == "F" else segment.once | segment.gathers
+        wanted = wanted & (complete | ~segment.once) & (gathers | ~segment.gathers)
+        return segment, np.flatnonzero(wanted)
 
     def _by_microbatch(self) -> dict[tuple[int, int], Int]:
         microbatches = 1 + max((a.microbatch for a in self.actions), default=0)
@@ -129,8 +172,36 @@ class RankRows:
         rows = self.begin[actions][:, None] + offset
         return rows if absent is None else np.where(offset < 0, absent, rows)
 
+    def _is_of(self, actions: Int, kinds: str) -> Bool:
+        """Which of some actions are of one of these kinds."""
+        return np.array([self.actions[int(i)].kind in kinds for i in actions], dtype=bool)
 
-def _take_turns(actions: Sequence[tuple[Segment, Int]]) -> list[Form]:
+    def gathered_ahead(self, actions: Int, places: Int) -> Int:
+        """The row numbers of places of a forward where an `UNSHARD` has them for it; else -1."""
+        by = self.supplier[actions]
+        there = np.flatnonzero(self._is_of(by, UNSHARD))
+        rows = np.full((len(actions), len(places)), -1, dtype=np.int64)
+        rows[there] = self.rows(by[there], places, absent=-1)
+        return rows
+
+    def suppliers_rows(self, actions: Int, whose: int, stage: int, places: Int) -> Int:
+        """The row numbers of places that gather weights, where the weights are gathered.
+
+        An action that lacks these rows uses weights that an action before it has gathered, which
+        may be one of the other direction.
+        """
+        owner = self.stages[stage]
+        by = self.supplier[actions]
+        forward = whose == FORWARD
+        same = self._is_of(by, "UF") == forward
+        result = np.empty((len(actions), len(places)), dtype=np.int64)
+        other = np.array([owner.gathered_elsewhere(int(p), forward=forward) for p in places])
+        result[same] = self.rows(by[same], places)
+        result[~same] = self.rows(by[~same], np.maximum(other, 0))
+        return result
+
+
+def _take_turns(actions: Sequence[tuple[Segment, Int]], *, ahead: bool) -> list[Form]:
     """The forms of the actions of one step: of one alone, or of two that overlap.
 
     Actions that overlap take turns: each goes on until its next kernel needs what the action has
@@ -142,6 +213,6 @@ def _take_turns(actions: Sequence[tuple[Segment, Int]]) -> list[Form]:
     offset[order] = np.arange(len(order))
     ends = np.cumsum([len(keep) for _, keep in actions])
     return [
-        Form(segment, keep, own)
+        Form(segment, keep, own, ahead)
         for (segment, keep), own in zip(actions, np.split(offset, ends[:-1]), strict=True)
     ]

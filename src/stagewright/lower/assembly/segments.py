@@ -98,6 +98,8 @@ class Segment:
     """Rows of the stage's first forward or last backward action only."""
     weight: Bool
     """Rows of the second half of a backward that is split."""
+    gathers: Bool
+    """Rows that gather the weights of one microbatch's pass."""
     waits: Bool
     """Kernels that need what was communicated in the same action."""
 
@@ -126,7 +128,11 @@ class SegmentBuilder:
         return len(self.rows) - 1
 
     def finish(
-        self, action: tuple[int, int], once: Sequence[int] = (), weight: Sequence[int] = ()
+        self,
+        action: tuple[int, int],
+        once: Sequence[int] = (),
+        weight: Sequence[int] = (),
+        gathers: Sequence[int] = (),
     ) -> Segment:
         """The segment of `action`, a pair: whose rows these are, and the stage."""
         table = np.array(self.rows, dtype=np.int64).reshape(-1, len(COLUMNS))
@@ -138,5 +144,5 @@ class SegmentBuilder:
         arrivals = inside[kind[inside[:, 3]] != TaskKind.COMPUTE, 0]
         waits = np.isin(place, arrivals) & (kind == TaskKind.COMPUTE)
         row, whose, stage, at = deps.T
-        flags = np.isin(place, once), np.isin(place, weight), waits
-        return Segment(columns, row, whose, stage, at, *flags)
+        in_once, in_weight, in_gathers = (np.isin(place, x) for x in (once, weight, gathers))
+        return Segment(columns, row, whose, stage, at, in_once, in_weight, in_gathers, waits)

@@ -36,6 +36,8 @@ class ActionRows:
     """Rows that only one microbatch has."""
     weight: list[int] = field(default_factory=list[int])
     """Rows in the second half of a backward that is split."""
+    gathers: list[int] = field(default_factory=list[int])
+    """Rows that gather the weights of one microbatch's pass."""
     sent: list[tuple[Value, int]] = field(default_factory=list[tuple[Value, int]])
     """Values sent to other stages, and the rows of the sends."""
 
@@ -82,6 +84,9 @@ class StageValues:
         self._of_node: list[dict[Node, Value]] = [{} for _ in blocks]
         self._received: dict[LiveValue, Value] = {}
         self._reloaded: dict[int, Value] = {}  # per block, activations back from the host
+        self.kept_weights: list[tuple[Value, Value]] = []
+        """Weights that forward gathers, and the same weights as backward gathers them, where an
+        action may use what the one before it has gathered."""
 
     # ---- recording -------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ from stagewright.lower.kernels import Kernel, LiveValue, TaskPart
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
+_EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
+
 
 class Stage:
     """A virtual pipeline stage on one pipeline rank: its forward and its backward action.
@@ -95,6 +97,8 @@ class Stage:
             row = segment.add(t, label, layer, self.stage, numbers.get(pair, -1))
             if t.part in (TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE):
                 action.once.append(row)
+            elif t.part.gathers:
+                action.gathers.append(row)
             for item in group:
                 self._record(item, row, action)
         if not forward:
@@ -102,7 +106,7 @@ class Stage:
         self._send(action)
         self.habits.prolong(self.values, action)
         self.tables.messages = max(self.tables.messages, messages + 1)
-        rows = segment.finish((whose, self.stage), action.once, action.weight)
+        rows = segment.finish((whose, self.stage), action.once, action.weight, action.gathers)
         if forward:
             self.forward = rows
         else:
@@ -143,6 +147,18 @@ class Stage:
     def _tasks(self, i: int, parts: Sequence[TaskPart]) -> Iterator[Item]:
         by_part = self.blocks[i].block.by_part
         return ((i, t) for part in parts for t in by_part.get(part, ()))
+
+    def gathered_elsewhere(self, place: int, *, forward: bool) -> int:
+        """The row of the other direction that gathers what a row gathers; -1: there is none."""
+        ours, theirs = (FORWARD, BACKWARD) if forward else (BACKWARD, FORWARD)
+        for rows in self.where:
+            gathers = [(t, *at) for t, at in rows.items() if t.part in _EACH_PASS]
+            mine = next((t for t, whose, at in gathers if (whose, at) == (ours, place)), None)
+            if mine is not None:
+                found = [(t, at) for t, whose, at in gathers if whose == theirs]
+                alike = [at for t, at in found if (t.op, t.axes) == (mine.op, mine.axes)]
+                return next(iter(alike or [at for _, at in found]), -1)
+        return -1
 
     # ---- messages between stages -----------------------------------------------------------------
 

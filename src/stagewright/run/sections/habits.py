@@ -120,6 +120,17 @@ class HabitSection:
     )
     """`last`: whole gradients are added up before (FSDP2's `set_requires_gradient_sync`, as
     PyTorch's pipeline schedules call it)."""
+    reshard_after_backward: Switch = habit(
+        False,
+        "Without reshard_after_forward: free gathered parameters after each microbatch's backward, "
+        "and gather them again for the next.",
+        elsewhere=WHOLE_WEIGHTS,
+        idle=(idle_axes("dp", "cp"),),
+        needs={"reshard_after_forward": (False,)},
+        habits={"torchtitan": True},
+    )
+    """FSDP2's `set_reshard_after_backward`, which PyTorch's pipeline schedules turn off until the
+    last backward: with pp, parameters stay gathered for the step whatever this says."""
     fsdp_shard_dim: Literal["best", "first"] = habit(
         "best",
         "With zero=3: split weights in a dim that divides, or in rows padded to the ranks (FSDP2).",

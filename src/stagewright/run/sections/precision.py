@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stagewright.run.sections.declare import TRAINING, Switch, setting
+from stagewright.run.sections.declare import TRAINING, Share, Switch, setting
 
 _USUAL_MOMENTS = "params_dtype, else fp32"
 _MOMENT: dict[str, Any] = {
@@ -27,6 +27,16 @@ class PrecisionSection:
     optimizer: Literal["adamw", "sgd"] = setting(
         "adamw", "The optimizer.", modes=TRAINING, elsewhere="there is no optimizer"
     )
+    sgd_momentum: Share = setting(
+        0.9,
+        "With optimizer=sgd: the momentum, a state of each parameter; 0: there is none.",
+        modes=TRAINING,
+        elsewhere="there is no optimizer",
+        needs={"optimizer": ("sgd",)},
+        habits={"torchtitan": 0.0},
+        rare=True,
+    )
+    """Megatron-LM's `--sgd-momentum` is 0.9, `momentum` of torch.optim.SGD is 0."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp8"] | None = setting(
         None,
         "Data type in which AdamW holds the average of gradients.",
