@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
+from stagewright.time.simulate.utilization import model_flops
 
 CORE = ("scores", "core", "d_probs", "d_scores", "d_q_core", "d_k_core", "d_v_core")
 PRODUCTS = ("einsum", "attention", "attention_bwd")  # as unfused kernels are named
@@ -259,6 +261,39 @@ def test_flash_attention(model: str, pairs: int) -> None:
     backward = 5 * 2 * 3 * heads * pairs * width, 2 * (4 * q + 4 * kv) + 4 * row
     assert rows_of("attention", **settings) == [forward]
     assert rows_of("attention_bwd", **settings) == [backward]
+
+
+@pytest.mark.parametrize(("document", "pairs"), [(128, 4 * 128**2), (200, 2 * 200**2 + 112**2)])
+def test_documents_of_a_sequence_do_not_see_each_other(document: int, pairs: int) -> None:
+    """Of a packed sequence, attention counts the squares of its documents; MFU does, too."""
+    settings = {"model": "llama3.1-8b", "layers": 1, "seq_length": 512}
+    whole, packed = ((Run(**settings, **more)) for more in ({}, {"document_length": document}))
+    (alone,), (apart,) = (rows_of("attention", **r.model_dump()) for r in (whole, packed))
+    assert apart[0] * 512**2 == alone[0] * pairs
+    assert apart[1] == alone[1]
+    model = compile(whole).model
+    needed = [model_flops(r.resolved(model), model) for r in (whole, packed)]
+    assert needed[0].causal - needed[1].causal == 3 * (alone[0] - apart[0])
+
+
+def test_documents_shorter_than_a_window_count() -> None:
+    settings = {"model": "gemma2-9b", "layers": 2, "seq_length": 8192}
+    (local, wide), (short, small) = (
+        rows_of("attention", **settings, **more) for more in ({}, {"document_length": 1024})
+    )
+    assert small[0] == short[0] < local[0] < wide[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "llama3-8b", "document_length": 128}, "is longer than seq_length=64"),
+        ({"model": "bert-base", "document_length": 32}, "is about causal attention"),
+    ],
+)
+def test_documents_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compile(Run(**settings, layers=1, seq_length=64))
 
 
 def test_grouped_products() -> None:

@@ -333,11 +333,22 @@ def _core(b: Builder, of: AttentionOperands, reach: Reach, *, causal: bool = Tru
         "width": b.score_width,
         "causal": causal and b.config.causal,
     }
-    mask |= {"chunk": reach.chunk} if reach.chunk else {}
+    chunk = _chunk(reach, b.recipe.document if mask["causal"] else 0)
+    mask |= {"chunk": chunk} if chunk else {}
     mask |= {"top": reach.top} if reach.top else {}
     mask |= {"top_block": reach.block} if reach.block > 1 else {}
     # Scores of all keys are not made where few of them are read.
     return (_flash if b.recipe.flash_attention or of.chosen else _in_parts)(b, of, mask)
+
+
+def _chunk(reach: Reach, document: int) -> int:
+    """Positions outside which a query sees nothing: of its chunk or its document; 0: of none.
+
+    Where a query sees fewer than a document has, ends of documents count for nothing.
+    """
+    seen = reach.window or reach.top * reach.block
+    lengths = [reach.chunk, 0 if seen and seen <= document else document]
+    return min((length for length in lengths if length), default=0)
 
 
 def _flash(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:

@@ -228,6 +228,8 @@ class Recipe:
     optimizer: str = "adamw"
     """An op with moments, such as `adamw`."""
     flash_attention: bool = True
+    document: int = 0
+    """Positions of a document, beyond which causal attention sees nothing; 0: of the sequence."""
     dropout: bool = True
     clip_grad: bool = True
     cast_once: bool = True

@@ -25,6 +25,7 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
         precision=_precision(run),
         optimizer=run.optimizer,
         flash_attention=run.flash_attention,
+        document=run.document_length or 0,
         dropout=run.dropout and run.mode == "train",
         clip_grad=run.clip_grad,
         # Without buffers that gradients are added to, autograd adds those of one tensor first.

@@ -41,6 +41,19 @@ SEQUENCE = (
         "seq_length={run.seq_length} is longer than the {model.max_position_embeddings} learned "
         "positions of {model.name}; use at most {model.max_position_embeddings}",
     ),
+    Refuse(
+        lambda run, model: (run.document_length or 0) > (run.seq_length or 0),
+        "document_length={run.document_length} is longer than seq_length={run.seq_length}, which "
+        "documents are packed into; use at most that",
+    ),
+    Refuse(
+        lambda run, model: (
+            run.document_length
+            and not (model.causal and model.attends and not model.encoder_num_layers)
+        ),
+        "document_length={run.document_length} is about causal attention, which {model.name} has "
+        "none of; drop it",
+    ),
 )
 
 

@@ -27,6 +27,16 @@ class BatchSection:
         modes=TRAINING,
         elsewhere=_LENGTHS,
     )
+    document_length: Count | None = setting(
+        None,
+        "Tokens of the documents that sequences are packed with, each of which sees only itself.",
+        unset="one document",
+        modes=TRAINING,
+        elsewhere=_LENGTHS,
+    )
+    """A block-diagonal causal mask, as of torchtitan's `block_causal`, NeMo's packed sequences and
+    Megatron-LM's `--reset-attention-mask`. Of documents of unequal lengths: the sum of the squares
+    over the sum of the lengths."""
     micro_batch_size: Count = setting(
         1,
         "Sequences of a microbatch on each rank of dp.",

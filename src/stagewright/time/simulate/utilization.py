@@ -61,7 +61,7 @@ def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
     """The FLOPs that a model needs for one sequence of a resolved run of training."""
     alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
     # A model that leaves out tokens beyond the capacity of experts needs no FLOPs for those.
-    kept = ("decoder_seq_length", "moe_expert_capacity_factor", *WHAT_TRAINS)
+    kept = ("decoder_seq_length", "document_length", "moe_expert_capacity_factor", *WHAT_TRAINS)
     alone = alone.model_copy(update={name: getattr(run, name) for name in kept})
     tasks = compile(alone, model).program.classes[0].tasks
     forward = tasks.phase == PHASES.index("forward")
