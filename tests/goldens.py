@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import io
 import itertools
-import os
 import re
 import shlex
 import shutil
@@ -122,13 +121,12 @@ def _run(command: str) -> tuple[str, str, int]:
     from stagewright.cli.main import commands
     from stagewright.errors import UserError
 
-    os.environ["COLUMNS"] = "100"
     error = io.StringIO()
     with contextlib.redirect_stderr(error):
         apart = (
             {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
         )  # click 8.1
-        done = CliRunner(**apart).invoke(commands, shlex.split(command))
+        done = CliRunner(**apart).invoke(commands, shlex.split(command), env={"COLUMNS": "100"})
     failed = done.exception if not isinstance(done.exception, SystemExit) else None
     if failed is not None and not isinstance(failed, UserError):
         raise failed

@@ -4,6 +4,8 @@ import pytest
 
 from house import FIGURES, modules
 
+pytestmark = pytest.mark.numerics  # the whole of the source is read and imported
+
 # At most so many. Whoever lowers a figure lowers its number here; none is raised.
 MOST = {
     "lazy": 0,

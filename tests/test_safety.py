@@ -21,6 +21,8 @@ from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 
+pytestmark = pytest.mark.numerics  # every reader with every hostile file
+
 SOURCE = Path(stagewright.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 

@@ -472,6 +472,7 @@ def a_group_of_one(w: World):
     w.groups = {"1": [0], "2": [2, 3]}
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("title", DAMAGES)
 def test_damage_is_found(title: str, sound: Path, tmp_path: Path):
     change, code, message = DAMAGES[title]
@@ -844,6 +845,7 @@ HOSTILE: list[Callable[[Any], None]] = [
 ]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("nth", range(len(HOSTILE)))
 def test_hostile_manifest(nth: int, ours: Path, tmp_path: Path):
     folder = shutil.copytree(ours, tmp_path / "w")

@@ -196,6 +196,7 @@ def test_a_long_word_is_cut(call: Call):
     assert len(call("show", "gpt2", "--" + "x" * 3000).err) < 700
 
 
+@pytest.mark.numerics
 def test_models_json(call: Call):
     result = call("models", "--json")
 
@@ -261,6 +262,7 @@ def test_a_manifest_repeats_the_run(call: Call, tmp_path: Path):
     assert files(first) == files(second)
 
 
+@pytest.mark.numerics
 def test_a_manifest_repeats_a_simulation_and_files_for_astra_sim(call: Call, tmp_path: Path):
     machine = ("--hardware", "h100-sxm", "--nodes", "2", "--prefetch", "2", "--straggler", "3=1.5")
     asked = (*SMALL, "--zero", "3", *machine, "--no-overlap", "dp")
@@ -572,6 +574,7 @@ def test_usage_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 # ---- tables --------------------------------------------------------------------------------------
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     "line",
     [

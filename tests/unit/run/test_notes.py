@@ -37,6 +37,7 @@ def outcome(settings: dict[str, Any]) -> list[Any]:
     return [found.seconds, [of.memory for of in found.compiled.program.classes], *columns]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(("of", "case"), IDLE, ids=lambda x: getattr(x, "name", str(x)))
 def test_what_does_nothing_changes_nothing(of: Any, case: dict[str, Any]):
     needs = {other: values[0] for other, values in of.needs.items()}

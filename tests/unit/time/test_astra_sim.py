@@ -142,6 +142,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_of_others_run_nothing(name: str, tmp_path: Path) -> None:
     """Neither the name of a hardware, which may be refused, nor that of the directory."""

@@ -23,6 +23,7 @@ def stagewright(*arguments: str) -> int:
     return int(str(end.value.code))
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("run", MODES, ids=["train", "decode", "prefill"])
 def test_simulate_ends_with_3_where_a_step_does_not_fit(
     run: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -43,6 +44,7 @@ def test_simulate_ends_with_3_where_a_step_does_not_fit(
     assert stagewright(*small, "--allow-oom") == 0
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("run", MODES, ids=["train", "decode", "prefill"])
 def test_json_says_whether_it_fits(
     run: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -63,6 +65,7 @@ def test_json_says_whether_it_fits(
     assert max(lane["memory"]["at_peak"]["peak"] for lane in found["lanes"]) == just
 
 
+@pytest.mark.numerics
 def test_report_and_show_compare_with_the_memory_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +102,7 @@ def test_an_allowance_counts_in_every_mode(
     assert json.loads(capsys.readouterr().out)["memory"]["peak"] == found["fit"]["peak"]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("settings", [{"mode": "decode"}, {"mode": "prefill"}], ids=str)
 def test_fewer_requests_fit_beside_an_allowance(settings: dict[str, Any]) -> None:
     """An allowance leaves room for as many requests as a device with that much less memory."""
@@ -138,6 +142,7 @@ def test_an_allowance_counts() -> None:
     assert more.peak == plain.peak + 2 * 2**30
 
 
+@pytest.mark.numerics
 def test_both_groups_of_a_disaggregated_step_are_compared() -> None:
     # Prefill on one GPU holds all weights, decode on eight an eighth of them.
     settings: dict[str, Any] = {"mode": "decode", "tp": 8, "batch_size": 8, "context_length": 1024}

@@ -12,6 +12,8 @@ from stagewright.cli.main import main
 from stagewright.run.settings import Run
 from stagewright.time.simulate.serving import served
 
+pytestmark = pytest.mark.numerics  # whole steps of large models take seconds
+
 GPU = "h100-sxm"
 
 

@@ -18,6 +18,8 @@ from stagewright.time.simulate.steady import TOKEN
 from stagewright.views.perfetto import write
 from trace_events import check
 
+pytestmark = pytest.mark.numerics  # whole steps of large models take seconds
+
 SETTINGS: dict[str, Any] = {"mode": "decode", "context_length": 2048}
 
 

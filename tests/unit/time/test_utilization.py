@@ -16,6 +16,8 @@ from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.utilization import executed_flops, sequence_flops
 
+pytestmark = pytest.mark.numerics  # whole steps of many models and precisions take seconds
+
 MODELS = {
     "dense": {"model": "llama3-8b", "seq_length": 8192, "tp": 2},
     "window": {"model": "gpt-oss-20b", "seq_length": 8192, "ep": 2, "dp": 2},

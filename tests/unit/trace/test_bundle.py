@@ -168,6 +168,7 @@ def test_verify(made: Path):
     assert "sound" in call("verify", made).output
 
 
+@pytest.mark.numerics
 def test_diff(made: Path, tmp_path: Path):
     sw.generate(compiled(tp=2, dp=4, pp=2), f"{tmp_path}/traces")
     for a, b in ((made, tmp_path / "traces"), (tmp_path / "traces", made), (made, made)):
@@ -374,6 +375,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
 }
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", DAMAGES)
 def test_hostile_bundle(name: str, made: Path, tmp_path: Path):
     change, message = DAMAGES[name]

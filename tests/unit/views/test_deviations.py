@@ -42,6 +42,7 @@ def step(settings: dict[str, Any]) -> Simulation:
     return sw.simulate(chosen.pop("model"), chosen.pop("hardware"), **chosen)
 
 
+@pytest.mark.numerics
 def test_every_row_has_a_step_and_no_other_step_its_sentence() -> None:
     assert len(STEPS) == len(DEVIATIONS)
     plain = [*known(step({}))]
