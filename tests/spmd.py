@@ -487,6 +487,13 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"mixers": ("indexed", "global"), "index_topk": 4, "index_block_size": 2}
     | {"index_n_heads": 6, "index_head_dim": 12, "qk_norm": True}
     | {"first_dense_layers": 1, "rotary_fraction": 0.34},
+    "deepseek-v4": _MIXTURE
+    | {"mixers": ("local", "compressed", "compressed_indexed"), "num_layers": 3}
+    | {"sliding_window": 5, "compress_rate_hca": 3, "compress_rate_csa": 2, "index_topk": 3}
+    | {"index_n_heads": 6, "index_head_dim": 12, "q_lora_rank": 6, "o_groups": 6}
+    | {"o_lora_rank": 2, "num_query_groups": 1, "kv_channels": 12, "rotary_fraction": 0.34}
+    | {"attention_sinks": True, "residual_streams": 2, "router": "sqrtsoftplus"}
+    | {"sinkhorn_iterations": 3, "activation_func_clamp_value": 0.7},
     "gemma4": _MIXTURE
     | {"mlps": ("dense+experts",), "expert_scale": True, "norm_placement": "sandwich"}
     | {"mixers": ("local", "global"), "sliding_window": 5, "qk_norm": True, "v_norm": True}

@@ -18,6 +18,7 @@ from stagewright.blocks.cache import (
     source_attention,
     source_cached,
 )
+from stagewright.blocks.compressed import attention_of_groups
 from stagewright.blocks.indexer import Choice, choice, with_loss
 from stagewright.graph.make import (
     apply,
@@ -38,6 +39,8 @@ from stagewright.model.layers import Reach
 def attention(b: Builder, h: Node, mixer: str = "global") -> Node:
     """Every position sees every other, or every earlier one, as far as the mixer reaches."""
     turned = b.config.position == "rope" and mixer != "nope"
+    if b.config.o_groups:
+        return attention_of_groups(b, h, mixer)
     if b.config.kv_lora_rank:
         return _latent(b, h, mixer, turned)
     return _attention(b, h, mixer, turned)

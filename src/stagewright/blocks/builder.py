@@ -281,12 +281,12 @@ class Builder:
         # `d_norm_out`.
         return identity(identity(y, "norm_out"), f"{name}_out") if z == "bsm" else y
 
-    def rope(self, x: Node, dims: str, name: str) -> Node:
+    def rope(self, x: Node, dims: str, name: str, *, inverse: bool = False) -> Node:
         """Rotary position (arXiv 2104.09864) on the last of the dims `dims`, such as `bsaD`."""
         spec, at = f"{dims}->{dims}", ()
         if self.recipe.inference:
             spec, at = f"{dims},bs->{dims}", (self.positions(),)
-        return apply("rope", spec, x, *at, inverse=False, name=name)
+        return apply("rope", spec, x, *at, inverse=inverse, name=name)
 
     def positions(self) -> Node:
         """The positions of new tokens in their requests, [B, S] (inference)."""

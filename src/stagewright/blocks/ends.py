@@ -5,6 +5,7 @@ from __future__ import annotations
 from stagewright.blocks.builder import Block, Builder, stream
 from stagewright.blocks.inference import gathered, last_tokens
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.streams import collapsed, copied, stream_dims
 from stagewright.blocks.training import finish
 from stagewright.graph.make import (
     add,
@@ -46,7 +47,7 @@ def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") ->
     x = identity(x, "embedded")
     if config.embedding_norm:
         x = b.norm(x, "embedding_norm")
-    y = identity(b.dropout(x, config.embedding_dropout), "y")
+    y = identity(copied(b, b.dropout(x, config.embedding_dropout)), "y")
     if config.shares:
         b.make(ORIGINAL, y)
     return finish("embedding", b, None, y)
@@ -63,10 +64,11 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
     """
     b = Builder(config, recipe)
     scope = "head"
-    x = stream(("B", "S", "M"), b.dtype, scope=scope)
+    x = stream(stream_dims(config.residual_streams), b.dtype, scope=scope)
     predicted = [b.take(mtp_name(k + 1), "B", "S", "M") for k in range(config.mtp_num_layers)]
     # Multi-token prediction reads the normed stream, so that the norm is a block of its own there.
-    h = b.norm(x, "final_norm", scope=scope) if config.final_norm and not predicted else x
+    h = collapsed(b, x)
+    h = b.norm(h, "final_norm", scope=scope) if config.final_norm and not predicted else h
     if recipe.inference:
         return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
     pooled = _pooler(b, h) if config.pooler else None

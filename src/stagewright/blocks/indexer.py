@@ -17,6 +17,7 @@ from stagewright.blocks.cache import KvCache, cached
 from stagewright.graph.make import apply, cast, identity, join, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import CHOSEN, Role
+from stagewright.model.layers import Reach
 
 OWN: dict[str, Any] = {"scope": "attention.indexer"}
 
@@ -30,6 +31,8 @@ class IndexerOperands(NamedTuple):
     """One key of each token, [B, S, width]."""
     weights: tuple[Node, ...] = ()
     """Weights of the heads, [B, S, heads], which add up to one score; else each head chooses."""
+    compress: int = 1
+    """Positions that have one key; then keys are [B, S / positions, width]."""
 
     @property
     def spec(self) -> tuple[str, str]:
@@ -49,6 +52,8 @@ class Choice(NamedTuple):
     its own, [B, S, G, Top]; -1 where there are fewer."""
     scores: Node | None = None
     """In training, of a layer's own indexer: the scores of what was chosen, of the same shape."""
+    compress: int = 1
+    """Positions that have one key."""
 
     @property
     def terms(self) -> str:
@@ -67,10 +72,15 @@ def choice(b: Builder, h: Node, latent: Node | None, mixer: str, *, turned: bool
     make = _of_hidden if latent is None else partial(_of_latent, latent=latent)
     of = make(b, h, turned=turned)
     of = of._replace(k=identity(of.k, "index_core", role=Role.KEYS))
-    made = (_served if b.recipe.inference else _trained)(b, of)
+    made = chosen_by(b, of, b.config.reach("indexed"))
     if "index_shared" in b.config.mixers:
         b.make(CHOSEN, made.chosen)
     return made
+
+
+def chosen_by(b: Builder, of: IndexerOperands, reach: Reach) -> Choice:
+    """The keys with the highest scores, of those that a layer with this reach may choose."""
+    return _served(b, of, reach) if b.recipe.inference else _trained(b, of)
 
 
 def _of_latent(b: Builder, h: Node, *, latent: Node, turned: bool) -> IndexerOperands:
@@ -119,10 +129,13 @@ def _turned(b: Builder, x: Node, name: str) -> Node:
 def _cost(b: Builder, of: IndexerOperands) -> dict[str, Any]:
     """The attributes that say what scoring costs, and how scores are made."""
     own: dict[str, Any] = {"width": b.config.index_head_dim, "weighed": bool(of.weights), **OWN}
-    return {"causal": True, "products": (1, 0), **own, **_in_blocks(b)}
+    return {"causal": True, "products": (1, 0), **own, **_in_blocks(b, of.compress)}
 
 
-def _in_blocks(b: Builder) -> dict[str, Any]:
+def _in_blocks(b: Builder, compress: int) -> dict[str, Any]:
+    """What says that a number stands for a block of positions, or for one key of several."""
+    if compress > 1:
+        return {"top_block": compress, "compress": compress}
     block = b.config.index_block_size
     return {"top_block": block} if block > 1 else {}
 
@@ -145,10 +158,11 @@ def _trained(b: Builder, of: IndexerOperands) -> Choice:
     chosen = identity(apply("index_topk", f"{terms}->{result}", *operands, **own), CHOSEN)
     own = {"dtype": "fp32", "name": "index_scores", "top": b.config.index_topk, **_cost(b, of)}
     spec = f"{terms},{result}->{result}"
-    return Choice(chosen, apply("index_scores", spec, *operands, chosen, **own))
+    scores = apply("index_scores", spec, *operands, chosen, **own)
+    return Choice(chosen, scores, of.compress)
 
 
-def _served(b: Builder, of: IndexerOperands) -> Choice:
+def _served(b: Builder, of: IndexerOperands, reach: Reach) -> Choice:
     """Keys go into a cache of their own.
 
     Keys of an indexer whose heads add up are stored in fp8 with a scale each, whatever the
@@ -156,7 +170,6 @@ def _served(b: Builder, of: IndexerOperands) -> Choice:
     """
     assert b.recipe.inference
     low = b.dtype != "fp32" and bool(of.weights)
-    reach = b.config.reach("indexed")
     cache = KvCache.of(b, reach)
     (kept,) = cached(b, {"index": of.k}, reach, "fp8_r128" if low else "")
     q = cast(of.q, "fp8", name="index_q_low", **OWN) if low else of.q
@@ -178,7 +191,8 @@ def with_loss(b: Builder, q: Node, keys: Node, of: Choice) -> Node:
     if of.scores is None:
         return q
     own: dict[str, Any] = {"causal": True, "top": b.config.index_topk, "width": b.score_width}
-    own |= {"products": (1, 0), "dtype": "fp32", "name": "index_target", **OWN, **_in_blocks(b)}
+    own |= {"products": (1, 0), "dtype": "fp32", "name": "index_target", **OWN}
+    own |= _in_blocks(b, of.compress)
     grouped = of.terms == "bqgT"
     terms = "bq(gr)D,bKgD" if grouped else "bqaD,bKD"
     target = apply("index_target", f"{terms},{of.terms}->{of.terms}", q, keys, of.chosen, **own)

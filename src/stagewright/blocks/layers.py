@@ -13,6 +13,9 @@ from stagewright.blocks.families.shared import with_shared
 from stagewright.blocks.mlp import mlp
 from stagewright.blocks.recipe import Recipe
 from stagewright.blocks.sizes import own_numbers
+from stagewright.blocks.streams import read as read_streams
+from stagewright.blocks.streams import stream_dims
+from stagewright.blocks.streams import write as write_streams
 from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
 from stagewright.blocks.training import finish
 from stagewright.errors import UserError
@@ -63,13 +66,13 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     b = Builder(config, recipe)
     if config.bare:
         return _bare(b, next(m for m in config.modules if m.name == what.mixer))
-    x = stream(("B", "S", "M"), b.dtype)
+    x = stream(stream_dims(config.residual_streams), b.dtype)
     return finish("layer", b, x, body(b, x, what))
 
 
 def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> Node:
-    """A layer's new residual stream [B, S, M]; `cross` is attention to another sequence, which
-    follows the mixer."""
+    """A layer's new residual stream [B, S, M], or streams [B, S, Streams, M]; `cross` is attention
+    to another sequence, which follows the mixer."""
     config = b.config
     own = {m.name: partial(_as_part_of_layer, m) for m in config.modules}
     mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
@@ -90,7 +93,8 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
     for norm, scope, part in branches:
         if part is None:
             continue
-        read = with_shared(b, y, what.block) if what.block and part is mixer else y
+        read, weights = read_streams(b, y, norm, scope)
+        read = with_shared(b, read, what.block) if what.block and part is mixer else read
         h = read if place in ("post", "output") else b.norm(read, f"{norm}_norm", scope=scope)
         mixture = norm == "mlp" and what.mlp == "dense+experts"
         out = _beside(b, read, h) if mixture else part(b, h)
@@ -99,7 +103,7 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
             out = b.norm(out, f"{norm}_post_norm", scope=scope)
         if place == "output":
             out = b.norm(out, f"{norm}_norm", scope=scope)
-        y = add(y, b.dropout(out, config.hidden_dropout), name=f"{norm}_residual", scope=scope)
+        y = write_streams(b, y, b.dropout(out, config.hidden_dropout), weights, norm, scope)
         if place == "post":
             y = b.norm(y, f"{norm}_norm", scope=scope)
     return identity(y, "y")

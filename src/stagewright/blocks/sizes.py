@@ -35,6 +35,10 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         "U": config.v_head_dim or config.kv_channels,
         "IndexHeads": config.index_n_heads,
         "IndexWidth": config.index_head_dim,
+        "Streams": config.residual_streams,
+        "StreamWeights": config.residual_streams * (config.residual_streams + 2),
+        "Groups": config.o_groups,  # of heads that are projected together
+        "Low": config.o_lora_rank,
         "Top": config.index_topk // config.index_block_size,
         "Rank": config.shared_blocks.adapter_rank if config.shared_blocks else 0,
         "Buckets": config.relative_buckets,

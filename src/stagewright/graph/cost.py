@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.index import bind, parse, splits
 from stagewright.algebra.size import Size, size
+from stagewright.arrays import compressed_pairs
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.table import LEAVES, MOVES, OPS, batch_and_heads
 
@@ -86,6 +87,10 @@ def attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     block: Any = n.get("top_block") or 1
     if not n.get("causal"):
         return q * k
+    if n.get("compress") is not None:
+        whole = extent(sizes["q"], ())
+        pairs = _with_compressed(n, whole)
+        return pairs * q // whole if isinstance(whole, int) else pairs * q / whole
     chunk: Any = n.get("chunk") or 0
     if isinstance(k, int) and chunk and int(chunk) < k:
         whole, rest = divmod(k, int(chunk))
@@ -95,6 +100,16 @@ def attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         own = (k - w) * int(block) if block > 1 else 0  # half of a query's own block is behind it
         return q * (2 * w * k - w * w - own) // (2 * k)
     return q * k // 2 if isinstance(k, int) else q * k / 2
+
+
+def _with_compressed(n: Node, q: Any) -> Any:
+    """Pairs of a query and a compressed key, and those of the window beside these."""
+    each, window = (int(n.get(x) or 0) for x in ("compress", "window"))  # pyright: ignore
+    if not isinstance(q, int):
+        return q * q / (2 * each) + q * window
+    pairs = compressed_pairs(q, each, int(n.get("top") or 0))  # pyright: ignore
+    inside = min(q, window)
+    return pairs + inside * (inside + 1) // 2 + (q - inside) * window
 
 
 def _size(n: Node, attr: str) -> Size:

@@ -124,11 +124,17 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         "Source": run.seq_length or 0,
         "R": _rows_per_expert(run, model) * replicas,
         "dp_parts": run.dp * replicas,
-        "Top": -(-min(model.index_topk, run.seq_length or 0) // model.index_block_size),
+        "Top": _chosen(run, model),
         "parts": run.dp * run.cp * run.sequence_parallel_size * replicas,
         **_text_positions(run, model),
         **of_modules,
     }
+
+
+def _chosen(run: Run, model: ModelConfig) -> int:
+    """Keys, or blocks of keys, that an indexer chooses for a query of a sequence in training."""
+    keys = (run.seq_length or 0) // (model.compress_rate_csa or 1)
+    return -(-min(model.index_topk, keys) // model.index_block_size)
 
 
 def _text_positions(run: Run, model: ModelConfig) -> dict[str, int]:

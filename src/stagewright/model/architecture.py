@@ -11,6 +11,7 @@ from stagewright.model.fields import FRACTION, POSITIVE, PROBABILITY, Count, Exc
 from stagewright.model.images import Diffusion, Vision
 from stagewright.model.layers import (
     ATTENTIONS,
+    COMPRESSED,
     INDEXED,
     RECURRENCES,
     SIDE_BY_SIDE,
@@ -29,7 +30,7 @@ Position = Literal["rope", "learned", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich", "output"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
-Router = Literal["softmax", "sigmoid"]
+Router = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ApplyProbs = Literal["experts", "input", "output"]
 
 LIMITS = {
@@ -91,9 +92,14 @@ class Architecture:
     norm_placement: Annotated[NormPlacement, Excludes("shared blocks")] = "pre"
     """Before each of attention and MLP, after its residual sum, before and after (sandwich), or
     only behind what is added to the residual stream (output: OLMo 2, Exaone 4)."""
-    parallel_block: Annotated[bool, Excludes("experts"), Excludes("latents", "shared blocks")] = (
-        False
-    )
+    residual_streams: Annotated[int, Count(1, 64), Excludes("shared blocks")] = 1
+    """Copies of the residual stream, which each layer's attention and MLP read a weighed sum of and
+    mix (manifold-constrained hyper-connections, arXiv 2512.24880)."""
+    sinkhorn_iterations: Annotated[int, Count(1, 1000)] = 20
+    """Of several streams: steps that make the weights of the mix doubly stochastic."""
+    parallel_block: Annotated[
+        bool, Excludes("experts"), Excludes("latents", "shared blocks", "several streams")
+    ] = False
     """Attention and MLP both read the block's input, and their outputs are summed."""
     parallel_norms: Annotated[int, Count(1, 2), Needs("parallel block")] = 1
     """Of a parallel block: one norm for both halves, or one each (Falcon's newer decoder)."""
@@ -166,7 +172,7 @@ class Architecture:
 
     kv_lora_rank: Annotated[_Width, Excludes("shared blocks")] = 0
     """Width of the latent that keys and values are made of (multi-head latent attention), or 0."""
-    q_lora_rank: Annotated[_Width, Needs("latents")] = 0
+    q_lora_rank: Annotated[_Width, Needs("latent queries")] = 0
     """Likewise of queries; 0: queries are made of the hidden state."""
     latent_bias: Annotated[bool, Needs("latents")] = False
     """What makes the latents and the shared keys of the hidden state has biases."""
@@ -174,6 +180,18 @@ class Architecture:
     """Of kv_channels, the part with rotary position, which all heads share for keys."""
     v_head_dim: Annotated[_HeadWidth, Excludes("shared blocks")] = 0
     """Width of a value head where it is not kv_channels."""
+
+    o_groups: Annotated[int, Count(0, LIMITS["num_attention_heads"]), Excludes("latents")] = 0
+    """Groups of heads, each of which is projected to o_lora_rank channels by itself, and these to
+    the model's width. All heads read one row of each position as key and as value, which is
+    normalized and turned in its last channels (DeepSeek-V4); 0: there are no groups."""
+    o_lora_rank: Annotated[_Width, Needs("groups of heads")] = 0
+    """Width of what is made of a group's heads."""
+    compress_rate_hca: Annotated[int, Count(0, 2**16), Needs("groups of heads")] = 0
+    """Positions that have one compressed key in `compressed` layers, which a query sees all of."""
+    compress_rate_csa: Annotated[int, Count(0, 2**16), Needs("groups of heads")] = 0
+    """The same in `compressed_indexed` layers, whose indexer chooses index_topk compressed keys; a
+    key is made of its positions and as many before them."""
 
     index_topk: Annotated[int, Count(0, 2**24)] = 0
     """Keys that each query reads, of all before it, where an indexer scores and chooses them
@@ -187,7 +205,10 @@ class Architecture:
     """Width of the indexer's queries and keys."""
 
     mtp_num_layers: Annotated[
-        int, Count(0, 16), Needs("token prediction"), Excludes("shared blocks", "own sizes")
+        int,
+        Count(0, 16),
+        Needs("token prediction"),
+        Excludes("shared blocks", "own sizes", "several streams"),
     ] = 0
     """Layers that predict one more token each (multi-token prediction, arXiv 2412.19437)."""
     tied_embeddings: bool = False
@@ -292,12 +313,30 @@ class Architecture:
         chunk = self.attention_chunk_size if mixer == "chunked" else None
         if mixer in INDEXED:
             return Reach(top=self.index_topk, block=self.index_block_size)
+        if mixer == "compressed_indexed":
+            return Reach(top=self.index_topk, compress=self.compress_rate_csa)
+        if mixer == "compressed":
+            return Reach(compress=self.compress_rate_hca)
         return Reach(window or 0, chunk or 0)
+
+    def all_reaches(self, mixer: str) -> tuple[Reach, ...]:
+        """That of a layer with this mixer, and those of other keys that the layer reads: of a
+        window beside compressed keys, and of all compressed keys that an indexer scores."""
+        reach = self.reach(mixer)
+        if mixer not in COMPRESSED:
+            return (reach,)
+        return (reach, reach._replace(top=0), self.reach("local"))
+
+    @property
+    def positions_of_a_key(self) -> int:
+        """Sequences of a multiple of so many positions have no rest without a compressed key."""
+        return math.lcm(self.compress_rate_hca or 1, self.compress_rate_csa or 1)
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
         """Those of all layers, that to all positions always among them and first."""
-        return tuple(dict.fromkeys((Reach(), *map(self.reach, self.mixers))))
+        of_layers = (reach for mixer in self.mixers for reach in self.all_reaches(mixer))
+        return tuple(dict.fromkeys((Reach(), *of_layers)))
 
     @property
     def depth(self) -> int:

@@ -11,6 +11,8 @@ from stagewright.errors import UserError, divisors
 from stagewright.model.architecture import LIMITS, NESTED, Architecture
 from stagewright.model.fields import Count, rules
 from stagewright.model.layers import (
+    ATTENTIONS,
+    COMPRESSED,
     INDEXED,
     RECURRENCES,
     SIDE_BY_SIDE,
@@ -44,6 +46,19 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "latents": Mechanism(
         lambda m: m.kv_lora_rank > 0, "where kv_lora_rank is 0", "with latent attention"
+    ),
+    "latent queries": Mechanism(
+        lambda m: m.kv_lora_rank > 0 or m.o_groups > 0,
+        "where kv_lora_rank and o_groups are 0",
+        "where queries may be made of a latent",
+    ),
+    "several streams": Mechanism(
+        lambda m: m.residual_streams > 1,
+        "where residual_streams is 1",
+        "with several residual streams",
+    ),
+    "groups of heads": Mechanism(
+        lambda m: m.o_groups > 0, "where o_groups is 0", "where o_groups is not 0"
     ),
     "indexer": Mechanism(
         lambda m: m.index_topk > 0, "where index_topk is 0", "in a model with an indexer"
@@ -165,18 +180,39 @@ def _check_combinations(m: Architecture) -> None:
     _check_encoder(m)
     if m.causal == m.encoder:
         raise _reject(m, "causal", f"{not m.encoder}, as encoder is {m.encoder}")
-    if (m.sliding_window is not None) != ("local" in m.mixers):
-        wanted = "a window if, and only if, mixers has local layers"
+    with_window = not {"local", *COMPRESSED}.isdisjoint(m.mixers)
+    if (m.sliding_window is not None) != with_window:
+        wanted = "a window if, and only if, mixers has layers with one"
         raise _reject(m, "sliding_window", wanted)
     if (m.attention_chunk_size is not None) != ("chunked" in m.mixers):
         wanted = "a size if, and only if, mixers has chunked layers"
         raise _reject(m, "attention_chunk_size", wanted)
     _check_indexer(m)
+    _check_groups_of_heads(m)
+
+
+def _check_groups_of_heads(m: Architecture) -> None:
+    """Attention whose heads all read one row of each position, and compressed rows."""
+    for field, mixer in (
+        ("compress_rate_hca", "compressed"),
+        ("compress_rate_csa", "compressed_indexed"),
+    ):
+        if (getattr(m, field) > 0) != (mixer in m.mixers):
+            raise _reject(m, field, f"a number if, and only if, mixers has {mixer} layers")
+    if not m.o_groups:
+        return
+    others = {*m.mixers} & ATTENTIONS - {"local", *COMPRESSED}
+    if others or not m.q_lora_rank or not m.o_lora_rank or m.num_query_groups != 1:
+        wanted = "0 but with q_lora_rank, o_lora_rank, one key-value head, and layers of windows"
+        raise _reject(m, "o_groups", wanted)
+    if m.num_attention_heads % m.o_groups:
+        heads = m.num_attention_heads
+        raise _reject(m, "o_groups", f"a divisor of the {heads} heads: {divisors(heads)}")
 
 
 def _check_indexer(m: Architecture) -> None:
     """Which layers have an indexer, and its sizes."""
-    if (m.index_topk > 0) != (not INDEXED.isdisjoint(m.mixers)):
+    if (m.index_topk > 0) != (not {*INDEXED, "compressed_indexed"}.isdisjoint(m.mixers)):
         raise _reject(m, "index_topk", "some if, and only if, mixers has indexed layers")
     if not m.index_topk:
         return
@@ -188,7 +224,7 @@ def _check_indexer(m: Architecture) -> None:
         raise _reject(m, "index_head_dim", wanted)
     if m.kv_lora_rank and not m.q_lora_rank:
         raise _reject(m, "q_lora_rank", "the width of the latent that index queries are made of")
-    if not m.kv_lora_rank and m.index_n_heads != m.num_query_groups:
+    if not (m.kv_lora_rank or m.o_groups) and m.index_n_heads != m.num_query_groups:
         wanted = f"one head for each of the {m.num_query_groups} key-value heads"
         raise _reject(m, "index_n_heads", wanted)
     if m.index_topk % m.index_block_size:

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from stagewright.algebra.notation import Tensor
 from stagewright.model.fields import FRACTION, Count
 
-Attention = Literal["global", "local", "chunked", "nope", "indexed", "index_shared"]
+Attention = Literal[
+    "global", "local", "chunked", "nope", "indexed", "index_shared", "compressed", "compressed_indexed"
+]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 SideBySide = Literal["global+mamba2"]
 FeedForward = Literal["dense", "experts", "dense+experts", "none"]
@@ -18,6 +20,9 @@ ROUTED = frozenset({"experts", "dense+experts"})
 ATTENTIONS = frozenset(get_args(Attention))
 INDEXED: frozenset[Attention] = frozenset({"indexed", "index_shared"})
 """Attention to the keys that an indexer chooses: the layer's own, or that of a layer before it."""
+COMPRESSED: frozenset[Attention] = frozenset({"compressed", "compressed_indexed"})
+"""Attention to the positions of a window, and to compressed keys of all positions before a query:
+to all of these, or to those that an indexer chooses."""
 RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
 SIDE_BY_SIDE: Mapping[SideBySide, tuple[Attention, Recurrence]] = {
     "global+mamba2": ("global", "mamba2")
@@ -52,11 +57,15 @@ class Reach(NamedTuple):
     """Positions that an indexer chooses for each query, of all before it; 0: there is none."""
     block: int = 1
     """These are chosen in blocks of so many, the query's own among them."""
+    compress: int = 1
+    """So many positions have one key, which a query behind the last of them sees."""
 
     @property
     def kind(self) -> str:
-        """Suffix of this reach's cache and size names: `_local`, `_chunked`, `_top` or none."""
-        return "_local" if self.window else "_chunked" if self.chunk else "_top" if self.top else ""
+        """Suffix of this reach's cache and size names: `_local`, `_chunked`, `_top` or none; that
+        of compressed keys ends with how many positions have one."""
+        kind = "_local" if self.window else "_chunked" if self.chunk else "_top" if self.top else ""
+        return f"{kind or '_by'}{self.compress}" if self.compress > 1 else kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)

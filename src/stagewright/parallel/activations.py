@@ -27,9 +27,13 @@ _RESIDUAL = (
 _INPUT_GRADS = tuple(f"d_{name}_in" for name in ("q", "k", "v", "up", "gate", "logits"))
 
 
-def residual(plan: Plan) -> Dims:
-    """Where the residual stream [B, S, M] lives."""
-    return plan.data, plan.sequence, ()
+STREAM = frozenset({"x", "y", "dy", "dx"})
+"""Of these the residual stream, which may be several, [B, S, Streams, M]."""
+
+
+def residual(plan: Plan, rank: int = 3) -> Dims:
+    """Where the residual stream [B, S, M] lives, or several of `rank` dims."""
+    return (plan.data, plan.sequence, *[()] * (rank - 2))
 
 
 def activation_rows(plan: Plan) -> dict[str, Dims]:

@@ -17,7 +17,7 @@ from stagewright.errors import UserError, divisors
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import Want
-from stagewright.parallel.activations import activation_rows, residual
+from stagewright.parallel.activations import STREAM, activation_rows, residual
 from stagewright.parallel.context import score_dims
 from stagewright.parallel.dispatch import expert_sums
 from stagewright.parallel.parameters import parameter_layout
@@ -59,6 +59,8 @@ def _layout(
     if n.name in table and len(table[n.name].dims) == len(n.shape):
         return table[n.name]
     dims = rows.get(bound.like or n.name)
+    if n.name in STREAM and len(n.shape) == 4:
+        dims = residual(plan, 4)
     if dims is not None:
         left = have.partial & sums.get(n.name, frozenset()) if have else frozenset[str]()
         return Layout(dims, left) if len(dims) == len(n.shape) else None
@@ -76,7 +78,7 @@ def _live_in_layout(n: Node, plan: Plan) -> Layout:
     partial sums over data until they reach the block that made the value.
     """
     if n.shape[0] == BATCH:
-        return Layout(residual(plan))
+        return Layout(residual(plan, len(n.shape)))
     return Layout(score_dims(plan), frozenset(plan.data if n.phase == "backward" else ()))
 
 

@@ -19,6 +19,11 @@ MODEL = (
     ),
     Divide(
         "tp",
+        lambda model: model.o_groups,
+        "groups of attention heads of {model.name}",
+    ),
+    Divide(
+        "tp",
         lambda model: model.ffn_hidden_size,
         "channels of the MLP of {model.name}",
         when=lambda run, model: "dense" in model.parts,

@@ -23,8 +23,19 @@ INDEXED = (
         "cp_comm_type={run.cp_comm_type}: each query of {model.name} reads keys anywhere in the "
         "sequence, which an indexer chooses among all; use cp_comm_type=all_gather",
     ),
+    Refuse(
+        lambda run, model: run.cp > 1 and model.o_groups and run.cp_comm_type != "all_gather",
+        "cp_comm_type={run.cp_comm_type}: each query of {model.name} reads compressed keys of the "
+        "whole sequence; use cp_comm_type=all_gather",
+    ),
+    Refuse(
+        lambda run, model: (run.seq_length or 0) % model.positions_of_a_key,
+        "seq_length={run.seq_length} is no multiple of the {model.positions_of_a_key} positions "
+        "that have one compressed key in {model.name}; {use}",
+        lambda run, model: {"use": nearest(run.seq_length or 0, model.positions_of_a_key)},
+    ),
 )
-"""Attention to chosen keys, with ranks that share a sequence."""
+"""Attention to chosen and compressed keys: ranks that share a sequence, and its length."""
 
 SEQUENCE = (
     Refuse(

@@ -45,7 +45,7 @@ def _attention_vjp(n: Node, g: Node) -> Grads:
     # Flash attention's backward does five products where forward does two (arXiv 2205.14135,
     # section 3.2): scores again and dP for dq, with dQ; dK; dV. One kernel: the rows are joint.
     # Latents that are keys and values get both gradients.
-    more = {name: (0, 0) for name in ("bias", "sinks", "chosen") if n.get(name)}
+    more = {name: (0, 0) for name in meaning.MORE if n.get(name)}
     values = {"k": (1, 0), "v": (0, 1)} if len(n.srcs) - len(more) == 3 else {"k": (1, 1)}
     rows = {"q": (2, 1), **values, **more}
     found: list[Node | None] = []
@@ -77,17 +77,19 @@ def _softmax_vjp(n: Node, g: Node) -> Grads:
 
 
 # Which keys a query sees; and per key, what scores are divided by and limited to.
-# `top`: so many of them, those that an indexer chose, in blocks of `top_block`.
+# `top`: so many of them, those that an indexer chose, in blocks of `top_block`. `compress`: so many
+# positions have one compressed key; beside a window, of all positions before it.
 _SEEN = {
     "causal": may(bool),
     "window": may(int),
     "chunk": may(int),
     "top": may(int),
     "top_block": may(int),
+    "compress": may(int),
 }
 _SCORES = {
     "width": may(int), "softcap": may(*NUMBER),
-    **dict.fromkeys(("bias", "sinks", "chosen"), may(bool)),
+    **dict.fromkeys(meaning.MORE, may(bool)),
 }  # fmt: skip
 # Products over the widths of keys and of values, which the kernel makes for each pair.
 _ATTENTION = {**_SEEN, **_SCORES, "products": may(tuple)}

@@ -82,7 +82,7 @@ def _weigh_vjp(n: Node, g: Node) -> Grads:
 # Copies of tokens stand in any order: a row is of one token.
 _ROWS = ("r", ("b", "s"))
 _TOP_K = {"top_k": need(int)}
-_SCORES = {"fn": choose("softmax", "sigmoid")}
+_SCORES = {"fn": choose("softmax", "sigmoid", "sqrtsoftplus")}
 _TOPK = {**_TOP_K, **_SCORES, "norm": need(bool)}
 _COEFF = {"coeff": need(*NUMBER)}
 _AUX = {**_COEFF, **_TOP_K}

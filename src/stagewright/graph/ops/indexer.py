@@ -40,7 +40,7 @@ def _loss_vjp(n: Node, g: Node) -> Grads:
 
 _ALL = {
     **dict.fromkeys(("causal", "local"), may(bool)),
-    **{"width": need(int), "products": need(tuple), "top_block": may(int)},
+    **{"width": need(int), "products": need(tuple), "top_block": may(int), "compress": may(int)},
 }
 _WEIGHED = {"weighed": need(bool)}
 _CHOSEN = {**_ALL, "top": need(int)}

@@ -62,14 +62,25 @@ def _width(ctx: Context, q: Any) -> float:
 def attention(ctx: Context, q: Any, *keys: Any) -> Any:
     """Fused attention of queries, keys and values (FlashAttention)."""
     keys, more = _apart(ctx, keys)
-    return _attend(ctx, q, *_heads(*keys, width=ctx.shape[-1]), more)[1]
+    return _attend(ctx, q, *_rows(keys, more, ctx.shape[-1]), more)[1]
+
+
+MORE = ("compressed", "bias", "sinks", "chosen")
+"""What may follow keys and values, in this order; an attribute of the same name says whether."""
 
 
 def _apart(ctx: Context, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keys and values, and what follows them: a bias of scores, the scores of sinks."""
-    names = [name for name in ("bias", "sinks", "chosen") if ctx.get(name)]
+    names = [name for name in MORE if ctx.get(name)]
     first = len(operands) - len(names)
     return operands[:first], dict(zip(names, operands[first:], strict=True))
+
+
+def _rows(keys: tuple[Any, ...], more: dict[str, Any], width: int) -> tuple[Any, Any]:
+    """Keys and values of heads, compressed ones behind the others."""
+    if "compressed" in more:
+        keys = (np.concatenate([keys[0], more["compressed"]], axis=1),)
+    return _heads(*keys, width=width)
 
 
 def _heads(k: Any, *v: Any, width: int) -> tuple[Any, Any]:
@@ -87,13 +98,28 @@ def _attend(ctx: Context, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple
     if "bias" in more:
         x = x + more["bias"].reshape(1, k.shape[2], -1, *more["bias"].shape[1:])
     sinks = _per_head(more.get("sinks"), k)
-    mask = _mask(ctx, q.shape[1], k.shape[1])
-    if "chosen" in more:
-        place = ctx.start("k") + np.tile(np.arange(int(k.shape[1])), (len(q), 1))
-        own = chosen_keys(more["chosen"], place, ctx.get("top_block") or 1)
-        mask = mask + np.where(_seen_by_heads(own), 0, -np.inf)
+    mask = _seen(ctx, q, int(k.shape[1]), more)
     p = probabilities(_cap(ctx, x) + mask, sinks)
     return p, np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _seen(ctx: Context, q: Any, keys: int, more: dict[str, Any]) -> Any:
+    """0 where a query sees a key, -inf elsewhere, of every shape that scores may be added to."""
+    compressed = more["compressed"].shape[1] if "compressed" in more else 0
+    mask = _mask(ctx, q.shape[1], keys - compressed)
+    block = ctx.get("compress") or ctx.get("top_block") or 1
+    place = ctx.start("k") + np.arange(keys)
+    if compressed:  # a row is seen behind the last of its positions
+        at = ctx.start("q") + np.arange(q.shape[1])
+        place = (np.arange(compressed) + 1) * block - 1
+        beside, mask = mask, np.where(place <= at[:, None], 0.0, -np.inf)
+    if "chosen" in more:
+        own = chosen_keys(more["chosen"], np.tile(place, (len(q), 1)), block)
+        mask = mask + np.where(_seen_by_heads(own), 0, -np.inf)
+    if not compressed:
+        return mask
+    window = np.broadcast_to(beside, (*mask.shape[:-2], *beside.shape))
+    return np.concatenate([window, mask], axis=-1)
 
 
 def _per_head(sinks: Any, k: Any) -> Any:
@@ -107,7 +133,7 @@ def _cap(ctx: Context, x: Any) -> Any:
 
 def attention_bwd(ctx: Context, g: Any, o: Any, q: Any, *keys: Any) -> Any:
     keys, more = _apart(ctx, keys)
-    k, v = _heads(*keys, width=g.shape[-1])
+    k, v = _rows(keys, more, g.shape[-1])
     p, _ = _attend(ctx, q, k, v, more)
     g5, q5 = _grouped(g, k), _grouped(q, k)
     dv = np.einsum("bgrqk,bqgrd->bkgd", p, g5)
@@ -129,7 +155,8 @@ def attention_bwd(ctx: Context, g: Any, o: Any, q: Any, *keys: Any) -> Any:
     if len(keys) == 2:
         return dk
     dk[..., : v.shape[-1]] += dv
-    return dk[:, :, 0]
+    many = keys[0].shape[1]
+    return dk[:, many:, 0] if ctx["wrt"] == "compressed" else dk[:, :many, 0]
 
 
 def _buckets(ctx: Context, queries: int, keys: int, many: int) -> Any:

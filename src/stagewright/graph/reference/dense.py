@@ -236,11 +236,16 @@ def norm_wgrad(ctx: Context, g: Any, x: Any) -> Any:
 
 
 def repeat(ctx: Context, x: Any) -> Any:
-    """Key-value heads (dim 2), each repeated for the query heads of its group."""
+    """Copies along dim 2: of key-value heads, for the query heads of each, or of the whole value,
+    where the result has a dim more."""
+    if x.ndim < len(ctx.shape):
+        return np.repeat(x[:, :, None], ctx.shape[2], 2)
     return np.repeat(x, ctx.shape[2] // x.shape[2], 2)
 
 
 def repeat_bwd(ctx: Context, g: Any) -> Any:
+    if len(ctx.shape) < g.ndim:
+        return g.sum(2)
     return g.reshape(*ctx.shape[:3], -1, ctx.shape[3]).sum(3)
 
 

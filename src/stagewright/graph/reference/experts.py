@@ -33,12 +33,24 @@ def _routes(ctx: Context, rows: int) -> Any:
     return result
 
 
+def _score(ctx: Context, logits: Any) -> Any:
+    """Of each expert by itself, where scores are no softmax over all."""
+    return sigmoid(logits) if ctx["fn"] == "sigmoid" else np.sqrt(np.log1p(np.exp(logits)))
+
+
+def _slope(ctx: Context, logits: Any) -> Any:
+    """The derivative of the logarithm of the same."""
+    if ctx["fn"] == "sigmoid":
+        return 1 - sigmoid(logits)
+    return sigmoid(logits) / (2 * np.log1p(np.exp(logits)))
+
+
 def _gates(ctx: Context, logits: Any) -> Any:
     """Of the chosen experts, with or without weights that add up to one."""
     chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
     if not ctx["norm"]:
-        return chosen * (probabilities(logits) if ctx["fn"] == "softmax" else sigmoid(logits))
-    weight = np.exp(logits) if ctx["fn"] == "softmax" else sigmoid(logits)
+        return chosen * (probabilities(logits) if ctx["fn"] == "softmax" else _score(ctx, logits))
+    weight = np.exp(logits) if ctx["fn"] == "softmax" else _score(ctx, logits)
     weight = weight * chosen
     return weight / weight.sum(-1, keepdims=True)
 
@@ -53,13 +65,12 @@ def topk(ctx: Context, logits: Any, *_: Any) -> Any:
 
 def topk_bwd(ctx: Context, g: Any, logits: Any) -> Any:
     chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
-    s = sigmoid(logits)
     if ctx["norm"]:
         y = _gates(ctx, logits)
         back = y * (g - (g * y).sum(-1, keepdims=True))
-        return back if ctx["fn"] == "softmax" else back * (1 - s)
-    if ctx["fn"] == "sigmoid":
-        return g * chosen * s * (1 - s)
+        return back if ctx["fn"] == "softmax" else back * _slope(ctx, logits)
+    if ctx["fn"] != "softmax":
+        return g * chosen * _score(ctx, logits) * _slope(ctx, logits)
     y = probabilities(logits)
     return y * (g * chosen - (g * chosen * y).sum(-1, keepdims=True))
 
@@ -68,14 +79,14 @@ def scores(ctx: Context, logits: Any) -> Any:
     """The scores of all experts, which add up to one; the load is balanced by them."""
     if ctx["fn"] == "softmax":
         return probabilities(logits)
-    y = sigmoid(logits)
+    y = _score(ctx, logits)
     return y / y.sum(-1, keepdims=True)
 
 
 def scores_bwd(ctx: Context, g: Any, logits: Any) -> Any:
     y = scores(ctx, logits)
     back = y * (g - (g * y).sum(-1, keepdims=True))
-    return back if ctx["fn"] == "softmax" else back * (1 - sigmoid(logits))
+    return back if ctx["fn"] == "softmax" else back * _slope(ctx, logits)
 
 
 def count(ctx: Context, gates: Any) -> Any:

@@ -33,9 +33,13 @@ def _weights(ctx: Context, rest: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]
 
 
 def _in_turn(ctx: Context, queries: int, keys: int, batch: int) -> tuple[Any, Any]:
-    """The positions of queries [B, queries] and keys [B, keys] of whole sequences."""
+    """The positions of queries [B, queries] and keys [B, keys] of whole sequences.
+
+    A key of several positions is at the last of these.
+    """
     at = ctx.start("q") + np.arange(queries)
-    return np.tile(at, (batch, 1)), np.tile(np.arange(keys), (batch, 1))
+    each = ctx.get("compress") or 1
+    return np.tile(at, (batch, 1)), np.tile((np.arange(keys) + 1) * each - 1, (batch, 1))
 
 
 def _blocks(ctx: Context, x: Any, seen: Any, place: Any, many: int) -> tuple[Any, Any]:
@@ -93,7 +97,7 @@ def index_topk(ctx: Context, q: Any, k: Any, *rest: Any) -> Any:
 def _chosen_scores(ctx: Context, q: Any, k: Any, w: Any, chosen: Any) -> tuple[Any, Any, Any]:
     """The scores of chosen blocks, the keys that have them, and whether the query sees them."""
     at, place = _in_turn(ctx, q.shape[1], k.shape[1], len(q))
-    many = (k.shape[1] - 1) // _width(ctx) + 1
+    many = int(place.max()) // _width(ctx) + 1
     seen = place[:, None, :] <= at[:, :, None]
     scores, which = _blocks(ctx, _scores(ctx, q, k, w), seen, place, many)
     chosen = chosen[:, :, None] if chosen.ndim == 3 else chosen
@@ -142,7 +146,7 @@ def index_target(ctx: Context, q: Any, k: Any, chosen: Any) -> Any:
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     x = np.einsum("bqgrd,bkgd->bqgrk", q, k) / np.sqrt(ctx["width"])
     p = probabilities(x + np.where(seen, 0, NOT_SEEN)[:, :, :, None]).sum(3)
-    many = (k.shape[1] - 1) // _width(ctx) + 1
+    many = int(place.max()) // _width(ctx) + 1
     of = np.stack(
         [(p * (place // _width(ctx) == j)[:, None, None]).sum(-1) for j in range(many)], axis=-1
     )

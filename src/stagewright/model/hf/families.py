@@ -103,6 +103,14 @@ FAMILIES: dict[str, Family] = {
         decoders.DEEPSEEK_LATENT,
     ),
     "DeepseekV32ForCausalLM": Family(("deepseek_v32",), "deepseek-v3.2", sparse.INDEXED),
+    "DeepseekV4ForCausalLM": Family(
+        ("deepseek_v4",),
+        "deepseek-v4-pro",
+        sparse.DEEPSEEK_V4,
+        only={"attention_bias": False, "mlp_bias": False},
+        unused=sparse.V4_UNUSED,
+        remark="layers that choose experts by a table of token ids are counted as if by scores",
+    ),
     "GlmMoeDsaForCausalLM": Family(
         ("glm_moe_dsa",),
         "glm-5",
@@ -327,9 +335,6 @@ _MISSING = {
     "Mamba-1 in heads that have a B and a C each": ("ZambaForCausalLM", "zamba"),
     "block-sparse attention": ("Phi3SmallForCausalLM", "phi3small"),
     "an encoder with learned positions": ("BartForConditionalGeneration", "bart"),
-    "several residual streams (hyper-connections) and attention to compressed keys": (
-        *("DeepseekV4ForCausalLM", "deepseek_v4"),
-    ),
     "residual sums that attend to the layers before (attention residuals)": (
         *("KimiK3ForConditionalGeneration", "KimiK3ForCausalLM", "kimi_k3"),
     ),

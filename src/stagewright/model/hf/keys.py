@@ -33,7 +33,11 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """transformers' names of the activations, and ours."""
 
-ROUTERS: dict[str, Router] = {"softmax": "softmax", "sigmoid": "sigmoid"}
+ROUTERS: dict[str, Router] = {
+    "softmax": "softmax",
+    "sigmoid": "sigmoid",
+    "sqrtsoftplus": "sqrtsoftplus",
+}
 """DeepSeek's names of the functions that make weights of a router's scores, and ours."""
 
 _WORDS: Mapping[str, Mapping[str, str]] = {"activation": ACTIVATIONS, "router": ROUTERS}

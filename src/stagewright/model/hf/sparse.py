@@ -12,7 +12,9 @@ from stagewright.model.hf.parts import (
     LATENT,
     experts,
     number,
+    query_groups,
     rotary_fraction,
+    sizes,
 )
 from stagewright.model.layers import OwnSizes
 from stagewright.model.patterns import shortest
@@ -199,6 +201,95 @@ MIMO_V2: Map = {
     "mlps": _listed_experts,
 }
 """MiMo-V2: windows of 128 positions with sinks, and values narrower than keys."""
+
+_COMPRESSED: dict[object, str] = {
+    "sliding_attention": "local",
+    "compressed_sparse_attention": "compressed_indexed",
+    "heavily_compressed_attention": "compressed",
+}
+_RATES: dict[str, tuple[str, int]] = {
+    "compressed_indexed": ("compress_rate_csa", 4),
+    "compressed": ("compress_rate_hca", 128),
+}
+"""Of layers with compressed keys, transformers' older key of the rate, and what it is without."""
+
+
+def _compressed_layers(c: Keys) -> Fields:
+    """DeepSeek-V4's layers, and how many positions have one key, as transformers or its file says.
+
+    The published `compress_ratios` has a number for each layer and each further token predicted.
+    """
+    layers = c.fields["num_layers"]
+    rates = {
+        kind: c.whole(c.used(f"compress_rates.{theirs}", _RATES[kind][0]), 2, 2**16)
+        if c.has(c.used(f"compress_rates.{theirs}", _RATES[kind][0]))
+        else _RATES[kind][1]
+        for theirs, kind in _COMPRESSED.items()
+        if isinstance(theirs, str) and kind in _RATES
+    }
+    if c.get("layer_types") is not None:
+        kinds = _listed(c, "layer_types", _COMPRESSED, " or ".join(map(str, _COMPRESSED)))
+    elif c.get("compress_ratios") is not None:
+        of = {0: "local", **{rate: kind for kind, rate in rates.items()}}
+        ratios = c.items("compress_ratios")[:layers]
+        kinds = [of[x] for x in ratios if isinstance(x, int) and x in of]
+        if not len(kinds) == len(ratios) == layers:
+            wanted = f"{' or '.join(map(str, of))} for each of the {layers} layers"
+            c.reject("compress_ratios", wanted)
+    else:  # as transformers' DeepseekV4Config has them
+        pair = ("compressed", "compressed_indexed")
+        kinds = [*["compressed"] * min(layers, 2), *(pair[i % 2] for i in range(layers - 2))]
+    fields: Fields = {
+        _RATES[kind][0]: rate if kind in kinds else 0 for kind, rate in rates.items()
+    }
+    if "compressed_indexed" not in kinds:
+        fields |= dict.fromkeys(_INDEXER, 0)
+    return fields | {"mixers": shortest(kinds)}
+
+
+def _last_channels(c: Keys) -> float:
+    """The part of a head that rope turns."""
+    width = c.fields["kv_channels"]
+    if c.get("qk_rope_head_dim") is not None:
+        return c.whole("qk_rope_head_dim", 2, width) / width
+    return c.number(c.used("rope_parameters.main.partial_rotary_factor", "partial_rotary_factor"), 0, 1)
+
+
+DEEPSEEK_V4: Map = {
+    **sizes(),
+    "ffn_hidden_size": Fixed(0),
+    "activation": "hidden_act",
+    "attention_dropout": "attention_dropout",
+    "num_query_groups": query_groups("num_key_value_heads"),
+    "kv_channels": "head_dim",
+    "rotary_fraction": _last_channels,
+    "q_lora_rank": _query_rank,
+    "o_groups": "o_groups",
+    "o_lora_rank": "o_lora_rank",
+    "attention_sinks": Fixed(True),
+    "sliding_window": "sliding_window",
+    **{name: name for name in _INDEXER},
+    "mixers": _compressed_layers,
+    "residual_streams": "hc_mult",
+    "sinkhorn_iterations": "hc_sinkhorn_iters",
+    **experts("n_routed_experts", "moe_intermediate_size"),
+    "shared_ffn_hidden_size": lambda c: (
+        c.whole("n_shared_experts", 1, 1) * c.fields["moe_ffn_hidden_size"]
+    ),
+    "router": "scoring_func",
+    "norm_topk_prob": "norm_topk_prob",
+    "expert_bias": Fixed(True),
+    "activation_func_clamp_value": number("swiglu_limit", 1e-3, 1e6),
+}
+"""DeepSeek-V4: several residual streams, and attention to a window and to compressed keys."""
+
+V4_UNUSED = (
+    *("hc_eps", "num_hash_layers", "mlp_layer_types", "topk_method", "expert_dtype"),
+    *("compress_rope_theta", "compress_ratios", "compress_rates", "qk_rope_head_dim"),
+    *("routed_scaling_factor", "attention_bias", "mlp_bias"),
+)
+"""Keys of DeepSeek-V4 that change neither sizes nor work: the first layers choose experts by a
+table of token ids."""
 
 MIMO_UNUSED = (
     *("sliding_window", "attention_chunk_size", "attention_value_scale", "topk_group"),

@@ -1,0 +1,124 @@
+"""Attention to a window and to compressed keys of all positions before it (DeepSeek-V4).
+
+A position has one row, which all heads read as key and as value. Several positions together have
+one row more, a sum that a gate weighs. A query sees the rows of its window, and of the compressed
+rows all whose positions lie before it (`compressed`), or those that an indexer chooses of these
+(`compressed_indexed`). Names of transformers' `DeepseekV4Attention` stand in the comments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stagewright.algebra.size import Size, size
+from stagewright.blocks.builder import Builder
+from stagewright.blocks.indexer import OWN as INDEXER
+from stagewright.blocks.indexer import Choice, IndexerOperands, chosen_by, with_loss
+from stagewright.graph.make import apply, identity, join, part
+from stagewright.graph.node import Node
+from stagewright.graph.roles import Role
+from stagewright.model.layers import Reach
+
+OWN: dict[str, Any] = {"scope": "attention"}
+ONLY: dict[str, Any] = {**OWN, "trained": False}
+
+
+def attention_of_groups(b: Builder, h: Node, mixer: str) -> Node:
+    """Attention whose heads share the rows of keys, [B, S, M]; see the module."""
+    c = b.config
+    w = b.weight("w_dq", "M", "Q", **OWN)
+    latent = b.linear("bsm,mq->bsq", h, w, "q_latent", **ONLY)  # q_a_proj
+    latent = b.norm(latent, "q_latent_norm", "Q")
+    w = b.weight("w_uq", "Q", "A/tp", "D", **OWN)
+    q = b.linear("bsq,qad->bsad", latent, w, "q", **OWN)  # q_b_proj
+    q = apply("norm", "bsaD->bsaD", q, fn="rmsnorm", name="q_norm_out", **OWN)
+    q = identity(_turned(b, q, "a", "D", "q_rope"), "q_core")
+    w = b.weight("w_kv", "M", "D", **OWN)
+    row = b.norm(b.linear("bsm,md->bsd", h, w, "kv", **ONLY), "kv_norm", "D")  # kv_proj
+    row = identity(_turned(b, row, "", "D", "kv_rope"), "latent_core", role=Role.KEYS)
+    o = identity(_core(b, q, row, h, latent, mixer), "context", **OWN)
+    # Values are turned, too: the result is turned back by the query's position.
+    o = _turned(b, o, "a", "D", "context_rope", inverse=True)
+    w = b.weight("wo_a", "Groups/tp", size("A") / size("Groups"), "D", "Low", **OWN)
+    low = b.linear("bs(gr)d,grdl->bsgl", o, w, "attn_low", **OWN)  # o_a_proj
+    w = b.weight("wo_b", "Groups/tp", "Low", "M", **OWN)
+    out = identity(b.linear("bsgl,glm->bsm", low, w, "attn_out", **OWN), "attn_reduced")
+    return b.bias(out, "bo", "M") if c.attention_output_bias else out
+
+
+def _core(b: Builder, q: Node, row: Node, h: Node, latent: Node, mixer: str) -> Node:
+    """softmax(q k / sqrt(width)) v over the window's rows and compressed ones, [B, S, A, D]."""
+    c = b.config
+    reach, window = c.reach(mixer), c.reach("local")
+    sinks = (b.param("sinks", "A/tp.caches", **OWN),) if c.attention_sinks else ()
+    rows, chosen = (), None
+    if mixer != "local":
+        rows = (compressed_rows(b, h, "compressor", "D", reach, twice=reach.top > 0),)
+        if reach.top:
+            chosen = _choice(b, h, latent, reach)
+            q = with_loss(b, q, rows[0], chosen)
+    numbers = (chosen.chosen,) if chosen else ()
+    own: dict[str, Any] = {"window": window.window, "causal": True, "width": b.score_width}
+    own |= {"compress": reach.compress} if rows else {}
+    own |= {"top": reach.top} if chosen else {}
+    own |= {"products": (1, 1), "softcap": 0, "name": "core", "scope": "attention.core"}
+    terms = ["bqaD", "bKD"]
+    for name, more, term in (
+        ("compressed", rows, "bJD"),
+        ("sinks", sinks, "a"),
+        ("chosen", numbers, "bqT"),
+    ):
+        if more:
+            own[name] = True
+            terms.append(term)
+    spec = f"{','.join(terms)}->bqaD"
+    return apply("attention", spec, q, row, *rows, *sinks, *numbers, role=Role.CORE, **own)
+
+
+def compressed_rows(
+    b: Builder, h: Node, name: str, width: str, reach: Reach, *, twice: bool, **scope: Any
+) -> Node:
+    """One row of `width` for so many positions, [B, S / positions, width].
+
+    `twice`: the positions before count, too, with channels of their own.
+    """
+    own = scope or OWN
+    channels: Size = size(width) * 2 if twice else size(width)
+    made: list[Node] = []
+    for kind in ("kv", "gate"):  # published in 16 bits beside matrices in fp8
+        w = b.param(f"w_{name}_{kind}", "M", channels, **own)
+        made.append(b.linear("bsm,me->bse", h, w, f"{name}_{kind}", trained=False, **own))
+    bias = b.param(f"{name}_bias", size(reach.compress), channels, **own)
+    out = (h.shape[0], h.shape[1] / reach.compress, size(width))
+    rows = apply("compress", "bSE,bSE,RE->bTD", *made, bias, out=out, name=name, **own)
+    rows = b.norm(rows, f"{name}_norm", width, fn="rmsnorm")
+    rows = _turned(b, rows, "", width, f"{name}_rope")
+    return identity(rows, f"{name}_core", role=Role.KEYS)
+
+
+def _choice(b: Builder, h: Node, latent: Node, reach: Reach) -> Choice:
+    """The compressed rows that a query reads; the indexer compresses keys of its own."""
+    h = identity(h, "index_in", detached=True, **INDEXER)
+    latent = identity(latent, "index_latent", detached=True, **INDEXER)
+    w = b.weight("w_index_q", "Q", "IndexHeads", "IndexWidth", scope="attention")
+    q = b.linear("bsq,qad->bsad", latent, w, "index_q", trained=False, **INDEXER)
+    q = _turned(b, q, "a", "IndexWidth", "index_q_rope")
+    k = compressed_rows(b, h, "index", "IndexWidth", reach, twice=True, **INDEXER)
+    w = b.param("w_index_weights", "M", "IndexHeads", **INDEXER)
+    weights = b.linear("bsm,ma->bsa", h, w, "index_weights", trained=False, **INDEXER)
+    return chosen_by(b, IndexerOperands(q, k, (weights,), reach.compress), reach)
+
+
+def _turned(
+    b: Builder, x: Node, heads: str, width: str, name: str, *, inverse: bool = False
+) -> Node:
+    """Rotary position on the last channels of [B, S, (heads,) width]."""
+    c, z = b.config, f"bs{heads}"
+    whole = size(width)
+    turned = size(c.rotary_channels)
+    if c.position != "rope":
+        return x
+    first = part(x, f"{z}D->{z}N", whole - turned, first=True, name=f"{name}_plain")
+    last = part(x, f"{z}D->{z}Z", turned, first=False, name=f"{name}_part")
+    last = b.rope(last, f"{z}Z", name, inverse=inverse)
+    return join(first, last, f"{z}N,{z}Z->{z}D", whole, name=f"{name}_joined")
