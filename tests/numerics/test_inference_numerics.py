@@ -41,6 +41,9 @@ ALL = {m: replace(c, top_k=c.num_experts) for m, c in TINY.items() if c.causal}
 ALL["zamba2"] = replace(
     ZAMBA2, num_layers=2, shared_blocks=replace(ZAMBA2.shared_blocks, layers=(1,))
 )
+ALL["deepseek-v4"] = replace(
+    ALL["deepseek-v4"], num_layers=2, mixers=("compressed", "compressed_indexed")
+)
 # Sequences of any length are whole chunks.
 ALL |= {
     m: replace(c, state_space=replace(c.state_space, chunk=1))
@@ -109,6 +112,9 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
     x: Any = None
     original: Any = None
     chosen: Any = None
+    # Whole compressed keys: no position sees those that are added behind it.
+    real = len(tokens)
+    tokens = [*tokens, *[0] * (-real % config.positions_of_a_key)]
     for part, layer in parts():
         graph = built(model, part, TRAINED, layer).graph
         name = "logits32" if part == "head" else "y"
@@ -116,7 +122,8 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
         end = found["logits32"].srcs[0] if part == "head" else graph.outputs["y"]
         forward = Graph.of(toposort([end]), {name: end})
         sizes = sizes_of(Run(model=model), config) | {"B": 1, "S": len(tokens), "R": len(tokens)}
-        sizes["Top"] = -(-min(config.index_topk, len(tokens)) // config.index_block_size)
+        keys = len(tokens) // (config.compress_rate_csa or 1)
+        sizes["Top"] = -(-min(config.index_topk, keys) // config.index_block_size)
         values = weights(model)[part, layer] | {
             "tokens": np.array([tokens]), "positions": np.arange(len(tokens)), "x": x,
             "original": original, "chosen": chosen,
@@ -125,7 +132,7 @@ def all_logits(model: str, tokens: Sequence[int]) -> Any:
         x = env[end][()]
         chosen = next((env[n][()] for n in forward if n.op == "index_topk"), chosen)
         original = x if part == "embedding" else original
-    return x[0]
+    return x[0, :real]
 
 
 @cache
@@ -151,6 +158,38 @@ def tables() -> tuple[Any, list[dict[tuple[int, int], int]]]:
             (r, at + i): n * BLOCK + i for n, (r, at) in enumerate(blocks) for i in range(BLOCK)
         })  # fmt: skip
     return np.array(table), slots
+
+
+def compressed(
+    each: int, step: Sequence[Sequence[Piece]], done: Sequence[Sequence[int]]
+) -> tuple[Values, dict[str, int]]:
+    """Inputs and sizes of a cache of keys of `each` positions; each rank's last block is of nobody,
+    where rows go that no tokens complete."""
+    rng = random.Random(each)
+    kind, most = f"_by{each}", max(sum(-(-(end // each) // BLOCK) for end in ends) for ends in ENDS)
+    new: list[list[tuple[int, int]]] = []
+    for rank, pieces in enumerate(step):
+        tokens = ((p.request, done[rank][p.request] + i) for p in pieces for i in range(p.new))
+        new.append([(r, at // each) for r, at in tokens if (at + 1) % each == 0])
+    many = max(1, *map(len, new))
+    table: list[list[int]] = []
+    slots: list[list[int]] = []
+    for ends, keys in zip(ENDS, new, strict=True):
+        blocks = [(r, at) for r, end in enumerate(ends) for at in range(0, end // each, BLOCK)]
+        blocks += [(len(ends), 0)] * (most - len(blocks))
+        rng.shuffle(blocks)
+        blocks.append((len(ends), 0))
+        table.append([r * FAR + at for r, at in blocks])
+        where = {(r, at + i): n * BLOCK + i for n, (r, at) in enumerate(blocks) for i in range(BLOCK)}
+        slots.append([where[key] for key in keys] + [(most + 1) * BLOCK - 1] * (many - len(keys)))
+    numbers = [[at for _, at in keys] + [0] * (many - len(keys)) for keys in new]
+    values = {"token_slots": slots, "block_table": table, "key_positions": numbers}
+    held = (most + 1) * BLOCK
+    sizes = {"L": held, "I": most + 1, "keys": held, "stored": many}
+    return (
+        {f"{name}{kind}": np.array(value) for name, value in values.items()},
+        {f"{name}{kind}": size for name, size in sizes.items()},
+    )
 
 
 def striped(stripes: int) -> tuple[Any, list[dict[tuple[int, int], int]]]:
@@ -221,6 +260,9 @@ def played(model: str, recipe: Recipe, stripes: int) -> Iterator[Step]:
         where: Values = {name: [] for name in WHERE}
         tokens: list[list[int]] = []
         of_stripes, more = in_stripes(stripes, step, done)
+        for each in {ALL[model].reach(mixer).compress for mixer in ALL[model].mixers} - {1}:
+            own, own_sizes = compressed(each, step, done)
+            of_stripes, more = of_stripes | own, more | own_sizes
         for rank, pieces in enumerate(step):
             news = [(p.request, done[rank][p.request] + i) for p in pieces for i in range(p.new)]
             tokens.append([prompts()[rank][r][at] for r, at in news])
@@ -379,6 +421,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
             *("llama", "gpt2", "gemma2", "plain", "qwen3", "olmoe", "falcon-mqa", "deepseek-lite"),
             *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
             *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2", "minimax-m3", "mimo"),
+            "deepseek-v4",
         )
     ]
     + [("deepseek-lite", ABSORBED)],
@@ -387,6 +430,8 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def test_sharded(model: str, recipe: Recipe, name: str) -> None:
     mesh, fields = MESHES[name]
     groups = ALL[model].num_query_groups
+    if ALL[model].o_groups % math.prod(n for axis, n in mesh.items() if axis != "dp"):
+        pytest.skip("groups of heads are not split")
     for step in steps(model, recipe):
         if step.number not in (0, 1):
             continue
@@ -400,7 +445,11 @@ def test_sharded(model: str, recipe: Recipe, name: str) -> None:
         found = {n.name: n for n in sharded}
         kept = [n for n in sharded if n.op == "state" and n.binding.split_as]
         assert all(n.layout.dims[0] == here.data for n in kept)
-        if kept:
+        if ALL[model].o_groups:  # rows and states that all heads share
+            caches = [n for n in sharded if n.op == "state"]
+            assert all(n.layout.dims[:1] == (here.data,) for n in caches)
+            assert not any(axes for n in caches for axes in n.layout.dims[1:])
+        elif kept:
             # Every rank keeps the states of its own heads or channels.
             each = math.prod(mesh[a] for axes in kept[-1].layout.dims[2:] for a in axes)
             assert each == math.prod(mesh[a] for a in here.tensor)

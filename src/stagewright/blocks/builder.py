@@ -281,12 +281,17 @@ class Builder:
         # `d_norm_out`.
         return identity(identity(y, "norm_out"), f"{name}_out") if z == "bsm" else y
 
-    def rope(self, x: Node, dims: str, name: str, *, inverse: bool = False) -> Node:
-        """Rotary position (arXiv 2104.09864) on the last of the dims `dims`, such as `bsaD`."""
-        spec, at = f"{dims}->{dims}", ()
+    def rope(
+        self, x: Node, dims: str, name: str, *, inverse: bool = False, at: Node | None = None
+    ) -> Node:
+        """Rotary position (arXiv 2104.09864) on the last of the dims `dims`, such as `bsaD`.
+
+        In inference positions are `at`, [B, S], or those of the new tokens.
+        """
+        spec, places = f"{dims}->{dims}", ()
         if self.recipe.inference:
-            spec, at = f"{dims},bs->{dims}", (self.positions(),)
-        return apply("rope", spec, x, *at, inverse=inverse, name=name)
+            spec, places = f"{dims},bs->{dims}", (self.positions() if at is None else at,)
+        return apply("rope", spec, x, *places, inverse=inverse, name=name)
 
     def positions(self) -> Node:
         """The positions of new tokens in their requests, [B, S] (inference)."""

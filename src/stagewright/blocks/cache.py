@@ -94,13 +94,15 @@ class KvCache:
     """Ends the names of the cache's inputs and sizes, to tell the caches of one model apart."""
     striped: bool = False
     """Whether the tokens of a request are spread over `Stripes` ranks."""
+    compressed: bool = False
+    """Whether a slot is of a key of several tokens."""
 
     @staticmethod
     def of(b: Builder, reach: Reach) -> KvCache:
         """The cache of layers with this reach."""
         assert b.recipe.inference
         shared = b.recipe.inference.striped and not reach.kind
-        return STRIPED if shared else KvCache(reach.kind)
+        return STRIPED if shared else KvCache(reach.kind, compressed=reach.compress > 1)
 
     def size(self, name: str) -> Size:
         """One of the cache's own sizes, such as L or I."""
@@ -116,12 +118,17 @@ class KvCache:
         return leaf("state", dims, dtype, name, role=Role.CACHE, scope=scope, binding=bound)
 
     def slots(self) -> Node:
-        """The slot of each new token, [B, S]."""
-        return _of_requests(f"token_slots{self.suffix}", "S")
+        """The slot of each new token, [B, S], or of each key that new tokens complete."""
+        new = self.size("stored") if self.compressed else "S"
+        return _of_requests(f"token_slots{self.suffix}", new)
 
     def seen_slots(self) -> Node:
         """The slots that some new token sees, [B, keys]."""
         return _of_requests(f"key_slots{self.suffix}", self.size("keys"))
+
+    def positions(self) -> Node:
+        """The number of each key that new tokens complete in its request, [B, keys]."""
+        return _of_requests(f"key_positions{self.suffix}", self.size("stored"))
 
     def block_table(self) -> Node:
         """The request of each block of slots, [B, I]."""

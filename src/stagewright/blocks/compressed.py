@@ -12,8 +12,10 @@ from typing import Any
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
+from stagewright.blocks.cache import KvCache, cached
 from stagewright.blocks.indexer import OWN as INDEXER
 from stagewright.blocks.indexer import Choice, IndexerOperands, chosen_by, with_loss
+from stagewright.blocks.inference import state_of, token_requests
 from stagewright.graph.make import apply, identity, join, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
@@ -58,6 +60,8 @@ def _core(b: Builder, q: Node, row: Node, h: Node, latent: Node, mixer: str) -> 
             chosen = _choice(b, h, latent, reach)
             q = with_loss(b, q, rows[0], chosen)
     numbers = (chosen.chosen,) if chosen else ()
+    if b.recipe.inference:
+        return _served(b, (q, row, *rows), sinks, numbers, reach)
     own: dict[str, Any] = {"window": window.window, "causal": True, "width": b.score_width}
     own |= {"compress": reach.compress} if rows else {}
     own |= {"top": reach.top} if chosen else {}
@@ -75,10 +79,41 @@ def _core(b: Builder, q: Node, row: Node, h: Node, latent: Node, mixer: str) -> 
     return apply("attention", spec, q, row, *rows, *sinks, *numbers, role=Role.CORE, **own)
 
 
+def _served(
+    b: Builder, of: tuple[Node, ...], sinks: tuple[Node, ...], numbers: tuple[Node, ...], reach: Reach
+) -> Node:
+    """Attention of new tokens to the caches of a window's rows and of compressed ones."""
+    q, row, *compressed = of
+    window = b.config.reach("local")
+    (kept,) = cached(b, {"latent": row}, window)
+    cache = KvCache.of(b, window)
+    own: dict[str, Any] = {"pairs": cache.size("pairs"), "requests": size("requests")}
+    own |= {"keys": cache.size("keys"), "window": window.window, "latent": True}
+    terms, more = ["bqaD", "bKD", "bq", "bI"], []
+    if compressed:
+        all_of = reach._replace(top=0)
+        (rows,) = cached(b, {"compressed": compressed[0]}, all_of)
+        pairs, keys = (size(f"{name}{reach.kind}") for name in ("pairs", "keys"))
+        own |= {"pairs": own["pairs"] + pairs, "compressed_keys": keys}
+        own |= {"compress": reach.compress, "compressed": True, "table": True}
+        terms += ["bJD", "bZ"]
+        more += [rows, KvCache.of(b, all_of).block_table()]
+    for name, operands, term in (("sinks", sinks, "a"), ("chosen", numbers, "bqT")):
+        if operands:
+            own[name] = True
+            terms.append(term)
+    own |= {"products": (1, 1), "width": b.score_width, "softcap": 0}
+    own |= {"dtype": b.dtype, "scope": "attention.core", "name": "core"}
+    at = (cache.slots(), cache.block_table())
+    spec = f"{','.join(terms)}->bqaD"
+    return apply("cached_attention", spec, q, kept, *at, *more, *sinks, *numbers, **own)
+
+
 def compressed_rows(
     b: Builder, h: Node, name: str, width: str, reach: Reach, *, twice: bool, **scope: Any
 ) -> Node:
-    """One row of `width` for so many positions, [B, S / positions, width].
+    """One row of `width` for so many positions, [B, S / positions, width]; in inference, those that
+    new tokens complete.
 
     `twice`: the positions before count, too, with channels of their own.
     """
@@ -90,10 +125,42 @@ def compressed_rows(
         made.append(b.linear("bsm,me->bse", h, w, f"{name}_{kind}", trained=False, **own))
     bias = b.param(f"{name}_bias", size(reach.compress), channels, **own)
     out = (h.shape[0], h.shape[1] / reach.compress, size(width))
-    rows = apply("compress", "bSE,bSE,RE->bTD", *made, bias, out=out, name=name, **own)
+    at = None
+    if b.recipe.inference:
+        cache = KvCache.of(b, reach._replace(top=0))
+        out, at = (h.shape[0], cache.size("stored"), size(width)), cache.positions()
+        rows = _completed(b, (*made, bias), name, out, reach.compress * (2 if twice else 1), own)
+    else:
+        rows = apply("compress", "bSE,bSE,RE->bTD", *made, bias, out=out, name=name, **own)
     rows = b.norm(rows, f"{name}_norm", width, fn="rmsnorm")
-    rows = _turned(b, rows, "", width, f"{name}_rope")
+    # Rows stand at their numbers here, and at their first positions in the model: one turns another.
+    rows = _turned(b, rows, "", width, f"{name}_rope", at=at)
     return identity(rows, f"{name}_core", role=Role.KEYS)
+
+
+def _completed(
+    b: Builder,
+    made: tuple[Node, ...],
+    name: str,
+    out: tuple[Size, ...],
+    positions: int,
+    own: dict[str, Any],
+) -> Node:
+    """Rows that new tokens complete with those that the state keeps of each request, in fp32.
+
+    As many positions as a row is made of are kept (vLLM's `CompressorStateCache`).
+    """
+    channels = made[0].shape[2]
+    dims = (size(2), size(positions), channels)
+    state = state_of(b, name, *dims, dtype="fp32", scope=str(own["scope"]))
+    operands = (*made, state, token_requests(), b.positions())
+    terms = "bSE,bSE,RE,bUVPE,bS,bS"
+    new: dict[str, Any] = {**own, "name": state.name, "dtype": "fp32", "part": "state"}
+    kept = apply("compress_served", f"{terms}->bUVPE", *operands, role=Role.CACHE, **new)
+    b.extra[state.name] = kept
+    return apply(
+        "compress_served", f"{terms}->bTD", *operands, out=out, name=name, part="y", **own
+    )
 
 
 def _choice(b: Builder, h: Node, latent: Node, reach: Reach) -> Choice:
@@ -110,7 +177,14 @@ def _choice(b: Builder, h: Node, latent: Node, reach: Reach) -> Choice:
 
 
 def _turned(
-    b: Builder, x: Node, heads: str, width: str, name: str, *, inverse: bool = False
+    b: Builder,
+    x: Node,
+    heads: str,
+    width: str,
+    name: str,
+    *,
+    inverse: bool = False,
+    at: Node | None = None,
 ) -> Node:
     """Rotary position on the last channels of [B, S, (heads,) width]."""
     c, z = b.config, f"bs{heads}"
@@ -120,5 +194,5 @@ def _turned(
         return x
     first = part(x, f"{z}D->{z}N", whole - turned, first=True, name=f"{name}_plain")
     last = part(x, f"{z}D->{z}Z", turned, first=False, name=f"{name}_part")
-    last = b.rope(last, f"{z}Z", name, inverse=inverse)
+    last = b.rope(last, f"{z}Z", name, inverse=inverse, at=at)
     return join(first, last, f"{z}N,{z}Z->{z}D", whole, name=f"{name}_joined")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.cache import KvCache, cached
+from stagewright.blocks.inference import token_requests
 from stagewright.graph.make import apply, cast, identity, join, part
 from stagewright.graph.node import Node
 from stagewright.graph.roles import CHOSEN, Role
@@ -170,15 +171,20 @@ def _served(b: Builder, of: IndexerOperands, reach: Reach) -> Choice:
     """
     assert b.recipe.inference
     low = b.dtype != "fp32" and bool(of.weights)
+    reach = reach._replace(top=0) if of.compress > 1 else reach
     cache = KvCache.of(b, reach)
     (kept,) = cached(b, {"index": of.k}, reach, "fp8_r128" if low else "")
     q = cast(of.q, "fp8", name="index_q_low", **OWN) if low else of.q
     own: dict[str, Any] = {"out": of.out(), "dtype": "int32", "name": CHOSEN, **_local(b)}
-    own |= {"pairs": size("pairs"), "keys": size("keys"), "requests": size("requests")}
+    pairs, keys = ("pairs", "keys") if of.compress == 1 else map(cache.size, ("pairs", "keys"))
+    own |= {"pairs": size(pairs), "keys": size(keys), "requests": size("requests")}
     terms, result = of.spec
-    operands = (q, kept, *of.weights, cache.slots(), cache.block_table())
-    spec = f"{terms},bq,bI->{result}"
-    return Choice(identity(apply("index_topk", spec, *operands, **own, **_cost(b, of)), CHOSEN))
+    # A token has a slot where each position has a key; else its request and position say which.
+    at = (token_requests(), b.positions()) if of.compress > 1 else (cache.slots(),)
+    spec = f"{terms},{','.join(['bq'] * len(at))},bI->{result}"
+    operands = (q, kept, *of.weights, *at, cache.block_table())
+    chosen = apply("index_topk", spec, *operands, **own, **_cost(b, of))
+    return Choice(identity(chosen, CHOSEN), compress=of.compress)
 
 
 def with_loss(b: Builder, q: Node, keys: Node, of: Choice) -> Node:

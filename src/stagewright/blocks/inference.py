@@ -44,7 +44,7 @@ def with_state(
     `spec` is the recurrence's own index expression. Two operands come after those that it names:
     the states [B, requests, ...] and the request of each token, `token_requests` [B, S].
     """
-    ids = leaf("input", ("B", "S"), "int64", "token_requests", binding=OF_REQUESTS)
+    ids = token_requests()
     ins, out = spec.split("->")
     own = "br" + {4: "in", 6: "ghnp"}[len(state.shape)] if op != "conv1d_served" else ""
     own = own or f"br{ins.split(',')[0][2:]}u"
@@ -55,7 +55,14 @@ def with_state(
     return apply(op, f"{terms}->{out}", *operands, part="y", **fields)
 
 
-def state_of(b: Builder, name: str, *dims: str | Size, table: str = "") -> Node:
+def token_requests() -> Node:
+    """The request of each new token, [B, S]."""
+    return leaf("input", ("B", "S"), "int64", "token_requests", binding=OF_REQUESTS)
+
+
+def state_of(
+    b: Builder, name: str, *dims: str | Size, table: str = "", dtype: str = "", scope: str = "mixer"
+) -> Node:
     """The state [B, requests, ...] that a layer keeps of each request.
 
     `dims` are declared as those of a parameter. Where a user's table places the parameter `table`,
@@ -63,8 +70,8 @@ def state_of(b: Builder, name: str, *dims: str | Size, table: str = "") -> Node:
     """
     declared = Parameter.declare(table or f"{name}_state", *dims)
     shape = ("B", "requests", *sizes_of(dims, declared))
-    own: dict[str, Any] = {"binding": Binding(split_as=declared), "scope": "mixer"}
-    return leaf("state", shape, b.dtype, f"{name}_state", role=Role.CACHE, **own)
+    own: dict[str, Any] = {"binding": Binding(split_as=declared), "scope": scope}
+    return leaf("state", shape, dtype or b.dtype, f"{name}_state", role=Role.CACHE, **own)
 
 
 def last_tokens(h: Node) -> Node:

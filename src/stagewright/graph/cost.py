@@ -123,6 +123,7 @@ def _reads_in_part(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> l
     found: list[Any] = []
     for dims, s in zip(parse(str(n["spec"])).ins, n.srcs, strict=True):
         part: dict[tuple[str, ...], str] = {("k",): "keys"} if n.get("keys") is not None else {}
+        part |= {("j",): "compressed_keys"} if n.get("compressed_keys") is not None else {}
         if n.get("touched") is not None and ("r",) not in dims:
             part = {("e",): "touched"}
         shape = [_size(n, part[x]) if x in part else d for x, d in zip(dims, s.shape, strict=True)]

@@ -65,6 +65,10 @@ def _attention(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     by_head = heads(sizes)
     # Keys that an indexer chose are as many as those of a window, wherever they are.
     window: Any = n.get("window") or n.get("top") or 0
+    if n.get("compress") is not None:  # beside those of a window, of the compressed ones
+        each: Any = n["compress"]
+        beside: Any = n.get("top") or sizes["q"] // int(each)
+        window = int(window) + int(beside)
     chunk: Any = n.get("chunk") or 0
     return (
         ("batch", sizes.get("b", 1)),

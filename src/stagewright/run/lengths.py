@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, compressed_pairs
 from stagewright.errors import UserError, either
 from stagewright.files import read_text
 from stagewright.model.layers import Reach
@@ -206,7 +206,8 @@ def attention_sums(
     cached ones, as many on every stripe. What lies before the window or the chunk of `reach` is not
     kept (vLLM's managers of such layers free these blocks when the step begins). Where an indexer
     chooses the `top` ones, a query sees so many at most and all tokens are kept; the keys that any
-    query sees are then at most all, and as many as there are pairs.
+    query sees are then at most all, and as many as there are pairs. Where several positions have
+    one key, keys, slots, blocks and `stored` count such keys.
 
     Where the tokens of a request are shared, pairs, keys and stored are those of one `stripe`;
     blocks are as many on each. New tokens are padded to a `multiple`.
@@ -215,7 +216,9 @@ def attention_sums(
     new = np.array([g.new_tokens for g in groups], np.int64)
     before, pairs = context, _in_stripe(context + new, cache.stripes, stripe)
     pairs = pairs - _in_stripe(context, cache.stripes, stripe)
-    window, chunk, top, block = reach
+    if reach.compress > 1:
+        return _compressed_sums(context, new, cache, reach, logits, multiple)
+    window, chunk, top, block, _ = reach
     assert cache.stripes == 1 or not reach.kind
     if chunk:
         before = context % chunk
@@ -243,6 +246,24 @@ def attention_sums(
     columns = (
         *(np.ones_like(new), padded, pairs, keys, slots, blocks, rows),
         *(stored, -(-before // cache.stripes)),
+    )
+    return np.stack(columns, axis=1)
+
+
+def _compressed_sums(
+    context: Int, new: Int, cache: Cache, reach: Reach, logits: int, multiple: int
+) -> Int:
+    """The same where several positions have one key: `keys`, slots and blocks count such keys, and
+    `stored` those that new tokens complete."""
+    _, _, top, _, each = reach
+    old, keys = context // each, (context + new) // each
+    pairs = compressed_pairs(context + new, each, top) - compressed_pairs(context, each, top)
+    reserved = np.full_like(new, -(-cache.reserved // each))
+    blocks = -(-keys // cache.block_size) if cache.block_size else np.ones_like(new)
+    slots = blocks * cache.block_size if cache.block_size else reserved
+    columns = (
+        *(np.ones_like(new), -(-new // multiple) * multiple, pairs, np.minimum(keys, pairs)),
+        *(slots, blocks, np.where(new <= logits, new, 1), keys - old, old),
     )
     return np.stack(columns, axis=1)
 

@@ -212,6 +212,10 @@ def loads(run: Settings, model: ModelConfig) -> Loads:
         repeated = np.broadcast_to(table, (shared, *table.shape[1:]))
         table = np.concatenate([repeated, striped], axis=2)
         names += [f"{SIZES[c]}_striped" for c in chosen]
+    # A step that completes no compressed key has one that nobody reads: the program is the same.
+    completed = [i for i, name in enumerate(names) if name.startswith("stored_by")]
+    table = table.copy()
+    table[..., completed] = np.maximum(table[..., completed], 1)
     rows, of = np.unique(table.reshape(-1, table.shape[2]), axis=0, return_inverse=True)
     sizes = tuple(dict(zip(names, map(int, row), strict=True)) for row in rows)
     # [stripe, microbatch, rank of dp]

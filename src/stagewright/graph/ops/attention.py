@@ -102,7 +102,8 @@ _IMPLIED = {
 }
 _CACHED = {
     **_ATTENTION, "latent": may(bool), "requests": need(*SIZE),
-    "pairs": need(*SIZE), "keys": may(*SIZE),  # of query and key; keys that are read
+    # Of query and key; keys that are read, and of compressed ones.
+    "pairs": need(*SIZE), "keys": may(*SIZE), "compressed_keys": may(*SIZE),
     "stripes": may(*SIZE), "block": may(*SIZE),
 }  # fmt: skip
 _SOFTMAX = {

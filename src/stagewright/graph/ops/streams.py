@@ -22,7 +22,7 @@ def _weights_flops(n: Node, here: Sizes) -> object:
 
 def _compress_flops(n: Node, here: Sizes) -> object:
     """Of each element of the rows an exponential, and a product with it; in backward twice that."""
-    return math.prod([here[x] for x in "bse"]) * (8 if n.op == "compress" else 12)
+    return math.prod([here[x] for x in "bse"]) * (12 if n.op == "compress_bwd" else 8)
 
 
 ROWS: dict[str, Op] = {
@@ -37,6 +37,12 @@ ROWS: dict[str, Op] = {
         fuses=True,
     ),
     "compress": Op(meaning.compress, joint_gradients, flops=_compress_flops),
+    "compress_served": Op(
+        meaning.compress_served,
+        flops=_compress_flops,
+        joint=True,
+        attrs={"part": choose("state", "y")},
+    ),
     "compress_bwd": Op(
         meaning.compress_bwd, flops=_compress_flops, attrs={"wrt": need(int)}, joint=True
     ),

@@ -65,7 +65,7 @@ def attention(ctx: Context, q: Any, *keys: Any) -> Any:
     return _attend(ctx, q, *_rows(keys, more, ctx.shape[-1]), more)[1]
 
 
-MORE = ("compressed", "bias", "sinks", "chosen")
+MORE = ("compressed", "table", "bias", "sinks", "chosen")
 """What may follow keys and values, in this order; an attribute of the same name says whether."""
 
 
@@ -188,13 +188,14 @@ def relative_bias_bwd(ctx: Context, g: Any) -> Any:
 FAR = 2**32
 
 
-def owners(ctx: Context, table: Any, slots: Any) -> tuple[Any, Any]:
-    """Request and position that slots hold.
+def owners(ctx: Context, table: Any, slots: Any, letters: str = "ki") -> tuple[Any, Any]:
+    """Request and position that slots hold; the sizes of `letters` are those of slots and blocks.
 
     Stripes are behind each other: the tokens of a block are dealt to them in turn.
     """
     striped = ctx.get("block") is not None
-    width = ctx.value("block") if striped else ctx.size("k") // ctx.size("i")  # slots of a block
+    many, blocks = letters
+    width = ctx.value("block") if striped else ctx.size(many) // ctx.size(blocks)
     stripe, here = np.divmod(slots, width * table.shape[1])
     request, first = np.divmod(np.take_along_axis(table, here // width, axis=1), FAR)
     return request, first + here % width * (ctx.value("stripes") if striped else 1) + stripe
@@ -223,6 +224,8 @@ def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
     if ctx.get("chunk"):
         seen &= place[:, None, :] // ctx["chunk"] == at[:, :, None] // ctx["chunk"]
     bias: Any = 0.0
+    if "compressed" in more:
+        return _with_compressed(ctx, q, rest[0], seen, (asks, at), more)
     if "chosen" in more:
         own = chosen_keys(more["chosen"], place, ctx.get("top_block") or 1)
         bias = np.where(_seen_by_heads(own), 0, -np.inf)
@@ -231,6 +234,24 @@ def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
         bias = np.moveaxis(bias, 3, 1).reshape(len(q), k.shape[2], -1, *bias.shape[1:3])
     p = probabilities(_scores(ctx, q, k, seen) + bias, _per_head(more.get("sinks"), k))
     return np.einsum("bgrqk,bkgd->bqgrd", p, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _with_compressed(
+    ctx: Context, q: Any, rows: Any, seen: Any, who: tuple[Any, Any], more: dict[str, Any]
+) -> Any:
+    """Attention to the rows of a window, and to compressed rows in a cache of their own."""
+    asks, at = who
+    every: Any = np.arange(int(more["compressed"].shape[1]))
+    places: Any = np.broadcast_to(every[None, :], (len(q), every.size))
+    holds, number = owners(ctx, more["table"], places, "jz")
+    place = (number + 1) * ctx["compress"] - 1
+    behind = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
+    if "chosen" in more:
+        behind &= chosen_keys(more["chosen"], place, ctx["compress"])
+    k = np.concatenate([rows, more["compressed"]], axis=1)[:, :, None]
+    x = _scores(ctx, q, k, np.concatenate([seen, behind], axis=2))
+    p = probabilities(x, _per_head(more.get("sinks"), k))
+    return np.einsum("bgrqk,bkgd->bqgrd", p, k).reshape(*q.shape[:3], k.shape[-1])
 
 
 def _scores(ctx: Context, q: Any, k: Any, seen: Any) -> Any:

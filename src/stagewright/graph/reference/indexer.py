@@ -71,11 +71,13 @@ def index_topk(ctx: Context, q: Any, k: Any, *rest: Any) -> Any:
     w, served = _weights(ctx, rest)
     x = _scores(ctx, q, k, w)
     if served:
-        slots, table = served
-        asks, at = owners(ctx, table, slots)
+        *who, table = served
+        asks, at = who if ctx.get("compress") else owners(ctx, table, who[0])
         every: Any = np.arange(int(k.shape[1]))
         places: Any = np.broadcast_to(every[None, :], (len(table), every.size))
         holds, place = owners(ctx, table, places)
+        each = ctx.get("compress") or 1
+        place = (place + 1) * each - 1
         seen = (asks[:, :, None] == holds[:, None, :]) & (place[:, None, :] <= at[:, :, None])
     else:
         at, place = _in_turn(ctx, q.shape[1], k.shape[1], len(q))

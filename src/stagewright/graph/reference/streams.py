@@ -106,3 +106,33 @@ def compress_bwd(ctx: Context, g: Any, rows: Any, gate: Any, bias: Any) -> Any:
     if ctx["wrt"] < 2:
         return out
     return own.sum((0, 1))
+
+
+def compress_served(
+    ctx: Context, rows: Any, gate: Any, bias: Any, state: Any, requests: Any, positions: Any
+) -> Any:
+    """The rows that new tokens complete, or the state [B, requests, 2, positions, channels] that
+    keeps rows and gates of the last positions for the next tokens."""
+    kept: Any = np.array(state, dtype=float)
+    each, many = bias.shape[0], state.shape[3]
+    out: Any = np.zeros(ctx.shape)
+    if ctx["part"] == "state":
+        out = kept
+    for b in range(len(rows)):
+        done = 0
+        for s in range(int(rows.shape[1])):
+            r, at = requests[b, s], int(positions[b, s])
+            kept[b, r, :, at % many] = rows[b, s], gate[b, s]
+            if (at + 1) % each or ctx["part"] == "state":
+                continue
+            last = np.arange(at + 1 - many, at + 1)
+            some = last[last >= 0]
+            own, by = kept[b, r][:, some % many]
+            width = out.shape[-1]
+            both = _windows(own[None], each, width, 0.0)[0, -1]
+            shares = by + np.resize(bias, (len(some), by.shape[-1]))
+            x = _windows(shares[None], each, width, -np.inf)[0, -1]
+            e = np.exp(x - x.max(0))
+            out[b, done] = (e / e.sum(0) * both).sum(0)
+            done += 1
+    return out
