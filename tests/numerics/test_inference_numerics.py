@@ -180,7 +180,9 @@ def compressed(
         rng.shuffle(blocks)
         blocks.append((len(ends), 0))
         table.append([r * FAR + at for r, at in blocks])
-        where = {(r, at + i): n * BLOCK + i for n, (r, at) in enumerate(blocks) for i in range(BLOCK)}
+        where = {
+            (r, at + i): n * BLOCK + i for n, (r, at) in enumerate(blocks) for i in range(BLOCK)
+        }
         slots.append([where[key] for key in keys] + [(most + 1) * BLOCK - 1] * (many - len(keys)))
     numbers = [[at for _, at in keys] + [0] * (many - len(keys)) for keys in new]
     values = {"token_slots": slots, "block_table": table, "key_positions": numbers}

@@ -18,7 +18,7 @@ from stagewright.blocks.cache import (
     source_attention,
     source_cached,
 )
-from stagewright.blocks.compressed import attention_of_groups
+from stagewright.blocks.families.compressed import attention_of_groups
 from stagewright.blocks.indexer import Choice, choice, with_loss
 from stagewright.graph.make import (
     apply,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stagewright.blocks.builder import Block, Builder, stream
+from stagewright.blocks.families.streams import collapsed, copied, stream_dims
 from stagewright.blocks.inference import gathered, last_tokens
 from stagewright.blocks.recipe import Recipe
-from stagewright.blocks.streams import collapsed, copied, stream_dims
 from stagewright.blocks.training import finish
 from stagewright.graph.make import (
     add,

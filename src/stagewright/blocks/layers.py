@@ -10,12 +10,12 @@ from stagewright.blocks.attention import attention
 from stagewright.blocks.builder import Block, Builder, renamed, stream
 from stagewright.blocks.experts import experts
 from stagewright.blocks.families.shared import with_shared
+from stagewright.blocks.families.streams import read as read_streams
+from stagewright.blocks.families.streams import stream_dims
+from stagewright.blocks.families.streams import write as write_streams
 from stagewright.blocks.mlp import mlp
 from stagewright.blocks.recipe import Recipe
 from stagewright.blocks.sizes import own_numbers
-from stagewright.blocks.streams import read as read_streams
-from stagewright.blocks.streams import stream_dims
-from stagewright.blocks.streams import write as write_streams
 from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
 from stagewright.blocks.training import finish
 from stagewright.errors import UserError

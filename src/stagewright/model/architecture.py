@@ -363,26 +363,6 @@ class Architecture:
         return frozenset(kind for mixer in self.mixers for kind in pairs.get(mixer, (mixer,)))
 
     @property
-    def kind(self) -> str:
-        """What sort of model this is: one of `KINDS`."""
-        others = {
-            "recommendation": self.recommendation,
-            "diffusion": self.diffusion,
-            "images and text": self.tower,
-            "vision": self.vision,
-            "encoder-decoder": self.encoder_num_layers,
-            "encoder": self.encoder,
-        }
-        if special := next((name for name, there in others.items() if there), ""):
-            return special
-        experts = self.num_experts > 0
-        if self.recurrence is None:
-            return "MoE" if experts else "dense"
-        if not self.attends:
-            return "state space"
-        return "hybrid MoE" if experts else "hybrid"
-
-    @property
     def attends(self) -> bool:
         """Whether some layers have attention."""
         return self.shared_blocks is not None or not ATTENTIONS.isdisjoint(self.kinds)
@@ -404,12 +384,6 @@ class Architecture:
         """The kind of layer that carries a state, in a model that has some."""
         return next((kind for kind in RECURRENCES if kind in self.kinds), None)
 
-
-KINDS = (
-    *("dense", "MoE", "hybrid", "hybrid MoE", "state space", "encoder", "encoder-decoder"),
-    *("vision", "images and text", "diffusion", "recommendation"),
-)
-"""Sorts of models. Hybrids have layers with attention and layers that carry a state."""
 
 NESTED: Mapping[str, type] = {
     "state_space": StateSpace,

@@ -10,7 +10,14 @@ from stagewright.algebra.notation import Tensor
 from stagewright.model.fields import FRACTION, Count
 
 Attention = Literal[
-    "global", "local", "chunked", "nope", "indexed", "index_shared", "compressed", "compressed_indexed"
+    "global",
+    "local",
+    "chunked",
+    "nope",
+    "indexed",
+    "index_shared",
+    "compressed",
+    "compressed_indexed",
 ]
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 SideBySide = Literal["global+mamba2"]

@@ -80,6 +80,20 @@ STATES = (
 )
 """States go on token by token: a decode step has one of each request."""
 
+COMPRESSED_KEYS = (
+    Refuse(
+        lambda run, model: run.prefill is not None,
+        "prefill sends keys and values of single tokens, but {model.name} keeps compressed keys "
+        "and states of unfinished ones; drop it",
+    ),
+    Refuse(
+        lambda run, model: run.cp > 1,
+        "cp={run.cp} splits prompts, but a compressed key of {model.name} is made of neighbouring "
+        "tokens; use cp=1",
+    ),
+)
+"""Attention to a window and to keys of several tokens."""
+
 STORAGE = (
     Refuse(
         lambda run, model: run.num_redundant_experts and not model.num_experts,
@@ -194,6 +208,8 @@ def check(run: Run, model: ModelConfig) -> None:
         )
     if model.state_space:
         apply(STATES, run, model)
+    if model.o_groups:
+        apply(COMPRESSED_KEYS, run, model)
     apply(STORAGE, run, model)
     _check_context(run, model)
     apply(EXCLUSIONS, run, model)

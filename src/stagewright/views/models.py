@@ -7,9 +7,35 @@ from dataclasses import asdict
 from typing import Any
 
 from stagewright.lower.parameters import parameters
-from stagewright.model.architecture import KINDS
+from stagewright.model.architecture import Architecture
 from stagewright.model.presets import PRESETS
 from stagewright.texttable import Table
+
+KINDS = (
+    *("dense", "MoE", "hybrid", "hybrid MoE", "state space", "encoder", "encoder-decoder"),
+    *("vision", "images and text", "diffusion", "recommendation"),
+)
+"""Sorts of models. Hybrids have layers with attention and layers that carry a state."""
+
+
+def kind_of(model: Architecture) -> str:
+    """What sort of model this is: one of `KINDS`."""
+    others = {
+        "recommendation": model.recommendation,
+        "diffusion": model.diffusion,
+        "images and text": model.tower,
+        "vision": model.vision,
+        "encoder-decoder": model.encoder_num_layers,
+        "encoder": model.encoder,
+    }
+    if special := next((name for name, there in others.items() if there), ""):
+        return special
+    experts = model.num_experts > 0
+    if model.recurrence is None:
+        return "MoE" if experts else "dense"
+    if not model.attends:
+        return "state space"
+    return "hybrid MoE" if experts else "hybrid"
 
 
 def listed(words: Iterable[str] = ()) -> list[str]:
@@ -21,7 +47,7 @@ def listed(words: Iterable[str] = ()) -> list[str]:
     wanted = [word.lower() for word in words]
     if not wanted:
         return [*PRESETS]
-    texts = {name: f"{name} {model.kind}".lower() for name, model in PRESETS.items()}
+    texts = {name: f"{name} {kind_of(model)}".lower() for name, model in PRESETS.items()}
     return [name for name, text in texts.items() if all(word in text for word in wanted)]
 
 
@@ -30,7 +56,7 @@ def details(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         total, active = parameters(PRESETS[name])
-        more = {"kind": PRESETS[name].kind, "parameters": {"total": total, "active": active}}
+        more = {"kind": kind_of(PRESETS[name]), "parameters": {"total": total, "active": active}}
         found[name] = asdict(PRESETS[name]) | more
     return found
 
@@ -38,10 +64,10 @@ def details(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 def table(names: Sequence[str]) -> Table:
     """Some presets by kind, in each the smallest first."""
     counts = {name: parameters(PRESETS[name]) for name in names}
-    names = sorted(names, key=lambda name: (KINDS.index(PRESETS[name].kind), counts[name]))
+    names = sorted(names, key=lambda name: (KINDS.index(kind_of(PRESETS[name])), counts[name]))
     models = [PRESETS[name] for name in names]
     columns: dict[str, list[Any]] = {
-        "kind": [model.kind for model in models],
+        "kind": [kind_of(model) for model in models],
         "name": names,
         "total": [counts[name][0] for name in names],
         "active": [counts[name][1] for name in names],

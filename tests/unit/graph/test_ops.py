@@ -57,6 +57,7 @@ BIASED = "bqaD,bkaD,bkaD,aqJ->bqaD"  # a bias of all keys, which may go round
 LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
 BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "tanh")
+COMPRESSED = BOTH | {"causal": True, "window": 3, "compressed": True, "compress": 4}
 SINKS = BOTH | {"sinks": True, "softcap": 1.5}
 TOPK, GATES = {"top_k": 3}, ("softmax", "sigmoid")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
@@ -144,6 +145,14 @@ EXAMPLES = [
         ("", "", "token_slots", "block_table", "chosen"),
         "BQAZ",
     ),
+    *(
+        Example("stream_weights", "bsR,F,R->bsN", {"of": of, "iterations": 1}, out="BSN")
+        for of in ("read", "add")
+    ),
+    Example("stream_weights", "bsR,F,R->bsNL", {"of": "mix", "iterations": 3}, out="BSNL"),
+    Example("compress", "bSM,bSM,NM->bTE", out="BTE"),
+    Example("compress", "bSD,bSD,ND->bTD", out="BTD"),
+    Example("attention", "bqaD,bKD,bJD,a->bqaD", COMPRESSED | {"sinks": True}),
     Example("index_topk", "bqAD,bKD,bqA->bqT", INDEX, (0, 1, 2), out="BQT"),
     Example(
         "index_topk",
@@ -372,6 +381,7 @@ def test_every_row_is_tried() -> None:
     of_blocks |= {"aux_loss", "aux_loss_bwd", "z_loss", "z_loss_bwd"}
     of_blocks |= {"count", "splits", "bias_update", "log_probs_bwd"}
     of_blocks |= {"conv1d_served", "scan_served", "linear_attention_served", "delta_rule_served"}
+    of_blocks |= {"compress_served"}
     assert set(OPS) - tried <= of_blocks
     assert tried <= set(OPS) | LEAVES
 

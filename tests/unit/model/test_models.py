@@ -71,6 +71,7 @@ SAME = {
     "deepseek-v2": ("deepseek-v2", {}),
     "deepseek-v3": ("deepseek-v3", {}),
     "deepseek-v3.2": ("deepseek-v3.2", {}),
+    "deepseek-v4-pro": ("deepseek-v4-pro", {}),
     "glm-5": ("glm-5", {}),
     "minimax-m3": ("minimax-m3", {}),
     "mimo-v2-flash": ("mimo-v2-flash", {}),
@@ -158,6 +159,7 @@ ACTIVE = {
     "deepseek-v3": (37, 1, 0.5, "arXiv:2412.19437, abstract"),
     "deepseek-r1": (37, 1, 0.5, "its model card"),
     "deepseek-v3.2": (37, 1, 0.5, "DeepSeek-V3's and its indexers, arXiv:2512.02556"),
+    "deepseek-v4-pro": (49, 1, 0.5, "its model card: 49B active"),
     "mimo-v2-flash": (15, 0, 0.5, "its model card: 15B active"),
     "minimax-m3": (23, 2, 0.6, "its model card: ~23B"),
     "minimax-m2.5": (10, 2, 0.5, "its model card: 10B active"),
@@ -218,6 +220,9 @@ def _count(c: ModelConfig, experts: int) -> int:
         layers += c.num_layers * (_attention(c) + norm)
         layers += c.encoder_num_layers * (_attention(c) + dense + 2 * norm) + norm
         layers += 2 * c.relative_buckets * c.num_attention_heads
+    if (n := c.residual_streams) > 1:  # numbers, a bias of each, scales: twice a layer, and once
+        weights = n * (n + 2)
+        layers += 2 * c.num_layers * (weights * (n * hidden + 1) + 3) + n * (n * hidden + 1) + 1
     return layers + embedding + projections + head
 
 
@@ -241,6 +246,12 @@ def _layer(c: ModelConfig, mixer: str, mlp: str, experts: int) -> int:
     norms = c.parallel_norms if c.parallel_block else sequential
     mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
     mixers["indexed"] += _indexer(c)
+    mixers["compressed"] += _compressor(c, c.kv_channels, c.compress_rate_hca)
+    mixers["compressed_indexed"] += (
+        _compressor(c, c.kv_channels, c.compress_rate_csa, 2)
+        + _compressor(c, c.index_head_dim, c.compress_rate_csa, 2)
+        + c.index_n_heads * (c.q_lora_rank * c.index_head_dim + hidden)
+    )
     if c.recurrence:
         mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
     mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
@@ -314,10 +325,19 @@ RECURRENT = {
 }
 
 
+def _compressor(c: ModelConfig, width: int, positions: int, halves: int = 1) -> int:
+    """Rows and gates of one or two halves of channels, a bias of each position, and a norm."""
+    return halves * width * (2 * c.hidden_size + positions) + width
+
+
 def _attention(c: ModelConfig) -> int:
     """With latents as DeepSeek-V2's paper has it, arXiv:2405.04434, appendix C."""
     hidden, width = c.hidden_size, c.kv_channels
     queries, keys = c.num_attention_heads * width, c.num_query_groups * width
+    if c.o_groups:
+        low = c.o_lora_rank * (queries + c.o_groups * hidden)
+        query = c.q_lora_rank * (hidden + 1 + queries)
+        return query + width * (hidden + 1) + low + c.attention_sinks * c.num_attention_heads
     if c.kv_lora_rank:
         values = c.num_attention_heads * (c.v_head_dim or width)
         unrotated = queries - c.num_attention_heads * c.qk_rope_head_dim
@@ -420,7 +440,7 @@ class TestPresets:
             **{"gpt2": 4, "gpt3": 9, "megatron": 4, "opt": 9, "bert": 2, "palm": 3, "falcon": 3},
             **{"llama2": 3, "llama3": 2, "llama3.1": 3, "llama3.2": 2, "llama3.3": 1},
             **{"mistral": 2, "qwen2.5": 7, "qwen3": 9, "gemma2": 3, "gemma3": 4, "phi3": 2},
-            **{"mixtral": 2, "deepseek": 6, "kimi": 2, "glm": 4, "dbrx": 1, "grok": 1},
+            **{"mixtral": 2, "deepseek": 7, "kimi": 2, "glm": 4, "dbrx": 1, "grok": 1},
             **{"gpt": 2, "llama4": 2, "qwen1.5": 1, "qwen2": 1, "t5": 6},
             **{"mamba": 6, "mamba2": 5, "falcon": 7, "jamba": 3, "bamba": 1, "granite": 3},
             **{"nemotron": 6, "nemotron3": 1, "minimax": 3, "mimo": 1, "zamba2": 3, "olmoe": 1},
@@ -505,8 +525,8 @@ class TestModelConfig:
             ("llama3-8b", "logit_softcap", 0, "None or a number above 0"),
             ("llama3-8b", "attention_softcap", 10**400, "None or a number above 0"),
             ("llama3-8b", "parallel_norms", 2, "1 where the block is not parallel"),
-            ("llama3-8b", "sliding_window", 10, "has local layers"),
-            ("llama3-8b", "mixers", ("local",), "has local layers"),
+            ("llama3-8b", "sliding_window", 10, "has layers with one"),
+            ("llama3-8b", "mixers", ("local",), "has layers with one"),
             ("llama3-8b", "mixers", (), "not empty"),
             ("llama3-8b", "mixers", ["global"], "a tuple of 'global', 'local', 'chunked', 'nope'"),
             ("llama3-8b", "mixers", (["global"],), "a tuple of 'global', 'local', 'chunked'"),
@@ -1023,10 +1043,6 @@ class TestRefusals:
         [
             ("ZambaForCausalLM", "Mamba-1 in heads that have a B and a C each"),
             ("Phi3SmallForCausalLM", "block-sparse attention"),
-            (
-                "DeepseekV4ForCausalLM",
-                "several residual streams (hyper-connections) and attention to compressed keys",
-            ),
         ],
     )
     def test_says_what_is_missing(self, tmp_path: Path, architecture: str, missing: str) -> None:

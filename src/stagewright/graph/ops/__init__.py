@@ -4,7 +4,16 @@ In: ways to make nodes (`graph.make`) and what ops compute (`graph.reference`, i
 same names). Out: `OPS`, filled.
 """
 
-from stagewright.graph.ops import attention, dense, experts, indexer, state, step, streams, vocabulary
+from stagewright.graph.ops import (
+    attention,
+    dense,
+    experts,
+    indexer,
+    state,
+    step,
+    streams,
+    vocabulary,
+)
 from stagewright.graph.table import OPS
 
 FAMILIES = (dense, streams, attention, indexer, state, experts, vocabulary, step)

@@ -1,4 +1,4 @@
-"""Several residual streams (arXiv 2512.24880), and keys of several positions (DeepSeek-V4): rows."""
+"""Several residual streams (arXiv 2512.24880) and keys of several positions (DeepSeek-V4)."""
 
 from __future__ import annotations
 

@@ -105,21 +105,22 @@ def _attend(ctx: Context, q: Any, k: Any, v: Any, more: dict[str, Any]) -> tuple
 
 def _seen(ctx: Context, q: Any, keys: int, more: dict[str, Any]) -> Any:
     """0 where a query sees a key, -inf elsewhere, of every shape that scores may be added to."""
-    compressed = more["compressed"].shape[1] if "compressed" in more else 0
+    compressed = int(more["compressed"].shape[1]) if "compressed" in more else 0
     mask = _mask(ctx, q.shape[1], keys - compressed)
     block = ctx.get("compress") or ctx.get("top_block") or 1
-    place = ctx.start("k") + np.arange(keys)
+    place: Any = ctx.start("k") + np.arange(keys)
+    window = mask
     if compressed:  # a row is seen behind the last of its positions
-        at = ctx.start("q") + np.arange(q.shape[1])
+        at: Any = ctx.start("q") + np.arange(int(q.shape[1]))
         place = (np.arange(compressed) + 1) * block - 1
-        beside, mask = mask, np.where(place <= at[:, None], 0.0, -np.inf)
+        mask = np.where(place <= at[:, None], 0.0, -np.inf)
     if "chosen" in more:
         own = chosen_keys(more["chosen"], np.tile(place, (len(q), 1)), block)
         mask = mask + np.where(_seen_by_heads(own), 0, -np.inf)
     if not compressed:
         return mask
-    window = np.broadcast_to(beside, (*mask.shape[:-2], *beside.shape))
-    return np.concatenate([window, mask], axis=-1)
+    beside = np.broadcast_to(window, (*mask.shape[:-2], *window.shape))
+    return np.concatenate([beside, mask], axis=-1)
 
 
 def _per_head(sinks: Any, k: Any) -> Any:

@@ -21,7 +21,11 @@ def stream_weights(ctx: Context, mixes: Any, scale: Any, base: Any) -> Any:
     reads the N streams, the next N those with which it adds to them, the rest [N, N] mix them, a
     doubly stochastic matrix (arXiv 2512.24880, section 4).
     """
-    n = ctx.shape[2]
+    return _weights(ctx, ctx.shape[2], mixes, scale, base)
+
+
+def _weights(ctx: Context, n: int, mixes: Any, scale: Any, base: Any) -> Any:
+    """The same of real or complex numbers, for `n` streams."""
     kind = ("read", "add", "mix").index(ctx["of"])
     own = slice(kind * n, kind * n + (n * n if kind == 2 else n))
     x = mixes[..., own] * scale[kind] + base[own]
@@ -31,7 +35,7 @@ def stream_weights(ctx: Context, mixes: Any, scale: Any, base: Any) -> Any:
     e = np.exp(x - x.real.max(-1, keepdims=True))
     y = e / e.sum(-1, keepdims=True) + _FLOOR
     y = y / (y.sum(-2, keepdims=True) + _FLOOR)
-    for _ in range(ctx["iterations"] - 1):
+    for _ in range(int(ctx["iterations"]) - 1):
         y = y / (y.sum(-1, keepdims=True) + _FLOOR)
         y = y / (y.sum(-2, keepdims=True) + _FLOOR)
     return y
@@ -40,24 +44,17 @@ def stream_weights(ctx: Context, mixes: Any, scale: Any, base: Any) -> Any:
 def stream_weights_bwd(ctx: Context, g: Any, mixes: Any, scale: Any, base: Any) -> Any:
     operands: list[Any] = [mixes, scale, base]
     wrt = ctx["wrt"]
-    of = _Of(ctx, g.shape)
     out: Any = np.zeros(operands[wrt].shape)
     for k in range(out.shape[-1]):  # an element of the last dim at a time, of all tokens at once
         moved = [x.astype(complex) for x in operands]
         moved[wrt][..., k] += 1j * _STEP
-        slope = (g * stream_weights(of, *moved).imag / _STEP).reshape(*mixes.shape[:2], -1).sum(-1)
+        slope = (
+            (g * _weights(ctx, int(g.shape[2]), *moved).imag / _STEP)
+            .reshape(*mixes.shape[:2], -1)
+            .sum(-1)
+        )
         out[..., k] = slope if wrt == 0 else slope.sum()
     return out
-
-
-class _Of:
-    """The context of the op whose gradient is computed: its result has the gradient's shape."""
-
-    def __init__(self, ctx: Context, shape: tuple[int, ...]) -> None:
-        self.ctx, self.shape = ctx, shape
-
-    def __getitem__(self, attr: str) -> Any:
-        return self.ctx[attr]
 
 
 def _windows(x: Any, each: int, width: int, fill: float) -> Any:
@@ -125,8 +122,7 @@ def compress_served(
             kept[b, r, :, at % many] = rows[b, s], gate[b, s]
             if (at + 1) % each or ctx["part"] == "state":
                 continue
-            last = np.arange(at + 1 - many, at + 1)
-            some = last[last >= 0]
+            some: Any = np.arange(max(0, at + 1 - many), at + 1)
             own, by = kept[b, r][:, some % many]
             width = out.shape[-1]
             both = _windows(own[None], each, width, 0.0)[0, -1]

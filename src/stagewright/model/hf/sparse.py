@@ -239,9 +239,7 @@ def _compressed_layers(c: Keys) -> Fields:
     else:  # as transformers' DeepseekV4Config has them
         pair = ("compressed", "compressed_indexed")
         kinds = [*["compressed"] * min(layers, 2), *(pair[i % 2] for i in range(layers - 2))]
-    fields: Fields = {
-        _RATES[kind][0]: rate if kind in kinds else 0 for kind, rate in rates.items()
-    }
+    fields: Fields = {_RATES[kind][0]: rate if kind in kinds else 0 for kind, rate in rates.items()}
     if "compressed_indexed" not in kinds:
         fields |= dict.fromkeys(_INDEXER, 0)
     return fields | {"mixers": shortest(kinds)}
@@ -252,7 +250,8 @@ def _last_channels(c: Keys) -> float:
     width = c.fields["kv_channels"]
     if c.get("qk_rope_head_dim") is not None:
         return c.whole("qk_rope_head_dim", 2, width) / width
-    return c.number(c.used("rope_parameters.main.partial_rotary_factor", "partial_rotary_factor"), 0, 1)
+    keys = ("rope_parameters.main.partial_rotary_factor", "partial_rotary_factor")
+    return c.number(c.used(*keys), 0, 1)
 
 
 DEEPSEEK_V4: Map = {

@@ -15,8 +15,9 @@ _AHEAD_KEYS = (
 )
 _AHEAD = (
     "{file}: the layers for multi-token prediction ({key}) are left out, as published counts of "
-    "parameters leave them out; in training, --mtp-num-layers adds them"
+    "parameters leave them out{more}"
 )
+_ADDED = "; in training, --mtp-num-layers adds them"
 
 
 @cache
@@ -35,7 +36,8 @@ def unread(c: Keys, given: Json, unused: tuple[str, ...] = ()) -> list[str]:
     A key that is null, false, zero or empty asks for nothing.
     """
     keys, endings = _harmless()
-    notes = [_AHEAD.format(file=c.file, key=k) for k in _AHEAD_KEYS if c.get(k)][:1]
+    more = "" if c.fields.get("residual_streams", 1) > 1 else _ADDED
+    notes = [_AHEAD.format(file=c.file, key=k, more=more) for k in _AHEAD_KEYS if c.get(k)][:1]
     left = [
         whole_name(key)
         for key, value in given.items()
@@ -47,8 +49,8 @@ def unread(c: Keys, given: Json, unused: tuple[str, ...] = ()) -> list[str]:
     ]
     if not left:
         return notes
-    more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
-    named = ", ".join(left[:_MOST_NAMED]) + more
+    others = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+    named = ", ".join(left[:_MOST_NAMED]) + others
     return [
         *notes,
         f"{c.file}: not understood, and may change parameters, FLOPs or memory: {named}",

@@ -80,7 +80,11 @@ def _core(b: Builder, q: Node, row: Node, h: Node, latent: Node, mixer: str) -> 
 
 
 def _served(
-    b: Builder, of: tuple[Node, ...], sinks: tuple[Node, ...], numbers: tuple[Node, ...], reach: Reach
+    b: Builder,
+    of: tuple[Node, ...],
+    sinks: tuple[Node, ...],
+    numbers: tuple[Node, ...],
+    reach: Reach,
 ) -> Node:
     """Attention of new tokens to the caches of a window's rows and of compressed ones."""
     q, row, *compressed = of
@@ -89,7 +93,8 @@ def _served(
     cache = KvCache.of(b, window)
     own: dict[str, Any] = {"pairs": cache.size("pairs"), "requests": size("requests")}
     own |= {"keys": cache.size("keys"), "window": window.window, "latent": True}
-    terms, more = ["bqaD", "bKD", "bq", "bI"], []
+    terms: list[str] = ["bqaD", "bKD", "bq", "bI"]
+    more: list[Node] = []
     if compressed:
         all_of = reach._replace(top=0)
         (rows,) = cached(b, {"compressed": compressed[0]}, all_of)
@@ -133,7 +138,7 @@ def compressed_rows(
     else:
         rows = apply("compress", "bSE,bSE,RE->bTD", *made, bias, out=out, name=name, **own)
     rows = b.norm(rows, f"{name}_norm", width, fn="rmsnorm")
-    # Rows stand at their numbers here, and at their first positions in the model: one turns another.
+    # A row turns by its number; the model's by its first position, which costs the same.
     rows = _turned(b, rows, "", width, f"{name}_rope", at=at)
     return identity(rows, f"{name}_core", role=Role.KEYS)
 
@@ -158,9 +163,7 @@ def _completed(
     new: dict[str, Any] = {**own, "name": state.name, "dtype": "fp32", "part": "state"}
     kept = apply("compress_served", f"{terms}->bUVPE", *operands, role=Role.CACHE, **new)
     b.extra[state.name] = kept
-    return apply(
-        "compress_served", f"{terms}->bTD", *operands, out=out, name=name, part="y", **own
-    )
+    return apply("compress_served", f"{terms}->bTD", *operands, out=out, name=name, part="y", **own)
 
 
 def _choice(b: Builder, h: Node, latent: Node, reach: Reach) -> Choice:
