@@ -80,7 +80,9 @@ def sharded(model: str, setup: str, of: Recipe, layer: int = 0) -> Graph:
 @pytest.mark.parametrize("targets", [FUSED, ("all-linear",)], ids=["fused", "each"])
 def test_adapters_under_every_parallelism(model: str, targets: tuple[str, ...]) -> None:
     for layer in range(TINY[model].num_layers):
-        for setup in ("tp", "tp + cp + zero 3"):
+        # Nobody splits the three scales of several streams evenly.
+        even = TINY[model].residual_streams == 1
+        for setup in ("tp", "tp + cp + zero 3")[: 1 + even]:
             sharded(model, setup, recipe(model, *targets, layer=layer), layer)
 
 
