@@ -83,6 +83,11 @@ class TierUse(NamedTuple):
         """Steps through all positions; rings of a torus pass parts on from one to the next."""
         return sum(ring.size - 1 for ring in self.rings) or self.positions - 1
 
+    def senders(self, op: str) -> int:
+        """Ranks below a position that a collective sends from, each by an adapter of its own."""
+        few = self.tier.all_reduce_senders if op == "all_reduce" else 0
+        return min(self.below, few) if few else self.below
+
 
 def tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
     """The tiers over which a group spreads, with their use."""
@@ -125,7 +130,7 @@ def _ring(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float 
     if op not in PASSES:
         return None
     ranks = uses[0].ranks
-    rate = min(use.tier.rate(size) * use.share * use.below for use in uses)
+    rate = min(use.tier.rate(size) * use.share * use.senders(op) for use in uses)
     hops = sum(
         use.tier.hop_us * use.around * (ranks // (use.below * use.positions)) for use in uses
     )
@@ -138,7 +143,7 @@ def _tree(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float 
     """Two binary trees over nodes, chains within nodes (NCCL): an all_reduce of few steps."""
     if op != "all_reduce" or len(uses) < 2:
         return None
-    rate = min(use.tier.rate(size) * use.share * use.below for use in uses)
+    rate = min(use.tier.rate(size) * use.share * use.senders(op) for use in uses)
     hops = sum(
         use.tier.hop_us * (math.ceil(math.log2(use.positions)) if i else use.around)
         for i, use in enumerate(uses)
@@ -155,7 +160,8 @@ def _hierarchical(op: str, whole: int, uses: list[TierUse], size: MessageSize) -
     for use in uses:
         moved = part * (use.positions - 1) / use.positions
         transfer = use.tier.hop_us * 1e-6 * use.around
-        transfer += moved / (use.tier.rate(size) * use.share)
+        few = use.below / use.senders(op)
+        transfer += few * moved / (use.tier.rate(size) * use.share)
         seconds += use.tier.start(size) + PASSES[op] * transfer
         part /= use.positions
     return seconds
@@ -196,6 +202,8 @@ def _in_network(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> 
         return None
     if inner.positions < 3 or inner.below > 1:
         return None
+    if any(use.tier.all_reduce_senders and use.positions > 2 for use in uses[1:]):
+        return None  # measured over two racks, and not over twenty
     # Each GPU also sends its own part: n + 1 of n parts (NCCL's NVLS).
     moved = whole * (inner.positions + 1) / inner.positions
     begin = (inner.tier.latency_us + inner.tier.in_network_us * inner.positions) * 1e-6
@@ -206,7 +214,8 @@ def _in_network(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> 
         if tier.in_network_gb_s:
             outside = part / (tier.in_network_gb_s * 1e9) + 2e-6 * tier.hop_us
         else:
-            outside = 2 * part * (use.positions - 1) / use.positions / tier.rate(size)
+            few = use.below / use.senders(op)
+            outside = 2 * few * part * (use.positions - 1) / use.positions / tier.rate(size)
             outside += 2e-6 * tier.hop_us * (use.positions - 1)
         # Nodes forward one part while they reduce the next: the slower of the two decides.
         seconds = max(seconds, tier.start(size) + outside)

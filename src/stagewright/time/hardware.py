@@ -87,6 +87,8 @@ class ScaleOut(_Link):
     """Bandwidth below the top of the tree, or within a dragonfly group, over that above it."""
     gpus_per_leaf: int | None = Field(ge=1, default=None)
     """GPUs below one switch of the oversubscribed level."""
+    all_reduce_adapters: int | None = Field(ge=1, default=None)
+    """Adapters of a scale-up domain that an all_reduce over several domains uses at most."""
 
 
 class Hardware(Figures):

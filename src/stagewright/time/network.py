@@ -52,6 +52,7 @@ class Tier(NamedTuple):
     low_latency_gb_s: float = 0.0  # of small messages; 0: as large ones
     in_network_gb_s: float = 0.0  # of all_reduce where switches add; 0: they do not
     in_network_us: float = 0.0  # to start it, for each GPU
+    all_reduce_senders: int = 0  # ranks below a position that all_reduce sends from; 0: all
     shape: tuple[int, ...] = ()  # torus: of the slice that the job has
     closed: tuple[bool, ...] = ()  # torus: along which of its sides the ends are joined
 
@@ -120,10 +121,10 @@ class Machine:
         nodes = -(-gpus // inside)
         leaf = (out.gpus_per_leaf or gpus) // inside
         if 1 < leaf < nodes and out.oversubscription > 1:
-            tiers.append(_tier(out, out.fabric, leaf))
+            tiers.append(_outer(out, leaf))
             nodes = -(-nodes // leaf)
         if nodes > 1:
-            top = _tier(out, out.fabric, nodes)
+            top = _outer(out, nodes)
             slower = out.oversubscription if gpus > (out.gpus_per_leaf or gpus) else 1.0
             tiers.append(
                 top._replace(
@@ -168,6 +169,12 @@ def _inner(link: ScaleUp, size: int) -> Tier:
     pod = Pod(link.shape or (link.gpus,), link.cube)
     shape = pod.slice(size)
     return tier._replace(shape=shape, closed=pod.closed(shape))
+
+
+def _outer(link: ScaleOut, size: int) -> Tier:
+    """A level of the network between `size` scale-up domains, or between groups of them."""
+    senders = link.all_reduce_adapters or 0
+    return _tier(link, link.fabric, size)._replace(all_reduce_senders=senders)
 
 
 def _tier(link: ScaleUp | ScaleOut, topology: str, size: int) -> Tier:

@@ -174,3 +174,19 @@ def test_copies_to_experts_move_slowly_and_are_sorted_first() -> None:
     assert seconds[back] == pytest.approx(moved)
     (first, _) = np.flatnonzero(op == "combine")
     assert seconds[first] == pytest.approx(2.5e-6 + t.traffic[first] / (0.6818 * 3350e9))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gb", "ms"),
+    [(144, 8.59, 21.5), (144, 17.18, 42.1), (1440, 4.29, 24.8), (1440, 8.59, 45.0)],
+)
+def test_all_reduce_over_racks_beside_nccl_tests(gpus: int, gb: float, ms: float) -> None:
+    """CoreWeave's GB200 NVL72: two racks, and twenty. Messages of other collectives, which nobody
+    measured, leave a rack by the adapter of each GPU."""
+    machine = Machine.of(hardware.resolve("gb200-nvl72"), gpus=gpus)
+    (group,) = placements(machine, np.arange(gpus).reshape(1, -1))
+    size = round(gb * 1e9)
+    reduced, _ = collective_seconds("all_reduce", size, group, machine)
+    assert reduced * 1e3 == pytest.approx(ms, rel=0.1)
+    scattered, _ = collective_seconds("reduce_scatter", size, group, machine)
+    assert scattered < 0.8 * reduced
