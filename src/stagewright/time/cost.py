@@ -292,10 +292,11 @@ def _cached(kernels: Kernels, hardware: Hardware) -> Seconds:
     queries = size["q"] * math.prod(served_heads(size))
     # Latents are read once for all heads, keys and values once for the heads of a group.
     sharing = size.get("r", size.get("a", np.ones_like(width)))
-    keys = size["k"] * math.prod(served_heads(size)) / sharing
-    work = CachedAttentionWork(
-        queries, sharing, kernels.flops / (2 * width), keys, 2 * width, kernels.traffic
-    )
+    # No more are read than there are pairs: an indexer chooses some of a cache's keys.
+    points = kernels.flops / (2 * width)
+    slots = size["k"] + size.get("j", np.zeros_like(width))
+    keys = np.minimum(slots * math.prod(served_heads(size)), points) / sharing
+    work = CachedAttentionWork(queries, sharing, points, keys, 2 * width, kernels.traffic)
     return cached_attention_seconds(work, dtype=kernels.dtype, on=hardware)
 
 

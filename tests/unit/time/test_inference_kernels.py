@@ -52,6 +52,20 @@ def test_a_step_takes_these_kernels() -> None:
     assert decode_seconds(64, 8192) <= found < 1.35 * decode_seconds(64, 8192)  # clocks of a step
 
 
+def test_chosen_keys_take_the_time_of_those_that_are_read() -> None:
+    """An indexer chooses 2,048 keys, however many a cache has; DeepSeek-V4's rows add up."""
+    found: list[float] = []
+    for context in (16_384, 131_072):
+        run = Run(
+            model="deepseek-v3.2", layers=4, mode="decode", batch_size=8, context_length=context
+        )
+        program = compile(run).program
+        t = program.classes[0].tasks
+        row = next(i for i in range(len(t)) if t.shapes[t.shape[i]].kernel == "cached_attention")
+        found.append(task_seconds(program, Machine.of(H100, gpus=1).for_inference())[0][row])
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+
+
 def test_a_chunk_takes_as_long_as_flash_attention() -> None:
     """8192 tokens, 32 heads, 8 key-value heads: 986 us measured (vLLM on H200, whose compute units
     are those of H100; context_attention_perf)."""
