@@ -67,7 +67,8 @@ def cli() -> str:
     from stagewright.cli import main as cli
     from stagewright.cli.main import EXAMPLES
     from stagewright.run.sections import EXPERIMENT
-    from stagewright.run.sections.other_names import OTHERS, SWITCHES
+    from stagewright.run.sections.foreign import OTHERS
+    from stagewright.run.sections.other_names import SWITCHES
 
     shared = {*EXPERIMENT, *SWITCHES, *OTHERS}
     parts = [

@@ -19,6 +19,7 @@ from stagewright.graph.recompute import remat
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
+from stagewright.lower.blocks import SAVED
 from stagewright.lower.kernels import extent_of
 
 Again = Callable[[Node], str | None]
@@ -32,6 +33,10 @@ WHAT: dict[str, Again] = {
     "weights and norms": lambda n: {Role.USED: "backward"}.get(
         n.role, "recompute" if n.op == "norm" else None
     ),
+}
+WHAT |= {
+    f"all but {saved}": lambda n, names=names: None if n.name in names else "recompute"
+    for saved, names in SAVED.items()
 }
 MODELS = ["llama", "gpt2", "gemma2", "bert", "falcon-mqa"]
 

@@ -52,7 +52,8 @@ def experiment_options(*shown: str) -> Callable[[_Command], _Command]:
 def _parameters(shown: Sequence[str]) -> list[click.Parameter]:
     from stagewright.run.sections import EXPERIMENT, SETTINGS
     from stagewright.run.sections.declare import Without
-    from stagewright.run.sections.other_names import OTHERS, SWITCHES
+    from stagewright.run.sections.foreign import OTHERS
+    from stagewright.run.sections.other_names import SWITCHES
 
     run = list(map(option_of, SETTINGS.values()))
     more = [option_of(of) for name, of in EXPERIMENT.items() if name not in SETTINGS]

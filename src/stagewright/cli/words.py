@@ -56,8 +56,7 @@ def sort_words(words: Sequence[str], command: click.Command) -> Sorted:
 
     Raises a UserError that names all options that other tools have and that are refused here.
     """
-    from stagewright.run.sections.foreign import FOREIGN, IGNORED
-    from stagewright.run.sections.other_names import canonical
+    from stagewright.run.sections.foreign import FOREIGN, IGNORED, canonical
 
     by_name = _parameters(command)
     left, kept = list(words), list[str]()
@@ -174,8 +173,7 @@ def _opposite(word: GivenOption) -> str:
 
 def no_such_option(name: str, command: click.Command, others: Iterable[str] = ()) -> str:
     """What to say of an option that a command does not have; `others` are commands that have it."""
-    from stagewright.run.sections.foreign import FOREIGN
-    from stagewright.run.sections.other_names import canonical
+    from stagewright.run.sections.foreign import FOREIGN, canonical
 
     if owners := ", ".join(others):
         return f"no such option {name}; it is an option of {owners}"

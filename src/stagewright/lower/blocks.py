@@ -77,11 +77,26 @@ def build_for_one_device(
     return block
 
 
+SAVED: Mapping[str, frozenset[str]] = {
+    "qkv_proj": frozenset({"q_core", "k_core", "v_core"}),
+    "context": frozenset({"core", "context"}),
+    "out_proj": frozenset({"attn_reduced"}),
+    "mlpwi": frozenset({"gate", "up"}),
+    "mlpwo": frozenset({"mlp_out", "mlp_reduced"}),
+}
+"""The values of a layer that `recompute_save` names; what a layer has not is not kept.
+
+MaxText's `checkpoint_name`: queries and keys as attention reads them, behind rotary positions.
+"""
+
+
 def recompute(block: nn.Block, context: BlockContext) -> nn.Block:
     """Backward computes or gathers again what the run does not keep for it."""
     variant, run, _, _ = context
     results: set[Node] = set()  # of forward, that backward makes again though they are kept
-    if run.recompute_early_stop or all(n.phase != "backward" for n in block.graph):
+    # Compiled programs, which save values by name, make again what backward reads.
+    as_read = run.recompute_early_stop or bool(run.recompute_save)
+    if as_read or all(n.phase != "backward" for n in block.graph):
         pass
     elif variant.recomputed:
         results = {n for value, n in handed_on(block.graph).items() if not value.gradient}
@@ -144,7 +159,8 @@ def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
         gathered_again = run.zero == 3 and run.reshard_after_forward and not variant.root
         return "backward" if gathered_again else None
     if variant.recomputed:
-        return None if n.once else "recompute"
+        saved = any(n.name in SAVED[what] for what in run.recompute_save or ())
+        return None if n.once or saved else "recompute"
     # Without context parallelism, an identity names a place where nothing moves.
     value = n.srcs[0] if n.op == "identity" and run.cp == 1 else n
     if value.role is Role.REMADE:  # by the kernels that are trained with
@@ -192,8 +208,10 @@ def lower_block(
     allocation = habits.allocation(PERMANENT_BUFFERS)
     size = _bytes_of_values(graph, mesh, extent, habits)
     offloaded = frozenset[Node]()
-    if variant.activations_on_host:
-        tasks, offloaded = offload.activations(graph, tasks, size)
+    saved_on_host = variant.recomputed and run.recompute_save_on_host
+    if variant.activations_on_host or saved_on_host:
+        all_of_it = variant.activations_on_host
+        tasks, offloaded = offload.activations(graph, tasks, size, with_input=all_of_it)
     if variant.states_on_host:
         tasks = offload.states(tasks, size)
     made = handed_on(graph)

@@ -19,16 +19,17 @@ _LATER = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
 
 
 def activations(
-    graph: Graph, tasks: Sequence[Kernel], size: Mapping[Node, int]
+    graph: Graph, tasks: Sequence[Kernel], size: Mapping[Node, int], *, with_input: bool = True
 ) -> tuple[list[Kernel], frozenset[Node]]:
     """The tasks with activations on the host between forward and backward; and the values moved.
 
     As in Megatron-LM's `--cpu-offloading-num-layers`: stored when the block's forward is done,
-    loaded while backward is at the block behind it.
+    loaded while backward is at the block behind it. Without its input, that is what JAX's
+    `save_and_offload_only_these_names` offloads.
     """
     owner = PERMANENT_BUFFERS.owner  # no gradient of a weight is made in forward
     made = {owner(n) for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
-    made |= {n for n in graph if interface(n) == LiveValue(STREAM)}
+    made |= {n for n in graph if with_input and interface(n) == LiveValue(STREAM)}
     later = [t for t in tasks if t.part in _LATER]
     read = dict.fromkeys(owner(n) for t in later for n in t.reads)
     kept = {n: None for n in read if n in made and not PERMANENT_BUFFERS.permanent(n)}

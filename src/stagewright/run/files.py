@@ -13,7 +13,8 @@ from stagewright.files import from_yaml, manifest_head, read_text
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT, SECTIONS
-from stagewright.run.sections.other_names import SAME, Pending, canonical, known, translate
+from stagewright.run.sections.foreign import canonical
+from stagewright.run.sections.other_names import SAME, Pending, known, translate
 from stagewright.run.validation import hint_of_setting
 
 _SETTINGS_TOO = EXPERIMENT.keys() | {"model"}

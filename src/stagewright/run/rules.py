@@ -235,6 +235,10 @@ RECOMPUTE_AND_OFFLOAD = (
         "recompute_modules is empty; name some, or use recompute=none",
     ),
     Refuse(
+        lambda run, model: run.recompute_save_on_host and not run.recompute_save,
+        "recompute_save_on_host is about what recompute_save names, which is nothing; name some",
+    ),
+    Refuse(
         lambda run, model: (
             run.optimizer_cpu_offload
             and run.sequence_parallel_grads == "dtensor"

@@ -35,8 +35,9 @@ from stagewright.run.pipeline_split import compute_split, even_split, layout_spl
 from stagewright.run.prefill import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
 from stagewright.run.sections.declare import AXES, describe_value, text_of
+from stagewright.run.sections.foreign import OTHERS
 from stagewright.run.sections.inference import PrefillRanks
-from stagewright.run.sections.other_names import OTHERS, Pending
+from stagewright.run.sections.other_names import Pending
 from stagewright.run.validation import invalid
 from stagewright.schedule import schedules
 from stagewright.schedule.generators import equal_group

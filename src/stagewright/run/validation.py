@@ -12,8 +12,8 @@ from pydantic_core import ErrorDetails
 from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import BYTES
-from stagewright.run.sections.foreign import FOREIGN
-from stagewright.run.sections.other_names import SAME, canonical
+from stagewright.run.sections.foreign import FOREIGN, canonical
+from stagewright.run.sections.other_names import SAME
 
 
 def invalid(

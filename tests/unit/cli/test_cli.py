@@ -97,7 +97,8 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Cal
             case type() if setting.kind is str:
                 value = "x"
             case type():
-                value = (4, 5) if setting.name == "layers_per_stage" else ("norm", "activation")
+                others = {"layers_per_stage": (4, 5), "recompute_save": ("context", "mlpwi")}
+                value = others.get(setting.name, ("norm", "activation"))
             case choices:
                 value = next(each for each in choices if each != default)
         settings[setting.name] = value

@@ -228,6 +228,11 @@ def test_help_is_in_sections_and_rare_options_are_on_demand(capsys: pytest.Captu
             "pp": 2, "first_stage_less_layers": 2}),
         ("--use-megatron-fsdp --use-distributed-optimizer --dp 2", {"zero": 3, "dp": 2}),
         ("--overlap-grad-reduce --overlap-param-gather --prefetch 2", {}),
+        ("--remat-policy save_dot_except_mlp", {
+            "recompute": "full", "recompute_save": ("qkv_proj", "out_proj")}),
+        ("--remat-policy qkv_proj_offloaded", {
+            "recompute": "full", "recompute_save": ("qkv_proj",), "recompute_save_on_host": True}),
+        ("--remat-policy full", {"recompute": "full", "recompute_early_stop": True}),
         ("-tp 2 -pp 3 -dp 4", {"tp": 2, "pp": 3, "dp": 4}),
         ("--tp 2 --tensor-parallel-size 2", {"tp": 2}),
     ],
@@ -256,6 +261,12 @@ def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytes
         (
             "--tp 8 --tensor-model-parallel-size 4",
             "--tp 8 and --tensor-model-parallel-size 4 contradict each other; keep one",
+        ),
+        ("--remat-policy minimal --recompute selective", "means --recompute full, got selective"),
+        ("--recompute-save context", "recompute_save=context needs recompute=full, got"),
+        (
+            "--recompute full --recompute-save-on-host",
+            "what recompute_save names, which is nothing",
         ),
         ("--sequence-parallel --no-sequence-parallel", "contradict each other; keep one"),
         ("--overlap-grad-reduce --no-overlap dp,tp", "means --no-overlap without dp"),

@@ -1,11 +1,147 @@
-"""Options of other tools that are no settings here, with what to say of them.
+"""Options of other tools that are no settings here: what follows from them, or what to say.
 
-Names are spelled as `other_names.canonical` has them.
+`OTHERS` say settings in other terms; of `FOREIGN` nothing follows. Names are spelled as `canonical`
+has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class OtherName(NamedTuple):
+    """An option of another tool whose setting follows from its value and from other settings."""
+
+    name: str
+    """As a keyword spells it: with underscores."""
+    flag: str
+    help: str
+    kind: type | tuple[str, ...]
+    """bool, int, str, or the words to choose from."""
+    makes: tuple[str, ...]
+    """The settings that follow."""
+    names: tuple[str, ...] = ()
+    """Other spellings of the option, without the dashes before them."""
+
+
+def canonical(name: str) -> str:
+    """A name as a keyword: `--micro-batch-size` and `training.seq_len` have no dashes and dots.
+
+    >>> canonical("micro-batch-size"), canonical("training.seq_len")
+    ('micro_batch_size', 'training_seq_len')
+    """
+    return name.removeprefix("--").replace("-", "_").replace(".", "_")
+
+
+def _other(
+    flag: str, help: str, kind: type | tuple[str, ...], *makes: str, names: tuple[str, ...] = ()
+) -> OtherName:
+    return OtherName(canonical(flag), "--" + flag, help, kind, makes, names)
+
+
+_DOTS = ("qkv_proj", "out_proj", "mlpwi", "mlpwo")
+REMAT_POLICIES: Mapping[str, tuple[str, ...] | None] = {
+    "none": None,
+    "minimal": _DOTS,
+    "minimal_with_context": ("context", *_DOTS),
+    "save_dot_with_context_except_mlp": ("qkv_proj", "context", "out_proj"),
+    "save_dot_except_mlpwi": ("qkv_proj", "out_proj", "mlpwo"),
+    "save_dot_except_mlp": ("qkv_proj", "out_proj"),
+    "save_qkv_proj": ("qkv_proj",),
+    "save_out_proj": ("out_proj",),
+    "full": (),
+    "minimal_offloaded": _DOTS,
+    "qkv_proj_offloaded": ("qkv_proj",),
+}
+"""MaxText's policies (`Decoder.get_remat_policy`) and what each keeps; None: everything."""
+OFFLOADED_POLICIES = ("minimal_offloaded", "qkv_proj_offloaded")
+"""Those of them that keep it in the host's memory."""
+
+OTHERS: Mapping[str, OtherName] = {
+    of.name: of
+    for of in (
+        _other(
+            "enable-expert-parallel",
+            "vLLM: ep over all ranks of tp, cp and dp, with etp=1.",
+            bool,
+            *("ep", "etp"),
+        ),
+        _other(
+            "num-layers-per-virtual-pipeline-stage",
+            "Megatron-LM: layers / (pp * vpp), which gives vpp.",
+            int,
+            "vpp",
+        ),
+        _other(
+            "parallelism.pipeline_parallel_layers_per_stage",
+            "torchtitan: the most layers of a virtual stage, which gives vpp.",
+            int,
+            "vpp",
+            names=("pipeline-parallel-layers-per-stage",),
+        ),
+        _other(
+            "decoder-first-pipeline-num-layers",
+            "Megatron-LM: layers of the first rank of pp; the others share the rest.",
+            int,
+            "layers_per_stage",
+        ),
+        _other(
+            "decoder-last-pipeline-num-layers",
+            "Megatron-LM: layers of the last rank of pp; the others share the rest.",
+            int,
+            "layers_per_stage",
+        ),
+        _other(
+            "pipeline-model-parallel-layout",
+            "Megatron-LM: virtual stages such as Et*3|(tt|)*29,t*3L, which give vpp, too.",
+            str,
+            *("vpp", "layers_per_stage"),
+        ),
+        _other(
+            "data-parallel-sharding-strategy",
+            "Megatron-LM's FSDP: stands for --zero 0, 1, 2 and 3.",
+            ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+            "zero",
+        ),
+        _other(
+            "recompute-method",
+            "Megatron-LM: block recomputes the first --recompute-num-layers, uniform all layers.",
+            ("uniform", "block"),
+            "recompute_num_layers",
+        ),
+        _other(
+            "remat-policy",
+            "MaxText: stands for --recompute, --recompute-save and --recompute-save-on-host.",
+            tuple(REMAT_POLICIES),
+            *("recompute", "recompute_save", "recompute_save_on_host", "recompute_early_stop"),
+        ),
+        _other(
+            "isl",
+            "Input sequence length. Prefill: --prompt-length. Decode: --context-length is isl + "
+            "osl / 2, the mean while a request gets its tokens; with --prefill isl.",
+            int,
+            *("prompt_length", "context_length"),
+        ),
+        _other(
+            "parallelism.data_parallel_shard_degree",
+            "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
+            int,
+            *("dp", "dp_shard", "zero"),
+            names=("data-parallel-shard-degree",),
+        ),
+        _other(
+            "parallelism.data_parallel_replicate_degree",
+            "torchtitan: copies of the parameters, which multiply dp.",
+            int,
+            *("dp", "dp_shard"),
+            names=("data-parallel-replicate-degree",),
+        ),
+    )
+}
+"""Options of other tools by name."""
+
+# ---- options of which nothing follows ------------------------------------------------------------
 
 _SWITCHES = """
     async_save bias_swiglu_fusion calculate_per_token_loss disable_bias_linear

@@ -43,6 +43,26 @@ class MemorySection:
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("full",)},
     )
+    recompute_save: (
+        tuple[Literal["qkv_proj", "context", "out_proj", "mlpwi", "mlpwo"], ...] | None
+    ) = setting(
+        None,
+        "With recompute=full: results that are kept all the same, by MaxText's names.",
+        unset="none",
+        modes=TRAINING,
+        elsewhere=NO_BACKWARD,
+        needs={"recompute": ("full",)},
+        metavar="LIST",
+    )
+    """`qkv_proj`: what attention reads; `context`: its result; `out_proj`: its output projection's;
+    `mlpwi`: the first products' of the MLP or the experts; `mlpwo`: the last one's."""
+    recompute_save_on_host: Switch = setting(
+        False,
+        "Keep in the host's memory what recompute-save names.",
+        modes=TRAINING,
+        elsewhere=NO_BACKWARD,
+        needs={"recompute": ("full",)},
+    )
     cpu_offloading_num_layers: Count | None = setting(
         None,
         "The first layers of each virtual stage that keep activations in the host's memory.",

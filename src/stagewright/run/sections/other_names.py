@@ -1,7 +1,8 @@
 """Names of Megatron-LM, vLLM and torchtitan in our terms, for options, run files and keywords.
 
 A setting declares the names that mean the same (`Setting.names`) and the switches that stand for
-one of its values (`Setting.switches`). `OTHERS` are the options that say a setting in other terms.
+one of its values (`Setting.switches`). `foreign.OTHERS` are the options that say a
+setting in other terms.
 
 >>> translate({"tensor_model_parallel_size": 8, "use_distributed_optimizer": True})[0]
 {'tp': 8, 'zero': 1}
@@ -11,119 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import Setting, Without, text_of
-
-
-class OtherName(NamedTuple):
-    """An option of another tool whose setting follows from its value and from other settings."""
-
-    name: str
-    """As a keyword spells it: with underscores."""
-    flag: str
-    help: str
-    kind: type | tuple[str, ...]
-    """bool, int, str, or the words to choose from."""
-    makes: tuple[str, ...]
-    """The settings that follow."""
-    names: tuple[str, ...] = ()
-    """Other spellings of the option, without the dashes before them."""
-
-
-def canonical(name: str) -> str:
-    """A name as a keyword: `--micro-batch-size` and `training.seq_len` have no dashes and dots.
-
-    >>> canonical("micro-batch-size"), canonical("training.seq_len")
-    ('micro_batch_size', 'training_seq_len')
-    """
-    return name.removeprefix("--").replace("-", "_").replace(".", "_")
-
-
-def _other(
-    flag: str, help: str, kind: type | tuple[str, ...], *makes: str, names: tuple[str, ...] = ()
-) -> OtherName:
-    return OtherName(canonical(flag), "--" + flag, help, kind, makes, names)
-
-
-OTHERS: Mapping[str, OtherName] = {
-    of.name: of
-    for of in (
-        _other(
-            "enable-expert-parallel",
-            "vLLM: ep over all ranks of tp, cp and dp, with etp=1.",
-            bool,
-            *("ep", "etp"),
-        ),
-        _other(
-            "num-layers-per-virtual-pipeline-stage",
-            "Megatron-LM: layers / (pp * vpp), which gives vpp.",
-            int,
-            "vpp",
-        ),
-        _other(
-            "parallelism.pipeline_parallel_layers_per_stage",
-            "torchtitan: the most layers of a virtual stage, which gives vpp.",
-            int,
-            "vpp",
-            names=("pipeline-parallel-layers-per-stage",),
-        ),
-        _other(
-            "decoder-first-pipeline-num-layers",
-            "Megatron-LM: layers of the first rank of pp; the others share the rest.",
-            int,
-            "layers_per_stage",
-        ),
-        _other(
-            "decoder-last-pipeline-num-layers",
-            "Megatron-LM: layers of the last rank of pp; the others share the rest.",
-            int,
-            "layers_per_stage",
-        ),
-        _other(
-            "pipeline-model-parallel-layout",
-            "Megatron-LM: virtual stages such as Et*3|(tt|)*29,t*3L, which give vpp, too.",
-            str,
-            *("vpp", "layers_per_stage"),
-        ),
-        _other(
-            "data-parallel-sharding-strategy",
-            "Megatron-LM's FSDP: stands for --zero 0, 1, 2 and 3.",
-            ("no_shard", "optim", "optim_grads", "optim_grads_params"),
-            "zero",
-        ),
-        _other(
-            "recompute-method",
-            "Megatron-LM: block recomputes the first --recompute-num-layers, uniform all layers.",
-            ("uniform", "block"),
-            "recompute_num_layers",
-        ),
-        _other(
-            "isl",
-            "Input sequence length. Prefill: --prompt-length. Decode: --context-length is isl + "
-            "osl / 2, the mean while a request gets its tokens; with --prefill isl.",
-            int,
-            *("prompt_length", "context_length"),
-        ),
-        _other(
-            "parallelism.data_parallel_shard_degree",
-            "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
-            int,
-            *("dp", "dp_shard", "zero"),
-            names=("data-parallel-shard-degree",),
-        ),
-        _other(
-            "parallelism.data_parallel_replicate_degree",
-            "torchtitan: copies of the parameters, which multiply dp.",
-            int,
-            *("dp", "dp_shard"),
-            names=("data-parallel-replicate-degree",),
-        ),
-    )
-}
-"""Options of other tools by name."""
+from stagewright.run.sections.foreign import (
+    OFFLOADED_POLICIES,
+    OTHERS,
+    REMAT_POLICIES,
+    OtherName,
+    canonical,
+)
 
 SPELLINGS: Mapping[str, OtherName] = {
     canonical(name): of for of in OTHERS.values() for name in (of.name, *of.names)
@@ -232,6 +132,7 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
     _switch(settings, switches, where)
     _switch_off(settings, off)
     _recompute(settings, others, where)
+    _remat_policy(settings, others.get("remat_policy"), where)
     _data_parallel(settings, others, where)
     _input_length(settings, others, where)
     pending = Pending(
@@ -350,6 +251,24 @@ def _recompute(settings: dict[str, Any], others: Mapping[str, Any], where: str) 
             f"{where}--recompute-method uniform keeps the input of each chunk of "
             "--recompute-num-layers layers, which is modelled for chunks of 1; use 1, or block"
         )
+
+
+def _remat_policy(settings: dict[str, Any], policy: str | None, where: str) -> None:
+    """MaxText's policy as what is computed again, what is kept all the same, and where."""
+    if policy is None:
+        return
+    save = REMAT_POLICIES[policy]
+    implied: dict[str, Any] = {"recompute": "none" if save is None else "full"}
+    if save is not None:  # XLA drops what no gradient reads
+        implied |= {"recompute_save": save} if save else {"recompute_early_stop": True}
+    implied |= {"recompute_save_on_host": True} if policy in OFFLOADED_POLICIES else {}
+    for name, value in implied.items():
+        given = settings.setdefault(name, value)
+        if given != value:
+            raise UserError(
+                f"{where}--remat-policy {policy} means {EXPERIMENT[name].flag} {text_of(value)}, "
+                f"got {text_of(given)}; drop either"
+            )
 
 
 def _data_parallel(settings: dict[str, Any], others: Mapping[str, Any], where: str) -> None:
