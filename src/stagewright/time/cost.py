@@ -24,8 +24,8 @@ from stagewright.lower.inference.disaggregated import Meshes
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
-from stagewright.time.dispatch import Routed, dispatch_seconds
-from stagewright.time.expert_kernels import (
+from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowed_beside
+from stagewright.time.experts.kernels import (
     bias_seconds,
     copying_seconds,
     trains,
@@ -62,7 +62,7 @@ def task_seconds(
     A collective takes as long as in the slowest group of the class; SEND and RECV both carry the
     duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and count
     only the part that the adjacent GEMMs do not hide (`tensor_overlap`). With `routed`, a token is
-    sent once to each rank that has experts for it (`dispatch.dispatch_seconds`). Raises
+    sent once to each rank that has experts for it (`experts.dispatch`). Raises
     UserError where the program and the machine differ in their number of GPUs.
     """
     if program.mesh.world_size != machine.gpus:
@@ -158,6 +158,9 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
 
     longest = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
     seconds[moves] = np.array(longest)[back] if longest else 0.0
+    if routed and routed.hidden:
+        beside = computes & (tasks.microbatch >= 0)
+        seconds[beside] = slowed_beside(seconds[beside], seconds[exchanged], machine.hardware)
 
     copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
     to_host = machine.hardware.host_bandwidth_gb_s * 1e9

@@ -9,13 +9,13 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program.columns import TaskKind
+from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time import hardware
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.cost import task_seconds
-from stagewright.time.dispatch import Routed, destinations, dispatch_seconds
+from stagewright.time.experts.dispatch import Routed, destinations, dispatch_seconds
 from stagewright.time.network import Machine, Placement, placements
 from stagewright.time.simulate.step import simulate
 
@@ -143,3 +143,20 @@ def test_flex_dispatcher_is_for_experts_on_several_ranks() -> None:
     once, each = (simulate(compiled, machine, Execution(moe_flex_dispatcher=x)).seconds
                   for x in (True, False))  # fmt: skip
     assert once < each
+
+
+def test_dispatches_beside_kernels_keep_multiprocessors() -> None:
+    """20 of 132: kernels of a microbatch lose so much of the time of its dispatches in all."""
+    run = Run(model="qwen3-30b-a3b", layers=2, dp=8, ep=8, zero=1, seq_length=1024)
+    program = compile(run).program
+    tasks = program.classes[0].tasks
+    machine = Machine.of(H100, gpus=8)
+    (alone,), (beside,) = (
+        task_seconds(program, machine, routed=Routed(128, 8, hidden=hidden))
+        for hidden in (False, True)
+    )
+    moves = tasks.kind == TaskKind.COLLECTIVE
+    assert (beside[moves] == alone[moves]).all()
+    exchanged = alone[tasks.collective == COLLECTIVES.index("all_to_all")].sum()
+    assert (beside - alone).sum() == pytest.approx(exchanged * 20 / 132)
+    assert not (beside - alone)[tasks.microbatch < 0].any()

@@ -43,7 +43,7 @@ from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.time.cost import task_seconds
-from stagewright.time.dispatch import Routed
+from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
 from stagewright.time.measured import Counts
 from stagewright.time.network import Machine
@@ -354,7 +354,9 @@ def executed(
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
     run = compiled.run
-    routed = Routed.of(run, compiled.model) if how.moe_flex_dispatcher else None
+    hidden = how.overlap_moe_expert_parallel_comm
+    flex = how.moe_flex_dispatcher
+    routed = Routed.of(run, compiled.model, hidden=hidden) if flex else None
 
     def simulated(program: Program) -> Timeline:
         overlap = how.tp_comm_overlap

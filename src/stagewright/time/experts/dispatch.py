@@ -20,10 +20,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from stagewright.arrays import Float
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.time.collectives import TierUse, detour, tiers_used
+from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, MessageSize, Placement
 
 # Shares of the bandwidth that other large messages reach. Sources: the tables of DeepEP's README,
@@ -37,6 +39,9 @@ NETWORK = 0.95
 LOW_LATENCY_LINKS = 0.98
 LOW_LATENCY_NETWORK = 0.91
 """Of low-latency kernels, whose rows grow by a byte per 42 GB/s between nodes."""
+MULTIPROCESSORS = 20
+"""That a dispatch keeps from kernels beside it: Megatron-LM's moe_deepep_num_sms; HybridEP takes 16
+there. Low-latency kernels, whose receiving half comes later, keep none."""
 LOW_LATENCY_START_US = 30.0
 """Time of a low-latency kernel beyond that of its bytes: 24 to 36 us."""
 
@@ -52,9 +57,11 @@ class Routed(NamedTuple):
     top_groups: int = 1
     low_latency: bool = False
     """Ranks that decode send by low-latency kernels."""
+    hidden: bool = False
+    """Kernels of another microbatch run beside a dispatch, and share multiprocessors with it."""
 
     @classmethod
-    def of(cls, run: Run, model: ModelConfig) -> Routed:
+    def of(cls, run: Run, model: ModelConfig, *, hidden: bool = False) -> Routed:
         """The routing of a run; UserError where no all-to-all sends tokens."""
         prefill = run.prefill_ranks
         if max(run.ep, prefill.ep if prefill else 1) == 1:
@@ -70,6 +77,7 @@ class Routed(NamedTuple):
             model.num_expert_groups,
             model.topk_groups,
             low_latency=run.mode == "decode",
+            hidden=hidden,
         )
 
 
@@ -121,6 +129,14 @@ def dispatch_seconds(local_bytes: int, group: Placement, machine: Machine, route
     start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
     sent = (_once(local_bytes, use, routed, inside=use.tier is links) for use in uses)
     return start * 1e-6 + max(sent)
+
+
+def slowed_beside(kernels: Float, dispatching: Float, on: Hardware) -> Float:
+    """Seconds of kernels that dispatches keep multiprocessors from, all of these beside kernels."""
+    if not kernels.any():
+        return kernels
+    lost = dispatching.sum() * MULTIPROCESSORS / on.compute_units
+    return kernels * (1 + lost / kernels.sum())
 
 
 def _once(local_bytes: int, use: TierUse, routed: Routed, *, inside: bool) -> float:
