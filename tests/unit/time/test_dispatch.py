@@ -146,7 +146,7 @@ def test_flex_dispatcher_is_for_experts_on_several_ranks() -> None:
 
 
 def test_dispatches_beside_kernels_keep_multiprocessors() -> None:
-    """20 of 132: kernels of a microbatch lose so much of the time of its dispatches in all."""
+    """16 of 132: kernels of a microbatch lose so much of the time of its dispatches in all."""
     run = Run(model="qwen3-30b-a3b", layers=2, dp=8, ep=8, zero=1, seq_length=1024)
     program = compile(run).program
     tasks = program.classes[0].tasks
@@ -158,5 +158,5 @@ def test_dispatches_beside_kernels_keep_multiprocessors() -> None:
     moves = tasks.kind == TaskKind.COLLECTIVE
     assert (beside[moves] == alone[moves]).all()
     exchanged = alone[tasks.collective == COLLECTIVES.index("all_to_all")].sum()
-    assert (beside - alone).sum() == pytest.approx(exchanged * 20 / 132)
+    assert (beside - alone).sum() == pytest.approx(exchanged * 16 / 132)
     assert not (beside - alone)[tasks.microbatch < 0].any()

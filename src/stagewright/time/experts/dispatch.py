@@ -39,9 +39,9 @@ NETWORK = 0.95
 LOW_LATENCY_LINKS = 0.98
 LOW_LATENCY_NETWORK = 0.91
 """Of low-latency kernels, whose rows grow by a byte per 42 GB/s between nodes."""
-MULTIPROCESSORS = 20
-"""That a dispatch keeps from kernels beside it: Megatron-LM's moe_deepep_num_sms; HybridEP takes 16
-there. Low-latency kernels, whose receiving half comes later, keep none."""
+MULTIPROCESSORS = 16
+"""That a dispatch keeps from kernels beside it: Megatron-LM's moe_hybridep_num_sms; DeepEP takes 20
+there (moe_deepep_num_sms)."""
 LOW_LATENCY_START_US = 30.0
 """Time of a low-latency kernel beyond that of its bytes: 24 to 36 us."""
 
