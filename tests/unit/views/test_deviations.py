@@ -18,7 +18,7 @@ from stagewright.views.deviations import DEVIATIONS, SOURCE, known
 
 STEPS: dict[str, dict[str, Any]] = {
     "Steps of mixtures": {"model": "mixtral-8x7b", "seq_length": 4096},
-    "All-reduces over several": {
+    "All-reduces of 0.5 to 2 GB": {
         "model": "deepseek-v3", "mode": "decode", "dp": 144, "ep": 144, "num_redundant_experts": 32,
         "hardware": "gb200-nvl72",
     },
