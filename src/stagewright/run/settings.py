@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError, field_validator, model_validator
 
@@ -54,6 +54,22 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     The names are those of Megatron-LM where it has one, then vLLM's. `world_size` is tp * cp * dp *
     pp. `sections` declares the settings.
     """
+
+    if not TYPE_CHECKING:  # type checkers and editors know the settings by name
+
+        def __init__(self, **settings: Any) -> None:
+            """Settings by name; a UserError names the first that is unknown or may not be so."""
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise invalid(error, type(self).model_fields) from None
+
+    @classmethod
+    def _validated(cls, values: Any) -> Self:
+        """A run from settings by name; a ValidationError says which may not be so."""
+        run = cls.__new__(cls)
+        cls.__pydantic_validator__.validate_python(values, self_instance=run)
+        return run
 
     @model_validator(mode="before")
     @classmethod
@@ -124,14 +140,14 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
             if is_manifest(values):
                 values = {**values, "run": cls._asked_for(values["run"], overrides or {})}
             chosen, _ = settings_of(values, overrides, path)
-            return cls.model_validate({k: v for k, v in chosen.items() if k not in _ELSEWHERE})
+            return cls._validated({k: v for k, v in chosen.items() if k not in _ELSEWHERE})
         except ValidationError as error:
             raise invalid(error, cls.model_fields, path, overrides or {}) from None
 
     @classmethod
     def _asked_for(cls, recorded: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a manifest without those that follow from others, or the framework."""
-        values = cls.model_validate(recorded).unresolved().model_dump()
+        values = cls._validated(recorded).unresolved().model_dump()
         if overrides.get("framework", values["framework"]) != values["framework"]:
             values = frameworks.without_defaults(values)
         return values

@@ -14,11 +14,11 @@ import stagewright as sw
 from paths import ROOT
 from stagewright.cli import main as cli
 from stagewright.cli import shared
-from stagewright.model.architecture import KINDS
 from stagewright.model.presets import PRESETS
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
+from stagewright.views.models import KINDS
 
 SMALL = ["gpt2", "--layers", "4", "--seq-length", "64"]
 

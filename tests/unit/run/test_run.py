@@ -133,13 +133,13 @@ def test_a_run_cannot_be_changed():
 
 @pytest.mark.parametrize("value", [True, "8", 2.0, 0, -1, 2**31 + 1, None])
 def test_degrees_are_positive_whole_numbers(value: object):
-    with pytest.raises(ValueError, match="tp"):
+    with pytest.raises(UserError, match="tp"):
         run(tp=value)
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_flags_are_true_or_false(value: object):
-    with pytest.raises(ValueError, match="fuse"):
+    with pytest.raises(UserError, match="fuse"):
         run(fuse=value)
 
 
@@ -787,3 +787,18 @@ def test_a_split_by_compute_may_leave_ranks_between_others_without_layers():
     assert len(compile(of, model).program.classes) == 8
     with pytest.raises(UserError, match="leaves stage 5 without layers"):
         check(Run(model="llama3.2-1b", layers_per_stage=split, **settings), model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "foo"}, "mode is 'foo', wanted 'train', 'prefill' or 'decode'"),
+        ({"tp": "x"}, "tp is 'x', wanted a whole number"),
+        ({"tpp": 2}, "unknown setting 'tpp'; did you mean 'tp'?"),
+        ({"zero": 7}, "zero is 7, wanted at most 3"),
+    ],
+)
+def test_keywords_are_refused_as_options_are(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Run(model="llama3-8b", **settings)
+    assert str(caught.value) == said

@@ -236,8 +236,10 @@ def norm_wgrad(ctx: Context, g: Any, x: Any) -> Any:
 
 
 def repeat(ctx: Context, x: Any) -> Any:
-    """Copies along dim 2: of key-value heads, for the query heads of each, or of the whole value,
-    where the result has a dim more."""
+    """Copies along dim 2: of key-value heads for their query heads, or of the whole value.
+
+    The latter where the result has a dim more.
+    """
     if x.ndim < len(ctx.shape):
         return np.repeat(x[:, :, None], ctx.shape[2], 2)
     return np.repeat(x, ctx.shape[2] // x.shape[2], 2)

@@ -108,8 +108,10 @@ def compress_bwd(ctx: Context, g: Any, rows: Any, gate: Any, bias: Any) -> Any:
 def compress_served(
     ctx: Context, rows: Any, gate: Any, bias: Any, state: Any, requests: Any, positions: Any
 ) -> Any:
-    """The rows that new tokens complete, or the state [B, requests, 2, positions, channels] that
-    keeps rows and gates of the last positions for the next tokens."""
+    """The rows that new tokens complete, or the state that is kept for the next tokens.
+
+    The state [B, requests, 2, positions, channels] has rows and gates of the last positions.
+    """
     kept: Any = np.array(state, dtype=float)
     each, many = bias.shape[0], state.shape[3]
     out: Any = np.zeros(ctx.shape)
