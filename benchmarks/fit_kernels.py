@@ -43,7 +43,7 @@ SYSTEMS = {
     "b300": "b300_sxm",
     "gb300-nvl72": "gb300",
 }
-DTYPES = {"bf16": ("bfloat16", 2), "fp8": ("fp8", 1)}
+DTYPES = {"bf16": ("bfloat16", 2), "fp8": ("fp8", 1), "fp4": ("nvfp4", 0.5625)}
 Rows = list[dict[str, str]]
 Constants = Mapping[str, float]
 
@@ -119,14 +119,14 @@ def gemm(folder: Path, hardware: Hardware, system: str) -> None:
         if not rows:
             continue
 
-        def predict(constants: Constants, some: Rows, dtype: str = dtype, size: int = size):
+        def predict(constants: Constants, some: Rows, dtype: str = dtype, size: float = size):
             m, n, k = (column(some, c) for c in "mnk")
             changed = hardware.gemm["bf16"].model_copy(update=dict(constants))
             on = hardware.model_copy(update={"gemm": {dtype: changed}})
             traffic = size * (m * k + k * n) + 2 * m * n
             seconds = gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=on)
-            if dtype == "fp8":  # the rows include the kernel that quantizes the activations
-                seconds += memory_seconds(3 * m * k, m * k, on)
+            if size < 2:  # the rows include the kernel that quantizes the activations
+                seconds += memory_seconds((2 + size) * m * k, m * k, on)
             return seconds
 
         keep = [r for r in rows if not held_out(r["m"], r["n"], r["k"])]

@@ -99,11 +99,12 @@ CLOCKS = np.array([0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 def steps(name: str, precision: str, sources: list[str]) -> None:
     """Fit a clock to step times of some sources."""
     validate.compile = compile_once()  # pyright: ignore
+    run_of = {"mxfp8": "fp8", "fp4": "nvfp4"}.get(precision, precision)
     rows = [
         m
         for m in measurements()
         if m.hardware == name
-        and m.run.precision == precision
+        and (m.run.precision, m.run.fp8_recipe == "mxfp8") == (run_of, precision == "mxfp8")
         and not m.model.num_experts
         and not m.low_utilization
         and (not sources or any(text in m.source for text in sources))

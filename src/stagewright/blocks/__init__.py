@@ -10,6 +10,7 @@ from stagewright.blocks.builder import Block
 from stagewright.blocks.chain import BLOCKS, chain
 from stagewright.blocks.recipe import (
     EVERYTHING,
+    FP8_RECIPES,
     PRECISIONS,
     Adapter,
     ExpertRecipe,
@@ -25,7 +26,7 @@ from stagewright.blocks.recipe import (
 from stagewright.blocks.sizes import sizes
 
 __all__ = [
-    "BLOCKS", "EVERYTHING", "PRECISIONS", "Adapter", "Block", "ExpertRecipe", "GradientHabits",
-    "Inference", "OperatorHabits", "OptimizerHabits", "Precision", "Recipe", "Tie", "Training",
-    "chain", "sizes",
+    "BLOCKS", "EVERYTHING", "FP8_RECIPES", "PRECISIONS", "Adapter", "Block", "ExpertRecipe",
+    "GradientHabits", "Inference", "OperatorHabits", "OptimizerHabits", "Precision", "Recipe",
+    "Tie", "Training", "chain", "sizes",
 ]  # fmt: skip

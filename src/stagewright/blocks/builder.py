@@ -177,7 +177,9 @@ class Builder:
             x = identity(x, f"{name}_in")  # its gradient is pinned in `parallel.activations`
         if low:
             once = self.recipe.cast_once
-            x = cast(x, low, scope=x.scope, name=x.name)
+            each = self.recipe.precision.rescaling
+            own = {} if each is None else {"rescaling": each}
+            x = cast(x, low, scope=x.scope, name=x.name, **own)
             w = cast(w, low, scope=x.scope, name=w.name, once=once, role=Role.LOW_PRECISION)
         if joint and self.recipe.operators.joint_projections:
             fields["joint"] = (joint, "result")

@@ -6,7 +6,9 @@ else of a run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from stagewright.stored import Storage, Stored
@@ -25,6 +27,9 @@ class Precision:
     """Activations, and the copies of parameters that are computed with."""
     gemm: str = ""
     """Operands of the layers' matrix products, where these are not in `compute`."""
+    rescaling: Fraction | None = None
+    """Bytes per value that a cast of such an operand moves besides its two bytes read and its value
+    written; such a cast is a kernel of its own. None: one with those that make the operand."""
     gradient: str = "fp32"
     """Gradients that microbatches accumulate in."""
     master: str = "fp32"
@@ -38,16 +43,46 @@ class Precision:
     reduce: str = ""
     """A microbatch's gradients while they are reduced, where these are not in `gradient`."""
 
+    @property
+    def product(self) -> str:
+        """The number format of operands of the layers' matrix products."""
+        return self.gemm or self.compute
+
     def dtype_of(self, moment: str) -> str:
         """The number format in which the optimizer holds one of its moments, such as `exp_avg`."""
         return dict(self.moments).get(moment, self.moment)
 
 
-PRECISIONS = {
+PRECISIONS: Mapping[str, Precision] = {
     "bf16": Precision(),
     "fp8": Precision(gemm="fp8"),
+    "nvfp4": Precision(gemm="fp4", rescaling=2 + Fraction(1, 2) + Fraction(2, 16)),
+    "int8": Precision(gemm="int8"),
     "fp32": Precision(compute="fp32", master=""),
 }
+"""Number formats by `precision`. NVFP4 (Transformer Engine's NVFP4BlockScaling): a read for the
+scale of a tensor, then one for both copies, along rows and columns, each with an fp8 scale of 16
+values; all layers are in NVFP4, as in Megatron-Bridge's recipes of Llama. int8 (MaxText with AQT):
+XLA casts where an operand is made or read."""
+
+
+FP8_RECIPES: Mapping[str, Fraction | None] = {
+    "delayed": None,
+    "tensorwise": Fraction(2),
+    "rowwise": Fraction(2 + 1),
+    "blockwise": 1 + Fraction(2 * 4, 128),
+    "mxfp8": 1 + Fraction(1, 32),
+}
+"""`Precision.rescaling` of recipes of fp8, from the kernels of Transformer Engine
+(transformer_engine/common/cast, recipe/current_scaling.cu) and torchao (float8_linear.py).
+
+`delayed`: the scale comes from former steps, so that norms and activations write fp8 themselves.
+`tensorwise`: the operand is read before for the scale of today. `rowwise` (torchao): once more in
+backward, with scales along the other axis. `blockwise`: rows and columns written together, with an
+fp32 scale of 128 values; `mxfp8`: with one byte of 32 values,
+of which the data type counts that of the rows. Not counted is the transposed copy
+that GPUs before Blackwell need of `delayed` and `tensorwise`, one byte.
+"""
 
 
 @dataclass(frozen=True, slots=True)

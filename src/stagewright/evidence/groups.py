@@ -40,7 +40,7 @@ def traits(m: Measurement) -> Traits:
     tokens = run.micro_batch_size * (run.seq_length or 0) // (run.tp * run.cp)
     return Traits(
         hardware=m.hardware,
-        precision=run.precision,
+        precision="mxfp8" if run.fp8_recipe == "mxfp8" else run.precision,
         experts=m.model.num_experts > 0,
         adapters=run.lora_rank is not None,
         gpus=run.world_size,

@@ -24,9 +24,13 @@ BYTES: dict[str, int | Fraction] = {
     "fp8_r128": 1 + Fraction(4, 128),  # fp32 for 128 in a row (keys of DeepSeek-V3.2's indexer)
     **{"int8": 1, "fp6": Fraction(3, 4), "fp4": Fraction(1, 2), "int4": Fraction(1, 2)},
     **{"int3": Fraction(3, 8), "int2": Fraction(1, 4)},
+    "mxfp8": 1 + Fraction(1, 32),  # a scale of a byte for 32 values
 }
 """Bytes of a value by data type; scales of groups of weights are in `stored.Stored`."""
 
+
+LOW = ("fp8", "mxfp8", "fp4", "int8")
+"""Data types that operands of a product are cast to, and so are the gradients of its results."""
 
 INTEGERS = frozenset({"int32", "int64", "uint8"})
 """Data types of which no value has a gradient."""

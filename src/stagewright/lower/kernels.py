@@ -177,6 +177,11 @@ def kernels(
 Cluster = list[Node]
 
 
+def _fuses(n: Node) -> bool:
+    """Whether a kernel may hold this operation beside others; a cast that finds scales is alone."""
+    return OPS[n.op].fuses and n.get("rescaling") is None
+
+
 class _Lowering:
     """One block on its way; `at`: the task that makes a value, or an interface outside."""
 
@@ -234,7 +239,7 @@ class _Lowering:
                     open_, behind = [], set()
                     continue
                 result.append([n])
-                open_, behind = (result[-1], set()) if OPS[n.op].fuses else ([], set())
+                open_, behind = (result[-1], set()) if _fuses(n) else ([], set())
             joint[n.op, n.srcs, n.phase] = next(c for c in reversed(result) if n in c)
         return result
 
@@ -245,7 +250,7 @@ class _Lowering:
             return cluster == [n.srcs[0]] and last.op == "cast" and self.users[last] == [n]
         return (
             self.rules.fuse
-            and OPS[n.op].fuses
+            and _fuses(n)
             and (n.phase, n.once) == (last.phase, last.once)
             and self.part(n) == self.part(last)
             and not any(s in behind for s in n.srcs)

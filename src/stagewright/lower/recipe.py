@@ -80,6 +80,9 @@ def _precision(run: Run) -> nn.Precision:
         reduce=run.grad_reduce_dtype or "",
         moments=tuple((name, dtype) for name, dtype in given.items() if dtype),
     )
+    if run.precision == "fp8" and run.fp8_recipe:
+        low = "mxfp8" if run.fp8_recipe == "mxfp8" else usual.gemm
+        usual = replace(usual, gemm=low, rescaling=nn.FP8_RECIPES[run.fp8_recipe])
     stored = run.params_dtype
     if stored is None:
         return usual

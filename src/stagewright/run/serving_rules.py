@@ -105,8 +105,9 @@ STORAGE = (
         "experts of {model.name}; use at most as many",
     ),
     Refuse(
-        lambda run, model: run.precision == "fp8",
-        "precision=fp8 is a recipe of training; use bf16 or fp32, and weight_precision=fp8",
+        lambda run, model: run.precision not in ("bf16", "fp32"),
+        "precision={run.precision} is a recipe of training; use bf16 or fp32, and a "
+        "weight_precision such as fp8",
     ),
     Refuse(
         lambda run, model: run.precision == "fp32" and run.weight_precision is not None,

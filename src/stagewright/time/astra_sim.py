@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError, either
 from stagewright.printable import printable
 from stagewright.program.columns import Program, RankClass, TaskKind
@@ -207,7 +208,7 @@ def beside(run: Run, hardware: str) -> dict[str, bytes]:
             "timing would decide which is first; use streams=one"
         )
     machine = Machine.of(resolve(hardware), gpus=run.world_size)
-    system = AstraSim.of(machine, run.precision)
+    system = AstraSim.of(machine, PRECISIONS[run.precision].product)
     return {
         "system.json": system.system_json().encode(),
         "network.yml": system.network_yml().encode(),

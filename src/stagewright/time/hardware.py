@@ -163,7 +163,9 @@ class Hardware(Figures):
 
     def clock_of(self, dtype: str) -> float:
         """The clock of compute units in a step, over that of a benchmark; of attention: bf16's."""
-        return self.sustained_fraction.get(dtype, self.sustained_fraction.get("bf16", 1.0))
+        like = _LIKE.get(dtype, dtype)
+        known = [d for d in (dtype, like, "bf16") if d in self.sustained_fraction]
+        return self.sustained_fraction[known[0]] if known else 1.0
 
     def sustained(self) -> Hardware:
         """This hardware at the clocks of a step: what computes is slower, what moves bytes is not.
@@ -185,8 +187,9 @@ class Hardware(Figures):
 
     def products(self, dtype: str, *, grouped: bool = False) -> GemmFit:
         """The constants of matrix products in one precision; `grouped`: of many in one kernel."""
-        own = self.experts.gemm.get(dtype) if grouped and self.experts else None
-        return own or self.gemm.get(dtype) or self.gemm["bf16"]
+        like = _LIKE.get(dtype, dtype)
+        own = self.experts.gemm.get(like) if grouped and self.experts else None
+        return own or self.gemm.get(dtype) or self.gemm.get(like) or self.gemm["bf16"]
 
     def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
         """This hardware with bf16's rate for data types that it has no matrix products in.
@@ -222,11 +225,15 @@ class Hardware(Figures):
 PRODUCTS: Mapping[str, Callable[[Hardware], float | None]] = {
     "bf16": lambda of: of.peak_bf16_tflops,
     "fp8": lambda of: of.peak_fp8_tflops,
+    "mxfp8": lambda of: of.peak_fp8_tflops,
     "int8": lambda of: of.peak_int8_tflops,
     "fp4": lambda of: of.peak_fp4_tflops,
     "fp32": lambda of: of.peak_fp32_tflops,
 }
 """Data types of matrix products, and the peak of each on some hardware."""
+
+_LIKE = {"mxfp8": "fp8"}
+"""Data types that take the constants of others where they have none of their own."""
 
 
 _SUCH_BASE = "base: h100-sxm"

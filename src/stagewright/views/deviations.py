@@ -105,13 +105,6 @@ DEVIATIONS = (
         "kernels take few microseconds.",
     ),
     Deviation(
-        lambda found: (
-            _trains(found) and _blackwell(found) and found.compiled.run.precision == "fp8"
-        ),
-        "Rows in mxfp8 are predicted 11% fast: the kernels that quantize by blocks are not "
-        "modelled.",
-    ),
-    Deviation(
         lambda found: _decodes(found) and _tensor_ranks(found) > 1,
         "Decode steps with tp of 2 and more are predicted 20% to 33% slow: the predicted step is "
         "20% to 33% longer than measured, so that a comparison with tp=1 or with dp is biased "

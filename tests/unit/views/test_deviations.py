@@ -24,7 +24,6 @@ STEPS: dict[str, dict[str, Any]] = {
     },
     "Microbatches of at most": {"seq_length": 1024, "operators": "eager"},
     "Published steps of B200": {"hardware": "b200"},
-    "Rows in mxfp8": {"hardware": "b200", "precision": "fp8"},
     "Decode steps with tp": {"mode": "decode", "tp": 2},
     "Kernels of attention": {"mode": "prefill"},
     "Six rows of DeepSpeed": {"hardware": "a100-sxm-80gb", "zero": 3, "dp": 16},

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from stagewright.algebra.index import parse
 from stagewright.graph.make import apply, cast, elementwise, identity, letters
-from stagewright.graph.node import Node
+from stagewright.graph.node import LOW, Node
 from stagewright.graph.ops.shared import joint_gradients, no_gradient, of_what_it_is_made, sum_to
 from stagewright.graph.reference import dense as meaning
 from stagewright.graph.reference import shared
 from stagewright.graph.table import NUMBER, SIZE, Grads, Op, choose, may, need, own_attributes
 
 
-def _fp8(n: Node) -> bool:
-    return all(s.dtype == "fp8" for s in n.srcs)
+def _low(n: Node) -> str:
+    """The data type of both operands, where they were cast to a low one; else none."""
+    dtype = n.srcs[0].dtype
+    return dtype if dtype in LOW and all(s.dtype == dtype for s in n.srcs) else ""
+
+
+def _rescaling(n: Node, here: Mapping[str, Any]) -> Any:
+    """Bytes that a cast moves to find scales, and to write a copy in the other direction."""
+    each: Any = n.get("rescaling") or 0
+    return math.prod(here.values()) * each
 
 
 def _einsum_vjp(n: Node, g: Node) -> Grads:
     spec = str(n["spec"])
     ins, out = spec.split("->")
     terms = ins.split(",")
-    if _fp8(n):
-        g = cast(g, "fp8", phase="backward", scope=n.scope)
+    if low := _low(n):
+        own = {k: v for k, v in n.srcs[0].attrs if k == "rescaling"}
+        g = cast(g, low, phase="backward", scope=n.scope, **own)
     found: list[Node | None] = []
     for i, term in enumerate(terms):
         others = [t for j, t in enumerate(terms) if j != i]
@@ -218,7 +230,10 @@ ROWS: dict[str, Op] = {
         _cast_vjp,
         linear=True,
         fuses=True,
-        summary="The same value in another data type.",
+        scratch=_rescaling,
+        attrs={"rescaling": may(Fraction, int)},
+        summary="The same value in another data type; `rescaling`: bytes per value that a kernel "
+        "of its own moves to find scales and to write a transposed copy.",
     ),
     "scale": Op(meaning.scale, _scale_vjp, linear=True, fuses=True, attrs={"by": need(*NUMBER)}),
     "divide": Op(meaning.divide, fuses=True),

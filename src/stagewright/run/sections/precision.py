@@ -18,11 +18,19 @@ _MOMENT: dict[str, Any] = {
 class PrecisionSection:
     """What is computed in which data type, and by which kernels."""
 
-    precision: Literal["bf16", "fp32", "fp8"] = setting(
+    precision: Literal["bf16", "fp32", "fp8", "nvfp4", "int8"] = setting(
         "bf16",
-        "Data type of the computation.",
+        "Data type of the computation; fp8, nvfp4 and int8: of operands of the layers' products.",
         switches={"bf16": "bf16"},
         of_requests=True,
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] | None = setting(
+        None,
+        "How operands of products in fp8 are scaled: what their casts read and write.",
+        modes=TRAINING,
+        elsewhere="weights have a precision of their own",
+        unset="delayed, as in Megatron-LM",
+        needs={"precision": ("fp8",)},
     )
     optimizer: Literal["adamw", "sgd"] = setting(
         "adamw", "The optimizer.", modes=TRAINING, elsewhere="there is no optimizer"

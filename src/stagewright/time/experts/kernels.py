@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from stagewright.arrays import Bool, Float
-from stagewright.graph.node import BYTES
+from stagewright.graph.node import BYTES, LOW
 from stagewright.graph.table import OPS, Timing
 from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
@@ -58,7 +58,7 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
 
 def _quantized(tasks: Tasks) -> bool:
     """Whether products of experts are in few bits."""
-    few = np.array([dtype in ("fp8", "fp4", "int8") for dtype in tasks.dtypes])[tasks.dtype]
+    few = np.array([dtype in LOW for dtype in tasks.dtypes])[tasks.dtype]
     return bool((few & _products(tasks, lambda of: of["batch"] > 1)).any())
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from stagewright.blocks.recipe import PRECISIONS
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import prefill_run
@@ -252,7 +253,7 @@ class SimulatedStep:
         return executed_flops(self.compiled.program, self._sequence)
 
     def _utilization(self, flops: float) -> float:
-        peak = peak_flops(self.machine.hardware, self.compiled.run.precision)
+        peak = peak_flops(self.machine.hardware, PRECISIONS[self.compiled.run.precision].product)
         return flops / (self.seconds * peak * self.machine.gpus)
 
     def expense(self, price: float | None = None) -> Expense:

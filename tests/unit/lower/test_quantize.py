@@ -1,0 +1,70 @@
+"""Casts of operands of products: what they move by recipe, and which kernels they share."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.program.columns import Tasks
+from stagewright.run.settings import Run
+
+S, M = 64, 4096
+
+
+def tasks(**settings: object) -> Tasks:
+    run = Run.load(
+        None, {"model": "llama3-8b", "layers": 1, "seq_length": S, "precision": "fp8", **settings}
+    )
+    (only,) = compile(run).program.classes
+    return only.tasks
+
+
+def named(t: Tasks, name: str) -> Iterator[tuple[str, int]]:
+    for i in np.flatnonzero(np.array([n == name for n in t.names])[t.name]):
+        yield t.ops[t.op[i]], int(t.traffic[i])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "moved"),
+    [
+        ("tensorwise", 2 + 2 + 1),  # a read for the scale, a read, fp8
+        ("rowwise", 2 + 1 + 2 + 1),  # along rows in forward, along columns in backward
+        ("blockwise", 2 + 1 + 1 + 2 * 4 / 128),  # rows and columns, a scale in fp32 of 128
+        ("mxfp8", 2 + 2 * (1 + 1 / 32)),  # rows and columns, a byte of scale for 32
+    ],
+)
+def test_a_cast_moves_the_bytes_of_its_recipe(recipe: str, moved: float) -> None:
+    found = dict(named(tasks(fp8_recipe=recipe), "layer0.attn_norm_out"))
+    assert found["cast"] == pytest.approx(moved * S * M, rel=1e-3)
+    assert found["norm"] == pytest.approx(2 * 2 * S * M, rel=1e-2)
+
+
+def test_delayed_scaling_casts_in_the_kernel_that_makes_the_value() -> None:
+    for settings in ({}, {"fp8_recipe": "delayed"}):
+        found = dict(named(tasks(**settings), "layer0.attn_norm_out"))
+        assert found == {"norm+cast": pytest.approx((2 + 1) * S * M, rel=2e-2)}
+
+
+def test_gradients_are_cast_by_the_recipe_too() -> None:
+    t = tasks(fp8_recipe="tensorwise")
+    backward = [moved for op, moved in named(t, "layer0.cast") if op == "cast"]
+    assert min(backward) >= 5 * S * 1024  # of keys and values, the narrowest
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("nvfp4", "fp4"), ("int8", "int8")])
+def test_products_are_in_the_format_of_the_precision(precision: str, dtype: str) -> None:
+    t = tasks(precision=precision)
+    products = np.array(["einsum" in op for op in t.ops])[t.op]
+    layer = np.array([name.startswith("layer0") for name in t.names])[t.name]
+    assert {t.dtypes[int(i)] for i in t.dtype[products & layer]} == {dtype}
+
+
+def test_mxfp8_is_a_format_of_its_own() -> None:
+    assert "mxfp8" in tasks(fp8_recipe="mxfp8").dtypes
+
+
+def test_a_recipe_of_fp8_needs_fp8() -> None:
+    with pytest.raises(UserError, match="fp8_recipe=mxfp8 needs precision=fp8"):
+        tasks(precision="bf16", fp8_recipe="mxfp8")
