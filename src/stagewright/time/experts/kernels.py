@@ -42,18 +42,29 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
     `ranks` share the experts, and `width` ranks share each one: these gather its rows. The time is
     added to that of the copies of tokens to experts and back, 0 elsewhere.
     """
-    extra = np.zeros(len(tasks))
     copying = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
     padded = _quantized(tasks)
-    for i in np.flatnonzero(np.array([*copying, False])[tasks.shape]):
-        size = dict(tasks.shapes[int(tasks.shape[i])].extents)
+
+    def seconds(size: Mapping[str, int], dtype: str) -> float:
         rows = size["e"] * size["r"] * width
-        moved = np.array([2.0 * rows * size["m"] * BYTES[tasks.dtypes[int(tasks.dtype[i])]]])
-        if size["e"] > ranks:
-            extra[i] += copies_seconds(moved, np.array([float(rows)]), on)[0]
-        if padded:
-            extra[i] += memory_seconds(moved, np.zeros(1), on)[0]
-    return extra
+        moved, none = np.array([2.0 * rows * size["m"] * BYTES[dtype]]), np.zeros(1)
+        sorted_ = copies_seconds(moved, none, on)[0] if size["e"] > ranks else 0.0
+        return sorted_ + (memory_seconds(moved, none, on)[0] if padded else 0.0)
+
+    return _each(tasks, np.array([*copying, False])[tasks.shape], seconds)
+
+
+def _each(tasks: Tasks, chosen: Bool, seconds: Callable[[Mapping[str, int], str], float]) -> Float:
+    """By task the seconds of its extents and data type, 0 where it is not chosen."""
+    found = np.zeros(len(tasks))
+    kinds, kind = np.unique(
+        np.stack([tasks.shape[chosen], tasks.dtype[chosen]]).astype(np.int64),
+        axis=1, return_inverse=True,
+    )  # fmt: skip
+    pairs: list[list[int]] = kinds.T.tolist()
+    each = [seconds(dict(tasks.shapes[s].extents), tasks.dtypes[d]) for s, d in pairs]
+    found[chosen] = np.array([*each, 0.0])[kind.ravel()]
+    return found
 
 
 def _quantized(tasks: Tasks) -> bool:
@@ -64,16 +75,17 @@ def _quantized(tasks: Tasks) -> bool:
 
 def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     """By task the seconds of adding the biases of experts, beyond those of the bytes at least."""
-    extra = np.zeros(len(tasks))
-    for wanted, wide, spread in (
-        (_products(tasks, lambda of: of["k"] == 1), "n", _BIAS),
-        (_products(tasks, lambda of: of["n"] == 1), "k", _BIAS_BACK / 2),  # two products
-    ):
-        for i in np.flatnonzero(wanted):
-            size = dict(tasks.shapes[int(tasks.shape[i])].extents)
-            values = float(size["batch"] * size["m"] * size[wide])
-            extra[i] = spread * values / bytes_per_second(on)
-    return extra
+    forward = tasks.phase == PHASES.index("forward")
+
+    def seconds(size: Mapping[str, int], _: str) -> float:
+        outer = size["k"] == 1
+        values = size["batch"] * size["m"] * (size["n"] if outer else size["k"])
+        # Backward has two products, whose other values are those of the rows.
+        return (_BIAS if outer else _BIAS_BACK / 2) * values / bytes_per_second(on)
+
+    outer = forward & _products(tasks, lambda of: of["k"] == 1)
+    sums = ~forward & _products(tasks, lambda of: of["n"] == 1)
+    return _each(tasks, outer | sums, seconds)
 
 
 def _products(tasks: Tasks, which: Callable[[Mapping[str, int]], bool]) -> Bool:
