@@ -135,7 +135,6 @@ def summary(compiled: CompiledRun | Recorded) -> Summary:
 
 def _served(compiled: CompiledRun | Recorded) -> Summary:
     asked, source = groups(compiled.run), compiled.run.source_length
-    fitting = compiled.capacity
     return {
         "mode": compiled.run.mode,
         "batch": {
@@ -145,9 +144,15 @@ def _served(compiled: CompiledRun | Recorded) -> Summary:
             **({"source_tokens": lengths.count_requests(asked) * source} if source else {}),
         },
         **_weights(compiled),
-        "stored": _stored(compiled),
-        **({"capacity": fitting._asdict()} if fitting else {}),
+        **held_in_memory(compiled),
     }
+
+
+def held_in_memory(compiled: CompiledRun | Recorded) -> Summary:
+    """What an inference step says of memory: `stored`, and `capacity` where a device is known."""
+    fitting = compiled.capacity
+    capacity = {"capacity": fitting._asdict()} if fitting else {}
+    return {"stored": _stored(compiled), **capacity}
 
 
 def _stored(compiled: CompiledRun | Recorded) -> Summary:

@@ -215,3 +215,17 @@ def test_what_is_too_much_by_little_is_told_from_the_room(
     held, room = line.removeprefix("at most ").split(":")[0].split(" of ")
     assert held != room
     assert held in printed.err
+
+
+def test_json_of_an_inference_step_says_what_show_says_of_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found: list[dict[str, Any]] = []
+    words = ["llama3.1-8b", "--layers", "2", "--mode", "decode", "--hardware", "h100-sxm", "--json"]
+    for command in ("simulate", "show"):
+        with pytest.raises(SystemExit):
+            main([command, *words])
+        found.append(json.loads(capsys.readouterr().out))
+    simulated, shown = found
+    assert simulated["stored"] == shown["stored"] == {"weights": ["bf16"], "kv_cache": "bf16"}
+    assert simulated["capacity"] == shown["capacity"]

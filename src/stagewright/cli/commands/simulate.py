@@ -52,7 +52,11 @@ def simulate(
         write(simulation.line, perfetto, title)
     price = experiment.cluster.price
     if as_json:
-        shared.print_json(simulation.summary() | {"power": simulation.expense(price)._asdict()})
+        from stagewright.views.summary import held_in_memory
+
+        serves = simulation.compiled.run.mode != "train"
+        found = simulation.summary() | (held_in_memory(simulation.compiled) if serves else {})
+        shared.print_json(found | {"power": simulation.expense(price)._asdict()})
     else:
         report(simulation, shared.console(), price)
     return shared.code_of(simulation.fit)
