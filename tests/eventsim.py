@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from stagewright.algebra.layout import MIRROR
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 
@@ -36,6 +36,10 @@ class Rank:
     kernel: int = -1
     beside: int = 0  # collectives in flight
     version: int = 0
+    launches: list[int] = field(default_factory=list)  # rows in the order of the host
+    cost: list[int] = field(default_factory=list)  # of launching a row
+    joined: list[bool] = field(default_factory=list)  # rows whose end the host waits for
+    launching: int = 0  # of launches
 
 
 def simulate(
@@ -43,11 +47,16 @@ def simulate(
     ticks: Sequence[Int],
     how: Execution,
     factors: Mapping[int, float],
+    hosts: Sequence[tuple[Int, Bool]] | None = None,
 ) -> list[tuple[list[Fraction], list[Fraction]]]:
-    """Start and end of every row of every rank."""
+    """Start and end of every row of every rank.
+
+    `hosts`: by class and row the ticks of a launch, and whether the host waits for the row's end.
+    """
     ranks: list[Rank] = [None] * program.mesh.world_size  # type: ignore[list-item]
-    for of, duration in zip(program.classes, ticks, strict=True):
-        queues, needs = issued(program, of.tasks, how)
+    for nth, (of, duration) in enumerate(zip(program.classes, ticks, strict=True)):
+        queues, needs, rows = issued(program, of.tasks, how)
+        cost, joined = hosts[nth] if hosts else ([], [])
         for r in of.ranks.tolist():
             ranks[r] = Rank(
                 [TaskKind(k) for k in of.tasks.kind],
@@ -58,6 +67,9 @@ def simulate(
                 Fraction(factors.get(r, 1)),
                 [0] * len(queues),
                 {row: s for s, queue in enumerate(queues) for row in queue},
+                launches=rows if hosts else [],
+                cost=[int(ticks) for ticks in cost],
+                joined=[bool(flag) for flag in joined],
             )
     return Clock(ranks, how.overlap_slowdown).run()
 
@@ -69,7 +81,7 @@ class Clock:
         self.ranks, self.slowdown = ranks, Fraction(slowdown)
         self.start = [[Fraction(-1)] * len(r.kind) for r in ranks]
         self.end = [[Fraction(-1)] * len(r.kind) for r in ranks]
-        self.missing = [[len(n) for n in r.needs] for r in ranks]
+        self.missing = [[len(n) + bool(r.launches) for n in r.needs] for r in ranks]
         self.users: list[list[list[int]]] = []
         for r in ranks:
             users: list[list[int]] = [[] for _ in r.kind]
@@ -94,10 +106,17 @@ class Clock:
     def run(self) -> list[tuple[list[Fraction], list[Fraction]]]:
         now = Fraction(0)
         for r in range(len(self.ranks)):
+            self.launch(r, now)
             self.look(r, now)
         while self.events:
             now, _, what, r, row, version = heapq.heappop(self.events)
             rank = self.ranks[r]
+            if what == "launch":
+                self.missing[r][row] -= 1
+                if not rank.joined[row]:
+                    self.launch(r, now)
+                self.look(r, now)
+                continue
             if what == "kernel":
                 if version != rank.version or rank.kernel != row:
                     continue
@@ -121,7 +140,17 @@ class Clock:
             rank.head[rank.stream[row]] += 1
         for user in self.users[r][row]:
             self.missing[r][user] -= 1
+        if rank.launches and rank.joined[row]:
+            self.launch(r, now)
         self.look(r, now)
+
+    def launch(self, r: int, now: Fraction) -> None:
+        """The host begins its next launch."""
+        rank = self.ranks[r]
+        if rank.launching < len(rank.launches):
+            row = rank.launches[rank.launching]
+            rank.launching += 1
+            self.push(now + rank.cost[row], "launch", r, row)
 
     def look(self, r: int, now: Fraction) -> None:
         """Begin all that can."""
@@ -206,8 +235,8 @@ def _partners(program: Program, tasks: Tasks, rank: int) -> list[object]:
 
 def issued(
     program: Program, tasks: Tasks, how: Execution
-) -> tuple[list[list[int]], list[set[int]]]:
-    """Streams, each a list of rows, kernels first; and what each row needs besides."""
+) -> tuple[list[list[int]], list[set[int]], list[int]]:
+    """Streams, each a list of rows, kernels first; what each row needs; all rows in order."""
     size = len(tasks)
     needs = [
         set(tasks.data[tasks.data_ptr[i] : tasks.data_ptr[i + 1]].tolist()) for i in range(size)
@@ -291,7 +320,7 @@ def issued(
             last = r
         elif kind[r] != TaskKind.COMPUTE and (empty[r] or kind[r] == TaskKind.LOAD) and last >= 0:
             needs[r].add(last)
-    return [*queues.values()], needs
+    return [*queues.values()], needs, rows
 
 
 DEGREES = {

@@ -111,6 +111,8 @@ class Hardware(Figures):
     memory_bandwidth_gb_s: float = Field(gt=0)
     host_bandwidth_gb_s: float = Field(gt=0)
     """Bandwidth to the memory of the host, one direction."""
+    host_factor: float = Field(gt=0, default=1.0)
+    """How many times as long the host takes to launch a kernel as one with an x86 CPU."""
 
     gemm: Mapping[Line, GemmFit]
     """By precision; a precision without constants takes those of bf16."""

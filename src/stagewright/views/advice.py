@@ -203,6 +203,7 @@ def _speed(found: SimulatedStep) -> Iterator[Remark]:
     mean, step = found.mean, found.seconds
     parts = {f"{axis} communication": s for axis, s in mean.exposed.items()}
     parts["the pipeline's bubble and waiting"] = mean.bubble
+    parts["waiting for the host's launches"] = mean.launches
     recomputed = mean.kernels.get("recompute", 0.0)
     if recomputed:
         parts["recomputation"] = recomputed

@@ -51,6 +51,7 @@ def events(line: Timeline) -> Iterator[str]:
     for nth, lane in enumerate(line.lanes):
         yield from _names(line, nth, lane)
         yield from _actions(line, nth, lane)
+        yield from _launches(line, nth, lane)
         yield from _tasks(line, nth, lane, arrows[nth])
         yield from _memory(nth, lane)
 
@@ -73,6 +74,8 @@ def _names(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
 def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     """The threads of a lane."""
     names = {_ACTIONS: "actions", _KERNELS: "kernels"}
+    if lane.since is not None:
+        names[_host(line)] = "launches by the host"
     tasks = lane.of.tasks
     thread = _thread(line, lane)
     slots = tasks.slot[lane.issue.rows]
@@ -98,6 +101,25 @@ def _thread(line: Timeline, lane: Lane) -> Int:
     slot = lane.of.tasks.slot[lane.issue.rows].astype(np.int64)
     receives = _KERNELS + streams_of(line.program) + slot
     return np.where(lane.kind == TaskKind.RECV, receives, lane.issue.stream + _KERNELS)
+
+
+def _host(line: Timeline) -> int:
+    """The thread of the host, after those of receives."""
+    return _KERNELS + streams_of(line.program) + len(line.program.peers)
+
+
+def _launches(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
+    """A slice from where the host begins to launch to where it pauses, for a result or the end."""
+    if lane.since is None or not len(lane.launched):
+        return
+    last = np.flatnonzero(np.append(np.diff(lane.since.place) != 0, True))
+    begin, end = _nanoseconds(lane.since.end[last]), _nanoseconds(lane.launched[last])
+    for b, e in zip(begin.tolist(), end.tolist(), strict=True):
+        if e > b:
+            yield (
+                f'{{"ph":"X","pid":{nth},"tid":{_host(line)},"ts":{_micro(b)},'
+                f'"dur":{_micro(e - b)},"name":"launches","cat":"host"}}'
+            )
 
 
 def _nanoseconds(ticks: Int) -> Int:

@@ -198,6 +198,8 @@ def _stages(stages: dict[str, int]) -> str:
 # ---- of a simulation -----------------------------------------------------------------------------
 
 _MOST_ROWS = 32
+_LAUNCHES = 0.005
+"""The share of a step from which on waiting for the host has a column of its own."""
 
 
 def parts(found: SimulatedStep) -> Table:
@@ -205,11 +207,14 @@ def parts(found: SimulatedStep) -> Table:
     mean, whole = found.mean, found.seconds
     phases, axes = list(mean.kernels), list(mean.exposed)
     names = [*phases, *(f"{axis} exposed" for axis in axes), "bubble"]
+    waits_for_host = any(of.launches / whole >= _LAUNCHES for of in found.parts)
+    names += ["launches"] * waits_for_host
 
     def shares(of: Breakdown) -> tuple[float, ...]:
         seconds = [of.kernels.get(phase, 0.0) for phase in phases]
         seconds += [of.exposed.get(axis, 0.0) for axis in axes]
-        return tuple(s / whole for s in [*seconds, of.bubble])
+        seconds += [of.bubble, *[of.launches] * waits_for_host]
+        return tuple(s / whole for s in seconds)
 
     rows: list[tuple[Any, ...]] = [(f"mean of {found.machine.gpus}", *shares(mean))]
     of_lanes = [(lane, shares(of)) for lane, of in zip(found.line.lanes, found.parts, strict=True)]

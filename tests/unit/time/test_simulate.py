@@ -95,6 +95,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(lane["ranks"]) for lane in found["lanes"]] == [4, 4]
     mean = found["mean"]
     total = sum(mean["kernels"].values()) + sum(mean["exposed"].values()) + mean["bubble"]
+    total += mean["launches"]
     assert total == pytest.approx(found["step_seconds"])
     assert sum(found["critical_path"].values()) == pytest.approx(found["step_seconds"])
 

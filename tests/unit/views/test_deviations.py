@@ -22,7 +22,7 @@ STEPS: dict[str, dict[str, Any]] = {
         "model": "deepseek-v3", "mode": "decode", "dp": 144, "ep": 144, "num_redundant_experts": 32,
         "hardware": "gb200-nvl72",
     },
-    "Microbatches of at most": {"seq_length": 1024, "operators": "eager"},
+    "Microbatches of at most": {"seq_length": 128},
     "Published steps of B200": {"hardware": "b200"},
     "Decode steps with tp": {"mode": "decode", "tp": 2},
     "Kernels of attention": {"mode": "prefill"},

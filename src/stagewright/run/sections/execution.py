@@ -10,6 +10,9 @@ MOST_SLOWDOWN = 1.0
 """Kernels that share the GPU with a collective take twice as long at most: a collective occupies
 few of the GPU's units, so that more is a percentage where a fraction was wanted."""
 
+GRAPH_MODULES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
+"""Modules of a layer that may be captured as CUDA graphs, in Megatron-LM's words."""
+
 _NOT_SHARDED = idle_axes("dp", "cp")
 
 
@@ -57,6 +60,30 @@ class Execution:
     )
     """Not once for each expert: Megatron-LM's `--moe-token-dispatcher-type flex`. Durations follow
     it; traces have a copy for each expert."""
+    launch_mode: Literal["eager", "compile", "cuda_graph", "ahead"] | None = setting(
+        None,
+        "How the host launches kernels: one by one, compiled, as CUDA graphs; ahead: in no time.",
+        unset="eager; compile with torchtitan and in prefill; cuda_graph in decode",
+        names=("cuda-graph-impl",),
+        same_words={
+            "none": "eager",
+            "local": "cuda_graph",
+            "transformer_engine": "cuda_graph",
+            "full_iteration": "cuda_graph",
+        },
+        switches={"enforce-eager": "eager"},
+    )
+    """vLLM's `--enforce-eager`, torchtitan's `compile`, Megatron-LM's `--cuda-graph-impl`; see
+    `time.simulate.launches`."""
+    cuda_graph_modules: frozenset[str] = setting(
+        frozenset(),
+        "Modules of each layer that are CUDA graphs, the rest being launched one by one.",
+        unset="the whole step is one graph",
+        metavar="LIST",
+        names=("cuda-graph-scope",),
+    )
+    """Megatron-LM's words: attn, mlp, mamba, moe_router, moe_preprocess, moe. attn, mlp and mamba
+    each stand for all of a layer but its router and experts. Needs launch mode `cuda_graph`."""
     pipeline_drain: Switch = setting(
         False,
         "Decode with pp: time one step from an empty pipeline to an empty one, not one of many.",
@@ -72,6 +99,14 @@ class Execution:
         for axis in sorted(self.no_overlap - set(AXES)):
             hint = did_you_mean(axis, AXES)
             raise UserError(f"no_overlap: there is no axis {axis!r}; use {', '.join(AXES)}{hint}")
+        for module in sorted(self.cuda_graph_modules - set(GRAPH_MODULES)):
+            hint = did_you_mean(module, GRAPH_MODULES)
+            raise UserError(
+                f"cuda_graph_modules: there is no module {module!r}; use "
+                f"{', '.join(GRAPH_MODULES)}{hint}"
+            )
+        if self.cuda_graph_modules and self.launch_mode != "cuda_graph":
+            raise UserError("cuda_graph_modules needs launch_mode=cuda_graph")
         if self.prefetch < 0:
             raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
         if not 0 <= self.overlap_slowdown <= MOST_SLOWDOWN:

@@ -145,7 +145,7 @@ OTHERS: Mapping[str, OtherName] = {
 
 _SWITCHES = """
     async_save bias_swiglu_fusion calculate_per_token_loss disable_bias_linear
-    disable_log_requests enable_auto_tool_choice enforce_eager finetune log_throughput
+    disable_log_requests enable_auto_tool_choice finetune log_throughput
     log_timers_to_tensorboard manual_gc mock_data moe_grouped_gemm moe_permute_fusion
     no_bias_dropout_fusion no_gradient_accumulation_fusion no_load_optim no_load_rng
     no_masked_softmax_fusion no_save_optim no_save_rng profile trust_remote_code
@@ -155,7 +155,7 @@ _SWITCHES = """
 
 _VALUES = """
     adam_beta1 adam_beta2 adam_eps api_key attention_backend attention_dropout ckpt_format
-    cuda_graph_scope data_cache_path dataloader_type dist_ckpt_format distributed_backend
+    data_cache_path dataloader_type dist_ckpt_format distributed_backend
     distributed_executor_backend distributed_timeout_minutes download_dir eval_interval
     eval_iters exit_duration_in_mins exit_interval hidden_dropout host init_method_std
     initial_loss_scale load load_format local_rank log_interval loss_scale lr lr_decay_iters

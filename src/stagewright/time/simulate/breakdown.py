@@ -3,7 +3,8 @@
 At each moment a rank either runs a kernel of its main stream, or its next kernel waits. The cause
 of waiting is followed back to the kernel before: while a collective or a message that the kernel
 needs is in flight, communication along that axis is *exposed*; while other ranks are not ready yet,
-the rank is in a *bubble*. The parts of a lane add up to the step.
+the rank is in a *bubble*; while all that the kernel needs is there and the host has not launched it
+yet, it waits for *launches*. The parts of a lane add up to the step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from stagewright.program.columns import PHASES, TaskKind
 from stagewright.time.simulate.issue import axis_of
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
+LAUNCHES = "launches"
+"""Waiting for the host in a critical path; `host` is the axis of transfers to its memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
@@ -29,11 +33,14 @@ class Breakdown:
     bubble: float
     communication: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds that transfers run, hidden or exposed; a message counts at its sender."""
+    launches: float = 0.0
+    """Seconds in which the rank waits for its host: nothing but the launch is missing."""
 
     @property
     def total(self) -> float:
         """Seconds of the whole step."""
-        return sum(self.kernels.values()) + sum(self.exposed.values()) + self.bubble
+        waits = sum(self.exposed.values()) + self.bubble + self.launches
+        return sum(self.kernels.values()) + waits
 
 
 class Axes(NamedTuple):
@@ -72,15 +79,15 @@ def breakdown(line: Timeline, lane: Lane) -> Breakdown:
     high = np.concatenate([begin, [line.ticks]])
     last = int(np.argmax(lane.end))
     cause = np.concatenate([_blockers(lane)[kernel], [last]])
-    exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)
-    bubble = int(line.ticks - lane.end[last])
     high[-1] = lane.end[last]
-    bubble += _follow(lane, axes.of, low, high, cause, exposed)
+    waits = _follow(lane, axes, low, high, cause)
+    bubble = int(line.ticks - lane.end[last]) + waits.bubble
     return Breakdown(
         {name: s for name, s in busy.items() if s},
-        {name: int(t) * TICK for name, t in zip(axes.names, exposed, strict=False) if t},
+        {name: int(t) * TICK for name, t in zip(axes.names, waits.exposed, strict=False) if t},
         bubble * TICK,
         _communication(lane, axes),
+        waits.launches * TICK,
     )
 
 
@@ -90,18 +97,33 @@ def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
     return {name: s for name, s in sums.items() if s}
 
 
-def _follow(lane: Lane, axis: Int, low: Int, high: Int, cause: Int, exposed: Int) -> int:
-    """Follow the causes of gaps; adds exposed ticks by axis and returns the ticks of the bubble."""
-    bubble = 0
+class _Waits(NamedTuple):
+    """Ticks that a lane waits: for transfers by axis, for other ranks, for its host."""
+
+    exposed: Int
+    bubble: int
+    launches: int
+
+
+def _follow(lane: Lane, axes: Axes, low: Int, high: Int, cause: Int) -> _Waits:
+    """Follow the causes of gaps to what the lane waits for meanwhile."""
+    exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)
+    bubble = launches = 0
     blockers = _blockers(lane)
-    kind = lane.kind
+    kind, axis = lane.kind, axes.of
     while True:
         open_ = high > low
-        bubble += int((high - low)[open_ & (cause < 0)].sum())
-        open_ &= cause >= 0
+        bubble += int((high - low)[open_ & (cause == NOTHING)].sum())
+        open_ &= cause != NOTHING
         if not open_.any():
-            return bubble
+            return _Waits(exposed, bubble, launches)
         low, high, cause = low[open_], high[open_], cause[open_]
+        if (launch := cause < NOTHING).any():
+            place, paused = _paused(lane, cause)
+            pause = np.where(launch, np.clip(paused, low, high), high)
+            launches += int((high - pause).sum())
+            high, cause = pause, place
+            continue
         begin = np.maximum(lane.begin[cause], low)
         np.add.at(exposed, axis[cause], high - np.minimum(begin, high))
         high = np.minimum(begin, high)
@@ -113,14 +135,33 @@ def _follow(lane: Lane, axis: Int, low: Int, high: Int, cause: Int, exposed: Int
         cause = blockers[cause]
 
 
+NOTHING = -1
+"""The cause of waiting where a place has no dependencies. Lower numbers: the place is not launched;
+`NOTHING - 1 - cause` is the place."""
+
+
 def _blockers(lane: Lane) -> Int:
-    """For each place, its dependency that ended last; -1 without dependencies."""
+    """For each place, its dependency that ended last, or a late launch, or `NOTHING`."""
     issue = lane.issue
     owner = np.repeat(np.arange(len(issue)), np.diff(issue.pointer))
     last = np.flatnonzero(lane.end[issue.needs] == lane.ready[owner])
-    result = np.full(len(issue), -1, dtype=np.int64)
+    result = np.full(len(issue), NOTHING, dtype=np.int64)
+    if lane.since is not None:
+        places = np.arange(len(issue))
+        late = (lane.launched == lane.ready) & (lane.launched > 0)
+        result[late] = NOTHING - 1 - places[late]
     result[owner[last][::-1]] = issue.needs[last][::-1]
     return result
+
+
+def _paused(lane: Lane, cause: Int) -> tuple[Int, Int]:
+    """For causes that are launches: what the host waited for last, and when that had ended.
+
+    Other causes stay as they are, with any time.
+    """
+    assert lane.since is not None, "launches that take no time keep nothing waiting"
+    at = np.where(cause < NOTHING, NOTHING - 1 - cause, 0)
+    return np.where(cause < NOTHING, lane.since.place[at], cause), lane.since.end[at]
 
 
 RECV = int(TaskKind.RECV)
@@ -132,6 +173,8 @@ class PathTask(NamedTuple):
 
     lane: int
     place: int
+    launch: bool = False
+    """Not the task itself, but launches up to its own, since the host last paused."""
 
 
 def critical_path(line: Timeline) -> list[PathTask]:
@@ -154,6 +197,9 @@ def critical_path(line: Timeline) -> list[PathTask]:
         if task.lane not in blockers:
             blockers[task.lane] = _blockers(lane)
         before = int(blockers[task.lane][task.place])
+        if before < NOTHING and lane.since is not None:
+            path.append(PathTask(task.lane, task.place, launch=True))
+            before = int(lane.since.place[task.place])
         if before < 0:
             return path[::-1]
         task = PathTask(task.lane, before)
@@ -201,9 +247,9 @@ class _Causes:
 def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
     """Seconds of the critical path by phase of its kernels and by axis of its communication."""
     found: dict[str, int] = {}
-    lanes, places = np.array(path, dtype=np.int64).reshape(-1, 2).T
+    lanes, places, launch = np.array(path, dtype=np.int64).reshape(-1, 3).T
     for nth in sorted({task.lane for task in path}):
-        lane, at = line.lanes[nth], places[lanes == nth]
+        lane, at = line.lanes[nth], places[(lanes == nth) & (launch == 0)]
         names, of = axes_of(line, lane)
         words = [*PHASES, *names]
         word = lane.of.tasks.phase[lane.issue.rows[at]].astype(np.int64)
@@ -212,5 +258,9 @@ def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
         np.add.at(sums, word, lane.end[at] - lane.begin[at])
         for name, ticks in zip(words, sums, strict=True):
             found[name] = found.get(name, 0) + int(ticks)
+        if lane.since is not None:
+            late = places[(lanes == nth) & (launch == 1)]
+            ticks = int((lane.launched[late] - lane.since.end[late]).sum())
+            found[LAUNCHES] = found.get(LAUNCHES, 0) + ticks
     order = [*PHASES, *sorted(found.keys() - set(PHASES))]
     return {name: found[name] * TICK for name in order if found.get(name)}

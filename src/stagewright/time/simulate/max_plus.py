@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
+from stagewright.time.simulate.host import HostThread
 from stagewright.time.simulate.issue import Issue
 
 NEVER = -(1 << 62)
@@ -27,7 +28,8 @@ class SegmentMatrix:
     """What equal segments of tasks share; places count from the start of the segment.
 
     An input is the latest end of what one place waits for outside the run. After these come, where
-    it has them, the arrival of the message that the first place receives, and the start of time.
+    it has them, the arrival of the message that the first place receives, the start of time, and
+    when the host begins to launch the run.
     """
 
     outside: Int  # of the run's needs, those outside it
@@ -36,14 +38,16 @@ class SegmentMatrix:
     from_start: bool
     ticks: Int  # (places, inputs): ticks from an input to the end of a place
     ports: Int  # the places whose ends others need
+    host: Int | None  # ticks from an input to when the host is done; None: the host takes no time
 
-    def inputs(self, needs: Int, ends: Int, arrival: int) -> Int:
+    def inputs(self, needs: Int, ends: Int, arrival: int, host: int) -> Int:
         """The inputs of a run: `needs` are its own, `ends` those of all places."""
         values = ends[needs[self.outside]]
         if len(self.starts) != len(values):
             values = np.maximum.reduceat(values, self.starts)
-        if self.arrives or self.from_start:
+        if self.arrives or self.from_start or self.host is not None:
             more = [arrival] * self.arrives + [0] * self.from_start
+            more += [host] * (self.host is not None)
             values = np.concatenate([values, np.array(more, dtype=np.int64)])
         return values
 
@@ -64,7 +68,13 @@ class SegmentMatrices:
     )
 
     def of(
-        self, cuts: Int, issue: Issue, duration: Int, arrives: Bool, sent: Bool
+        self,
+        cuts: Int,
+        issue: Issue,
+        duration: Int,
+        arrives: Bool,
+        sent: Bool,
+        host: HostThread | None = None,
     ) -> list[SegmentMatrix]:
         """The matrix of the segment from each of the places `cuts` to the next.
 
@@ -83,8 +93,12 @@ class SegmentMatrices:
             mine = slice(issue.pointer[b], issue.pointer[e])
             parts = duration[b:e], counts[b:e], inside[mine], used[b:e]
             key = (bool(arrives[b]), *(part.tobytes() for part in parts))
+            launches = None
+            if host is not None:
+                launches = HostThread(host.cost[b:e], host.waits[b:e])
+                key = (*key, launches.cost.tobytes(), launches.waits.tobytes())
             if key not in self.known:
-                self.known[key] = _segment_matrix(*parts, bool(arrives[b]))
+                self.known[key] = _segment_matrix(*parts, bool(arrives[b]), launches)
             found.append(self.known[key])
         return found
 
@@ -95,18 +109,24 @@ def _segment_matrix(
     needs: NDArray[np.int32],
     used: Bool,
     arrives: bool,
+    host: HostThread | None,
 ) -> SegmentMatrix:
     """The matrix of one segment; `needs` are places in the segment, or -1."""
     owner = np.repeat(np.arange(len(counts)), counts)
     outside = np.flatnonzero(needs < 0)
     places, starts = np.unique(owner[outside], return_index=True)
     idle = counts == 0
-    columns = len(places) + arrives + bool(idle.any())
+    own = len(places) + arrives + bool(idle.any())
+    columns = own + (host is not None)
     ends = np.full((len(counts), columns), NEVER, dtype=np.int64)
     ends[places, np.arange(len(places))] = 0
     if arrives:
         ends[0, len(places)] = 0
-    ends[idle, columns - 1 if idle.any() else 0] = 0
+    ends[idle, own - 1 if idle.any() else 0] = 0
+    thread = np.full(columns, NEVER, dtype=np.int64)
+    thread[-1] = 0
+    costs: list[int] = [] if host is None else host.cost.tolist()
+    waits: list[bool] = [] if host is None else host.waits.tolist()
     inside = needs.tolist()
     at = 0
     for place, (count, ticks) in enumerate(zip(counts.tolist(), duration.tolist(), strict=True)):
@@ -114,7 +134,14 @@ def _segment_matrix(
         for need in inside[at : at + count]:
             if need >= 0:
                 np.maximum(here, ends[need], out=here)
+        if host is not None:
+            thread += costs[place]
+            np.maximum(here, thread, out=here)
         here += ticks
+        if host is not None and waits[place]:
+            np.maximum(thread, here, out=thread)
         at += count
     np.maximum(ends, NEVER, out=ends)
-    return SegmentMatrix(outside, starts, arrives, bool(idle.any()), ends, np.flatnonzero(used))
+    done = None if host is None else np.maximum(thread, NEVER)
+    ports = np.flatnonzero(used)
+    return SegmentMatrix(outside, starts, arrives, bool(idle.any()), ends, ports, done)

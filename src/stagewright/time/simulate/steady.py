@@ -60,11 +60,14 @@ def _ends(end: Int, tasks: Tasks, rows: Int, steps: int) -> Int:
 
 def _window(line: Timeline, begin: int, end: int) -> Timeline:
     """The timeline between two moments, which starts at 0."""
+
+    def inside(times: Int) -> Int:
+        return np.clip(times, begin, end) - begin
+
     lanes = tuple(
         replace(lane, **{
-            name: np.clip(getattr(lane, name), begin, end) - begin
-            for name in ("ready", "begin", "end")
-        })
+            name: inside(getattr(lane, name)) for name in ("launched", "ready", "begin", "end")
+        }, since=lane.since and lane.since._replace(end=inside(lane.since.end)))
         for lane in line.lanes
     )  # fmt: skip
     return replace(line, lanes=lanes, steady=True)

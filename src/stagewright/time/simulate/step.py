@@ -52,6 +52,7 @@ from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
+from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
 from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
 from stagewright.time.simulate.steady import in_flight, steady_step
@@ -138,7 +139,8 @@ class SimulatedStep:
             }
 
         bubble = sum(w * part.bubble for w, part in zip(weights, self.parts, strict=True))
-        return Breakdown(mean("kernels"), mean("exposed"), bubble, mean("communication"))
+        late = sum(w * part.launches for w, part in zip(weights, self.parts, strict=True))
+        return Breakdown(mean("kernels"), mean("exposed"), bubble, mean("communication"), late)
 
     @cached_property
     def memory(self) -> list[MemoryTimeline]:
@@ -256,6 +258,14 @@ class SimulatedStep:
         peak = peak_flops(self.machine.hardware, PRECISIONS[self.compiled.run.precision].product)
         return flops / (self.seconds * peak * self.machine.gpus)
 
+    def _execution(self) -> dict[str, Any]:
+        """The settings of the execution, as the framework of the run completes them."""
+        how = self.line.how
+        mode = launch_mode(self.compiled.run, how, self.machine.hardware)
+        sets = {"no_overlap": how.no_overlap, "cuda_graph_modules": how.cuda_graph_modules}
+        listed = {name: sorted(items) for name, items in sets.items()}
+        return asdict(how) | {"launch_mode": mode} | listed
+
     def expense(self, price: float | None = None) -> Expense:
         """Energy and cost of the step; `price` in USD per GPU and hour, None: the hardware's."""
         busy = sum(self.mean.kernels.values()) / self.seconds
@@ -299,7 +309,7 @@ class SimulatedStep:
             **self._serving(),
             "memory": self.fit.entry(),
             "power": self.expense()._asdict(),
-            "execution": asdict(self.line.how) | {"no_overlap": sorted(self.line.how.no_overlap)},
+            "execution": self._execution(),
             "mean": asdict(self.mean),
             "critical_path": self.critical_path,
             "lanes": [
@@ -362,7 +372,8 @@ def executed(
     def simulated(program: Program) -> Timeline:
         overlap = how.tp_comm_overlap
         seconds = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
-        return timeline(program, seconds, how, factors, progress)
+        hosts = host_work(program, run, how, machine.hardware)
+        return timeline(program, seconds, how, factors, progress, hosts)
 
     if not in_flight(run) or how.pipeline_drain:
         return simulated(compiled.program)

@@ -15,8 +15,9 @@ from stagewright.errors import UserError
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.endpoints import Endpoints
+from stagewright.time.simulate.host import HostThread
 from stagewright.time.simulate.issue import Issue
-from stagewright.time.simulate.max_plus import SegmentMatrices
+from stagewright.time.simulate.max_plus import NEVER, SegmentMatrices
 from stagewright.time.simulate.walk import (
     LaneWork,
     SeveralLanes,
@@ -37,8 +38,9 @@ Progress = Callable[[int, int], None]
 
 
 class Times(NamedTuple):
-    """When places are ready, begin and end: ticks, (places, lanes); see `timeline.Lane`."""
+    """When places are launched, ready, begin, end: ticks, (places, lanes); see `timeline.Lane`."""
 
+    launched: Int
     ready: Int
     begin: Int
     end: Int
@@ -49,11 +51,11 @@ class System:
 
     def __init__(
         self, program: Program, how: Execution, issues: Sequence[Issue], durations: Sequence[Int],
-        factor: Float, who: Endpoints,
+        factor: Float, who: Endpoints, hosts: Sequence[HostThread | None],
     ) -> None:  # fmt: skip
-        """`issues` and `durations` by class, `factor` by lane."""
+        """`issues`, `durations` and `hosts` by class, `factor` by lane."""
         self.program, self.who = program, who
-        self.issues, self.durations = issues, durations
+        self.issues, self.durations, self.hosts = issues, durations, hosts
         self.posted: dict[Sent, Int] = {}  # ends by lane of the sender's class
         self.readiness: list[dict[int, Int]] = [{} for _ in who.meetings]
         self.starts: list[Int | None] = [None] * len(who.meetings)
@@ -222,7 +224,9 @@ class BySegment:
         arrives[[*self.sources]] = True
         sent = np.zeros(len(order), dtype=bool)
         sent[[*ports.sends, *ports.meets]] = True
-        self.matrices = matrices.of(self.cuts, order, self.duration, arrives, sent)
+        host = system.hosts[nth]
+        self.matrices = matrices.of(self.cuts, order, self.duration, arrives, sent, host)
+        self.host = 0  # when the host has launched all places that are done, and waited
         sends = np.array(sorted(ports.sends), dtype=np.int64)
         at = np.searchsorted(sends, self.cuts)
         self.sends = [sends[a:b].tolist() for a, b in itertools.pairwise(at.tolist())]
@@ -247,8 +251,9 @@ class BySegment:
                     return "message", sent
                 arrival = int(system.posted[sent][0])
             mine = order.needs[order.pointer[begin] : order.pointer[self.cuts[nth + 1]]]
-            values = matrix.inputs(mine, self.ends, arrival)
+            values = matrix.inputs(mine, self.ends, arrival, self.host)
             ends = (matrix.ticks[matrix.ports] + values).max(axis=1)
+            host = 0 if matrix.host is None else int((matrix.host + values).max())
             if begin in self.ports.meets:
                 ticks = int(self.duration[begin])
                 number = self.ports.meets[begin]
@@ -258,7 +263,12 @@ class BySegment:
                 # The meeting decides: all inputs count as if they came at its start.
                 values = np.full_like(values, start[0])
                 ends = start + ticks
+                thread = system.hosts[self.nth]
+                if thread is not None:
+                    values[-1] = NEVER
+                    host = max(host, int(ends[0])) if thread.waits[begin] else host
             self.ends[begin + matrix.ports] = ends
+            self.host = host
             self.inputs.append(values)
             for place in self.sends[nth]:
                 system.post((self.nth, place), self.ends[place : place + 1])
@@ -293,13 +303,14 @@ class ByTask:
             numbers[used] = None if len(np.unique(group)) == len(lanes) else lanes_met(group)
         groups = [numbers[int(s)] for s in slot]
         duration = system.durations[nth]
-        work = LaneWork(ports.issue, ports.kind, duration, groups, factor, slowdown)
+        host = system.hosts[nth]
+        work = LaneWork(ports.issue, ports.kind, duration, groups, factor, slowdown, host)
         self.walk = SingleLane(work) if len(lanes) == 1 else SeveralLanes(work)
         self.order = [*range(len(slot))]
         if slowdown:
             fixed = (ports.kind == TaskKind.COMPUTE) | (ports.kind == TaskKind.RECV)
             fixed[[*ports.meets]] = True
-            self.order = earliest_order(ports.issue, fixed)
+            self.order = earliest_order(ports.issue, fixed, host)
         joins = {*ports.meets, *ports.receives, *ports.sends}
         self.stops = [nth for nth, place in enumerate(self.order) if place in joins]
         self.stops.append(len(self.order))
@@ -358,10 +369,13 @@ def _times(system: System, nth: int, ports: Ports, ends: Int) -> Times:
     if len(waiting):
         starts = order.pointer[waiting]
         ready[waiting] = np.maximum.reduceat(ends[order.needs], starts, axis=0)
+    host = system.hosts[nth]
+    launched = np.zeros_like(ends) if host is None else host.launched(ends)
+    ready = np.maximum(ready, launched)
     kernel = (ports.kind == TaskKind.COMPUTE)[:, None]
     # A receive whose message has already arrived takes no time.
     late = (ports.kind == TaskKind.RECV)[:, None] & (ends == ready)
-    return Times(ready, np.where(kernel | late, ready, ends - duration), ends)
+    return Times(launched, ready, np.where(kernel | late, ready, ends - duration), ends)
 
 
 def _cuts(tasks: Tasks, order: Issue) -> list[int]:

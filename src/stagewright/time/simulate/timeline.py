@@ -26,6 +26,7 @@ from stagewright.errors import UserError
 from stagewright.program.columns import Program, RankClass, TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.endpoints import Endpoints, endpoints, lane_of_rank
+from stagewright.time.simulate.host import HostThread, HostWork, Since
 from stagewright.time.simulate.issue import Issue, issue
 from stagewright.time.simulate.system import Progress, System
 
@@ -39,15 +40,18 @@ LONGEST = 1e6
 class Lane:
     """Ranks with equal timing, and when their tasks run; arrays are by place in issue order.
 
-    `ready` is when all dependencies of a task on its rank have ended, `begin` is when it starts: a
-    collective begins when its last rank is ready, a message when it is sent.
+    `launched` is when the host has launched a task, `ready` is when the task is launched and all
+    its dependencies on its rank have ended, `begin` is when it starts: a collective begins when its
+    last rank is ready, a message when it is sent.
     """
 
     of: RankClass
     ranks: Int
     issue: Issue
     kind: NDArray[np.uint8]
-    ready: Int  # ticks, as all times
+    since: Since | None  # when the host last paused; None: launches take no time
+    launched: Int  # ticks, as all times
+    ready: Int
     begin: Int
     end: Int
 
@@ -90,12 +94,14 @@ def timeline(
     how: Execution | None = None,
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
+    hosts: Sequence[HostWork] | None = None,
 ) -> Timeline:
     """Run a program whose tasks take `seconds`, an array by row for each class.
 
     `factors` multiply the duration of kernels of some ranks: stragglers. The duration of a message
     is that of its SEND; that of a collective of several classes the longest that they give.
     `progress` is called now and then with the tasks done so far, of all classes, and in all.
+    `hosts` are the launches of each class; None: they take no time.
     """
     how = how or Execution()
     issues = [issue(program, of.tasks, how) for of in program.classes]
@@ -108,15 +114,22 @@ def timeline(
         longest = max(int(durations[nth][place]) for nth, place in met)
         for nth, place in met:
             durations[nth][place] = longest
-    system = System(program, how, issues, durations, factor[who.example], who)
+    threads: list[HostThread | None] = [None] * len(issues)
+    if hosts is not None:
+        threads = [
+            HostThread.of(work, order.rows, TICK) for work, order in zip(hosts, issues, strict=True)
+        ]
+    system = System(program, how, issues, durations, factor[who.example], who, threads)
     system.run(progress)
     lanes: list[Lane] = []
     for each, of, numbers in zip(system.classes, program.classes, who.lanes, strict=True):
         times = each.times()
         for column, number in enumerate(numbers.tolist()):
             ranks = of.ranks[who.lane_of[of.ranks] == number]
-            at = (t[:, column] for t in times)
-            lanes.append(Lane(of, ranks, issues[each.nth], each.ports.kind, *at))
+            at = [t[:, column] for t in times]
+            host = threads[each.nth]
+            since = None if host is None else host.since(at[-1])
+            lanes.append(Lane(of, ranks, issues[each.nth], each.ports.kind, since, *at))
     return Timeline(program, how, tuple(lanes), who)
 
 

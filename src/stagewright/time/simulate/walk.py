@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.program.columns import TaskKind
+from stagewright.time.simulate.host import HostClock, HostThread
 from stagewright.time.simulate.issue import Issue
 
 
@@ -28,6 +29,7 @@ class LaneWork(NamedTuple):
     groups: Sequence[Int | None]  # lanes that meet, by `lanes_met`; None: no others
     factor: Float
     slowdown: float
+    host: HostThread | None = None
 
 
 class SingleLane:
@@ -46,16 +48,18 @@ class SingleLane:
         self.slows: list[bool] = (kernel & (work.issue.stream == 0)).tolist()
         self.collective: list[bool] = (work.kind == TaskKind.COLLECTIVE).tolist()
         self.beside: list[tuple[int, int]] = []
+        self.clock = None if work.host is None else HostClock(work.host, None)
 
     def ready(self, place: int) -> Int:
-        """When all dependencies of a place have ended: ticks, by lane."""
-        return np.array([max((self.ends[n] for n in self.needs[place]), default=0)])
+        """When a place is launched and all its dependencies have ended: ticks, by lane."""
+        launched = 0 if self.clock is None else self.clock.launched(place, self.ends)
+        return np.array([max((self.ends[n] for n in self.needs[place]), default=0)]).clip(launched)
 
     def run(self, places: Iterable[int]) -> None:
         """Run kernels, and collectives within this class; the caller runs everything else."""
-        ends, needs, duration = self.ends, self.needs, self.duration
+        ends, needs, duration, clock = self.ends, self.needs, self.duration, self.clock
         for place in places:
-            start = 0
+            start = 0 if clock is None else clock.launched(place, ends)
             for need in needs[place]:
                 if ends[need] > start:
                     start = ends[need]
@@ -99,14 +103,15 @@ class SeveralLanes:
         self.slows: list[bool] = (work.issue.stream == 0).tolist()
         self.beside: list[tuple[Int, Int]] = []
         self.scaled: dict[int, Int] = {}
+        self.clock = None if work.host is None else HostClock(work.host, self.lanes)
 
     def ready(self, place: int) -> Int:
-        """When all dependencies of a place have ended: ticks, by lane."""
-        needs = self.needs[place]
-        if not needs:
-            return np.zeros(self.lanes, dtype=np.int64)
-        latest = self.ends[needs[0]]
-        for need in needs[1:]:
+        """When a place is launched and all its dependencies have ended: ticks, by lane."""
+        if self.clock is None:
+            latest = np.zeros(self.lanes, dtype=np.int64)
+        else:
+            latest = self.clock.launched_by_lane(place, self.ends)
+        for need in self.needs[place]:
             latest = np.maximum(latest, self.ends[need])
         return latest
 
@@ -189,13 +194,21 @@ def lanes_met(group: Int) -> Int:
     return np.stack([np.pad(lanes, (0, most - len(lanes)), mode="edge") for lanes in mine])
 
 
-def earliest_order(issue: Issue, fixed: Bool) -> list[int]:
-    """Places in an order that puts each place not `fixed` right after its last dependency."""
+def earliest_order(issue: Issue, fixed: Bool, host: HostThread | None = None) -> list[int]:
+    """Places in an order that puts each place not `fixed` right after its last dependency.
+
+    A place also depends on what the host waits for before it launches the place.
+    """
     pointer: list[int] = issue.pointer.tolist()
     needs: list[int] = issue.needs.tolist()
     turn = [*range(len(issue))]
-    for place, stays in enumerate(fixed.tolist()):
+    waits = np.zeros(len(issue), dtype=bool) if host is None else host.waits
+    waited = -1
+    for place, (stays, joins) in enumerate(zip(fixed.tolist(), waits.tolist(), strict=True)):
         if not stays:
             mine = needs[pointer[place] : pointer[place + 1]]
             turn[place] = max([turn[need] for need in mine], default=-1)
+            turn[place] = max(turn[place], waited)
+        if joins:
+            waited = max(waited, turn[place])
     return sorted(range(len(turn)), key=turn.__getitem__)

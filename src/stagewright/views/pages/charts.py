@@ -56,6 +56,7 @@ def parts_of_time(found: SimulatedStep) -> Draw:
         **svg.PHASES,
         **{f"{axis} exposed": fill for axis, fill in svg.axes(sorted(mean.communication)).items()},
         "bubble": svg.BUBBLE,
+        "launches": svg.LAUNCHES,
     }
     parts = [
         bars.StackedBar(
@@ -64,6 +65,7 @@ def parts_of_time(found: SimulatedStep) -> Draw:
                 **{phase: each.kernels.get(phase, 0.0) / whole for phase in mean.kernels},
                 **{f"{a} exposed": each.exposed.get(a, 0.0) / whole for a in mean.exposed},
                 "bubble": each.bubble / whole,
+                **({"launches": each.launches / whole} if mean.launches else {}),
             },
         )
         for name, each in [("mean GPU", mean), *_some_lanes(found)]
@@ -77,7 +79,7 @@ def _some_lanes(found: SimulatedStep) -> list[tuple[str, Breakdown]]:
     known: dict[tuple[str, ...], Breakdown] = {}
     ranks: dict[tuple[str, ...], list[int]] = {}
     for lane, each in zip(found.line.lanes, found.parts, strict=True):
-        shares = [*each.kernels.values(), *each.exposed.values(), each.bubble]
+        shares = [*each.kernels.values(), *each.exposed.values(), each.bubble, each.launches]
         key = (stage_kind(program, lane.of), *(f"{s / found.seconds:.1%}" for s in shares))
         known.setdefault(key, each)
         ranks.setdefault(key, []).append(lane.of.pipeline_rank)

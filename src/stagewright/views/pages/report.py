@@ -78,7 +78,8 @@ def _time(found: SimulatedStep, data: dict[str, Any]) -> _TimeOnPage:
             charts.parts_of_time(found),
             "where",
             "Share of the step: kernels by phase, communication that no kernel hides (exposed) by "
-            "axis, and the bubble, in which a rank waits for other ranks.",
+            "axis, the bubble, in which a rank waits for other ranks, and launches, in which it "
+            "waits for its host.",
             zooms=True,
         ),
         tables.parts(found),

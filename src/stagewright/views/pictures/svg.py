@@ -78,6 +78,8 @@ PHASES: Mapping[str, Fill] = {
 
 BUBBLE = Fill("currentColor", ".", 0.1)
 """The fill of time in which a rank waits: fainter than any work, on light and on dark."""
+LAUNCHES = Fill("currentColor", "-", 0.25)
+"""The fill of time in which a rank waits for its host."""
 
 _AXES = {
     "tp": Fill(BLUE, "."),

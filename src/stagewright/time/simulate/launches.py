@@ -1,0 +1,269 @@
+"""How long the host of a rank takes to launch its tasks, and for which results it waits.
+
+A framework calls an operator for each kernel, in Python or from its autograd engine. What a call
+costs depends on how the framework runs a step (`Execution.launch_mode`) and on the CPU
+(`Hardware.host_factor`). How many kernels a task stands for follows from the task:
+
+- the parts of a joint product (query, key and value) are one kernel together;
+- Megatron-LM goes through the experts of a rank one by one: a product or a quantization of a
+  grouped linear layer is a kernel for each of them (`GroupedLinear` of Transformer Engine);
+- a quantization is two kernels: of one scale per tensor the maximum and the cast, of blocks the
+  cast and the order of the scales that products want;
+- where operators are PyTorch's own (`operators` is eager), `EAGER_KERNELS` says how many kernels
+  make an op that others have as one;
+- `torch.compile` makes one kernel of element-wise operators that follow each other, and enters a
+  compiled graph for each pass through a block;
+- tasks of the optimizer are launched in a loop over all tensors (multi-tensor apply);
+- a captured CUDA graph is launched at once.
+
+The host waits where a framework reads a result: the norm that clips gradients and the number of
+tokens of each expert (Megatron-LM), and messages of a pipeline (`batch_p2p_sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.graph.table import OPS, Timing
+from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.program.shapes import GEMM, ops_of
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.cost import timing_of
+from stagewright.time.fused_products import fused_gemms
+from stagewright.time.hardware import Hardware
+from stagewright.time.simulate.host import HostWork
+
+_FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCost:
+    """Microseconds of a host with an x86 CPU."""
+
+    call: float
+    """To call an operator that launches one kernel."""
+    kernel: float
+    """For each further kernel of the same operator."""
+    graph: float
+    """To enter a compiled graph, or to launch a captured one."""
+
+
+LAUNCH_COSTS: Mapping[str, LaunchCost] = {
+    # Fitted: call to the rows of nanotron on H100, kernel to those of mixtures of experts in
+    # Megatron-Bridge, where these may be fitted to (docs/time.md, "The host"). torch.nn.Linear
+    # alone takes 13.5 us (github.com/NVIDIA/TransformerEngine, issue 2053): modules, autograd's
+    # functions, and collectives take more. A captured part of a layer is called like an operator.
+    "eager": LaunchCost(call=60.0, kernel=25.0, graph=60.0),
+    # An Inductor kernel of 19 arguments, and what it takes to enter a compiled graph: 9.1 and 33 us
+    # (github.com/meta-pytorch/tritonbench, pull requests 1017 and 1016).
+    "compile": LaunchCost(call=9.1, kernel=9.1, graph=33.0),
+    # A graph without branches: 2.5 us (NVIDIA, "Constant time launch for straight-line CUDA
+    # graphs", CUDA 12.6).
+    "cuda_graph": LaunchCost(call=0.0, kernel=0.0, graph=2.5),
+}
+"""By launch mode."""
+
+TENSOR_LAUNCH = 1.3
+"""Microseconds of each further launch in a loop in C++: `cuLaunchKernel` on a host with an x86 CPU
+(github.com/meta-pytorch/tritonbench, pull request 1016)."""
+
+UNFUSED_KERNELS: Mapping[str, int] = {
+    "glu": 2,  # act, mul
+    "glu_bwd": 4,  # mul, mul, act's gradient, cat
+    "norm_bwd": 2,  # gradients of the input, sums of those of the weight
+    "attention_bwd": 3,  # of FlashAttention: sums of rows, gradients, cast of the query's
+}
+"""How many kernels make an op where no compiler or fused kernel joins them (`fuse` is off)."""
+
+EAGER_KERNELS: Mapping[str, int] = {
+    **UNFUSED_KERNELS,
+    "rope": 5,  # rotate_half: neg, cat; mul, mul, add
+    "mean_square": 2,  # pow, mean
+    "mean_square_bwd": 3,  # div, pow, mul
+    "rms_scale": 3,  # add, rsqrt, mul
+    "rms_scale_bwd": 5,  # mul, mul, sum, pow, mul
+}
+"""How many kernels make an op where operators are PyTorch's own; of all others: one."""
+
+
+_WHOLE_PROGRAMS = ("Google", "AWS")
+"""Vendors whose compilers (XLA, Neuron) make one program of a step."""
+
+
+def launch_mode(run: Run, how: Execution, hardware: Hardware) -> str:
+    """How the framework of a run launches kernels, where `how` does not say so.
+
+    Megatron-LM runs eagerly, torchtitan compiles its blocks; servers capture steps of decode as
+    CUDA graphs and compile those of prefill (vLLM). A step of a TPU is one program.
+    """
+    if how.launch_mode is not None:
+        return how.launch_mode
+    if hardware.vendor in _WHOLE_PROGRAMS:
+        return "ahead"
+    if run.mode == "train":
+        return {"megatron": "eager", "torchtitan": "compile"}[run.framework]
+    return "cuda_graph" if run.mode == "decode" else "compile"
+
+
+def host_work(
+    program: Program, run: Run, how: Execution, hardware: Hardware
+) -> list[HostWork] | None:
+    """The launches of each rank class; None: the host is never waited for."""
+    mode = launch_mode(run, how, hardware)
+    if mode == "ahead":
+        return None
+    # The ranks that compute prompts come first.
+    prompts = run.model_copy(update={"mode": "prefill"})
+    first = run.prefill_ranks.world_size if run.prefill_ranks else 0
+    modes = [
+        launch_mode(prompts, how, hardware) if of.ranks[0] < first else mode
+        for of in program.classes
+    ]
+    return [
+        _of_class(of.tasks, each, run, how, hardware)
+        for of, each in zip(program.classes, modes, strict=True)
+    ]
+
+
+def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardware) -> HostWork:
+    waits = _waits(tasks, run)
+    captured = np.zeros(len(tasks), dtype=bool)
+    if mode == "cuda_graph":
+        captured = _captured(tasks, how.cuda_graph_modules)
+        mode = "eager" if how.cuda_graph_modules else mode
+        waits &= ~captured
+    cost = LAUNCH_COSTS[mode]
+    kernels = _kernels(tasks, run)
+    if mode == "compile":
+        kernels[_follows_fusable(tasks)] = 0
+    loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == _OPTIMIZER)
+    further = np.maximum(kernels - 1, 0)
+    micros = np.where(kernels > 0, cost.call, 0.0) + further * cost.kernel
+    micros[loop] = min(cost.call, TENSOR_LAUNCH)
+    micros[captured] = 0.0
+    if captured.any():
+        micros[_first_of_runs(tasks, captured)] += cost.graph
+    elif mode == "compile":
+        micros[_first_of_runs(tasks, tasks.kind == TaskKind.COMPUTE)] += cost.graph
+    return HostWork(micros * 1e-6 * hardware.host_factor, waits)
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+
+def _kernels(tasks: Tasks, run: Run) -> Float:
+    """By row the kernels that a framework launches for the task, as it calls operators."""
+    count = _kernels_of_shapes(tasks, run)
+    joint = fused_gemms(replace(tasks, duration=None))  # measured or not, one kernel
+    _, first = np.unique(joint.whole, return_index=True)
+    rest = np.ones(len(joint.rows), dtype=bool)
+    rest[first] = False
+    count[joint.rows[rest]] = 0
+    return count
+
+
+def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
+    """Kernels by row, as the shape of the task says."""
+    one_by_one = run.mode == "train" and run.framework == "megatron"
+    known: list[float] = []
+    for shape in tasks.shapes:
+        extents, ops = dict(shape.extents), ops_of(shape.kernel)
+        count = 1
+        if shape.kernel == GEMM:
+            count = extents["batch"] if one_by_one else 1
+        elif "cast" in ops and run.precision not in ("bf16", "fp32"):
+            count = 2 * (extents.get("e", 1) if one_by_one else 1)
+        elif not run.fuse:
+            table = EAGER_KERNELS if run.operators == "eager" else UNFUSED_KERNELS
+            count = max(table.get(op, 1) for op in ops)
+        known.append(float(max(count, 1)))
+    return np.array([*known, 1.0])[tasks.shape]
+
+
+def _follows_fusable(tasks: Tasks) -> Bool:
+    """Which rows are element-wise kernels behind another: a compiler makes one kernel of both."""
+    known = [all(OPS[op].fuses for op in ops_of(name) if op in OPS) for name in tasks.ops]
+    fusable = np.array(known)[tasks.op] & (tasks.kind == TaskKind.COMPUTE)
+    return fusable & np.append(False, fusable[:-1])
+
+
+def _passes(tasks: Tasks) -> Int:
+    """By row the number of the pass through a block of the model that the row belongs to."""
+    columns = (tasks.stage, tasks.layer, tasks.microbatch, tasks.phase)
+    new = [np.diff(column.astype(np.int64)) != 0 for column in columns]
+    return np.cumsum(np.append(True, np.any(new, axis=0)))
+
+
+def _first_of_runs(tasks: Tasks, inside: Bool) -> Bool:
+    """The first row of each run of rows inside, in each pass through a block."""
+    number = np.where(inside, _passes(tasks), 0)
+    return inside & (np.diff(number, prepend=0) != 0)
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------
+
+_ROUTER = frozenset({"topk", "topk_bwd", "scores", "scores_bwd", "count", "aux_loss",
+                     "aux_loss_bwd", "z_loss", "z_loss_bwd"})  # fmt: skip
+_PREPROCESS = frozenset({"splits", "routes"})
+_MIXERS = frozenset({"attn", "mlp", "mamba"})
+
+
+def _captured(tasks: Tasks, modules: frozenset[str]) -> Bool:
+    """Which rows are part of captured graphs: those of `modules`, or all where there are none."""
+    if not modules:
+        return np.ones(len(tasks), dtype=bool)
+    named = set(modules) - _MIXERS
+    if modules & _MIXERS:
+        named.add("attn")
+    found = np.isin(_modules(tasks), sorted(named)) & (tasks.microbatch >= 0)
+    return found & (tasks.phase != _OPTIMIZER)
+
+
+def _modules(tasks: Tasks) -> NDArray[np.str_]:
+    """The module of a layer that each row belongs to, in Megatron-LM's words; "": in none."""
+    names = [frozenset(ops_of(name)) for name in tasks.ops]
+    router = np.array([bool(ops & _ROUTER) for ops in names])[tasks.op]
+    counts = np.array([bool(ops & _PREPROCESS) for ops in names])[tasks.op]
+    moves = {Timing.TO_EXPERTS, Timing.FROM_EXPERTS}
+    kernels = [timing_of(shape.kernel) in moves for shape in tasks.shapes]
+    edge = np.array([*kernels, False])[tasks.shape]
+    # Between the first and the last copy of tokens of a pass lie the experts.
+    block = _passes(tasks)
+    before = np.cumsum(edge)
+    begin = np.searchsorted(block, block)
+    end = np.searchsorted(block, block, side="right") - 1
+    ahead = before - before[begin] + edge[begin]  # copies up to here, of this pass
+    left = before[end] - before + edge  # from here on
+    experts = (ahead > 0) & (left > 0)
+    module = np.where(tasks.layer >= 0, "attn", "")
+    module = np.where(experts, "moe", module)
+    module = np.where(router & ~experts, "moe_router", module)
+    return np.where(counts & ~router, "moe_preprocess", module)
+
+
+# ---- waits ---------------------------------------------------------------------------------------
+
+
+def _waits(tasks: Tasks, run: Run) -> Bool:
+    """Which rows' results the host reads before it launches the next."""
+    waits = np.zeros(len(tasks), dtype=bool)
+    if run.mode != "train":
+        return waits
+    if run.moe_expert_capacity_factor is None:
+        # Rows of experts are as many as tokens chose them: the host sizes buffers by the counts.
+        told = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == _FORWARD)
+        told &= np.array([dtype == "int64" for dtype in tasks.dtypes])[tasks.dtype]
+        chosen = np.array(["topk" in ops_of(name) for name in tasks.ops])[tasks.op]
+        waits |= told if told.any() else chosen & (tasks.kind == TaskKind.COMPUTE)
+    if run.framework == "megatron":
+        clip = np.array(["divide" in ops_of(name) for name in tasks.ops])[tasks.op]
+        waits |= clip & (tasks.phase == _OPTIMIZER) & (tasks.kind == TaskKind.COMPUTE)
+        if run.vpp == 1:
+            waits |= tasks.kind == TaskKind.RECV
+    return waits

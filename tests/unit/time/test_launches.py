@@ -1,0 +1,124 @@
+"""What the host of a rank launches, what for it waits, and what a step waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stagewright as sw
+from stagewright.errors import UserError
+from stagewright.program.columns import PHASES, TaskKind, Tasks
+from stagewright.run.sections.execution import Execution
+from stagewright.time.hardware import resolve
+from stagewright.time.simulate.host import HostWork
+from stagewright.time.simulate.launches import LAUNCH_COSTS, host_work, launch_mode
+
+H100 = resolve("h100-sxm")
+
+
+def launched(how: Execution | None = None, **settings: Any) -> tuple[Tasks, HostWork]:
+    """The tasks of the first rank class, and what its host does."""
+    compiled = sw.compile(**settings)
+    work = host_work(compiled.program, compiled.run, how or Execution(), H100)
+    assert work is not None
+    return compiled.program.classes[0].tasks, work[0]
+
+
+SMALL = {"model": "llama3-8b", "layers": 2, "seq_length": 64}
+EXPERTS = {"model": "qwen3-30b-a3b", "layers": 1, "seq_length": 64, "dp": 8, "ep": 8}
+
+
+def test_a_kernel_of_a_framework_that_runs_eagerly_is_a_call() -> None:
+    tasks, work = launched(**SMALL, joint_projections=False)
+    kernels = tasks.phase != PHASES.index("optimizer")
+    assert np.allclose(work.seconds[kernels], LAUNCH_COSTS["eager"].call * 1e-6)
+
+
+def test_parts_of_a_joint_product_are_one_kernel() -> None:
+    apart, joint = (
+        launched(**SMALL, joint_projections=on)[1].seconds.sum() / LAUNCH_COSTS["eager"].call * 1e6
+        for on in (False, True)
+    )
+    # Per layer: of q, k, v two parts, of gate, up one; forward, and both products of backward.
+    assert apart - joint == pytest.approx(2 * 3 * 3)
+
+
+def test_megatron_launches_a_kernel_for_each_expert() -> None:
+    tasks, work = launched(**EXPERTS)
+    gemm = np.array([s.kernel == "gemm" and dict(s.extents)["batch"] == 16 for s in tasks.shapes])
+    experts = gemm[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
+    cost = LAUNCH_COSTS["eager"]
+    assert set(np.round(work.seconds[experts] * 1e6, 3)) <= {0.0, cost.call + 15 * cost.kernel}
+    _, compiled = launched(**EXPERTS, framework="torchtitan")
+    assert compiled.seconds.max() < 1e-4
+
+
+def test_the_host_waits_for_the_tokens_of_experts_and_the_norm_of_gradients() -> None:
+    tasks, work = launched(**EXPERTS)
+    names = [tasks.names[int(tasks.name[row])] for row in np.flatnonzero(work.waits)]
+    assert names == ["layer0.splits_known.all_gather", "clip_scale"]
+    _, dropped = launched(**EXPERTS, moe_expert_capacity_factor=1.0)
+    assert dropped.waits.sum() == 1
+
+
+def test_captured_modules_are_launched_at_once() -> None:
+    graphs = {"launch_mode": "cuda_graph"}
+    _, eager = launched(**EXPERTS)
+    _, parts = launched(
+        Execution(**graphs, cuda_graph_modules=frozenset({"attn", "moe_router"})), **EXPERTS
+    )
+    _, whole = launched(Execution(**graphs), **EXPERTS)
+    assert whole.seconds.sum() < parts.seconds.sum() < eager.seconds.sum()
+    assert not whole.waits.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "hardware", "mode"),
+    [
+        ({"framework": "megatron"}, "h100-sxm", "eager"),
+        ({"framework": "torchtitan"}, "h100-sxm", "compile"),
+        ({"mode": "decode"}, "h100-sxm", "cuda_graph"),
+        ({"mode": "prefill"}, "h100-sxm", "compile"),
+        ({}, "tpu-v5p", "ahead"),
+    ],
+)
+def test_frameworks_have_a_launch_mode(settings: dict[str, Any], hardware: str, mode: str) -> None:
+    run = sw.Run(model="llama3-8b", **settings)
+    assert launch_mode(run, Execution(), resolve(hardware)) == mode
+    assert launch_mode(run, Execution(launch_mode="eager"), resolve(hardware)) == "eager"
+
+
+def test_small_kernels_wait_for_the_host() -> None:
+    compiled = sw.compile("gpt2", layers=2, seq_length=64)
+    steps = {
+        mode: sw.simulate(compiled, "h100-sxm", launch_mode=mode)
+        for mode in ("ahead", "cuda_graph", "compile", "eager")
+    }
+    assert steps["ahead"].mean.launches == 0
+    assert steps["cuda_graph"].seconds == pytest.approx(steps["ahead"].seconds, rel=1e-2)
+    assert steps["ahead"].seconds < steps["compile"].seconds < steps["eager"].seconds
+    eager = steps["eager"]
+    assert eager.mean.launches > 0.3 * eager.seconds
+    assert eager.mean.total == pytest.approx(eager.seconds)
+    assert eager.critical_path["launches"] > 0.3 * eager.seconds
+    assert "launches" in str(eager.where())
+    assert eager.summary()["mean"]["launches"] == eager.mean.launches
+
+
+def test_a_slower_cpu_launches_more_slowly() -> None:
+    compiled = sw.compile(**SMALL)
+    grace = H100.model_copy(update={"host_factor": 1.5})
+    ours = host_work(compiled.program, compiled.run, Execution(), H100)
+    theirs = host_work(compiled.program, compiled.run, Execution(), grace)
+    assert ours is not None
+    assert theirs is not None
+    assert np.allclose(theirs[0].seconds, 1.5 * ours[0].seconds)
+
+
+def test_graphs_of_modules_need_graphs() -> None:
+    with pytest.raises(UserError, match="cuda_graph_modules needs launch_mode=cuda_graph"):
+        Execution(cuda_graph_modules=frozenset({"attn"}))
+    with pytest.raises(UserError, match="there is no module 'attention'"):
+        Execution(launch_mode="cuda_graph", cuda_graph_modules=frozenset({"attention"}))
