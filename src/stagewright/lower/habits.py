@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from stagewright.graph.node import BYTES, Graph, Node
+from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.buckets import Item, Row, in_buckets
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import NEXT
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.kernels import Extent, Kernel, LiveValue, TaskPart
+from stagewright.lower.kernels import Extent, Kernel, LiveValue, TaskPart, interface
 from stagewright.lower.pytorch.ring import RingAttention
 from stagewright.lower.pytorch.root_unit import RootUnit, module_logits
 from stagewright.parallel.degrees import reduces_each_microbatch
@@ -49,18 +50,31 @@ class GradientsSetToNone(Habit):
         """No buffers: of one microbatch, the gradient itself is what the optimizer reads."""
         return replace(allocation, gradient_buffers=False, one_microbatch=self.one_microbatch)
 
+    def prolong(self, values: StageValues, action: ActionRows) -> None:
+        """Autograd takes the first gradient of a parameter as its sum."""
+        if action.forward or self.one_microbatch:
+            return
+        for i, t in action.order:
+            if t.part is TaskPart.BACKWARD and t.op == "accumulate":
+                gradient, total = values.value(i, t.reads[0]), values.value(i, t.made[0])
+                if gradient is not None and total is not None and gradient is not total:
+                    values.first_gradients.append((gradient, total))
+
 
 @dataclass(frozen=True, slots=True)
 class EagerOperators(Habit):
     """What PyTorch's operators and optimizers allocate while they run."""
 
     update_temporaries: int
+    checkpoints: bool
+    """Blocks are computed again by `torch.utils.checkpoint`."""
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
         """By `operators`; `denom` of torch.optim.AdamW is a square root, and what divides by it."""
         adam = run.optimizer == "adamw"
-        return cls(2 if adam else 0) if run.operators == "eager" else None
+        again = run.recompute == "full"
+        return cls(2 if adam else 0, again) if run.operators == "eager" else None
 
     def allocation(self, allocation: Allocation) -> Allocation:
         """Updates have temporaries, and DTensor clones the part of a tensor that is a rank's."""
@@ -73,6 +87,21 @@ class EagerOperators(Habit):
             return 0
         rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
         return rows * int(BYTES["fp32"])
+
+    def prolong(self, values: StageValues, action: ActionRows) -> None:
+        """A checkpoint holds its input until backward has read all that it has computed again."""
+        if action.forward or not self.checkpoints:
+            return
+        for i, placed in enumerate(values.blocks):
+            reads = [
+                row
+                for t, row in action.row_of[i].items()
+                if any(n.phase == "recompute" for n in t.reads) and t.phase == "backward"
+            ]
+            inputs = (n for n in placed.block.graph if interface(n) == LiveValue(STREAM))
+            given = next((v for n in inputs if (v := values.value(i, n)) is not None), None)
+            if reads and given is not None:
+                given.touch(action.at(max(reads)), "backward")
 
 
 # ---- PyTorch: DistributedDataParallel ------------------------------------------------------------
@@ -154,7 +183,7 @@ class PipelineCaches(Habit):
         if rows and self.ranks > 1:
             for output in _outputs(values):
                 output.touch(action.at(rows[-1]), "backward")
-        if self.split_backward:
+        if self.split_backward and values.arriving:  # the first stage has one half only
             _retain_graph(values, action)
 
 
@@ -174,7 +203,7 @@ def _retain_graph(values: StageValues, action: ActionRows) -> None:
     The gradient of the stage's input stays with the input (`Tensor.grad`): a buffer, which a
     backward in one piece would clear, and which is cleared when the step is over.
     """
-    last = max(action.weight, default=-1)
+    last = max({*action.weight} - {*action.once}, default=-1)
     for v in values.values:
         if v.category == "activations" and last >= 0:
             v.touches.append(action.at(last))

@@ -81,6 +81,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         cp_comm_type=run.cp_comm_type if run.mode == "train" else "all_gather",
         reduce_each_microbatch=reduces_each_microbatch(run),
         sum_as_read=run.sequence_parallel_grads == "dtensor" and run.zero < 3,
+        counts_to_owners=run.moe_counts_exchange == "all_to_all",
         shard_rows=run.fsdp_shard_dim == "first" and run.zero == 3,
         embedding_all_reduce=model.position == "learned",
         gather_adapters=not run.lora_all_to_all,

@@ -73,7 +73,7 @@ def _exchanged_rows(plan: Plan, axes: _TokenAxes) -> dict[str, Dims]:
         "probs_dispatched": there,
         "probs_in": here,
         "splits": (whole + inside + across, ()),
-        "splits_known": (whole, ()),
+        "splits_known": (whole + inside, across) if plan.counts_to_owners else (whole, ()),
     }
 
 

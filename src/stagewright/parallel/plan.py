@@ -42,6 +42,8 @@ class Plan:
     """Split the width of the embedding tables of a recommendation model."""
     dispatcher: str = "alltoall"
     """How tokens get to their experts, as Megatron-LM's `moe_token_dispatcher_type`."""
+    counts_to_owners: bool = False
+    """How many copies a rank sends is told to the ranks that hold the experts, and not to all."""
     combined: Axes = ()
     """Inference: the axes of `expert_tensor` whose ranks all have the tokens of their experts: they
     combine partial sums of copies to partial sums of tokens, which are reduced."""

@@ -13,6 +13,8 @@ from stagewright.lower.assembly.lifetimes import moves_gradients
 from stagewright.lower.kernels import Kernel, TaskPart
 from stagewright.program.columns import TaskKind
 
+ADDED_CAST = "cast+accumulate"
+"""The op of a kernel that adds a gradient to those of microbatches before, in another precision."""
 Item = tuple[int, Kernel]
 """A block of the stage, and one of its tasks."""
 Row = list[Item]
@@ -38,7 +40,7 @@ def with_root_unit(
     early = [(i, t) for i, t in items if i in root and t.part in gathers]
     reductions = _reductions(items)
     late = {i: [item for item in reductions if item[0] == i] for i, _ in items}
-    added = {i: [(j, t) for j, t in items if j == i and t.op == "cast+accumulate"] for i in late}
+    added = {i: [(j, t) for j, t in items if j == i and t.op == ADDED_CAST] for i in late}
     moved = {t for of in (late, added) for unit in of.values() for _, t in unit}
     moved |= {t for _, t in early}
     rest = _gather_after_loss([item for item in items if item[1] not in moved])

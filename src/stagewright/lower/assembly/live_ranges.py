@@ -56,6 +56,7 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
     body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]
     body = _with_their_rows(body, numbers, rank)
     _keep_weights(body, numbers, rank)
+    _take_first_gradients(body, numbers, rank)
     return Values(
         name.astype(np.int32),
         of.astype(np.int32),
@@ -71,7 +72,7 @@ def _with_their_rows(
     body: Sequence[NDArray[np.int32]], numbers: Mapping[Value, int], rank: RankRows
 ) -> list[NDArray[np.int32]]:
     """The instances without values whose needed row an action lacks; an `UNSHARD` may have it."""
-    value, microbatch, first, _ = body
+    value, microbatch, first, last = body
     there = np.ones(len(value), dtype=bool)
     for v, number in numbers.items():
         if v.needs is None or rank.is_once(v.needs):
@@ -81,6 +82,7 @@ def _with_their_rows(
         place = np.array([v.needs[2]])
         ahead = rank.gathered_ahead(actions, place)[:, 0]
         there[at] = np.maximum(ahead, rank.rows(actions, place, absent=-1)[:, 0]) >= 0
+        last[at] = np.where(ahead < 0, last[at], first[at])  # weights are copied out at once
         first[at] = np.where(ahead < 0, first[at], np.minimum(first[at], ahead))
     return [column[there] for column in body]
 
@@ -106,6 +108,18 @@ def _keep_weights(
                 i, j = at.get(before), at.get(after)
                 if i is not None and j is not None and not gathers:
                     last[i] = max(last[i], first[j] - 1)
+
+
+def _take_first_gradients(
+    body: Sequence[NDArray[np.int32]], numbers: Mapping[Value, int], rank: RankRows
+) -> None:
+    """The first gradient that a sum is made of has no bytes besides the sum, in place."""
+    value, _, first, last = body
+    for stage in rank.stages.values():
+        for gradient, total in stage.values.first_gradients:
+            (begins,) = first[value == numbers[total]]
+            taken = (value == numbers[gradient]) & (last == begins) & (first < begins)
+            last[taken] = begins - 1
 
 
 def _instances(

@@ -84,6 +84,9 @@ class StageValues:
         self._of_node: list[dict[Node, Value]] = [{} for _ in blocks]
         self._received: dict[LiveValue, Value] = {}
         self._reloaded: dict[int, Value] = {}  # per block, activations back from the host
+        self.first_gradients: list[tuple[Value, Value]] = []
+        """Gradients of a microbatch, and the sums that they are added to, where the gradient of the
+        first microbatch becomes the sum."""
         self.kept_weights: list[tuple[Value, Value]] = []
         """Weights that forward gathers, and the same weights as backward gathers them, where an
         action may use what the one before it has gathered."""

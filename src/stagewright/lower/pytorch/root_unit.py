@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Self
 
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.lower.assembly.buckets import Item, Row, with_root_unit
+from stagewright.lower.assembly.buckets import ADDED_CAST, Item, Row, with_root_unit
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Value, moves_gradients
+from stagewright.lower.assembly.segments import NEXT
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
 from stagewright.lower.kernels import Kernel, TaskPart
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import Order
+from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.schedules import SCHEDULES
 
 _COMPUTED = (TaskPart.FORWARD, TaskPart.BACKWARD)
@@ -34,6 +35,9 @@ class RootUnit(Habit):
     """Its schedules of several stages (`_PipelineScheduleRuntime`) gather the weights of all stages
     of a rank before the first action, its schedules of one stage do not."""
 
+    split_backward: bool
+    """A backward is done in halves."""
+
     @staticmethod
     def applies(run: Run) -> bool:
         """By `fsdp_root_unit`, where weights are sharded."""
@@ -44,7 +48,8 @@ class RootUnit(Habit):
         """Where it applies."""
         schedule = SCHEDULES.get(run.schedule or "")
         one_stage = schedule is not None and schedule.one_stage
-        return cls(len(order) > 1, one_stage) if cls.applies(run) else None
+        halves = any(a.kind == "I" for steps in order for a in flat(steps))
+        return cls(len(order) > 1, one_stage, halves) if cls.applies(run) else None
 
     def unit_weights(self) -> UnitWeights:
         """A pipeline's units stay gathered after backward."""
@@ -68,6 +73,8 @@ class RootUnit(Habit):
             _copy_out(values, action, rows)
         if self.pipelined and not action.forward:
             _keep_weights(values)
+            if values.arriving and self.split_backward:
+                _add_in_next_half(values, action)
 
 
 def _together(root: AbstractSet[int]) -> AbstractSet[int]:
@@ -82,6 +89,17 @@ def _hold_root_weights(values: StageValues, action: ActionRows) -> None:
         unit = {i} | _together(values.root_blocks)
         done = max(row for j, row in last_rows.items() if j in unit)
         values.hold_weights(i, (TaskPart.GATHER_ONCE, TaskPart.GATHER), action.at(done))
+
+
+def _add_in_next_half(values: StageValues, action: ActionRows) -> None:
+    """Gradients of weights come after the half of backward that ends with their addition: they wait
+    for that half of the next microbatch."""
+    first_half = sorted({*action.of_all_microbatches} - {*action.weight})
+    for i, t in action.order:
+        if t.op == ADDED_CAST and first_half:
+            gradient = values.value(i, t.reads[0])
+            if gradient is not None:
+                gradient.touches.append((NEXT, action.stage, first_half[-1]))
 
 
 def _keep_weights(values: StageValues) -> None:
@@ -139,6 +157,8 @@ def _copy_out(values: StageValues, action: ActionRows, rows: Sequence[int]) -> N
                     gathered[i] = gathered.get(i, 0) + sum(value.size for value in new)
     computing = [row for row in rows if row not in gather_rows]
     units = sorted(first for i, first in begins.items() if i not in root)
+    if action.forward:
+        _begin_with_block(values, action, begins, gather_rows)
     for i, size in gathered.items():
         first = begins[i]
         if not action.forward:
@@ -154,6 +174,29 @@ def _copy_out(values: StageValues, action: ActionRows, rows: Sequence[int]) -> N
         buffer.touches += [action.at(row) for row in held]
         buffer.needs = action.at(moved[i])
         values.values.append(buffer)
+
+
+def _begin_with_block(
+    values: StageValues,
+    action: ActionRows,
+    begins: Mapping[int, int],
+    gather_rows: AbstractSet[int],
+) -> None:
+    """Forward allocates what it gathers when the block comes, though the message runs before.
+
+    The host issues a unit's gather when the block before has ended, and memory is allocated in the
+    order of the host; backward asks for the next unit's gather by itself.
+    """
+    for i, begin in begins.items():
+        for t in values.blocks[i].block.by_part.get(TaskPart.GATHER, ()):
+            for new in values.blocks[i].block.uses[t].new:
+                v = values.value(i, new.nodes[0])
+                if v is None:
+                    continue
+                if new.nodes[0].role is Role.SENT:  # of no use where weights are gathered still
+                    v.needs = action.at(action.row_of[i][t])
+                ahead = {action.at(row) for row in gather_rows}
+                v.touches = [action.at(begin), *(x for x in v.touches if x not in ahead)]
 
 
 def _row_of_logits(values: StageValues, action: ActionRows, end: int) -> int:

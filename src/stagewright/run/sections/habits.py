@@ -185,6 +185,16 @@ class HabitSection:
         elsewhere=_NO_GRADIENTS,
         habits={"torchtitan": "vector"},
     )
+    moe_counts_exchange: Literal["all_gather", "all_to_all"] = habit(
+        "all_gather",
+        "With ep: how ranks tell how many copies of tokens they are about to send.",
+        idle=(idle_axes("ep"),),
+        elsewhere="engines choose by themselves",
+        needs={"moe_token_dispatcher_type": ("alltoall",)},
+        habits={"torchtitan": "all_to_all"},
+    )
+    """`all_gather`: all ranks learn all counts (Megatron-LM's `MoEAlltoAllTokenDispatcher`);
+    `all_to_all`: ranks learn what they get (torchtitan's `ExpertParallel`)."""
     cp_grad_comm_type: Literal["reduce_scatter", "ring"] = habit(
         "reduce_scatter",
         "With cp: how gradients of gathered keys and values return to their ranks.",
