@@ -16,6 +16,7 @@ from stagewright.evidence.measurements import (
 from stagewright.evidence.predictions import Prediction
 from stagewright.executors import Processes
 from stagewright.lower.compile import compile
+from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time.hardware import resolve as resolve_hardware
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import executed
@@ -146,7 +147,9 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
         part = run.model_copy(update={"global_batch_size": batch})
         return executed(compile(part, m.model), machine, m.execution).seconds
 
-    one, two = (1, 2) if run.pp == 1 else (run.pp, 2 * run.pp)
+    schedule = SCHEDULES.get(run.schedule or "")
+    full = (schedule.fills if schedule else 1) * run.pp
+    one, two = (1, 2) if run.pp == 1 else (full, full + run.pp)
     if run.microbatches <= two:
         return simulated(run.microbatches)
     first, second = simulated(one), simulated(two)

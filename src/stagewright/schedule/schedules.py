@@ -37,6 +37,9 @@ class Schedule(NamedTuple):
     in_groups: bool = False  # microbatches pass through the chunks in groups whose size can be set
     one_stage: bool = False
     """Whether PyTorch's class of the schedule has one stage on a rank and a loop of its own."""
+    fills: int = 1
+    """With this many times pp microbatches the pipeline has been full: each further microbatch adds
+    nearly the same time."""
     holds_sent_gradients: bool = False
     """Whether PyTorch's class of the schedule waits for the send of a gradient only at the next
     one, and so holds the gradient until then. Schedules with several stages, and orders from files,
@@ -78,14 +81,16 @@ SCHEDULES: dict[str, Schedule] = {
         interleaved, None, "be divisible by pp", _groups_of_pp, instead="1f1b", in_groups=True
     ),
     "looped-bfs": Schedule(looped_bfs, None),
-    "zb-h1": Schedule(zb_h1, None, "pass in equal groups of pp or few more", _equal_groups),
-    "zb-h2": Schedule(zb_h2),
-    "zbv": Schedule(zbv, 2),
-    "v-half": Schedule(v_half, 2),
+    "zb-h1": Schedule(
+        zb_h1, None, "pass in equal groups of pp or few more", _equal_groups, fills=2
+    ),
+    "zb-h2": Schedule(zb_h2, fills=3),
+    "zbv": Schedule(zbv, 2, fills=2),
+    "v-half": Schedule(v_half, 2, fills=2),
     "v-min": Schedule(v_min, 2),
-    "dualpipev": Schedule(dualpipev, 2, "be 2 x pp or more", _full),
+    "dualpipev": Schedule(dualpipev, 2, "be 2 x pp or more", _full, fills=2),
     "dualpipe": Schedule(
-        dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True
+        dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True, fills=2
     ),
 }
 

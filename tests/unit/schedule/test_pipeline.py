@@ -147,6 +147,22 @@ def test_bubble_of_controllable_memory(p: int, m: int) -> None:
     assert least - work == 4 * p - (7 if p % 3 == 0 else 5)
 
 
+@pytest.mark.parametrize("name", [n for n, s in SCHEDULES.items() if s.fills > 1])
+def test_a_full_pipeline_takes_the_same_time_for_each_further_microbatch(name: str) -> None:
+    """Also where stages are uneven: within 2% of a step with twice as many."""
+    p, chunks = 4, SCHEDULES[name].chunks or 2
+    kinds = costs(1, 1.1, 0.9)
+
+    def seconds(m: int) -> float:
+        times = play(make(name, p, m, chunks), lambda a: kinds[a.kind] * (1 + a.stage % 3 / 5))
+        return max(end for _, end in times.values())
+
+    full = SCHEDULES[name].fills * p
+    step = seconds(full + p) - seconds(full)
+    further = seconds(full + p) + (full + p) / p * step
+    assert further == pytest.approx(seconds(2 * full + 2 * p), rel=0.02)
+
+
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_in_flight(p: int, m: int) -> None:
     assert in_flight(gpipe(p, m)) == [{rank: m} for rank in range(p)]
