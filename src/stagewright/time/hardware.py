@@ -238,10 +238,6 @@ _LIKE = {"mxfp8": "fp8"}
 """Data types that take the constants of others where they have none of their own."""
 
 
-_SUCH_BASE = "base: h100-sxm"
-"""What a file says that starts from the figures of other hardware."""
-
-
 def names() -> list[str]:
     """The names of the hardware that the package carries."""
     return sorted(f.name.removesuffix(".yaml") for f in _folder().iterdir())
@@ -391,7 +387,7 @@ def _describe_error(error: ValidationError) -> str:
         case "extra_forbidden":
             return f"unknown key {name!r}{did_you_mean(path[-1], known)}"
         case "missing":
-            hint = "" if len(path) > 1 else f"; give it, or a base to start from: {_SUCH_BASE}"
+            hint = "" if len(path) > 1 else "; give it, or a base to start from: base: h100-sxm"
             return f"{name} is missing{hint}"
         case "literal_error":
             choices = Topology if path[-1] == "topology" else Fabric
