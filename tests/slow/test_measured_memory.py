@@ -172,8 +172,8 @@ gradients and optimizer states with what is allocated after a step.
 - Megatron-LM: its functional tests' golden values, `mem-max-allocated-bytes` of the last rank,
   dev containers on H100 and A100. Left out: GB200 and unnamed devices, the older (lts)
   containers, T5, BERT and multimodal models, fp8, latent attention, CUDA graphs.
-- Zero Bubble: without ZB-2p, a schedule that we do not have. Vocabulary parallelism: the
-  baselines under 1F1B.
+- Zero Bubble: without ZB-2p, whose order a search finds for measured times. Vocabulary
+  parallelism: the baselines under 1F1B.
 - torchtitan: `reserved` memory of float8 runs under `torch.compile`; ours under `--framework
   torchtitan` with fused operators, as compiled ones are, and in bf16.
 - STAGE, Table V: in [stage-paper.md](stage-paper.md).
