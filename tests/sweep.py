@@ -85,6 +85,7 @@ def draw(dice: Dice) -> dict[str, Any]:
         **_offload(dice),
         **(_habits(dice) if dice.random() < 0.4 else {}),
         **(_experts(dice, model) if model.num_experts else {}),
+        **(_what_trains(dice) if dice.random() < 0.25 else {}),
     }
     found["global_batch_size"] = size * dp * found.pop("microbatches")
     if zero:
@@ -208,6 +209,30 @@ def _offload(dice: Dice) -> dict[str, Any]:
     }
 
 
+def _what_trains(dice: Dice) -> dict[str, Any]:
+    """Adapters, or parameters that are frozen."""
+    targets = dice.choice(
+        (
+            ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+            ("q_proj", "v_proj"),
+            ("linear_fc2",),
+            ("all-linear",),
+            ("layer1.linear_fc1", "layer2.o_proj"),
+        )
+    )
+    some = dice.choice(("embedding.*", "layer0.*", "layer[01].*", "head.*", "*norm*", "wo", "w_up"))
+    if dice.random() < 0.4:
+        return {dice.choice(("freeze", "trainable")): (some,)}
+    return {
+        "lora_rank": 12,
+        "lora_target_modules": targets,
+        "lora_dropout": dice.choice((0.0, 0.1)),
+        "lora_all_to_all": dice.random() < 0.3,
+        "trainable": dice.choice((None, None, (some,))),
+        "quantize_base": dice.choice((None, None, "fp8", "nf4", "nf4-double")),
+    }
+
+
 def _habits(dice: Dice) -> dict[str, Any]:
     """A framework, or some of its habits."""
     found: dict[str, Any] = {"framework": dice.choice(("megatron", "torchtitan"))}
@@ -292,6 +317,7 @@ def products(compiled: CompiledRun) -> list[int]:
 ALONE = (
     *("model", "layers", "seq_length", "decoder_seq_length", "flash_attention"),
     *("recompute_modules", "mtp_num_layers", "operators"),
+    *("trainable", "freeze", "lora_rank", "lora_target_modules"),
 )
 """Settings that one rank's work depends on, besides how it recomputes."""
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from stagewright import blocks as nn
 from stagewright.blocks.adapters import LINEARS
 from stagewright.errors import UserError, did_you_mean
-from stagewright.graph.node import Node
+from stagewright.graph.roles import Role
+from stagewright.graph.table import LEAVES
 from stagewright.lower.blocks import build_block
 from stagewright.lower.parameters import published_sizes
 from stagewright.lower.recipe import recipe_of
@@ -83,19 +84,24 @@ class _Rows:
         self.known: set[str] = set()
         self.tables: dict[str, set[str]] = {}  # names of all copies of each table
         for variant, layer in chain.from_iterable(stages):
-            for p in self.parameters(variant):
-                if p.binding.tied:
-                    names = _names(variant, layer, p.name)
-                    self.tables.setdefault(p.binding.tied, set()).update(names)
+            for name, tied in self.parameters(variant).items():
+                if tied:
+                    names = _names(variant, layer, name)
+                    self.tables.setdefault(tied, set()).update(names)
 
-    def parameters(self, variant: BlockVariant) -> list[Node]:
-        """The parameters of a block that a gradient could reach."""
+    def parameters(self, variant: BlockVariant) -> dict[str, str]:
+        """The parameters of a block that a gradient could reach, and the table that each is of.
+
+        A block before may hand the block a table that it has gathered.
+        """
         graph = build_block(variant, self.model, self.recipe).graph
-        return [n for n in graph if n.op == "param" and not n.binding.buffer]
+        leaves = (n for n in graph if n.op in LEAVES and not n.binding.buffer)
+        of = (n for n in leaves if n.role in (Role.PARAMETER, Role.USED))
+        return {n.binding.name: n.binding.tied or n.binding.live_in for n in of}
 
     def training(self, variant: BlockVariant, layer: int) -> nn.Training:
         """What of a block trains, but for the values that come to it."""
-        own = {p.name: p.binding.tied for p in self.parameters(variant)}
+        own = self.parameters(variant)
         adapters = tuple(self.adapters(variant, layer, frozenset(own)))
         frozen: set[str] = set()
         for name, tied in own.items():

@@ -61,10 +61,11 @@ def weight_half(
 
     `handed_on` are the tasks that make the gradients which the block hands on. What is computed
     again though nothing reads it (a module's forward that is called once more) runs when backward
-    first comes by.
+    first comes by, and so do the gathers of weights.
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]
+    stack += [t for t in tasks if t.part is TaskPart.GATHER_AGAIN]
     stack += [t for t in handed_on if isinstance(t, Kernel)]
     first: set[Kernel] = set()
     while stack:

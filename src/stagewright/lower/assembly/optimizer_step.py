@@ -23,11 +23,15 @@ class ClipNorm(NamedTuple):
     dtype: str = "fp32"
 
     def exchanges(self, gradients: int) -> list[tuple[tuple[str, ...], int]]:
-        """Axes and bytes of each all-reduce, for the norms of so many gradients."""
+        """Axes and bytes of each all-reduce, for the norms of so many gradients.
+
+        Ranks without gradients, whose stages are frozen, take part in that of the total only.
+        """
         size = int(BYTES[self.dtype])
         groups = [tuple(sorted(axes)) for axes in self.gradient_axes if axes]
         total = tuple(a for a in self.axes if not any(a in axes for axes in groups))
-        return [(axes, size * gradients) for axes in groups] + ([(total, size)] if total else [])
+        each = [(axes, size * gradients) for axes in groups if gradients]
+        return each + ([(total, size)] if total else [])
 
 
 def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
