@@ -164,7 +164,7 @@ def collectives(case: Case, compiled: CompiledRun) -> dict[tuple[Any, ...], Traf
         )
         found[key] += 1
         size[key] += int(t.comm_bytes[i])
-    return {key: Traffic(n, *_in_out(key, size[key])) for key, n in found.items()}
+    return {key: Traffic(n, *in_out(key, size[key])) for key, n in found.items()}
 
 
 def axes_of(mesh: Mapping[str, int]) -> dict[str, str]:
@@ -175,7 +175,7 @@ def axes_of(mesh: Mapping[str, int]) -> dict[str, str]:
     return AXES | ({} if "ep" in mesh else dict.fromkeys(("edp", "dp/edp", "cp+dp"), data))
 
 
-def _in_out(key: tuple[Any, ...], size: int) -> tuple[int, int]:
+def in_out(key: tuple[Any, ...], size: int) -> tuple[int, int]:
     kind, ranks = key[1], key[3]
     if kind in ("send", "recv"):
         return (size, 0) if kind == "send" else (0, size)
