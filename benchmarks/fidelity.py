@@ -1,14 +1,13 @@
 """Writes docs/fidelity.md: every comparison with what others measured, computed or published.
 
-    python benchmarks/fidelity.py [--quick]
+    python benchmarks/fidelity.py
 
-Takes some minutes, nearly all for the step times; `--quick` leaves the slow sections as they are. A
-test holds the others against the page.
+Step times are those of docs/step-times.csv, which `benchmarks/step_times.py` writes in some
+minutes. A test holds the sections against the page.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib.util
 import json
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.evidence import kernels as validate_kernels
-from stagewright.evidence import reproduce, validate
-from stagewright.evidence.predictions import Prediction, errors_by_source
+from stagewright.evidence import reproduce
+from stagewright.evidence.predictions import Prediction, grouped
+from stagewright.evidence.sources import sources
 from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 
@@ -203,30 +203,34 @@ def memory() -> Part:
     return Part(lines, glance)
 
 
-def outcomes(rows: Iterable[Prediction], what: str) -> Part:
-    """Rows by source, and a line for each."""
-    rows = list(rows)
-    lines: list[str] = []
-    for source in dict.fromkeys(o.source for o in rows):
-        lines += ["", f"### {source}", ""] if lines else [f"### {source}", ""]
-        lines += table(
-            ("row", "quantity", "ours:", "measured:", "error:", "fitted", "why"),
-            [line(o) for o in rows if o.source == source],
-        )
-    glance = [(what, s.source, str(s.rows), f"{s.mape:.1%}", f"{s.median:.1%}",
-               f"{s.worst[1]:+.1%}") for s in errors_by_source(rows)]  # fmt: skip
+def step_times() -> Part:
+    """Training measurements: what each source assumes, rows with a reason of their own."""
+    of: Any = module(ROOT / "benchmarks" / "step_times.py")
+    assert of
+    rows: list[Prediction] = of.predictions()
+    lines = [
+        "Every published training run that settings express, a line each in "
+        "[step-times.csv](step-times.csv); [time.md](time.md#how-good-it-is) has the errors by "
+        "accelerator, precision, GPUs and tokens, and rows that are not compared. Errors are those "
+        "of the time of a step; rows under a tenth of the peak stand by themselves.",
+    ]
+    for name, source in sources().items():
+        entries = [f"`{k}` {each.value}: {each.reason}" for k, each in source.assumed.items()]
+        lines += ["", f"### {name}", "", *(f"- {text}" for text in (*entries, *source.notes))]
+        told = [line(o) for o in rows if o.source == name and (o.reason or o.fitted)]
+        if told:
+            titles = ("row", "quantity", "ours:", "measured:", "error of time:", "fitted", "why")
+            lines += ["", *table(titles, told)]
+    glance = [("time of a step", g.group, str(g.every.rows), f"{g.every.mape:.1%}",
+               f"{g.every.median:.1%}", f"{g.every.worst[1]:+.1%}")
+              for g in grouped(rows, "source")]  # fmt: skip
     return Part(lines, glance)
 
 
 def line(o: Prediction) -> tuple[str, ...]:
     """A measurement's cells."""
-    numbers = f"{o.predicted:.4g}", f"{o.measured:.4g}", f"{o.error:+.1%}"
+    numbers = f"{o.predicted:.4g}", f"{o.measured:.4g}", f"{o.error_of_time:+.1%}"
     return (o.row, o.quantity, *numbers, o.fitted, o.reason)
-
-
-def step_times() -> Part:
-    """Training measurements."""
-    return outcomes(validate.validate(), "time of a step")
 
 
 def kernels() -> Part:
@@ -271,7 +275,7 @@ def astra_sim() -> Part:
     return Part(lines, [("time of a step", "ASTRA-sim", str(len(rows)), *errors(off))])
 
 
-QUICK: dict[str, Callable[[], Part]] = {
+SECTIONS: dict[str, Callable[[], Part]] = {
     "STAGE's tables": stage_paper,
     "FLOPs and bytes of kernels": flops,
     "Pipeline schedules": schedules,
@@ -280,8 +284,8 @@ QUICK: dict[str, Callable[[], Part]] = {
     "ASTRA-sim": astra_sim,
     "Memory": memory,
     "PyTorch programs": conformance,
+    "Step times": step_times,
 }
-SLOW: dict[str, Callable[[], Part]] = {"Step times": step_times}
 
 
 TITLES = ("what", "source", "rows:", "mean:", "median:", "worst:")
@@ -292,19 +296,13 @@ def section(title: str, part: Part) -> str:
     return "\n".join([f"## {title}", "", *table(TITLES, part.glance), "", *part.lines]).rstrip()
 
 
-def page(quick: bool) -> str:
-    """The whole page; `quick`: with the slow sections of the one that is there."""
-    there = PAGE.read_text(encoding="utf-8") if quick else ""
-    old = {text.split("\n")[0]: f"## {text}".rstrip() for text in there.split("\n## ")[1:]}
-    sections = [section(title, make()) for title, make in QUICK.items()]
-    for title, make in SLOW.items():
-        sections.append(old[title] if quick else section(title, make()))
+def page() -> str:
+    """The whole page."""
+    sections = [section(title, make()) for title, make in SECTIONS.items()]
     head = table(TITLES, ())
     rows = [line for text in sections for line in text.split("\n\n")[1].split("\n")[2:]]
     return "\n".join([INTRODUCTION, *head, *rows, ""]) + "\n" + "\n\n".join(sections) + "\n"
 
 
 if __name__ == "__main__":
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--quick", action="store_true")
-    PAGE.write_text(page(asked.parse_args().quick), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

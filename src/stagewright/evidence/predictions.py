@@ -69,9 +69,11 @@ def _kind(t: Traits) -> str:
     return "LoRA" if t.adapters else "MoE" if t.experts else "dense"
 
 
+SWEEP = "nanotron"
+"""The source with more than half of all rows, which would hide the others in a mean."""
 GROUPS: dict[str, Callable[[Prediction, Traits], str]] = {
     "source": lambda o, t: f"{o.source}, {_kind(t)}",
-    "model": lambda o, t: _kind(t),
+    "model": lambda o, t: f"{_kind(t)}, {SWEEP}" if o.source == SWEEP else _kind(t),
     "accelerator": lambda o, t: t.hardware,
     "accelerator and precision": lambda o, t: f"{t.hardware}, {t.precision}, {_kind(t)}",
     "GPUs": lambda o, t: bounded(t.gpus, GPUS),
@@ -118,8 +120,7 @@ class GroupErrors(NamedTuple):
 def grouped(predictions: Iterable[Prediction], by: str) -> list[GroupErrors]:
     """The errors of time of training rows by one of `GROUPS`.
 
-    Rows of low utilization stand by themselves, behind the others. Sources keep their order, other
-    groups are sorted.
+    Rows of low utilization stand by themselves, behind the others.
     """
     groups: dict[tuple[bool, str], list[Prediction]] = {}
     for o in predictions:
@@ -128,9 +129,8 @@ def grouped(predictions: Iterable[Prediction], by: str) -> list[GroupErrors]:
             name = GROUPS[by](o, o.traits)
             name = f"{name}, {LOW}" if low and by == "source" else LOW if low else name
             groups.setdefault((low, name), []).append(o)
-    keys = list(groups) if by == "source" else sorted(groups, key=lambda k: (k[0], _order(k[1])))
     result: list[GroupErrors] = []
-    for key in sorted(keys, key=lambda k: k[0]):
+    for key in sorted(groups, key=lambda k: (k[0], _order(k[1]))):
         rows = groups[key]
         held = [o for o in rows if o.traits and o.traits.held_out]
         result.append(
