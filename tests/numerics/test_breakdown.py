@@ -48,7 +48,8 @@ def test_critical_path_is_a_chain_through_the_step(run: str, way: str) -> None:
     for line in lines(run, way):
         path = critical_path(line)
         now = 0
-        for lane, place in path:
+        for lane, place, launch in path:
+            assert not launch
             assert line.lanes[lane].begin[place] == now
             now = int(line.lanes[lane].end[place])
         assert now == line.ticks
