@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stagewright.algebra.index import parse
-from stagewright.algebra.size import Size
-from stagewright.graph.cost import extents
+from stagewright.algebra.size import Size, size
+from stagewright.graph.cost import extents, indices
 from stagewright.graph.node import Node
 from stagewright.graph.table import OPS, Timing, heads
 from stagewright.program.columns import Shape
@@ -33,7 +33,10 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     """The shape of a kernel of fused nodes; the first node decides the kind of kernel."""
     n = cluster[0]
     # Experts may have unequal numbers of rows: the largest counts.
-    sizes = {x: math.ceil(extent_) for x, extent_ in extents(n, extent).items()}
+    exact = extents(n, extent)
+    if n.get("touched") is not None:
+        exact = _of_touched(n, exact, extent)
+    sizes = {x: math.ceil(extent_) for x, extent_ in exact.items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
         return Shape(GEMM, _gemm(n, sizes), joint)
@@ -42,6 +45,17 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     ops = "+".join(dict.fromkeys(m.op for m in cluster))
     chunk: Any = n.get("chunk")
     return Shape(ops, (*sizes.items(), *([("chunk", int(chunk))] if chunk else [])))
+
+
+def _of_touched(
+    n: Node, exact: dict[str, Any], extent: Callable[[Size, tuple[str, ...]], Any]
+) -> dict[str, Any]:
+    """Extents with the experts that some token goes to in the place of all, and their rows."""
+    _, split_by = indices(n)
+    touched: Any = n["touched"]
+    some = max(1, math.ceil(extent(size(touched), split_by.get("e", ()))))
+    rows = {"r": exact["r"] * exact["e"] / some} if "r" in exact else {}
+    return {**exact, "e": some, **rows} if some < exact["e"] else exact
 
 
 def _gemm(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:

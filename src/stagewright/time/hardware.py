@@ -203,16 +203,6 @@ class Hardware(Figures):
         rates = {f"peak_{dtype}_tflops": self.rate_of(dtype) or rate for dtype in dtypes}
         return self.model_copy(update=rates)
 
-    def for_inference(self) -> Hardware:
-        """This hardware with the constants of inference, where it has any, for products."""
-        if self.inference is None:
-            return self
-        changed = {
-            dtype: self.gemm.get(dtype, self.gemm["bf16"]).model_copy(update=dict(fit))
-            for dtype, fit in self.inference.gemm.items()
-        }
-        return self.model_copy(update={"gemm": {**self.gemm, **changed}})
-
     def with_attention(self, kernel: str) -> Hardware:
         """This hardware with another default attention kernel, by name; UserError if unknown."""
         if kernel not in self.attention_kernels:

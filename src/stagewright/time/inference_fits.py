@@ -58,5 +58,9 @@ class InferenceFit(Figures):
 
     gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
     """By precision; a precision without constants has training's."""
+    experts_gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
+    """Of grouped products, beside the constants of single ones, in place of `ExpertFit.gemm`."""
     cached_attention: CachedAttentionFit
     all_reduce: DirectAllReduce | None = None
+    routing_us: float | None = Field(ge=0, default=None)
+    """Time of the kernels that sort tokens by expert; None: training's (`ExpertFit`)."""

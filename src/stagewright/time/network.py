@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Self, get_args
@@ -19,8 +20,9 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.cluster import Algorithm, Topology
+from stagewright.time.constants import GemmFit
 from stagewright.time.hardware import Hardware, ScaleOut, ScaleUp
-from stagewright.time.inference_fits import DirectAllReduce
+from stagewright.time.inference_fits import DirectAllReduce, InferenceGemmFit
 from stagewright.time.torus import Pod
 
 
@@ -140,11 +142,32 @@ class Machine:
         of = self.hardware.inference
         if of is None:
             return self
-        hardware = self.hardware.for_inference()
+        hardware = for_inference(self.hardware)
         return replace(self, hardware=hardware, direct_all_reduce=of.all_reduce)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.hardware.name}: " + ", ".join(map(str, self.tiers))
+
+
+def for_inference(hardware: Hardware) -> Hardware:
+    """The hardware with the constants of inference, where it has any, for products."""
+    if hardware.inference is None:
+        return hardware
+    of = hardware.inference
+
+    def changed(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
+        return {
+            dtype: hardware.products(dtype).model_copy(update=dict(fit))
+            for dtype, fit in fits.items()
+        }
+
+    experts = hardware.experts
+    if experts is not None:
+        routing = experts.routing_us if of.routing_us is None else of.routing_us
+        grouped = {**experts.gemm, **changed(of.experts_gemm)}
+        experts = experts.model_copy(update={"routing_us": routing, "gemm": grouped})
+    products = {**hardware.gemm, **changed(of.gemm)}
+    return hardware.model_copy(update={"gemm": products, "experts": experts})
 
 
 def _per_domain(gpus: int, hardware: Hardware) -> int:

@@ -59,6 +59,10 @@ def _blackwell(found: SimulatedStep) -> bool:
     return hardware.vendor == "NVIDIA" and hardware.peak_fp4_tflops is not None
 
 
+def _fp4_weights(found: SimulatedStep) -> bool:
+    return found.compiled.run.weight_precision in ("fp4", "nvfp4")
+
+
 def _tensor_ranks(found: SimulatedStep) -> int:
     run = found.compiled.run
     prefill = run.prefill_ranks
@@ -109,15 +113,14 @@ DEVIATIONS = (
         "24% fast where eight ranks of tp leave kernels of few microseconds.",
     ),
     Deviation(
-        lambda found: _decodes(found) and _tensor_ranks(found) > 1,
-        "Decode steps with tp of 2 and more are predicted 20% to 33% slow: the predicted step is "
-        "20% to 33% longer than measured, so that a comparison with tp=1 or with dp is biased "
-        "against tp.",
+        lambda found: _decodes(found) and _experts(found) and _fp4_weights(found),
+        "Times per output token of experts in nvfp4 are predicted 33% slow on average: real "
+        "routers read fewer experts than even ones, and engines fuse small kernels.",
     ),
     Deviation(
-        lambda found: not _trains(found),
-        "Kernels of attention over a cache are not fitted to measurements, and no serving system's "
-        "host time is included.",
+        lambda found: not _trains(found) and not _decodes(found),
+        "Measured times to the first token of few users are longer; predictions were 40% short "
+        "on average: tokenizing, HTTP, queues and the host are not predicted.",
     ),
     Deviation(
         lambda found: (

@@ -10,7 +10,7 @@ from stagewright.run.settings import Run
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.cost import task_seconds
 from stagewright.time.hardware import resolve
-from stagewright.time.network import Machine, placements
+from stagewright.time.network import Machine, for_inference, placements
 from stagewright.time.roofline import (
     CachedAttentionWork,
     bytes_per_second,
@@ -106,7 +106,7 @@ def test_training_and_unmeasured_hardware_keep_their_constants() -> None:
     assert Machine.of(H100, gpus=8).direct_all_reduce is None
     tpu = Machine.of(resolve("tpu-v5p"), gpus=8)
     assert tpu.for_inference() is tpu
-    served = H100.for_inference()
+    served = for_inference(H100)
     assert served.gemm["bf16"] == H100.gemm["bf16"]
     assert served.gemm["fp8"].fraction == H100.gemm["fp8"].fraction
     assert served.gemm["fp8"].launch_us < H100.gemm["fp8"].launch_us

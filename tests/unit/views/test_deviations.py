@@ -24,8 +24,10 @@ STEPS: dict[str, dict[str, Any]] = {
     },
     "Microbatches of at most": {"seq_length": 128},
     "Published steps of B200": {"hardware": "b200"},
-    "Decode steps with tp": {"mode": "decode", "tp": 2},
-    "Kernels of attention": {"mode": "prefill"},
+    "Times per output token": {
+        "model": "mixtral-8x7b", "mode": "decode", "weight_precision": "nvfp4", "hardware": "b200",
+    },
+    "Measured times to the first": {"mode": "prefill"},
     "Six rows of DeepSpeed": {"hardware": "a100-sxm-80gb", "zero": 3, "dp": 16},
     "The gain of overlapping": {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True},
     "Tokens that are sent once": {

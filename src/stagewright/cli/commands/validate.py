@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     metavar="N",
     type=click.IntRange(1),
     default=1,
-    help="Only every Nth row of training, spread over all sources. [1: all rows]",
+    help="Only every Nth row of steps, spread over all sources. [1: all rows]",
 )
 @click.option("--jobs", metavar="N", type=click.IntRange(1), help="Processes. [one per core]")
 @JSON
@@ -46,8 +46,8 @@ def validate(
     The thousands of rows are listed only where --source or --list asks for them. All rows take
     some minutes. Errors in tables of groups are those of the time of a step: + is predicted slow.
     """
+    from stagewright.evidence import inference, measurements, validate
     from stagewright.evidence import kernels as validate_kernels
-    from stagewright.evidence import measurements, validate
     from stagewright.evidence.predictions import Prediction
     from stagewright.executors import cores
 
@@ -57,6 +57,11 @@ def validate(
     chosen = measurements.select(carried, source)[::every]
     with _progress() as progress:
         outcomes = list(validate.compare(chosen, progress=progress, jobs=jobs or cores()))
+        if own is None:
+            served = inference.validate(
+                source, every=every, jobs=jobs or cores(), progress=progress
+            )
+            kernels += served
     predictions = [o for o in outcomes if isinstance(o, Prediction)]
     refused = [o for o in outcomes if not isinstance(o, Prediction)]
     if own is not None and refused:
@@ -77,11 +82,12 @@ def validate(
 
 
 def _unknown(source: str | None, own: Iterable[Measurement] | None) -> UserError:
-    from stagewright.evidence import kernels
+    from stagewright.evidence import inference, kernels
     from stagewright.evidence.sources import sources
 
     if own is None:
-        known = dict.fromkeys([*sources(), *(o.source for o in kernels.validate())])
+        others = (*kernels.validate(), *inference.rows())
+        known = dict.fromkeys([*sources(), *(o.source for o in others)])
     else:
         known = dict.fromkeys(m.source for m in own)
     return UserError(

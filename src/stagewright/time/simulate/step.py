@@ -61,6 +61,7 @@ from stagewright.time.simulate.utilization import (
     Flops,
     SequenceFlops,
     executed_flops,
+    running_and_drawn,
     sequence_flops,
 )
 
@@ -268,10 +269,10 @@ class SimulatedStep:
 
     def expense(self, price: float | None = None) -> Expense:
         """Energy and cost of the step; `price` in USD per GPU and hour, None: the hardware's."""
-        busy = sum(self.mean.kernels.values()) / self.seconds
+        running, drawn = running_and_drawn(self.line, self.mean, self.machine)
         return expense(
             self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
-            tokens=self.tokens, busy=busy, price=price,
+            tokens=self.tokens, price=price, running=running, drawn=drawn,
         )  # fmt: skip
 
     @property

@@ -18,9 +18,13 @@ from stagewright.graph.table import Timing
 from stagewright.lower.compile import compile
 from stagewright.lower.frozen import WHAT_TRAINS, trains_all
 from stagewright.model.config import ModelConfig
-from stagewright.program.columns import PHASES, Program, Tasks
+from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
+from stagewright.time.network import Machine
+from stagewright.time.power import RUNNING_FRACTION, kernel_energy
+from stagewright.time.simulate.breakdown import Breakdown
+from stagewright.time.simulate.timeline import TICK, Timeline
 
 
 class Flops(NamedTuple):
@@ -113,3 +117,19 @@ def _timed_as(tasks: Tasks, *timings: Timing) -> Bool:
     """Which tasks are kernels that one of the models in `timings` times."""
     kernels = [timing_of(shape.kernel) in timings for shape in tasks.shapes]
     return np.array([*kernels, False], dtype=bool)[tasks.shape]
+
+
+def running_and_drawn(line: Timeline, mean: Breakdown, machine: Machine) -> tuple[float, float]:
+    """The share of a step in which kernels of the mean GPU run, and their mean power over TDP.
+
+    A collective that is waited for is a kernel that computes nothing.
+    """
+    drawn = 0.0
+    for lane in line.lanes:
+        run = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
+        took = (lane.end - lane.begin)[run].astype(np.float64) * TICK
+        of_lane = kernel_energy(lane.of.tasks, lane.issue.rows[run], took, machine.hardware)
+        drawn += of_lane * len(lane.ranks) / machine.gpus / line.seconds
+    exposed = sum(mean.exposed.values()) / line.seconds
+    running = sum(mean.kernels.values()) / line.seconds + exposed
+    return min(running, 1.0), drawn + RUNNING_FRACTION * exposed

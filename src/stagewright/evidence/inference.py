@@ -1,0 +1,278 @@
+"""Predicted times of serving beside measurements: rows of `data/measured/inference.csv`.
+
+A row is a server under a steady load, and one of its figures: the mean time per output token, the
+time to the first token, or the mean power of a GPU. The load is a number of users, each of whom
+sends a request when the last one ended (`concurrency`), or a rate of requests (`request_rate`).
+
+A request waits for its prompt, and then for each of its tokens. While it gets them, prompts of
+others are computed: in chunks beside the tokens (vLLM, TensorRT-LLM), or in steps of their own
+(SGLang). In a steady state a request sees as many prompts as there are other requests, so that
+
+    time per output token = decode step + prompts per step x (step with a prompt - decode step)
+
+and Little's law gives the number of requests that get tokens: their rate times the time that they
+take to get them. No constant is fitted to these rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from stagewright.evidence.measurements import run_of_values
+from stagewright.evidence.predictions import Prediction
+from stagewright.executors import Processes
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.program.fit import held_at_peak
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
+from stagewright.time.simulate.step import simulate
+
+QUANTITIES = {
+    "tpot_ms": "mean milliseconds between two tokens of a request",
+    "ttft_ms": "mean milliseconds from a request to its first token",
+    "watts": "mean power of a GPU",
+}
+TOKENS_OF_A_STEP = 8192
+"""`max_num_batched_tokens` of vLLM's server on large GPUs (vllm/engine/arg_utils.py), and at most
+of the recipes of the other engines here."""
+ALONE = ("sglang",)
+"""Engines that compute prompts in steps of their own (rules of SGLang's scheduler)."""
+KEPT_SHARE, KEPT_BYTES = 0.1, 2e9
+"""Memory that engines keep for other things: a share (`gpu_memory_utilization` 0.9), and an
+allowance for activations and graphs."""
+ROUNDS = 3
+"""Times that the number of requests that get tokens is computed from the time they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRow:
+    """One published figure of a server, and its load."""
+
+    source: str
+    row: str
+    url: str
+    hardware: str
+    quantity: str
+    measured: float
+    engine: str
+    concurrency: float | None
+    request_rate: float | None
+    """Requests per second."""
+    isl: int
+    """Tokens of a prompt that are computed."""
+    cached: int
+    """Tokens of a prompt before them that are in the cache already."""
+    osl: int
+    chunk: int
+    """Tokens of prompts in a step at most."""
+    settings: Mapping[str, Any]
+    reason: str
+
+
+class Loaded(NamedTuple):
+    """A server in its steady state; seconds."""
+
+    requests: float
+    """That get tokens, at a time."""
+    tpot: float
+    ttft: float
+    """Without waiting for other requests."""
+    watts: float
+
+
+def rows() -> list[ServedRow]:
+    """The rows that the package carries."""
+    text = (files("stagewright") / "data" / "measured" / "inference.csv").read_text("utf-8")
+    return [_row(cells) for cells in csv.DictReader(text.splitlines())]
+
+
+def _row(cells: Mapping[str, str]) -> ServedRow:
+    own = set(ServedRow.__dataclass_fields__) - {"settings"} | {"max_num_batched_tokens"}
+    settings = {k: int(v) if v.isdecimal() else v for k, v in cells.items() if k not in own and v}
+    return ServedRow(
+        *(cells[name] for name in ("source", "row", "url", "hardware", "quantity")),
+        measured=float(cells["measured"]),
+        engine=cells["engine"],
+        concurrency=float(cells["concurrency"]) if cells["concurrency"] else None,
+        request_rate=float(cells["request_rate"]) if cells["request_rate"] else None,
+        isl=int(cells["isl"]),
+        cached=int(cells["cached"] or 0),
+        osl=int(cells["osl"]),
+        chunk=int(cells["max_num_batched_tokens"] or TOKENS_OF_A_STEP),
+        settings=settings,
+        reason=cells["reason"],
+    )
+
+
+def validate(
+    source: str | None = None,
+    *,
+    every: int = 1,
+    jobs: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Prediction]:
+    """Predictions of all rows, or of the rows whose source contains the text `source`."""
+    chosen = [r for r in rows() if source is None or source.lower() in r.source.lower()][::every]
+    yield from predictions(chosen, jobs=jobs, progress=progress)
+
+
+def predictions(
+    chosen: Iterable[ServedRow],
+    *,
+    jobs: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Prediction]:
+    """Predictions of these rows, in order."""
+    tasks = [*enumerate(chosen)]
+    found: dict[int, float] = {}
+
+    def done(one: tuple[int, float]) -> None:
+        found[one[0]] = one[1]
+        if progress is not None:
+            progress(len(found), len(tasks))
+
+    if jobs > 1 and len(tasks) > 1:
+        Processes(jobs).run(_predicted, tasks, done)
+    else:
+        for task in tasks:
+            done(_predicted(task))
+    for nth, row in tasks:
+        value = found[nth]
+        error = value / row.measured - 1
+        yield Prediction(
+            row.source, row.row, row.quantity, row.measured, value, error, "", row.reason
+        )
+
+
+def _predicted(task: tuple[int, ServedRow]) -> tuple[int, float]:
+    nth, row = task
+    server = loaded(row)
+    values = {
+        "tpot_ms": server.tpot * 1e3,
+        "ttft_ms": server.ttft * 1e3,
+        "watts": server.watts,
+    }
+    return nth, values[row.quantity]
+
+
+# ---- a server in its steady state ----------------------------------------------------------------
+
+
+class _TimedStep(NamedTuple):
+    """A simulated step: seconds, and joules of all GPUs."""
+
+    seconds: float
+    joules: float
+
+
+def loaded(row: ServedRow) -> Loaded:
+    """The steady state of the server of a row."""
+    dp = row.settings.get("dp", 1)
+    prompt = row.cached + row.isl
+    context = prompt + row.osl // 2
+    chunk = min(row.isl, row.chunk)
+    chunks = math.ceil(row.isl / chunk)
+    most = min(_most_requests(row, context), _most_by_budget(row, chunk, chunks) * dp)
+    at_first = row.concurrency if row.concurrency is not None else 8.0
+    requests = min(at_first, most)
+    users = None if row.concurrency is None else min(row.concurrency, most)
+    found = Loaded(requests, 0.0, 0.0, 0.0)
+    for _ in range(ROUNDS):
+        batch = max(1, round(requests / dp)) * dp
+        decode = _decode(row, batch, context)
+        both = _with_prompt(row, batch, context, chunk, decode)
+        found = _steady(row, requests / dp, chunks, decode, both)
+        if users is None:
+            assert row.request_rate is not None
+            wanted = min(row.request_rate * row.osl * found.tpot, most)
+        else:
+            whole = found.ttft + row.osl * found.tpot
+            wanted = users * row.osl * found.tpot / whole
+        if abs(wanted - requests) < 0.02 * requests + 0.5:
+            break
+        requests = wanted
+    return found
+
+
+def _steady(
+    row: ServedRow, requests: float, chunks: int, decode: _TimedStep, both: _TimedStep
+) -> Loaded:
+    """The figures of `requests` on a rank of dp, which see prompts of other users only."""
+    users = math.inf if row.concurrency is None else row.concurrency / row.settings.get("dp", 1)
+    share = requests * max(0.0, 1 - 1 / users) * chunks / row.osl
+    tpot = decode.seconds + share * (both.seconds - decode.seconds)
+    joules = decode.joules + share * (both.joules - decode.joules)
+    gpus = _gpus(row)
+    alone = row.concurrency is not None and row.concurrency <= 1
+    ttft = _prefill(row).seconds if alone else chunks * both.seconds + decode.seconds / 2
+    return Loaded(requests, tpot, ttft, joules / tpot / gpus)
+
+
+def _with_prompt(
+    row: ServedRow, batch: int, context: int, chunk: int, decode: _TimedStep
+) -> _TimedStep:
+    """A decode step beside a chunk of a prompt, or after a step of prompts alone."""
+    if row.engine in ALONE:
+        prompt = _prefill(row, chunk)
+        return _TimedStep(decode.seconds + prompt.seconds, decode.joules + prompt.joules)
+    return _step(row, mode="decode", batch_size=batch, context_length=context, prompt_length=chunk)
+
+
+def _decode(row: ServedRow, batch: int, context: int) -> _TimedStep:
+    return _step(row, mode="decode", batch_size=batch, context_length=context)
+
+
+def _prefill(row: ServedRow, tokens: int | None = None) -> _TimedStep:
+    dp = row.settings.get("dp", 1)
+    length = tokens or row.isl
+    return _step(
+        row, mode="prefill", batch_size=dp, prompt_length=length, context_length=row.cached
+    )
+
+
+def _most_requests(row: ServedRow, context: int) -> float:
+    """Requests whose cache the memory holds, at the mean number of tokens."""
+    dp = row.settings.get("dp", 1)
+    batch = 16 * dp
+    compiled = _compiled(_key(row, mode="decode", batch_size=batch, context_length=context))
+    held = dict(held_at_peak(compiled.program.classes[0]).by_category)
+    cache_bytes = held.pop("kv_cache", 0)
+    room = (1 - KEPT_SHARE) * resolve(row.hardware).memory - sum(held.values()) - KEPT_BYTES
+    return max(1.0, batch * room / cache_bytes) if cache_bytes else math.inf
+
+
+def _most_by_budget(row: ServedRow, chunk: int, chunks: int) -> float:
+    """Requests on a rank of dp for which a step's tokens of prompts suffice: as many prompts come
+    in as requests end. Others wait for their first token."""
+    if row.engine in ALONE:
+        return math.inf
+    return row.chunk / chunk * row.osl / chunks
+
+
+def _gpus(row: ServedRow) -> int:
+    return row.settings.get("dp", 1) * row.settings.get("tp", 1)
+
+
+def _step(row: ServedRow, **more: Any) -> _TimedStep:
+    compiled = _compiled(_key(row, **more))
+    machine = Machine.of(resolve(row.hardware), gpus=compiled.run.world_size)
+    found = simulate(compiled, machine)
+    return _TimedStep(found.seconds, found.expense().joules)
+
+
+def _key(row: ServedRow, **more: Any) -> frozenset[tuple[str, Any]]:
+    return frozenset({**row.settings, **more}.items())
+
+
+@cache
+def _compiled(key: frozenset[tuple[str, Any]]) -> CompiledRun:
+    run, model = run_of_values(dict(key), set(Run.model_fields))
+    return compile(run, model)

@@ -1,0 +1,90 @@
+"""Servers in their steady state, beside closed forms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from stagewright.evidence import inference
+from stagewright.evidence.inference import ServedRow
+from stagewright.lower.compile import compile
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
+from stagewright.time.simulate.step import simulate
+
+SETTINGS = {"model": "gpt2", "layers": 2}
+ROW = ServedRow(
+    source="test",
+    row="one",
+    url="",
+    hardware="h100-sxm",
+    quantity="tpot_ms",
+    measured=1.0,
+    engine="vllm",
+    concurrency=1.0,
+    request_rate=None,
+    isl=256,
+    cached=0,
+    osl=64,
+    chunk=8192,
+    settings=SETTINGS,
+    reason="",
+)
+
+
+def seconds(**more: object) -> float:
+    run = Run(**{**SETTINGS, **more})
+    return simulate(compile(run), Machine.of(resolve("h100-sxm"), gpus=1)).seconds
+
+
+def test_one_user_is_alone() -> None:
+    """Its tokens take decode steps, and its first token a prefill step."""
+    found = inference.loaded(ROW)
+    assert found.tpot == seconds(mode="decode", batch_size=1, context_length=256 + 32)
+    assert found.ttft == seconds(mode="prefill", batch_size=1, prompt_length=256, context_length=0)
+
+
+def test_users_see_the_prompts_of_the_others() -> None:
+    """Each request sees a prompt of each other request: c - 1 of them in its 64 steps."""
+    found = inference.loaded(dataclasses.replace(ROW, concurrency=8.0))
+    n = max(1, round(found.requests))
+    alone = seconds(mode="decode", batch_size=n, context_length=288)
+    both = seconds(mode="decode", batch_size=n, context_length=288, prompt_length=256)
+    assert 6 < found.requests <= 8
+    share = found.requests * 7 / 8 / 64
+    assert found.tpot == pytest.approx(alone + share * (both - alone), rel=0.01)
+
+
+def test_prompts_alone_take_longer_than_beside_tokens() -> None:
+    beside = inference.loaded(dataclasses.replace(ROW, concurrency=8.0))
+    alone = inference.loaded(dataclasses.replace(ROW, concurrency=8.0, engine="sglang"))
+    assert alone.tpot > beside.tpot
+
+
+def test_requests_of_a_rate_follow_littles_law() -> None:
+    found = inference.loaded(dataclasses.replace(ROW, concurrency=None, request_rate=200.0))
+    assert found.requests == pytest.approx(200 * 64 * found.tpot, rel=0.1)
+
+
+def test_a_step_has_so_many_tokens_of_prompts_at_most() -> None:
+    """256 tokens a step are one prompt a step: 64 requests end as fast as prompts come in."""
+    found = inference.loaded(dataclasses.replace(ROW, concurrency=4096.0, chunk=256))
+    assert found.requests == pytest.approx(64, abs=1)
+
+
+def test_rows_that_the_package_carries_can_be_read() -> None:
+    every = inference.rows()
+    assert len(every) > 250
+    assert {row.quantity for row in every} == set(inference.QUANTITIES)
+    assert all((row.concurrency is None) != (row.request_rate is None) for row in every)
+    assert all(row.url.startswith("https://") and row.measured > 0 for row in every)
+
+
+@pytest.mark.slow
+def test_servers_under_load_are_near() -> None:
+    """vLLM under a constant rate: 9 of 10 stages within 6%, the median within 4%."""
+    errors = sorted(abs(o.error) for o in inference.validate("vLLM under load"))
+    assert errors[len(errors) // 2] < 0.04
+    assert errors[-2] < 0.08
