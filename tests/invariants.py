@@ -184,12 +184,24 @@ def check_microbatches(c: RankClass) -> None:
     row = np.repeat(np.arange(len(t)), np.diff(t.data_ptr))
     within = t.microbatch[row] >= 0
     stranger = within & (t.microbatch[t.data] >= 0) & (t.microbatch[row] != t.microbatch[t.data])
+    # FSDP2's pipelines gather again only what a forward has freed since the last backward.
+    stranger &= ~makes_weights(t)[t.data]
     fault(c, "reads a value of another microbatch", row[stranger])
     # The stage before or after this one may be on the same rank: then nothing is sent.
     far = np.abs(t.stage[row] - t.stage[t.data]) > 1
     fault(c, "reads a value of another stage", row[within & far])
     step = t.phase == PHASES.index("optimizer")
     fault(c, "is of a microbatch", np.flatnonzero(step & (t.microbatch >= 0)))
+
+
+def makes_weights(t: Tasks) -> np.ndarray:
+    """Casts that wait for no other task, and all_gathers that wait for nothing but these."""
+    ops = np.array([t.ops[i] for i in t.op])
+    reads = np.diff(t.data_ptr)
+    row = np.repeat(np.arange(len(t)), reads)
+    cast = (reads == 0) & (ops == "cast")
+    others = np.bincount(row[~cast[t.data]], minlength=len(t))
+    return cast | (ops == "all_gather") & (others == 0)
 
 
 def fault(c: RankClass, text: str, rows: Sequence[int] | np.ndarray) -> None:

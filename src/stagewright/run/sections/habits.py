@@ -187,8 +187,8 @@ class HabitSection:
     )
     moe_counts_exchange: Literal["all_gather", "all_to_all"] = habit(
         "all_gather",
-        "With ep: how ranks tell how many copies of tokens they are about to send.",
-        idle=(idle_axes("ep"),),
+        "With ep or tp: how ranks tell how many copies of tokens they are about to send.",
+        idle=(idle_axes("ep", "tp"),),
         elsewhere="engines choose by themselves",
         needs={"moe_token_dispatcher_type": ("alltoall",)},
         habits={"torchtitan": "all_to_all"},
