@@ -109,8 +109,8 @@ DEVIATIONS = (
             and found.machine.tiers[0].size <= 8
             and found.compiled.run.precision == "bf16"
         ),
-        "Published steps of B200 in bf16 are of one machine: dense models are 5% off, and 19% to "
-        "24% fast where eight ranks of tp leave kernels of few microseconds.",
+        "Published steps of B200 in bf16 are of one machine: dense models are off by 5%, and 19% "
+        "to 24% fast where eight ranks of tp leave kernels of few microseconds.",
     ),
     Deviation(
         lambda found: _decodes(found) and _experts(found) and _fp4_weights(found),
