@@ -32,7 +32,7 @@ def compressed_pairs(tokens: Any, each: int, top: int = 0) -> Any:
     With `top`, a query sees so many at most.
 
     >>> compressed_pairs(9, 4), compressed_pairs(9, 4, 1), compressed_pairs(12, 4)
-    (7, 6, 12)
+    (8, 6, 15)
     """
     first = np.minimum(tokens, each * (top + 1) - 1) if top else tokens
     keys = first // each

@@ -11,8 +11,8 @@ there as long as no rank holds more than before. The orders are those of the aut
 
 >>> from stagewright.schedule.text import text
 >>> print(text(v_min(pp=2, microbatches=2)))
-rank 0  0F0 0F1 .   3F0 3I0 3W0 0I0 0W0 3F1 3I1 3W1 0I1 0W1
-rank 1  .   1F0 2F0 1F1 .   2I0 1I0 2F1 2W0 1W0 2I1 1I1 2W1 1W1
+rank 0  0F0 0F1 .   3F0 3I0 3W0 .   0I0 0W0 3F1 3I1 3W1 .   0I1 0W1
+rank 1  .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 2W1 1W1
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def v_half(pp: int, microbatches: int) -> Order:
     """V-Half: about half of what 1F1B's first rank holds, on all ranks (arXiv 2405.15362, 4.1).
 
     >>> v_half(1, 2)
-    ((0F0, 1F0, 1I0, 0F1, 0I0, 1F1, 1I1, 1W0, 0I1, 1W1, 0W0, 0W1),)
+    ((0F0, 1F0, 1I0, 1W0, 0I0, 0W0, 0F1, 1F1, 1I1, 0I1, 1W1, 0W1),)
     """
     gap = 0 if pp % 2 else 3
     return _repeat(

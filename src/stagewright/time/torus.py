@@ -2,7 +2,7 @@
 
 Chips of a TPU are joined to their neighbours along two or three dimensions. A job gets a slice of a
 pod; an axis of the mesh lies along dimensions of its own, so that all its groups have whole rings
-(JAX's `mesh_utils.create_device_mesh`, which takes as many dimensions as fit).
+(JAX's create_device_mesh in mesh_utils, which takes as many dimensions as fit).
 
 >>> pod = Pod((16, 20, 28), cube=4)
 >>> pod.slice(512)
