@@ -363,7 +363,7 @@ def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: i
         weights = touched * 7168 * 2048 * 2
         assert t.traffic[row] == pytest.approx(weights + rows * (7168 + 2048) * 2, abs=2)
         # The product is timed of as many experts as some token goes to.
-            assert t.shapes[t.shape[row]].extents[0] == ("batch", math.ceil(touched)), wide
+        assert t.shapes[t.shape[row]].extents[0] == ("batch", math.ceil(touched)), wide
 
 
 def test_all_ranks_tokens_make_the_rows_of_experts() -> None:
