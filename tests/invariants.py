@@ -195,13 +195,15 @@ def check_microbatches(c: RankClass) -> None:
 
 
 def makes_weights(t: Tasks) -> np.ndarray:
-    """Casts that wait for no other task, and all_gathers that wait for nothing but these."""
+    """Casts, gathers and slices that wait for no other tasks but such ones: of parameters."""
     ops = np.array([t.ops[i] for i in t.op])
-    reads = np.diff(t.data_ptr)
-    row = np.repeat(np.arange(len(t)), reads)
-    cast = (reads == 0) & (ops == "cast")
-    others = np.bincount(row[~cast[t.data]], minlength=len(t))
-    return cast | (ops == "all_gather") & (others == 0)
+    row = np.repeat(np.arange(len(t)), np.diff(t.data_ptr))
+    found = np.isin(ops, ("cast", "all_gather", "slice"))
+    while True:  # as many times as such tasks wait for each other in turn
+        waits = np.bincount(row[~found[t.data]], minlength=len(t)) > 0
+        if not (found & waits).any():
+            return found
+        found &= ~waits
 
 
 def fault(c: RankClass, text: str, rows: Sequence[int] | np.ndarray) -> None:

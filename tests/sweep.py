@@ -92,7 +92,31 @@ def draw(dice: Dice) -> dict[str, Any]:
         found["dp_shard"] = dice.choice((None, *(d for d in (1, 2, 3, 4) if dp % d == 0)))
     if zero == 3:
         found["reshard_after_forward"] = dice.random() < 0.6
-    return found
+    return found | (_rare(dice, found) if dice.random() < 0.3 else {})
+
+
+def _rare(dice: Dice, found: dict[str, Any]) -> dict[str, Any]:
+    """Settings that few runs have, one of them."""
+    choices: dict[str, tuple[Any, ...]] = {
+        "document_length": (4,),
+        "first_stage_less_layers": (1,),
+        "last_stage_less_layers": (1,),
+        "pipeline_split": ("compute",),
+    }
+    if found.get("schedule") == "interleaved":
+        choices["microbatch_group_size_per_vp_stage"] = (2, 3)
+    if found.get("optimizer") == "sgd":
+        choices["sgd_momentum"] = (0.0, 0.5)
+    if found.get("precision") == "fp8":
+        choices["fp8_recipe"] = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+    if found.get("reshard_after_forward") is False:
+        choices["reshard_after_backward"] = (False, True)
+    if "moe_token_dispatcher_type" in found:
+        choices["moe_counts_exchange"] = ("all_gather", "all_to_all")
+    if "lora_rank" in found:
+        choices["lora_alpha"] = (8, 64)
+    name = dice.choice(sorted(choices))
+    return {name: dice.choice(choices[name])}
 
 
 def _serving(dice: Dice, name: str, degrees: dict[str, int]) -> dict[str, Any]:
@@ -195,6 +219,14 @@ def _recompute(dice: Dice) -> dict[str, Any]:
         some = tuple(dice.sample(modules, dice.randint(1, 3)))
         return {"recompute": kind, "recompute_modules": some}
     if kind == "full":
+        if dice.random() < 0.2:
+            kept = ("qkv_proj", "context", "out_proj", "mlpwi", "mlpwo")
+            some = tuple(sorted(dice.sample(kept, dice.randint(1, 3))))
+            return {
+                "recompute": kind,
+                "recompute_save": some,
+                "recompute_save_on_host": dice.random() < 0.3,
+            }
         return {"recompute": kind, "recompute_num_layers": dice.choice((None, 1))}
     return {"recompute": kind}
 
@@ -318,6 +350,7 @@ ALONE = (
     *("model", "layers", "seq_length", "decoder_seq_length", "flash_attention"),
     *("recompute_modules", "mtp_num_layers", "operators"),
     *("trainable", "freeze", "lora_rank", "lora_target_modules"),
+    *("document_length", "recompute_save"),
 )
 """Settings that one rank's work depends on, besides how it recomputes."""
 
