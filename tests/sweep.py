@@ -402,7 +402,8 @@ def written(compiled: CompiledRun, folder: Path, *, whole: bool) -> None:
     expected = {"short-first"}  # these are toys
     if compiled.run.streams == "separate":
         expected |= {"order-left-to-timing", "loose-group"}
-    if compiled.run.cpu_offloading_num_layers or compiled.run.optimizer_cpu_offload:
+    run = compiled.run
+    if run.cpu_offloading_num_layers or run.optimizer_cpu_offload or run.recompute_save_on_host:
         expected |= {"memory-node"}
     assert {found.code for found in report.findings} <= expected, report.findings
     assert report.ok
