@@ -77,7 +77,11 @@ def sharded(model: str, setup: str, of: Recipe, layer: int = 0) -> Graph:
 
 
 @pytest.mark.parametrize("model", sorted(TINY))
-@pytest.mark.parametrize("targets", [FUSED, ("all-linear",)], ids=["fused", "each"])
+@pytest.mark.parametrize(
+    "targets",
+    [FUSED, pytest.param(("all-linear",), marks=pytest.mark.slow)],
+    ids=["fused", "each"],
+)
 def test_adapters_under_every_parallelism(model: str, targets: tuple[str, ...]) -> None:
     for layer in range(TINY[model].num_layers):
         # Nobody splits the three scales of several streams evenly.
