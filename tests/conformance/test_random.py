@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import random_programs
 
-
 # One of ten in the second tier, all others in the third.
 SOME = [
     name if nth % 10 == 0 else pytest.param(name, marks=pytest.mark.slow)
