@@ -21,6 +21,8 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 
+pytestmark = pytest.mark.numerics  # whole traces
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -31,6 +31,8 @@ from stagewright.check.files.rank import check_trace
 from stagewright.check.files.reader import WANTED, Damaged, NodeParser, TraceReader
 from stagewright.trace.formats import et_def, wire
 
+pytestmark = pytest.mark.numerics  # whole traces
+
 # ---- messages, in all the ways in which they can be written --------------------------------------
 
 VARINTS = {

@@ -9,6 +9,8 @@ import pytest
 from stagewright.cli import shared
 from stagewright.cli.main import main
 
+pytestmark = pytest.mark.numerics  # whole commands
+
 RUN = ("gpt2", "--layers", "1", "--seq-length", "16", "--vocab", "64")
 COMMANDS = {
     "report": ("report", *RUN, "-o"),

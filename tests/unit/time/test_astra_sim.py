@@ -27,6 +27,8 @@ from stagewright.time.hardware import names, resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.simulate.timeline import timeline
 
+pytestmark = pytest.mark.numerics  # whole steps, written for another simulator
+
 RECORDED = json.loads((DATA / "astra_sim.json").read_text())
 CASES = {case["name"]: case for case in RECORDED["cases"]}
 SMALL = {"model": "llama3-8b", "layers": 2, "seq_length": 64}

@@ -11,6 +11,8 @@ import pytest
 import stagewright as sw
 from stagewright.cli.main import main
 
+pytestmark = pytest.mark.numerics  # whole steps
+
 TRAINING = ("llama3-8b", "--seq-length", "1024", "--layers", "4")
 DECODE = (*TRAINING[:1], "--mode", "decode", "--layers", "4", "--batch-size", "64")
 PREFILL = (*TRAINING[:1], "--mode", "prefill", "--layers", "4")
