@@ -51,6 +51,8 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 
+pytestmark = pytest.mark.numerics  # whole traces are written, damaged and verified
+
 TOY: dict[str, Any] = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
 
 GRID: list[dict[str, Any]] = [

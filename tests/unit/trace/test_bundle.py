@@ -28,6 +28,8 @@ from stagewright.time.measured import to_csv
 from stagewright.trace.formats import json as readable
 from stagewright.trace.unbundle import expand
 
+pytestmark = pytest.mark.numerics  # whole bundles are written and read
+
 TOY = {"model": "llama3-8b", "layers": 4, "seq_length": 64, "vocab": 128}
 RUNS = {
     "one rank": {},

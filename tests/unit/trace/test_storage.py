@@ -30,7 +30,7 @@ from stagewright.trace.storage import (
 )
 from stagewright.trace.write import write
 
-pytestmark = pytest.mark.extra
+pytestmark = [pytest.mark.extra, pytest.mark.numerics]  # whole traces, on every kind of storage
 
 TOY = {"model": "gpt2", "layers": 2, "seq_length": 16, "vocab": 64}
 SIZES = [0, 1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 4097]
