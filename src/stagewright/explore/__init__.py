@@ -1,4 +1,6 @@
-"""Search: many executions of a model on many machines, as columns of settings and of figures.
+"""Search over configurations: many runs at once, a column for each setting that differs.
 
-In: candidates, a column per setting. Out: the figures of each, as `simulate` finds them one by one.
+In: a run with lists in place of settings, hardware. Out: the figures of every candidate, the best
+of them simulated exactly. Nothing here has a model of its own: what is computed in columns follows
+from the definitions that `lower` and `time` compute one run with.
 """

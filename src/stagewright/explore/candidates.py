@@ -1,0 +1,244 @@
+"""Candidates of a search: runs that differ in some settings, as a column for each of these.
+
+>>> import numpy as np
+>>> from stagewright.run.settings import Run
+>>> from stagewright.time.hardware import resolve
+>>> base = Experiment(Run(model="gpt2"), ClusterSection(), Execution())
+>>> columns = {
+...     "tp": Column.of([1, 2, 4, 4]),
+...     "recompute": Column.of(["none", "full", "none", "none"]),
+...     "no_overlap": Column.of([frozenset(), frozenset(), frozenset(), frozenset({"tp"})]),
+... }
+>>> found = Candidates.of(base, resolve("h100-sxm"), columns)
+>>> len(found), found.numbers("tp").tolist(), found.numbers("dp").tolist()
+(4, [1, 2, 4, 4], [1, 1, 1, 1])
+>>> found.run(1).describe(), found.execution(3).no_overlap
+('gpt2 tp=2 recompute=full', frozenset({'tp'}))
+>>> found.distinct("tp", "recompute").first.tolist(), found.distinct("tp").of.tolist()
+([0, 1, 2], [0, 1, 2, 2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool, Int
+from stagewright.model.catalog import resolve
+from stagewright.model.config import ModelConfig
+from stagewright.run.experiment import Experiment
+from stagewright.run.sections import EXPERIMENT, SETTINGS
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import Hardware
+from stagewright.time.network import Machine
+
+Codes = NDArray[np.unsignedinteger[Any]]
+"""Which of a column's values each candidate has."""
+
+ABSENT = -1
+"""In columns of numbers: the setting is None, so that its default follows from the others."""
+
+HARDWARE = "hardware"
+"""The column of systems; its values are of `Hardware`, not names."""
+
+_MOST_KEYS = 1 << 24
+"""Combinations of values that are looked up in a table rather than sorted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """One setting of all candidates: values without repetition, and for each candidate which."""
+
+    codes: Codes
+    """[candidates]."""
+    values: tuple[Any, ...]
+    """By code: of any type that the setting has; None: its default follows from the others."""
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: Int | Bool | slice) -> Column:
+        """The column of some candidates."""
+        return Column(self.codes[rows], self.values)
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Self:
+        """A column of one value for each candidate, which must be hashable."""
+        known: dict[Any, int] = {}
+        # 1, 1.0 and True are equal, but no setting has more than one of them.
+        codes = [known.setdefault(value, len(known)) for value in values]
+        return cls(np.array(codes, dtype=code_type(len(known))), tuple(known))
+
+    @classmethod
+    def constant(cls, value: Any, count: int) -> Self:
+        """A column of one value, which takes no memory."""
+        return cls(np.broadcast_to(np.uint8(0), count), (value,))
+
+    def at(self, row: int) -> Any:
+        """The value of one candidate."""
+        return self.values[int(self.codes[row])]
+
+    def numbers(self) -> Int:
+        """Whole numbers [candidates]: None is `ABSENT`, true and false are 1 and 0."""
+        table = [ABSENT if value is None else int(value) for value in self.values]
+        return np.array(table, dtype=np.int64)[self.codes]
+
+    def is_one_of(self, *values: Any) -> Bool:
+        """Which candidates have one of these values."""
+        return np.array([value in values for value in self.values], dtype=bool)[self.codes]
+
+
+def code_type(values: int) -> type[np.unsignedinteger[Any]]:
+    """The smallest type of codes for so many values."""
+    return np.uint8 if values <= 1 << 8 else np.uint16 if values <= 1 << 16 else np.uint32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distinct:
+    """The distinct tuples of some columns, numbered in the order of their codes."""
+
+    first: Int
+    """[tuples]: the first candidate that has each."""
+    of: Int
+    """[candidates]: the tuple that each has."""
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Runs of one model with their execution and hardware, of which some settings differ."""
+
+    base: Experiment
+    """What all have in common. Its run is not resolved: what is None follows from the others."""
+    model: ModelConfig
+    """The model of all, with the overrides of the base's run (`layers`, `vocab`)."""
+    columns: Mapping[str, Column]
+    """Settings of a run, of the machine and of the execution by name, and `hardware`."""
+    count: int
+
+    @classmethod
+    def of(
+        cls,
+        base: Experiment,
+        hardware: Hardware,
+        columns: Mapping[str, Column],
+        model: ModelConfig | None = None,
+    ) -> Self:
+        """Candidates from columns of one length; `hardware` is that of all without such a column.
+
+        `model` replaces the configuration that the model's name stands for.
+        """
+        run = base.run
+        of = model or resolve(run.model, run.as_family or "")
+        of = of.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
+        counts = {len(column) for column in columns.values()} or {1}
+        if len(counts) > 1:
+            raise ValueError(f"columns of candidates have {sorted(counts)} rows, wanted one number")
+        (count,) = counts
+        every = {HARDWARE: Column.constant(hardware, count), **columns}
+        return cls(base, of, every, count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def column(self, name: str) -> Column:
+        """The values of a setting, also of one that all candidates have in common."""
+        if name in self.columns:
+            return self.columns[name]
+        setting = EXPERIMENT[name]
+        homes = {"cluster": self.base.cluster, "execution": self.base.execution}
+        value = getattr(homes.get(setting.section, self.base.run), name)
+        return Column.constant(value, self.count)
+
+    def numbers(self, name: str) -> Int:
+        """The whole numbers of a setting [candidates]; `ABSENT` where it is None."""
+        return self.column(name).numbers()
+
+    @property
+    def world_size(self) -> Int:
+        """Ranks [candidates]: tp * cp * dp * pp."""
+        degrees = [self.numbers(name) for name in ("tp", "cp", "dp", "pp")]
+        return np.prod(np.stack(degrees), axis=0)
+
+    @property
+    def microbatches(self) -> Int:
+        """Microbatches of a training step [candidates], where the global batch size is given."""
+        step = self.numbers("micro_batch_size") * self.numbers("dp")
+        return self.numbers("global_batch_size") // step
+
+    def take(self, rows: Int | Bool | slice) -> Candidates:
+        """Some of the candidates, in the order of `rows`."""
+        columns = {name: column[rows] for name, column in self.columns.items()}
+        return replace(self, columns=columns, count=len(next(iter(columns.values()))))
+
+    def distinct(self, *names: str) -> Distinct:
+        """The distinct tuples of settings, and which of them each candidate has.
+
+        Whatever depends on these settings alone is computed for the candidates `first`, and
+        gathered by `of`.
+        """
+        return distinct([self.column(name) for name in names], self.count)
+
+    def run(self, row: int) -> Run:
+        """One candidate as an ordinary run, not resolved."""
+        return self.base.run.model_copy(update=self._given(row, SETTINGS))
+
+    def execution(self, row: int) -> Execution:
+        """How one candidate is executed."""
+        return replace(self.base.execution, **self._given(row, _named("execution")))
+
+    def cluster(self, row: int) -> ClusterSection:
+        """The machine of one candidate by its settings; `hardware` says which hardware it has."""
+        return replace(self.base.cluster, **self._given(row, _named("cluster") - {HARDWARE}))
+
+    def hardware(self, row: int) -> Hardware:
+        """The hardware of one candidate."""
+        return self.columns[HARDWARE].at(row)
+
+    def machine(self, row: int) -> Machine:
+        """The machine of one candidate, as large as its world size."""
+        cluster = self.cluster(row)
+        return Machine.of(
+            self.hardware(row),
+            gpus=self.run(row).world_size,
+            topology=cluster.topology,
+            algorithm=cluster.algorithm,
+        )
+
+    def _given(self, row: int, names: Iterable[str]) -> dict[str, Any]:
+        known = set(names)
+        return {name: of.at(row) for name, of in self.columns.items() if name in known}
+
+
+def _named(section: str) -> set[str]:
+    return {of.name for of in EXPERIMENT.values() if of.section == section}
+
+
+def distinct(columns: Sequence[Column], count: int) -> Distinct:
+    """The distinct tuples of some columns of `count` rows."""
+    keys, most = np.zeros(count, dtype=np.int64), 1
+    for column in columns:
+        if len(column.values) == 1:
+            continue
+        if most * len(column.values) >= 1 << 62:  # more tuples than rows: number those that occur
+            keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
+            most = int(keys.max(initial=0)) + 1
+        keys = keys * len(column.values) + column.codes
+        most *= len(column.values)
+    if most > max(_MOST_KEYS, count):
+        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
+        return Distinct(first.astype(np.int64), of.astype(np.int64))
+    first = np.full(most, -1, dtype=np.int64)
+    first[keys[::-1]] = np.arange(count - 1, -1, -1)
+    present = np.flatnonzero(first >= 0)
+    number = np.zeros(most, dtype=np.int64)
+    number[present] = np.arange(len(present))
+    return Distinct(first[present], number[keys])

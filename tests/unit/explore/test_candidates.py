@@ -1,0 +1,66 @@
+"""Candidates: rows are ordinary runs, and distinct tuples are those of numpy."""
+
+import numpy as np
+import pytest
+
+from stagewright.explore import candidates as module
+from stagewright.explore.candidates import ABSENT, Candidates, Column, distinct
+from stagewright.run.experiment import Experiment
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+
+BASE = Experiment(Run(model="gpt2", layers=4), ClusterSection(), Execution(prefetch=2))
+
+
+def _candidates() -> Candidates:
+    columns = {
+        "tp": Column.of([1, 2, 4]),
+        "dp": Column.of([4, 2, 1]),
+        "etp": Column.of([None, 1, None]),
+        "prefetch": Column.of([1, 0, 1]),
+        "topology": Column.of(["two_tier", "fullflat", "two_tier"]),
+        "global_batch_size": Column.of([16, 16, 16]),
+    }
+    return Candidates.of(BASE, resolve("h100-sxm"), columns)
+
+
+def test_rows_are_runs_with_their_execution_and_machine():
+    found = _candidates()
+    assert found.model.num_layers == 4
+    assert found.run(1) == Run(model="gpt2", layers=4, tp=2, dp=2, etp=1, global_batch_size=16)
+    assert [found.execution(row).prefetch for row in range(3)] == [1, 0, 1]
+    assert found.cluster(1).topology == "fullflat"
+    assert found.machine(2).gpus == 4
+
+
+def test_columns_of_what_all_have_in_common():
+    found = _candidates()
+    assert found.numbers("pp").tolist() == [1, 1, 1]
+    assert found.numbers("etp").tolist() == [ABSENT, 1, ABSENT]
+    assert found.world_size.tolist() == [4, 4, 4]
+    assert found.microbatches.tolist() == [4, 8, 16]
+
+
+def test_taken_rows():
+    found = _candidates().take(np.array([2, 0]))
+    assert len(found) == 2
+    assert [found.run(row).tp for row in range(2)] == [4, 1]
+
+
+def test_columns_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match="wanted one number"):
+        Candidates.of(BASE, resolve("h100-sxm"), {"tp": Column.of([1]), "dp": Column.of([1, 2])})
+
+
+@pytest.mark.parametrize("most", [1, 1 << 24])
+def test_distinct_tuples_are_numpys(most: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MOST_KEYS", most)
+    draw = np.random.default_rng(3)
+    columns = [Column.of(draw.integers(0, n, 500).tolist()) for n in (3, 700, 2, 900)]
+    found = distinct(columns, 500)
+    rows = np.stack([column.numbers() for column in columns], axis=1)
+    assert len(found) == len(np.unique(rows, axis=0))
+    assert (rows[found.first][found.of] == rows).all()
+    assert (found.first[found.of] <= np.arange(500)).all()
