@@ -78,9 +78,11 @@ class Figures:
         """The figures of some candidates, in the order of `rows`."""
         at = np.asarray(rows)
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        taken = {name: column[at] for name, column in columns.items() if name not in _BY_NAME}
-        named = {name: {k: v[at] for k, v in columns[name].items()} for name in _BY_NAME}
-        return type(self)(**taken, **named)
+        taken: dict[str, Any] = {
+            name: column[at] for name, column in columns.items() if name not in _BY_NAME
+        }
+        taken |= {name: {k: v[at] for k, v in columns[name].items()} for name in _BY_NAME}
+        return type(self)(**taken)
 
     @classmethod
     def joined(cls, parts: Sequence[Figures]) -> Self:
