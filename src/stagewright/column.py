@@ -1,0 +1,353 @@
+"""One number of many configurations at once: what computes with whole numbers computes with these.
+
+A `Column` has an entry per configuration, in exact arithmetic. Where code asks a column a question
+(`if ranks > 1`), the first configuration answers for all; those that would have answered otherwise
+are no longer `Cases.alike`: they need a computation of their own. So nobody has to say beforehand
+what decides about the way that a computation takes.
+
+>>> cases = Cases(3)
+>>> tp = cases.column(np.array([2, 4, 1]))
+>>> heads = ceil(10 / tp) if tp > 1 else 10
+>>> print(heads, cases.alike)
+[ 5  3 10] [ True  True False]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from functools import reduce
+from operator import index
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool
+
+_Whole: TypeAlias = (
+    "int | NDArray[Any]"  # an array of int64, or of Python's ints where these exceed
+)
+
+Number: TypeAlias = "int | Fraction | Column"
+"""A number of one configuration, or of many."""
+
+_MOST = 2**63 - 1
+
+
+class Cases:
+    """Configurations that are computed together, as long as they go the same way."""
+
+    def __init__(self, count: int) -> None:
+        """So many configurations, of which the first answers all questions."""
+        self.count = count
+        self.alike: Bool = np.ones(count, dtype=bool)
+        """The configurations that have answered all questions as the first one has."""
+
+    def column(self, values: NDArray[np.integer[Any]]) -> Number:
+        """A number of each configuration: an int where it is the same for all."""
+        array = np.asarray(values)
+        if array.shape != (self.count,) or array.dtype.kind not in "iu":
+            raise ValueError(f"wanted {self.count} whole numbers, got {array!r}")
+        if (array == array[0]).all():
+            return int(array[0])
+        return Column(self, array.astype(np.int64), 1)
+
+    def answer(self, answers: NDArray[Any]) -> bool:
+        """The first configuration's answer to a question."""
+        first = bool(answers[0])
+        self.alike &= answers == first
+        return first
+
+
+class Column:
+    """An exact number, whole or a fraction, per configuration; immutable.
+
+    Arithmetic and comparisons are those of ints and Fractions; floats are refused, since whole
+    numbers beyond 2^53 would not survive them. `np.asarray(column)` is an array of int64, of
+    Python's ints where 64 bits do not hold a number, or of float64 for fractions.
+    """
+
+    __slots__ = ("above", "below", "cases")
+    __array_ufunc__ = None  # arithmetic with arrays would lose configurations in silence
+
+    def __init__(self, cases: Cases, above: NDArray[Any], below: _Whole) -> None:
+        """The numbers `above / below`, `below` being positive."""
+        self.cases, self.above, self.below = cases, above, below
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        exact = isinstance(self.below, int) and self.below == 1
+        found = self.above if exact else (self.above / self.below).astype(np.float64)
+        return found if dtype is None else found.astype(dtype)
+
+    def __repr__(self) -> str:
+        return str(np.asarray(self))
+
+    @property
+    def first(self) -> int | Fraction:
+        """The number of the first configuration."""
+        below = self.below if isinstance(self.below, int) else int(self.below[0])
+        found = Fraction(int(self.above[0]), below)
+        return found.numerator if found.denominator == 1 else found
+
+    # ---- arithmetic ------------------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> Column:
+        pair = _parts(other)
+        if pair is None:
+            return NotImplemented
+        above, below = pair
+        if _same(self.below, below):
+            return self._of(_plus(self.above, above), below)
+        left, right = _times(self.above, below), _times(above, self.below)
+        return self._of(_plus(left, right), _times(self.below, below))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Column:
+        return self._of(-self.above, self.below)
+
+    def __sub__(self, other: Any) -> Column:
+        pair = _parts(other)
+        return NotImplemented if pair is None else self + self._of(-pair[0], pair[1])
+
+    def __rsub__(self, other: Any) -> Column:
+        return -self + other
+
+    def __mul__(self, other: Any) -> Column:
+        pair = _parts(other)
+        if pair is None:
+            return NotImplemented
+        return self._of(_times(self.above, pair[0]), _times(self.below, pair[1]))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Column:
+        pair = _parts(other)
+        if pair is None:
+            return NotImplemented
+        above, below = _positive_below(_times(self.above, pair[1]), _times(self.below, pair[0]))
+        return self._of(above, below)
+
+    def __rtruediv__(self, other: Any) -> Column:
+        pair = _parts(other)
+        if pair is None:
+            return NotImplemented
+        above, below = _positive_below(_times(pair[0], self.below), _times(pair[1], self.above))
+        return self._of(above, below)
+
+    def __floordiv__(self, other: Any) -> Column:
+        quotient = self / other
+        return quotient.__floor__()
+
+    def __rfloordiv__(self, other: Any) -> Column:
+        quotient = other / self
+        return quotient.__floor__()
+
+    def __mod__(self, other: Any) -> Column:
+        return self - other * (self // other)
+
+    def __rmod__(self, other: Any) -> Column:
+        return other - self * (other // self)
+
+    def __divmod__(self, other: Any) -> tuple[Column, Column]:
+        quotient = self // other
+        return quotient, self - other * quotient
+
+    def __rdivmod__(self, other: Any) -> tuple[Column, Column]:
+        quotient = other // self
+        return quotient, other - self * quotient
+
+    def __pow__(self, exponent: int) -> Column:
+        return reduce(lambda a, b: a * b, [self] * exponent, self._of(np.ones_like(self.above), 1))
+
+    def __floor__(self) -> Column:
+        return self._of(_floor(self.above, self.below), 1)
+
+    def __ceil__(self) -> Column:
+        return self._of(-_floor(-self.above, self.below), 1)
+
+    def _of(self, above: _Whole, below: _Whole) -> Column:
+        if isinstance(above, int):
+            above = np.full(
+                self.cases.count, above, dtype=np.int64 if abs(above) <= _MOST else object
+            )
+        return Column(self.cases, above, below)
+
+    # ---- questions -------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        return self.cases.answer(self.above != 0)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._asked(other, np.equal)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: Any) -> bool:
+        return self._asked(other, np.less)
+
+    def __le__(self, other: Any) -> bool:
+        return self._asked(other, np.less_equal)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._asked(other, np.greater)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._asked(other, np.greater_equal)
+
+    __hash__ = object.__hash__
+
+    def _asked(self, other: Any, question: Callable[..., NDArray[Any]]) -> bool:
+        pair = _parts(other)
+        if pair is None:
+            raise TypeError(f"a column and {other!r} cannot be compared")
+        if _same(self.below, pair[1]):
+            return self.cases.answer(question(self.above, pair[0]))
+        left, right = _times(self.above, pair[1]), _times(pair[0], self.below)
+        return self.cases.answer(question(left, right))
+
+
+# ---- what code that takes either writes in the place of Python's own -----------------------------
+
+
+def is_whole(number: object) -> bool:
+    """Whether this is a whole number, or a column of whole numbers."""
+    if isinstance(number, Column):
+        return isinstance(number.below, int) and number.below == 1
+    return isinstance(number, int)
+
+
+def exact(number: Any) -> Any:
+    """An int from whatever stands for one (numpy's overflow in silence); a column as it is."""
+    return number if isinstance(number, Column) else index(number)
+
+
+def ceil(number: Any) -> Any:
+    """The least whole number that is not less; of whole numbers, they themselves."""
+    return number if is_whole(number) else math.ceil(number)
+
+
+def largest(numbers: Iterable[Any]) -> Any:
+    """The largest number of each configuration: `max` would ask which one it is.
+
+    >>> cases = Cases(2)
+    >>> largest([3, cases.column(np.array([2, 4]))]), bool(cases.alike.all())
+    ([3 4], True)
+    """
+    every = [*numbers]
+    columns = [x for x in every if isinstance(x, Column)]
+    if not columns:
+        return max(every)
+    some = [max(rest)] if (rest := [x for x in every if not isinstance(x, Column)]) else []
+    return reduce(_larger, [*columns, *some])
+
+
+def smallest(numbers: Iterable[Any]) -> Any:
+    """The smallest number of each configuration."""
+    return -largest([-x for x in numbers])
+
+
+def ratio(above: Any, below: Any) -> Any:
+    """The exact quotient: a Fraction, or a column."""
+    if isinstance(above, Column) or isinstance(below, Column):
+        return above / below
+    return Fraction(above, below)
+
+
+def gcd(a: Any, b: Any) -> Any:
+    """The greatest common divisor of whole numbers."""
+    if not (isinstance(a, Column) or isinstance(b, Column)):
+        return math.gcd(a, b)
+    column = a if isinstance(a, Column) else b
+    return Column(column.cases, np.gcd(_above(a), _above(b)), 1)
+
+
+def first_of(number: Any) -> Any:
+    """The number of the first configuration; any other number as it is."""
+    return number.first if isinstance(number, Column) else number
+
+
+def _above(number: Any) -> _Whole:
+    return number.above if isinstance(number, Column) else number
+
+
+def _larger(a: Any, b: Any) -> Column:
+    above, below = _parts(b) or (0, 1)
+    if _same(a.below, below):
+        return Column(a.cases, np.maximum(a.above, above), a.below)
+    left, right = _times(a.above, below), _times(above, a.below)
+    return Column(a.cases, np.asarray(np.maximum(left, right)), _times(a.below, below))
+
+
+# ---- exact arithmetic on arrays ------------------------------------------------------------------
+
+
+def _parts(number: Any) -> tuple[_Whole, _Whole] | None:
+    """Numerator and denominator; None: not an exact number."""
+    if isinstance(number, Column):
+        return number.above, number.below
+    if isinstance(number, int):
+        return int(number), 1
+    if isinstance(number, Fraction):
+        return number.numerator, number.denominator
+    return None
+
+
+def _same(a: _Whole, b: _Whole) -> bool:
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
+
+
+def _bound(x: _Whole) -> int:
+    """A bound of the absolute values, at least 1."""
+    if isinstance(x, int):
+        return max(1, abs(x))
+    return max(1, int(x.max()), -int(x.min()))
+
+
+def _wide(x: _Whole) -> _Whole:
+    """As Python's ints, which have no bound."""
+    return x if isinstance(x, int) else x.astype(object)
+
+
+def _plus(a: _Whole, b: _Whole) -> _Whole:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    return a + b if _bound(a) + _bound(b) <= _MOST else _wide(a) + _wide(b)
+
+
+def _times(a: _Whole, b: _Whole) -> _Whole:
+    if isinstance(a, int):
+        if isinstance(b, int):
+            return a * b
+        a, b = b, a
+    if isinstance(b, int) and b == 1:
+        return a
+    return a * b if _bound(a) * _bound(b) <= _MOST else _wide(a) * _wide(b)
+
+
+def _floor(above: _Whole, below: _Whole) -> _Whole:
+    if isinstance(below, int) and below == 1:
+        return above
+    if isinstance(below, int) and isinstance(above, np.ndarray) and below > _MOST:
+        above = above.astype(object)
+    with np.errstate(divide="ignore"):  # of configurations that are no longer alike
+        found = above // below
+    if isinstance(found, int) or found.dtype != object or _bound(found) > _MOST:
+        return found
+    return found.astype(np.int64)
+
+
+def _positive_below(above: _Whole, below: _Whole) -> tuple[_Whole, _Whole]:
+    """The same quotient above a positive denominator; 1 stands for 0 where others go on alone."""
+    if isinstance(below, int):
+        if below == 0:
+            raise ZeroDivisionError("a column divided by 0")
+        return (above, below) if below > 0 else (-above, -below)
+    if below[0] == 0:
+        raise ZeroDivisionError("a column divided by 0")
+    if (below > 0).all():
+        return above, below
+    return above * np.sign(below), np.where(below == 0, 1, np.abs(below))
