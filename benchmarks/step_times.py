@@ -1,8 +1,8 @@
-"""Simulates published training runs and writes what docs/time.md says of the errors.
+"""Simulates published training runs; writes what docs/time.md and docs/regret.md say of the errors.
 
     python benchmarks/step_times.py [--jobs N] [--tables]
 
-Writes docs/step-times.csv, a line for each row, and from it the tables of docs/time.md; `--tables`
+Writes docs/step-times.csv, a line for each row, and from it the tables of both pages; `--tables`
 writes the tables only. All rows take some minutes; tests simulate a sample of them, and hold the
 tables against the file.
 """
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from stagewright.evidence import regret
 from stagewright.evidence.groups import Traits, traits
 from stagewright.evidence.measurements import Measurement, measurements, not_compared
 from stagewright.evidence.predictions import GROUPS, Prediction, errors_by_group
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = ROOT / "docs" / "step-times.csv"
 PAGE = ROOT / "docs" / "time.md"
 COLUMNS = ("source", "row", "quantity", "measured", "predicted", "error of time")
+CHOICES = ROOT / "docs" / "regret.md"
 BEGIN, END = "<!-- step times -->", "<!-- end of step times -->"
 
 SHARE, SMALL = 1.0, 40
@@ -126,10 +128,29 @@ def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (titles, align, *rows)]
 
 
-def page(text: str) -> str:
-    """The text of docs/time.md with the tables of the file."""
+def regrets() -> str:
+    """The tables of docs/regret.md, between their marks."""
+    found = {(o.source, o.row): o for o in predictions()}
+    pairs = [(m, o) for m in measurements() if (o := found.get((m.source, m.row)))]
+    jobs, held_out = regret.regrets(pairs), regret.regrets(pairs, only_held_out=True)
+    lines = [BEGIN, ""]
+    for table in (
+        regret.totals(jobs),
+        regret.totals(held_out).only(*regret.OF_ALL),
+        regret.listed(jobs),
+    ):
+        lines += [*markdown(list(table.columns), table.text_rows()), ""]
+    return "\n".join([*lines, END])
+
+
+def page(text: str, written: Callable[[], str] = tables) -> str:
+    """The text of docs/time.md, or with `regrets` of docs/regret.md, with tables of the file."""
     head, rest = text.split(BEGIN)
-    return head + tables() + rest.split(END)[1]
+    return head + written() + rest.split(END)[1]
+
+
+PAGES = ((PAGE, tables), (CHOICES, regrets))
+"""Pages with tables of the file, and what writes these."""
 
 
 if __name__ == "__main__":
@@ -140,4 +161,5 @@ if __name__ == "__main__":
     if not options.tables:
         outcomes = compare(chosen(), jobs=options.jobs)
         STEPS.write_text(written(o for o in outcomes if isinstance(o, Prediction)), "utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, write in PAGES:
+        path.write_text(page(path.read_text(encoding="utf-8"), write), encoding="utf-8")

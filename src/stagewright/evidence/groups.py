@@ -64,7 +64,11 @@ def held_out(m: Measurement) -> bool:
     )
     degrees = (run.tp, run.cp, run.ep, run.dp, run.pp, run.vpp, run.zero)
     batch = (run.seq_length, run.micro_batch_size, run.global_batch_size)
-    key = repr((m.hardware, sizes, degrees, batch))
+    return held_back(repr((m.hardware, sizes, degrees, batch)))
+
+
+def held_back(key: str) -> bool:
+    """Whether what this text names is one of the tenths that no constant may be fitted to."""
     return int(hashlib.sha256(key.encode()).hexdigest(), 16) % 10 >= FITTED_TENTHS
 
 

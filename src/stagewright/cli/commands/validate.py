@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     default=1,
     help="Only every Nth row of steps, spread over all sources. [1: all rows]",
 )
+@click.option(
+    "--regret",
+    is_flag=True,
+    help="What picking a layout by prediction costs where several were measured.",
+)
 @click.option("--jobs", metavar="N", type=click.IntRange(1), help="Processes. [one per core]")
 @JSON
 def validate(
@@ -38,6 +43,7 @@ def validate(
     rows: str | None,
     listed: bool,
     every: int,
+    regret: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -45,6 +51,10 @@ def validate(
 
     The thousands of rows are listed only where --source or --list asks for them. All rows take
     some minutes. Errors in tables of groups are those of the time of a step: + is predicted slow.
+
+    With --regret: jobs (one model, batch and number of GPUs) that were measured in three or more
+    layouts. In each the layout with the shortest predicted step is picked; its regret is its
+    measured step / the shortest measured step - 1. --every N takes every Nth job.
     """
     from stagewright.evidence import inference, measurements, validate
     from stagewright.evidence import kernels as validate_kernels
@@ -52,6 +62,9 @@ def validate(
     from stagewright.executors import cores
 
     own = None if rows is None else measurements.load(rows)
+    if regret:
+        _regret(own, source, every=every, jobs=jobs or cores(), listed=listed, as_json=as_json)
+        return
     kernels = list(validate_kernels.validate(source)) if own is None else []
     carried = measurements.measurements(source) if own is None else own
     chosen = measurements.select(carried, source)[::every]
@@ -79,6 +92,47 @@ def validate(
     _print_groups(predictions, whole=source is None)
     _print_totals(kernels)
     _print_not_compared(refused)
+
+
+def _regret(
+    own: Sequence[Measurement] | None,
+    source: str | None,
+    *,
+    every: int,
+    jobs: int,
+    listed: bool,
+    as_json: bool,
+) -> None:
+    """Prints what picking a layout by prediction costs."""
+    from stagewright.evidence import measurements, regret, validate
+    from stagewright.evidence.predictions import Prediction
+    from stagewright.texttable import print_table
+
+    carried = measurements.measurements(source) if own is None else own
+    found = measurements.select(carried, source)
+    if not found:
+        raise _unknown(source, own)
+    chosen = regret.rows_of_jobs(found, every=every)
+    if not chosen:
+        raise UserError(
+            f"--regret: of {len(found)} rows none are of one model, batch, precision and number of "
+            f"GPUs in {regret.FEWEST} layouts or more; add layouts, or leave --regret out"
+        )
+    with _progress() as progress:
+        outcomes = list(validate.compare(chosen, progress=progress, jobs=jobs))
+    pairs = [(m, o) for m, o in zip(chosen, outcomes, strict=True) if isinstance(o, Prediction)]
+    every_job, held_out = regret.regrets(pairs), regret.regrets(pairs, only_held_out=True)
+    if as_json:
+        both = {"jobs": every_job, "held_out_layouts": held_out}
+        shared.print_json({key: [r._asdict() for r in jobs] for key, jobs in both.items()})
+        return
+    out = shared.console()
+    if listed or source is not None or own is not None:
+        print_table(regret.listed(every_job), out)
+    print_table(regret.totals(every_job), out)
+    if held_out:
+        out.print("Choices among layouts alone to which no constant may be fitted:")
+        print_table(regret.totals(held_out).only(*regret.OF_ALL), out)
 
 
 def _unknown(source: str | None, own: Iterable[Measurement] | None) -> UserError:
@@ -201,5 +255,6 @@ ENTRY = Entry(
         "stagewright validate --source bloomberg",
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",
+        "stagewright validate --source simumax --regret",
     ),
 )

@@ -1,0 +1,121 @@
+"""Choices by prediction in jobs that were measured in several layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from stagewright.cli.main import commands
+from stagewright.errors import UserError
+from stagewright.evidence import measurements as published
+from stagewright.evidence import regret
+from stagewright.evidence.groups import held_out, traits
+from stagewright.evidence.measurements import Measurement
+from stagewright.evidence.predictions import LOW, SWEEP, Prediction
+
+HEADER = (
+    "source,row,hardware,quantity,measured,low_utilization,model,layers,tp,dp,pp,"
+    "global_batch_size,seq_length"
+)
+LAYOUTS = ((1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 4, 2))
+MEASURED = (4.0, 2.0, 3.0, 8.0, 5.0)
+
+
+def rows(
+    source: str = "mine", quantity: str = "step_s", batch: int = 16, low: str = ""
+) -> list[Measurement]:
+    """A job in five layouts."""
+    lines = [
+        f"{source},row {n},h100-sxm,{quantity},{1 / seconds if quantity != 'step_s' else seconds},"
+        f"{low},llama3-8b,2,{tp},{dp},{pp},{batch},1024"
+        for n, ((tp, dp, pp), seconds) in enumerate(zip(LAYOUTS, MEASURED, strict=True))
+    ]
+    return published.read("\n".join([HEADER, *lines]), "rows.csv")
+
+
+def predicted(
+    found: list[Measurement], seconds: tuple[float, ...]
+) -> list[tuple[Measurement, Prediction]]:
+    return [(m, _prediction(m, s)) for m, s in zip(found, seconds, strict=True)]
+
+
+def _prediction(m: Measurement, seconds: float) -> Prediction:
+    value = seconds if m.quantity == "step_s" else 1 / seconds
+    error = value / m.measured - 1
+    return Prediction(m.source, m.row, m.quantity, m.measured, value, error, "", "", traits(m))
+
+
+@pytest.mark.parametrize("quantity", ["step_s", "tokens_s_gpu"])
+def test_the_regret_of_a_choice(quantity: str) -> None:
+    """The third layout is predicted shortest; the second was measured shortest."""
+    (found,) = regret.regrets(predicted(rows(quantity=quantity), (5, 3, 2, 8, 6)))
+    assert found.regret == pytest.approx(3 / 2 - 1)
+    assert (found.rank, found.picked, found.best) == (2, "row 2", "row 1")
+    assert found.error_of_picked == pytest.approx(2 / 3 - 1)
+    assert found.error_of_best == pytest.approx(3 / 2 - 1)
+    # Ranks by prediction 2 1 0 4 3 and by measurement 2 0 1 4 3: 1 - 6 * 2 / (5 * 24).
+    assert found.spearman == pytest.approx(1 - 6 * 2 / 120)
+    assert (found.gpus, found.layouts, found.model) == (8, 5, "2 x 4096")
+
+
+def test_jobs_differ_in_what_is_trained() -> None:
+    """Rows of another batch are another job; two layouts are too few for one."""
+    one, other = rows(), rows(batch=32)
+    assert regret.rows_of_jobs([*one, *other[:2]]) == one
+    assert regret.rows_of_jobs([*one, *other], every=2) == one
+    assert len(regret.regrets(predicted([*one, *other], (5, 3, 2, 8, 6) * 2))) == 2
+
+
+def test_repeated_measurements_of_a_layout_count_once() -> None:
+    again = published.read(
+        f"{HEADER}\nmine,again,h100-sxm,step_s,4,,llama3-8b,2,2,4,1,16,1024", "rows.csv"
+    )
+    (found,) = regret.regrets(predicted([*rows(), *again], (5, 3, 2, 8, 6, 3)))
+    assert found.layouts == 5
+    assert found.rank == 1  # the second layout took 2 and 4 seconds: 3 on average, like the third
+
+
+def test_held_out_layouts_alone() -> None:
+    """Choices among layouts that no constant may be fitted to, of jobs that have three."""
+    found = [m for batch in range(16, 480, 16) for m in rows(batch=batch)]
+    jobs = regret.regrets(predicted(found, (5, 3, 2, 8, 6) * 99), only_held_out=True)
+    assert 0 < len(jobs) < 29
+    assert sum(r.layouts for r in jobs) < sum(map(held_out, found))
+    assert {r.held_back for r in jobs} == {True, False}
+
+
+def test_spearman_with_equal_values() -> None:
+    """Equal values share the mean of their places."""
+    spearman = regret._spearman
+    assert spearman(np.array([1.0, 1, 2]), np.array([1.0, 2, 3])) == pytest.approx(3**0.5 / 2)
+    assert spearman(np.array([1.0, 1, 1]), np.array([1.0, 2, 3])) == 0
+
+
+def test_totals_by_source() -> None:
+    order = (5.0, 3.0, 2.0, 8.0, 6.0)
+    pairs = predicted(rows(), order) + predicted(rows(SWEEP), MEASURED)
+    pairs += predicted(rows("slow", low="true"), order)
+    names = [name for name, _ in regret.by_source(regret.regrets(pairs))]
+    assert names == ["mine", SWEEP, f"all but {SWEEP}", "all", f"slow, {LOW}"]
+    assert regret.summary(regret.regrets(pairs)[:2]).mean == pytest.approx(0.25)
+    assert "50.0%" in str(regret.totals(regret.regrets(pairs)))
+    assert "2 x 4096" in str(regret.listed(regret.regrets(pairs)))
+
+
+@pytest.mark.numerics
+def test_regret_of_ones_own_rows(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    line = "mine,{tp},h100-sxm,step_s,{tp},,llama3-8b,1,{tp},{dp},1,8,512"
+    lines = [line.format(tp=tp, dp=8 // tp) for tp in (1, 2, 4)]
+    path.write_text("\n".join([HEADER, *lines]))
+    result = CliRunner().invoke(commands, ["validate", "--rows", str(path), "--regret", "--json"])
+    (found,) = json.loads(result.output)["jobs"]
+    assert (found["layouts"], found["best"]) == (3, "1")
+    path.write_text("\n".join([HEADER, *lines[:2]]))
+    result = CliRunner().invoke(commands, ["validate", "--rows", str(path), "--regret"])
+    assert isinstance(result.exception, UserError)
+    assert "in 3 layouts or more" in str(result.exception)
