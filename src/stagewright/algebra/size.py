@@ -25,6 +25,8 @@ from operator import index
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
+from stagewright.varying import ceil, exact, is_integer, largest, ratio
+
 
 class Opaque(NamedTuple):
     """A factor that the algebra treats as a symbol: `ceil(p)` or `max(p, q, ...)`."""
@@ -117,13 +119,15 @@ class Size:
     def value(self, values: Mapping[str, int]) -> int:
         """Return the exact whole number; a ValueError says what is missing or does not divide.
 
+        Values may be columns (`varying`): then so is the number.
+
         >>> Size.parse("H/tp").value({"H": 64, "tp": 6})
         Traceback (most recent call last):
         ValueError: H/tp = 64/6 is not a whole number with {'H': 64, 'tp': 6}
         """
         number = _lean(self._evaluate(values))
-        if isinstance(number, int):
-            return number
+        if is_integer(number):
+            return number  # pyright: ignore[reportReturnType]
         under = common_denominator(
             [self]
         )  # 64/6 says more than 32/3: its numbers are the user's own.
@@ -136,12 +140,12 @@ class Size:
             self._plan = steps, _rows(self)
         steps, rows = self._plan
         try:
-            # index() turns numpy's integers, which overflow in silence, into Python's.
-            known: dict[Atom, Number] = {name: index(values[name]) for name in self.symbols}
+            # numpy's integers, which overflow in silence, become Python's.
+            known: dict[Atom, Number] = {name: exact(values[name]) for name in self.symbols}
             for atom, args in steps:
-                known[atom] = largest = max([_add_up(arg, known) for arg in args])
+                known[atom] = most = largest([_add_up(arg, known) for arg in args])
                 if atom.fn == "ceil":
-                    known[atom] = math.ceil(largest)
+                    known[atom] = ceil(most)
             return _add_up(rows, known)
         except KeyError:
             raise ValueError(missing_values(self, values)) from None
@@ -427,7 +431,7 @@ def _add_up(rows: list[_Row], known: Mapping[Atom, Number]) -> Number:
         quotient, left = divmod(p, q)  # Most divisions come out even, and Fraction is slow.
         whole += quotient
         if left:
-            rest += Fraction(left, q)
+            rest += ratio(left, q)
     return whole + rest
 
 

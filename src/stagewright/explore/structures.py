@@ -1,9 +1,9 @@
 """Configurations that share a structure: the same graphs and kernels, with other numbers.
 
 The blocks of a structure are built, sharded and lowered once, by the functions that compile a
-single run, with a `Column` in the place of every number that differs: degrees of parallelism,
+single run, with a `Varying` in the place of every number that differs: degrees of parallelism,
 micro-batch size, sequence length. What makes two configurations differ in structure is nowhere
-written down: it is whatever these functions ask of the numbers on their way (`column.Cases`).
+written down: it is whatever these functions ask of the numbers on their way (`varying.Cases`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stagewright.arrays import Int
-from stagewright.column import Number
 from stagewright.graph.node import Node
 from stagewright.lower.assembly.lowered_block import LoweredBlock
 from stagewright.lower.kernels import Kernel
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
+from stagewright.varying import Number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnBlock:
-    """A block of which every number is an int, or a `Column` with an entry per tuple.
+    """A block of which every number is an int, or a `Varying` with an entry per tuple.
 
     `np.asarray(number)` is an array in both cases: of int64, or float64 for means of experts.
     """

@@ -36,6 +36,7 @@ from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
 from stagewright.run.rules import MOST_FLOPS
 from stagewright.run.settings import Run
+from stagewright.varying import largest
 
 # ---- the graph of a block: built for one device, recomputed, sharded -----------------------------
 
@@ -255,7 +256,7 @@ def _uses(
 def _check_numbers(tasks: Sequence[Kernel], run: Run) -> None:
     """Sums over a step must stay within 64 bits."""
     for t in tasks:
-        if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
+        if largest([t.flops, t.traffic, t.comm_bytes]) > MOST_FLOPS:
             raise UserError(
                 f"{run.model}: {t.name} makes a kernel or message of more than {MOST_FLOPS} FLOPs "
                 "or bytes on one rank; lower a size, or split it over more ranks"

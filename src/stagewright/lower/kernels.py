@@ -26,6 +26,7 @@ from stagewright.graph.roles import CHOSEN, CLIP, GATHERED, MEMORY, STREAM, TABL
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.program.columns import Shape, TaskKind
 from stagewright.program.shapes import shape_of
+from stagewright.varying import ceil, largest
 
 Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
 
@@ -97,7 +98,8 @@ class Extent:
 
     `means` are dims of which only the mean is known, which need not be whole: the rows of experts.
     `rows` are axes that split heads and their channels as one dim, where they split channels: rows
-    of a linear's weight as PyTorch's FSDP shards them.
+    of a linear's weight as PyTorch's FSDP shards them. A size or a mesh axis may be `Varying`: then
+    extents are, and what kernels do with these is exact for every configuration.
     """
 
     sizes: Mapping[str, int]
@@ -115,7 +117,7 @@ class Extent:
             ranks = self.mesh.size(*axes)
             if dim in self.means:
                 mean = self.means[dim]
-                self.known[key] = mean / ranks if isinstance(mean, Fraction) else mean(axes)
+                self.known[key] = mean(axes) if callable(mean) else mean / ranks
             else:
                 self.known[key] = -(-dim.value(self.sizes) // ranks)
         return self.known[key]
@@ -126,13 +128,13 @@ class Extent:
         last = len(dims) - 1
         over = tuple(a for a in dims[-1][1] if a in self.rows) if dims else ()
         if not over or n.shape[-1] in (size("M"), size("B")):
-            return math.ceil(local(n, self))
+            return ceil(local(n, self))
         first = last
         while first and n.shape[first - 1] in HEADS:
             first -= 1
         count = [self(d, tuple(a for a in axes if a not in over)) for d, axes in dims]
-        rows = math.ceil(math.prod(count[first:]))
-        return math.ceil(math.prod(count[:first])) * -(-rows // self.mesh.size(*over))
+        rows = ceil(math.prod(count[first:]))
+        return ceil(math.prod(count[:first])) * -(-rows // self.mesh.size(*over))
 
 
 def extent_of(
@@ -147,7 +149,7 @@ def extent_of(
 
 def bytes_of(n: Node, extent: Extent) -> int:
     """Bytes of the part of a value that one rank holds."""
-    return math.ceil(extent.elements(n) * bytes_per_value(n, extent))
+    return ceil(extent.elements(n) * bytes_per_value(n, extent))
 
 
 class KernelRules(NamedTuple):
@@ -330,7 +332,7 @@ class _Lowering:
                 written += work.written
             for s, read in zip(m.srcs, work.reads, strict=True):
                 if s not in inside:
-                    reads[s] = max(read, reads.get(s, 0))
+                    reads[s] = largest([read, reads.get(s, 0)])
         labels = list(dict.fromkeys(m.name or m.op for m in (first, last)))
         return Kernel(
             name="+".join(labels),
@@ -421,7 +423,7 @@ class _Lowering:
         (src,) = n.srcs
         size = bytes_of(src, self.extent)
         if op == "reduce_scatter":
-            size = max(size, bytes_of(n, self.extent) * self.mesh.size(*axes))
+            size = largest([size, bytes_of(n, self.extent) * self.mesh.size(*axes)])
         task = Kernel(
             name=f"{n.name or src.name or src.op}.{op}",
             op=op,

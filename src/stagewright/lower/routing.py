@@ -33,6 +33,7 @@ from stagewright.program.columns import (
 from stagewright.program.memory import at_peak
 from stagewright.run.expert_load import one_busy_rank, read_lines, times_mean
 from stagewright.run.settings import Run
+from stagewright.varying import ratio, smallest
 
 ROWS = size("R")
 """The dim of token copies (rows) of an expert."""
@@ -86,7 +87,7 @@ class Routing:
         if self.padded and self.capacity is not None:
             return Fraction(self.capacity)
         wanted = share * self.copies
-        return wanted if self.capacity is None else min(wanted, Fraction(self.capacity))
+        return wanted if self.capacity is None else smallest([wanted, Fraction(self.capacity)])
 
     def rows(self, sent: Fraction | int, got: Fraction | int) -> Rows:
         """Rows of the experts on a rank that sends `sent` copies and receives `got`.
@@ -96,8 +97,8 @@ class Routing:
         """
         moving = {a for a in self.expert if a in self.tokens}
         parts = self.mesh.size(*self.tokens)
-        before = Fraction(sent * parts, self.experts)
-        after = Fraction(got * parts, self.senders * self.held)
+        before = ratio(sent * parts, self.experts)
+        after = ratio(got * parts, self.senders * self.held)
 
         def rows(axes: tuple[str, ...]) -> Fraction:
             waiting = bool(moving) and moving <= set(axes)

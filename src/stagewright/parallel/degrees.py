@@ -7,7 +7,6 @@ factorizations: dp becomes the axes `dp_ep` and `dp_edp`, and a degree names the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.parallel.plan import Axes, Plan
 from stagewright.run import requests as serving
 from stagewright.run.settings import Run
+from stagewright.varying import gcd
 
 
 class AxisUse(NamedTuple):
@@ -49,7 +49,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas
     sizes = {p.name: p.size for p in pieces}
-    heads = _outermost(tensor, sizes, math.gcd(run.tp, model.shared_query_groups))
+    heads = _outermost(tensor, sizes, gcd(run.tp, model.shared_query_groups))
     key_value, inner = _key_value(run, model, tensor, heads, context)
     hybrid = any(p.dense == "dp_shard" for p in pieces)
     labels = {"tp": tensor, "cp": cp, "dp": replicas, "pp": axes("pp")}
@@ -146,9 +146,9 @@ def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
     A model may have fewer key-value heads, or fewer groups of state heads, than tp has ranks: then
     neighbours hold copies, and tp has an axis for the ranks that differ and one for the copies.
     """
-    cuts = {math.gcd(run.tp, shared_groups(model)): "tp_group"} if shared_groups(model) else {}
+    cuts = {gcd(run.tp, shared_groups(model)): "tp_group"} if shared_groups(model) else {}
     if model.attends:
-        cuts[math.gcd(run.tp, model.shared_query_groups)] = "tp_kv"
+        cuts[gcd(run.tp, model.shared_query_groups)] = "tp_kv"
     shared = _striped(run)
     if shared > 1:
         cuts.setdefault(run.tp // shared, "tp_rep")
@@ -202,7 +202,7 @@ def _state_groups(
 ) -> tuple[str, ...]:
     """The axes that split groups of state heads; the others split the heads of a group."""
     groups = shared_groups(model)
-    ways = math.gcd(run.tp, groups)
+    ways = gcd(run.tp, groups)
     outer = _outermost(tensor, sizes, ways)
     return outer + (context if groups // ways % run.cp == 0 else ()) if groups else ()
 
@@ -215,7 +215,7 @@ def _common_axes(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -
         rest = size
         while rest > 1:
             expert, most = str(left[0][0]), int(left[0][1])
-            piece = math.gcd(rest, most)
+            piece = gcd(rest, most)
             if piece not in (rest, most):
                 raise UserError(
                     f"{expert}={most} does not fit the ranks of {name}={size}: one must be a "
@@ -241,7 +241,7 @@ def _key_value(
 
     `heads` are the axes of `tensor` that split key-value heads where not all axes do.
     """
-    kv = math.gcd(run.tp, model.shared_query_groups)
+    kv = gcd(run.tp, model.shared_query_groups)
     if kv == run.tp:
         key_value, inner = tensor, frozenset[str]()
     elif kv == 1:

@@ -19,6 +19,7 @@ from stagewright.graph.cost import extents, indices
 from stagewright.graph.node import Node
 from stagewright.graph.table import OPS, Timing, heads
 from stagewright.program.columns import Shape
+from stagewright.varying import ceil, largest
 
 GEMM = "gemm"
 """What the shape of a product of two operands is called, whatever indices it has."""
@@ -36,7 +37,7 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     exact = extents(n, extent)
     if n.get("touched") is not None:
         exact = _of_touched(n, exact, extent)
-    sizes = {x: math.ceil(extent_) for x, extent_ in exact.items()}
+    sizes = {x: ceil(extent_) for x, extent_ in exact.items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
         return Shape(GEMM, _gemm(n, sizes), joint)
@@ -53,7 +54,7 @@ def _of_touched(
     """Extents with the experts that some token goes to in the place of all, and their rows."""
     _, split_by = indices(n)
     touched: Any = n["touched"]
-    some = max(1, math.ceil(extent(size(touched), split_by.get("e", ()))))
+    some = largest([1, ceil(extent(size(touched), split_by.get("e", ())))])
     rows = {"r": exact["r"] * exact["e"] / some} if "r" in exact else {}
     return {**exact, "e": some, **rows} if some < exact["e"] else exact
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.column import Cases, Column, ceil, exact, first_of, gcd, largest, ratio, smallest
+from stagewright.varying import Cases, Varying, ceil, exact, first_of, gcd, largest, ratio, smallest
 
 ROWS = 7
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -30,7 +30,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def exactly(number: Any) -> list[Fraction]:
     """The numbers of a column, as Fractions."""
-    if not isinstance(number, Column):
+    if not isinstance(number, Varying):
         return [Fraction(number)] * ROWS
     below = np.broadcast_to(np.asarray(number.below), ROWS)
     return [Fraction(int(a), int(b)) for a, b in zip(number.above, below, strict=True)]
@@ -46,7 +46,7 @@ def test_arithmetic_is_exact(largest_number: int) -> None:
         each: list[list[Any]] = [[x] * ROWS for x in held]
         for _ in range(2):
             each.append([dice.randint(1, largest_number) for _ in range(ROWS)])
-            held.append(cases.column(np.array(each[-1])))
+            held.append(cases.varying(np.array(each[-1])))
         for name in dice.choices(sorted(OPERATIONS), k=5):
             i, j = dice.randrange(len(held)), dice.randrange(len(held))
             if any(x == 0 for x in each[j]):
@@ -61,8 +61,8 @@ def test_arithmetic_is_exact(largest_number: int) -> None:
 def test_questions_tell_configurations_apart() -> None:
     """The first one answers; those that would have answered otherwise are not alike."""
     cases = Cases(4)
-    column = cases.column(np.array([4, 8, 6, 9]))
-    assert isinstance(column, Column)
+    column = cases.varying(np.array([4, 8, 6, 9]))
+    assert isinstance(column, Varying)
     assert column % 2 == 0
     assert cases.alike.tolist() == [True, True, True, False]
     assert not column > 7
@@ -82,7 +82,7 @@ def test_whole_numbers_stay_what_they_are() -> None:
 
 def test_no_floats_and_no_arrays() -> None:
     """Neither would keep whole numbers exact, or configurations apart."""
-    column: Any = Cases(2).column(np.array([1, 2]))
+    column: Any = Cases(2).varying(np.array([1, 2]))
     for other in (0.5, np.array([1, 2])):
         with pytest.raises(TypeError):
             _ = column * other

@@ -1,12 +1,12 @@
 """One number of many configurations at once: what computes with whole numbers computes with these.
 
-A `Column` has an entry per configuration, in exact arithmetic. Where code asks a column a question
+A `Varying` has an entry per configuration, in exact arithmetic. Where code asks a column a question
 (`if ranks > 1`), the first configuration answers for all; those that would have answered otherwise
 are no longer `Cases.alike`: they need a computation of their own. So nobody has to say beforehand
 what decides about the way that a computation takes.
 
 >>> cases = Cases(3)
->>> tp = cases.column(np.array([2, 4, 1]))
+>>> tp = cases.varying(np.array([2, 4, 1]))
 >>> heads = ceil(10 / tp) if tp > 1 else 10
 >>> print(heads, cases.alike)
 [ 5  3 10] [ True  True False]
@@ -26,11 +26,9 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool
 
-_Whole: TypeAlias = (
-    "int | NDArray[Any]"  # an array of int64, or of Python's ints where these exceed
-)
+_Whole: TypeAlias = "int | NDArray[Any]"  # of int64, or of Python's ints beyond these
 
-Number: TypeAlias = "int | Fraction | Column"
+Number: TypeAlias = "int | Fraction | Varying"
 """A number of one configuration, or of many."""
 
 _MOST = 2**63 - 1
@@ -45,14 +43,14 @@ class Cases:
         self.alike: Bool = np.ones(count, dtype=bool)
         """The configurations that have answered all questions as the first one has."""
 
-    def column(self, values: NDArray[np.integer[Any]]) -> Number:
+    def varying(self, values: NDArray[np.integer[Any]]) -> Number:
         """A number of each configuration: an int where it is the same for all."""
         array = np.asarray(values)
         if array.shape != (self.count,) or array.dtype.kind not in "iu":
             raise ValueError(f"wanted {self.count} whole numbers, got {array!r}")
         if (array == array[0]).all():
             return int(array[0])
-        return Column(self, array.astype(np.int64), 1)
+        return Varying(self, array.astype(np.int64), 1)
 
     def answer(self, answers: NDArray[Any]) -> bool:
         """The first configuration's answer to a question."""
@@ -61,7 +59,7 @@ class Cases:
         return first
 
 
-class Column:
+class Varying:
     """An exact number, whole or a fraction, per configuration; immutable.
 
     Arithmetic and comparisons are those of ints and Fractions; floats are refused, since whole
@@ -85,6 +83,16 @@ class Column:
         return str(np.asarray(self))
 
     @property
+    def denominator(self) -> _Whole:
+        """1 where the numbers are whole."""
+        return 1 if is_integer(self) or self == ceil(self) else self.below
+
+    @property
+    def numerator(self) -> Varying:
+        """The numbers themselves where they are whole."""
+        return self if is_integer(self) else self.__floor__()
+
+    @property
     def first(self) -> int | Fraction:
         """The number of the first configuration."""
         below = self.below if isinstance(self.below, int) else int(self.below[0])
@@ -93,7 +101,7 @@ class Column:
 
     # ---- arithmetic ------------------------------------------------------------------------------
 
-    def __add__(self, other: Any) -> Column:
+    def __add__(self, other: Any) -> Varying:
         pair = _parts(other)
         if pair is None:
             return NotImplemented
@@ -105,17 +113,17 @@ class Column:
 
     __radd__ = __add__
 
-    def __neg__(self) -> Column:
+    def __neg__(self) -> Varying:
         return self._of(-self.above, self.below)
 
-    def __sub__(self, other: Any) -> Column:
+    def __sub__(self, other: Any) -> Varying:
         pair = _parts(other)
         return NotImplemented if pair is None else self + self._of(-pair[0], pair[1])
 
-    def __rsub__(self, other: Any) -> Column:
+    def __rsub__(self, other: Any) -> Varying:
         return -self + other
 
-    def __mul__(self, other: Any) -> Column:
+    def __mul__(self, other: Any) -> Varying:
         pair = _parts(other)
         if pair is None:
             return NotImplemented
@@ -123,59 +131,66 @@ class Column:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> Column:
+    def __truediv__(self, other: Any) -> Varying:
         pair = _parts(other)
         if pair is None:
             return NotImplemented
         above, below = _positive_below(_times(self.above, pair[1]), _times(self.below, pair[0]))
         return self._of(above, below)
 
-    def __rtruediv__(self, other: Any) -> Column:
+    def __rtruediv__(self, other: Any) -> Varying:
         pair = _parts(other)
         if pair is None:
             return NotImplemented
         above, below = _positive_below(_times(pair[0], self.below), _times(pair[1], self.above))
         return self._of(above, below)
 
-    def __floordiv__(self, other: Any) -> Column:
+    def __floordiv__(self, other: Any) -> Varying:
         quotient = self / other
         return quotient.__floor__()
 
-    def __rfloordiv__(self, other: Any) -> Column:
+    def __rfloordiv__(self, other: Any) -> Varying:
         quotient = other / self
         return quotient.__floor__()
 
-    def __mod__(self, other: Any) -> Column:
+    def __mod__(self, other: Any) -> Varying:
         return self - other * (self // other)
 
-    def __rmod__(self, other: Any) -> Column:
+    def __rmod__(self, other: Any) -> Varying:
         return other - self * (other // self)
 
-    def __divmod__(self, other: Any) -> tuple[Column, Column]:
+    def __divmod__(self, other: Any) -> tuple[Varying, Varying]:
         quotient = self // other
         return quotient, self - other * quotient
 
-    def __rdivmod__(self, other: Any) -> tuple[Column, Column]:
+    def __rdivmod__(self, other: Any) -> tuple[Varying, Varying]:
         quotient = other // self
         return quotient, other - self * quotient
 
-    def __pow__(self, exponent: int) -> Column:
+    def __pow__(self, exponent: int) -> Varying:
         return reduce(lambda a, b: a * b, [self] * exponent, self._of(np.ones_like(self.above), 1))
 
-    def __floor__(self) -> Column:
+    def __floor__(self) -> Varying:
         return self._of(_floor(self.above, self.below), 1)
 
-    def __ceil__(self) -> Column:
+    def __ceil__(self) -> Varying:
         return self._of(-_floor(-self.above, self.below), 1)
 
-    def _of(self, above: _Whole, below: _Whole) -> Column:
+    def _of(self, above: _Whole, below: _Whole) -> Varying:
         if isinstance(above, int):
             above = np.full(
                 self.cases.count, above, dtype=np.int64 if abs(above) <= _MOST else object
             )
-        return Column(self.cases, above, below)
+        return Varying(self.cases, above, below)
 
     # ---- questions -------------------------------------------------------------------------------
+
+    def __index__(self) -> int:
+        """The number itself, as a size of something: configurations with another are not alike."""
+        first = self.first
+        assert isinstance(first, int)
+        assert self == first
+        return first
 
     def __bool__(self) -> bool:
         return self.cases.answer(self.above != 0)
@@ -213,35 +228,35 @@ class Column:
 # ---- what code that takes either writes in the place of Python's own -----------------------------
 
 
-def is_whole(number: object) -> bool:
+def is_integer(number: object) -> bool:
     """Whether this is a whole number, or a column of whole numbers."""
-    if isinstance(number, Column):
+    if isinstance(number, Varying):
         return isinstance(number.below, int) and number.below == 1
     return isinstance(number, int)
 
 
 def exact(number: Any) -> Any:
     """An int from whatever stands for one (numpy's overflow in silence); a column as it is."""
-    return number if isinstance(number, Column) else index(number)
+    return number if isinstance(number, Varying) else index(number)
 
 
 def ceil(number: Any) -> Any:
     """The least whole number that is not less; of whole numbers, they themselves."""
-    return number if is_whole(number) else math.ceil(number)
+    return number if is_integer(number) else math.ceil(number)
 
 
 def largest(numbers: Iterable[Any]) -> Any:
     """The largest number of each configuration: `max` would ask which one it is.
 
     >>> cases = Cases(2)
-    >>> largest([3, cases.column(np.array([2, 4]))]), bool(cases.alike.all())
+    >>> largest([3, cases.varying(np.array([2, 4]))]), bool(cases.alike.all())
     ([3 4], True)
     """
     every = [*numbers]
-    columns = [x for x in every if isinstance(x, Column)]
+    columns = [x for x in every if isinstance(x, Varying)]
     if not columns:
         return max(every)
-    some = [max(rest)] if (rest := [x for x in every if not isinstance(x, Column)]) else []
+    some = [max(rest)] if (rest := [x for x in every if not isinstance(x, Varying)]) else []
     return reduce(_larger, [*columns, *some])
 
 
@@ -252,34 +267,34 @@ def smallest(numbers: Iterable[Any]) -> Any:
 
 def ratio(above: Any, below: Any) -> Any:
     """The exact quotient: a Fraction, or a column."""
-    if isinstance(above, Column) or isinstance(below, Column):
+    if isinstance(above, Varying) or isinstance(below, Varying):
         return above / below
     return Fraction(above, below)
 
 
 def gcd(a: Any, b: Any) -> Any:
     """The greatest common divisor of whole numbers."""
-    if not (isinstance(a, Column) or isinstance(b, Column)):
+    if not (isinstance(a, Varying) or isinstance(b, Varying)):
         return math.gcd(a, b)
-    column = a if isinstance(a, Column) else b
-    return Column(column.cases, np.gcd(_above(a), _above(b)), 1)
+    column = a if isinstance(a, Varying) else b
+    return Varying(column.cases, np.gcd(_above(a), _above(b)), 1)
 
 
 def first_of(number: Any) -> Any:
     """The number of the first configuration; any other number as it is."""
-    return number.first if isinstance(number, Column) else number
+    return number.first if isinstance(number, Varying) else number
 
 
 def _above(number: Any) -> _Whole:
-    return number.above if isinstance(number, Column) else number
+    return number.above if isinstance(number, Varying) else number
 
 
-def _larger(a: Any, b: Any) -> Column:
+def _larger(a: Any, b: Any) -> Varying:
     above, below = _parts(b) or (0, 1)
     if _same(a.below, below):
-        return Column(a.cases, np.maximum(a.above, above), a.below)
+        return Varying(a.cases, np.maximum(a.above, above), a.below)
     left, right = _times(a.above, below), _times(above, a.below)
-    return Column(a.cases, np.asarray(np.maximum(left, right)), _times(a.below, below))
+    return Varying(a.cases, np.asarray(np.maximum(left, right)), _times(a.below, below))
 
 
 # ---- exact arithmetic on arrays ------------------------------------------------------------------
@@ -287,7 +302,7 @@ def _larger(a: Any, b: Any) -> Column:
 
 def _parts(number: Any) -> tuple[_Whole, _Whole] | None:
     """Numerator and denominator; None: not an exact number."""
-    if isinstance(number, Column):
+    if isinstance(number, Varying):
         return number.above, number.below
     if isinstance(number, int):
         return int(number), 1
