@@ -72,4 +72,5 @@ class ModelConfig(Architecture):
         """The same model with fewer or more layers, another vocabulary, more tokens predicted."""
         given = {"num_layers": num_layers, "vocab_size": vocab_size}
         given["mtp_num_layers"] = mtp_num_layers
-        return replace(self, **{name: n for name, n in given.items() if n is not None})
+        others = {name: n for name, n in given.items() if n is not None}
+        return replace(self, **others) if others else self

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 from stagewright.errors import UserError, divisors, either
 from stagewright.model.config import ModelConfig
-from stagewright.run.rule import Divide, Refuse, apply, require_divides
+from stagewright.run.rule import Check, Divide, Refuse, apply, require_divides
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 
@@ -134,14 +136,31 @@ ROUTING = (
 )
 
 
-def check_model(run: Run, model: ModelConfig) -> None:
-    """Refuse degrees that do not divide what they split, and routing without experts."""
-    apply(MODEL, run, model)
-    _check_state_heads(run, model)
-    if model.num_experts:
-        _check_experts(run, model)
-    else:
-        _check_dense(run, model)
+def checks_of_model(model: ModelConfig, whose: str = "") -> tuple[Check, ...]:
+    """Degrees divide what they split of a model, and nothing routes tokens without experts.
+
+    `whose` stands before what the checks ask for; their runs are checked against `model` whatever
+    model they are given.
+    """
+
+    def of(name: str, reads: tuple[str, ...], check: Callable[[Run, ModelConfig], None]) -> Check:
+        return Check(whose + name, reads, lambda run, _: check(run, model))
+
+    found = [
+        of("heads and channels are split evenly by tp", ("tp",), partial(apply, MODEL)),
+        of("state layers are split evenly by tp and cp", ("tp", "cp"), _check_state_heads),
+    ]
+    if not model.num_experts:
+        return (*found, of("a dense model has no experts", ("ep", "etp", *_EXPERTS), _check_dense))
+    shared = ("tp", "cp", "dp", "ep", "etp", "num_redundant_experts")
+    return (
+        *found,
+        of("experts are split evenly by ep and etp", shared, _check_experts),
+        of("tokens can be routed so", _EXPERTS, partial(apply, ROUTING)),
+    )
+
+
+_EXPERTS = tuple(of.name for of in SETTINGS.values() if of.section == "experts")
 
 
 def _shared(heads: int, groups: int) -> list[int]:
@@ -205,7 +224,6 @@ def _check_experts(run: Run, model: ModelConfig) -> None:
                 f"{name}={degree} does not divide the width {width} of {of} of {model.name}; "
                 f"use {divisors(width)}"
             )
-    apply(ROUTING, run, model)
 
 
 def _experts_that_fit(run: Run) -> str:

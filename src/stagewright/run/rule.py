@@ -60,6 +60,26 @@ class Divide:
         require_divides(self.degree, degree, size, self.of.format(model=model), fit)
 
 
+ALL: tuple[str, ...] = ("*",)
+"""Said of a check that may read any setting."""
+
+EACH: tuple[str, ...] = ("+",)
+"""Said of a check that looks at each setting by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One of the checks of a run, and what decides it: a search makes it once for all runs that
+    have the same values there."""
+
+    name: str
+    """What it asks for, in words."""
+    reads: tuple[str, ...]
+    """The settings of a run that decide it, beside the model and the mode; or `ALL`, or `EACH`."""
+    check: Callable[[Run, ModelConfig], None]
+    """Raises a UserError that says what to change."""
+
+
 def require_divides(
     name: str, degree: int, size: int, of: str, fit: int | None = None, end: str = ""
 ) -> None:

@@ -2,20 +2,31 @@
 
 Rows are `rule.Refuse` and `rule.Divide`; what takes more arithmetic than a row holds is a function.
 Modes and needs of settings are declared with them, in `sections`. What the model allows:
-`model_rules`; lengths: `sequence_rules`; inference: `serving_rules`.
+`model_rules`; lengths: `sequence_rules`; inference: `serving_rules`. Each check names the settings
+that it reads: a search checks many runs by their distinct tuples of these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 from stagewright.errors import UserError, divisors
 from stagewright.model.config import ModelConfig
 from stagewright.run import serving_rules
-from stagewright.run.model_rules import check_model, check_tables
+from stagewright.run.model_rules import check_tables, checks_of_model
 from stagewright.run.pipeline_split import compute_split
 from stagewright.run.requests import read_bytes
-from stagewright.run.rule import MOST_FLOPS, Refuse, apply, nearest
+from stagewright.run.rule import ALL, EACH, MOST_FLOPS, Check, Divide, Refuse, apply, nearest
 from stagewright.run.sections import SETTINGS
-from stagewright.run.sections.declare import AXES, BYTES, describe_need, describe_value, text_of
+from stagewright.run.sections.declare import (
+    AXES,
+    BYTES,
+    Setting,
+    describe_need,
+    describe_value,
+    text_of,
+)
 from stagewright.run.sequence_rules import (
     DIFFUSION,
     check_decoder_sequence,
@@ -33,35 +44,11 @@ MOST_LAYER_PASSES = 2**20
 def check(run: Run, model: ModelConfig) -> None:
     """Raise a UserError that says what to change if the run contradicts itself or the model."""
     model = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
-    apply(LAYERS_ADD_UP, run, model)  # `unresolved` keeps no split that is even
-    apply(PIPELINE_SPLIT, run, model)
+    for each in AS_GIVEN:
+        each.check(run, model)
     run = run.unresolved()
-    check_modes(run)
-    check_sizes(run)
-    if run.mode != "train":
-        apply(serving_rules.MODELS, run, model)
-    apply(RANKS, run, model)
-    if model.tower:
-        check_model(run, model.tower)
-        check_images(run, model)
-    if model.recommendation:
-        check_tables(run, model)
-    check_decoder_sequence(run, model)
-    apply(DIFFUSION, run, model)
-    check_model(run, model)
-    if run.mode != "train":
-        _check_layers(run, model)
-        serving_rules.check(run.resolved(model), model)
-        return
-    check_sequence(run, model)
-    apply(BATCH, run, model)
-    _check_stages(run, model)
-    _check_layers(run, model)
-    apply(STATE, run, model)
-    apply(ADAPTERS, run, model)
-    check_needs(run)
-    apply(RECOMPUTE_AND_OFFLOAD, run, model)
-    _check_size(run, model)
+    for each in checks(run.mode, model):
+        each.check(run, model)
 
 
 # ---- what the declarations of settings say -------------------------------------------------------
@@ -93,19 +80,22 @@ def check_sizes(run: Run) -> None:
             read_bytes(value, setting.name)
 
 
-def check_needs(run: Run) -> None:
-    """Refuse settings without those that they need, unless a framework's habit implies them."""
-    for setting in SETTINGS.values():
-        value = getattr(run, setting.name)
-        if value in (setting.default, setting.default_of(run.framework)):
-            continue
-        for other, values in setting.needs.items():
-            got = getattr(run, other)
-            if got not in values:
-                raise UserError(
-                    f"{describe_value(setting.name, value)} needs {describe_need(other, values)}, "
-                    f"got {other}={got}; set it, or drop {setting.name}"
-                )
+def _check_needs(setting: Setting, run: Run, model: ModelConfig) -> None:
+    """Refuse a setting without those that it needs, unless a framework's habit implies it."""
+    value = getattr(run, setting.name)
+    if value in (setting.default, setting.default_of(run.framework)):
+        return
+    for other, values in setting.needs.items():
+        got = getattr(run, other)
+        if got not in values:
+            raise UserError(
+                f"{describe_value(setting.name, value)} needs {describe_need(other, values)}, "
+                f"got {other}={got}; set it, or drop {setting.name}"
+            )
+
+
+def _without_model(check: Callable[[Run], None]) -> Callable[[Run, ModelConfig], None]:
+    return lambda run, model: check(run)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -294,7 +284,7 @@ def _check_layers(run: Run, model: ModelConfig) -> None:
         )
 
 
-def _check_size(run: Run, model: ModelConfig) -> None:
+def _check_passes(run: Run, model: ModelConfig) -> None:
     passes = run.microbatches * model.depth
     if passes > MOST_LAYER_PASSES:
         raise UserError(
@@ -302,6 +292,9 @@ def _check_size(run: Run, model: ModelConfig) -> None:
             f"passes, wanted at most {MOST_LAYER_PASSES}; lower global_batch_size, or raise "
             "micro_batch_size or dp"
         )
+
+
+def _check_kernels(run: Run, model: ModelConfig) -> None:
     length = run.resolved(model).seq_length
     assert length is not None
     tokens = run.micro_batch_size * length
@@ -315,3 +308,133 @@ def _check_size(run: Run, model: ModelConfig) -> None:
             f"micro_batch_size={run.micro_batch_size} x seq_length={length} makes a kernel of more "
             f"than {MOST_FLOPS} FLOPs on one rank; lower one of them, or raise tp or cp"
         )
+
+
+# ---- all of them, in order -----------------------------------------------------------------------
+
+
+def _all(rows: Iterable[Refuse | Divide]) -> Callable[[Run, ModelConfig], None]:
+    return partial(apply, rows)
+
+
+AS_GIVEN = (
+    Check(
+        "layers_per_stage adds up to the layers",
+        ("pp", "vpp", "layers_per_stage"),
+        _all(LAYERS_ADD_UP),  # `unresolved` keeps no split that is even
+    ),
+    Check(
+        "pipeline_split allows the split",
+        ("pp", "vpp", "layers_per_stage", "pipeline_split"),
+        _all(PIPELINE_SPLIT),
+    ),
+)
+"""Checks of a run as it was given; `checks` are of one that is unresolved."""
+
+_STAGES = ("pp", "vpp", "schedule", "global_batch_size", "micro_batch_size", "dp")
+_SEQUENCE = ("seq_length", "cp", "tp", "sequence_parallel", "cp_comm_type")
+
+_FIRST = (
+    Check("the mode has the settings", EACH, _without_model(check_modes)),
+    Check("sizes in bytes can be read", EACH, _without_model(check_sizes)),
+)
+
+_RANKS = Check(
+    "ranks are numbered and not too many", ("tp", "cp", "dp", "pp", "order"), _all(RANKS)
+)
+
+_TRAINING = (
+    Check(
+        "the sequence is split evenly",
+        (*_SEQUENCE, "document_length"),
+        check_sequence,
+    ),
+    Check(
+        "micro_batch_size x dp divides the global batch",
+        ("global_batch_size", "micro_batch_size", "dp"),
+        _all(BATCH),
+    ),
+    Check(
+        "the schedule takes the stages and microbatches",
+        (*_STAGES, "microbatch_group_size_per_vp_stage"),
+        _check_stages,
+    ),
+    Check(
+        "every stage has layers",
+        (
+            *("pp", "vpp", "layers_per_stage", "pipeline_split"),
+            *("first_stage_less_layers", "last_stage_less_layers"),
+        ),
+        _check_layers,
+    ),
+    Check(
+        "dp_shard divides dp, and something is sharded",
+        ("dp", "dp_shard", "zero", "reshard_after_forward"),
+        _all(STATE),
+    ),
+    Check(
+        "adapters are split evenly",
+        (
+            *("tp", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"),
+            *("lora_all_to_all", "quantize_base", "precision", "freeze", "trainable"),
+        ),
+        _all(ADAPTERS),
+    ),
+    *(
+        Check(f"{of.name} has what it needs", (of.name, *of.needs), partial(_check_needs, of))
+        for of in SETTINGS.values()
+        if of.needs
+    ),
+    Check(
+        "recomputation and offload exclude nothing",
+        (
+            *("precision", "params_dtype", "recompute_num_layers", "recompute_modules"),
+            *("recompute_save", "recompute_save_on_host", "optimizer_cpu_offload", "tp"),
+            *("sequence_parallel_grads", "sequence_parallel", "zero"),
+        ),
+        _all(RECOMPUTE_AND_OFFLOAD),
+    ),
+    Check(
+        "the program is not too large",
+        ("global_batch_size", "micro_batch_size", "dp", "pp", "schedule"),
+        _check_passes,
+    ),
+    Check(
+        "no kernel is too large",
+        ("micro_batch_size", "seq_length", "tp", "cp"),
+        _check_kernels,
+    ),
+)
+
+
+def _check_serving_stages(run: Run, model: ModelConfig) -> None:
+    _check_layers(run, model)
+    serving_rules.check(run.resolved(model), model)
+
+
+def checks(mode: str, model: ModelConfig) -> tuple[Check, ...]:
+    """All that is checked of a run of a mode, in order; the model has the run's overrides.
+
+    Each check is of a run as `Run.unresolved` makes it.
+    """
+    found = list(_FIRST)
+    if mode != "train":
+        found.append(Check("the model is served", (), _all(serving_rules.MODELS)))
+    found.append(_RANKS)
+    if model.tower:
+        found += checks_of_model(model.tower, "the vision model's ")
+        found.append(Check("the sequence holds an image", _SEQUENCE, check_images))
+    if model.recommendation:
+        found.append(Check("tables are split evenly", ("tp", "cp", "pp", "dp"), check_tables))
+    found.append(
+        Check(
+            "the decoder's sequence is split evenly",
+            (*_SEQUENCE, "decoder_seq_length"),
+            check_decoder_sequence,
+        )
+    )
+    found.append(Check("images are not split", ("sequence_parallel", "cp"), _all(DIFFUSION)))
+    found += checks_of_model(model)
+    if mode != "train":
+        return (*found, Check("the step can be served", ALL, _check_serving_stages))
+    return (*found, *_TRAINING)
