@@ -65,7 +65,10 @@ class Column:
 
     def __getitem__(self, rows: Int | Bool | slice) -> Column:
         """The column of some candidates."""
-        return Column(self.codes[rows], self.values)
+        codes = self.codes[rows]
+        if len(self.values) == 1:
+            return Column.constant(self.values[0], len(codes))
+        return Column(codes, self.values)
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> Self:

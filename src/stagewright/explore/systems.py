@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -22,6 +23,25 @@ MOST_SYSTEMS = 100_000
 
 _SAME = {"size": "gpus"}
 """Last words of figures that stand for others: the size of a scale-up domain is its GPUs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class System:
+    """Hardware, and how many GPUs of it."""
+
+    hardware: Hardware
+    gpus: int | None
+    """None: as many as the degrees make."""
+
+
+def divisors_of(n: int) -> list[int]:
+    """The numbers that divide n, ascending.
+
+    >>> divisors_of(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(max(n, 0) ** 0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def figures_of(hardware: Hardware) -> dict[str, float]:

@@ -1,0 +1,159 @@
+"""What candidates must satisfy: the checks of a run, made once for each distinct tuple.
+
+A constraint is one of `run.rules.checks`, or of what compiling and executing ask for, with the
+settings that it reads. For all candidates with the same values there the check itself is made
+once, by the run of one of them, so that a candidate is refused if, and with the words with which,
+its run is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stagewright.arrays import Bool
+from stagewright.blocks.recipe import PRECISIONS
+from stagewright.errors import UserError
+from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.model.config import ModelConfig
+from stagewright.parallel.degrees import parallelization
+from stagewright.run.rule import ALL, EACH, Check
+from stagewright.run.rules import AS_GIVEN, checks
+from stagewright.run.settings import Run
+from stagewright.time.experts.dispatch import Routed
+from stagewright.time.roofline import peak_flops
+from stagewright.time.simulate import ep_overlap
+
+
+@dataclass(slots=True, eq=False)
+class Constraint:
+    """A check of candidates, with what it has found so far."""
+
+    name: str
+    """What it asks for, in words."""
+    reads: tuple[str, ...]
+    """The columns that decide it; `ALL`: any."""
+    check: Callable[[Candidates, int], None]
+    """Raises a UserError if a candidate, by its row, is refused."""
+    example: str = ""
+    """What the first refused run was told."""
+    _known: dict[tuple[Any, ...], bool] = field(default_factory=dict[tuple[Any, ...], bool])
+
+    def refused(self, rows: Candidates) -> Bool:
+        """Which candidates it refuses."""
+        reads = tuple(rows.columns) if self.reads == ALL else self.reads
+        names = [name for name in reads if name in rows.columns]
+        tuples = rows.distinct(*names)
+        codes = [rows.columns[name].codes[tuples.first].tolist() for name in names]
+        keys = list(zip(*codes, strict=True)) if codes else [()] * len(tuples)
+        bad = np.zeros(len(tuples), dtype=bool)
+        for nth, (key, row) in enumerate(zip(keys, tuples.first.tolist(), strict=True)):
+            if key not in self._known:
+                self._known[key] = self._refuses(rows, row)
+            bad[nth] = self._known[key]
+        return bad[tuples.of]
+
+    def _refuses(self, rows: Candidates, row: int) -> bool:
+        try:
+            self.check(rows, row)
+        except UserError as error:
+            self.example = self.example or str(error)
+            return True
+        return False
+
+
+def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
+    """All that a candidate must satisfy, in the order in which a run is checked.
+
+    Checks that look at each setting by itself are not among them (`check_value`).
+    """
+    given = [_of_given(check) for check in AS_GIVEN]
+    unresolved = [_of_run(check) for check in checks(mode, model) if check.reads != EACH]
+    return given + unresolved + _beyond_runs(mode, model)
+
+
+def check_value(run: Run, model: ModelConfig) -> None:
+    """Raise a UserError for a run with a setting that the run's mode has not."""
+    for check in checks(run.mode, model):
+        if check.reads == EACH:
+            check.check(run.unresolved(), model)
+
+
+def _of_given(check: Check) -> Constraint:
+    return Constraint(
+        check.name, check.reads, lambda rows, row: check.check(rows.run(row), rows.model)
+    )
+
+
+def _of_run(check: Check) -> Constraint:
+    def of(rows: Candidates, row: int) -> None:
+        check.check(rows.run(row).unresolved(), rows.model)
+
+    return Constraint(check.name, check.reads, of)
+
+
+def _beyond_runs(mode: str, model: ModelConfig) -> list[Constraint]:
+    """What compiling and executing a run ask for beyond its checks."""
+    shared = ("tp", "cp", "dp", "ep", "etp", "order", "zero", "dp_shard", "dcp")
+    found = [
+        Constraint(
+            "axes of experts and heads fit the ranks",
+            shared if model.num_experts else ("tp", "cp", "dcp"),
+            _check_mesh,
+        ),
+        Constraint(
+            "overlap_moe_expert_parallel_comm is possible",
+            (
+                *("overlap_moe_expert_parallel_comm", "ep", "moe_token_dispatcher_type"),
+                *("pp", "vpp", "recompute"),
+            ),
+            _check_expert_overlap,
+        ),
+        Constraint(
+            "moe_flex_dispatcher is possible",
+            ("moe_flex_dispatcher", "ep", "moe_token_dispatcher_type"),
+            _check_flex_dispatcher,
+        ),
+        Constraint(
+            "cuda_graph_modules are captured",
+            ("launch_mode", "cuda_graph_modules"),
+            lambda rows, row: _ignore(rows.execution(row)),
+        ),
+    ]
+    if mode == "train":
+        found.append(
+            Constraint("the hardware has the precision", (HARDWARE, "precision"), _check_precision)
+        )
+    return found
+
+
+def _ignore(value: object) -> None:
+    """What was made to see whether it can be made is not needed."""
+
+
+def _check_mesh(rows: Candidates, row: int) -> None:
+    parallelization(rows.run(row).resolved(rows.model), rows.model)
+
+
+def _check_expert_overlap(rows: Candidates, row: int) -> None:
+    if rows.execution(row).overlap_moe_expert_parallel_comm:
+        ep_overlap.check(rows.run(row))
+
+
+def _check_flex_dispatcher(rows: Candidates, row: int) -> None:
+    if rows.execution(row).moe_flex_dispatcher:
+        Routed.of(rows.run(row).resolved(rows.model), rows.model)
+
+
+def _check_precision(rows: Candidates, row: int) -> None:
+    peak_flops(rows.hardware(row), PRECISIONS[rows.run(row).precision].product)
+
+
+SAME_RUN: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "schedule": ({"pp": 1},),
+    "microbatch_group_size_per_vp_stage": ({"pp": 1}, {"vpp": 1}),
+}
+"""Values of other settings with which these change nothing, beside what they declare (`idle`)."""

@@ -1,0 +1,128 @@
+"""Constraints of a search against the checks of runs: the same verdicts, in the same words.
+
+A constraint checks one run for all candidates with the same values of the settings that it says it
+reads. Here every candidate is checked by itself: one that a constraint read too little for would be
+let pass or refused wrongly.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from effort import EFFORT
+from stagewright.errors import UserError
+from stagewright.explore.candidates import HARDWARE, Candidates, Column
+from stagewright.explore.constraints import constraints
+from stagewright.lower.compile import compile
+from stagewright.run.experiment import Experiment
+from stagewright.run.rules import check
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+
+pytestmark = pytest.mark.numerics
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 3, 4, 8, 16, 64),
+    "cp": (1, 2, 3, 4),
+    "dp": (1, 2, 3, 8),
+    "pp": (1, 2, 3, 4),
+    "ep": (1, 2, 4, 8, 3),
+    "etp": (None, 1, 2, 4),
+    "vpp": (1, 2, 3),
+    "layers_per_stage": (None, (5, 3), (2, 2, 2, 2), (1, 3)),
+    "pipeline_split": ("layers", "compute"),
+    "first_stage_less_layers": (0, 1, 6),
+    "global_batch_size": (None, 16, 48, 24),
+    "micro_batch_size": (1, 2, 3),
+    "schedule": (None, "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe", "dualpipev"),
+    "microbatch_group_size_per_vp_stage": (None, 4, 6),
+    "seq_length": (None, 4096, 1000, 48),
+    "zero": (0, 1, 2, 3),
+    "dp_shard": (None, 2, 4),
+    "reshard_after_forward": (True, False),
+    "sequence_parallel": (False, True),
+    "cp_comm_type": ("p2p", "all_gather", "a2a"),
+    "recompute": ("none", "selective", "full"),
+    "recompute_modules": (("core_attn",), ("norm",), ()),
+    "recompute_num_layers": (None, 2, 9),
+    "optimizer_cpu_offload": (False, True),
+    "moe_token_dispatcher_type": ("alltoall", "allgather"),
+    "precision": ("bf16", "fp8", "fp32"),
+    "order": ("tp-cp-ep-dp-pp", "dp-tp-cp-ep-pp", "tp-cp-dp"),
+}
+USUAL = {
+    **{"layers_per_stage": 0.9, "first_stage_less_layers": 0.9, "pipeline_split": 0.95},
+    **{"microbatch_group_size_per_vp_stage": 0.95, "recompute_modules": 0.9, "order": 0.9},
+    **{"recompute_num_layers": 0.9, "dp_shard": 0.8, "reshard_after_forward": 0.9, "etp": 0.6},
+    **{"schedule": 0.6, "seq_length": 0.6, "tp": 0.3, "ep": 0.5, "cp": 0.5, "dp": 0.3, "pp": 0.4},
+    **{"vpp": 0.7, "global_batch_size": 0.4, "moe_token_dispatcher_type": 0.8, "precision": 0.8},
+    **{"optimizer_cpu_offload": 0.8, "zero": 0.3},
+}
+"""The probability of a setting's first value, so that some runs have no mistake."""
+
+
+def drawn(model: str, count: int, seed: int, **settings: Any) -> Candidates:
+    """Candidates at random, most of which cannot be run."""
+    draw = np.random.default_rng(seed)
+    columns: dict[str, Column] = {}
+    for name, values in AXES.items():
+        code = draw.integers(0, len(values), count)
+        code[draw.random(count) < USUAL.get(name, 0)] = 0
+        columns[name] = Column(code.astype(np.uint8), values)
+    base = Experiment(Run(model=model, layers=8, **settings), ClusterSection(), Execution())
+    return Candidates.of(base, resolve("h100-sxm"), columns)
+
+
+def refusals(rows: Candidates) -> list[str]:
+    """What the first constraint that refuses a candidate asks for; empty: it passes."""
+    first = [""] * len(rows)
+    for rule in constraints("train", rows.model):
+        for row in np.flatnonzero(rule.refused(rows)).tolist():
+            first[row] = first[row] or rule.name
+    return first
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["llama3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "mamba2-2.7b", "gpt2", "jamba-v0.1"],
+)
+def test_constraints_refuse_what_runs_refuse(model: str):
+    rows = drawn(model, 400 * EFFORT, 5)
+    by_name = {rule.name: rule for rule in constraints("train", rows.model)}
+    passed = 0
+    for row, why in enumerate(refusals(rows)):
+        run = rows.run(row)
+        try:
+            check(run.resolved(rows.model), rows.model)
+            told = ""
+        except UserError as error:
+            told = str(error)
+        if told:
+            assert why, f"{run.describe()} is refused, but no constraint removes it: {told}"
+            with pytest.raises(UserError) as refused:
+                by_name[why].check(rows, row)
+            assert str(refused.value) == told
+        elif why:  # what only compiling asks for
+            assert why.startswith(("axes of experts", "the hardware has"))
+            with pytest.raises(UserError):
+                by_name[why].check(rows, row)
+        else:
+            passed += 1
+    assert passed
+
+
+@pytest.mark.parametrize("model", ["llama3.1-8b", "mixtral-8x7b"])
+def test_candidates_that_pass_compile(model: str):
+    rows = drawn(model, 3000, 8)
+    passed = [row for row, why in enumerate(refusals(rows)) if not why]
+    assert len(passed) > 20
+    for row in passed[: 6 * EFFORT]:
+        compiled = compile(rows.run(row))
+        assert compiled.run.world_size == rows.world_size[row]
+
+
+def test_every_row_has_hardware():
+    assert HARDWARE in drawn("gpt2", 3, 1).columns

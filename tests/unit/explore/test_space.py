@@ -1,0 +1,157 @@
+"""The space of a search: what it holds, what it removes and says, and what it refuses."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.explore.defaults import default_axes, policies
+from stagewright.explore.listed import values_of
+from stagewright.explore.space import Space
+from stagewright.explore.systems import System, varied
+from stagewright.model.catalog import resolve as model_of
+from stagewright.run.experiment import Experiment
+from stagewright.run.rules import check
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+
+H100 = resolve("h100-sxm")
+
+
+def space(axes: dict[str, Any], gpus: int | None = 8, **settings: Any) -> Space:
+    values: dict[str, Any] = {"model": "gpt2", "global_batch_size": 16, **settings}
+    run = Run(**values)
+    return Space.of(Experiment(run, ClusterSection(), Execution()), [System(H100, gpus)], axes)
+
+
+def test_candidates_are_the_combinations_that_run():
+    axes = {
+        "tp": (1, 2, 3, 4), "pp": (1, 2, 4), "vpp": (1, 2), "micro_batch_size": (1, 2, 16),
+        "schedule": ("1f1b", "interleaved"), "recompute": ("none", "full"),
+    }  # fmt: skip
+    found = space(axes).candidates()
+    model = model_of("gpt2")
+    expected: list[str] = []
+    for values in itertools.product(*axes.values()):
+        given: dict[str, Any] = dict(zip(axes, values, strict=True))
+        dp, rest = divmod(8, given["tp"] * given["pp"])
+        if rest or (given["pp"] == 1 and given["schedule"] != "1f1b"):
+            continue
+        given |= {"dp": dp, "global_batch_size": 16}
+        run = Run(model="gpt2", **given)
+        try:
+            check(run.resolved(model), model)
+        except UserError:
+            continue
+        expected.append(run.describe())
+    got = [found.rows.run(row).describe() for row in range(len(found.rows))]
+    assert sorted(got) == sorted(expected)
+    assert len(expected) > 10
+    assert found.combinations == len(found.rows) + sum(each.count for each in found.removed)
+
+
+def test_a_setting_that_does_nothing_is_tried_once():
+    found = space({"tp": (1, 2), "sequence_parallel": (True, False)}, gpus=2).candidates()
+    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    assert [(run.tp, run.sequence_parallel) for run in runs] == [(1, False), (2, False), (2, True)]
+
+
+def test_listed_dp_is_kept_to():
+    found = space({"tp": (1, 2, 4), "dp": (2,)}).candidates()
+    assert [found.rows.run(row).describe() for row in range(len(found.rows))] == [
+        "gpt2 tp=4 dp=2 global_batch_size=16"
+    ]
+
+
+def test_without_gpus_degrees_make_the_world():
+    found = space({"tp": (1, 2), "dp": (1, 4)}, gpus=None).candidates()
+    assert found.rows.world_size.tolist() == [1, 4, 2, 8]
+
+
+def test_a_sample_is_drawn_evenly_and_the_same_again():
+    axes = {"tp": (1, 2), "micro_batch_size": (1, 2), "zero": (0, 1, 2, 3)}
+    whole = space(axes).candidates()
+    first, again = (space(axes).candidates(sample=5) for _ in range(2))
+    assert len(first.rows) == 5
+    assert first.sampled
+    assert first.of == len(whole.rows)
+    assert [first.rows.run(r) for r in range(5)] == [again.rows.run(r) for r in range(5)]
+
+
+def test_hardware_is_an_axis():
+    systems = [System(of, 8) for of in varied(H100, {"memory.gb": "80:96:16", "scale_up.size": 4})]
+    base = Experiment(Run(model="gpt2", global_batch_size=16), ClusterSection(), Execution())
+    found = Space.of(base, systems, {"tp": (1, 2)}).candidates()
+    held = [found.rows.hardware(row).memory_gb for row in range(len(found.rows))]
+    assert held == [80, 80, 96, 96]
+    assert {found.rows.hardware(row).scale_up.gpus for row in range(4)} == {4}
+
+
+def test_the_default_space_of_experts_runs():
+    run, model = Run(model="mixtral-8x7b", global_batch_size=64), model_of("mixtral-8x7b")
+    systems = [System(H100, 8)]
+    axes = default_axes(run, model, systems) | {"recompute": ("full",), "zero": (1,), "vpp": (1,)}
+    base = Experiment(run, ClusterSection(), Execution())
+    rows = Space.of(base, systems, axes, policies=policies([])).candidates().rows
+    etp = {(rows.run(row).etp, rows.run(row).tp) for row in range(len(rows))}
+    assert all(size in (1, tp) for size, tp in etp)
+    assert len(rows) > 100
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"tp": (3,)}, "none of the 1 combinations can be run: 8 GPUs are not a multiple of"),
+        ({"tp": (8,)}, "tp=8 does not divide the 12 attention heads of gpt2"),
+        ({"zero": (4,)}, "zero is 4, wanted at most 3"),
+        ({"batch_size": (4,)}, "batch_size is a setting of inference"),
+        ({"model": ("gpt2", "gpt2-xl")}, "model takes one value in a search, got 2"),
+        ({"prefetch": (-1,)}, "prefetch is -1, wanted 0 or more"),
+        (
+            {
+                "seq_length": range(1, 501),
+                "memory_allowance": range(10**6, 10**6 + 500),
+                "device_memory": range(10**6, 10**6 + 501),
+            },
+            "the space has about 1.3e.08 candidates, wanted at most 30,000,000",
+        ),
+    ],
+)
+def test_spaces_that_are_refused(axes: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        space(axes).candidates()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        (int, "1:nan", "wanted a whole number"),
+        (float, "nan", "wanted a finite number"),
+        (float, [float("inf")], "wanted a finite number"),
+        (int, "8:1", "runs backwards"),
+        (int, "0:8:x2", "never ends"),
+        (int, "1:8:0", "never ends"),
+        (float, "0.5:1", "needs a step"),
+        (int, "1:1000000000", "holds 1,000,000,000 values"),
+        (int, "", "the list is empty"),
+        (int, [], "the list is empty"),
+        (int, "1:2:3:4", "cannot read"),
+        (bool, "maybe", "wanted on or off"),
+        (dict, "5=1.2", "takes no list"),
+    ],
+)
+def test_lists_that_are_refused(kind: type, value: object, said: str):
+    with pytest.raises(UserError, match=said):
+        values_of(kind, value, "x")
+
+
+def test_figures_that_no_hardware_has():
+    with pytest.raises(UserError, match="neither a setting nor a figure of h100-sxm"):
+        varied(H100, {"memory.tb": "1,2"})
+    with pytest.raises(UserError, match="memory_gb: -1 is no such figure"):
+        varied(H100, {"memory_gb": "-1"})
+    with pytest.raises(UserError, match="wanted a whole number"):
+        varied(H100, {"scale_up.gpus": "8.5"})
