@@ -43,7 +43,7 @@ def timed(function):
         spent[0] += time.process_time() - began
         return result
     return call
-training.lower, training.lower_block = timed(training.lower), timed(training.lower_block)
+training.assemble, training.lower_block = timed(training.assemble), timed(training.lower_block)
 program = compile(Run(**json.loads(sys.argv[1]))).program
 firsts = np.sort([of.ranks[0] for of in program.classes])
 batches = chakra.plan(program, firsts, {})

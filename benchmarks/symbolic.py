@@ -23,13 +23,13 @@ import json, sys, time
 from stagewright.lower import training
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
-spent, lower = [0.0], training.lower
+spent, lower = [0.0], training.assemble
 def timed(*arguments, **options):
     began = time.process_time()
     program = lower(*arguments, **options)
     spent[0] += time.process_time() - began
     return program
-training.lower = timed
+training.assemble = timed
 compiled = compile(Run(**json.loads(sys.argv[1])))
 nodes = sum(len(of.tasks) for of in compiled.program.classes)
 print(json.dumps({"symbolic": time.process_time() - spent[0], "nodes": nodes}))

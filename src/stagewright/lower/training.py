@@ -7,64 +7,120 @@ microbatches then makes these the program of every rank (`lower.assembly.assembl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
-from stagewright.algebra.layout import MIRROR
-from stagewright.lower.assembly.assemble import lower
-from stagewright.lower.assembly.lowered_block import Placed
+from stagewright.algebra.layout import MIRROR, Mesh
+from stagewright.blocks import Recipe
+from stagewright.graph.node import Graph
+from stagewright.lower.assembly.assemble import Assembly, assemble
+from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.frozen import count, mark_trained
 from stagewright.lower.habits import Habits
-from stagewright.lower.kernels import extent_of
+from stagewright.lower.kernels import Extent, extent_of
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.routing import ROWS, Load, Routing, Rows
 from stagewright.lower.strategy_table import check_table, table_of
-from stagewright.lower.variants import labels, place_blocks, tie_tables
+from stagewright.lower.variants import BlockVariant, PlacedVariant, labels, place_blocks, tie_tables
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
+from stagewright.schedule.actions import Order
 from stagewright.schedule.places import mirrored
 from stagewright.schedule.schedules import make as make_order
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """A training step of a resolved run, before its graphs have numbers."""
+
+    run: Run
+    model: ModelConfig
+    order: Order
+    mesh: Mesh
+    plan: Plan
+    sizes: Mapping[str, int]
+    recipe: Recipe
+    stages: Sequence[Sequence[PlacedVariant]]
+    """The blocks of each stage of the model."""
+    habits: Habits
+
+    @classmethod
+    def of(cls, run: Run, model: ModelConfig, table: Mapping[str, str]) -> Self:
+        """The step of a run that has been checked; `table` as in `lower.compile`."""
+        order = make_order(
+            str(run.schedule), run.pp, run.microbatches, run.vpp, group=run.microbatch_group
+        )
+        mesh, plan = parallelization(run, model, mirrored=mirrored(order))
+        plan = replace(plan, table=table_of(run, model, table))
+        sizes = sizes_of(run, model, replicas=1 + mirrored(order))
+        recipe = recipe_of(run, model)
+        check_table(plan, run, model, sizes)
+        tied = tie_tables(place_blocks(run, model), order, model)
+        stages = mark_trained(tied, run, model, recipe)
+        habits = Habits.of(run, order)
+        return cls(run, model, order, mesh, plan, sizes, recipe, stages, habits)
+
+    @property
+    def variants(self) -> Sequence[BlockVariant]:
+        """The distinct blocks of the model."""
+        return [*dict.fromkeys(variant for stage in self.stages for variant, _ in stage)]
+
+    def shard(self, variant: BlockVariant) -> Graph:
+        """The graph of a block as each rank executes it."""
+        return shard_block(variant, self.run, self.model, self.plan, self.sizes, self.recipe)
+
+    @property
+    def routing(self) -> Routing | None:
+        """Which ranks exchange copies of tokens; None: a dense model."""
+        if not self.model.num_experts:
+            return None
+        return Routing.of(self.run, self.model, self.plan, self.sizes["B"] * self.sizes["S"])
+
+    def extent(self, rows: Rows | None) -> Extent:
+        """How large dims are on a rank if experts compute this many rows; None: a dense model."""
+        shards = frozenset(self.plan.shard if self.plan.shard_rows else ())
+        return extent_of(self.sizes, self.mesh, {ROWS: rows} if rows else None, shards)
+
+    def lower_block(self, variant: BlockVariant, graph: Graph, extent: Extent) -> LoweredBlock:
+        """A block with numbers."""
+        return lower_block(graph, self.run, self.mesh, extent, variant, self.habits)
+
+    def assemble(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:
+        """The program of every rank."""
+        placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages]
+        clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
+        # Ranks are numbered; of configurations with other numbers of ranks, those of the first one.
+        mesh = replace(self.mesh, axes=tuple((a, first_of(size)) for a, size in self.mesh.axes))
+        streams, habits = self.run.streams, self.habits
+        return assemble(placed, self.order, mesh, clip=clip, streams=streams, habits=habits)
+
+
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     """A training step of a resolved run that has been checked; `table` as in `lower.compile`."""
-    order = make_order(
-        str(run.schedule), run.pp, run.microbatches, run.vpp, group=run.microbatch_group
-    )
-    mesh, plan = parallelization(run, model, mirrored=mirrored(order))
-    plan = replace(plan, table=table_of(run, model, table))
-    sizes = sizes_of(run, model, replicas=1 + mirrored(order))
-    recipe = recipe_of(run, model)
-    check_table(plan, run, model, sizes)
-    tied = tie_tables(place_blocks(run, model), order, model)
-    stages = mark_trained(tied, run, model, recipe)
-    variants = dict.fromkeys(variant for stage in stages for variant, _ in stage)
-    graphs = {v: shard_block(v, run, model, plan, sizes, recipe) for v in variants}
-    habits = Habits.of(run, order)
-    clip = _clip_norm(run, plan) if run.clip_grad else None
+    step = TrainingStep.of(run, model, table)
+    graphs = {v: step.shard(v) for v in step.variants}
 
     def program(rows: Rows | None) -> Program:
         """The program of every rank if experts compute this many rows; None: a dense model."""
-        shards = frozenset(plan.shard if plan.shard_rows else ())
-        extent = extent_of(sizes, mesh, {ROWS: rows} if rows else None, shards)
-        blocks = {v: lower_block(g, run, mesh, extent, v, habits) for v, g in graphs.items()}
-        placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
-        return lower(placed, order, mesh, clip=clip, streams=run.streams, habits=habits)
+        extent = step.extent(rows)
+        blocks = {v: step.lower_block(v, g, extent) for v, g in graphs.items()}
+        return step.assemble(blocks).program
 
-    routing = Routing.of(run, model, plan, sizes["B"] * sizes["S"]) if model.num_experts else None
+    routing = step.routing
     load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
     every = load.programs(program) if load else program(routing.even() if routing else None)
-    trained = count(stages, run, model)
-    texts = {label: graphs[v] for v, label in labels(variants).items()}
+    trained = count(step.stages, run, model)
+    texts = {label: graphs[v] for v, label in labels(graphs).items()}
     total = parameters(model)
-    return CompiledRun(run, model, *total, texts, order, every, load=load, trained=trained)
+    return CompiledRun(run, model, *total, texts, step.order, every, load=load, trained=trained)
 
 
 def _clip_norm(run: Run, plan: Plan) -> ClipNorm:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
+from stagewright.lower.assembly.lifetimes import Value
 from stagewright.lower.assembly.live_ranges import live_ranges
 from stagewright.lower.assembly.lowered_block import Placed, crossings
 from stagewright.lower.assembly.optimizer_step import ClipNorm, optimizer_step
@@ -37,12 +38,37 @@ from stagewright.lower.assembly.segments import (
 )
 from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.assembly.streams import order_by_streams
+from stagewright.lower.kernels import Kernel
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.memory import at_peak
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.places import Place, places
 
 MAX_TAG = 500_000_000  # ASTRA-sim takes message tags modulo this
+
+
+class AssembledRank(NamedTuple):
+    """One pipeline rank of an assembly, and what its columns were made of."""
+
+    of: RankClass
+    kernel: Int
+    """The kernel that each row is a copy of, as an index into `Assembly.kernels`."""
+    values: Sequence[Value]
+    """Those of `RankClass.values`, in the same order."""
+    rows: RankRows
+    """Its actions, and where each begins."""
+
+
+class Assembly(NamedTuple):
+    """A program, and the kernels that its rows are copies of.
+
+    Kernels and values of blocks whose numbers are `Varying` have such numbers; the program has
+    those of the first configuration.
+    """
+
+    program: Program
+    kernels: Sequence[Kernel]
+    ranks: Sequence[AssembledRank]
 
 
 def lower(
@@ -59,6 +85,19 @@ def lower(
     `stages` are the blocks of each stage of the model, `order` the actions of each pipeline rank.
     `clip`: gradients are clipped by their norm. `habits`: those of the run's framework.
     """
+    return assemble(stages, order, mesh, clip=clip, streams=streams, habits=habits).program
+
+
+def assemble(
+    stages: Sequence[Sequence[Placed]],
+    order: Order,
+    mesh: Mesh,
+    *,
+    clip: ClipNorm | None = None,
+    streams: str = "one",
+    habits: Habit = MEGATRON_LM,
+) -> Assembly:
+    """As `lower`, with the kernels that rows are copies of."""
     pp = len(order)
     held_by = places(order)
     between = crossings(stages)
@@ -73,15 +112,18 @@ def lower(
     after = [optimizer_step([*on_rank.values()], clip) for on_rank in ranks]
     numbers = np.arange(mesh.world_size, dtype=np.int64)
     pipeline_rank = numbers // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(numbers)
-    classes: list[RankClass] = []
+    found: list[AssembledRank] = []
     for p, on_rank in enumerate(ranks):
         rows = RankRows([*on_rank.values()], order[p], after[p], habits.unit_weights())
-        tasks = _tasks(rows, tables, streams)
+        tasks, kernel = _tasks(rows, tables, streams)
         values = live_ranges({s: stage.values.values for s, stage in on_rank.items()}, rows)
         members = numbers[pipeline_rank == p]
-        classes.append(RankClass(members, p, tasks, at_peak(values, len(tasks)), values))
+        of = RankClass(members, p, tasks, at_peak(values, len(tasks)), values)
+        every = [v for stage in on_rank.values() for v in stage.values.values]
+        found.append(AssembledRank(of, kernel, every, rows))
     partners = tuple(tables.communicators.table), tuple(tables.peers.table)
-    return Program(mesh, tuple(classes), *partners)
+    program = Program(mesh, tuple(rank.of for rank in found), *partners)
+    return Assembly(program, tuple(tables.kernels.table), found)
 
 
 def _build(on_rank: dict[int, Stage], *, trains: bool) -> None:
@@ -128,8 +170,8 @@ def _copies(rank: RankRows) -> list[_Copies]:
     return [*result, _Copies(last, np.array([rank.end]), None)]
 
 
-def _tasks(rank: RankRows, tables: Tables, streams: str) -> Tasks:
-    """The columns of a rank's tasks, with the rows that each depends on."""
+def _tasks(rank: RankRows, tables: Tables, streams: str) -> tuple[Tasks, Int]:
+    """The columns of a rank's tasks, with the rows that each depends on; and each row's kernel."""
     columns: dict[str, NDArray[Any]] = {
         c: np.empty(rank.total, dtype=t) for c, t in COLUMNS.items()
     }
@@ -152,11 +194,13 @@ def _tasks(rank: RankRows, tables: Tables, streams: str) -> Tasks:
     for form_copies in copies:
         _write_dependencies(rank, form_copies, pointer, data)
     order_pointer, order = order_by_streams(columns, counts, streams)
-    return Tasks(
+    kernel = columns.pop("kernel")
+    tasks = Tasks(
         **columns, data_ptr=pointer, data=data, order_ptr=order_pointer, order=order,
         names=tuple(tables.names.table), ops=tuple(tables.ops.table), dtypes=DTYPES,
         shapes=tuple(tables.shapes.table),
     )  # fmt: skip
+    return tasks, kernel
 
 
 def _tags(segment: Segment, keep: Int, microbatch: Int, tables: Tables, stages: int) -> Int:

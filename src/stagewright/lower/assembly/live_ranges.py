@@ -13,6 +13,7 @@ from stagewright.lower.assembly.lifetimes import Touch, Value
 from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
 from stagewright.lower.assembly.segments import NEXT, STEP
 from stagewright.program.columns import CATEGORIES, Values
+from stagewright.varying import first_of
 
 
 def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values:
@@ -40,7 +41,7 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
                 alike.setdefault(key, []).append(len(table))
             table.append(
                 (names.setdefault(v.name, len(names)), stage, v.layer,
-                 CATEGORIES.index(v.category), v.size)
+                 CATEGORIES.index(v.category), first_of(v.size))
             )  # fmt: skip
         for (owner, half, once, lasts, lasts_halved), rows in alike.items():
             touched = [of_stage[i - first].touches for i in rows]

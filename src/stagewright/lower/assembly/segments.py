@@ -19,13 +19,14 @@ from stagewright.graph.node import BYTES
 from stagewright.lower.kernels import TIED, Kernel
 from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.varying import first_of
 
 DTYPES = tuple(BYTES)
 COLUMNS = {
     "kind": np.uint8, "name": np.int32, "op": np.int32, "phase": np.uint8, "stage": np.int32,
     "layer": np.int32, "microbatch": np.int32, "flops": np.int64, "traffic": np.int64,
     "collective": np.int8, "dtype": np.int8, "comm_bytes": np.int64, "slot": np.int16,
-    "tag": np.int32, "shape": np.int32,
+    "tag": np.int32, "shape": np.int32, "kernel": np.int32,
 }  # fmt: skip
 
 # Whose rows a dependency counts from: a stage's forward or backward action of the same microbatch,
@@ -64,6 +65,8 @@ class Tables:
     shapes: Numbers[Shape] = field(default_factory=Numbers[Shape])
     communicators: Numbers[Communicator] = field(default_factory=Numbers[Communicator])
     peers: Numbers[Peer] = field(default_factory=Numbers[Peer])
+    kernels: Numbers[Kernel] = field(default_factory=Numbers[Kernel])
+    """Of which rows are copies; columns of numbers have those of the first configuration."""
 
     def slot(self, t: Kernel) -> int:
         """The number of the group or peer that a task communicates with; -1: none."""
@@ -122,8 +125,9 @@ class SegmentBuilder:
         name = f"{label}.{t.name}" if label else t.name
         self.rows.append(
             (t.kind, self.tables.names(name), self.tables.ops(t.op), PHASES.index(t.phase), stage,
-             layer, -1, t.flops, t.traffic, collective, DTYPES.index(t.dtype) if t.dtype else 0,
-             t.comm_bytes, self.tables.slot(t), tag, self.tables.shapes(t.shape) if t.shape else -1)
+             layer, -1, first_of(t.flops), first_of(t.traffic), collective,
+             DTYPES.index(t.dtype) if t.dtype else 0, first_of(t.comm_bytes),
+             self.tables.slot(t), tag, self.tables.shapes(t.shape) if t.shape else -1, self.tables.kernels(t))
         )  # fmt: skip
         return len(self.rows) - 1
 
