@@ -35,6 +35,7 @@ from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import mirrored
 from stagewright.schedule.schedules import make as make_order
+from stagewright.varying import first_of
 
 
 @dataclass(frozen=True, slots=True)

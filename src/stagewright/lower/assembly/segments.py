@@ -127,7 +127,8 @@ class SegmentBuilder:
             (t.kind, self.tables.names(name), self.tables.ops(t.op), PHASES.index(t.phase), stage,
              layer, -1, first_of(t.flops), first_of(t.traffic), collective,
              DTYPES.index(t.dtype) if t.dtype else 0, first_of(t.comm_bytes),
-             self.tables.slot(t), tag, self.tables.shapes(t.shape) if t.shape else -1, self.tables.kernels(t))
+             self.tables.slot(t), tag, self.tables.shapes(t.shape) if t.shape else -1,
+             self.tables.kernels(t))
         )  # fmt: skip
         return len(self.rows) - 1
 
