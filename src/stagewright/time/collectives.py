@@ -13,11 +13,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import reduce
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
+from stagewright.arrays import Float
 from stagewright.time.inference_fits import DirectAllReduce
 from stagewright.time.network import Machine, MessageSize, Placement, Tier
 from stagewright.time.torus import Ring, rings
+
+Amount: TypeAlias = "float | Float"
+"""Bytes or seconds of one collective, or of many at one placement: an array."""
 
 
 def collective_seconds(
@@ -27,23 +34,47 @@ def collective_seconds(
     whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
     if group.ranks < 2 or whole == 0:
         return 0.0, "none"
-    uses = tiers_used(group, machine)
-    options: dict[str, float] = {}
-    for name, model in _ALGORITHMS.items():
-        found = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
-        if found:
-            options[name] = min(found)
-    if machine.algorithm in options:
-        return options[machine.algorithm], machine.algorithm
-    direct = machine.direct_all_reduce
-    if op == "all_reduce" and direct and len(uses) == 1 and group.counts[0] == group.ranks:
-        link = machine.hardware.scale_up.bandwidth_gb_s * uses[0].share
-        options["direct"] = direct_all_reduce(whole, group.ranks, link, direct)
+    options = {name: float(s) for name, s in _options(op, whole, group, machine).items()}
     best = min(options, key=options.__getitem__)
     return options[best], best
 
 
-def direct_all_reduce(whole: int, ranks: int, link_gb_s: float, fit: DirectAllReduce) -> float:
+def collectives_seconds(op: str, local_bytes: Float, group: Placement, machine: Machine) -> Float:
+    """Seconds of collectives of several sizes at one placement; see `collective_seconds`."""
+    whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
+    if group.ranks < 2:
+        return np.zeros_like(whole)
+    options = [np.asarray(s) for s in _options(op, whole, group, machine).values()]
+    found = reduce(np.minimum, options)
+    return np.where(whole == 0, 0.0, found)
+
+
+def _options(op: str, whole: Amount, group: Placement, machine: Machine) -> dict[str, Amount]:
+    """Seconds by each algorithm that may be taken: by the machine's, where that can do it."""
+    uses = tiers_used(group, machine)
+    options: dict[str, Amount] = {}
+    for name, model in _ALGORITHMS.items():
+        found = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
+        if found:
+            options[name] = reduce(_smaller, found)
+    if machine.algorithm in options:
+        return {machine.algorithm: options[machine.algorithm]}
+    direct = machine.direct_all_reduce
+    if op == "all_reduce" and direct and len(uses) == 1 and group.counts[0] == group.ranks:
+        link = machine.hardware.scale_up.bandwidth_gb_s * uses[0].share
+        options["direct"] = direct_all_reduce(whole, group.ranks, link, direct)
+    return options
+
+
+def _smaller(a: Amount, b: Amount) -> Amount:
+    return np.minimum(a, b) if isinstance(b, np.ndarray) else min(a, b)
+
+
+def _larger(a: Amount, b: Amount) -> Amount:
+    return np.maximum(a, b) if isinstance(b, np.ndarray) else max(a, b)
+
+
+def direct_all_reduce(whole: Amount, ranks: int, link_gb_s: float, fit: DirectAllReduce) -> Amount:
     """Seconds of an all_reduce of `whole` bytes by one kernel over the links of a node.
 
     Every GPU reads the vectors of all others and adds them up; or each adds up one part, and then
@@ -52,17 +83,27 @@ def direct_all_reduce(whole: int, ranks: int, link_gb_s: float, fit: DirectAllRe
     rate = link_gb_s * 1e9 * fit.bandwidth_fraction
     at_once = (ranks - 1) * whole / rate
     in_parts = fit.second_us * 1e-6 + 2 * (ranks - 1) / ranks * whole / rate
-    return (fit.latency_us + fit.gpu_us * ranks) * 1e-6 + min(at_once, in_parts)
+    return (fit.latency_us + fit.gpu_us * ranks) * 1e-6 + _smaller(at_once, in_parts)
 
 
 def message_seconds(bytes_: int, nth_tier: int, machine: Machine) -> float:
     """Seconds of one message between GPUs that meet in tier `nth_tier` of the machine."""
+    return float(_message(bytes_, nth_tier, machine))
+
+
+def messages_seconds(bytes_: Float, nth_tier: int, machine: Machine) -> Float:
+    """Seconds of messages of several sizes; see `message_seconds`."""
+    return np.asarray(_message(bytes_, nth_tier, machine))
+
+
+def _message(bytes_: Amount, nth_tier: int, machine: Machine) -> Amount:
     tier = machine.tiers[nth_tier]
     # A message to one peer uses the one link to that peer.
     share = 1 / max(1, tier.size - 1) if tier.topology == "fully_connected" else 1.0
     if tier.topology in ("ring", "torus"):
         share = 1 / (2 * max(1, len(tier.shape)))
-    return min(tier.start(size) + bytes_ / (tier.rate(size) * share) for size in MessageSize)
+    found = [tier.start(size) + bytes_ / (tier.rate(size) * share) for size in MessageSize]
+    return reduce(_smaller, found)
 
 
 # ---- algorithms: seconds for `whole` bytes; None where they cannot do the collective -------------
@@ -125,7 +166,7 @@ def _share(tier: Tier, count: int, lies: tuple[Ring, ...]) -> float:
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
-def _ring(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+def _ring(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """A ring through all ranks; in fact one per member of a node, each with its own NIC."""
     if op not in PASSES:
         return None
@@ -139,7 +180,7 @@ def _ring(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float 
     return start + PASSES[op] * (hops * 1e-6 + moved / rate)
 
 
-def _tree(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+def _tree(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Two binary trees over nodes, chains within nodes (NCCL): an all_reduce of few steps."""
     if op != "all_reduce" or len(uses) < 2:
         return None
@@ -152,30 +193,32 @@ def _tree(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float 
     return start + 2 * (hops * 1e-6 + whole / rate)
 
 
-def _hierarchical(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+def _hierarchical(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Tier after tier: the parts scattered within a node are what nodes exchange."""
     if op not in PASSES or op == "broadcast" or len(uses) < 2:
         return None
-    seconds, part = 0.0, float(whole)
+    seconds: Amount = 0.0
+    part = 1.0 * whole
     for use in uses:
         moved = part * (use.positions - 1) / use.positions
         transfer = use.tier.hop_us * 1e-6 * use.around
         few = use.below / use.senders(op)
-        transfer += few * moved / (use.tier.rate(size) * use.share)
-        seconds += use.tier.start(size) + PASSES[op] * transfer
-        part /= use.positions
+        transfer = transfer + few * moved / (use.tier.rate(size) * use.share)
+        seconds = seconds + (use.tier.start(size) + PASSES[op] * transfer)
+        part = part / use.positions
     return seconds
 
 
-def _direct(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+def _direct(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Every rank sends to every other at once: all_to_all; the slowest tier decides."""
     if op != "all_to_all":
         return None
-    slowest = 0.0
+    slowest: Amount = 0.0
     for use in uses:
         # All bytes that leave a block of this tier pass it, whichever tier they meet in.
         leaves = whole * (use.ranks - use.below) / use.ranks
-        slowest = max(slowest, leaves * detour(use) / (use.tier.rate(size) * use.share))
+        each = leaves * detour(use) / (use.tier.rate(size) * use.share)
+        slowest = _larger(slowest, each)
     last = max(uses, key=lambda use: use.tier.start(size)).tier
     return last.start(size) + last.hop_us * 1e-6 + slowest
 
@@ -192,7 +235,7 @@ def detour(use: TierUse) -> float:
     return max(1.0, longest / 4 * sum(ring.share for ring in use.rings))
 
 
-def _in_network(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> float | None:
+def _in_network(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Switches reduce and multicast: every byte goes up once and comes down once.
 
     Where only the switches within nodes reduce, a ring of nodes exchanges the partial results.
@@ -216,10 +259,10 @@ def _in_network(op: str, whole: int, uses: list[TierUse], size: MessageSize) -> 
         else:
             few = use.below / use.senders(op)
             outside = 2 * few * part * (use.positions - 1) / use.positions / tier.rate(size)
-            outside += 2e-6 * tier.hop_us * (use.positions - 1)
+            outside = outside + 2e-6 * tier.hop_us * (use.positions - 1)
         # Nodes forward one part while they reduce the next: the slower of the two decides.
-        seconds = max(seconds, tier.start(size) + outside)
-        part /= use.positions
+        seconds = _larger(seconds, tier.start(size) + outside)
+        part = part / use.positions
     return seconds
 
 

@@ -231,27 +231,33 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
         size = {x: np.array([shape.get(x, 0) for shape in shapes], float) for x in extents}
         backward = tasks.phase[rows[mine]] == PHASES.index("backward")
         kernels = Kernels(size, flops[mine], traffic[mine], dtype, backward)
-        if timing is Timing.PRODUCT:
-            seconds[mine] = gemm_seconds(
-                size["batch"], size["m"], size["n"], size["k"],
-                traffic=traffic[mine], dtype=dtype, on=hardware,
-            )  # fmt: skip
-        elif timing in (Timing.TO_EXPERTS, Timing.FROM_EXPERTS):
-            seconds[mine] = _copies(kernels, timing, hardware)
-        elif timing is Timing.CACHED_ATTENTION and hardware.inference is not None:
-            seconds[mine] = _cached(kernels, hardware)
-        elif timing in (Timing.SERVED_ATTENTION, Timing.CACHED_ATTENTION):
-            seconds[mine] = _served(kernels, hardware)
-        elif timing is Timing.CHUNKED:
-            # A step of decode has no chunks: it moves states.
-            chunked = size.get("chunk", np.zeros(len(shapes))) > 0
-            mine[mine] = chunked
-            if chunked.any():
-                seconds[mine] = _chunked(kernels.select(chunked), hardware)
-        else:
-            seconds[mine] = attention_shape_seconds(
-                kernels, hardware, backward=timing is Timing.ATTENTION_BACKWARD
-            )
+        seconds[mine] = kernels_seconds(kernel, kernels, hardware)
+    return seconds
+
+
+def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Seconds:
+    """Seconds of kernels of one name, on hardware as it is `sustained`: an element per kernel."""
+    size, timing = kernels.extents, timing_of(kernel)
+    if timing is Timing.PRODUCT:
+        return gemm_seconds(
+            size["batch"], size["m"], size["n"], size["k"],
+            traffic=kernels.traffic, dtype=kernels.dtype, on=hardware,
+        )  # fmt: skip
+    if timing in (Timing.TO_EXPERTS, Timing.FROM_EXPERTS):
+        return _copies(kernels, timing, hardware)
+    if timing is Timing.CACHED_ATTENTION and hardware.inference is not None:
+        return _cached(kernels, hardware)
+    if timing in (Timing.SERVED_ATTENTION, Timing.CACHED_ATTENTION):
+        return _served(kernels, hardware)
+    if timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
+        backward = timing is Timing.ATTENTION_BACKWARD
+        return attention_shape_seconds(kernels, hardware, backward=backward)
+    seconds = memory_seconds(kernels.traffic, kernels.flops, hardware)
+    if timing is Timing.CHUNKED:
+        # A step of decode has no chunks: it moves states.
+        chunked = size.get("chunk", np.zeros_like(kernels.flops)) > 0
+        if chunked.any():
+            seconds[chunked] = _chunked(kernels.select(chunked), hardware)
     return seconds
 
 

@@ -53,7 +53,15 @@ def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
     return gemms
 
 
-def fused_gemms(tasks: Tasks) -> FusedGemms:
+class Joint(NamedTuple):
+    """Rows that are parts of larger products; `whole[i]` is the product that row i belongs to."""
+
+    rows: Int
+    whole: Int
+    summed: Bool  # by row: the product is the sum of its parts: a gradient of the input
+
+
+def joint_rows(tasks: Tasks) -> Joint:
     """All rows fused into larger products, except rows whose own duration was measured."""
     number: dict[tuple[str, ...], int] = {(): 0}
     names = [number.setdefault(shape.joint, len(number)) for shape in tasks.shapes]
@@ -69,22 +77,45 @@ def fused_gemms(tasks: Tasks) -> FusedGemms:
     many = count[whole] > 1
     rows = rows[many]
     _, whole = np.unique(whole[many], return_inverse=True)
-    one = _separate_gemms(tasks, rows)
     summed = np.array([name[-1:] == ("input",) for name in number])[label[rows]]
+    return Joint(rows, whole, summed)
+
+
+def fused_gemms(tasks: Tasks) -> FusedGemms:
+    """All rows fused into larger products, except rows whose own duration was measured."""
+    joint = joint_rows(tasks)
+    one = _separate_gemms(tasks, joint.rows)
+    width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[one.dtype]
+    return FusedGemms(joint.rows, joint.whole, *fuse(one, joint, width))
+
+
+def fuse(one: Gemms, joint: Joint, width: Float) -> tuple[Gemms, Bool, Float]:
+    """The products that parts are run as; whether each is a sum; and the bytes of its result.
+
+    Numbers of `one` are [parts], or [parts, configurations]; `width`, bytes of a value, is [parts].
+    """
+    columns = (slice(None),) + (None,) * (one.m.ndim - 1)
+    summed, width = joint.summed[columns], width[columns]
 
     def total(column: Float) -> Float:
-        return np.bincount(whole, column).astype(float)[whole] if len(rows) else column
+        if not len(joint.rows):
+            return column
+        if column.ndim == 1:
+            return np.bincount(joint.whole, column).astype(float)[joint.whole]
+        sums = np.zeros((int(joint.whole.max()) + 1, *column.shape[1:]))
+        np.add.at(sums, joint.whole, column)
+        return sums[joint.whole]
 
     # The input is read once, or its gradient written once.
-    width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[one.dtype]
     result = one.batch * one.m * one.n * np.where(width < 2, 2, width)
     once = np.where(summed, result, one.batch * one.m * one.k * width)
     work = one.batch * one.m * one.n * one.k + 1  # experts may have no rows
-    return FusedGemms(rows, whole, Gemms(
+    products = Gemms(
         one.batch, one.m,
         np.where(summed, one.n, total(one.n)), np.where(summed, total(one.k), one.k),
         total(one.traffic - once) + once, one.dtype, work / total(work),
-    ), summed, result)  # fmt: skip
+    )  # fmt: skip
+    return products, joint.summed, result
 
 
 def _separate_gemms(tasks: Tasks, rows: Int) -> Gemms:
@@ -120,11 +151,19 @@ def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
         return seconds
     result = seconds.copy()
     result[joint.rows] = gemms_seconds(joint.products, tasks.dtypes, on)
+    return without_sums(tasks, joint, result, on)
 
+
+def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
+    """Durations less those of additions that fused products make needless.
+
+    `seconds` and the bytes of results are [rows], or [rows, configurations].
+    """
     # A row that reads several parts of one sum would add them up.
+    result = seconds.copy()
     whole = np.full(len(tasks), -1)
     whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
-    size = np.zeros(len(tasks))
+    size = np.zeros_like(result)
     size[joint.rows] = joint.result
     owner, needed = tasks.reads
     inputs = np.diff(tasks.data_ptr)
@@ -133,7 +172,9 @@ def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     _, first, count = np.unique(
         np.stack([owner, whole[needed]], axis=1), axis=0, return_index=True, return_counts=True
     )
-    owner, fewer = owner[first], (count - 1) * size[needed[first]]
+    columns = (slice(None),) + (None,) * (result.ndim - 1)
+    owner, fewer = owner[first], (count - 1)[columns] * size[needed[first]]
     left = result[owner] - fewer / bytes_per_second(on)
-    result[owner] = np.where((count > 1) & (count == inputs[owner]), 0.0, left)
+    none = (count > 1) & (count == inputs[owner])
+    result[owner] = np.where(none[columns], 0.0, left)
     return result

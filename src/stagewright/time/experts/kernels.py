@@ -45,16 +45,18 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
     copying = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
     padded = _quantized(tasks)
 
-    def seconds(size: Mapping[str, int], dtype: str) -> float:
-        rows = size["e"] * size["r"] * width
-        moved, none = np.array([2.0 * rows * size["m"] * BYTES[dtype]]), np.zeros(1)
-        sorted_ = copies_seconds(moved, none, on)[0] if size["e"] > ranks else 0.0
-        return sorted_ + (memory_seconds(moved, none, on)[0] if padded else 0.0)
+    def seconds(size: Mapping[str, Float], dtype: str) -> Float:
+        moved = 2.0 * size["e"] * size["r"] * width * size["m"] * float(BYTES[dtype])
+        none = np.zeros_like(moved)
+        sorted_ = np.where(size["e"] > ranks, copies_seconds(moved, none, on), 0.0)
+        return sorted_ + (memory_seconds(moved, none, on) if padded else 0.0)
 
     return _each(tasks, np.array([*copying, False])[tasks.shape], seconds)
 
 
-def _each(tasks: Tasks, chosen: Bool, seconds: Callable[[Mapping[str, int], str], float]) -> Float:
+def _each(
+    tasks: Tasks, chosen: Bool, seconds: Callable[[Mapping[str, Float], str], Float]
+) -> Float:
     """By task the seconds of its extents and data type, 0 where it is not chosen."""
     found = np.zeros(len(tasks))
     kinds, kind = np.unique(
@@ -62,7 +64,12 @@ def _each(tasks: Tasks, chosen: Bool, seconds: Callable[[Mapping[str, int], str]
         axis=1, return_inverse=True,
     )  # fmt: skip
     pairs: list[list[int]] = kinds.T.tolist()
-    each = [seconds(dict(tasks.shapes[s].extents), tasks.dtypes[d]) for s, d in pairs]
+
+    def one(shape: int, dtype: int) -> float:
+        extents = {name: np.array([float(n)]) for name, n in tasks.shapes[shape].extents}
+        return float(seconds(extents, tasks.dtypes[dtype])[0])
+
+    each = [one(s, d) for s, d in pairs]
     found[chosen] = np.array([*each, 0.0])[kind.ravel()]
     return found
 
@@ -77,11 +84,11 @@ def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     """By task the seconds of adding the biases of experts, beyond those of the bytes at least."""
     forward = tasks.phase == PHASES.index("forward")
 
-    def seconds(size: Mapping[str, int], _: str) -> float:
+    def seconds(size: Mapping[str, Float], _: str) -> Float:
         outer = size["k"] == 1
-        values = size["batch"] * size["m"] * (size["n"] if outer else size["k"])
+        values = size["batch"] * size["m"] * np.where(outer, size["n"], size["k"])
         # Backward has two products, whose other values are those of the rows.
-        return (_BIAS if outer else _BIAS_BACK / 2) * values / bytes_per_second(on)
+        return np.where(outer, _BIAS, _BIAS_BACK / 2) * values / bytes_per_second(on)
 
     outer = forward & _products(tasks, lambda of: of["k"] == 1)
     sums = ~forward & _products(tasks, lambda of: of["n"] == 1)

@@ -228,7 +228,7 @@ def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
     if not how.no_overlap or how.streams == "one":
         return result
     for (kind, slot, collective), axis in axis_of(program, tasks).items():
-        if _degree(program, axis) in how.no_overlap:
+        if degree(program, axis) in how.no_overlap:
             result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
     return result
 
@@ -243,7 +243,7 @@ class Along(NamedTuple):
         return "+".join(self.degrees) + ("" if self.only is None else str(list(self.only)))
 
 
-def _degree(program: Program, axis: Along) -> str:
+def degree(program: Program, axis: Along) -> str:
     """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
     alias = {"edp": "dp", "etp": "tp", MIRROR: "dp"}
     degrees = {program.mesh.degree_of(name) for name in axis.degrees}
@@ -325,3 +325,14 @@ def _without_implied(owner: Int, needed: Int, stream: Int, kernel: Bool) -> tupl
     keys = np.sort(owner[needful] * size + needed[needful])
     keys = keys[np.diff(keys, prepend=-1) > 0]
     return keys // size, keys % size
+
+
+def with_needs(order: Issue, owner: Int, needed: Int) -> Issue:
+    """The issue order with more dependencies: places `owner` wait for places `needed`, too."""
+    if not len(owner):
+        return order
+    size = len(order)
+    before = np.repeat(np.arange(size), np.diff(order.pointer))
+    keys = np.unique(np.concatenate([before, owner]) * size + np.concatenate([order.needs, needed]))
+    pointer = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
+    return Issue(order.rows, order.stream, pointer.astype(np.int64), keys % size)

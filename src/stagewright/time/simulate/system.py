@@ -16,7 +16,7 @@ from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.endpoints import Endpoints
 from stagewright.time.simulate.host import HostThread
-from stagewright.time.simulate.issue import Issue
+from stagewright.time.simulate.issue import Issue, with_needs
 from stagewright.time.simulate.max_plus import NEVER, SegmentMatrices
 from stagewright.time.simulate.walk import (
     LaneWork,
@@ -188,17 +188,6 @@ class Ports:
         return cls(order, program.classes[nth].tasks.kind[order.rows], sends, receives, meets)
 
 
-def _with(order: Issue, owner: Int, needed: Int) -> Issue:
-    """The issue order with additional dependencies."""
-    if not len(owner):
-        return order
-    size = len(order)
-    before = np.repeat(np.arange(size), np.diff(order.pointer))
-    keys = np.unique(np.concatenate([before, owner]) * size + np.concatenate([order.needs, needed]))
-    pointer = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
-    return Issue(order.rows, order.stream, pointer.astype(np.int64), keys % size)
-
-
 class BySegment:
     """A class of one lane, advanced segment by segment."""
 
@@ -208,7 +197,7 @@ class BySegment:
         received, first = system.who.received[nth], system.first[nth]
         local = received.sender[:, 0] == first
         own = received.place[local], received.sent[local, 0]
-        order = self.issue = _with(ports.issue, *own)
+        order = self.issue = with_needs(ports.issue, *own)
         sender = system.who.class_of[received.sender[:, 0]]
         away = zip(sender[~local].tolist(), received.sent[~local, 0].tolist(), strict=True)
         self.sources = dict(zip(received.place[~local].tolist(), away, strict=True))

@@ -1,0 +1,163 @@
+"""The actions of every stage of a structure's pipelines, as its template's actions and differences.
+
+A response of a stage with n layers of a variant is that of the template's stage and n - 2 times
+what one layer more has added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Float, Int
+from stagewright.explore.actions import NEVER, ClassRows, Cuts, Meeting, Played, Response, cuts
+from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Template
+from stagewright.program.columns import Program
+from stagewright.run.sections.execution import Execution
+from stagewright.schedule.actions import flat
+
+FIELDS = len(Response._fields)
+_INPUTS = 3
+BUSY = FIELDS * _INPUTS
+"""Row of the seconds that kernels run; those of waits by axis follow, see `Responses.axes`."""
+
+Timed = Sequence[tuple[Float, tuple[Float, np.ndarray] | None]]
+"""By class of a program the seconds of its rows [rows, tuples], and what its host does: the seconds
+of launches and whether the host waits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """An action's response as a function of the layers of its stage: [rows, tuples].
+
+    Rows are the fields of `Response` by input, the seconds that kernels run (`BUSY`), and those
+    that they wait, by axis.
+    """
+
+    base: Float
+    more: Float
+    """[variants, rows, tuples]: what one layer more adds."""
+    layers: int
+    """Layers of each variant that the base has."""
+
+    def at(self, tuples: Int, layers: Int) -> Float:
+        """[rows, candidates]: of some tuples, with so many layers [variants, candidates]."""
+        found = self.base[:, tuples]
+        for each, count in zip(self.more, layers, strict=True):
+            found += each[:, tuples] * (count - self.layers)
+        return found
+
+
+def response(rows: Float) -> Response:
+    """The response among the rows of a `Linear`."""
+    fields = [rows[n * _INPUTS : (n + 1) * _INPUTS] for n in range(FIELDS)]
+    return Response(*fields)
+
+
+class RankTail(NamedTuple):
+    """What a rank does after all actions: sections, and the meetings between them."""
+
+    sections: list[Linear]
+    meetings: list[Meeting]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Responses:
+    """The actions of a structure's stages, by kind of stage, kind of action, and whether complete.
+
+    An action is complete if it does what happens once per step.
+    """
+
+    actions: Mapping[tuple[int, str, bool], Linear]
+    tails: Mapping[int, RankTail]
+    """By kind of the rank: `ONLY`, or where the rank is in the pipeline."""
+    axes: tuple[str, ...]
+
+
+def responses(of: Template, timed: Sequence[Timed], how: Execution) -> Responses:
+    """The responses of a template; `timed` by program, the base first."""
+    every = [
+        _played(of, program, seconds, how)
+        for program, seconds in zip((of.base, *of.more), timed, strict=True)
+    ]
+    names = dict.fromkeys(
+        axis
+        for actions, tails in every
+        for played in [*actions.values(), *(p for sections, _ in tails.values() for p in sections)]
+        for axis in played.waits
+    )
+    axes = tuple(names)
+    base, *more = every
+    actions = {
+        key: _linear(each, [other[0][key] for other in more], axes, of.layers)
+        for key, each in base[0].items()
+    }
+    chunks = of.stages // of.run.pp
+    tails = {
+        kind: RankTail(
+            [
+                _linear(section, [o[1][kind][0][n] for o in more], axes, of.layers * chunks, chunks)
+                for n, section in enumerate(sections)
+            ],
+            meetings,
+        )
+        for kind, (sections, meetings) in base[1].items()
+    }
+    return Responses(actions, tails, axes)
+
+
+def _linear(
+    base: Played, more: Sequence[Played], axes: Sequence[str], layers: int, added: int = 1
+) -> Linear:
+    """`added` layers more are in each of `more`."""
+    rows = _rows(base, axes)
+    differ = [np.where(rows > NEVER / 2, _rows(one, axes) - rows, 0.0) / added for one in more]
+    return Linear(rows, np.stack(differ), layers)
+
+
+def _rows(played: Played, axes: Sequence[str]) -> Float:
+    zero = np.zeros_like(played.busy)
+    waits = [played.waits.get(axis, zero) for axis in axes]
+    return np.concatenate([*played.response, np.stack([played.busy, *waits])])
+
+
+_Actions = dict[tuple[int, str, bool], Played]
+_Tails = dict[int, tuple[list[Played], list[Meeting]]]
+
+
+def _played(
+    of: Template, program: Program, timed: Timed, how: Execution
+) -> tuple[_Actions, _Tails]:
+    """The actions of a program of the template, one of each kind, and what follows them."""
+    actions: _Actions = {}
+    tails: _Tails = {}
+    for rank, (seconds, host) in enumerate(timed):
+        rows = ClassRows.of(program, rank, seconds, host, how)
+        found = cuts(program, rows)
+        for (kind, complete), (begin, end) in _chosen(of, rank, found).items():
+            stage, letter = kind
+            key = of.kind(stage), letter, complete
+            if key not in actions:
+                actions[key] = rows.play(begin, end)
+        place = ONLY if of.run.pp == 1 else (FIRST, MIDDLE, LAST)[rank]
+        sections = [rows.play(begin, end) for begin, end in found.sections]
+        tails[place] = sections, found.meetings
+    return actions, tails
+
+
+def _chosen(
+    of: Template, rank: int, found: Cuts
+) -> dict[tuple[tuple[int, str], bool], tuple[int, int]]:
+    """One action of each stage and kind on a rank, complete and not: its places."""
+    kinds = {(a.stage, a.kind) for a in flat(of.order[rank])}
+    chosen: dict[tuple[tuple[int, str], bool], tuple[int, int]] = {}
+    for stage, kind in sorted(kinds):
+        mine = [c for c in found.actions if c.stage == stage and c.backward == (kind != "F")]
+        complete = mine[0] if kind == "F" else mine[-1]
+        usual = mine[1]
+        chosen[(stage, kind), True] = complete.begin, complete.end
+        chosen[(stage, kind), False] = usual.begin, usual.end
+    return chosen
