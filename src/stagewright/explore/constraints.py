@@ -20,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.run.rule import ALL, EACH, Check
+from stagewright.run.rule import ALL, EACH, RunCheck
 from stagewright.run.rules import AS_GIVEN, checks
 from stagewright.run.settings import Run
 from stagewright.time.experts.dispatch import Routed
@@ -82,13 +82,13 @@ def check_value(run: Run, model: ModelConfig) -> None:
             check.check(run.unresolved(), model)
 
 
-def _of_given(check: Check) -> Constraint:
+def _of_given(check: RunCheck) -> Constraint:
     return Constraint(
         check.name, check.reads, lambda rows, row: check.check(rows.run(row), rows.model)
     )
 
 
-def _of_run(check: Check) -> Constraint:
+def _of_run(check: RunCheck) -> Constraint:
     def of(rows: Candidates, row: int) -> None:
         check.check(rows.run(row).unresolved(), rows.model)
 

@@ -12,7 +12,7 @@ from typing import Any
 from stagewright.errors import UserError
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.constraints import Constraint
-from stagewright.explore.systems import System, divisors_of
+from stagewright.explore.systems import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 
@@ -50,12 +50,12 @@ def default_batch(run: Run, model: ModelConfig, gpus: int) -> int:
     return batch
 
 
-def default_axes(run: Run, model: ModelConfig, systems: Iterable[System]) -> dict[str, Any]:
+def default_axes(run: Run, model: ModelConfig, fleets: Iterable[Fleet]) -> dict[str, Any]:
     """Values by setting that are tried where the setting is not given.
 
     dp is not among them where the number of GPUs is known: it fills them.
     """
-    every = list(systems)
+    every = list(fleets)
     gpus = max((of.gpus or 1 for of in every), default=1)
     counts = {of.gpus for of in every if of.gpus}
     domain = max(of.hardware.scale_up.gpus for of in every)

@@ -26,7 +26,7 @@ _SAME = {"size": "gpus"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class System:
+class Fleet:
     """Hardware, and how many GPUs of it."""
 
     hardware: Hardware
@@ -119,8 +119,9 @@ def _with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
             raise UserError(f"--vary {path}: got {value:g}, wanted a whole number")
         block[last] = int(value) if is_count else value
     said = ", ".join(f"{path}={value:g}" for path, value in figures.items())
+    values["name"] = f"{hardware.name} {said}"
     try:
-        return Hardware(**{**values, "name": f"{hardware.name} {said}"})
+        return Hardware.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])

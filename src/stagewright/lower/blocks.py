@@ -34,7 +34,7 @@ from stagewright.model.layers import Layer
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
-from stagewright.run.rules import MOST_FLOPS
+from stagewright.run.rule import MOST_FLOPS
 from stagewright.run.settings import Run
 from stagewright.varying import largest
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from stagewright.errors import UserError, divisors, either
 from stagewright.model.config import ModelConfig
-from stagewright.run.rule import Check, Divide, Refuse, apply, require_divides
+from stagewright.run.rule import Divide, Refuse, RunCheck, apply, require_divides
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 
@@ -136,15 +136,20 @@ ROUTING = (
 )
 
 
-def checks_of_model(model: ModelConfig, whose: str = "") -> tuple[Check, ...]:
+_Asked = Callable[[Run, ModelConfig], None]
+
+
+def checks_of_model(model: ModelConfig, whose: str = "") -> tuple[RunCheck, ...]:
     """Degrees divide what they split of a model, and nothing routes tokens without experts.
 
     `whose` stands before what the checks ask for; their runs are checked against `model` whatever
     model they are given.
     """
 
-    def of(name: str, reads: tuple[str, ...], check: Callable[[Run, ModelConfig], None]) -> Check:
-        return Check(whose + name, reads, lambda run, _: check(run, model))
+    def of(
+        name: str, reads: tuple[str, ...], check: Callable[[Run, ModelConfig], None]
+    ) -> RunCheck:
+        return RunCheck(whose + name, reads, lambda run, _: check(run, model))
 
     found = [
         of("heads and channels are split evenly by tp", ("tp",), partial(apply, MODEL)),

@@ -68,7 +68,7 @@ EACH: tuple[str, ...] = ("+",)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class RunCheck:
     """One of the checks of a run, and what decides it: a search makes it once for all runs that
     have the same values there."""
 
@@ -95,7 +95,7 @@ def require_divides(
 
 
 def apply(rows: Iterable[Refuse | Divide], run: Run, model: ModelConfig) -> None:
-    """Check all rows, in order."""
+    """RunCheck all rows, in order."""
     for row in rows:
         row.check(run, model)
 

@@ -2,8 +2,9 @@
 
 Rows are `rule.Refuse` and `rule.Divide`; what takes more arithmetic than a row holds is a function.
 Modes and needs of settings are declared with them, in `sections`. What the model allows:
-`model_rules`; lengths: `sequence_rules`; inference: `serving_rules`. Each check names the settings
-that it reads: a search checks many runs by their distinct tuples of these.
+`model_rules`; lengths: `sequence_rules`; training: `training_rules`; inference: `serving_rules`.
+Each check names the settings that it reads: a search checks many runs by their distinct tuples of
+these.
 """
 
 from __future__ import annotations
@@ -11,21 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from stagewright.errors import UserError, divisors
+from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
-from stagewright.run import serving_rules
+from stagewright.run import serving_rules, training_rules
 from stagewright.run.model_rules import check_tables, checks_of_model
-from stagewright.run.pipeline_split import compute_split
 from stagewright.run.requests import read_bytes
-from stagewright.run.rule import ALL, EACH, MOST_FLOPS, Check, Divide, Refuse, apply, nearest
+from stagewright.run.rule import ALL, EACH, Divide, Refuse, RunCheck, apply
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.declare import (
-    AXES,
     BYTES,
     Setting,
     describe_need,
     describe_value,
-    text_of,
 )
 from stagewright.run.sequence_rules import (
     DIFFUSION,
@@ -34,11 +32,6 @@ from stagewright.run.sequence_rules import (
     check_sequence,
 )
 from stagewright.run.settings import Run
-from stagewright.schedule import schedules
-
-MOST_RANKS = 2**22
-MOST_LAYER_PASSES = 2**20
-"""Microbatches times layers: this many make a program of about 5 GB."""
 
 
 def check(run: Run, model: ModelConfig) -> None:
@@ -98,218 +91,6 @@ def _without_model(check: Callable[[Run], None]) -> Callable[[Run, ModelConfig],
     return lambda run, model: check(run)
 
 
-# ---- rows ----------------------------------------------------------------------------------------
-
-LAYERS_ADD_UP = (
-    Refuse(
-        lambda run, model: (
-            run.layers_per_stage is not None
-            and len(run.layers_per_stage) == run.virtual_stages
-            and sum(run.layers_per_stage) != model.depth
-        ),
-        "layers_per_stage adds up to {sum}, wanted the {model.depth} layers of {model.name}",
-        lambda run, model: {"sum": sum(run.layers_per_stage or ())},
-    ),
-)
-
-PIPELINE_SPLIT = (
-    Refuse(
-        lambda run, model: (
-            run.pipeline_split == "compute"
-            and run.layers_per_stage is not None
-            and run.layers_per_stage != compute_split(model, run.virtual_stages)
-        ),
-        "layers_per_stage contradicts pipeline_split=compute, which makes it {split}; drop either",
-        lambda run, model: {"split": text_of(compute_split(model, run.virtual_stages))},
-    ),
-    Refuse(
-        lambda run, model: run.pipeline_split == "compute" and model.num_experts,
-        "pipeline_split=compute is nanotron's rule for dense layers, and {model.name} has experts; "
-        "use layers_per_stage",
-    ),
-)
-
-RANKS = (
-    Refuse(
-        lambda run, model: sorted(run.order.split("-")) != sorted(AXES),
-        "order is {run.order!r}, wanted each of {axes} once, such as tp-cp-ep-dp-pp",
-        lambda run, model: {"axes": ", ".join(AXES)},
-    ),
-    Refuse(
-        lambda run, model: run.world_size > MOST_RANKS,
-        "tp={run.tp} x cp={run.cp} x dp={run.dp} x pp={run.pp} makes {run.world_size} ranks, "
-        "wanted at most {most}; lower one of them",
-        lambda run, model: {"most": MOST_RANKS},
-    ),
-)
-
-ADAPTERS = (
-    Refuse(
-        lambda run, model: run.lora_rank and run.lora_rank % run.tp,
-        "tp={run.tp} does not divide lora_rank={run.lora_rank}, the channels of adapters; {fit}",
-        lambda run, model: {"fit": nearest(run.lora_rank or 1, run.tp)},
-    ),
-    Refuse(
-        lambda run, model: run.lora_rank and model.shared_blocks,
-        "lora_rank: {model.name} has layers that share weights, beside which adapters are not "
-        "modelled; drop it",
-    ),
-    Refuse(
-        lambda run, model: run.quantize_base and not (run.lora_rank or run.freeze or run.trainable),
-        "quantize_base={run.quantize_base} is about frozen matrices, and all parameters train; set "
-        "lora_rank or freeze, or drop it",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.quantize_base
-            and run.precision not in ("bf16", *(["fp8"] if run.quantize_base == "fp8" else []))
-        ),
-        "quantize_base={run.quantize_base} needs precision=bf16, got {run.precision}; drop either",
-    ),
-    *(
-        Refuse(
-            lambda run, model, name=name: (
-                run.lora_rank is None and getattr(run, name) != SETTINGS[name].default
-            ),
-            f"{name} is about adapters, which lora_rank asks for; set lora_rank, or drop {name}",
-        )
-        for name in ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_all_to_all")
-    ),
-)
-
-BATCH = (
-    Refuse(
-        lambda run, model: (
-            run.global_batch_size is not None
-            and run.global_batch_size % (run.micro_batch_size * run.dp)
-        ),
-        "global_batch_size={run.global_batch_size} is not divisible by micro_batch_size="
-        "{run.micro_batch_size} x dp={run.dp}; {use}",
-        lambda run, model: {
-            "use": nearest(run.global_batch_size or 0, run.micro_batch_size * run.dp)
-        },
-    ),
-)
-
-STATE = (
-    Refuse(
-        lambda run, model: run.dp_shard is not None and run.dp % run.dp_shard,
-        "dp_shard={run.dp_shard} does not divide dp={run.dp}; use {fit}",
-        lambda run, model: {"fit": divisors(run.dp)},
-    ),
-    Refuse(
-        lambda run, model: run.dp_shard is not None and not run.zero,
-        "dp_shard={run.dp_shard} says how far to shard, but zero=0 shards nothing; "
-        "set zero to 1, 2 or 3, or drop dp_shard",
-    ),
-    Refuse(
-        lambda run, model: not run.reshard_after_forward and run.zero != 3,
-        "reshard_after_forward=False is about the parameters that zero=3 gathers, got "
-        "zero={run.zero}; set zero=3, or drop it",
-    ),
-)
-
-RECOMPUTE_AND_OFFLOAD = (
-    Refuse(
-        lambda run, model: run.precision == "fp32" and run.params_dtype == "bf16",
-        "params_dtype=bf16 is less than precision=fp32, which parameters are computed with; "
-        "use precision=bf16, or params_dtype=fp32",
-    ),
-    Refuse(
-        lambda run, model: (run.recompute_num_layers or 0) > model.depth,
-        "recompute_num_layers={run.recompute_num_layers} is more than the {model.depth} layers of "
-        "{model.name}; use fewer, or drop it for all",
-    ),
-    Refuse(
-        lambda run, model: not run.recompute_modules,
-        "recompute_modules is empty; name some, or use recompute=none",
-    ),
-    Refuse(
-        lambda run, model: run.recompute_save_on_host and not run.recompute_save,
-        "recompute_save_on_host is about what recompute_save names, which is nothing; name some",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.optimizer_cpu_offload
-            and run.sequence_parallel_grads == "dtensor"
-            and run.sequence_parallel_size > 1
-            and run.zero < 3
-        ),
-        "optimizer_cpu_offload makes the update on the host, where sequence_parallel_grads=dtensor "
-        "would have gradients summed over tp; use zero=3, or sequence_parallel_grads=step",
-    ),
-)
-
-
-# ---- stages and size -----------------------------------------------------------------------------
-
-
-def _check_stages(run: Run, model: ModelConfig) -> None:
-    schedule = run.resolved(model).schedule
-    assert schedule is not None
-    if run.vpp > 1 and run.pp == 1:
-        raise UserError(f"vpp={run.vpp} splits pipeline stages, got pp=1; raise pp, or use vpp=1")
-    step = run.micro_batch_size * run.dp
-    schedules.check(
-        schedule, run.pp, run.microbatches, run.vpp, group=run.microbatch_group, sequences=step
-    )
-    if schedule.endswith(".csv"):
-        schedules.make(schedule, run.pp, run.microbatches, run.vpp)
-
-
-def _check_layers(run: Run, model: ModelConfig) -> None:
-    layers, stages = model.depth, run.virtual_stages
-    split = run.layers_per_stage
-    if split is None and run.pipeline_split == "layers":
-        less = run.first_stage_less_layers + run.last_stage_less_layers
-        if run.resolved(model).layers_per_stage is None:
-            counted = f" (and {less} for its ends)" if less and run.mode == "train" else ""
-            raise UserError(
-                f"pp={run.pp} x vpp={run.vpp} makes {stages} stages, but {model.name} has "
-                f"{layers} layers{counted}; lower pp or vpp"
-            )
-        return
-    if split is None:
-        split = compute_split(model, stages)
-    if len(split) != stages:
-        raise UserError(
-            f"layers_per_stage has {len(split)} numbers, wanted one for each of the {stages} "
-            f"stages of pp={run.pp} x vpp={run.vpp}"
-        )
-    empty = [stage for stage in range(1, stages - 1) if not split[stage]]
-    if empty and run.pipeline_split != "compute":  # nanotron leaves such ranks, which hand on
-        raise UserError(
-            f"layers_per_stage leaves stage {empty[0]} without layers; only the first and the "
-            "last, which hold the embedding and the output, may have none"
-        )
-
-
-def _check_passes(run: Run, model: ModelConfig) -> None:
-    passes = run.microbatches * model.depth
-    if passes > MOST_LAYER_PASSES:
-        raise UserError(
-            f"{run.microbatches} microbatches x {model.depth} layers are {passes} layer "
-            f"passes, wanted at most {MOST_LAYER_PASSES}; lower global_batch_size, or raise "
-            "micro_batch_size or dp"
-        )
-
-
-def _check_kernels(run: Run, model: ModelConfig) -> None:
-    length = run.resolved(model).seq_length
-    assert length is not None
-    tokens = run.micro_batch_size * length
-    inner = model.state_space.inner if model.state_space else 0
-    widest = max(
-        model.hidden_size * max(model.vocab_size, model.ffn_hidden_size, inner),
-        model.num_attention_heads * model.kv_channels * max(length, model.hidden_size),
-    )
-    if 2 * tokens * widest // (run.tp * run.cp) > MOST_FLOPS:
-        raise UserError(
-            f"micro_batch_size={run.micro_batch_size} x seq_length={length} makes a kernel of more "
-            f"than {MOST_FLOPS} FLOPs on one rank; lower one of them, or raise tp or cp"
-        )
-
-
 # ---- all of them, in order -----------------------------------------------------------------------
 
 
@@ -318,123 +99,125 @@ def _all(rows: Iterable[Refuse | Divide]) -> Callable[[Run, ModelConfig], None]:
 
 
 AS_GIVEN = (
-    Check(
+    RunCheck(
         "layers_per_stage adds up to the layers",
         ("pp", "vpp", "layers_per_stage"),
-        _all(LAYERS_ADD_UP),  # `unresolved` keeps no split that is even
+        _all(training_rules.LAYERS_ADD_UP),  # `unresolved` keeps no split that is even
     ),
-    Check(
+    RunCheck(
         "pipeline_split allows the split",
         ("pp", "vpp", "layers_per_stage", "pipeline_split"),
-        _all(PIPELINE_SPLIT),
+        _all(training_rules.PIPELINE_SPLIT),
     ),
 )
-"""Checks of a run as it was given; `checks` are of one that is unresolved."""
+"""RunChecks of a run as it was given; `checks` are of one that is unresolved."""
 
 _STAGES = ("pp", "vpp", "schedule", "global_batch_size", "micro_batch_size", "dp")
 _SEQUENCE = ("seq_length", "cp", "tp", "sequence_parallel", "cp_comm_type")
 
 _FIRST = (
-    Check("the mode has the settings", EACH, _without_model(check_modes)),
-    Check("sizes in bytes can be read", EACH, _without_model(check_sizes)),
+    RunCheck("the mode has the settings", EACH, _without_model(check_modes)),
+    RunCheck("sizes in bytes can be read", EACH, _without_model(check_sizes)),
 )
 
-_RANKS = Check(
-    "ranks are numbered and not too many", ("tp", "cp", "dp", "pp", "order"), _all(RANKS)
+_RANKS = RunCheck(
+    "ranks are not too many",
+    ("tp", "cp", "dp", "pp", "order"),
+    _all(training_rules.RANKS),
 )
 
 _TRAINING = (
-    Check(
+    RunCheck(
         "the sequence is split evenly",
         (*_SEQUENCE, "document_length"),
         check_sequence,
     ),
-    Check(
+    RunCheck(
         "micro_batch_size x dp divides the global batch",
         ("global_batch_size", "micro_batch_size", "dp"),
-        _all(BATCH),
+        _all(training_rules.BATCH),
     ),
-    Check(
+    RunCheck(
         "the schedule takes the stages and microbatches",
         (*_STAGES, "microbatch_group_size_per_vp_stage"),
-        _check_stages,
+        training_rules.check_stages,
     ),
-    Check(
+    RunCheck(
         "every stage has layers",
         (
             *("pp", "vpp", "layers_per_stage", "pipeline_split"),
             *("first_stage_less_layers", "last_stage_less_layers"),
         ),
-        _check_layers,
+        training_rules.check_layers,
     ),
-    Check(
+    RunCheck(
         "dp_shard divides dp, and something is sharded",
         ("dp", "dp_shard", "zero", "reshard_after_forward"),
-        _all(STATE),
+        _all(training_rules.STATE),
     ),
-    Check(
+    RunCheck(
         "adapters are split evenly",
         (
             *("tp", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"),
             *("lora_all_to_all", "quantize_base", "precision", "freeze", "trainable"),
         ),
-        _all(ADAPTERS),
+        _all(training_rules.ADAPTERS),
     ),
     *(
-        Check(f"{of.name} has what it needs", (of.name, *of.needs), partial(_check_needs, of))
+        RunCheck(f"{of.name} has what it needs", (of.name, *of.needs), partial(_check_needs, of))
         for of in SETTINGS.values()
         if of.needs
     ),
-    Check(
+    RunCheck(
         "recomputation and offload exclude nothing",
         (
             *("precision", "params_dtype", "recompute_num_layers", "recompute_modules"),
             *("recompute_save", "recompute_save_on_host", "optimizer_cpu_offload", "tp"),
             *("sequence_parallel_grads", "sequence_parallel", "zero"),
         ),
-        _all(RECOMPUTE_AND_OFFLOAD),
+        _all(training_rules.RECOMPUTE_AND_OFFLOAD),
     ),
-    Check(
+    RunCheck(
         "the program is not too large",
         ("global_batch_size", "micro_batch_size", "dp", "pp", "schedule"),
-        _check_passes,
+        training_rules.check_passes,
     ),
-    Check(
+    RunCheck(
         "no kernel is too large",
         ("micro_batch_size", "seq_length", "tp", "cp"),
-        _check_kernels,
+        training_rules.check_kernels,
     ),
 )
 
 
 def _check_serving_stages(run: Run, model: ModelConfig) -> None:
-    _check_layers(run, model)
+    training_rules.check_layers(run, model)
     serving_rules.check(run.resolved(model), model)
 
 
-def checks(mode: str, model: ModelConfig) -> tuple[Check, ...]:
+def checks(mode: str, model: ModelConfig) -> tuple[RunCheck, ...]:
     """All that is checked of a run of a mode, in order; the model has the run's overrides.
 
     Each check is of a run as `Run.unresolved` makes it.
     """
     found = list(_FIRST)
     if mode != "train":
-        found.append(Check("the model is served", (), _all(serving_rules.MODELS)))
+        found.append(RunCheck("the model is served", (), _all(serving_rules.MODELS)))
     found.append(_RANKS)
     if model.tower:
         found += checks_of_model(model.tower, "the vision model's ")
-        found.append(Check("the sequence holds an image", _SEQUENCE, check_images))
+        found.append(RunCheck("the sequence holds an image", _SEQUENCE, check_images))
     if model.recommendation:
-        found.append(Check("tables are split evenly", ("tp", "cp", "pp", "dp"), check_tables))
+        found.append(RunCheck("tables are split evenly", ("tp", "cp", "pp", "dp"), check_tables))
     found.append(
-        Check(
+        RunCheck(
             "the decoder's sequence is split evenly",
             (*_SEQUENCE, "decoder_seq_length"),
             check_decoder_sequence,
         )
     )
-    found.append(Check("images are not split", ("sequence_parallel", "cp"), _all(DIFFUSION)))
+    found.append(RunCheck("images are not split", ("sequence_parallel", "cp"), _all(DIFFUSION)))
     found += checks_of_model(model)
     if mode != "train":
-        return (*found, Check("the step can be served", ALL, _check_serving_stages))
+        return (*found, RunCheck("the step can be served", ALL, _check_serving_stages))
     return (*found, *_TRAINING)

@@ -32,7 +32,7 @@ from stagewright.run import lengths
 from stagewright.run import requests as serving
 from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
-from stagewright.run.prefill import ranks_of_text, read_prefill
+from stagewright.run.requests import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
 from stagewright.run.sections.declare import AXES, describe_value, text_of
 from stagewright.run.sections.foreign import OTHERS

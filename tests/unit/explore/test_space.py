@@ -9,7 +9,7 @@ from stagewright.errors import UserError
 from stagewright.explore.defaults import default_axes, policies
 from stagewright.explore.listed import values_of
 from stagewright.explore.space import Space
-from stagewright.explore.systems import System, varied
+from stagewright.explore.systems import Fleet, varied
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check
@@ -24,7 +24,7 @@ H100 = resolve("h100-sxm")
 def space(axes: dict[str, Any], gpus: int | None = 8, **settings: Any) -> Space:
     values: dict[str, Any] = {"model": "gpt2", "global_batch_size": 16, **settings}
     run = Run(**values)
-    return Space.of(Experiment(run, ClusterSection(), Execution()), [System(H100, gpus)], axes)
+    return Space.of(Experiment(run, ClusterSection(), Execution()), [Fleet(H100, gpus)], axes)
 
 
 def test_candidates_are_the_combinations_that_run():
@@ -82,7 +82,7 @@ def test_a_sample_is_drawn_evenly_and_the_same_again():
 
 
 def test_hardware_is_an_axis():
-    systems = [System(of, 8) for of in varied(H100, {"memory.gb": "80:96:16", "scale_up.size": 4})]
+    systems = [Fleet(of, 8) for of in varied(H100, {"memory.gb": "80:96:16", "scale_up.size": 4})]
     base = Experiment(Run(model="gpt2", global_batch_size=16), ClusterSection(), Execution())
     found = Space.of(base, systems, {"tp": (1, 2)}).candidates()
     held = [found.rows.hardware(row).memory_gb for row in range(len(found.rows))]
@@ -92,7 +92,7 @@ def test_hardware_is_an_axis():
 
 def test_the_default_space_of_experts_runs():
     run, model = Run(model="mixtral-8x7b", global_batch_size=64), model_of("mixtral-8x7b")
-    systems = [System(H100, 8)]
+    systems = [Fleet(H100, 8)]
     axes = default_axes(run, model, systems) | {"recompute": ("full",), "zero": (1,), "vpp": (1,)}
     base = Experiment(run, ClusterSection(), Execution())
     rows = Space.of(base, systems, axes, policies=policies([])).candidates().rows
