@@ -274,7 +274,7 @@ def _handed_to(graph: Graph, extent: Extent) -> dict[str, tuple[int, str]]:
 
 def _bytes_of_values(graph: Graph, mesh: Mesh, extent: Extent, habits: Habit) -> dict[Node, int]:
     """Bytes that each value takes on one rank."""
-    size = {n: bytes_of(n, extent) for n in graph}
+    size = {n: bytes_of(n, extent.of(n)) for n in graph}
     for n in graph if extent.rows else ():  # gathered together with their padding
         if n.op == "all_gather" and n.role is Role.USED:
             axes: Any = n["axes"]

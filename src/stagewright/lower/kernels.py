@@ -92,6 +92,41 @@ class Kernel:
 Dependency = Kernel | LiveValue
 
 
+Split = tuple[int, tuple[str, ...]]
+"""A number of rows, and the axes that split them, outermost first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnRows:
+    """The rows that a rank has of splits that do not divide: those of `torch.chunk`.
+
+    All ranks have as many rows as fit evenly, rounded up, until none are left: one rank has the
+    rest, and those after it have none. `axes` are cut as one: those that FSDP shards over, in its
+    order; other axes of a dim come before them. `held` are the rows of each such split on the rank;
+    of a split that is not in it the first rank's. `met` collects the splits that were asked for.
+    """
+
+    axes: tuple[str, ...] = ()
+    held: Mapping[Split, int] = field(default_factory=dict[Split, int])
+    met: dict[Split, None] = field(default_factory=dict[Split, None])
+
+    def __call__(self, count: int, axes: tuple[str, ...], mesh: Mesh) -> int:
+        """Rows of `count` that the rank has."""
+        over = self._sharding(axes)
+        ranks = mesh.size(*over)
+        count = -(-count // (mesh.size(*axes) // ranks))
+        each = -(-count // ranks)
+        if each * ranks == count:
+            return each
+        self.met[count, over] = None
+        return self.held.get((count, over), each)
+
+    def _sharding(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The last of `axes`: experts are split over axes of ep, and only then sharded."""
+        rest = (axes[i:] for i in range(len(axes)))
+        return next((some for some in rest if some == tuple(a for a in self.axes if a in some)), ())
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """How large a dim is on one rank; a split that does not divide pads to the ceiling.
@@ -99,7 +134,8 @@ class Extent:
     `means` are dims of which only the mean is known, which need not be whole: the rows of experts.
     `rows` are axes that split heads and their channels as one dim, where they split channels: rows
     of a linear's weight as PyTorch's FSDP shards them. A size or a mesh axis may be `Varying`: then
-    extents are, and what kernels do with these is exact for every configuration.
+    extents are, and what kernels do with these is exact for every configuration. `own` are the rows
+    of this rank; None: those of the first rank, as if all were padded.
     """
 
     sizes: Mapping[str, int]
@@ -109,18 +145,35 @@ class Extent:
     known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = field(
         default_factory=dict[tuple[Size, tuple[str, ...]], "int | Fraction"]
     )
+    own: OwnRows | None = None
+    optimizer: Extent | None = None
+    """How large dims are where the optimizer works; None: as large as elsewhere."""
+
+    def of(self, n: Node) -> Extent:
+        """How large the dims of a value are.
+
+        FSDP2 stores weights and gradients with padding, and hands the optimizer views without it.
+        """
+        if self.optimizer is not None and (n.phase == "optimizer" or n.op == "state"):
+            return self.optimizer
+        return self
 
     def __call__(self, dim: Size, axes: tuple[str, ...]) -> int | Fraction:
         """Points of a dim that `axes` split."""
         key = (dim, axes)
         if key not in self.known:
-            ranks = self.mesh.size(*axes)
             if dim in self.means:
                 mean = self.means[dim]
-                self.known[key] = mean(axes) if callable(mean) else mean / ranks
+                self.known[key] = mean(axes) if callable(mean) else mean / self.mesh.size(*axes)
             else:
-                self.known[key] = -(-dim.value(self.sizes) // ranks)
+                self.known[key] = self._part(dim.value(self.sizes), axes)
         return self.known[key]
+
+    def _part(self, count: int, axes: tuple[str, ...]) -> int:
+        """Rows of `count` on one rank."""
+        if self.own is not None:
+            return self.own(count, axes, self.mesh)
+        return -(-count // self.mesh.size(*axes))
 
     def elements(self, n: Node) -> int:
         """Elements of a value that one rank holds."""
@@ -134,7 +187,7 @@ class Extent:
             first -= 1
         count = [self(d, tuple(a for a in axes if a not in over)) for d, axes in dims]
         rows = ceil(math.prod(count[first:]))
-        return ceil(math.prod(count[:first])) * -(-rows // self.mesh.size(*over))
+        return ceil(math.prod(count[:first])) * self._part(rows, over)
 
 
 def extent_of(
@@ -142,9 +195,12 @@ def extent_of(
     mesh: Mesh,
     means: Mapping[Size, Mean] | None = None,
     rows: frozenset[str] = frozenset(),
+    own: OwnRows | None = None,
 ) -> Extent:
-    """How large dims are on a rank of a mesh; see `Extent`."""
-    return Extent(sizes, mesh, means or {}, rows)
+    """How large dims are on a rank of a mesh; see `Extent`. `own`: where the optimizer works."""
+    means = means or {}
+    optimizer = Extent(sizes, mesh, means, rows, own=own) if own is not None else None
+    return Extent(sizes, mesh, means, rows, optimizer=optimizer)
 
 
 def bytes_of(n: Node, extent: Extent) -> int:
@@ -325,8 +381,9 @@ class _Lowering:
             if m in self.asked or any(u not in inside for u in self.users.get(m, []))
         ]
         flops = written = 0
+        extent = self.extent.of(first)
         for m in cluster:
-            work = traffic(m, self.extent)
+            work = traffic(m, extent)
             flops += work.flops
             if m in seen:
                 written += work.written
@@ -341,11 +398,12 @@ class _Lowering:
             phase=first.phase,
             part=self.part(first),
             flops=flops,
-            traffic=sum(reads.values()) + written,
+            # A launch without rows has a byte; elsewhere bytes are linear in the rows of experts.
+            traffic=largest([int(first.phase == "optimizer"), sum(reads.values()) + written]),
             # Of the first operand: of a product the input, in whose format it is multiplied, and
             # not the weight, which may be stored in fewer bits.
             dtype=first.srcs[0].dtype if first.srcs else first.dtype,
-            shape=shape_of(cluster, self.extent),
+            shape=shape_of(cluster, extent),
             deps=self.deps(reads),
             made=seen or [last],
             reads=list(reads),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from stagewright.algebra.layout import MIRROR, Mesh
@@ -21,8 +22,9 @@ from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.frozen import count, mark_trained
 from stagewright.lower.habits import Habits
-from stagewright.lower.kernels import Extent, extent_of
+from stagewright.lower.kernels import Extent, OwnRows, extent_of
 from stagewright.lower.parameters import parameters
+from stagewright.lower.pytorch.uneven_shards import by_rows
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.routing import ROWS, Load, Routing, Rows
 from stagewright.lower.strategy_table import check_table, table_of
@@ -85,10 +87,13 @@ class TrainingStep:
             return None
         return Routing.of(self.run, self.model, self.plan, self.sizes["B"] * self.sizes["S"])
 
-    def extent(self, rows: Rows | None) -> Extent:
-        """How large dims are on a rank if experts compute this many rows; None: a dense model."""
+    def extent(self, rows: Rows | None, own: OwnRows | None = None) -> Extent:
+        """How large dims are on a rank if experts compute this many rows; None: a dense model.
+
+        `own` are the rank's rows of the weights that FSDP splits; None: the first rank's.
+        """
         shards = frozenset(self.plan.shard if self.plan.shard_rows else ())
-        return extent_of(self.sizes, self.mesh, {ROWS: rows} if rows else None, shards)
+        return extent_of(self.sizes, self.mesh, {ROWS: rows} if rows else None, shards, own)
 
     def lower_block(self, variant: BlockVariant, graph: Graph, extent: Extent) -> LoweredBlock:
         """A block with numbers."""
@@ -109,11 +114,18 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     step = TrainingStep.of(run, model, table)
     graphs = {v: step.shard(v) for v in step.variants}
 
-    def program(rows: Rows | None) -> Program:
-        """The program of every rank if experts compute this many rows; None: a dense model."""
-        extent = step.extent(rows)
+    def equal(rows: Rows | None, own: OwnRows | None) -> Program:
+        """As `program`, of ranks that have these rows of the weights that FSDP splits."""
+        extent = step.extent(rows, own)
         blocks = {v: step.lower_block(v, g, extent) for v, g in graphs.items()}
         return step.assemble(blocks).program
+
+    def program(rows: Rows | None) -> Program:
+        """The program of every rank if experts compute this many rows; None: a dense model."""
+        plan = step.plan
+        if not plan.shard_rows:
+            return equal(rows, None)
+        return by_rows(step.mesh, plan.shard, partial(equal, rows))
 
     routing = step.routing
     load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None

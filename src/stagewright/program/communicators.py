@@ -146,3 +146,16 @@ class Communication:
             if axis not in who.axes:
                 paired = axis == self.mesh.mirror and MIRROR in who.axes
                 yield axis, size // 2 if paired else size, paired
+
+
+def place_along(mesh: Mesh, axes: Sequence[str]) -> Int:
+    """The index of every rank in the joint group of some axes, outermost first.
+
+    >>> place_along(Mesh((("tp", 2), ("dp", 3))), ["dp"]).tolist()
+    [0, 0, 1, 1, 2, 2]
+    """
+    ranks = np.arange(mesh.world_size, dtype=np.int64)
+    index = np.zeros_like(ranks)
+    for axis in axes:
+        index = index * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
+    return index

@@ -21,13 +21,12 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.per_rank import place_along
 from stagewright.lower.inference.serving import compile_serving
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
-from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.communicators import Communicator, Peer, place_along
 from stagewright.program.shapes import ops_of
 from stagewright.run import lengths
 from stagewright.run.lengths import Group

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, Shape, Tasks
 
@@ -51,19 +50,6 @@ def merge_programs(
             merged[key] = RankClass(ranks, c.pipeline_rank, tasks, held)
         classes += merged.values()
     return replace(first, classes=tuple(classes))
-
-
-def place_along(mesh: Mesh, axes: Sequence[str]) -> Int:
-    """The index of every rank in the joint group of some axes, outermost first.
-
-    >>> place_along(Mesh((("tp", 2), ("dp", 3))), ["dp"]).tolist()
-    [0, 0, 1, 1, 2, 2]
-    """
-    ranks = np.arange(mesh.world_size, dtype=np.int64)
-    index = np.zeros_like(ranks)
-    for axis in axes:
-        index = index * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
-    return index
 
 
 def _merge_shapes(tables: Sequence[tuple[Shape, ...]]) -> list[NDArray[np.int32]]:

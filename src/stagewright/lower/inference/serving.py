@@ -17,7 +17,7 @@ from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.capacity import capacity
-from stagewright.lower.inference.per_rank import merge_programs, place_along
+from stagewright.lower.inference.per_rank import merge_programs
 from stagewright.lower.inference.serving_memory import ServingMemory
 from stagewright.lower.kernels import Extent, Kernel, extent_of
 from stagewright.lower.parameters import parameters
@@ -29,6 +29,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.expert_sizes import mean_expert_sizes
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
+from stagewright.program.communicators import place_along
 from stagewright.run.requests import loads
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only

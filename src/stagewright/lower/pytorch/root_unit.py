@@ -119,18 +119,27 @@ def _keep_weights(values: StageValues) -> None:
 def _hold_reduced(values: StageValues, action: ActionRows) -> None:
     """What one unit has reduced is live until the next unit reduces."""
     reduced: list[Value] = []
-    owner = -1
+    owner: tuple[int, tuple[str, ...]] = (-1, ())
     for i, t in action.order:
         if not (moves_gradients(t) and t.op == "reduce_scatter"):
             continue
         row_of = action.row_of[i]
         casts = [row_of[d] for d in t.deps if isinstance(d, Kernel) and d.op == "cast"]
         before = action.at(min([*casts, row_of[t]]) - 1)
-        for value in reduced if owner != i else ():
+        unit = i, t.axes
+        for value in reduced if owner != unit else ():
             value.touches.append(before)
-        read = [values.value(i, n) for n in t.reads]
-        reduced = [v for v in read if v is not None] + (reduced if owner == i else [])
-        owner = i
+        read = [v for n in t.reads if (v := values.value(i, n)) is not None]
+        reduced = read + (reduced if owner == unit else [])
+        padding = t.comm_bytes - sum(v.size for v in read)
+        if padding > 0:  # of the buffer that gradients are copied to
+            placed = values.blocks[i]
+            name = placed.name("reduced.padding")
+            buffer = Value(name, placed.layer, t.phase, "communication", padding)
+            buffer.touches += [action.at(row) for row in (*casts, row_of[t])]
+            values.values.append(buffer)
+            reduced.append(buffer)
+        owner = unit
 
 
 def _copy_out(values: StageValues, action: ActionRows, rows: Sequence[int]) -> None:

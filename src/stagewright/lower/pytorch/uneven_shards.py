@@ -1,0 +1,57 @@
+"""FSDP2 where rows of a weight do not divide: ranks with fewer rows than others, or with none.
+
+Four experts that eight ranks shard are on the first four. All ranks send and store as much, the
+others padding; but an optimizer has states of its own rows only, and updates only these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.algebra.layout import Mesh
+from stagewright.arrays import Int
+from stagewright.lower.kernels import OwnRows, Split
+from stagewright.program.columns import Program, RankClass, among
+from stagewright.program.communicators import place_along
+
+
+def by_rows(mesh: Mesh, axes: tuple[str, ...], make: Callable[[OwnRows], Program]) -> Program:
+    """The program of all ranks: ranks of a pipeline rank with equal work form a class.
+
+    `make` compiles the program if all ranks hold these rows; `axes` are those that FSDP shards
+    over. One program of as many tasks is made for every set of rows that some rank holds.
+    """
+    met = OwnRows(axes)
+    first = make(met)
+    splits = list(met.met)
+    if not splits:
+        return first
+    rows = np.stack([_rows(mesh, split) for split in splits])
+    distinct, which = np.unique(rows, axis=1, return_inverse=True)
+    classes: dict[object, RankClass] = {}  # by what they do: a stage may have no such split
+    for nth, held in enumerate(distinct.T.tolist()):
+        ranks = np.flatnonzero(which.ravel() == nth)
+        program = make(OwnRows(axes, dict(zip(splits, held, strict=True))))
+        for of in program.classes:
+            mine = among(of.ranks, ranks)
+            if len(mine):
+                columns = of.tasks.flops, of.tasks.traffic, of.values.size
+                work = of.pipeline_rank, *(column.tobytes() for column in columns)
+                alike = classes.setdefault(work, replace(of, ranks=mine[:0]))
+                ranks_of = np.sort(np.concatenate([alike.ranks, mine]))
+                classes[work] = replace(alike, ranks=ranks_of)
+    return replace(first, classes=tuple(sorted(classes.values(), key=_place)))
+
+
+def _place(of: RankClass) -> tuple[int, int]:
+    return of.pipeline_rank, int(of.ranks[0])
+
+
+def _rows(mesh: Mesh, split: Split) -> Int:
+    """Of every rank the rows that it has of a split, as `torch.chunk` cuts."""
+    count, axes = split
+    each = -(-count // mesh.size(*axes))
+    return np.clip(count - place_along(mesh, axes) * each, 0, each)
