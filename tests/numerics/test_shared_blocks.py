@@ -159,8 +159,16 @@ def test_collectives_of_a_layer(model: str, adapters: int) -> None:
 # ---- work ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 3}], ids=str)
-@pytest.mark.parametrize("model", ["zamba2-1.2b", "zamba2-2.7b"])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("zamba2-1.2b", {"tp": 2}),
+        ("zamba2-1.2b", {"dp": 2, "zero": 3}),
+        ("zamba2-2.7b", {}),
+        ("zamba2-2.7b", {"pp": 3}),
+    ],
+    ids=str,
+)
 def test_flops(model: str, settings: dict[str, Any]) -> None:
     """Products with weights, shared ones once for each layer that has them: 2, 4 backward."""
     length, batch = 512, 3 if "pp" in settings else settings.get("dp", 1)
