@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
-from stagewright.graph.make import add, apply, einsum, identity
+from stagewright.graph.make import add, apply, einsum
 from stagewright.graph.node import Node
 
 STREAMS = size("Streams")
@@ -99,5 +99,5 @@ def _weights(
 
 
 def _collapsed(b: Builder, weights: Node, x: Node, name: str, scope: str) -> Node:
-    h = apply("times", "bsn,bsnm->bsm", weights, x, dtype=b.dtype, name=f"{name}_in", scope=scope)
-    return identity(h, "branch_in", scope=scope)
+    own: dict[str, Any] = {"dtype": b.dtype, "scope": scope}
+    return apply("times", "bsn,bsnm->bsm", weights, x, name=f"{name}_in", **own)
