@@ -8,8 +8,8 @@ what decides about the way that a computation takes.
 >>> cases = Cases(3)
 >>> tp = cases.varying(np.array([2, 4, 1]))
 >>> heads = ceil(10 / tp) if tp > 1 else 10
->>> print(heads, cases.alike)
-[ 5  3 10] [ True  True False]
+>>> np.asarray(heads).tolist(), cases.alike.tolist()
+([5, 3, 10], [True, True, False])
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cases:
             raise ValueError(f"wanted {self.count} whole numbers, got {array!r}")
         if (array == array[0]).all():
             return int(array[0])
-        return Varying(self, array.astype(np.int64), 1)
+        return Varying(self, array.astype(np.int64), 1, _bound(array))
 
     def answer(self, answers: NDArray[Any]) -> bool:
         """The first configuration's answer to a question."""
@@ -63,34 +63,37 @@ class Varying:
     """An exact number, whole or a fraction, per configuration; immutable.
 
     Arithmetic and comparisons are those of ints and Fractions; floats are refused, since whole
-    numbers beyond 2^53 would not survive them. `np.asarray(column)` is an array of int64, of
+    numbers beyond 2^53 would not survive them. `np.asarray(number)` is an array of int64, of
     Python's ints where 64 bits do not hold a number, or of float64 for fractions.
     """
 
-    __slots__ = ("above", "below", "cases")
+    __slots__ = ("above", "below", "cases", "most")
     __array_ufunc__ = None  # arithmetic with arrays would lose configurations in silence
 
-    def __init__(self, cases: Cases, above: NDArray[Any], below: _Whole) -> None:
-        """The numbers `above / below`, `below` being positive."""
-        self.cases, self.above, self.below = cases, above, below
+    def __init__(self, cases: Cases, above: NDArray[Any], below: _Whole, most: int) -> None:
+        """The numbers `above / below`: `below` is positive, no `above` is more than +-`most`."""
+        self.cases, self.above, self.below, self.most = cases, above, below, most
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        exact = isinstance(self.below, int) and self.below == 1
-        found = self.above if exact else (self.above / self.below).astype(np.float64)
+        found = self.above if _is_1(self.below) else (self.above / self.below).astype(np.float64)
         return found if dtype is None else found.astype(dtype)
 
     def __repr__(self) -> str:
-        return str(np.asarray(self))
+        return f"<{self.first} and {self.cases.count - 1} others>"
+
+    def __str__(self) -> str:
+        """The number of the first configuration, for which errors speak."""
+        return str(self.first)
 
     @property
     def denominator(self) -> _Whole:
         """1 where the numbers are whole."""
-        return 1 if is_integer(self) or self == ceil(self) else self.below
+        return 1 if _is_1(self.below) or self == ceil(self) else self.below
 
     @property
     def numerator(self) -> Varying:
         """The numbers themselves where they are whole."""
-        return self if is_integer(self) else self.__floor__()
+        return self if _is_1(self.below) else self.__floor__()
 
     @property
     def first(self) -> int | Fraction:
@@ -102,56 +105,58 @@ class Varying:
     # ---- arithmetic ------------------------------------------------------------------------------
 
     def __add__(self, other: Any) -> Varying:
-        pair = _parts(other)
-        if pair is None:
+        terms = _parts(other)
+        if terms is None:
             return NotImplemented
-        above, below = pair
-        if _same(self.below, below):
-            return self._of(_plus(self.above, above), below)
-        left, right = _times(self.above, below), _times(above, self.below)
-        return self._of(_plus(left, right), _times(self.below, below))
+        above, below, most = terms
+        if _is_same(self.below, below):
+            return self._of(*_plus(self.above, self.most, above, most), below)
+        left = _times(self.above, self.most, below, _bound(below))
+        right = _times(above, most, self.below, _bound(self.below))
+        return self._of(*_plus(*left, *right), self.under(below))
 
     __radd__ = __add__
 
     def __neg__(self) -> Varying:
-        return self._of(-self.above, self.below)
+        return self._of(-self.above, self.most, self.below)
 
     def __sub__(self, other: Any) -> Varying:
-        pair = _parts(other)
-        return NotImplemented if pair is None else self + self._of(-pair[0], pair[1])
+        terms = _parts(other)
+        return NotImplemented if terms is None else self + -other
 
     def __rsub__(self, other: Any) -> Varying:
         return -self + other
 
     def __mul__(self, other: Any) -> Varying:
-        pair = _parts(other)
-        if pair is None:
+        terms = _parts(other)
+        if terms is None:
             return NotImplemented
-        return self._of(_times(self.above, pair[0]), _times(self.below, pair[1]))
+        above, below, most = terms
+        return self._of(*_times(self.above, self.most, above, most), self.under(below))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Varying:
-        pair = _parts(other)
-        if pair is None:
+        terms = _parts(other)
+        if terms is None:
             return NotImplemented
-        above, below = _positive_below(_times(self.above, pair[1]), _times(self.below, pair[0]))
-        return self._of(above, below)
+        above, below, most = terms
+        over = _times(self.above, self.most, below, _bound(below))
+        return self._quotient(*over, _times(above, most, self.below, _bound(self.below))[0])
 
     def __rtruediv__(self, other: Any) -> Varying:
-        pair = _parts(other)
-        if pair is None:
+        terms = _parts(other)
+        if terms is None:
             return NotImplemented
-        above, below = _positive_below(_times(pair[0], self.below), _times(pair[1], self.above))
-        return self._of(above, below)
+        above, below, most = terms
+        over = _times(above, most, self.below, _bound(self.below))
+        return self._quotient(*over, _times(self.above, self.most, below, _bound(below))[0])
 
     def __floordiv__(self, other: Any) -> Varying:
-        quotient = self / other
-        return quotient.__floor__()
+        return (self / other).__floor__()
 
     def __rfloordiv__(self, other: Any) -> Varying:
-        quotient = other / self
-        return quotient.__floor__()
+        return (other / self).__floor__()
 
     def __mod__(self, other: Any) -> Varying:
         return self - other * (self // other)
@@ -168,20 +173,37 @@ class Varying:
         return quotient, other - self * quotient
 
     def __pow__(self, exponent: int) -> Varying:
-        return reduce(lambda a, b: a * b, [self] * exponent, self._of(np.ones_like(self.above), 1))
+        return (
+            reduce(lambda a, b: a * b, [self] * (exponent - 1), self) if exponent else self * 0 + 1
+        )
 
     def __floor__(self) -> Varying:
-        return self._of(_floor(self.above, self.below), 1)
+        return self._of(_floor(self.above, self.below), self.most, 1)
 
     def __ceil__(self) -> Varying:
-        return self._of(-_floor(-self.above, self.below), 1)
+        return -(-self).__floor__()
 
-    def _of(self, above: _Whole, below: _Whole) -> Varying:
+    def _of(self, above: _Whole, most: int, below: _Whole) -> Varying:
         if isinstance(above, int):
-            above = np.full(
-                self.cases.count, above, dtype=np.int64 if abs(above) <= _MOST else object
-            )
-        return Varying(self.cases, above, below)
+            above = np.full(self.cases.count, above, dtype=np.int64 if most <= _MOST else object)
+        return Varying(self.cases, above, below, most)
+
+    def under(self, other: _Whole) -> _Whole:
+        """The product of two denominators."""
+        if _is_1(other):
+            return self.below
+        return _times(self.below, _bound(self.below), other, _bound(other))[0]
+
+    def _quotient(self, above: _Whole, most: int, below: _Whole) -> Varying:
+        """A quotient; where configurations that go on alone divide by 0, 1 stands for that."""
+        if (below if isinstance(below, int) else below[0]) == 0:
+            raise ZeroDivisionError("division of a varying number by 0")
+        if isinstance(below, int):
+            sign = 1 if below > 0 else -1
+            return self._of(above * sign, most, below * sign)
+        if below.min() > 0:
+            return self._of(above, most, below)
+        return self._of(above * np.sign(below), most, np.where(below == 0, 1, np.abs(below)))
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -216,13 +238,10 @@ class Varying:
     __hash__ = object.__hash__
 
     def _asked(self, other: Any, question: Callable[..., NDArray[Any]]) -> bool:
-        pair = _parts(other)
-        if pair is None:
-            raise TypeError(f"a column and {other!r} cannot be compared")
-        if _same(self.below, pair[1]):
-            return self.cases.answer(question(self.above, pair[0]))
-        left, right = _times(self.above, pair[1]), _times(pair[0], self.below)
-        return self.cases.answer(question(left, right))
+        terms = _parts(other)
+        if terms is None:
+            raise TypeError(f"a varying number and {other!r} cannot be compared")
+        return self.cases.answer(question(*_comparable(self, terms)))
 
 
 # ---- what code that takes either writes in the place of Python's own -----------------------------
@@ -230,9 +249,7 @@ class Varying:
 
 def is_integer(number: object) -> bool:
     """Whether this is a whole number, or a column of whole numbers."""
-    if isinstance(number, Varying):
-        return isinstance(number.below, int) and number.below == 1
-    return isinstance(number, int)
+    return _is_1(number.below) if isinstance(number, Varying) else isinstance(number, int)
 
 
 def exact(number: Any) -> Any:
@@ -249,8 +266,8 @@ def largest(numbers: Iterable[Any]) -> Any:
     """The largest number of each configuration: `max` would ask which one it is.
 
     >>> cases = Cases(2)
-    >>> largest([3, cases.varying(np.array([2, 4]))]), bool(cases.alike.all())
-    ([3 4], True)
+    >>> np.asarray(largest([3, cases.varying(np.array([2, 4]))])), bool(cases.alike.all())
+    (array([3, 4]), True)
     """
     every = [*numbers]
     columns = [x for x in every if isinstance(x, Varying)]
@@ -276,8 +293,9 @@ def gcd(a: Any, b: Any) -> Any:
     """The greatest common divisor of whole numbers."""
     if not (isinstance(a, Varying) or isinstance(b, Varying)):
         return math.gcd(a, b)
-    column = a if isinstance(a, Varying) else b
-    return Varying(column.cases, np.gcd(_above(a), _above(b)), 1)
+    number, other = (a, b) if isinstance(a, Varying) else (b, a)
+    above, _, most = _parts(other) or (0, 1, 1)
+    return Varying(number.cases, np.gcd(number.above, above), 1, max(number.most, most))
 
 
 def first_of(number: Any) -> Any:
@@ -285,33 +303,42 @@ def first_of(number: Any) -> Any:
     return number.first if isinstance(number, Varying) else number
 
 
-def _above(number: Any) -> _Whole:
-    return number.above if isinstance(number, Varying) else number
-
-
-def _larger(a: Any, b: Any) -> Varying:
-    above, below = _parts(b) or (0, 1)
-    if _same(a.below, below):
-        return Varying(a.cases, np.maximum(a.above, above), a.below)
-    left, right = _times(a.above, below), _times(above, a.below)
-    return Varying(a.cases, np.asarray(np.maximum(left, right)), _times(a.below, below))
+def _larger(a: Varying, b: Any) -> Varying:
+    terms = _parts(b) or (0, 1, 1)
+    left, right = _comparable(a, terms)
+    below = a.below if _is_same(a.below, terms[1]) else a.under(terms[1])
+    above = np.asarray(np.maximum(left, right))
+    return Varying(a.cases, above, below, max(_bound(left), _bound(right)))
 
 
 # ---- exact arithmetic on arrays ------------------------------------------------------------------
 
 
-def _parts(number: Any) -> tuple[_Whole, _Whole] | None:
-    """Numerator and denominator; None: not an exact number."""
+def _parts(number: Any) -> tuple[_Whole, _Whole, int] | None:
+    """Numerator, denominator and a bound of the numerator; None: not an exact number."""
     if isinstance(number, Varying):
-        return number.above, number.below
+        return number.above, number.below, number.most
     if isinstance(number, int):
-        return int(number), 1
+        return int(number), 1, max(1, abs(number))
     if isinstance(number, Fraction):
-        return number.numerator, number.denominator
+        return number.numerator, number.denominator, max(1, abs(number.numerator))
     return None
 
 
-def _same(a: _Whole, b: _Whole) -> bool:
+def _comparable(a: Varying, b: tuple[_Whole, _Whole, int]) -> tuple[_Whole, _Whole]:
+    """Two numbers, times the product of their denominators."""
+    above, below, most = b
+    if _is_same(a.below, below):
+        return a.above, above
+    left = _times(a.above, a.most, below, _bound(below))
+    return left[0], _times(above, most, a.below, _bound(a.below))[0]
+
+
+def _is_1(x: _Whole) -> bool:
+    return isinstance(x, int) and x == 1
+
+
+def _is_same(a: _Whole, b: _Whole) -> bool:
     return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
 
 
@@ -327,42 +354,30 @@ def _wide(x: _Whole) -> _Whole:
     return x if isinstance(x, int) else x.astype(object)
 
 
-def _plus(a: _Whole, b: _Whole) -> _Whole:
-    if isinstance(a, int) and isinstance(b, int):
-        return a + b
-    return a + b if _bound(a) + _bound(b) <= _MOST else _wide(a) + _wide(b)
+def _plus(a: _Whole, most: int, b: _Whole, other: int) -> tuple[_Whole, int]:
+    if most + other > _MOST:
+        most, other = _bound(a), _bound(b)
+    if most + other > _MOST:
+        a, b = _wide(a), _wide(b)
+    return a + b, most + other
 
 
-def _times(a: _Whole, b: _Whole) -> _Whole:
-    if isinstance(a, int):
-        if isinstance(b, int):
-            return a * b
-        a, b = b, a
-    if isinstance(b, int) and b == 1:
-        return a
-    return a * b if _bound(a) * _bound(b) <= _MOST else _wide(a) * _wide(b)
+def _times(a: _Whole, most: int, b: _Whole, other: int) -> tuple[_Whole, int]:
+    if _is_1(b):
+        return a, most
+    if most * other > _MOST:
+        most, other = _bound(a), _bound(b)
+    if most * other > _MOST:
+        a, b = _wide(a), _wide(b)
+    return a * b, most * other
 
 
 def _floor(above: _Whole, below: _Whole) -> _Whole:
-    if isinstance(below, int) and below == 1:
+    if _is_1(below):
         return above
-    if isinstance(below, int) and isinstance(above, np.ndarray) and below > _MOST:
+    if isinstance(below, int) and not isinstance(above, int) and below > _MOST:
         above = above.astype(object)
-    with np.errstate(divide="ignore"):  # of configurations that are no longer alike
-        found = above // below
+    found = above // below
     if isinstance(found, int) or found.dtype != object or _bound(found) > _MOST:
         return found
     return found.astype(np.int64)
-
-
-def _positive_below(above: _Whole, below: _Whole) -> tuple[_Whole, _Whole]:
-    """The same quotient above a positive denominator; 1 stands for 0 where others go on alone."""
-    if isinstance(below, int):
-        if below == 0:
-            raise ZeroDivisionError("a column divided by 0")
-        return (above, below) if below > 0 else (-above, -below)
-    if below[0] == 0:
-        raise ZeroDivisionError("a column divided by 0")
-    if (below > 0).all():
-        return above, below
-    return above * np.sign(below), np.where(below == 0, 1, np.abs(below))

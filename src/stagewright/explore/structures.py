@@ -8,28 +8,49 @@ written down: it is whatever these functions ask of the numbers on their way (`v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.graph.node import Node
+from stagewright.errors import UserError
+from stagewright.explore.candidates import ABSENT, Candidates
+from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.lowered_block import LoweredBlock
 from stagewright.lower.kernels import Kernel
+from stagewright.lower.training import TrainingStep, order_of, stages_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
+from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
-from stagewright.varying import Number
+from stagewright.varying import Cases, Number
+
+_Made = TypeVar("_Made")
+
+NUMBERS = (
+    "tp", "cp", "dp", "ep", "etp", "dp_shard",
+    "micro_batch_size", "seq_length", "decoder_seq_length",
+)  # fmt: skip
+"""Settings that a block has as numbers."""
+
+PIPELINE = (
+    "pp", "vpp", "schedule", "layers_per_stage", "first_stage_less_layers",
+    "last_stage_less_layers", "pipeline_split", "microbatch_group_size_per_vp_stage",
+)  # fmt: skip
+"""Settings that decide which blocks are on which stage, and no block's numbers."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ColumnBlock:
+class ColumnBlock(NamedTuple):
     """A block of which every number is an int, or a `Varying` with an entry per tuple.
 
     `np.asarray(number)` is an array in both cases: of int64, or float64 for means of experts.
     """
 
     block: LoweredBlock
-    """What the assembly takes; its numbers are ints or columns."""
+    """What the assembly takes; its numbers are ints or varying."""
 
     @property
     def kernels(self) -> Sequence[Kernel]:
@@ -40,7 +61,7 @@ class ColumnBlock:
     @property
     def size(self) -> Mapping[Node, Number]:
         """Bytes of every value on one rank."""
-        return self.block.size  # pyright: ignore[reportReturnType]
+        return self.block.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,18 +72,216 @@ class Structure:
     same one: pipeline stages and the number of microbatches do not enter a block.
     """
 
-    run: Run
-    """The first configuration: what all have in common, with the first tuple's numbers."""
-    model: ModelConfig
+    step: TrainingStep
+    """The step of all tuples at once, in the first candidate's pipeline, with few microbatches."""
     candidates: Int
     """The configurations, by their numbers among all candidates: [candidates]."""
     index: Int
     """Which tuple each of them has: [candidates]."""
     tuples: Mapping[str, Int]
-    """The numbers by the name of their setting (`tp`, `micro_batch_size`): [tuples] each."""
-    mesh: Mapping[str, Int]
-    """The size of each mesh axis, fastest axis first, but for the pipeline's: [tuples] each."""
-    sizes: Mapping[str, Number]
-    """The number behind each named dim."""
+    """The numbers by the name of their setting (`tp`, `micro_batch_size`): [tuples] each; `ABSENT`
+    where a setting follows from the others."""
     variants: Mapping[BlockVariant, ColumnBlock]
-    """The distinct blocks of the model."""
+    """The distinct blocks of all pipelines of the candidates."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tuples.values())))
+
+    @property
+    def run(self) -> Run:
+        """What all candidates have in common, with the numbers of all tuples."""
+        return self.step.run
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model of all candidates."""
+        return self.step.model
+
+    @property
+    def mesh(self) -> Mapping[str, Int]:
+        """The size of each mesh axis, fastest axis first, but for the pipeline's: [tuples] each."""
+        axes = [(name, size) for name, size in self.step.mesh.axes if name != "pp"]
+        return {name: self.column(size) for name, size in axes}
+
+    @property
+    def sizes(self) -> Mapping[str, Number]:
+        """The number behind each named dim."""
+        return self.step.sizes
+
+    def column(self, number: Number) -> Int:
+        """A number of a kernel or a value as an array [tuples]: of int64, or float64."""
+        return np.broadcast_to(np.asarray(number), len(self))
+
+
+class Refused(NamedTuple):
+    """Candidates that have no structure here."""
+
+    candidates: Int
+    reason: str
+    possible: bool
+    """Whether the run can be had, but not in columns: it has to be compiled alone."""
+
+
+class Structures(NamedTuple):
+    """All candidates, by structure."""
+
+    found: Sequence[Structure]
+    refused: Sequence[Refused]
+
+
+def supported(run: Run, model: ModelConfig) -> str:
+    """Why runs like this one are not computed in columns; empty: they are."""
+    if run.mode != "train":
+        return "inference"
+    if run.expert_load:
+        return "expert_load"
+    if run.strategy:
+        return "strategy"
+    if model.state_space is not None:
+        return "state-space layers"
+    return ""
+
+
+def structures(candidates: Candidates) -> Structures:
+    """Candidates grouped by structure, each structure with its blocks in columns."""
+    found: list[Structure] = []
+    refused: list[Refused] = []
+    for members in _alike_but_for_numbers(candidates):
+        why = supported(candidates.run(int(members[0])), candidates.model)
+        if why:
+            refused.append(Refused(members, why, possible=True))
+            continue
+        there, variants = _variants(candidates, members, refused)
+        if len(there):
+            _Group(candidates, there, variants).add_to(found, refused)
+    return Structures(found, refused)
+
+
+def _variants(
+    candidates: Candidates, members: Int, refused: list[Refused]
+) -> tuple[Int, list[BlockVariant]]:
+    """The distinct blocks of all pipelines of some candidates, without those that cannot be."""
+    own = candidates.take(members)
+    pipelines = own.distinct(*(name for name in PIPELINE if name in own.columns))
+    variants: dict[BlockVariant, None] = {}
+    there = np.ones(len(members), dtype=bool)
+    for nth, first in enumerate(pipelines.first):
+        try:
+            run = _with_few_microbatches(own.run(int(first)), own.model)
+            stages = stages_of(run, own.model, order_of(run))
+        except UserError as error:
+            there &= pipelines.of != nth
+            refused.append(Refused(members[pipelines.of == nth], str(error), possible=False))
+            continue
+        variants |= dict.fromkeys(variant for stage in stages for variant, _ in stage)
+    return members[there], [*variants]
+
+
+def _with_few_microbatches(run: Run, model: ModelConfig) -> Run:
+    """A resolved run with as few microbatches as its schedule takes; two where it has several."""
+    several = run.resolved(model).microbatches > 1
+    late: Any = run.model_copy(update={"global_batch_size": None}).resolved(model)
+    count = max(int(late.microbatches), 1 + several)
+    return late.model_copy(update={"global_batch_size": late.micro_batch_size * late.dp * count})
+
+
+def _alike_but_for_numbers(candidates: Candidates) -> Iterator[Int]:
+    """Candidates that differ only in numbers, and in pipelines of one kind."""
+    names = [n for n in candidates.columns if n in SETTINGS]
+    kinds = [n for n in names if n not in (*NUMBERS, *PIPELINE, "global_batch_size")]
+    key = candidates.distinct(*kinds).of if kinds else np.zeros(len(candidates), dtype=np.int64)
+    marks = [candidates.numbers(n) == ABSENT for n in names if n in NUMBERS]
+    if "global_batch_size" in candidates.columns or candidates.base.run.global_batch_size:
+        given = candidates.numbers("global_batch_size") != ABSENT
+        marks += [given, candidates.microbatches > 1]
+    if "schedule" in names:
+        column = candidates.column("schedule")
+        twice = np.array([_holds_twice(value) for value in column.values])
+        marks.append(twice[column.codes])
+    for mark in marks:
+        key = 2 * key + mark
+    order = np.argsort(key, kind="stable")
+    edges = np.flatnonzero(np.diff(key[order])) + 1
+    yield from np.split(order, edges)
+
+
+def _holds_twice(schedule: str | None) -> bool:
+    """Whether a schedule holds every stage twice, as DualPipe does."""
+    return schedule == "dualpipe"
+
+
+class _Group:
+    """Candidates that differ in numbers and in their pipelines only."""
+
+    def __init__(
+        self, candidates: Candidates, members: Int, variants: Sequence[BlockVariant]
+    ) -> None:
+        self.candidates, self.members, self.variants = candidates, members, variants
+        self.own = candidates.take(members)
+        names = [n for n in NUMBERS if n in candidates.columns]
+        tuples = self.own.distinct(*names)
+        self.index = tuples.of
+        self.numbers = {n: self.own.numbers(n)[tuples.first] for n in names}
+        self.count = len(tuples)
+
+    def _step(self, run: Run, numbers: Mapping[str, Number]) -> TrainingStep:
+        """A step with numbers in the place of the run's own, and few microbatches."""
+        late = _with_few_microbatches(run.model_copy(update={**numbers}), self.candidates.model)
+        return TrainingStep.of(late, self.candidates.model, {})
+
+    def add_to(self, found: list[Structure], refused: list[Refused]) -> None:
+        """Find the structures of the group."""
+        for rows, _ in self._split(np.arange(self.count), self._of_all, refused):
+            for sharded, graphs in self._split(rows, self._graphs, refused):
+                lower = partial(self._structure, graphs=graphs)
+                for alike, structure in self._split(sharded, lower, refused):
+                    if len(alike) < len(structure):  # without the numbers of those that went off
+                        structure = self._structure(Cases(len(alike)), alike, graphs)
+                    found.append(structure)
+
+    def _of_all(self, cases: Cases, rows: Int) -> TrainingStep:
+        """The step of some tuples, in the first pipeline."""
+        given = {n: cases.varying(v[rows]) for n, v in self.numbers.items() if v[0] != ABSENT}
+        return self._step(self.own.run(0), given)
+
+    def _graphs(self, cases: Cases, rows: Int) -> dict[BlockVariant, Graph]:
+        """The graph of each block."""
+        step = self._of_all(cases, rows)
+        return {variant: step.shard(variant) for variant in self.variants}
+
+    def _structure(
+        self, cases: Cases, rows: Int, graphs: Mapping[BlockVariant, Graph]
+    ) -> Structure:
+        """The blocks of some tuples in columns."""
+        step = self._of_all(cases, rows)
+        routing = step.routing
+        extent = step.extent(routing.even() if routing else None)
+        lowered = {v: step.lower_block(v, graph, extent) for v, graph in graphs.items()}
+        number = np.full(self.count, -1)
+        number[rows] = np.arange(len(rows))
+        index = number[self.index]
+        mine = np.flatnonzero(index >= 0)
+        tuples = {n: v[rows] for n, v in self.numbers.items()}
+        blocks = {v: ColumnBlock(block) for v, block in lowered.items()}
+        return Structure(step, self.members[mine], index[mine], tuples, blocks)
+
+    def _split(
+        self, rows: Int, make: Callable[[Cases, Int], _Made], refused: list[Refused]
+    ) -> Iterator[tuple[Int, _Made]]:
+        """What is made of tuples that go the same way, for each such set of tuples."""
+        while len(rows):
+            cases = Cases(len(rows))
+            try:
+                made = make(cases, rows)
+                alike, rows = rows[cases.alike], rows[~cases.alike]
+                yield alike, made
+            except UserError as error:
+                self._refuse(rows[cases.alike], str(error), refused, possible=False)
+                rows = rows[~cases.alike]
+            except TypeError as error:  # a computation that takes no `Varying`
+                self._refuse(rows[cases.alike], str(error), refused, possible=True)
+                rows = rows[~cases.alike]
+
+    def _refuse(self, rows: Int, why: str, refused: list[Refused], *, possible: bool) -> None:
+        of = self.members[np.isin(self.index, rows)]
+        refused.append(Refused(of, why, possible))

@@ -58,16 +58,13 @@ class TrainingStep:
     @classmethod
     def of(cls, run: Run, model: ModelConfig, table: Mapping[str, str]) -> Self:
         """The step of a run that has been checked; `table` as in `lower.compile`."""
-        order = make_order(
-            str(run.schedule), run.pp, run.microbatches, run.vpp, group=run.microbatch_group
-        )
+        order = order_of(run)
         mesh, plan = parallelization(run, model, mirrored=mirrored(order))
         plan = replace(plan, table=table_of(run, model, table))
         sizes = sizes_of(run, model, replicas=1 + mirrored(order))
         recipe = recipe_of(run, model)
         check_table(plan, run, model, sizes)
-        tied = tie_tables(place_blocks(run, model), order, model)
-        stages = mark_trained(tied, run, model, recipe)
+        stages = stages_of(run, model, order)
         habits = Habits.of(run, order)
         return cls(run, model, order, mesh, plan, sizes, recipe, stages, habits)
 
@@ -107,6 +104,18 @@ class TrainingStep:
         mesh = replace(self.mesh, axes=tuple((a, first_of(size)) for a, size in self.mesh.axes))
         streams, habits = self.run.streams, self.habits
         return assemble(placed, self.order, mesh, clip=clip, streams=streams, habits=habits)
+
+
+def order_of(run: Run) -> Order:
+    """The actions of each pipeline rank of a resolved run."""
+    group = run.microbatch_group
+    return make_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group=group)
+
+
+def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:
+    """The blocks of each stage of a resolved run, with what of each block trains."""
+    tied = tie_tables(place_blocks(run, model), order, model)
+    return mark_trained(tied, run, model, recipe_of(run, model))
 
 
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:

@@ -7,7 +7,6 @@ replicas. Gradients are reduced once a step, or in each microbatch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from stagewright.algebra.layout import Layout
@@ -93,7 +92,7 @@ def _shard(n: Node, parameter: Parameter, used: Dims, plan: Plan, sizes: Mapping
         ranks = plan.mesh.size(*sharding)
 
         def merit(i: int) -> tuple[bool, bool, int]:
-            local = math.ceil(n.shape[i].value(sizes) / plan.mesh.size(*used[i]))
+            local = -(-n.shape[i].value(sizes) // plan.mesh.size(*used[i]))
             return local % ranks == 0, not used[i], local
 
         best = max(range(len(used)), key=merit)
