@@ -222,7 +222,10 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     source, rank = h, "m"
     if c.q_lora_rank:
         w = b.weight("w_dq", "M", "Q", scope=scope)
-        source = b.linear("bsm,mq->bsq", h, w, "q_latent", trained=False)
+        # Engines hold the three matrices that lead down side by side: `fused_qkv_a_proj` of vLLM,
+        # `fused_qkv_a_proj_with_mqa` of SGLang and TensorRT-LLM.
+        beside = "kv_down" if b.recipe.inference else ""
+        source = b.linear("bsm,mq->bsq", h, w, "q_latent", trained=False, joint=beside)
         source = b.bias(source, "b_dq", "Q") if c.latent_bias else source
         source, rank = b.norm(source, "q_latent_norm", "Q"), "q"
     name = "w_uq" if c.q_lora_rank else "wq"

@@ -11,7 +11,10 @@ others are computed: in chunks beside the tokens (vLLM, TensorRT-LLM), or in ste
     time per output token = decode step + prompts per step x (step with a prompt - decode step)
 
 and Little's law gives the number of requests that get tokens: their rate times the time that they
-take to get them. No constant is fitted to these rows.
+take to get them. Where all requests are equally long and prompts run in steps of their own, users
+stay in step: all send their prompts at once, and while these run nobody gets a token. The first
+prompt's request waits for all others, the last one's for none: half of them on average, and half
+of their time counts until the first token. No constant is fitted to these rows.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -27,8 +30,10 @@ from typing import Any, NamedTuple
 from stagewright.evidence.measurements import run_of_values
 from stagewright.evidence.predictions import Prediction
 from stagewright.executors import Processes
+from stagewright.files import own_yaml
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import held_at_peak
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
@@ -71,8 +76,13 @@ class ServedRow:
     cached: int
     """Tokens of a prompt before them that are in the cache already."""
     osl: int
+    shortest: float
+    """Tokens of the shortest request over `isl` and `osl`, which are the longest's; lengths are
+    evenly spread. 1: all requests are equally long."""
     chunk: int
     """Tokens of prompts in a step at most."""
+    checkpoint: str
+    """Of `checkpoints.yaml`: how the weights are stored, where not as the preset's; or empty."""
     settings: Mapping[str, Any]
     reason: str
 
@@ -106,6 +116,8 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
         isl=int(cells["isl"]),
         cached=int(cells["cached"] or 0),
         osl=int(cells["osl"]),
+        shortest=float(cells["shortest"] or 1),
+        checkpoint=cells["checkpoint"],
         chunk=int(cells["max_num_batched_tokens"] or TOKENS_OF_A_STEP),
         settings=settings,
         reason=cells["reason"],
@@ -174,7 +186,9 @@ class _TimedStep(NamedTuple):
 
 
 def loaded(row: ServedRow) -> Loaded:
-    """The steady state of the server of a row."""
+    """The steady state of the server of a row, whose requests count at their mean lengths."""
+    mean = (1 + row.shortest) / 2
+    row = replace(row, isl=round(row.isl * mean), osl=round(row.osl * mean))
     dp = row.settings.get("dp", 1)
     prompt = row.cached + row.isl
     context = prompt + row.osl // 2
@@ -190,7 +204,9 @@ def loaded(row: ServedRow) -> Loaded:
         decode = _decode(row, batch, context)
         both = _with_prompt(row, batch, context, chunk, decode)
         found = _steady(row, requests / dp, chunks, decode, both)
-        if users is None:
+        if _in_step(row):
+            wanted = users or most
+        elif users is None:
             assert row.request_rate is not None
             wanted = min(row.request_rate * row.osl * found.tpot, most)
         else:
@@ -208,12 +224,24 @@ def _steady(
     """The figures of `requests` on a rank of dp, which see prompts of other users only."""
     users = math.inf if row.concurrency is None else row.concurrency / row.settings.get("dp", 1)
     share = requests * max(0.0, 1 - 1 / users) * chunks / row.osl
+    prompts = chunks * (both.seconds - decode.seconds)
+    if _in_step(row):
+        share /= 2
     tpot = decode.seconds + share * (both.seconds - decode.seconds)
     joules = decode.joules + share * (both.joules - decode.joules)
     gpus = _gpus(row)
-    alone = row.concurrency is not None and row.concurrency <= 1
-    ttft = _prefill(row).seconds if alone else chunks * both.seconds + decode.seconds / 2
+    if row.concurrency is not None and row.concurrency <= 1:
+        ttft = _prefill(row).seconds
+    elif _in_step(row):
+        ttft = prompts * (users + 1) / 2
+    else:
+        ttft = chunks * both.seconds + decode.seconds / 2
     return Loaded(requests, tpot, ttft, joules / tpot / gpus)
+
+
+def _in_step(row: ServedRow) -> bool:
+    """Whether users send their prompts at once, since all requests are equally long."""
+    return row.engine in ALONE and row.shortest == 1 and row.concurrency is not None
 
 
 def _with_prompt(
@@ -221,8 +249,10 @@ def _with_prompt(
 ) -> _TimedStep:
     """A decode step beside a chunk of a prompt, or after a step of prompts alone."""
     if row.engine in ALONE:
-        prompt = _prefill(row, chunk)
-        return _TimedStep(decode.seconds + prompt.seconds, decode.joules + prompt.joules)
+        together = max(1, row.chunk // chunk) if _in_step(row) else 1
+        whole = _prefill(row, chunk, together)
+        seconds, joules = (x / together for x in whole)
+        return _TimedStep(decode.seconds + seconds, decode.joules + joules)
     return _step(row, mode="decode", batch_size=batch, context_length=context, prompt_length=chunk)
 
 
@@ -230,11 +260,11 @@ def _decode(row: ServedRow, batch: int, context: int) -> _TimedStep:
     return _step(row, mode="decode", batch_size=batch, context_length=context)
 
 
-def _prefill(row: ServedRow, tokens: int | None = None) -> _TimedStep:
-    dp = row.settings.get("dp", 1)
-    length = tokens or row.isl
+def _prefill(row: ServedRow, tokens: int | None = None, prompts: int = 1) -> _TimedStep:
+    """A step of so many `prompts` on each rank of dp, of `tokens` each."""
+    batch, length = prompts * row.settings.get("dp", 1), tokens or row.isl
     return _step(
-        row, mode="prefill", batch_size=dp, prompt_length=length, context_length=row.cached
+        row, mode="prefill", batch_size=batch, prompt_length=length, context_length=row.cached
     )
 
 
@@ -269,10 +299,21 @@ def _step(row: ServedRow, **more: Any) -> _TimedStep:
 
 
 def _key(row: ServedRow, **more: Any) -> frozenset[tuple[str, Any]]:
-    return frozenset({**row.settings, **more}.items())
+    return frozenset({**row.settings, "checkpoint": row.checkpoint, **more}.items())
 
 
 @cache
 def _compiled(key: frozenset[tuple[str, Any]]) -> CompiledRun:
-    run, model = run_of_values(dict(key), set(Run.model_fields))
+    values = dict(key)
+    checkpoint = values.pop("checkpoint")
+    run, model = run_of_values(values, set(Run.model_fields))
+    if checkpoint:
+        stored, _ = read_quantization(checkpoint, _checkpoints()[checkpoint], model)
+        model = replace(model, quantization=stored)
     return compile(run, model)
+
+
+@cache
+def _checkpoints() -> dict[str, Any]:
+    file = files("stagewright") / "data" / "measured" / "checkpoints.yaml"
+    return own_yaml(file.read_text("utf-8"))

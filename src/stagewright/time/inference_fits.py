@@ -23,6 +23,8 @@ class InferenceGemmFit(Figures):
     launch_us: float = Field(ge=0)
     memory_fraction: float = Field(gt=0, le=1.2)
     sharpness: float = Field(ge=1)
+    fraction: float | None = Field(gt=0, le=1.2, default=None)
+    """Share of the peak; None: training's."""
 
 
 class CachedAttentionFit(Figures):

@@ -157,7 +157,7 @@ def for_inference(hardware: Hardware) -> Hardware:
 
     def changed(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
         return {
-            dtype: hardware.products(dtype).model_copy(update=dict(fit))
+            dtype: hardware.products(dtype).model_copy(update=fit.model_dump(exclude_none=True))
             for dtype, fit in fits.items()
         }
 

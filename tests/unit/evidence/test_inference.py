@@ -28,7 +28,9 @@ ROW = ServedRow(
     isl=256,
     cached=0,
     osl=64,
+    shortest=1.0,
     chunk=8192,
+    checkpoint="",
     settings=SETTINGS,
     reason="",
 )
@@ -58,9 +60,37 @@ def test_users_see_the_prompts_of_the_others() -> None:
 
 
 def test_prompts_alone_take_longer_than_beside_tokens() -> None:
-    beside = inference.loaded(dataclasses.replace(ROW, concurrency=8.0))
-    alone = inference.loaded(dataclasses.replace(ROW, concurrency=8.0, engine="sglang"))
+    users = dataclasses.replace(ROW, concurrency=8.0, shortest=0.9)
+    beside = inference.loaded(users)
+    alone = inference.loaded(dataclasses.replace(users, engine="sglang"))
     assert alone.tpot > beside.tpot
+
+
+def test_users_in_step_wait_for_half_of_the_prompts() -> None:
+    """Equally long requests, prompts in steps of their own: all users send prompts at once. 32 of
+    them fit into a step of 8,192 tokens, and the time of seven others is halved."""
+    found = inference.loaded(dataclasses.replace(ROW, concurrency=8.0, engine="sglang"))
+    decode = seconds(mode="decode", batch_size=8, context_length=288)
+    prompts = seconds(mode="prefill", batch_size=32, prompt_length=256, context_length=0) / 32
+    assert found.tpot == pytest.approx(decode + 7 * prompts / 64 / 2)
+    assert found.ttft == pytest.approx(prompts * 9 / 2)
+
+
+def test_requests_count_at_their_mean_lengths() -> None:
+    """Lengths from 0.5 to 1 of the longest: 0.75 on average."""
+    found = inference.loaded(dataclasses.replace(ROW, shortest=0.5))
+    assert found.tpot == seconds(mode="decode", batch_size=1, context_length=192 + 24)
+
+
+def test_checkpoints_are_stored_as_published() -> None:
+    """NVIDIA's checkpoint of DeepSeek-R1 has experts and `wo` in four bits, else bf16."""
+    settings = {"model": "deepseek-r1", "layers": 4, "tp": 8}
+    row = dataclasses.replace(ROW, settings=settings, checkpoint="deepseek-r1-nvfp4-v2")
+    program = inference._compiled(inference._key(row, mode="decode", batch_size=8)).program
+    tasks = program.classes[0].tasks
+    data_types = {tasks.names[n]: tasks.dtypes[d] for n, d in zip(tasks.name, tasks.dtype)}
+    assert data_types["layer3.q"] == data_types["layer3.latent"] == "bf16"
+    assert data_types["layer3.attn_out"] == data_types["layer3.mlp_out"] == "fp4"
 
 
 def test_requests_of_a_rate_follow_littles_law() -> None:

@@ -1,0 +1,235 @@
+"""Fit the constants of kernels that serve (`inference` of a hardware file); print held-out errors.
+
+    python benchmarks/fit_inference.py CHECKOUT [h100-sxm ...]
+
+CHECKOUT is a copy of NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator@095f58a5,
+Apache-2.0), whose tables of measured kernels are parquet files. The tables of vLLM, SGLang and
+TensorRT-LLM count alike. Of the rows of a table, 70% fit and 30% are held out, by a hash of the
+shape. Errors: |predicted / measured - 1|. Needs scipy and pyarrow.
+
+Rows of products in few bits include the kernel that quantizes their input, where the engine runs
+one. Of experts in nvfp4 there are kernels for few tokens and others; engines run the former.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+from fit_kernels import Constants, Rows, block, column, fit, held_out, sample, told
+
+from stagewright.evidence.kernels import ITEM, ExpertMLP, experts_seconds
+from stagewright.time.collectives import direct_all_reduce
+from stagewright.time.hardware import Hardware, resolve
+from stagewright.time.inference_fits import (
+    CachedAttentionFit,
+    DirectAllReduce,
+    InferenceFit,
+    InferenceGemmFit,
+)
+from stagewright.time.network import for_inference
+from stagewright.time.roofline import (
+    CachedAttentionWork,
+    cached_attention_seconds,
+    gemm_seconds,
+)
+
+SYSTEMS = {
+    "a100-sxm-80gb": "a100_sxm",
+    "h100-sxm": "h100_sxm",
+    "h200": "h200_sxm",
+    "b200": "b200_sxm",
+    "b300": "b300_sxm",
+    "gb200-nvl72": "gb200",
+    "gb300-nvl72": "gb300",
+}
+VERSIONS = {"trtllm": "1.3.0rc10", "sglang": "0.5.9", "vllm": "0.19.0"}
+"""Releases whose tables are read, those that the rows of servers were measured with at most."""
+DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8_block", "fp4": "nvfp4"}
+SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
+         "moe_ep_size")  # fmt: skip
+SLOW = {"moe_torch_flow_cutlass", "moe_torch_flow_nongated"}
+"""Kernels of experts in nvfp4 that no engine runs for few tokens."""
+FEW, MOST = 512, 16384
+"""Rows of products: half of the rows that fit have at most the first, none more than the second."""
+
+
+def read(checkout: Path, system: str, op: str, name: str) -> Rows:
+    """The rows of all engines, latencies in ms."""
+    folder = checkout / "aic-core/src/aiconfigurator_core/systems/data" / system / op
+    found: Rows = []
+    for engine, version in VERSIONS.items():
+        path = folder / engine / version / f"{name}_perf.parquet"
+        if path.exists():
+            found += [row | {"engine": engine} for row in parquet.read_table(path).to_pylist()]
+    return found
+
+
+def even(rows: Rows, size: str, most: int) -> Rows:
+    """A sample in which engines, and few and many rows of a product, count alike."""
+    chosen: Rows = []
+    for engine in VERSIONS:
+        mine = [r for r in rows if r["engine"] == engine and float(r[size]) <= MOST]
+        few = [r for r in mine if float(r[size]) <= FEW]
+        chosen += sample(few, most) + sample([r for r in mine if float(r[size]) > FEW], most)
+    return chosen
+
+
+def with_inference(on: Hardware, **changes: Any) -> Hardware:
+    """The hardware with other constants of inference, as steps of inference see it."""
+    of = on.inference or InferenceFit(cached_attention=START_ATTENTION)
+    return for_inference(on.model_copy(update={"inference": of.model_copy(update=changes)}))
+
+
+START_ATTENTION = CachedAttentionFit(
+    launch_us=10, tile_us=1, memory_fraction=0.9, sharpness=2
+)
+START = {"tile_us": 1.0, "launch_us": 5.0, "memory_fraction": 0.85, "sharpness": 2.0}
+MOST_OF = {"memory_fraction": (0.0, 1.0), "sharpness": (1.0, 16.0), "fraction": (0.0, 1.0)}
+
+
+def tested(label: str, size: str, rows: Rows, predict: Callable[[Rows], np.ndarray]) -> None:
+    """Print the errors of held-out rows by engine, of few rows and of many."""
+    for engine in VERSIONS:
+        for low, high in ((1, 64), (65, FEW), (FEW + 1, MOST)):
+            some = [r for r in rows if r["engine"] == engine and low <= float(r[size]) <= high]
+            if some:
+                told(f"{label}, {engine}, {low} to {high}", predict(some),
+                     column(some, "latency") / 1e3)  # fmt: skip
+
+
+def gemm(checkout: Path, on: Hardware, system: str) -> None:
+    """Products, per precision; those of bf16 have the constants of training."""
+    table = [r for r in read(checkout, system, "gemm", "gemm") if min(r["n"], r["k"]) >= 256]
+    print("  gemm:")
+    for key, theirs in DTYPES.items():
+        rows = [r for r in table if r["gemm_dtype"] == theirs and r["n"] * r["k"] < 2e8]
+        if not rows or key == "bf16":
+            continue
+        dtype = key.removesuffix("_block")
+
+        def predict(constants: Constants, some: Rows, dtype: str = dtype) -> np.ndarray:
+            changed = with_inference(on, gemm={dtype: InferenceGemmFit(**constants)})
+            m, n, k = (column(some, c) for c in "mnk")
+            traffic = ITEM[dtype] * (m * k + k * n) + 2 * m * n
+            return gemm_seconds(
+                np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed
+            )
+
+        keep = even([r for r in rows if not held_out(r["m"], r["n"], r["k"])], "m", 300)
+        start = START | {"fraction": on.products(dtype).fraction}
+        found = fit(start, predict, keep, column(keep, "latency") / 1e3, MOST_OF)
+        block(key, found, 4)
+        test = [r for r in rows if held_out(r["m"], r["n"], r["k"])]
+        tested(f"gemm {key}", "m", test, lambda some, found=found, p=predict: p(found, some))
+
+
+def experts(checkout: Path, on: Hardware, system: str) -> None:
+    """Grouped products of evenly loaded experts, with the copies around them."""
+    table = [
+        r
+        for r in read(checkout, system, "moe", "moe")
+        if r["distribution"] == "balanced" and r["kernel_source"] != "moe_torch_flow_nongated"
+    ]
+    print("  experts_gemm:")
+    for key, theirs in DTYPES.items():
+        rows = [r for r in table if r["moe_dtype"] == theirs]
+        if key == "fp4":
+            rows = [r for r in rows if r["kernel_source"] not in SLOW]
+        if not rows:
+            continue
+        dtype = key.removesuffix("_block")
+
+        def predict(constants: Constants, some: Rows, dtype: str = dtype) -> np.ndarray:
+            of = {dtype: InferenceGemmFit(**constants)}
+            changed = with_inference(on, gemm=of, experts_gemm=of)
+            sizes = (column(some, name) for name in SIZES)
+            return experts_seconds(ExpertMLP(*sizes), dtype=dtype, on=changed)
+
+        keep = even([r for r in rows if not held_out(*(r[n] for n in SIZES))], "num_tokens", 250)
+        start = START | {"fraction": on.products(dtype, grouped=True).fraction}
+        found = fit(start, predict, keep, column(keep, "latency") / 1e3, MOST_OF)
+        block(key, found, 4)
+        test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
+        tested(f"experts {key}", "num_tokens", test,
+               lambda some, found=found, p=predict: p(found, some))  # fmt: skip
+
+
+HEADS = ("batch_size", "num_heads", "num_key_value_heads", "head_dim", "isl", "step")
+
+
+def attention(checkout: Path, on: Hardware, system: str) -> None:
+    """Attention of a decode step over a cache of keys and values in bf16 or fp8."""
+    rows = [
+        r | {"kv": int(r["num_key_value_heads"]) or int(r["num_heads"])}
+        for r in read(checkout, system, "attention", "generation_attention")
+        if not int(r["window_size"] or 0) and r["head_dim"] in (64, 128)
+        and r["attn_dtype"] == "bfloat16"
+    ]  # fmt: skip
+
+    def predict(constants: Constants, some: Rows) -> np.ndarray:
+        b, h, kv, d = (column(some, n) for n in ("batch_size", "num_heads", "kv", "head_dim"))
+        keys = column(some, "isl") + column(some, "step")
+        width = np.array([1.0 if r["kv_cache_dtype"] == "fp8" else 2.0 for r in some])
+        moved = b * keys * kv * 2 * d * width + 2 * b * h * 2 * d
+        work = CachedAttentionWork(b * h, h / kv, b * h * keys, b * keys * kv, 4 * d, moved)
+        changed = with_inference(on, cached_attention=CachedAttentionFit(**constants))
+        return cached_attention_seconds(work, dtype="bf16", on=changed)
+
+    keep: Rows = []
+    for engine in VERSIONS:
+        mine = [r for r in rows if r["engine"] == engine]
+        keep += sample([r for r in mine if not held_out(*(r[n] for n in HEADS))], 600)
+    found = fit(dict(START_ATTENTION), predict, keep, column(keep, "latency") / 1e3,
+                {"memory_fraction": (0.0, 0.95), "sharpness": (1.0, 16.0)})  # fmt: skip
+    block("cached_attention", found, 2)
+    for engine in VERSIONS:
+        mine = [r for r in rows if r["engine"] == engine]
+        test = [r for r in mine if held_out(*(r[n] for n in HEADS))]
+        if test:
+            told(f"attention, {engine}", predict(found, test), column(test, "latency") / 1e3)
+
+
+def all_reduce(checkout: Path, on: Hardware, system: str) -> None:
+    """All_reduce within a node, as a captured graph runs it: TensorRT-LLM's table says so."""
+    table = [
+        r
+        for r in read(checkout, system, "comm", "custom_allreduce")
+        if r["engine"] == "trtllm" and r["num_gpus"] <= on.scale_up.gpus
+    ]
+    link = on.scale_up.bandwidth_gb_s
+
+    def predict(constants: Constants, some: Rows) -> np.ndarray:
+        of = DirectAllReduce(**constants)
+        return np.array(
+            [direct_all_reduce(2 * r["message_size"], r["num_gpus"], link, of) for r in some]
+        )
+
+    few = [r for r in table if 2 * r["message_size"] <= 8 << 20]
+    key = ("num_gpus", "message_size")
+    keep = [r for r in few if not held_out(*(r[n] for n in key))]
+    start = {"latency_us": 3.0, "gpu_us": 0.1, "bandwidth_fraction": 0.6, "second_us": 5.0}
+    found = fit(start, predict, keep, column(keep, "latency") / 1e3,
+                {"bandwidth_fraction": (0.0, 1.0)})  # fmt: skip
+    block("all_reduce", found, 2)
+    test = [r for r in few if held_out(*(r[n] for n in key))]
+    told("all_reduce", predict(found, test), column(test, "latency") / 1e3)
+
+
+PARTS = (gemm, experts, attention, all_reduce)
+
+
+def main(checkout: Path, wanted: Iterable[str]) -> None:
+    """All fits of the systems asked for."""
+    for name in wanted:
+        print(f"## {name}\ninference:", flush=True)
+        for part in PARTS:
+            part(checkout, resolve(name), SYSTEMS[name])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or SYSTEMS)
