@@ -8,7 +8,8 @@ TensorRT-LLM count alike. Of the rows of a table, 70% fit and 30% are held out, 
 shape. Errors: |predicted / measured - 1|. Needs scipy and pyarrow.
 
 Rows of products in few bits include the kernel that quantizes their input, where the engine runs
-one. Of experts in nvfp4 there are kernels for few tokens and others; engines run the former.
+one; those of TensorRT-LLM in fp8 also the search for its scale, which checkpoints give, and are
+left out. Of experts in nvfp4 there are kernels for few tokens and others; engines run the former.
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ SYSTEMS = {
     "gb200-nvl72": "gb200",
     "gb300-nvl72": "gb300",
 }
-VERSIONS = {"trtllm": "1.3.0rc10", "sglang": "0.5.9", "vllm": "0.19.0"}
-"""Releases whose tables are read, those that the rows of servers were measured with at most."""
+VERSIONS = {
+    "trtllm": ("1.3.0rc20", "1.0.0"),
+    "sglang": ("0.5.14", "0.5.10"),
+    "vllm": ("0.24.0", "0.14.0"),
+}
+"""Releases whose tables are read: the newest with tables of all kernels, of which A100 has none."""
 DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8_block", "fp4": "nvfp4"}
 SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
          "moe_ep_size")  # fmt: skip
@@ -62,9 +67,9 @@ def read(checkout: Path, system: str, op: str, name: str) -> Rows:
     """The rows of all engines, latencies in ms."""
     folder = checkout / "aic-core/src/aiconfigurator_core/systems/data" / system / op
     found: Rows = []
-    for engine, version in VERSIONS.items():
-        path = folder / engine / version / f"{name}_perf.parquet"
-        if path.exists():
+    for engine, releases in VERSIONS.items():
+        paths = [folder / engine / release / f"{name}_perf.parquet" for release in releases]
+        for path in [path for path in paths if path.exists()][:1]:
             found += [row | {"engine": engine} for row in parquet.read_table(path).to_pylist()]
     return found
 
@@ -85,9 +90,7 @@ def with_inference(on: Hardware, **changes: Any) -> Hardware:
     return for_inference(on.model_copy(update={"inference": of.model_copy(update=changes)}))
 
 
-START_ATTENTION = CachedAttentionFit(
-    launch_us=10, tile_us=1, memory_fraction=0.9, sharpness=2
-)
+START_ATTENTION = CachedAttentionFit(launch_us=10, tile_us=1, memory_fraction=0.9, sharpness=2)
 START = {"tile_us": 1.0, "launch_us": 5.0, "memory_fraction": 0.85, "sharpness": 2.0}
 MOST_OF = {"memory_fraction": (0.0, 1.0), "sharpness": (1.0, 16.0), "fraction": (0.0, 1.0)}
 
@@ -108,6 +111,8 @@ def gemm(checkout: Path, on: Hardware, system: str) -> None:
     print("  gemm:")
     for key, theirs in DTYPES.items():
         rows = [r for r in table if r["gemm_dtype"] == theirs and r["n"] * r["k"] < 2e8]
+        if key == "fp8":
+            rows = [r for r in rows if r["engine"] != "trtllm"]
         if not rows or key == "bf16":
             continue
         dtype = key.removesuffix("_block")
@@ -116,9 +121,7 @@ def gemm(checkout: Path, on: Hardware, system: str) -> None:
             changed = with_inference(on, gemm={dtype: InferenceGemmFit(**constants)})
             m, n, k = (column(some, c) for c in "mnk")
             traffic = ITEM[dtype] * (m * k + k * n) + 2 * m * n
-            return gemm_seconds(
-                np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed
-            )
+            return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed)
 
         keep = even([r for r in rows if not held_out(r["m"], r["n"], r["k"])], "m", 300)
         start = START | {"fraction": on.products(dtype).fraction}
@@ -167,7 +170,7 @@ def attention(checkout: Path, on: Hardware, system: str) -> None:
     rows = [
         r | {"kv": int(r["num_key_value_heads"]) or int(r["num_heads"])}
         for r in read(checkout, system, "attention", "generation_attention")
-        if not int(r["window_size"] or 0) and r["head_dim"] in (64, 128)
+        if not int(r.get("window_size") or 0) and r["head_dim"] in (64, 128)
         and r["attn_dtype"] == "bfloat16"
     ]  # fmt: skip
 

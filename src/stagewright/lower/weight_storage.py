@@ -36,6 +36,15 @@ def checkpoint(run: Run, model: ModelConfig) -> Quantization | None:
     return None if asked else model.quantization
 
 
+def in_blocks(run: Run, model: ModelConfig) -> bool:
+    """Whether a run of inference has products in fp8 whose weights are scaled by blocks of rows and
+    columns, as DeepSeek-V3's are: they have kernels of their own."""
+    given = checkpoint(run, model)
+    asked = STORED[run.weight_precision] if run.weight_precision else None
+    formats = given.formats if given else (asked,) if asked else ()
+    return any(x.product == "fp8" and x.rows > 1 and x.columns > 1 for x in formats)
+
+
 def notes(run: Run, model: ModelConfig) -> list[str]:
     """Where a run passes over how a config.json says that its checkpoint is stored."""
     given = model.quantization

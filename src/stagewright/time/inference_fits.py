@@ -1,6 +1,7 @@
 """Constants of kernels that only inference runs, or runs otherwise than training.
 
-They belong to the hardware, whose files have them as `inference`.
+They belong to the hardware, whose files have them as `inference`; `benchmarks/fit_inference.py`
+fits them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from stagewright.time.constants import Figures
+
+BLOCKS = "fp8_block"
+"""The key of constants of products in fp8 whose weights are scaled by blocks of rows and columns,
+with the kernel that finds the scales of their inputs."""
 
 
 class InferenceGemmFit(Figures):
@@ -59,7 +64,7 @@ class InferenceFit(Figures):
     """Constants of kernels that only inference runs, or runs otherwise than training."""
 
     gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
-    """By precision; a precision without constants has training's."""
+    """By precision, or `BLOCKS`; a precision without constants has training's."""
     experts_gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
     """Of grouped products, beside the constants of single ones, in place of `ExpertFit.gemm`."""
     cached_attention: CachedAttentionFit

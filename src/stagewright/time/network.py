@@ -22,7 +22,7 @@ from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.cluster import Algorithm, Topology
 from stagewright.time.constants import GemmFit
 from stagewright.time.hardware import Hardware, ScaleOut, ScaleUp
-from stagewright.time.inference_fits import DirectAllReduce, InferenceGemmFit
+from stagewright.time.inference_fits import BLOCKS, DirectAllReduce, InferenceGemmFit
 from stagewright.time.torus import Pod
 
 
@@ -137,28 +137,37 @@ class Machine:
             )
         return cls(hardware, gpus, tuple(tiers), algorithm)
 
-    def for_inference(self) -> Self:
-        """This machine with the kernels of inference, where its hardware has constants of them."""
+    def for_inference(self, *, blocks: bool = False) -> Self:
+        """This machine with the kernels of inference, where its hardware has constants of them.
+
+        `blocks`: products in fp8 are of weights that are scaled by blocks.
+        """
         of = self.hardware.inference
         if of is None:
             return self
-        hardware = for_inference(self.hardware)
+        hardware = for_inference(self.hardware, blocks=blocks)
         return replace(self, hardware=hardware, direct_all_reduce=of.all_reduce)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.hardware.name}: " + ", ".join(map(str, self.tiers))
 
 
-def for_inference(hardware: Hardware) -> Hardware:
-    """The hardware with the constants of inference, where it has any, for products."""
+def for_inference(hardware: Hardware, *, blocks: bool = False) -> Hardware:
+    """The hardware with the constants of inference, where it has any, for products.
+
+    `blocks`: those in fp8 are of weights that are scaled by blocks.
+    """
     if hardware.inference is None:
         return hardware
     of = hardware.inference
 
     def changed(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
+        chosen = {dtype: fit for dtype, fit in fits.items() if dtype != BLOCKS}
+        if blocks and BLOCKS in fits:
+            chosen["fp8"] = fits[BLOCKS]
         return {
             dtype: hardware.products(dtype).model_copy(update=fit.model_dump(exclude_none=True))
-            for dtype, fit in fits.items()
+            for dtype, fit in chosen.items()
         }
 
     experts = hardware.experts

@@ -88,7 +88,8 @@ def test_checkpoints_are_stored_as_published() -> None:
     row = dataclasses.replace(ROW, settings=settings, checkpoint="deepseek-r1-nvfp4-v2")
     program = inference._compiled(inference._key(row, mode="decode", batch_size=8)).program
     tasks = program.classes[0].tasks
-    data_types = {tasks.names[n]: tasks.dtypes[d] for n, d in zip(tasks.name, tasks.dtype)}
+    pairs = zip(tasks.name, tasks.dtype, strict=True)
+    data_types = {tasks.names[n]: tasks.dtypes[d] for n, d in pairs}
     assert data_types["layer3.q"] == data_types["layer3.latent"] == "bf16"
     assert data_types["layer3.attn_out"] == data_types["layer3.mlp_out"] == "fp4"
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from stagewright.lower.compile import compile
+from stagewright.lower.weight_storage import in_blocks
+from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.cost import task_seconds
 from stagewright.time.hardware import resolve
+from stagewright.time.inference_fits import BLOCKS, InferenceGemmFit
 from stagewright.time.network import Machine, for_inference, placements
 from stagewright.time.roofline import (
     CachedAttentionWork,
@@ -110,3 +113,27 @@ def test_training_and_unmeasured_hardware_keep_their_constants() -> None:
     assert served.gemm["bf16"] == H100.gemm["bf16"]
     assert served.gemm["fp8"].fraction == H100.gemm["fp8"].fraction
     assert served.gemm["fp8"].launch_us < H100.gemm["fp8"].launch_us
+
+
+def test_products_in_fp8_with_scales_of_blocks_have_constants_of_their_own() -> None:
+    """Where the hardware has them; what is stored with one scale keeps those of fp8."""
+    deepseek = Run(model="deepseek-v3", mode="decode", batch_size=8)
+    assert in_blocks(deepseek, PRESETS["deepseek-v3"])
+    assert in_blocks(Run(model="llama3-8b", weight_precision="fp8"), PRESETS["llama3-8b"])
+    assert not in_blocks(Run(model="llama3-8b", weight_precision="nvfp4"), PRESETS["llama3-8b"])
+    assert not in_blocks(Run(model="llama3-8b", mode="decode"), PRESETS["llama3-8b"])
+    slow = InferenceGemmFit(tile_us=1, launch_us=20, memory_fraction=0.5, sharpness=2, fraction=0.3)
+    of = H100.inference
+    assert of is not None
+    fits = of.model_copy(update={"gemm": {**of.gemm, BLOCKS: slow}})
+    on = H100.model_copy(update={"inference": fits})
+    assert for_inference(on).gemm == for_inference(H100).gemm
+    served = for_inference(on, blocks=True).gemm["fp8"]
+    assert (served.launch_us, served.fraction) == (20, 0.3)
+
+
+def test_latents_and_queries_come_down_in_one_product() -> None:
+    """Engines hold the three matrices side by side; training keeps them apart."""
+    run = Run(model="deepseek-v3", layers=1, mode="decode", batch_size=8)
+    down = [s for s in compile(run).program.classes[0].tasks.shapes if s.joint[:1] == ("kv_down",)]
+    assert sorted(dict(shape.extents)["n"] for shape in down) == [64, 512, 1536]

@@ -55,7 +55,7 @@ def beside_routed(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     ours, theirs = part & ~routed, part & routed
 
     def total(values: Float, chosen: Bool) -> Float:
-        return np.bincount(block[chosen], values[chosen], minlength=count)
+        return np.bincount(block[chosen], values[chosen], minlength=count).astype(float)
 
     shared, beside = total(seconds, ours), total(seconds, theirs)
     moved = total(tasks.traffic.astype(float), part) / bytes_per_second(on)

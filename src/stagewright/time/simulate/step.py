@@ -35,6 +35,7 @@ from stagewright.blocks.recipe import PRECISIONS
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import prefill_run
+from stagewright.lower.weight_storage import in_blocks
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
@@ -44,6 +45,7 @@ from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.time.cost import task_seconds
+from stagewright.time.experts.beside import beside_routed
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
 from stagewright.time.measured import Counts
@@ -361,7 +363,8 @@ def executed(
     if how.overlap_moe_expert_parallel_comm:
         ep_overlap.check(compiled.run)
     if compiled.run.mode != "train":
-        machine = machine.for_inference()
+        blocks = in_blocks(compiled.run, compiled.model)
+        machine = machine.for_inference(blocks=blocks)
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
@@ -373,6 +376,9 @@ def executed(
     def simulated(program: Program) -> Timeline:
         overlap = how.tp_comm_overlap
         seconds = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
+        if run.mode == "decode":
+            pairs = zip(program.classes, seconds, strict=True)
+            seconds = [beside_routed(of.tasks, alone, machine.hardware) for of, alone in pairs]
         hosts = host_work(program, run, how, machine.hardware)
         return timeline(program, seconds, how, factors, progress, hosts)
 
