@@ -16,7 +16,7 @@ few, and the rest is added.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -211,6 +211,23 @@ def rounds(schedule: str, pp: int, microbatches: int, fills: int) -> Rounds:
     played = most - step + (microbatches - most) % step
     played += step if played <= most - step else 0
     return Rounds(played, played - step, (microbatches - played) / step)
+
+
+def slowest_loop(both: Sequence[Float], there: Sequence[Float]) -> Float:
+    """Seconds that each further microbatch adds to 1F1B once the slowest part has set the pace.
+
+    `both` are the seconds of a forward and a backward on each rank, `there` those of a message from
+    each rank to the next one and of one back. Neighbouring ranks a to b pass microbatches round: of
+    b - a + 1 in flight each is computed on all of them and travels there and back.
+    """
+    found = both[0]
+    for first in range(len(both)):
+        loop = both[first]
+        found = np.maximum(found, loop)
+        for last in range(first + 1, len(both)):
+            loop = loop + both[last] + there[last - 1]
+            found = np.maximum(found, loop / (last - first + 1))
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -80,8 +80,8 @@ class Responses:
 def responses(of: Template, timed: Sequence[Timed], how: Execution) -> Responses:
     """The responses of a template; `timed` by program, the base first."""
     every = [
-        _played(of, program, seconds, how)
-        for program, seconds in zip((of.base, *of.more), timed, strict=True)
+        _played(of, assembly.program, seconds, how)
+        for assembly, seconds in zip((of.base, *of.more), timed, strict=True)
     ]
     names = dict.fromkeys(
         axis
@@ -157,7 +157,7 @@ def _chosen(
     for stage, kind in sorted(kinds):
         mine = [c for c in found.actions if c.stage == stage and c.backward == (kind != "F")]
         complete = mine[0] if kind == "F" else mine[-1]
-        usual = mine[1]
+        usual = mine[min(1, len(mine) - 1)]
         chosen[(stage, kind), True] = complete.begin, complete.end
         chosen[(stage, kind), False] = usual.begin, usual.end
     return chosen

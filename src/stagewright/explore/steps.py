@@ -1,29 +1,23 @@
-"""A step of many configurations of one structure and pipeline: its time, and where that goes."""
+"""Steps of many configurations with one order of actions: their time, and where that goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES
-from stagewright.explore.pipeline import (
-    Effect,
-    Pipelined,
-    RankEnd,
-    effect,
-    order_of,
-    play,
-    rounds,
-)
+from stagewright.explore.pipeline import Effect, RankEnd, effect, order_of, play, slowest_loop
 from stagewright.explore.responses import BUSY, RankTail, Responses, response
-from stagewright.explore.templates import MIDDLE, ONLY, kind_of
-from stagewright.schedule.actions import Action, flat
+from stagewright.explore.templates import ONLY, kind_of
+from stagewright.schedule.actions import Action, Order, flat
 from stagewright.schedule.places import places
-from stagewright.schedule.schedules import SCHEDULES
+from stagewright.time.collectives import messages_seconds
+from stagewright.time.network import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,195 +27,245 @@ class Pipeline:
     schedule: str
     pp: int
     vpp: int
-    microbatches: int
-    group: int | None = None
+    group: int | None
+    played: int
+    """Microbatches that are played; see `pipeline.rounds`."""
+    before: int
+
+    def order(self, microbatches: int) -> Order:
+        """What each rank does with so many microbatches."""
+        return order_of(self.schedule, self.pp, microbatches, self.vpp, self.group)
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages of the model."""
+        return 1 + max(a.stage for row in self.order(self.played) for a in flat(row))
+
+
+class Messages(NamedTuple):
+    """Messages between neighbouring ranks of pipelines."""
+
+    size: Float
+    """Bytes: [configurations]."""
+    stride: Int
+    """Distance between the ranks of two neighbouring stages: [configurations]."""
+    pp: int
+    machine: Machine
+
+    def seconds(self, a: int, b: int) -> Float:
+        """Seconds of a message from rank `a` of the pipeline to rank `b`: [configurations]."""
+        found = messages_seconds(self.size, 0, self.machine)
+        if a == b:
+            return 0 * found
+        block, low, stride = 1, min(a, b), self.stride
+        for level, tier in enumerate(self.machine.tiers[:-1], 1):
+            block *= tier.size
+            # Some of the ranks of a stage and their peers are on either side of a border.
+            border = (low * stride // block + 1) * block
+            near = border < (low + 2) * stride
+            crosses = near if abs(a - b) == 1 else self.pp * stride > block
+            found = np.where(crosses, messages_seconds(self.size, level, self.machine), found)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lot:
+    """Configurations of one structure on one machine that are played together."""
+
+    responses: Responses
+    tuples: Int
+    """Which numbers of the structure each has: [configurations]."""
+    layers: Int
+    """Of each variant on each stage: [variants, stages]."""
+    microbatches: Int
+    more: Float
+    """Rounds that are added to those that are played: [configurations]."""
+    messages: Messages
 
 
 class Steps(NamedTuple):
-    """The steps of configurations, [configurations] each: seconds."""
+    """The steps of configurations: seconds, [configurations] each."""
 
     seconds: Float
     bubble: Float
-    """Of the mean rank, as its waits are."""
+    """Of the mean rank, as its waits are. Waiting for the messages of a pipeline is part of it."""
     exposed: dict[str, Float]
     launches: Float
 
 
-def steps(
-    of: Pipeline,
-    responses: Responses,
-    tuples: Int,
-    layers: Int,
-    message: Callable[[int, int], Float],
-) -> Steps:
-    """The steps of configurations with these tuples of a structure's numbers.
-
-    `layers` are those of each variant on each stage, [variants, stages, configurations]. `message`
-    are the seconds of a message from one rank to another, [configurations].
-    """
-    play_ = _Play(of, responses, tuples, layers, message)
-    schedule = SCHEDULES.get(of.schedule)
-    plan = rounds(of.schedule, of.pp, of.microbatches, schedule.fills if schedule else 1)
-    seconds = play_.seconds(plan.played)
-    if plan.before:
-        period = seconds - play_.seconds(plan.before)
-        seconds = seconds + plan.more * np.maximum(period, 0.0)
-        seconds = np.maximum(seconds, play_.busiest())
-    return play_.steps(seconds)
+def steps(of: Pipeline, lots: Sequence[Lot]) -> list[Steps]:
+    """The steps of each lot."""
+    played = _Played(of, lots)
+    seconds = played.seconds(of.played)
+    if of.before:
+        before = played.seconds(of.before)
+        seconds = [
+            _continued(played, nth, now, then)
+            for nth, (now, then) in enumerate(zip(seconds, before, strict=True))
+        ]
+    return [played.parts(nth, each) for nth, each in enumerate(seconds)]
 
 
-class _Play:
-    """Actions and tails of configurations, gathered when they are asked for."""
+def _continued(played: _Played, nth: int, now: Float, before: Float) -> Float:
+    """The time with all rounds: each further one adds what the last one has added, or more."""
+    of, lot = played.of, played.lots[nth]
+    period = np.maximum(now - before, (of.played - of.before) * played.pace(nth))
+    return now + lot.more * np.maximum(period, 0.0)
 
-    def __init__(
-        self, of: Pipeline, responses: Responses, tuples: Int, layers: Int,
-        message: Callable[[int, int], Float],
-    ) -> None:  # fmt: skip
-        self.of, self.responses, self.tuples = of, responses, tuples
-        self.layers, self.message = layers, message
-        self.stages = of.pp * of.vpp
-        self._rows: dict[tuple[int, str, bool, bytes], Float] = {}
-        self._effects: dict[tuple[int, str, bool, bytes], Effect] = {}
 
-    def rows(self, stage: int, kind: str, complete: bool) -> tuple[tuple[object, ...], Float]:
-        """The rows of an action, equal for stages of equal kind and layers."""
-        layers = self.layers[:, stage]
-        key = kind_of(stage, self.stages), kind, complete, layers.tobytes()
-        if key not in self._rows:
-            self._rows[key] = self.responses.actions[key[:3]].at(self.tuples, layers)
-        return key, self._rows[key]
+class _Played:
+    """Configurations in lots, played together."""
 
-    def given(self, a: Action, complete: bool) -> Effect:
-        key, rows = self.rows(a.stage, a.kind, complete)
+    def __init__(self, of: Pipeline, lots: Sequence[Lot]) -> None:
+        self.of, self.lots = of, lots
+        self.stages = of.stages
+        self.edges = np.cumsum([0, *(len(lot.tuples) for lot in lots)])
+        self._rows: list[dict[tuple[object, ...], Float]] = [{} for _ in lots]
+        self._effects: dict[tuple[object, ...], Effect] = {}
+        self._tails: dict[tuple[int, int], list[Float]] = {}
+
+    # ---- actions ---------------------------------------------------------------------------------
+
+    def _key(self, nth: int, stage: int) -> tuple[int, tuple[int, ...]]:
+        """What the actions of a stage are the same for, in one lot."""
+        return kind_of(stage, self.stages), tuple(self.lots[nth].layers[:, stage].tolist())
+
+    def _action(self, nth: int, stage: int, kind: str, complete: bool) -> Float:
+        """The rows of an action (`responses.Linear`) for a lot: [rows, configurations]."""
+        lot, of = self.lots[nth], self._key(nth, stage)
+        key = (*of, kind, complete)
+        if key not in self._rows[nth]:
+            linear = lot.responses.actions[of[0], kind, complete]
+            self._rows[nth][key] = linear.at(lot.tuples, lot.layers[:, stage])
+        return self._rows[nth][key]
+
+    def _given(self, a: Action, complete: bool) -> Effect:
+        key = (*(self._key(nth, a.stage) for nth in range(len(self.lots))), a.kind, complete)
         if key not in self._effects:
-            self._effects[key] = effect(response(rows))  # pyright: ignore[reportArgumentType]
-        return self._effects[key]  # pyright: ignore[reportArgumentType]
+            every = [
+                self._action(nth, a.stage, a.kind, complete)[:BUSY]
+                for nth in range(len(self.lots))
+            ]  # fmt: skip
+            self._effects[key] = effect(response(np.concatenate(every, axis=1)))
+        return self._effects[key]
 
-    def seconds(self, microbatches: int) -> Float:
-        """The seconds of a step of so many microbatches."""
-        of = self.of
-        order = order_of(of.schedule, of.pp, microbatches, of.vpp, of.group)
-        return self._ends(play(order, self.given, self.message))
+    def _message(self, a: int, b: int) -> Float:
+        return np.concatenate([lot.messages.seconds(a, b) for lot in self.lots])
 
-    def busiest(self) -> Float:
-        """The least time of a step: its way to a rank and back, and all that the rank computes."""
-        of = self.of
-        if of.vpp > 1:
-            return np.zeros(len(self.tuples))
-        way = np.zeros(len(self.tuples))
-        least = way
-        kinds = [k for s, k, c in self.responses.actions if s != MIDDLE and not c and k != "F"]
-        for rank in range(of.pp):
-            both = self._gpu(rank, "F") + sum(self._gpu(rank, k) for k in dict.fromkeys(kinds))
-            least = np.maximum(least, way + of.microbatches * both)
-            if rank + 1 < of.pp:
-                there = self.message(rank, rank + 1) + self.message(rank + 1, rank)
-                way = way + self._gpu(rank, "F") + there
-        return least
+    def seconds(self, microbatches: int) -> list[Float]:
+        """The seconds of steps of so many microbatches, by lot."""
+        found = play(self.of.order(microbatches), self._given, self._message)
+        result: list[Float] = []
+        for nth in range(len(self.lots)):
+            mine = slice(int(self.edges[nth]), int(self.edges[nth + 1]))
+            ends = [RankEnd(*(column[mine] for column in rank)) for rank in found.ranks]
+            result.append(self._end(nth, ends))
+        return result
 
-    def _gpu(self, stage: int, kind: str) -> Float:
-        return self.rows(stage, kind, False)[1][GPU]
+    def pace(self, nth: int) -> Float:
+        """Seconds that a microbatch adds to many, at least: those of the busiest rank."""
+        pp, lot = self.of.pp, self.lots[nth]
+        kinds = [
+            sorted({(a.stage, a.kind) for a in flat(row)}) for row in self.of.order(self.of.played)
+        ]
+        zero = np.zeros(len(lot.tuples))
+        both = [sum((self._action(nth, *k, False)[GPU] for k in of), zero) for of in kinds]
+        if self.of.schedule != "1f1b":
+            return _latest(both)
+        return slowest_loop(
+            both, [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
+        )
 
     # ---- after all actions -----------------------------------------------------------------------
 
-    def tail(self, rank: int) -> RankTail:
-        """What a rank does after all actions."""
-        return self.responses.tails[ONLY if self.of.pp == 1 else kind_of(rank, self.of.pp)]
+    @cached_property
+    def _held(self) -> list[list[int]]:
+        """The stages of each rank."""
+        found = places(self.of.order(self.of.played))
+        return [[p.stage for p in found if p.rank == rank] for rank in range(self.of.pp)]
 
-    def _held(self, rank: int) -> Int:
-        """Layers of each variant on a rank: [variants, configurations]."""
-        stages = [p.stage for p in places(order_of(
-            self.of.schedule, self.of.pp, self._least(), self.of.vpp, self.of.group
-        )) if p.rank == rank]  # fmt: skip
-        return self.layers[:, stages].sum(axis=1)
+    def _tail(self, nth: int, rank: int) -> RankTail:
+        kind = ONLY if self.of.pp == 1 else kind_of(rank, self.of.pp)
+        return self.lots[nth].responses.tails[kind]
 
-    def _least(self) -> int:
-        schedule = SCHEDULES.get(self.of.schedule)
-        return rounds(
-            self.of.schedule, self.of.pp, self.of.microbatches, schedule.fills if schedule else 1
-        ).played
-
-    def _sections(self, rank: int) -> list[Float]:
-        key: tuple[int, str, bool, bytes] = (
-            ONLY if self.of.pp == 1 else kind_of(rank, self.of.pp),
-            "tail",
-            True,
-            (held := self._held(rank)).tobytes(),
-        )
-        tail = self.tail(rank)
+    def _sections(self, nth: int, rank: int) -> list[Float]:
+        """The rows of what a rank does after all actions, by section."""
+        lot = self.lots[nth]
+        held = lot.layers[:, self._held[rank]].sum(axis=1)
+        kind = ONLY if self.of.pp == 1 else kind_of(rank, self.of.pp)
         found: list[Float] = []
-        for n, section in enumerate(tail.sections):
-            each = (*key[:1], f"tail{n}", *key[2:])
-            if each not in self._rows:
-                self._rows[each] = section.at(self.tuples, held)
-            found.append(self._rows[each])
+        for n, section in enumerate(self._tail(nth, rank).sections):
+            key = kind, tuple(held.tolist()), n
+            if key not in self._rows[nth]:
+                self._rows[nth][key] = section.at(lot.tuples, held)
+            found.append(self._rows[nth][key])
         return found
 
-    def _ends(self, pipelined: Pipelined) -> Float:
-        """The end of the last task of all ranks."""
-        state = pipelined.ranks
-        sections = [self._sections(rank) for rank in range(self.of.pp)]
+    def _end(self, nth: int, state: list[RankEnd]) -> Float:
+        """The end of the last task of all ranks, given when they are done with all actions."""
+        lot, ranks = self.lots[nth], range(self.of.pp)
+        sections = [self._sections(nth, rank) for rank in ranks]
+        meetings = [self._tail(nth, rank).meetings for rank in ranks]
         last = [np.maximum(of.gpu, of.aside) for of in state]
         reached = [0] * self.of.pp
-        state = list(state)
-        ready: list[Float] = []
-        for rank in range(self.of.pp):
+        for rank in ranks:
             state[rank], last[rank] = _after(state[rank], sections[rank][0], last[rank])
-        order = max((self.tail(rank).meetings for rank in range(self.of.pp)), key=len)
-        for meeting in order:
-            ranks = [
-                rank for rank in range(self.of.pp)
-                if reached[rank] < len(self.tail(rank).meetings)
-                and self.tail(rank).meetings[reached[rank]].slot == meeting.slot
+        for meeting in max(meetings, key=len):
+            met = [
+                rank for rank in ranks
+                if reached[rank] < len(meetings[rank])
+                and meetings[rank][reached[rank]].slot == meeting.slot
             ]  # fmt: skip
             ready = [
-                np.maximum(state[rank].gpu, state[rank].aside) if meeting.aside
-                else state[rank].gpu
-                for rank in ranks
-            ]  # fmt: skip
-            at = ready[0]
-            for other in ready[1:]:
-                at = np.maximum(at, other)
-            took = self.tail(ranks[0]).meetings[reached[ranks[0]]].seconds
-            at = at + (took[self.tuples] if len(took) > 1 else took)
-            for rank in ranks:
+                np.maximum(state[rank].gpu, state[rank].aside) if meeting.aside else state[rank].gpu
+                for rank in met
+            ]
+            took = meeting.seconds
+            at = _latest(ready) + (took[lot.tuples] if len(took) > 1 else took)
+            for rank in met:
                 reached[rank] += 1
-                met = state[rank]._replace(gpu=at)
-                state[rank], last[rank] = _after(met, sections[rank][reached[rank]], last[rank])
-        end = last[0]
-        for other in last[1:]:
-            end = np.maximum(end, other)
-        return end
+                after = state[rank]._replace(gpu=at)
+                state[rank], last[rank] = _after(after, sections[rank][reached[rank]], last[rank])
+        return _latest(last)
 
     # ---- where the time goes ---------------------------------------------------------------------
 
-    def steps(self, seconds: Float) -> Steps:
+    def parts(self, nth: int, seconds: Float) -> Steps:
         """The parts of steps that take so long: of the mean rank."""
-        axes = self.responses.axes
-        sums = np.zeros((1 + len(axes), len(self.tuples)))
-        order = order_of(self.of.schedule, self.of.pp, self._least(), self.of.vpp, self.of.group)
-        for rank, row in enumerate(order):
+        lot, axes = self.lots[nth], self.lots[nth].responses.axes
+        sums = np.zeros((1 + len(axes), len(lot.tuples)))
+        for rank, row in enumerate(self.of.order(self.of.played)):
             for stage, kind in sorted({(a.stage, a.kind) for a in flat(row)}):
-                once = self.rows(stage, kind, True)[1][BUSY:]
-                sums += once + (self.of.microbatches - 1) * self.rows(stage, kind, False)[1][BUSY:]
-            for section in self._sections(rank):
+                sums += self._action(nth, stage, kind, True)[BUSY:]
+                sums += (lot.microbatches - 1) * self._action(nth, stage, kind, False)[BUSY:]
+            for section in self._sections(nth, rank):
                 sums += section[BUSY:]
         sums /= self.of.pp
         waits = dict(zip(axes, sums[1:], strict=True))
-        launches = waits.pop(LAUNCHES, np.zeros(len(self.tuples)))
-        return Steps(seconds, np.maximum(seconds - sums.sum(axis=0), 0.0), waits, launches)
+        launches = waits.pop(LAUNCHES, np.zeros(len(lot.tuples)))
+        waits.pop("pp", None)
+        rest = np.maximum(seconds - sums.sum(axis=0), 0.0)
+        if self.of.pp == 1:  # nothing but gradients and weights is waited for between actions
+            waits["dp"] = waits.get("dp", 0.0) + rest
+            rest = 0 * rest
+        return Steps(seconds, rest, waits, launches)
+
+
+def _latest(times: Sequence[Float]) -> Float:
+    found = times[0]
+    for other in times[1:]:
+        found = np.maximum(found, other)
+    return found
 
 
 def _after(state: RankEnd, section: Float, last: Float) -> tuple[RankEnd, Float]:
     """A rank's moments after a section, and its last end."""
-    of = response(section)
-    inputs = state.gpu, state.aside, state.host
+    of = response(section[:BUSY])
+    inputs = (GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host)
 
     def latest(field: Float) -> Float:
-        found = inputs[GPU] + field[GPU]
-        for nth in (ASIDE, HOST):
-            found = np.maximum(found, inputs[nth] + field[nth])
-        return found
+        return _latest([at + field[nth] for nth, at in inputs])
 
-    end = np.maximum(last, latest(of.end))
-    return RankEnd(latest(of.gpu), latest(of.aside), latest(of.host)), end
+    return RankEnd(latest(of.gpu), latest(of.aside), latest(of.host)), np.maximum(
+        last, latest(of.end)
+    )

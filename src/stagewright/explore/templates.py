@@ -9,27 +9,26 @@ three ranks, or one where the model is not split.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.lower.assembly.assemble import lower
-from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
-from stagewright.lower.assembly.optimizer_step import ClipNorm
+from stagewright.lower.assembly.assemble import Assembly
+from stagewright.lower.assembly.lowered_block import LoweredBlock
 from stagewright.lower.habits import Habits
+from stagewright.lower.training import TrainingStep
 from stagewright.lower.variants import BlockVariant, PlacedVariant
-from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
-from stagewright.schedule.schedules import SCHEDULES, fewest, make
+from stagewright.schedule.schedules import make
 
 ONLY, FIRST, MIDDLE, LAST = range(4)
 """Kinds of stages: the whole model, or which part of it."""
 RANKS = 3
-_LAYERS = 2
+_LAYERS = 1
 """Layers of each variant on each stage of the base template."""
 
 
@@ -76,8 +75,8 @@ class Template:
     """As it is resolved, with the ranks, chunks and microbatches of the template."""
     order: Order
     stages: int
-    base: Program
-    more: tuple[Program, ...]
+    base: Assembly
+    more: tuple[Assembly, ...]
     """By variant of layers."""
 
     @property
@@ -97,43 +96,34 @@ def kind_of(stage: int, stages: int) -> int:
     return FIRST if stage == 0 else LAST if stage == stages - 1 else MIDDLE
 
 
-def template_run(run: Run) -> Run:
-    """A resolved run with the ranks, chunks and microbatches of its template."""
-    schedule = str(run.schedule)
-    chunks = SCHEDULES[schedule].chunks if schedule in SCHEDULES else 1
-    pp = RANKS if run.pp > 1 else 1
-    microbatches = max(4, fewest(schedule, pp)) if schedule in SCHEDULES else 4
-    while not SCHEDULES[schedule].takes(pp, microbatches):
-        microbatches += 1
-    vpp = run.vpp if chunks is not None else min(run.vpp, 2)
+class Kind(NamedTuple):
+    """What the pipelines of a structure must have in common to share a template."""
+
+    splits: bool
+    """Whether the model is split into stages."""
+    several: bool
+    """Whether there are several microbatches."""
+    parts: Parts
+
+
+def template(step: TrainingStep, of: Kind, blocks: Mapping[BlockVariant, LoweredBlock]) -> Template:
+    """The template of pipelines, from the blocks that they are made of.
+
+    `step` is that of any pipeline of these blocks, with numbers of one configuration or of many.
+    """
+    pp, microbatches = RANKS if of.splits else 1, 3 if of.several else 1
+    run = step.run
     batch = (run.micro_batch_size or 1) * run.dp * microbatches
-    changed = {
-        "pp": pp,
-        "vpp": vpp,
-        "global_batch_size": batch,
-        "microbatch_group_size_per_vp_stage": None,
-    }
-    return run.model_copy(update=changed)
+    changed = {"pp": pp, "vpp": 1, "global_batch_size": batch, "schedule": "1f1b"}
+    run = run.model_copy(update=changed | {"microbatch_group_size_per_vp_stage": None})
+    order = make("1f1b", pp, microbatches)
+    mesh, _ = parallelization(run, step.model)
 
+    def assembly(more: BlockVariant | None) -> Assembly:
+        placed = of.parts.stages(pp, more)
+        placed[-1] += of.parts.after
+        habits = Habits.of(run, order)
+        small = replace(step, run=run, order=order, mesh=mesh, stages=placed, habits=habits)
+        return small.assemble(blocks)
 
-def template(
-    run: Run,
-    model: ModelConfig,
-    parts: Parts,
-    blocks: Mapping[BlockVariant, LoweredBlock],
-    clip: ClipNorm | None,
-) -> Template:
-    """The template of a resolved run, from the blocks that its pipeline is made of."""
-    small = template_run(run)
-    order = make(str(run.schedule), small.pp, small.microbatches, small.vpp)
-    mesh, _ = parallelization(small, model)
-    habits = Habits.of(small, order)
-    stages = small.pp * small.vpp
-
-    def program(more: BlockVariant | None) -> Program:
-        placed = parts.stages(stages, more)
-        placed[-1] += parts.after
-        rows = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in placed]
-        return lower(rows, order, mesh, clip=clip, streams=run.streams, habits=habits)
-
-    return Template(small, order, stages, program(None), tuple(program(v) for v in parts.layers))
+    return Template(run, order, pp, assembly(None), tuple(map(assembly, of.parts.layers)))

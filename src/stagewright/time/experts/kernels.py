@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import numpy as np
 
@@ -42,7 +43,12 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
     `ranks` share the experts, and `width` ranks share each one: these gather its rows. The time is
     added to that of the copies of tokens to experts and back, 0 elsewhere.
     """
-    copying = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
+    return _each(tasks, *copying(tasks, ranks, width, on))
+
+
+def copying(tasks: Tasks, ranks: Amount, width: Amount, on: Hardware) -> tuple[Bool, Added]:
+    """Which tasks copy rows once more, and how long they take; see `copying_seconds`."""
+    copies = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
     padded = _quantized(tasks)
 
     def seconds(size: Mapping[str, Float], dtype: str) -> Float:
@@ -51,12 +57,15 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
         sorted_ = np.where(size["e"] > ranks, copies_seconds(moved, none, on), 0.0)
         return sorted_ + (memory_seconds(moved, none, on) if padded else 0.0)
 
-    return _each(tasks, np.array([*copying, False])[tasks.shape], seconds)
+    return np.array([*copies, False])[tasks.shape], seconds
 
 
-def _each(
-    tasks: Tasks, chosen: Bool, seconds: Callable[[Mapping[str, Float], str], Float]
-) -> Float:
+Added: TypeAlias = Callable[[Mapping[str, Float], str], Float]
+"""Seconds that are added to kernels, from their extents and data type: an element per kernel."""
+Amount: TypeAlias = "int | Float"
+
+
+def _each(tasks: Tasks, chosen: Bool, seconds: Added) -> Float:
     """By task the seconds of its extents and data type, 0 where it is not chosen."""
     found = np.zeros(len(tasks))
     kinds, kind = np.unique(
@@ -82,6 +91,11 @@ def _quantized(tasks: Tasks) -> bool:
 
 def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     """By task the seconds of adding the biases of experts, beyond those of the bytes at least."""
+    return _each(tasks, *biasing(tasks, on))
+
+
+def biasing(tasks: Tasks, on: Hardware) -> tuple[Bool, Added]:
+    """Which tasks add the biases of experts, and how long they take; see `bias_seconds`."""
     forward = tasks.phase == PHASES.index("forward")
 
     def seconds(size: Mapping[str, Float], _: str) -> Float:
@@ -92,7 +106,7 @@ def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
 
     outer = forward & _products(tasks, lambda of: of["k"] == 1)
     sums = ~forward & _products(tasks, lambda of: of["n"] == 1)
-    return _each(tasks, outer | sums, seconds)
+    return outer | sums, seconds
 
 
 def _products(tasks: Tasks, which: Callable[[Mapping[str, int]], bool]) -> Bool:

@@ -35,7 +35,7 @@ from stagewright.program.shapes import GEMM, ops_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
-from stagewright.time.fused_products import fused_gemms
+from stagewright.time.fused_products import joint_rows
 from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.host import HostWork
 
@@ -160,7 +160,7 @@ def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardw
 def _kernels(tasks: Tasks, run: Run) -> Float:
     """By row the kernels that a framework launches for the task, as it calls operators."""
     count = _kernels_of_shapes(tasks, run)
-    joint = fused_gemms(replace(tasks, duration=None))  # measured or not, one kernel
+    joint = joint_rows(replace(tasks, duration=None))  # measured or not, one kernel
     _, first = np.unique(joint.whole, return_index=True)
     rest = np.ones(len(joint.rows), dtype=bool)
     rest[first] = False
@@ -171,7 +171,7 @@ def _kernels(tasks: Tasks, run: Run) -> Float:
 def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
     """Kernels by row, as the shape of the task says."""
     one_by_one = run.mode == "train" and run.framework == "megatron"
-    known: list[float] = []
+    known: list[Float] = [np.ones(1)]  # of rows without a shape
     for shape in tasks.shapes:
         extents, ops = dict(shape.extents), ops_of(shape.kernel)
         count = 1
@@ -182,8 +182,10 @@ def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
         elif not run.fuse:
             table = EAGER_KERNELS if run.operators == "eager" else UNFUSED_KERNELS
             count = max(table.get(op, 1) for op in ops)
-        known.append(float(max(count, 1)))
-    return np.array([*known, 1.0])[tasks.shape]
+        known.append(np.maximum(np.asarray(count, dtype=np.float64), 1.0).reshape(-1))
+    # Numbers may be those of many configurations: [rows, configurations].
+    counts = np.stack(np.broadcast_arrays(*known))[tasks.shape + 1]
+    return counts[:, 0] if counts.shape[1] == 1 else counts
 
 
 def _follows_fusable(tasks: Tasks) -> Bool:

@@ -1,0 +1,288 @@
+"""Durations of the tasks of many configurations at once, from kernels whose numbers are columns.
+
+The rows of a program of one structure are the same in all its configurations; the kernels that they
+are copies of (`lower.assembly.assemble.Assembly`) have numbers that may be `Varying`. Here these go
+through the functions that time a single configuration, as arrays [kernels, configurations].
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.algebra.layout import Mesh
+from stagewright.arrays import Bool, Float, Int
+from stagewright.graph.node import BYTES
+from stagewright.lower.kernels import Kernel
+from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
+from stagewright.program.communicators import Communication, Communicator, Peer
+from stagewright.time.collectives import collectives_seconds, messages_seconds
+from stagewright.time.cost import Kernels, kernels_seconds
+from stagewright.time.experts.kernels import Added, biasing, copying, trains, weighed_within
+from stagewright.time.fused_products import FusedGemms, Gemms, Joint, fuse, joint_rows, without_sums
+from stagewright.time.hardware import Hardware
+from stagewright.time.network import Machine, Placement, placements
+from stagewright.time.roofline import gemm_seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups(Communication):
+    """Communicators of one configuration."""
+
+    mesh: Mesh
+    communicators: tuple[Communicator, ...]
+    peers: tuple[Peer, ...]
+
+
+class Alike(NamedTuple):
+    """Configurations whose groups lie alike, and where these lie: several ways, or one."""
+
+    tuples: Int
+    placements: list[Placement]
+
+
+@dataclass(frozen=True, eq=False)
+class Meshes:
+    """The meshes of configurations of one structure on a machine, by the sizes of their axes."""
+
+    program: Program
+    """Its communicators, peers, and the names of mesh axes are those of all configurations."""
+    sizes: Mapping[str, Int]
+    """By axis, fastest first, but for the pipeline's, the slowest: [tuples]."""
+    pipeline: Int
+    """Ranks of the pipeline: [tuples]."""
+    machine: Machine
+    _known: dict[tuple[Communicator, tuple[int, ...]], list[Placement]] = field(
+        default_factory=dict[tuple[Communicator, tuple[int, ...]], list[Placement]]
+    )
+
+    @cached_property
+    def _distinct(self) -> tuple[Int, Int]:
+        """The distinct sizes of all axes, the pipeline's last; and which each tuple has."""
+        table = np.stack([*self.sizes.values(), self.pipeline])
+        distinct, of = np.unique(table, axis=1, return_inverse=True)
+        return distinct, of.ravel()
+
+    def size(self, axes: Sequence[str]) -> Int:
+        """Ranks along some axes: [tuples]."""
+        found = np.ones_like(self.pipeline)
+        for axis in axes:
+            found = found * (self.pipeline if axis == "pp" else self.sizes[axis])
+        return found
+
+    def alike(self, who: Communicator) -> list[Alike]:
+        """Where the groups of a communicator lie, for the ranks of the first stage."""
+        distinct, of = self._distinct
+        by_place: dict[tuple[Placement, ...], list[int]] = {}
+        for nth, sizes in enumerate(distinct.T.tolist()):
+            by_place.setdefault(tuple(self._placements(who, tuple(sizes))), []).append(nth)
+        return [
+            Alike(np.flatnonzero(np.isin(of, meshes)), [*places])
+            for places, meshes in by_place.items()
+        ]
+
+    def _placements(self, who: Communicator, sizes: tuple[int, ...]) -> list[Placement]:
+        if (who, sizes) in self._known:
+            return self._known[who, sizes]
+        names = (*self.sizes, "pp")
+        mesh = Mesh(tuple(zip(names, sizes, strict=True)), (), mirror=self.program.mesh.mirror)
+        only = None if who.only is None else tuple(p for p in (0, sizes[-1] - 1))
+        groups = _Groups(mesh, (Communicator(who.axes, only),), ())
+        # Where the groups of the first stage lie, those of others lie: a stage fills whole nodes.
+        inside = groups.group_count(0) // (1 if "pp" in who.axes else sizes[-1])
+        members = groups.members(0, np.arange(max(inside, 1), dtype=np.int64))
+        if members.shape[1] < 2:
+            found = [Placement(1, (1,) * len(self.machine.tiers), (1,) * len(self.machine.tiers))]
+        else:
+            found = placements(self.machine, members)
+        self._known[who, sizes] = found
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Kernels with numbers of many configurations, timed on one machine."""
+
+    kernels: Sequence[Kernel]
+    count: int
+    """Configurations."""
+    hardware: Hardware
+
+    @cached_property
+    def numbers(self) -> tuple[Float, Float, Float]:
+        """FLOPs, bytes of traffic and bytes of communication: [kernels, configurations] each."""
+        every = self.kernels
+        return (
+            self._stacked([k.flops for k in every]),
+            self._stacked([k.traffic for k in every]),
+            self._stacked([k.comm_bytes for k in every]),
+        )
+
+    def _stacked(self, numbers: Sequence[object]) -> Float:
+        found = np.empty((len(numbers), self.count))
+        for row, number in zip(found, numbers, strict=True):
+            row[:] = np.asarray(number, dtype=np.float64)
+        return found
+
+    def extents(self, kernel: int) -> dict[str, Float]:
+        """The extents of a kernel's shape, by name: [configurations]."""
+        shape = self.kernels[kernel].shape
+        names = () if shape is None else shape.extents
+        return {
+            name: np.broadcast_to(np.asarray(n, dtype=np.float64), (self.count,))
+            for name, n in names
+        }
+
+    @cached_property
+    def computed(self) -> Float:
+        """Seconds of each kernel alone, 0 of those that do not compute: [kernels, ...]."""
+        found = np.zeros((len(self.kernels), self.count))
+        flops, traffic, _ = self.numbers
+        alike: dict[tuple[str, str], list[int]] = {}
+        for nth, k in enumerate(self.kernels):
+            if k.kind == TaskKind.COMPUTE:
+                name = "" if k.shape is None else k.shape.kernel
+                alike.setdefault((name, k.dtype), []).append(nth)
+        hardware = self.hardware.sustained()
+        for (name, dtype), mine in alike.items():
+            each = [self.extents(nth) for nth in mine]
+            zero = np.zeros(self.count)
+            size = {
+                x: np.concatenate([of.get(x, zero) for of in each])
+                for x in dict.fromkeys(x for of in each for x in of)
+            }
+            backward = np.repeat([self.kernels[n].phase == "backward" for n in mine], self.count)
+            kernels = Kernels(size, flops[mine].ravel(), traffic[mine].ravel(), dtype, backward)
+            seconds = kernels_seconds(name, kernels, hardware)
+            found[mine] = seconds.reshape(len(mine), self.count)
+        return found
+
+    def of_rows(self, tasks: Tasks, kernel: Int, meshes: Meshes) -> Float:
+        """Seconds of the rows of a rank class, which are copies of `kernel`: [rows, ...]."""
+        seconds = self.computed[kernel]
+        seconds = self._fused(tasks, kernel, seconds)
+        seconds[weighed_within(tasks)] = 0.0
+        if trains(tasks):
+            self._add(seconds, kernel, *biasing(tasks, self.hardware))
+            self._add_copying(seconds, tasks, kernel, meshes)
+        self._collectives(seconds, tasks, kernel, meshes)
+        self._messages(seconds, tasks, kernel, meshes)
+        copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
+        to_host = self.hardware.host_bandwidth_gb_s * 1e9
+        seconds[copies] = self.numbers[2][kernel[copies]] / to_host
+        return seconds
+
+    # ---- kernels ---------------------------------------------------------------------------------
+
+    def _fused(self, tasks: Tasks, kernel: Int, seconds: Float) -> Float:
+        """Seconds with products of one input fused (`time.fused_products`)."""
+        joint = joint_rows(tasks)
+        if not len(joint.rows):
+            return seconds
+        # Products of equal parts are equal: each is timed once.
+        parts: dict[tuple[int, ...], list[int]] = {}
+        order = np.argsort(joint.whole, kind="stable")
+        edges = np.flatnonzero(np.diff(joint.whole[order], prepend=-1, append=-1))
+        wholes = [order[a:b] for a, b in itertools.pairwise(edges)]
+        for nth, of in enumerate(wholes):
+            parts.setdefault(tuple(kernel[joint.rows[of]].tolist()), []).append(nth)
+        first = [wholes[same[0]] for same in parts.values()]
+        chosen = np.concatenate(first)
+        number = np.repeat(np.arange(len(first)), [len(of) for of in first])
+        small = Joint(joint.rows[chosen], number, joint.summed[chosen])
+        products, summed, result = self._products(tasks, kernel, small)
+        took = self._product_seconds(tasks, products, small)
+        place = np.empty(len(joint.rows), dtype=np.int64)
+        at = 0
+        for same in parts.values():
+            size = len(wholes[same[0]])
+            for nth in same:
+                place[wholes[nth]] = np.arange(at, at + size)
+            at += size
+        seconds = seconds.copy()
+        seconds[joint.rows] = took[place]
+        every = FusedGemms(joint.rows, joint.whole, products, summed[place], result[place])
+        return without_sums(tasks, every, seconds, self.hardware)
+
+    def _products(self, tasks: Tasks, kernel: Int, joint: Joint) -> tuple[Gemms, Bool, Float]:
+        mine = kernel[joint.rows]
+        each = [self.extents(int(n)) for n in mine]
+        batch, m, n, k = (np.stack([of[x] for of in each]) for x in ("batch", "m", "n", "k"))
+        dtype = tasks.dtype[joint.rows].astype(np.int64)
+        width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[dtype]
+        one = Gemms(batch, m, n, k, self.numbers[1][mine], dtype, np.ones(len(mine)))
+        return fuse(one, joint, width)
+
+    def _product_seconds(self, tasks: Tasks, products: Gemms, joint: Joint) -> Float:
+        """Seconds of each part: its share of the seconds of the product."""
+        on = self.hardware.sustained()
+        _, first = np.unique(joint.whole, return_index=True)
+        whole = np.zeros((len(first), self.count))
+        dtypes: list[int] = products.dtype[first].tolist()
+        for dtype in sorted({*dtypes}):
+            mine = np.flatnonzero(np.array(dtypes) == dtype)
+            batch, m, n, k, traffic = (column[first[mine]].ravel() for column in products[:5])
+            took = gemm_seconds(batch, m, n, k, traffic=traffic, dtype=tasks.dtypes[dtype], on=on)
+            whole[mine] = took.reshape(len(mine), self.count)
+        return products.share * whole[joint.whole]
+
+    def _add(self, seconds: Float, kernel: Int, chosen: Bool, added: Added) -> None:
+        for nth in np.unique(kernel[chosen]).tolist():
+            rows = chosen & (kernel == nth)
+            seconds[rows] += added(self.extents(nth), self.kernels[nth].dtype)
+
+    def _add_copying(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: Meshes) -> None:
+        program = meshes.program
+        exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
+        degree_of = program.mesh.degree_of
+        sharing = [
+            program.communicators[int(s)].axes
+            for s in exchanges
+            if any("ep" in map(degree_of, names) for names in program.degrees_of(int(s)))
+        ]
+        if not sharing:
+            return
+        ranks = np.max([meshes.size(axes) for axes in sharing], axis=0).astype(np.float64)
+        width = meshes.size(dict(program.mesh.groups).get("etp", ())).astype(np.float64)
+        self._add(seconds, kernel, *copying(tasks, ranks, width, self.hardware))
+
+    # ---- communication ---------------------------------------------------------------------------
+
+    def _collectives(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: Meshes) -> None:
+        moves = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
+        keys = np.stack([tasks.slot[moves], tasks.collective[moves]]).astype(np.int64)
+        pairs: list[list[int]] = np.unique(keys, axis=1).T.tolist()
+        for slot, op in pairs:
+            rows = moves[(keys[0] == slot) & (keys[1] == op)]
+            mine, back = np.unique(kernel[rows], return_inverse=True)
+            sizes = self.numbers[2][mine]
+            took = np.zeros_like(sizes)
+            for tuples, places in meshes.alike(meshes.program.communicators[slot]):
+                for place in places:
+                    found = collectives_seconds(
+                        COLLECTIVES[op], sizes[:, tuples], place, meshes.machine
+                    )
+                    took[:, tuples] = np.maximum(took[:, tuples], found)
+            seconds[rows] = took[back.ravel()]
+
+    def _messages(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: Meshes) -> None:
+        """Seconds of messages along other axes than the pipeline's: those lie as groups do."""
+        moves = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
+        slots: list[int] = np.unique(tasks.slot[moves]).tolist()
+        for slot in slots:
+            axis = meshes.program.peers[slot].axis
+            if axis == "pp":
+                continue
+            rows = np.flatnonzero(moves & (tasks.slot == slot))
+            sizes = self.numbers[2][kernel[rows]]
+            took = np.zeros_like(sizes)
+            for tuples, places in meshes.alike(Communicator((axis,))):
+                spread = [n for place in places for n, c in enumerate(place.counts) if c > 1]
+                level = max(spread, default=0)
+                took[:, tuples] = messages_seconds(sizes[:, tuples], level, meshes.machine)
+            seconds[rows] = took

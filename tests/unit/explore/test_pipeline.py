@@ -1,0 +1,79 @@
+"""Orders over arrays: equal to the player of a single order, and periodic beyond a few rounds."""
+
+import numpy as np
+import pytest
+
+from stagewright.explore.pipeline import order_of, plain, play, rounds, slowest_loop
+from stagewright.schedule.play import play as play_one
+from stagewright.schedule.schedules import SCHEDULES, make
+
+
+def seconds(order, took, message=0.0):
+    """When the last rank is done, by configuration; `took` by stage and kind."""
+    found = play(
+        order,
+        lambda a, complete: plain(took[a.stage, a.kind]),
+        lambda a, b: np.full(len(next(iter(took.values()))), message),
+    )
+    return np.max([of.gpu for of in found.ranks], axis=0)
+
+
+def random_times(stages, count, seed=0):
+    draw = np.random.default_rng(seed)
+    return {(s, kind): draw.uniform(0.5, 2, count) for s in range(stages) for kind in "FBIW"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "vpp"),
+    [
+        ("1f1b", 4, 9, 1),
+        ("gpipe", 3, 5, 1),
+        ("interleaved", 4, 8, 3),
+        ("looped-bfs", 2, 4, 2),
+        ("zb-h1", 4, 8, 1),
+        ("zbv", 4, 8, 2),
+    ],
+)
+def test_an_order_takes_as_long_as_played_alone(schedule, pp, microbatches, vpp):
+    order = make(schedule, pp, microbatches, vpp)
+    took = random_times(pp * vpp, 3)
+    found = seconds(order, took)
+    for nth in range(3):
+        times = play_one(order, lambda a, nth=nth: took[a.stage, a.kind][nth])
+        assert found[nth] == pytest.approx(max(end for _, end in times.values()))
+
+
+@pytest.mark.parametrize("message", [0.0, 0.3])
+@pytest.mark.parametrize(("schedule", "vpp"), [("gpipe", 1), ("interleaved", 2)])
+def test_further_rounds_add_the_same_time(schedule, vpp, message):
+    pp, microbatches = 4, 80
+    took = random_times(pp * vpp, 20, seed=1)
+    whole = seconds(make(schedule, pp, microbatches, vpp), took, message)
+    plan = rounds(schedule, pp, microbatches, SCHEDULES[schedule].fills)
+    assert plan.played < microbatches
+    last, before = (
+        seconds(order_of(schedule, pp, m, vpp, None), took, message)
+        for m in (plan.played, plan.before)
+    )
+    busiest = np.max([sum(took[s, k] for s in range(r, pp * vpp, pp) for k in "FB")
+                      for r in range(pp)], axis=0)  # fmt: skip
+    period = np.maximum(last - before, (plan.played - plan.before) * busiest)
+    assert last + plan.more * period == pytest.approx(whole, rel=2e-2)
+
+
+def test_messages_are_waited_for():
+    order = make("1f1b", 2, 1)
+    took = {(s, kind): np.ones(1) for s in range(2) for kind in "FB"}
+    assert seconds(order, took, message=0.25)[0] == pytest.approx(4.5)
+
+
+@pytest.mark.parametrize("message", [0.0, 0.3])
+def test_further_microbatches_of_1f1b_pass_at_the_pace_of_the_slowest_loop(message):
+    pp, more = 4, 200
+    took = random_times(pp, 20, seed=1)
+    both = [took[s, "F"] + took[s, "B"] for s in range(pp)]
+    pace = slowest_loop(both, [2 * message * np.ones(20)] * (pp - 1))
+    some = seconds(make("1f1b", pp, 100), took, message)
+    assert seconds(make("1f1b", pp, 100 + more), took, message) == pytest.approx(
+        some + more * pace, rel=2e-3
+    )
