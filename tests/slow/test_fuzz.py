@@ -15,8 +15,8 @@ import pytest
 import fuzz
 from effort import times
 
-FILES = 150  # for each parser: its seeds, the hostile ones, and changed ones
-SLOW = {"traces": 60, "groups": 40, "beside a manifest": 40, "config.json, compiled": 60}
+FILES = 100  # for each parser: its seeds, the hostile ones, and changed ones
+SLOW = {"traces": 40, "groups": 30, "beside a manifest": 30, "config.json, compiled": 40}
 
 
 @pytest.mark.parametrize("name", [parser.name for parser in fuzz.PARSERS])
