@@ -43,6 +43,9 @@ class Response(NamedTuple):
     """Its message has been made; `NEVER` where it sends none."""
     end: Float
     """Every task has ended."""
+    chain: Float
+    """All communication that runs on beside later actions has ended, if none waits but the first of
+    each stream. With more layers this may come to be the longest of all ways through an action."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,10 +124,12 @@ class ClassRows:
         needs: list[int] = order.needs[: pointer[end]].tolist()
         main: list[bool] = (order.stream == 0).tolist()
         data: list[bool] = self.data.tolist()
+        streams: list[int] = order.stream.tolist()
         inputs = np.full((3, 3, self.count), NEVER)
         inputs[[GPU, ASIDE, HOST], [GPU, ASIDE, HOST]] = 0.0
         ends: list[Float] = []
         kernel, aside, thread = inputs
+        chains: dict[int, Float] = {}
         sent = last = np.full((3, self.count), NEVER)
         busy = np.zeros(self.count)
         waits: dict[str, Float] = {}
@@ -152,10 +157,16 @@ class ClassRows:
                 thread = np.maximum(thread, done)
             if data[place]:
                 aside = np.maximum(aside, done)
+                stream = streams[place]
+                before = chains.get(stream)
+                chains[stream] = done if before is None else before + self.seconds[place]
             if self.sends[place]:
                 sent = np.maximum(sent, done)
             last = np.maximum(last, done)
-        return Played(Response(kernel, aside, thread, sent, last), busy, waits)
+        chain = np.full((3, self.count), NEVER)
+        for found in chains.values():
+            chain = np.maximum(chain, found)
+        return Played(Response(kernel, aside, thread, sent, last, chain), busy, waits)
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:

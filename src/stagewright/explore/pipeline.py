@@ -56,11 +56,12 @@ def effect(of: Response) -> Effect:
         return column if (column > NEVER / 2).any() else None
 
     sent = part(of.sent[GPU])
+    aside = np.maximum(of.aside, of.chain)
     return Effect(
         of.gpu[GPU], part(of.gpu[ASIDE]), part(of.gpu[HOST]),
         part(of.host[HOST]), part(of.host[GPU]),
         of.gpu[GPU] if sent is None else sent, part(of.sent[HOST]),
-        part(of.aside[GPU]), part(of.aside[ASIDE]), part(of.aside[HOST]),
+        part(aside[GPU]), part(aside[ASIDE]), part(aside[HOST]),
     )  # fmt: skip
 
 

@@ -93,24 +93,32 @@ class Steps(NamedTuple):
     launches: Float
 
 
+class _Ends(NamedTuple):
+    """When all is done, and when all actions are: [configurations]."""
+
+    whole: Float
+    actions: Float
+
+
 def steps(of: Pipeline, lots: Sequence[Lot]) -> list[Steps]:
     """The steps of each lot."""
     played = _Played(of, lots)
-    seconds = played.seconds(of.played)
+    ends = played.ends(of.played)
+    seconds = [end.whole for end in ends]
     if of.before:
-        before = played.seconds(of.before)
-        seconds = [
-            _continued(played, nth, now, then)
-            for nth, (now, then) in enumerate(zip(seconds, before, strict=True))
-        ]
+        pairs = zip(ends, played.ends(of.before), strict=True)
+        seconds = [_continued(played, nth, now, then) for nth, (now, then) in enumerate(pairs)]
     return [played.parts(nth, each) for nth, each in enumerate(seconds)]
 
 
-def _continued(played: _Played, nth: int, now: Float, before: Float) -> Float:
+def _continued(played: _Played, nth: int, now: _Ends, before: _Ends) -> Float:
     """The time with all rounds: each further one adds what the last one has added, or more."""
     of, lot = played.of, played.lots[nth]
-    period = np.maximum(now - before, (of.played - of.before) * played.pace(nth))
-    return now + lot.more * np.maximum(period, 0.0)
+    pace, host = played.pace(nth)
+    period = np.maximum(now.whole - before.whole, (of.played - of.before) * pace)
+    # Hosts that launch more slowly than kernels run may fall behind only later.
+    launched = lot.microbatches * host + (now.whole - now.actions)
+    return np.maximum(now.whole + lot.more * np.maximum(period, 0.0), launched)
 
 
 class _Played:
@@ -152,29 +160,31 @@ class _Played:
     def _message(self, a: int, b: int) -> Float:
         return np.concatenate([lot.messages.seconds(a, b) for lot in self.lots])
 
-    def seconds(self, microbatches: int) -> list[Float]:
-        """The seconds of steps of so many microbatches, by lot."""
+    def ends(self, microbatches: int) -> list[_Ends]:
+        """The ends of steps of so many microbatches, by lot."""
         found = play(self.of.order(microbatches), self._given, self._message)
-        result: list[Float] = []
+        result: list[_Ends] = []
         for nth in range(len(self.lots)):
             mine = slice(int(self.edges[nth]), int(self.edges[nth + 1]))
             ends = [RankEnd(*(column[mine] for column in rank)) for rank in found.ranks]
-            result.append(self._end(nth, ends))
+            actions = _latest([of.gpu for of in ends])
+            result.append(_Ends(self._end(nth, ends), actions))
         return result
 
-    def pace(self, nth: int) -> Float:
-        """Seconds that a microbatch adds to many, at least: those of the busiest rank."""
+    def pace(self, nth: int) -> tuple[Float, Float]:
+        """Seconds that a microbatch adds to many, at least: of the busiest rank, and of a host."""
         pp, lot = self.of.pp, self.lots[nth]
         kinds = [
             sorted({(a.stage, a.kind) for a in flat(row)}) for row in self.of.order(self.of.played)
         ]
         zero = np.zeros(len(lot.tuples))
-        both = [sum((self._action(nth, *k, False)[GPU] for k in of), zero) for of in kinds]
+        every = [[response(self._action(nth, *k, False)[:BUSY]) for k in of] for of in kinds]
+        both = [sum((a.gpu[GPU] for a in of), zero) for of in every]
+        host = _latest([sum((np.maximum(a.host[HOST], 0) for a in of), zero) for of in every])
         if self.of.schedule != "1f1b":
-            return _latest(both)
-        return slowest_loop(
-            both, [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
-        )
+            return _latest(both), host
+        there = [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
+        return slowest_loop(both, there), host
 
     # ---- after all actions -----------------------------------------------------------------------
 
@@ -266,6 +276,6 @@ def _after(state: RankEnd, section: Float, last: Float) -> tuple[RankEnd, Float]
     def latest(field: Float) -> Float:
         return _latest([at + field[nth] for nth, at in inputs])
 
-    return RankEnd(latest(of.gpu), latest(of.aside), latest(of.host)), np.maximum(
-        last, latest(of.end)
-    )
+    chain = latest(of.chain)
+    after = RankEnd(latest(of.gpu), np.maximum(latest(of.aside), chain), latest(of.host))
+    return after, _latest([last, latest(of.end), chain])

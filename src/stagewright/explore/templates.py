@@ -28,7 +28,7 @@ from stagewright.schedule.schedules import make
 ONLY, FIRST, MIDDLE, LAST = range(4)
 """Kinds of stages: the whole model, or which part of it."""
 RANKS = 3
-_LAYERS = 1
+_LAYERS = 2
 """Layers of each variant on each stage of the base template."""
 
 

@@ -232,7 +232,8 @@ class Columns:
         return products.share * whole[joint.whole]
 
     def _add(self, seconds: Float, kernel: Int, chosen: Bool, added: Added) -> None:
-        for nth in np.unique(kernel[chosen]).tolist():
+        mine: list[int] = np.unique(kernel[chosen]).tolist()
+        for nth in mine:
             rows = chosen & (kernel == nth)
             seconds[rows] += added(self.extents(nth), self.kernels[nth].dtype)
 

@@ -1,0 +1,71 @@
+"""Candidates in columns beside each of them compiled and simulated alone."""
+
+import numpy as np
+import pytest
+
+from stagewright.explore.candidates import Candidates, Column
+from stagewright.explore.evaluate import evaluate
+from stagewright.lower.compile import compile
+from stagewright.run.experiment import Experiment
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+from stagewright.time.simulate.step import simulate
+
+pytestmark = pytest.mark.numerics
+
+
+def candidates(rows, hardware="h100-sxm", **base):
+    columns = {name: Column.of([row[name] for row in rows]) for name in rows[0]}
+    of = Experiment(Run(**base), ClusterSection(), Execution())
+    return Candidates.of(of, resolve(hardware), columns)
+
+
+def gaps(of):
+    """Relative gaps of the seconds in columns to those of each candidate simulated alone."""
+    found = evaluate(of)
+    assert not found.left
+    alone = [
+        simulate(compile(of.run(n), of.model), of.machine(n), of.execution(n)).seconds
+        for n in range(len(of))
+    ]
+    return found.figures.seconds / alone - 1
+
+
+def dense(gpus, *degrees):
+    return [
+        {"tp": tp, "pp": pp, "dp": gpus // tp // pp, "vpp": vpp, "micro_batch_size": size,
+         "zero": zero, "sequence_parallel": tp > 1}
+        for tp, pp, vpp, size, zero in degrees
+    ]  # fmt: skip
+
+
+def test_a_dense_model_takes_as_long_as_simulated_alone():
+    rows = dense(
+        16, (1, 1, 1, 1, 0), (2, 1, 1, 2, 1), (2, 2, 1, 1, 1), (4, 2, 2, 1, 0), (1, 4, 1, 2, 1),
+        (2, 4, 2, 1, 1), (1, 8, 1, 1, 0),
+    )  # fmt: skip
+    found = gaps(candidates(rows, model="llama3-8b", layers=16, seq_length=2048,
+                            global_batch_size=64))  # fmt: skip
+    assert np.abs(found).max() < 0.015
+
+
+def test_sharded_weights_and_recomputation():
+    rows = [
+        {"tp": tp, "dp": 16 // tp, "zero": zero, "recompute": again, "sequence_parallel": tp > 1}
+        for tp in (1, 2) for zero in (2, 3) for again in ("none", "selective", "full")
+    ]  # fmt: skip
+    found = gaps(candidates(rows, model="llama3-8b", layers=8, seq_length=2048,
+                            global_batch_size=64))  # fmt: skip
+    assert np.abs(found).max() < 0.02
+
+
+def test_experts_and_context_parallelism():
+    rows = [
+        {"tp": 2, "cp": cp, "dp": 8 // cp, "pp": pp, "ep": ep, "zero": 1}
+        for cp in (1, 2) for pp in (1, 2) for ep in (2, 4)
+    ]  # fmt: skip
+    found = gaps(candidates(rows, model="mixtral-8x7b", layers=4, seq_length=4096,
+                            sequence_parallel=True, global_batch_size=32))  # fmt: skip
+    assert np.abs(found).max() < 0.02
