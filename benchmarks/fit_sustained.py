@@ -5,7 +5,8 @@
 
 `steps` takes the training rows of dense models that the package carries, or of some sources: the
 clock at which the median error is zero. Other precisions keep the clock that the hardware has; rows
-of low utilization are left out. `products` takes matrix products that SimuMax
+of low utilization are left out, and so are those whose sequences are packed with documents of
+assumed lengths. `products` takes matrix products that SimuMax
 (github.com/MooreThreads/SimuMax, Apache-2.0) measured one after the other for a while, in
 `configs/system/*.json`: the median of benchmark over sustained speed, among products of more than
 100 us. Of the rows, 70% fit and 30% are held out, by a hash of the configuration
@@ -107,6 +108,7 @@ def steps(name: str, precision: str, sources: list[str]) -> None:
         and (m.run.precision, m.run.fp8_recipe == "mxfp8") == (run_of, precision == "mxfp8")
         and not m.model.num_experts
         and not m.low_utilization
+        and not m.run.document_length
         and (not sources or any(text in m.source for text in sources))
     ]
     clocks = CLOCKS[[1, 3, 5]]

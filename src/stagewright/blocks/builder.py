@@ -177,15 +177,29 @@ class Builder:
             x = identity(x, f"{name}_in")  # its gradient is pinned in `parallel.activations`
         if low:
             once = self.recipe.cast_once
-            each = self.recipe.precision.rescaling
-            own = {} if each is None else {"rescaling": each}
-            x = cast(x, low, scope=x.scope, name=x.name, **own)
-            w = cast(w, low, scope=x.scope, name=w.name, once=once, role=Role.LOW_PRECISION)
+            moved, of_weight = self._rescaling(of[1])
+            of_norm = x.op == "norm" and self.recipe.precision.norms_cast
+            x = cast(x, low, scope=x.scope, name=x.name, **({} if of_norm else moved))
+            own: dict[str, Any] = {"once": once, "role": Role.LOW_PRECISION, **of_weight}
+            w = cast(w, low, scope=x.scope, name=w.name, **own)
+            fields |= moved  # so does the cast of the gradient of the result
         if joint and self.recipe.operators.joint_projections:
             fields["joint"] = (joint, "result")
         y = einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
         adapter = self.recipe.training.adapter(of[1].binding.name)
         return self.with_adapter(adapter, spec, *of, y) if adapter else y
+
+    def _rescaling(self, w: Node) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What casts of the activations and of the weight `w` of a product move, as attributes.
+
+        Only the gradient of a weight reads the second copies of activations.
+        """
+        moved = self.recipe.precision.rescaling
+        if moved is None:
+            return {}, {}
+        second = self.recipe.precision.second_copy
+        frozen = w.binding.name in self.recipe.training.frozen
+        return {"rescaling": moved - second if frozen else moved}, {"rescaling": moved}
 
     def with_adapter(self, adapter: Adapter, spec: str, x: Node, w: Node, y: Node) -> Node:
         """The product `y` of an input and a weight, plus what an adapter makes of the input.

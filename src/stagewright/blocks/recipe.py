@@ -30,6 +30,10 @@ class Precision:
     rescaling: Fraction | None = None
     """Bytes per value that a cast of such an operand moves besides its two bytes read and its value
     written; such a cast is a kernel of its own. None: one with those that make the operand."""
+    second_copy: Fraction = Fraction(0)
+    """Bytes of these for the copy that only the gradient of a weight reads."""
+    norms_cast: bool = False
+    """Whether norms write such operands themselves, though `rescaling` is not None."""
     gradient: str = "fp32"
     """Gradients that microbatches accumulate in."""
     master: str = "fp32"
@@ -55,8 +59,12 @@ class Precision:
 
 PRECISIONS: Mapping[str, Precision] = {
     "bf16": Precision(),
-    "fp8": Precision(gemm="fp8"),
-    "nvfp4": Precision(gemm="fp4", rescaling=2 + Fraction(1, 2) + Fraction(2, 16)),
+    "fp8": Precision(gemm="fp8", rescaling=Fraction(1), second_copy=Fraction(1), norms_cast=True),
+    "nvfp4": Precision(
+        gemm="fp4",
+        rescaling=2 + Fraction(1, 2) + Fraction(2, 16),
+        second_copy=Fraction(1, 2) + Fraction(1, 16),
+    ),
     "int8": Precision(gemm="int8"),
     "fp32": Precision(compute="fp32", master=""),
 }
@@ -66,22 +74,33 @@ values; all layers are in NVFP4, as in Megatron-Bridge's recipes of Llama. int8 
 XLA casts where an operand is made or read."""
 
 
-FP8_RECIPES: Mapping[str, Fraction | None] = {
-    "delayed": None,
-    "tensorwise": Fraction(2),
-    "rowwise": Fraction(2 + 1),
-    "blockwise": 1 + Fraction(2 * 4, 128),
-    "mxfp8": 1 + Fraction(1, 32),
+class Rescaling(NamedTuple):
+    """What casts of a recipe of fp8 move, in bytes per value, besides reading and writing it."""
+
+    scales: Fraction
+    """To find or to store scales."""
+    second_copy: Fraction
+    """To write the copy that only the gradient of a weight reads, none where a weight is frozen."""
+
+
+FP8_RECIPES: Mapping[str, Rescaling] = {
+    "delayed": Rescaling(Fraction(0), Fraction(1)),
+    "tensorwise": Rescaling(Fraction(2), Fraction(1)),
+    "rowwise": Rescaling(Fraction(0), Fraction(2 + 1)),
+    "blockwise": Rescaling(Fraction(4, 128), 1 + Fraction(4, 128)),
+    "mxfp8": Rescaling(Fraction(0), 1 + Fraction(1, 32)),
 }
-"""`Precision.rescaling` of recipes of fp8, from the kernels of Transformer Engine
+"""By recipe of fp8, from the kernels of Transformer Engine
 (transformer_engine/common/cast, recipe/current_scaling.cu) and torchao (float8_linear.py).
 
-`delayed`: the scale comes from former steps, so that norms and activations write fp8 themselves.
-`tensorwise`: the operand is read before for the scale of today. `rowwise` (torchao): once more in
-backward, with scales along the other axis. `blockwise`: rows and columns written together, with an
-fp32 scale of 128 values; `mxfp8`: with one byte of 32 values,
-of which the data type counts that of the rows. Not counted is the transposed copy
-that GPUs before Blackwell need of `delayed` and `tensorwise`, one byte.
+`delayed`: the scale comes from former steps, so that one kernel casts and writes the transposed
+copy that products of gradients need on GPUs before Blackwell (`fp8_cast_transpose_fused`); a norm in
+front of a product casts by itself (`TELayerNormColumnParallelLinear`). An activation does not, for
+Megatron-LM runs it between two linear layers; neither does what makes a gradient. `tensorwise`: the
+operand is read before for the scale of today. `rowwise` (torchao): once more in backward, with
+scales along the other axis. `blockwise`: rows and columns written together, with an fp32 scale of
+128 values; `mxfp8`: with one byte of 32 values, of which the data type counts that of the rows.
+Blackwell needs no transposed copy of `delayed` and `tensorwise`, one byte less than is counted.
 """
 
 

@@ -81,8 +81,14 @@ def _precision(run: Run) -> nn.Precision:
         moments=tuple((name, dtype) for name, dtype in given.items() if dtype),
     )
     if run.precision == "fp8" and run.fp8_recipe:
-        low = "mxfp8" if run.fp8_recipe == "mxfp8" else usual.gemm
-        usual = replace(usual, gemm=low, rescaling=nn.FP8_RECIPES[run.fp8_recipe])
+        casts = nn.FP8_RECIPES[run.fp8_recipe]
+        usual = replace(
+            usual,
+            gemm="mxfp8" if run.fp8_recipe == "mxfp8" else usual.gemm,
+            rescaling=casts.scales + casts.second_copy,
+            second_copy=casts.second_copy,
+            norms_cast=run.fp8_recipe == "delayed",
+        )
     stored = run.params_dtype
     if stored is None:
         return usual

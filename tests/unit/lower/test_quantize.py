@@ -29,7 +29,7 @@ def named(t: Tasks, name: str) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("recipe", "moved"),
     [
-        ("tensorwise", 2 + 2 + 1),  # a read for the scale, a read, fp8
+        ("tensorwise", 2 + 2 + 1 + 1),  # a read for the scale, a read, fp8 along both axes
         ("rowwise", 2 + 1 + 2 + 1),  # along rows in forward, along columns in backward
         ("blockwise", 2 + 1 + 1 + 2 * 4 / 128),  # rows and columns, a scale in fp32 of 128
         ("mxfp8", 2 + 2 * (1 + 1 / 32)),  # rows and columns, a byte of scale for 32
@@ -41,10 +41,27 @@ def test_a_cast_moves_the_bytes_of_its_recipe(recipe: str, moved: float) -> None
     assert found["norm"] == pytest.approx(2 * 2 * S * M, rel=1e-2)
 
 
-def test_delayed_scaling_casts_in_the_kernel_that_makes_the_value() -> None:
-    for settings in ({}, {"fp8_recipe": "delayed"}):
-        found = dict(named(tasks(**settings), "layer0.attn_norm_out"))
-        assert found == {"norm+cast": pytest.approx((2 + 1) * S * M, rel=2e-2)}
+@pytest.mark.parametrize("settings", [{}, {"fp8_recipe": "delayed"}])
+def test_delayed_scaling_casts_in_norms_and_by_a_kernel_elsewhere(
+    settings: dict[str, object],
+) -> None:
+    t = tasks(**settings)
+    norm = dict(named(t, "layer0.attn_norm_out"))
+    assert norm == {"norm+cast": pytest.approx((2 + 1) * S * M, rel=2e-2)}
+    inner = dict(named(t, "layer0.act"))
+    assert inner["cast"] == (2 + 1 + 1) * S * 14336  # along rows, and transposed
+    assert "glu" in inner
+
+
+def test_inputs_of_frozen_weights_have_no_second_copy() -> None:
+    for recipe, moved in {
+        "delayed": 2 + 1,
+        "tensorwise": 2 + 2 + 1,
+        "mxfp8": 2 + 1 + 1 / 32,
+    }.items():
+        t = tasks(fp8_recipe=recipe, lora_rank=8, lora_target_modules=("linear_qkv",))
+        inner = dict(named(t, "layer0.act"))
+        assert inner["cast"] == pytest.approx(moved * S * 14336, rel=1e-6)
 
 
 def test_gradients_are_cast_by_the_recipe_too() -> None:

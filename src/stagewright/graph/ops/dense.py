@@ -33,7 +33,7 @@ def _einsum_vjp(n: Node, g: Node) -> Grads:
     ins, out = spec.split("->")
     terms = ins.split(",")
     if low := _low(n):
-        own = {k: v for k, v in n.srcs[0].attrs if k == "rescaling"}
+        own = {k: v for k, v in n.attrs if k == "rescaling"}
         g = cast(g, low, phase="backward", scope=n.scope, **own)
     found: list[Node | None] = []
     for i, term in enumerate(terms):
@@ -202,7 +202,13 @@ ROWS: dict[str, Op] = {
         _einsum_vjp,
         flops=2,
         multilinear=True,
-        attrs={**_PRODUCT, "joint": may(tuple), "touched": may(*SIZE)},
+        attrs={
+            **_PRODUCT,
+            "joint": may(tuple),
+            "touched": may(*SIZE),
+            "rescaling": may(Fraction, int),
+        },
+        summary="`rescaling`: that of the cast of the gradient, where operands are in few bits.",
     ),
     "times": Op(
         meaning.einsum,
