@@ -93,8 +93,8 @@ FP8_RECIPES: Mapping[str, Rescaling] = {
 """By recipe of fp8, from the kernels of Transformer Engine
 (transformer_engine/common/cast, recipe/current_scaling.cu) and torchao (float8_linear.py).
 
-`delayed`: the scale comes from former steps, so that one kernel casts and writes the transposed
-copy that products of gradients need on GPUs before Blackwell (`fp8_cast_transpose_fused`); a norm in
+`delayed`: the scale comes from former steps: one kernel casts, and writes the transposed copy that
+gradients of weights need on GPUs before Blackwell (`fp8_cast_transpose_fused`). A norm in
 front of a product casts by itself (`TELayerNormColumnParallelLinear`). An activation does not, for
 Megatron-LM runs it between two linear layers; neither does what makes a gradient. `tensorwise`: the
 operand is read before for the scale of today. `rowwise` (torchao): once more in backward, with

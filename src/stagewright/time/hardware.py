@@ -128,8 +128,8 @@ class Hardware(Figures):
     kernel_launch_us: float = Field(ge=0)
     """Time of the shortest kernel within a stream of kernels."""
     recurrence_tflops: float | None = Field(gt=0, default=None)
-    """Speed of the kernels of a chunked recurrence, such as Mamba-2, which are written in Triton and
-    wait for exponentials and masks; None: that of products in bf16."""
+    """Speed of the kernels of a chunked recurrence, such as Mamba-2, written in Triton, which
+    wait for exponentials and masks; None: as products in bf16."""
     sustained_fraction: Mapping[Line, Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=lambda: {"bf16": 1.0}
     )
