@@ -1,4 +1,4 @@
-"""Structures held against runs compiled alone: every kernel, number by number.
+"""Structures held against runs compiled alone: every kernel, number by number; and memory.
 
 The draws are those of `sweep.py`, each with neighbours that differ in numbers. For more, with
 another seed:
@@ -22,7 +22,9 @@ import numpy as np
 import sweep
 from stagewright.errors import UserError
 from stagewright.explore.candidates import Candidates, Column
+from stagewright.explore.evaluate import evaluate
 from stagewright.explore.structures import Structure, structures
+from stagewright.lower.compile import compile
 from stagewright.lower.kernels import Kernel
 from stagewright.lower.training import TrainingStep
 from stagewright.model.catalog import resolve
@@ -142,9 +144,74 @@ def compare(runs: int, seed: int) -> tuple[Counter[str], list[str]]:
     return count, wrong
 
 
+# ---- memory --------------------------------------------------------------------------------------
+
+MODELS = ("llama3.1-8b", "llama3.1-405b", "gpt3-175b", "qwen3-32b")
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
+
+
+def real(dice: random.Random) -> Run | None:
+    """A run in the sizes of real ones, but for its layers; None: it cannot be had."""
+    name = dice.choice(MODELS + EXPERTS)
+    model = resolve(name)
+    tp, pp = dice.choice((1, 2, 4, 8)), dice.choice((1, 2, 3, 4, 8))
+    vpp = dice.choice((1, 1, 2, 3)) if pp > 1 else 1
+    settings: dict[str, Any] = {
+        "model": name, "tp": tp, "pp": pp, "vpp": vpp,
+        "layers": pp * vpp * dice.choice((2, 2, 3)) + model.first_dense_layers,
+        "cp": dice.choice((1, 1, 2, 4)), "dp": dice.choice((1, 2, 4, 8, 16)),
+        "zero": dice.choice((0, 1, 2, 3)), "recompute": dice.choice(("none", "selective", "full")),
+        "sequence_parallel": tp > 1 and dice.random() < 0.7,
+        "micro_batch_size": dice.choice((1, 2)), "seq_length": dice.choice((2048, 8192)),
+        "cp_comm_type": dice.choice(("p2p", "all_gather", "a2a")),
+        "precision": dice.choice(("bf16", "bf16", "fp8")),
+        "schedule": "interleaved" if vpp > 1 else dice.choice(("1f1b", "1f1b", "gpipe")),
+    }  # fmt: skip
+    if name in EXPERTS:
+        settings |= {"ep": dice.choice((1, 2, 4, 8)), "etp": dice.choice((1, tp))}
+    size = settings["micro_batch_size"] * settings["dp"] * pp * dice.choice((1, 2, 4))
+    settings["global_batch_size"] = size
+    try:
+        run = Run(**settings)
+        check(run.resolved(model.with_overrides(run.layers)), model.with_overrides(run.layers))
+    except UserError:
+        return None
+    return run
+
+
+def memory_gaps(runs: int, seed: int) -> tuple[list[tuple[float, str]], int]:
+    """The memory of runs in columns beside that of the runs compiled alone: how much more it is,
+    in the sum of all categories; and how many have none in columns."""
+    dice = random.Random(seed)
+    gaps: list[tuple[float, str]] = []
+    left = 0
+    while len(gaps) + left < runs:
+        run = real(dice)
+        if run is None:
+            continue
+        columns = {"tp": Column.of([run.tp])}
+        base = Experiment(run, ClusterSection(), Execution())
+        evaluated = evaluate(Candidates.of(base, hardware_of("h100-sxm"), columns))
+        if evaluated.left:
+            left += 1
+            continue
+        program = compile(run).program
+        peak = max(of.memory["peak"] for of in program.classes)
+        gaps.append((int(evaluated.figures.peak[0]) / peak - 1, run.describe()))
+    return gaps, left
+
+
 if __name__ == "__main__":
-    counted, found_wrong = compare(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
-    for reason, number in counted.most_common():
-        print(f"{number:7} {reason}")
-    print("\n".join(found_wrong[:40]), len(found_wrong), "differences")
-    sys.exit(bool(found_wrong))
+    number, chosen = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    found, none = memory_gaps(number, chosen)
+    sizes = np.abs([gap for gap, _ in found])
+    half, many, most = np.quantile(sizes, (0.5, 0.95, 1))
+    print(f"memory of {len(found)} runs, {none} not in columns: equal {(sizes == 0).mean():.1%},")
+    print(f"within 1% {(sizes <= 0.01).mean():.1%}; {half:.2%}, {many:.2%} in 95%, {most:.2%}")
+    for gap, which in sorted(found, key=lambda found: -abs(found[0]))[:10]:
+        print(f"{gap:8.2%} {which}")
+    counted, wrong = compare(number, chosen)
+    for reason, times in counted.most_common():
+        print(f"{times:7} {reason}")
+    print("\n".join(wrong[:40]), len(wrong), "differences")
+    sys.exit(bool(wrong))

@@ -18,18 +18,19 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
 from stagewright.explore.figures import Figures
+from stagewright.explore.memory import Peaks, enough, states
 from stagewright.explore.pipeline import rounds
 from stagewright.explore.responses import Responses, Timed, responses
 from stagewright.explore.steps import Lot, Messages, Pipeline, Steps, steps
 from stagewright.explore.structures import NUMBERS, PIPELINE, Structure, structures
-from stagewright.explore.templates import Kind, Parts, Template, template
+from stagewright.explore.templates import Kind, Parts, Template, template, unlike
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.lower.frozen import mark_trained
 from stagewright.lower.recipe import recipe_of
 from stagewright.lower.variants import place_blocks, tie_tables
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import TaskKind
-from stagewright.run.requests import read_bytes
+from stagewright.run.requests import allowance_of, read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -97,6 +98,7 @@ class _Work:
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, _Plan] = field(default_factory=dict[object, _Plan])
     known: dict[object, float] = field(default_factory=dict[object, float])
+    memory: dict[str, Int] = field(default_factory=dict[str, Int])
 
     def __post_init__(self) -> None:
         count = len(self.candidates)
@@ -134,6 +136,10 @@ class _Work:
                     why = f"schedule {plan.run.schedule}" if plan.parts else "blocks between layers"
                     left.append(Left(of.candidates[rows], why, True))
                     continue
+                why = unlike(plan.run, plan.parts, plan.layers)
+                if why:
+                    left.append(Left(of.candidates[rows], why, True))
+                    continue
                 for several in (False, True):
                     some = rows[(batch[rows] > 1) == several]
                     if len(some):
@@ -165,6 +171,23 @@ class _Work:
             messages = Messages(size[tuples], stride[tuples], run.pp, timing.machine)
             lot = Lot(found, tuples, plan.layers, microbatches[mine], more, messages)
             self.lots.setdefault(pipeline, []).append(_Place(lot, of.candidates[rows[mine]]))
+        self._remember(of, timing, plan, rows, microbatches)
+
+    def _remember(
+        self, of: Structure, timing: _Timing, plan: _Plan, rows: Int, microbatches: Int
+    ) -> None:
+        """The memory of candidates of one pipeline."""
+        run = plan.run
+        shape = str(run.schedule), run.pp, run.vpp
+        peaks = timing.peaks(plan, several=bool(microbatches[0] > 1))
+        counts = [enough(*shape, m, run.microbatch_group) for m in microbatches.tolist()]
+        for count in sorted(set(counts)):
+            mine = rows[np.array(counts) == count]
+            found = states(*shape, count, run.microbatch_group)
+            assert found is not None, f"a schedule that is played: {run.schedule}"
+            for name, held in peaks.at(found, of.index[mine], plan.layers).items():
+                empty = np.zeros(len(self.candidates), dtype=np.int64)
+                self.memory.setdefault(name, empty)[of.candidates[mine]] = held
 
     def _cost(self, own: Candidates, mine: Int, of: Structure, hardware: Hardware) -> None:
         """What does not follow from the time of a step: tokens, FLOPs, memory of the device."""
@@ -221,7 +244,7 @@ class _Work:
         unknown = np.full(len(self.candidates), np.nan)
         return Figures(
             seconds=self.seconds,
-            memory={},
+            memory=self.memory,
             device_memory=self.device,
             exposed=self.waits,
             bubble=self.bubble,
@@ -295,6 +318,7 @@ class _Timing:
     ) -> None:
         self.of, self.machine, self.how, self.templates = of, machine, how, templates
         self.known: dict[tuple[object, ...], tuple[Responses, Float]] = {}
+        self.held: dict[Kind, Peaks] = {}
 
     def responses(self, plan: _Plan, *, several: bool) -> tuple[Responses, Float]:
         """Those of a pipeline's template, and the bytes of a message between its stages."""
@@ -302,14 +326,25 @@ class _Timing:
         assert parts is not None
         key = run.pp > 1, run.vpp > 1, several, parts
         if key not in self.known:
-            blocks = {v: block.block for v, block in self.of.variants.items()}
-            of = Kind(run.pp > 1, several, parts)
-            if of not in self.templates:
-                self.templates[of] = template(self.of.step, of, blocks)
-            made = self.templates[of]
+            made = self._template(Kind(run.pp > 1, several, parts))
             timed = [self._timed(made, each, run) for each in (made.base, *made.more)]
             self.known[key] = responses(made, timed, self.how), self._message(made.base)
         return self.known[key]
+
+    def peaks(self, plan: _Plan, *, several: bool) -> Peaks:
+        """The memory of a pipeline's template."""
+        assert plan.parts is not None
+        of = Kind(plan.run.pp > 1, several, plan.parts)
+        if of not in self.held:
+            allowance = allowance_of(plan.run)
+            self.held[of] = Peaks.of(self._template(of), len(self.of), allowance)
+        return self.held[of]
+
+    def _template(self, of: Kind) -> Template:
+        if of not in self.templates:
+            blocks = {v: block.block for v, block in self.of.variants.items()}
+            self.templates[of] = template(self.of.step, of, blocks)
+        return self.templates[of]
 
     def _timed(self, of: Template, assembly: Assembly, run: Run) -> Timed:
         """The seconds of the rows of an assembly, by class."""

@@ -96,6 +96,22 @@ def kind_of(stage: int, stages: int) -> int:
     return FIRST if stage == 0 else LAST if stage == stages - 1 else MIDDLE
 
 
+def unlike(run: Run, parts: Parts, layers: Int) -> str:
+    """Why a template does not stand for the pipeline of a resolved run; empty: it does.
+
+    `layers` are those of each variant on each stage.
+    """
+    if run.pipeline_caches and run.pp > 1:
+        return "pipeline_caches: buffers for each microbatch"
+    if run.ddp_bucket_cap_mb and not run.zero and run.dp * run.cp > 1:
+        return "ddp_bucket_cap_mb: buckets across layers"
+    if len({variant.training for variant in parts.layers}) > 1:
+        return "layers that train differently"
+    if run.zero == 3 and int(layers.sum(axis=0).min()) < _LAYERS:
+        return "zero=3 with fewer than two layers on a stage"
+    return ""
+
+
 class Kind(NamedTuple):
     """What the pipelines of a structure must have in common to share a template."""
 

@@ -13,6 +13,7 @@ from stagewright.lower.assembly.habit import Habit
 from stagewright.lower.kernels import Kernel
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
+from stagewright.varying import largest, smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,14 @@ class RingAttention(Habit):
         q, keys = size[made["q"]], made["k"]
         whole = size[keys]
         k = whole // self.ranks if self.gathered else whole
-        f = int(BYTES["fp32"]) / int(BYTES[keys.dtype])
-        came = 2 * self.ranks * k if self.gathered else 2 * k * min(2, self.ranks - 1)
+        f = int(BYTES["fp32"]) // int(BYTES[keys.dtype])
+        came = 2 * self.ranks * k if self.gathered else 2 * k * smallest([2, self.ranks - 1])
         copied = 0 if _contiguous(made["q"]) else 2 * k
         late = f * q + q + k + 8 * f * k
         early = f * q + 2 * q + 3 * k + 6 * f * k
-        total = max(late, early) + came + 2 * k + copied
+        total = largest([late, early]) + came + 2 * k + copied
         counted = q + 2 * whole + (2 * self.ranks * k if self.gathered else 0)
-        return max(0, int(total) - counted)
+        return largest([0, total - counted])
 
 
 def _contiguous(attention: Node) -> bool:

@@ -1,0 +1,417 @@
+"""What the fullest rank holds at its peak, for many configurations of one structure.
+
+The live ranges are those of a template (`explore.templates`); bytes are columns. While an action of
+a stage runs, a rank holds what it holds all the time, what every other microbatch in flight keeps
+for its backward, and what this action has at the moment. The last has its peak in the first or in
+the last layer of a kind, or outside of the layers; at each of these places it is linear in the
+layers of the stage, as is all the rest. How many microbatches are in flight, the schedule says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Template
+from stagewright.lower.assembly.assemble import AssembledRank, Assembly
+from stagewright.program.columns import CATEGORIES
+from stagewright.schedule.actions import Action, Order, Overlap, flat
+from stagewright.schedule.places import places
+from stagewright.schedule.schedules import make
+
+FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD, STEP = (
+    "first forward", "forward", "backward", "last backward", "step",
+)  # fmt: skip
+"""Moments of a stage: actions whose rows differ, and the rows after all actions."""
+
+Spot = tuple[str, int]
+"""Where in an action: in the first or in the last layer of a variant (`first`, `last`, its number),
+or before, between or after all layers."""
+
+
+class State(NamedTuple):
+    """What a rank is at, and how many other microbatches each of its stages has in flight."""
+
+    stage: int
+    """The stage whose rows run; -1: the rank's rows after all actions."""
+    moment: str
+    others: tuple[tuple[int, int], ...]
+    """Stage, microbatches in flight but for the one whose action runs."""
+
+
+@lru_cache(maxsize=512)
+def states(
+    schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
+) -> tuple[tuple[State, ...], ...] | None:
+    """The states of each pipeline rank, without those that hold less than another one.
+
+    None: the schedule does what templates do not: it overlaps actions, splits backwards, or hands
+    values from stage to stage on one rank.
+    """
+    order = make(schedule, pp, enough(schedule, pp, vpp, microbatches, group), vpp, group=group)
+    if not _as_templates(order):
+        return None
+    return tuple(_of_rank([a for step in steps for a in _parts(step)]) for steps in order)
+
+
+def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | None) -> int:
+    """Microbatches after which a schedule that alternates has no more of them in flight."""
+    if schedule not in ("1f1b", "interleaved") or group is not None:
+        return microbatches
+    rounds = 2 * (vpp + 1)
+    return min(microbatches, rounds * pp + microbatches % pp)
+
+
+def _parts(step: Any) -> Sequence[Action]:
+    return [*flat([step])]
+
+
+def _as_templates(order: Order) -> bool:
+    if any(isinstance(step, Overlap) for steps in order for step in steps):
+        return False
+    if any(a.kind not in "FB" for steps in order for a in flat(steps)):
+        return False
+    home = places(order)
+    if len({p.stage for p in home}) < len(home):
+        return False
+    return len(order) == 1 or all(p.rank not in (p.before, p.after) for p in home)
+
+
+def _of_rank(actions: Sequence[Action]) -> tuple[State, ...]:
+    stages = sorted({a.stage for a in actions})
+    first = {a.stage: i for i, a in reversed([*enumerate(actions)]) if a.kind == "F"}
+    last = {a.stage: i for i, a in enumerate(actions) if a.kind == "B"}
+    flight = dict.fromkeys(stages, 0)
+    found: dict[tuple[int, str], set[tuple[int, ...]]] = {}
+    for i, a in enumerate(actions):
+        if a.kind == "B":
+            flight[a.stage] -= 1
+            moment = LAST_BACKWARD if last[a.stage] == i else BACKWARD
+        else:
+            moment = FIRST_FORWARD if first[a.stage] == i else FORWARD
+        found.setdefault((a.stage, moment), set()).add(tuple(flight.values()))
+        if a.kind == "F":
+            flight[a.stage] += 1
+    found[-1, STEP] = {(0,) * len(stages)}
+    return tuple(
+        State(stage, moment, tuple(zip(stages, others, strict=True)))
+        for (stage, moment), some in found.items()
+        for others in _largest(some)
+    )
+
+
+def _largest(some: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The tuples that no other one exceeds in every number."""
+    kept: list[tuple[int, ...]] = []
+    for one in sorted(some, key=sum, reverse=True):
+        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in kept):
+            kept.append(one)
+    return kept
+
+
+# ---- the stages of a template --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageBytes:
+    """Bytes of a template's stage by category and tuple: [categories, tuples] each."""
+
+    kept: Float
+    """What a microbatch in flight keeps between its forward and its backward."""
+    held: Float
+    """What the stage holds all the time, and for all microbatches."""
+    updated: Float
+    """What it holds while other stages of the rank are updated."""
+    peaks: Mapping[tuple[str, Spot], Float]
+    """By moment and place: the most that is there, without that of other microbatches."""
+
+
+class _Sizes:
+    """Sizes of values, each once: their bytes [tuples], by number."""
+
+    def __init__(self, tuples: int) -> None:
+        self.tuples = tuples
+        self.numbers: dict[tuple[int, bytes], int] = {}
+        self.rows: list[Float] = []
+        self.category: list[int] = []
+
+    def of(self, rank: AssembledRank) -> Int:
+        """The number of each value's size and category."""
+        known: dict[tuple[int, int], int] = {}
+        found: list[int] = []
+        for v in rank.values:
+            category = CATEGORIES.index(v.category)
+            key = category, id(v.size)
+            if key not in known:
+                known[key] = self._number(category, v.size)
+            found.append(known[key])
+        return np.array(found, dtype=np.int64)
+
+    def _number(self, category: int, size: Any) -> int:
+        bytes_ = np.broadcast_to(np.asarray(size, dtype=np.float64), self.tuples)
+        key = category, bytes_.tobytes()
+        if key not in self.numbers:
+            self.numbers[key] = len(self.rows)
+            self.rows.append(bytes_)
+            self.category.append(category)
+        return self.numbers[key]
+
+    def bytes(self, counts: Int) -> Float:
+        """Bytes by category of counts [rows, sizes]: [rows, categories, tuples]."""
+        size = np.stack(self.rows)
+        found = np.zeros((len(counts), len(CATEGORIES), self.tuples))
+        category = np.array(self.category)
+        for nth in range(len(CATEGORIES)):
+            mine = np.flatnonzero(category == nth)
+            mine = mine[mine < counts.shape[1]]
+            if len(mine):
+                found[:, nth] = counts[:, mine].astype(np.float64) @ size[mine]
+        return found
+
+
+def stage_bytes(rank: AssembledRank, variants: Sequence[Int], sizes: _Sizes) -> StageBytes:
+    """The bytes of the one stage of a rank; `variants` are the layers of each variant."""
+    actions, rows = rank.rows.actions, rank.rows
+    begin = [int(b) for b in rows.begin]
+    ends = [*begin[1:], rows.end]
+    number = sizes.of(rank)
+    live = _Live(rank, number, len(sizes.rows))
+    forward = [i for i, a in enumerate(actions) if a.kind == "F"]
+    backward = [i for i, a in enumerate(actions) if a.kind == "B"]
+    moments = {FIRST_FORWARD: forward[0], LAST_BACKWARD: backward[-1]}
+    steady = forward[0], backward[-1]
+    if len(forward) > 1:
+        moments |= {FORWARD: forward[1], BACKWARD: backward[1]}
+        steady = forward[1], backward[1]
+    peaks: dict[tuple[str, Spot], Float] = {}
+    for moment, i in moments.items():
+        counts = live.counts(begin[i], ends[i], actions[i].microbatch)
+        peaks |= _peaks(moment, rank, begin[i], sizes.bytes(counts), variants)
+    total = len(rank.of.tasks)
+    if total > rows.end:
+        counts = live.counts(rows.end, total, None)
+        peaks |= _peaks(STEP, rank, rows.end, sizes.bytes(counts), variants)
+    a, b = steady
+    kept = live.through(ends[a] - 1, begin[b], actions[a].microbatch)
+    held = live.through(begin[a], ends[b] - 1, -1)
+    updated = live.through(rows.end, total - 1, None) if total > rows.end else held
+    of = sizes.bytes(np.stack([kept, held, updated]))
+    return StageBytes(of[0], of[1], of[2], peaks)
+
+
+class _Live:
+    """Which instances of values are there when."""
+
+    def __init__(self, rank: AssembledRank, number: Int, count: int) -> None:
+        values = rank.of.values
+        self.number, self.count = number[values.value], count
+        self.microbatch = values.microbatch
+        self.first, self.last = values.first.astype(np.int64), values.last.astype(np.int64)
+
+    def _mine(self, microbatch: int | None) -> Bool:
+        """The instances of a microbatch and those for all; of None, all instances."""
+        if microbatch is None:
+            return np.ones(len(self.number), dtype=bool)
+        return (self.microbatch == microbatch) | (self.microbatch < 0)
+
+    def counts(self, begin: int, end: int, microbatch: int | None) -> Int:
+        """Live instances of each size while each row runs: [rows, sizes]."""
+        there = self._mine(microbatch) & (self.first < end) & (self.last >= begin)
+        number = self.number[there]
+        change = np.zeros((end - begin + 1, self.count), dtype=np.int64)
+        np.add.at(change, (np.maximum(self.first[there], begin) - begin, number), 1)
+        np.add.at(change, (np.minimum(self.last[there] + 1, end) - begin, number), -1)
+        return change[:-1].cumsum(axis=0)
+
+    def through(self, begin: int, end: int, microbatch: int | None) -> Int:
+        """Instances of each size that are live from one row to another; those of a microbatch
+        without those for all."""
+        mine = self.microbatch == microbatch if microbatch is not None else self.first >= -1
+        there = mine & (self.first <= begin) & (self.last >= end)
+        return np.bincount(self.number[there], minlength=self.count)
+
+
+def _peaks(
+    moment: str, rank: AssembledRank, begin: int, held: Float, variants: Sequence[Int]
+) -> dict[tuple[str, Spot], Float]:
+    """The most that is held at each place of some rows, by category: [categories, tuples]."""
+    layer = rank.of.tasks.layer[begin : begin + len(held)]
+    of_layers = np.flatnonzero(layer >= 0)
+    row = np.arange(len(held))
+    spots: dict[Spot, Bool] = {}
+    for nth, layers in enumerate(variants):
+        spots["first", nth] = layer == layers.min()
+        spots["last", nth] = layer == layers.max()
+    if len(of_layers):
+        spots["before", 0] = row < of_layers[0]
+        spots["between", 0] = (layer < 0) & (row > of_layers[0]) & (row < of_layers[-1])
+        spots["after", 0] = row > of_layers[-1]
+    else:
+        spots["before", 0] = layer < 0
+    total = held.sum(axis=1)
+    found: dict[tuple[str, Spot], Float] = {}
+    for spot, there in spots.items():
+        rows = np.flatnonzero(there)
+        if len(rows):
+            most = rows[total[rows].argmax(axis=0)]
+            found[moment, spot] = held[most, :, np.arange(held.shape[2])].T
+    return found
+
+
+# ---- the peaks of a structure --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """Bytes that grow with the layers of each variant on a stage."""
+
+    base: Float
+    """At the template's layers: [categories, tuples]."""
+    more: Sequence[Float]
+    """By variant, for each layer beyond those: [categories, tuples]."""
+    layers: int
+    """Of each variant in the template."""
+
+    def at(self, tuples: Int, layers: Int) -> Float:
+        """Of some tuples, with so many layers [variants, tuples]: [categories, tuples]."""
+        found = self.base[:, tuples].copy()
+        for more, count in zip(self.more, layers, strict=True):
+            found += (count - self.layers) * more[:, tuples]
+        return found
+
+
+class Stage(NamedTuple):
+    """A kind of stage, in any number of layers."""
+
+    kept: Linear
+    held: Linear
+    updated: Linear
+    peaks: Mapping[tuple[str, Spot], Linear]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peaks:
+    """What the fullest rank holds at its peak, in any pipeline of a structure's blocks."""
+
+    stages: Mapping[int, Stage]
+    """By kind (`templates.FIRST`, ...)."""
+    allowance: int = 0
+
+    @classmethod
+    def of(cls, template: Template, tuples: int, allowance: int = 0) -> Peaks:
+        """From the template of a structure of so many tuples."""
+        sizes = _Sizes(tuples)
+        every = [_all_stages(assembly, template, sizes) for assembly in
+                 (template.base, *template.more)]  # fmt: skip
+        n = template.layers
+        stages: dict[int, Stage] = {}
+        for p in range(template.stages):
+            base, *more = (of_assembly[p] for of_assembly in every)
+
+            def linear(name: str, base: StageBytes = base, more: Any = more) -> Linear:
+                start: Float = getattr(base, name)
+                return Linear(start, [getattr(one, name) - start for one in more], n)
+
+            peaks = {
+                at: Linear(peak, [one.peaks.get(at, peak) - peak for one in more], n)
+                for at, peak in base.peaks.items()
+            }
+            kind = template.kind(p)
+            stages[kind] = Stage(linear("kept"), linear("held"), linear("updated"), peaks)
+        return cls(stages, allowance)
+
+    def at(self, found: Sequence[Sequence[State]], tuples: Int, layers: Int) -> dict[str, Int]:
+        """Bytes by category of configurations with these tuples, in a pipeline of these states.
+
+        `layers` are those of each variant on each stage: [variants, stages].
+        """
+        layers = np.broadcast_to(layers[:, :, None], (*layers.shape, len(tuples)))
+        best = np.zeros((len(CATEGORIES), len(tuples)))
+        most = np.full(len(tuples), -1.0)
+        for state, stages in self._distinct(found, layers):
+            for held in self._held(state, stages, tuples, layers):
+                total = held.sum(axis=0)
+                larger = total > most
+                most = np.where(larger, total, most)
+                best = np.where(larger, held, best)
+        by = {name: of.astype(np.int64) for name, of in zip(CATEGORIES, best, strict=True)}
+        return by | ({"allowance": np.full(len(tuples), self.allowance)} if self.allowance else {})
+
+    def _distinct(
+        self, ranks: Sequence[Sequence[State]], layers: Int
+    ) -> Iterable[tuple[State, Sequence[int]]]:
+        """States of all ranks, of those with like stages only the ones that hold most."""
+        last = layers.shape[1] - 1
+        known: dict[Any, dict[tuple[int, ...], tuple[State, Sequence[int]]]] = {}
+        for of_rank in ranks:
+            stages = [stage for stage, _ in of_rank[0].others]
+            like = [(_kind(s, last), layers[:, s].tobytes()) for s in stages]
+            for state in of_rank:
+                current = stages.index(state.stage) if state.stage >= 0 else -1
+                key = current, state.moment, tuple(like)
+                others = tuple(number for _, number in state.others)
+                known.setdefault(key, {}).setdefault(others, (state, stages))
+        for some in known.values():
+            for others in _largest(some):
+                yield some[others]
+
+    def _held(
+        self, state: State, stages: Sequence[int], tuples: Int, layers: Int
+    ) -> Iterable[NDArray[Any]]:
+        """What is held at each place of a state: [categories, configurations] each."""
+        last = layers.shape[1] - 1
+        kinds = {s: self.stages[_kind(s, last)] for s in stages}
+        if state.stage < 0:
+            for s in stages:
+                beside = sum(
+                    (kinds[o].updated.at(tuples, layers[:, o]) for o in stages if o != s),
+                    np.zeros((len(CATEGORIES), len(tuples))),
+                )
+                yield from self._at_spots(kinds[s], STEP, beside, tuples, layers[:, s])
+            return
+        beside = np.zeros((len(CATEGORIES), len(tuples)))
+        for s, others in state.others:
+            if others:
+                beside += others * kinds[s].kept.at(tuples, layers[:, s])
+            if s != state.stage:
+                beside += kinds[s].held.at(tuples, layers[:, s])
+        yield from self._at_spots(
+            kinds[state.stage], state.moment, beside, tuples, layers[:, state.stage]
+        )
+
+    @staticmethod
+    def _at_spots(
+        stage: Stage, moment: str, beside: Float, tuples: Int, layers: Int
+    ) -> Iterable[Float]:
+        for (when, (where, nth)), peak in stage.peaks.items():
+            if when != moment:
+                continue
+            there = layers[nth] > 0 if where in ("first", "last") else np.True_
+            yield np.where(there, beside + peak.at(tuples, layers), 0.0)
+
+
+def _kind(stage: int, last: int) -> int:
+    if last == 0:
+        return ONLY
+    return FIRST if stage == 0 else LAST if stage == last else MIDDLE
+
+
+def _all_stages(assembly: Assembly, template: Template, sizes: _Sizes) -> list[StageBytes]:
+    """The stages of one of a template's programs: one on each rank."""
+    found: list[StageBytes] = []
+    for rank in assembly.ranks:
+        ((_, stage),) = rank.rows.stages.items()
+        layers: dict[int, list[int]] = {}
+        for placed in stage.blocks:
+            if placed.layer >= 0:
+                layers.setdefault(id(placed.block), []).append(placed.layer)
+        variants = [np.array(of) for of in layers.values()]
+        sizes.of(rank)  # all sizes first: counts have one length
+        found.append(stage_bytes(rank, variants, sizes))
+    return found
