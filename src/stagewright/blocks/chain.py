@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagewright.blocks.builder import Block
-from stagewright.blocks.ends import ORIGINAL, embedding, head, tied
+from stagewright.blocks.ends import ORIGINAL, embedding, head, positions, tied
 from stagewright.blocks.families.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.blocks.families.encoder_decoder import (
     decoder_layer,
@@ -37,6 +37,7 @@ def _in_tower(make: Make) -> Make:
 
 BLOCKS: dict[str, Make] = {
     "embedding": lambda config, recipe, _: embedding(config, recipe),
+    "positions": lambda config, recipe, _: positions(config, recipe),
     "layer": layer,
     "source_embedding": source_embedding,
     "encoder_layer": encoder_layer,

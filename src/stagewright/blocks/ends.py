@@ -32,6 +32,24 @@ def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") ->
     x = apply("embedding", "bs,vm->bsm", ids, table, dtype=b.dtype, name="word")
     if config.embedding_size:
         x = einsum("bsw,wm->bsm", x, b.param("w_in", "W", "M", scope="embedding"), name="word_in")
+    if recipe.shared_vocabulary:
+        return finish("embedding", b, None, identity(x, "y"))
+    y = _embedded(b, x)
+    if config.shares:
+        b.make(ORIGINAL, y)
+    return finish("embedding", b, None, y)
+
+
+def positions(config: ModelConfig, recipe: Recipe) -> Block:
+    """Words to the residual stream, where the ranks of a pipeline share the embedding's table."""
+    b = Builder(config, recipe)
+    x = stream(("B", "S", "M"), b.dtype, scope="embedding")
+    return finish("positions", b, x, _embedded(b, x))
+
+
+def _embedded(b: Builder, x: Node) -> Node:
+    """Words [B, S, M] to the residual stream: positions, token types and norm as the family has."""
+    config, recipe = b.config, b.recipe
     if config.position == "learned":
         at = leaf("input", ("S",), "int64", "positions", scope="embedding")
         at, each = (b.positions(), "bs") if recipe.inference else (at, "s")
@@ -47,10 +65,7 @@ def embedding(config: ModelConfig, recipe: Recipe, *, tokens: str = "tokens") ->
     x = identity(x, "embedded")
     if config.embedding_norm:
         x = b.norm(x, "embedding_norm")
-    y = identity(copied(b, b.dropout(x, config.embedding_dropout)), "y")
-    if config.shares:
-        b.make(ORIGINAL, y)
-    return finish("embedding", b, None, y)
+    return identity(copied(b, b.dropout(x, config.embedding_dropout)), "y")
 
 
 ORIGINAL = "original"
@@ -68,7 +83,8 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
     predicted = [b.take(mtp_name(k + 1), "B", "S", "M") for k in range(config.mtp_num_layers)]
     # Multi-token prediction reads the normed stream, so that the norm is a block of its own there.
     h = collapsed(b, x)
-    h = b.norm(h, "final_norm", scope=scope) if config.final_norm and not predicted else h
+    elsewhere = predicted or recipe.shared_vocabulary
+    h = b.norm(h, "final_norm", scope=scope) if config.final_norm and not elsewhere else h
     if recipe.inference:
         return finish("head", b, x, gathered(_logits(b, last_tokens(h))))
     pooled = _pooler(b, h) if config.pooler else None

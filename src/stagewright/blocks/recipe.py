@@ -301,6 +301,9 @@ class Recipe:
     """Whether the parameters of that unit stay gathered for the whole step."""
     ties: tuple[Tie, ...] = ()
     """The block's copies of tables that other blocks have copies of."""
+    shared_vocabulary: bool = False
+    """Whether the ranks of a pipeline share the embedding and the output layer: these are tables
+    alone then, and what stands beside them is in blocks of its own."""
     begins: frozenset[str] = frozenset()
     """Live values that the block makes itself, rather than take them from a block before it."""
     ends: frozenset[str] = frozenset()

@@ -59,6 +59,7 @@ def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) ->
         ends=variant.ends,
         training=variant.training,
         root=variant.root,
+        shared_vocabulary=variant.shared,
     )
     if variant.root and recipe.gather_root_once:
         recipe = replace(recipe, gather_once=True)

@@ -10,6 +10,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.run import requests
 from stagewright.run.settings import Run
+from stagewright.schedule.schedules import shares_ends
 
 OPTIMIZER_READS = {"adamw": 3, "sgd": 1}
 """How often PyTorch's optimizers read a gradient: `lerp_` once and `addcmul_` twice; `add_`."""
@@ -115,12 +116,14 @@ def _experts(run: Run, model: ModelConfig) -> nn.ExpertRecipe:
 
 
 def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, int]:
-    """The number behind each named dim; the vocabulary is padded so that tp divides it.
+    """The number behind each named dim; the vocabulary is padded so that the ranks divide it that
+    split it: tp, and pp where all ranks share the embedding and the output layer.
 
     In inference, the sizes that depend on a batch are not among them. `replicas` is how often the
     schedule holds each stage, each time with a microbatch of its own.
     """
-    multiple = run.make_vocab_size_divisible_by * run.tp
+    parts = run.tp * (run.pp if shares_ends(run.schedule) else 1)
+    multiple = run.make_vocab_size_divisible_by * parts
     sizes = nn.sizes(model) | {"V": -(-model.vocab_size // multiple) * multiple}
     of_modules = {name: number for m in model.modules for name, number in m.sizes.items()}
     if run.mode != "train":

@@ -75,7 +75,10 @@ class TrainingStep:
 
     def shard(self, variant: BlockVariant) -> Graph:
         """The graph of a block as each rank executes it."""
-        return shard_block(variant, self.run, self.model, self.plan, self.sizes, self.recipe)
+        plan = self.plan
+        if variant.shared:
+            plan = replace(plan, vocabulary=("pp", *plan.tensor))
+        return shard_block(variant, self.run, self.model, plan, self.sizes, self.recipe)
 
     @property
     def routing(self) -> Routing | None:

@@ -16,6 +16,7 @@ from stagewright.model.layers import Layer
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.places import places
+from stagewright.schedule.schedules import shares_ends
 from stagewright.stored import Storage
 
 
@@ -31,6 +32,7 @@ class BlockVariant(NamedTuple):
     ties: tuple[nn.Tie, ...] = ()  # tables that other blocks have copies of
     begins: frozenset[str] = frozenset()  # values that it is the first of its stage to use
     ends: frozenset[str] = frozenset()  # values that it is the last to use
+    shared: bool = False  # every pipeline rank holds a part of its vocabulary
     weights: Storage = ()  # how its matrices are stored where the model is served
     training: nn.Training = nn.EVERYTHING  # what of it trains
 
@@ -139,7 +141,23 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
             [(v._replace(weights=storage(run, model, v.block, i)), i) for v, i in stage]
             for stage in stages
         ]
+    if shares_ends(run.schedule):
+        stages = _share_ends(stages)
     return [_move_states(run, stage) for stage in _mark_first_and_last_users(stages, model)]
+
+
+def _share_ends(stages: Sequence[Sequence[PlacedVariant]]) -> list[list[PlacedVariant]]:
+    """The embedding and the output layer as stages that all ranks share, without their neighbours.
+
+    Positions, and the last norm, stay on the first and on the last rank.
+    """
+    blocks = [placed for stage in stages for placed in stage]
+    ends = [[(v._replace(shared=True), i)] for v, i in (blocks[0], blocks[-1])]
+    inner = [[p for p in stage if p not in (blocks[0], blocks[-1])] for stage in stages]
+    first, last = [(BlockVariant("positions"), -1)], [(BlockVariant("final_norm"), -1)]
+    inner = [first + inner[0], *inner[1:]]
+    inner = [*inner[:-1], inner[-1] + last]
+    return [ends[0], *inner, ends[1]]
 
 
 def _mark_first_and_last_users(

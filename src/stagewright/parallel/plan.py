@@ -27,6 +27,8 @@ class Plan:
     """Inference: split the tokens of a request in the cache."""
     tensor: Axes = ()
     """Split heads, the width of feed-forwards and the vocabulary."""
+    vocabulary: Axes = ()
+    """Split the vocabulary, where pipeline ranks do, too; else those of `tensor` do."""
     key_value: Axes = ()
     """The axes of `tensor`, and of `context` in Ulysses, that split key-value heads."""
     inner: frozenset[str] = frozenset()
@@ -77,7 +79,8 @@ class Plan:
     @property
     def model_axes(self) -> Axes:
         """Axes over which some parameter (or its optimizer state) is split."""
-        split_by = self.tensor + self.expert + self.columns + (self.shard if self.zero else ())
+        split_by = self.vocabulary + self.tensor + self.expert + self.columns
+        split_by += self.shard if self.zero else ()
         by_table = [a for t in self.table.values() for axes in self.layout(t).dims for a in axes]
         everywhere = {*self.data, *self.context}
         return tuple(dict.fromkeys((*split_by, *(a for a in by_table if a not in everywhere))))
@@ -113,7 +116,11 @@ class Plan:
         def axes(degrees: tuple[str, ...]) -> Axes:
             return tuple(a for degree in degrees for a in self.axes_of(degree))
 
-        return Layout(tuple(axes(by) for by in placement.axes), frozenset(axes(placement.partial)))
+        dims = [axes(by) for by in placement.axes]
+        if self.vocabulary:
+            rows = zip(placement.dims, placement.axes, dims, strict=True)
+            dims = [self.vocabulary if (d, by) == ("V", ("tp",)) else had for d, by, had in rows]
+        return Layout(tuple(dims), frozenset(axes(placement.partial)))
 
     def used(self, parameter: Parameter, rank: int) -> Dims:
         """Where a parameter of `rank` dims is computed with: as the table says, or as declared."""

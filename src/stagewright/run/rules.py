@@ -143,6 +143,11 @@ _TRAINING = (
         training_rules.check_stages,
     ),
     RunCheck(
+        "ranks can share the vocabulary",
+        ("pp", "schedule", "framework"),
+        _all(training_rules.SHARED_VOCABULARY),
+    ),
+    RunCheck(
         "every stage has layers",
         (
             *("pp", "vpp", "layers_per_stage", "pipeline_split"),

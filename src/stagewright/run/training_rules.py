@@ -160,6 +160,39 @@ RECOMPUTE_AND_OFFLOAD = (
 )
 
 
+def _shares(run: Run) -> bool:
+    return schedules.shares_ends(run.schedule)
+
+
+_SHARES = "schedule={run.schedule} splits the vocabulary over the ranks of the pipeline, "
+
+SHARED_VOCABULARY = (
+    Refuse(
+        lambda run, model: _shares(run) and run.pp == 1,
+        _SHARES + "got pp=1; raise pp, or use schedule=1f1b",
+    ),
+    Refuse(
+        lambda run, model: _shares(run) and run.framework != "megatron",
+        _SHARES + "as a loop of Megatron-LM's, got framework={run.framework}; drop either",
+    ),
+    Refuse(
+        lambda run, model: _shares(run) and model.tied_embeddings,
+        _SHARES + "of a table of the embedding and another of the output, and {model.name} has one "
+        "for both; use another schedule",
+    ),
+    Refuse(
+        lambda run, model: _shares(run) and not _is_chain_of_layers(model),
+        _SHARES + "which is modelled where there is an embedding, layers and an output alone, and "
+        "{model.name} has more; use another schedule",
+    ),
+)
+
+
+def _is_chain_of_layers(model: ModelConfig) -> bool:
+    more = model.tower or model.mtp_num_layers or model.shared_blocks or model.residual_streams > 1
+    return model.predicts_tokens and not more
+
+
 # ---- stages and size -----------------------------------------------------------------------------
 
 

@@ -88,6 +88,22 @@ def flat(steps: Iterable[ScheduleStep]) -> list[Action]:
     return [action for step in steps for action in parts(step)]
 
 
+def shared_stages(order: Order) -> frozenset[int]:
+    """The stages that every rank holds a part of: all ranks run their actions, at one time.
+
+    >>> f0 = Action.parse("0F0")
+    >>> shared_stages(((f0, Action.parse("1F0")), (f0, Action.parse("2F0"))))
+    frozenset({0})
+    """
+    met: set[Action] = set()
+    shared: set[int] = set()
+    for steps in order:
+        mine = {*flat(steps)}
+        shared |= {a.stage for a in mine & met}
+        met |= mine
+    return frozenset(shared)
+
+
 def stage_count(order: Order) -> int:
     """How many virtual stages an order has: one more than the largest stage number."""
     return 1 + max((a.stage for steps in order for a in flat(steps)), default=-1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.schedule.actions import Action, Order, ScheduleStep, flat, parts
+from stagewright.schedule.actions import Action, Order, ScheduleStep, flat, parts, shared_stages
 
 
 class Place(NamedTuple):
@@ -16,6 +16,9 @@ class Place(NamedTuple):
     rank: int
     before: int | None
     after: int | None
+    shared: bool = False
+    """Whether every rank holds a part of the stage. What comes to such a stage from one rank, all
+    ranks get; what it hands to the stages around it, their rank has at hand."""
 
 
 def places(order: Order) -> list[Place]:
@@ -28,12 +31,19 @@ def places(order: Order) -> list[Place]:
     >>> [tuple(p)[:3] for p in places(from_csv("0F0,3F0,3B0,0B0\\n1F0,2F0,2B0,1B0"))]
     [(0, 0, None), (3, 0, 1), (1, 1, 0), (2, 1, 1)]
     """
-    home = {(a.stage, a.microbatch): rank for rank, steps in enumerate(order) for a in flat(steps)}
+    shared = shared_stages(order)
+    home = {
+        (a.stage, a.microbatch): rank
+        for rank, steps in enumerate(order)
+        for a in flat(steps)
+        if a.stage not in shared
+    }
     by_stage: dict[tuple[int, int], tuple[Place, int]] = {}
     for (stage, microbatch), rank in home.items():
-        place = Place(
-            stage, rank, home.get((stage - 1, microbatch)), home.get((stage + 1, microbatch))
+        before, after = (
+            rank if n in shared else home.get((n, microbatch)) for n in (stage - 1, stage + 1)
         )
+        place = Place(stage, rank, before, after)
         first, other = by_stage.setdefault((rank, stage), (place, microbatch))
         if first != place:
             raise UserError(
@@ -41,6 +51,11 @@ def places(order: Order) -> list[Place]:
                 f"{stage} on rank {rank}, but come from or go on to different ranks; wanted one "
                 "way through the ranks for all microbatches of a stage on a rank"
             )
+    holder = {stage: rank for (stage, _), rank in home.items()}
+    for stage in shared:
+        for rank in range(len(order)):
+            place = Place(stage, rank, holder.get(stage - 1), holder.get(stage + 1), shared=True)
+            by_stage[rank, stage] = place, 0
     return [by_stage[key][0] for key in sorted(by_stage)]
 
 
@@ -52,6 +67,8 @@ def mirrored(order: Order) -> bool:
     """
     holders: dict[int, list[int]] = {}
     for place in places(order):
+        if place.shared:
+            continue
         holders.setdefault(place.stage, []).append(place.rank)
     if all(len(ranks) == 1 for ranks in holders.values()):
         return False

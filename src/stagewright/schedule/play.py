@@ -22,6 +22,7 @@ from stagewright.schedule.actions import (
     halved,
     needs,
     parts,
+    shared_stages,
     stage_count,
 )
 
@@ -37,8 +38,9 @@ A forward and a backward that overlap take as long as both, or what the mapping 
 def play(order: Order, cost: Cost) -> dict[Action, tuple[float, float]]:
     """Start and end of every action if each rank works through its list as soon as it can.
 
-    Communication takes no time here. Two that overlap start and end together. An order that cannot
-    complete is a UserError that says who waits for whom. Linear in the number of actions.
+    Communication takes no time here. Two that overlap start and end together, and so do the ranks
+    that share a stage. An order that cannot complete is a UserError that says who waits for whom.
+    Linear in the number of actions.
 
     >>> from stagewright.schedule.text import from_csv
     >>> play(from_csv("0F0,0B0\\n1F0,1B0"), {"F": 1, "B": 2})
@@ -52,6 +54,8 @@ def play(order: Order, cost: Cost) -> dict[Action, tuple[float, float]]:
 
     stages = stage_count(order)
     halves = halved(order)
+    shared = shared_stages(order)
+    came: dict[Action, list[float]] = {}  # when each rank came to an action that all ranks run
     times: dict[Action, tuple[float, float]] = {}
     reached = [0] * len(order)
     clock: list[float] = [0] * len(order)
@@ -68,6 +72,16 @@ def play(order: Order, cost: Cost) -> dict[Action, tuple[float, float]]:
                 waiting.setdefault(missing[0], []).append(rank)
                 break
             start = max([now, *[times[need][1] for need in required]])
+            if step in times:  # all ranks have come to an action that they share
+                now, at = times[parts(step)[0]][1], at + 1
+                continue
+            if isinstance(step, Action) and step.stage in shared:
+                came.setdefault(step, []).append(start)
+                if len(came[step]) < len(order):
+                    waiting.setdefault(step, []).append(rank)
+                    clock[rank] = now
+                    break
+                start = max(came[step])
             now = start + price(step)
             for action in parts(step):
                 times[action] = (start, now)
@@ -82,7 +96,12 @@ def play(order: Order, cost: Cost) -> dict[Action, tuple[float, float]]:
 def _deadlock(order: Order, reached: list[int], waiting: dict[Action, list[int]]) -> str:
     """The error of a deadlock: which rank waits for which, until the circular wait closes."""
     needed_by = {rank: need for need, ranks in waiting.items() for rank in ranks}
-    runs = {action: rank for rank, at in enumerate(reached) for action in flat(order[rank][at:])}
+    runs = {  # of ranks that share an action, one that has not come to it
+        action: rank
+        for rank, at in enumerate(reached)
+        for action in flat(order[rank][at:])
+        if needed_by.get(rank) != action or order[rank][at] != action
+    }
     head = {rank: order[rank][reached[rank]] for rank in needed_by}
     chain: list[int] = []
     rank = min(needed_by)

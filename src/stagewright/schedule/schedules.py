@@ -23,6 +23,7 @@ from stagewright.schedule.generators import (
 )
 from stagewright.schedule.text import MOST_BYTES, from_csv
 from stagewright.schedule.validate import validate
+from stagewright.schedule.vocabulary import interlaced
 
 
 class Schedule(NamedTuple):
@@ -40,6 +41,8 @@ class Schedule(NamedTuple):
     fills: int = 1
     """With this many times pp microbatches the pipeline has been full: each further microbatch adds
     nearly the same time."""
+    shares_ends: bool = False
+    """Whether all ranks share the embedding and the output layer (`schedule.vocabulary`)."""
     holds_sent_gradients: bool = False
     """Whether PyTorch's class of the schedule waits for the send of a gradient only at the next
     one, and so holds the gradient until then. Schedules with several stages, and orders from files,
@@ -92,6 +95,7 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipe": Schedule(
         dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True, fills=2
     ),
+    "interlaced": Schedule(interlaced, shares_ends=True, fills=2),
 }
 
 
@@ -190,6 +194,11 @@ def make(name: str, pp: int, microbatches: int, vpp: int = 1, *, group: int | No
     chunked = (vpp,) if schedule.chunks is None else ()
     grouped = {"group": group or pp} if schedule.in_groups else {}
     return schedule.order(pp, microbatches, *chunked, **grouped)
+
+
+def shares_ends(name: str | None) -> bool:
+    """Whether all ranks share the model's first and last block in the schedule of this name."""
+    return name in SCHEDULES and SCHEDULES[name].shares_ends
 
 
 def fewest(name: str, pp: int) -> int:

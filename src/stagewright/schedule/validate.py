@@ -10,12 +10,16 @@ from stagewright.schedule.places import mirrored
 from stagewright.schedule.play import play
 
 
-def validate(order: Order, stages: int, microbatches: int) -> None:
+def validate(
+    order: Order, stages: int, microbatches: int, shared: frozenset[int] = frozenset()
+) -> None:
     """Raise a UserError unless `order` does every stage's work once and can run to its end.
 
     For every stage and microbatch there must be, on one rank, one F, and either one B or one I and
-    one W; no rank may wait for ever; and ranks that hold the same stage must be in step.
+    one W; no rank may wait for ever; and ranks that hold the same stage must be in step. Of stages
+    that all ranks have `shared`, every rank must run all actions, in one order.
     """
+    _check_shared(order, shared)
     home: dict[tuple[int, int], int] = {}
     actions_of: dict[tuple[int, int], list[Action]] = {}
     for rank, steps in enumerate(order):
@@ -25,6 +29,8 @@ def validate(order: Order, stages: int, microbatches: int) -> None:
                 "rank; remove the rank, or move a stage to it"
             )
         for action in flat(steps):
+            if rank and action.stage in shared:
+                continue
             pair = action.stage, action.microbatch
             if home.setdefault(pair, rank) != rank:
                 raise UserError(
@@ -47,3 +53,16 @@ def validate(order: Order, stages: int, microbatches: int) -> None:
         raise UserError(f"pipeline order: got {extra}, wanted only {sizes}{advice}")
     play(order, SLOTS)
     mirrored(order)
+
+
+def _check_shared(order: Order, shared: frozenset[int]) -> None:
+    """All ranks must run the actions of shared stages in one order: they meet in collectives."""
+    first, *others = ([a for a in flat(steps) if a.stage in shared] for steps in order)
+    for rank, actions in enumerate(others, 1):
+        for mine, wanted in itertools.zip_longest(actions, first):
+            if mine != wanted:
+                raise UserError(
+                    f"pipeline order: all ranks share stage {(mine or wanted).stage}, and rank "
+                    f"{rank} has {mine or 'no action'} where rank 0 has {wanted or 'no action'}; "
+                    "put actions of shared stages in one order on all ranks"
+                )

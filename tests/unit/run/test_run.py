@@ -296,7 +296,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"schedule": "1F1B"},
         "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zbv, "
-        "v-half, v-min, dualpipev, dualpipe or a path ending in .csv; did you mean '1f1b'?",
+        "v-half, v-min, dualpipev, dualpipe, interlaced or a path ending in .csv; did you mean "
+        "'1f1b'?",
+    ),
+    (
+        {"schedule": "interlaced"},
+        "schedule=interlaced splits the vocabulary over the ranks of the pipeline, got pp=1; raise "
+        "pp, or use schedule=1f1b",
+    ),
+    (
+        {"schedule": "interlaced", "pp": 2, "framework": "torchtitan"},
+        "schedule=interlaced splits the vocabulary over the ranks of the pipeline, as a loop of "
+        "Megatron-LM's, got framework=torchtitan; drop either",
     ),
     (
         {"pp": 4, "schedule": "dualpipe", "dp": 2, "micro_batch_size": 3, "global_batch_size": 54},

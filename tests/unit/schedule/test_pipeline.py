@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from orders import in_flight
 from paths import DATA
 from stagewright.errors import UserError
-from stagewright.schedule.actions import SLOTS, Action, Order, Overlap, flat, halved, needs
+from stagewright.schedule.actions import (
+    SLOTS,
+    Action,
+    Order,
+    Overlap,
+    flat,
+    halved,
+    needs,
+    shared_stages,
+)
 from stagewright.schedule.controllable_memory import v_half, v_min
 from stagewright.schedule.generators import (
     dualpipe,
@@ -40,6 +49,7 @@ from stagewright.schedule.play import bubble, idle, play
 from stagewright.schedule.schedules import SCHEDULES, fewest, make
 from stagewright.schedule.text import from_csv, text, to_csv
 from stagewright.schedule.validate import validate
+from stagewright.schedule.vocabulary import interlaced, shared_ends
 
 PUBLISHED = DATA / "schedules"
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 5, 16)]
@@ -280,6 +290,34 @@ def test_make() -> None:
     assert make("v-min", 2, 4, 2) == v_min(2, 4)
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 7), (3, 9), (4, 3), (5, 12), (8, 32)])
+def test_interlaced_takes_as_long_as_1f1b(p: int, m: int) -> None:
+    """If B = 2F, ranks that stop together never wait; rank 0 keeps 1.5 pp microbatches alive."""
+    kinds = {"F": 1, "B": 2}
+    order = interlaced(p, m)
+    times = play(order, lambda a: 0 if a.stage in shared_ends(p) else kinds[a.kind])
+    assert max(end for _, end in times.values()) == 3 * (m + p - 1)
+    alive, most = 0, 0
+    for a in flat(order[0]):
+        alive += (a.kind == "F") - (a.kind == "B") if a.stage == 1 else 0
+        most = max(most, alive)
+    assert most == min(m, p + p // 2)
+
+
+def test_ranks_that_share_a_stage_must_meet_in_one_order() -> None:
+    order = interlaced(2, 2)
+    swapped = [*order[1]]
+    first, second = (swapped.index(Action.parse(action)) for action in ("0F0", "0F1"))
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    message = "all ranks share stage 0, and rank 1 has 0F1 where rank 0 has 0F0"
+    with pytest.raises(UserError, match=message):
+        validate((order[0], tuple(swapped)), 4, 2, shared_ends(2))
+    with pytest.raises(UserError, match="wanted one rank for a stage and microbatch"):
+        validate(order, 4, 2)
+    with pytest.raises(UserError, match=r"deadlock.*rank 0 has not reached: it waits at 0F0"):
+        play((order[0], tuple(swapped)), SLOTS)
+
+
 VEES = {"zbv", "v-half", "v-min", "dualpipev", "dualpipe"}  # others: chunks round the ranks
 
 
@@ -291,6 +329,10 @@ def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
     p += p % 2 if name == "dualpipe" else 0
     m = next(n for n in range(m, 100) if schedule.takes(p, n))
     order = make(name, p, m, chunks)
+    if schedule.shares_ends:
+        validate(order, p + 2, m, shared_ends(p))
+        assert shared_stages(order) == (shared_ends(p) if p > 1 else set())
+        return
     validate(order, p * chunks, m)
     for rank, steps in enumerate(order):
         held = {rank, 2 * p - 1 - rank} if chunks == 2 and name in VEES else set()
@@ -529,7 +571,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("zbv", 4, 8),
             "schedule zbv has 2 stages per rank, got vpp=1; use vpp=2, or schedule gpipe, 1f1b, "
-            "interleaved, looped-bfs, zb-h1, zb-h2 or dualpipe",
+            "interleaved, looped-bfs, zb-h1, zb-h2, dualpipe or interlaced",
         ),
         (
             ("dualpipe", 3, 8),

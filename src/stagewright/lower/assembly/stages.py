@@ -165,21 +165,42 @@ class Stage:
     def _receive(self, action: ActionRows) -> None:
         """Rows that receive values, or gradients, from the neighbouring stage on another rank."""
         source = self.place.before if action.forward else self.place.after
-        if source is None or source == self.place.rank:
+        if source is None or (source == self.place.rank and not self.place.shared):
             return
         for nth, value in enumerate(self._messages(self.arriving, self.leaving, action)):
-            t = self._message(TaskKind.RECV, source, value, forward=action.forward)
-            row = action.segment.add(t, "", -1, self.stage, tag=nth)
+            if self.place.shared:
+                row, t = self._broadcast(source, value, action)
+            else:
+                t = self._message(TaskKind.RECV, source, value, forward=action.forward)
+                row = action.segment.add(t, "", -1, self.stage, tag=nth)
             name = f"{_message_name(value, forward=action.forward)}received"
             received = LiveValue(value.name, not action.forward)
             buffers = self.habits.message_buffers()
             self.values.receive(received, name, t, action.at(row), buffers)
 
+    def _broadcast(self, source: int, value: Crossing, action: ActionRows) -> tuple[int, Kernel]:
+        """The row in which all ranks get a value, or a gradient, from the rank that has it."""
+        phase = "forward" if action.forward else "backward"
+        name = f"{_message_name(value, forward=action.forward)}broadcast"
+        part = TaskPart.FORWARD if action.forward else TaskPart.BACKWARD
+        t = Kernel(name, "broadcast", TaskKind.COLLECTIVE, phase, part,
+                   axes=("pp",), comm_bytes=value.size, dtype=value.dtype)  # fmt: skip
+        row = action.segment.add(t, "", -1, self.stage)
+        if source == self.place.rank:
+            handed = LiveValue(value.name, not action.forward)
+            near = self.on_rank[self.stage + (-1 if action.forward else 1)]
+            dependency = near.handed_on(row, handed)
+            action.segment.deps += [dependency] if dependency is not None else []
+            sent = near.values.handed_on(handed)
+            if sent is not None:
+                sent.touch(action.at(row), phase)
+        return row, t
+
     def _send(self, action: ActionRows) -> None:
         """Rows that send values, or gradients, to the neighbouring stage on another rank."""
         target = self.place.after if action.forward else self.place.before
-        if target is None or target == self.place.rank:
-            return
+        if target is None or target == self.place.rank or self.place.shared:
+            return  # what ranks share has a neighbour on its own rank
         for nth, value in enumerate(self._messages(self.leaving, self.arriving, action)):
             t = self._message(TaskKind.SEND, target, value, forward=action.forward)
             row = action.segment.add(t, "", -1, self.stage, tag=nth)
@@ -245,7 +266,7 @@ class Stage:
         if nth is None:
             return None
         source = self.place.after if c.gradient else self.place.before
-        if source != self.place.rank:
+        if source != self.place.rank or self.place.shared:
             return row, BACKWARD if c.gradient else FORWARD, self.stage, nth  # the message's row
         return self.on_rank[self.stage + (1 if c.gradient else -1)].handed_on(row, c)
 

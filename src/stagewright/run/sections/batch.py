@@ -55,11 +55,12 @@ class BatchSection:
     schedule: Text | None = setting(
         None,
         "Pipeline schedule: 1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-h2, zbv, v-half, "
-        "v-min, dualpipev, dualpipe, or a .csv file.",
+        "v-min, dualpipev, dualpipe, interlaced, or a .csv file.",
         unset="1f1b; with vpp, interleaved",
         modes=TRAINING,
         elsewhere="a pipeline runs its microbatches in turn",
         metavar="NAME",
+        switches={"use-interlaced-schedule": "interlaced"},
     )
     microbatch_group_size_per_vp_stage: Count | None = setting(
         None,
