@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from stagewright.algebra.index import bind, parse, splits
@@ -36,6 +37,7 @@ def extents(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> dict[str
     return {x: extent(d, split_by.get(x, ())) for x, d in sizes.items()}
 
 
+@lru_cache(maxsize=4096)  # of the nodes of a few blocks, each asked for several times
 def indices(n: Node) -> tuple[dict[str, Size], dict[str, tuple[str, ...]]]:
     """Letter -> size, and letter -> axes that split it."""
     spec = parse(str(n["spec"]))

@@ -8,8 +8,10 @@ replicas. Gradients are reduced once a step, or in each microbatch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from stagewright.algebra.layout import Layout
+from stagewright.algebra.size import Size
 from stagewright.graph.node import Node
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
@@ -17,11 +19,11 @@ from stagewright.parallel.plan import Dims, Plan
 
 
 def parameter_layout(
-    n: Node, parameter: Parameter, have: Layout | None, plan: Plan, sizes: Mapping[str, int]
+    n: Node, parameter: Parameter, have: Layout | None, plan: Plan, sharding: Sharding
 ) -> Layout | None:
     """The layout of a node that belongs to a parameter, by its role; None: it follows its operands.
 
-    `have` is the layout that would follow, `sizes` the numbers behind the dims.
+    `have` is the layout that would follow, `sharding` says what ZeRO splits.
     """
     rank = len(n.shape)
     if not rank:  # a count of steps
@@ -29,7 +31,7 @@ def parameter_layout(
     if n.binding.buffer:
         return None if n.role is Role.COUNT else Layout(((),) * rank)
     used = plan.used(parameter, rank)
-    shard = _shard(n, parameter, used, plan, sizes)
+    shard = sharding.of(n.shape, parameter, used)
     # Of a partial sum one rank has the values, the others have zeros.
     sums = plan.layout(parameter.placement).partial & {*plan.combined}
     match n.role:
@@ -77,23 +79,39 @@ def _gradient_layout(
             return None
 
 
-def _shard(n: Node, parameter: Parameter, used: Dims, plan: Plan, sizes: Mapping[str, int]) -> Dims:
-    """A parameter's layout with one more dim split over the sharding axes.
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Which dim of each parameter ZeRO splits; parameters of one shape are decided once."""
 
-    A dim that the ranks divide goes first, then one that no axis splits yet, then the largest. With
-    `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2.
-    """
-    sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
-    if not sharding:
-        return used
-    if plan.shard_rows:
-        best = parameter.rows % len(used)
-    else:
-        ranks = plan.mesh.size(*sharding)
+    plan: Plan
+    sizes: Mapping[str, int]
+    """The number behind each named dim."""
+    known: dict[tuple[object, ...], Dims] = field(default_factory=dict[tuple[object, ...], Dims])
 
-        def merit(i: int) -> tuple[bool, bool, int]:
-            local = -(-n.shape[i].value(sizes) // plan.mesh.size(*used[i]))
-            return local % ranks == 0, not used[i], local
+    def of(self, shape: tuple[Size, ...], parameter: Parameter, used: Dims) -> Dims:
+        """A parameter's layout, used as it is in `used`, with one more dim split.
 
-        best = max(range(len(used)), key=merit)
-    return (*used[:best], used[best] + sharding, *used[best + 1 :])
+        A dim that the ranks divide goes first, then one that no axis splits yet, then the largest.
+        With `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2.
+        """
+        key = shape, used, parameter.rows
+        if key not in self.known:
+            self.known[key] = self._found(shape, parameter, used)
+        return self.known[key]
+
+    def _found(self, shape: tuple[Size, ...], parameter: Parameter, used: Dims) -> Dims:
+        plan = self.plan
+        sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
+        if not sharding:
+            return used
+        if plan.shard_rows:
+            best = parameter.rows % len(used)
+        else:
+            ranks = plan.mesh.size(*sharding)
+
+            def merit(i: int) -> tuple[bool, bool, int]:
+                local = -(-shape[i].value(self.sizes) // plan.mesh.size(*used[i]))
+                return local % ranks == 0, not used[i], local
+
+            best = max(range(len(used)), key=merit)
+        return (*used[:best], used[best] + sharding, *used[best + 1 :])
