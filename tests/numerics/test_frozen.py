@@ -216,6 +216,15 @@ def test_blocks_differ_in_what_trains() -> None:
             {"quantize_base": "nf4", "lora_rank": 8, "precision": "fp8"},
             "quantize_base=nf4 needs precision=bf16, got fp8",
         ),
+        (
+            {
+                "quantize_base": "fp8",
+                "lora_rank": 8,
+                "precision": "fp8",
+                "fp8_recipe": "mxfp8",
+            },
+            "fp8_recipe=mxfp8 multiplies blocks",
+        ),
         ({"lora_rank": 8, "model": "zamba2-7b", "layers": None}, "share weights"),
     ],
     ids=str,

@@ -85,6 +85,11 @@ ADAPTERS = (
         ),
         "quantize_base={run.quantize_base} needs precision=bf16, got {run.precision}; drop either",
     ),
+    Refuse(
+        lambda run, model: run.quantize_base and run.fp8_recipe == "mxfp8",
+        "quantize_base={run.quantize_base} is stored with a scale for each matrix, and "
+        "fp8_recipe=mxfp8 multiplies blocks with scales of their own; drop either",
+    ),
     *(
         Refuse(
             lambda run, model, name=name: (
