@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stagewright.api.experiments import load_run
     from stagewright.api.generated import generate
     from stagewright.api.reported import report
+    from stagewright.api.searched import Search, search
     from stagewright.api.simulated import Simulation, simulate
     from stagewright.errors import UserError
     from stagewright.model.catalog import resolve
@@ -30,6 +31,7 @@ __all__ = [
     "Compiled",
     "ModelConfig",
     "Run",
+    "Search",
     "Simulation",
     "Table",
     "UserError",
@@ -39,6 +41,7 @@ __all__ = [
     "load_run",
     "report",
     "resolve",
+    "search",
     "simulate",
 ]
 
@@ -48,6 +51,7 @@ _HOME = {
     "Compiled": "api.compiled",
     "ModelConfig": "model.config",
     "Run": "run.settings",
+    "Search": "api.searched",
     "Simulation": "api.simulated",
     "Table": "texttable",
     "UserError": "errors",
@@ -56,6 +60,7 @@ _HOME = {
     "load_run": "api.experiments",
     "report": "api.reported",
     "resolve": "model.catalog",
+    "search": "api.searched",
     "simulate": "api.simulated",
 }
 

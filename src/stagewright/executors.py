@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import signal
 import socket
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import (
@@ -114,7 +115,9 @@ class Processes:
     ) -> None:
         """As `Executor.run`; function, jobs and results are pickled."""
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self._workers, mp_context=context) as pool:
+        with ProcessPoolExecutor(
+            self._workers, mp_context=context, initializer=_leave_interrupts
+        ) as pool:
             busy = [pool.submit(function, job) for job in jobs]
             try:
                 for future in as_completed(busy):
@@ -122,6 +125,11 @@ class Processes:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C is for the process that started this one, which then ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class RayCluster:

@@ -34,22 +34,27 @@ GROUP_FILE = click.option(
 _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
 
 
-def experiment_options(*shown: str) -> Callable[[_Command], _Command]:
+def experiment_options(*shown: str, lists: bool = False) -> Callable[[_Command], _Command]:
     """Give a command the model, the run file and every setting of a whole experiment.
 
-    Of the settings of the machine and of the execution, help shows those that are named, and with
-    --help-all the others. Without names it shows them all, and before those of the run.
+    With `lists`, settings take lists and ranges as text (`explore.space.listed`). Of the settings
+    of the machine and of the execution, help shows those that are named, and with --help-all the
+    others. Without names it shows them all, and before those of the run.
     """
 
     def note(command: _Command) -> _Command:
         # `cli.help.Command` makes the options when the command is used.
-        command.__dict__["settings"] = partial(_parameters, shown)
+        command.__dict__["settings"] = partial(
+            _parameters, shown, option_of_lists if lists else option_of
+        )
         return command
 
     return note
 
 
-def _parameters(shown: Sequence[str]) -> list[click.Parameter]:
+def _parameters(
+    shown: Sequence[str], option_of: Callable[[Setting], SectionOption]
+) -> list[click.Parameter]:
     from stagewright.run.sections import EXPERIMENT, SETTINGS
     from stagewright.run.sections.declare import Without
     from stagewright.run.sections.foreign import OTHERS
@@ -126,6 +131,20 @@ def option_of(setting: Setting) -> SectionOption:
         help=setting.text,
         **more,
     )
+
+
+def option_of_lists(setting: Setting) -> SectionOption:
+    """The option of a setting that takes a list or a range; a switch stays one."""
+    if setting.kind in (bool, dict):
+        return option_of(setting)
+    of = option_of(setting)
+    of.type, of.callback = click.STRING, None
+    if setting.name == "hardware":
+        of.multiple, of.default = True, ()
+        of.help = f"{(of.help or '').removesuffix('.')}; may be repeated."
+    if isinstance(setting.kind, tuple):
+        of.metavar = "|".join(setting.kind)
+    return of
 
 
 def _read_list(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:

@@ -25,14 +25,15 @@ class ProgressBar:
         if self._progress is not None and self._task is not None:
             self._progress.reset(self._task, total=None, description=text, rate="")
 
-    def __call__(self, done: int, total: int, size: int = 0) -> None:
-        """So many are done of so many, and so many bytes."""
+    def __call__(self, done: int, total: int, size: int = 0, more: str = "") -> None:
+        """So many are done of so many, and so many bytes; `more` stands behind."""
         if self._progress is None or self._task is None:
             return
         task = self._progress.tasks[0]
         if task.total is None:
             self._progress.reset(self._task, total=total, description="")
         rate = _rate(done, total, size, task.elapsed or 0.0, self._what)
+        rate = f"{rate}, {more}" if more else rate
         self._progress.update(self._task, completed=done, total=total, rate=rate)
 
 

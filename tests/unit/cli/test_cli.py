@@ -364,7 +364,7 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["verify", "x", "--zero", "1"],
-        "no such option --zero; it is an option of show, simulate, report, generate",
+        "no such option --zero; it is an option of show, simulate, search, report, generate",
     ),
     (
         ["show", "gpt2", "--schedule", "1fb1"],

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.explore.defaults import default_axes, policies
-from stagewright.explore.listed import values_of
-from stagewright.explore.space import Space
-from stagewright.explore.systems import Fleet, varied
+from stagewright.explore.space.defaults import default_axes, policies
+from stagewright.explore.space.listed import values_of
+from stagewright.explore.space.space import Space
+from stagewright.explore.space.systems import Fleet, varied
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check

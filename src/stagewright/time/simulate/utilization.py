@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +67,12 @@ def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
     alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
     # A model that leaves out tokens beyond the capacity of experts needs no FLOPs for those.
     kept = ("decoder_seq_length", "document_length", "moe_expert_capacity_factor", *WHAT_TRAINS)
-    alone = alone.model_copy(update={name: getattr(run, name) for name in kept})
+    return _flops_alone(alone.model_copy(update={name: getattr(run, name) for name in kept}), model)
+
+
+@lru_cache(maxsize=16)  # many runs of a search have the same
+def _flops_alone(alone: Run, model: ModelConfig) -> SequenceFlops:
+    """The FLOPs of a sequence on one device."""
     tasks = compile(alone, model).program.classes[0].tasks
     forward = tasks.phase == PHASES.index("forward")
     products = exact_sum(tasks.flops[forward & _timed_as(tasks, Timing.PRODUCT)])
@@ -80,7 +86,7 @@ def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
         attention[layer] = Flops(before.full + full, before.causal + float(tasks.flops[row]))
     scored = np.array([shape.kernel == "index_topk" for shape in tasks.shapes] + [False])
     choices = exact_sum(tasks.flops[forward & scored[tasks.shape]])
-    if trains_all(run):
+    if trains_all(alone):
         return SequenceFlops(float(products), attention, float(choices))
     backward = tasks.phase == PHASES.index("backward")
     gradients = exact_sum(tasks.flops[backward & _timed_as(tasks, Timing.PRODUCT)])

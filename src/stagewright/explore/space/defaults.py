@@ -11,8 +11,8 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.explore.candidates import Candidates
-from stagewright.explore.constraints import Constraint
-from stagewright.explore.systems import Fleet, divisors_of
+from stagewright.explore.space.constraints import Constraint
+from stagewright.explore.space.systems import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.explore.listed import values_of
+from stagewright.explore.space.listed import values_of
 from stagewright.time.hardware import Hardware
 
 MOST_SYSTEMS = 100_000
@@ -84,7 +84,7 @@ def with_figure(hardware: Hardware, path: str, value: float) -> Hardware:
 def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
     """The hardware with every combination of the values of some figures.
 
-    `figures`: lists or ranges (`explore.listed`) by name. Each system is named after its figures.
+    `figures`: lists or ranges (`listed`) by name. Each system is named after its figures.
     """
     lists = {
         path_of(name, hardware): values_of(float, values, f"--vary {name}")

@@ -3,7 +3,7 @@
 Settings are crossed one after another, and each constraint is applied as soon as all that it reads
 is there, so that what cannot be run is never spread out. dp follows from the number of GPUs.
 
->>> from stagewright.explore.systems import Fleet
+>>> from stagewright.explore.space.systems import Fleet
 >>> from stagewright.run.sections.cluster import ClusterSection
 >>> from stagewright.run.sections.execution import Execution
 >>> from stagewright.time.hardware import resolve
@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from stagewright.errors import UserError
-from stagewright.explore.constraints import Constraint, check_value
-from stagewright.explore.enumeration import Enumeration, Found
-from stagewright.explore.systems import Fleet
+from stagewright.explore.space.constraints import Constraint, check_value
+from stagewright.explore.space.enumeration import Enumeration, Found
+from stagewright.explore.space.systems import Fleet
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment, with_settings

@@ -40,6 +40,8 @@ def is_listed(kind: Kind, value: object) -> bool:
     (True, True, False, False)
     """
     if kind in (tuple, frozenset):
+        if isinstance(value, str):
+            return "/" in value
         items = cast("list[object]", value) if isinstance(value, list) else []
         return bool(items) and all(isinstance(item, list) for item in items)
     if kind is dict:

@@ -12,8 +12,8 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
-from stagewright.explore.constraints import SAME_RUN, Constraint, constraints
-from stagewright.explore.systems import Fleet, divisors_of
+from stagewright.explore.space.constraints import SAME_RUN, Constraint, constraints
+from stagewright.explore.space.systems import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
 from stagewright.run.rule import ALL

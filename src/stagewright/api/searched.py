@@ -1,0 +1,242 @@
+"""The best execution of a model on a machine: what `stagewright.search` returns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stagewright.errors import UserError
+from stagewright.executors import Executor
+from stagewright.explore.answer.objectives import known
+from stagewright.explore.answer.run_file import flags, run_file, write_run_file
+from stagewright.explore.answer.search import MOST, TOP, Ranking, Wanted
+from stagewright.explore.answer.search import search as search_candidates
+from stagewright.explore.exact import Heard
+from stagewright.explore.space.asked import SearchRequest, asked
+from stagewright.explore.space.enumeration import Found
+from stagewright.files import write_text
+from stagewright.model.config import ModelConfig
+from stagewright.run.settings import Run
+from stagewright.texttable import Table
+from stagewright.time.hardware import Hardware
+from stagewright.views import search as tables
+from stagewright.views.pages.search import page
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The result of a search, with its views; candidates by their place among the best, from 1."""
+
+    found: Found
+    """The candidates, and what constraints have removed."""
+    ranking: Ranking
+    notes: tuple[str, ...]
+    """What was assumed."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self.ranking.rows):,} candidates; the best: {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        return self.best()._repr_html_()  # pyright: ignore[reportPrivateUsage]
+
+    def describe(self, place: int = 1) -> str:
+        """One of the best in words."""
+        row = self.row(place)
+        return f"{self.ranking.rows.run(row).describe()} on {self.ranking.rows.machine(row)}"
+
+    @property
+    def seconds(self) -> float:
+        """The step of the best, in seconds, as simulated."""
+        return float(self.ranking.figures.seconds[self.row(1)])
+
+    def run(self, place: int = 1) -> Run:
+        """One of the best as a run."""
+        return self.ranking.rows.run(self.row(place))
+
+    def best(self, most: int = TOP) -> Table:
+        """The best, with the reason."""
+        return tables.best(self.ranking, most)
+
+    def removed(self) -> Table:
+        """What each constraint has removed from the space."""
+        return tables.removed(self.found)
+
+    def every(self) -> Table:
+        """All candidates, a row each."""
+        return tables.every(self.ranking)
+
+    @property
+    def certainty(self) -> str:
+        """Whether a candidate that was not simulated could still win."""
+        return tables.certainty(self.ranking)
+
+    def run_file(self, place: int = 1) -> str:
+        """One of the best as a run file in YAML."""
+        return run_file(self.ranking.rows, self.row(place))
+
+    def flags(self, tool: str, place: int = 1) -> list[str]:
+        """One of the best as flags of `megatron` or `torchtitan`."""
+        return flags(self.ranking.rows, self.row(place), tool)
+
+    def row(self, place: int) -> int:
+        """The number of one of the best among all candidates."""
+        count = len(self.ranking.best)
+        if not 1 <= place <= count:
+            raise UserError(f"--run {place}: there are runs 1 to {count}")
+        return int(self.ranking.best[place - 1])
+
+    def summary(self) -> dict[str, Any]:
+        """The result as one object for JSON: seconds, bytes, USD and J of a step."""
+        return {
+            "combinations": self.found.combinations,
+            "candidates": self.found.of,
+            "removed": [
+                {"wanted": each.why, "count": each.count, "example": each.example}
+                for each in self.found.removed
+            ],
+            "evaluated": len(self.ranking.rows) - self.ranking.unseen,
+            "simulated": self.ranking.simulated,
+            "objectives": list(self.ranking.how.objectives),
+            "proven": self.ranking.proven,
+            "could_still_win": self.ranking.open,
+            "certainty": self.certainty,
+            "stopped": self.ranking.stopped,
+            "best": [_filled(row) for row in self._best_rows()],
+        }
+
+    def _best_rows(self) -> list[dict[str, Any]]:
+        of, rows = self.ranking, self.ranking.best
+        alone = replace(
+            of, rows=of.rows.take(rows), figures=of.figures.take(rows),
+            columns=of.columns.take(rows), bounds=of.bounds[rows], best=np.arange(len(rows)),
+        )  # fmt: skip
+        runs = [of.rows.run(row).describe() for row in rows.tolist()]
+        every = tables.every(alone).rows
+        return [{"run": run, **each} for run, each in zip(runs, every, strict=True)]
+
+    def write(self, path: str | os.PathLike[str], place: int = 1) -> list[str]:
+        """Write the result, as the name's ending says; returns the files' names.
+
+        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all candidates; `.html`: the
+        page; `.yaml`: the run file of the best, or of another `place`, and beside it the hardware
+        where its figures were varied.
+        """
+        where, ending = os.fspath(path), Path(path).suffix.lower()
+        match ending:
+            case ".yaml" | ".yml":
+                return write_run_file(self.ranking.rows, self.row(place), where)
+            case ".csv":
+                write_text(where, _csv(self.every()))
+            case ".json":
+                rows = [_filled(row) for row in self.every().rows]
+                write_text(where, json.dumps(self.summary() | {"rows": rows}, indent=1) + "\n")
+            case ".parquet":
+                self.every().to_polars().write_parquet(where)
+            case ".html":
+                write_text(where, page(self.found, self.ranking, self.notes))
+            case _:
+                check_ending(where)
+        return [where]
+
+
+def check_ending(path: str) -> None:
+    """Raise a UserError for the name of a file of which the ending does not say what to write."""
+    if Path(path).suffix.lower() not in (".csv", ".parquet", ".json", ".html", ".yaml", ".yml"):
+        raise UserError(f"{path}: wanted a name that ends in .csv, .parquet, .json, .html or .yaml")
+
+
+def search(
+    model: str | os.PathLike[str],
+    hardware: str | Hardware | Sequence[str | Hardware] = (),
+    *,
+    gpus: object = None,
+    vary: Mapping[str, Any] | None = None,
+    config: ModelConfig | None = None,
+    executor: Executor | None = None,
+    **settings: Any,
+) -> Search:
+    """The best executions of a model on one or several machines.
+
+    Any of the settings (those of a run, of the machine and of the execution), and `gpus`, may be a
+    list, or text with a range: `1,2,4`, `1:8`, `8:64:8`, `1:64:x2`. `vary` has lists of figures of
+    the hardware by name. What is not given is tried by default; dp fills the GPUs. `config`
+    replaces the configuration that the model's name stands for; `executor` simulates.
+
+    Five names beside the settings say what is wanted (`explore.answer.search.Wanted`). `objective`:
+    `time`, `memory`, `cost`, `energy`, `mfu`, or several, of which the front is the result. The
+    best `top` by figures in columns are simulated; of candidates that columns cannot evaluate, the
+    `most` promising ones are. `exact` simulates all that might be faster than the best. With
+    `allow_oom` candidates count that do not fit. And `sample`: so many candidates, drawn at
+    random. Raises `UserError` for a space that is empty or too large, and where nothing fits.
+
+    >>> import stagewright as sw
+    >>> found = sw.search("gpt2", "h100-sxm", gpus=8, tp="1,2", zero=1, pp=1, layers=2,
+    ...     micro_batch_size=[4, 8], global_batch_size=64, recompute="none", sequence_parallel=True)
+    >>> found.run().tp, found.run().micro_batch_size, len(found.ranking.rows)
+    (1, 8, 4)
+    """
+    alone = isinstance(hardware, str | Hardware)
+    several = ([hardware] if hardware else []) if alone else [*hardware]
+    sample = settings.pop("sample", None)
+    wanted = _wanted(settings)
+    of = asked(
+        {"model": os.fspath(model), **settings},
+        hardware=several,
+        gpus=gpus,
+        vary=vary,
+        model=config,
+    )
+    return searched(of, wanted, sample, executor)
+
+
+def _wanted(settings: dict[str, Any]) -> Wanted:
+    """What is asked of a search, taken out of the settings."""
+    objective: str | Sequence[str] = settings.pop("objective", "time")
+    names = [objective] if isinstance(objective, str) else [*objective]
+    return Wanted(
+        known(names),
+        settings.pop("top", TOP),
+        settings.pop("most", MOST),
+        settings.pop("exact", False),
+        settings.pop("allow_oom", False),
+    )
+
+
+def searched(
+    of: SearchRequest,
+    how: Wanted,
+    sample: int | None = None,
+    executor: Executor | None = None,
+    progress: Heard | None = None,
+    found: Found | None = None,
+) -> Search:
+    """The search of a space; `found`: its candidates, if they are known."""
+    found = found or of.space.candidates(sample)
+    ranking = search_candidates(found.rows, how, executor=executor, heard=progress)
+    return Search(found, ranking, of.notes)
+
+
+def _csv(table: Table) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(zip(*table.columns.values(), strict=True))
+    return text.getvalue()
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without what is unknown, and without numbers that JSON has no word for."""
+    return {
+        name: value
+        for name, value in row.items()
+        if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+    }

@@ -1,0 +1,192 @@
+"""The command that searches the best execution of a model on a machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagewright.cli import shared
+from stagewright.cli.commands.search.options import search_options
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import JSON, experiment_options
+from stagewright.cli.progress import shown
+from stagewright.errors import UserError
+from stagewright.numbers import duration
+from stagewright.printable import printable
+
+if TYPE_CHECKING:
+    from stagewright.api.searched import Search
+    from stagewright.cli.progress import ProgressBar
+    from stagewright.executors import Executor
+    from stagewright.explore.answer.search import Wanted
+    from stagewright.explore.exact import Heard
+    from stagewright.explore.figures import Figures
+    from stagewright.explore.space.asked import SearchRequest
+    from stagewright.explore.space.enumeration import Found
+
+_TOOLS = ("megatron", "torchtitan")
+_INTERRUPTED = 130
+
+
+@command
+@experiment_options("hardware", "nodes", lists=True)
+@search_options
+@JSON
+def search(
+    model: str | None, config: str | None, out: tuple[str, ...], as_json: bool, **settings: Any
+) -> int:
+    """Find the best execution of a model on a machine.
+
+    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
+    of the hub that is in its local cache. Settings take lists and ranges: 1,2,4 or 1:8 or 8:64:8 or
+    1:64:x2 (each twice the one before). What is not given is tried by default. A run file given by
+    --config may hold lists, too. `--as megatron` (or torchtitan) prints the flags of the best.
+    """
+    from stagewright.api.searched import searched
+
+    _check(out, settings)
+    wanted, place, sample = _wanted(settings), settings.pop("place"), settings.pop("sample")
+    engine = [settings.pop(name) for name in ("engine", "workers", "address")]
+    tool = settings["as_family"] if settings["as_family"] in _TOOLS else None
+    if tool:
+        settings["as_family"] = None
+    request = _request(model, config, settings)
+    shared.show_notes(request.notes)
+    begin = time.perf_counter()
+    with shown("candidates") as bar, _executor(*engine) as executor:
+        bar.say("constraints ")
+        found = request.space.candidates(sample)
+        _tell_space(found)
+        result = searched(request, wanted, executor=executor, progress=_heard(bar), found=found)
+    if as_json:
+        shared.print_json(result.summary())
+    else:
+        _report(result, time.perf_counter() - begin)
+    for path in out:
+        written = result.write(path, place or 1)
+        click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
+    if tool:
+        shared.say("\n".join(result.flags(tool, place or 1)))
+    elif place is not None and not any(path.endswith((".yaml", ".yml")) for path in out):
+        shared.say(result.run_file(place).rstrip("\n"))
+    return _INTERRUPTED if result.ranking.stopped else 0
+
+
+def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:
+    """Refuse before any work numbers below 1, and files that could not be written after it."""
+    from stagewright.api.searched import check_ending
+    from stagewright.files import check_output_file
+
+    for name, option in {"top": "top", "most": "most", "sample": "sample", "place": "run"}.items():
+        if settings[name] is not None and settings[name] < 1:
+            raise UserError(f"--{option}: got {settings[name]}, wanted 1 or more")
+    force = settings.pop("force")
+    for path in out:
+        check_ending(path)
+        check_output_file(path, force=force)
+
+
+def _wanted(settings: dict[str, Any]) -> Wanted:
+    """What is asked of the search, taken out of the settings."""
+    from stagewright.explore.answer.objectives import known
+    from stagewright.explore.answer.search import MOST, TOP, Wanted
+
+    return Wanted(
+        known(settings.pop("objective")), settings.pop("top") or TOP, settings.pop("most") or MOST,
+        settings.pop("exact"), settings.pop("allow_oom"),
+    )  # fmt: skip
+
+
+def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:
+    """The space that the options and the run file ask for."""
+    from stagewright.explore.space.asked import asked
+
+    vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
+    texts = settings.pop("hardware") or ()
+    hardware = [name for text in texts for name in str(text).split(",") if name]
+    given = {name: value for name, value in settings.items() if value is not None}
+    if model is not None:
+        given["model"] = model
+    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary)
+
+
+def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:
+    """`NAME=LIST` and others by name."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not equals or not name.strip():
+            raise UserError(f"--vary: got {text!r}, wanted NAME=LIST such as memory.gb=80:288:8")
+        pairs[name.strip()] = values.strip()
+    return pairs
+
+
+def _executor(
+    engine: str, workers: int | None, address: str | None
+) -> AbstractContextManager[Executor | None]:
+    """Who simulates; None: this process."""
+    from stagewright.executors import Processes, cores, ray_cluster
+
+    if engine == "ray":
+        return ray_cluster(address)
+    if address is not None:
+        raise UserError("--address is of a Ray cluster; add --engine ray, or leave --address out")
+    count = cores() if workers is None else workers
+    if count < 1:
+        raise UserError(f"--workers: got {count}, wanted 1 or more")
+    return nullcontext(Processes(count) if count > 1 else None)
+
+
+def _heard(bar: ProgressBar) -> Heard:
+    """Shows the rate, and the best step so far."""
+    best = [float("inf")]
+
+    def heard(done: int, total: int, latest: Figures) -> None:
+        for seconds, fits in zip(latest.seconds.tolist(), latest.fits.tolist(), strict=True):
+            if fits and seconds < best[0]:
+                best[0] = seconds
+        bar(done, total, more="" if best[0] == float("inf") else f"best {duration(best[0])}")
+
+    return heard
+
+
+def _tell_space(found: Found) -> None:
+    """Say on stderr how large the space is, and what has been removed from it."""
+    sample = f", of which {len(found.rows):,} are drawn" if found.sampled else ""
+    lines = [f"{found.combinations:,} combinations: {found.of:,} can be run{sample}"]
+    lines += [f"{each.count:,} removed: {each.why} ({each.example})" for each in found.removed]
+    for line in lines:
+        click.echo(f"stagewright: {printable(line)}", err=True)
+
+
+def _report(result: Search, seconds: float) -> None:
+    """Print the best, and how sure that is."""
+    from stagewright.texttable import print_table
+
+    ranking = result.ranking
+    out = shared.console()
+    out.print(f"best: {result.describe()}")
+    if ranking.stopped:
+        out.print("stopped: the best of what was simulated until then")
+    print_table(result.best(), out)
+    evaluated = len(ranking.rows) - ranking.unseen
+    out.print(
+        f"{evaluated:,} of {len(ranking.rows):,} candidates evaluated, {ranking.simulated:,} of "
+        f"them simulated, in {seconds:.1f} s"
+    )
+    out.print(result.certainty)
+
+
+ENTRY = Entry(
+    45,
+    search,
+    (
+        "stagewright search llama3-8b --gpus 8 --hardware h100-sxm --zero 1 --pp 1 --most 10",
+        "stagewright search gpt2 --gpus 4 --hardware h100-sxm,h200 --tp 1 --pp 1 --zero 1 --vary "
+        "memory.gb=80,141 --recompute none --objective time --objective memory",
+    ),
+)

@@ -1,0 +1,67 @@
+"""The options of a search beside the settings of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from stagewright.cli.help import WholeNumber, Word
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+OPTIONS = (
+    click.option("--gpus", metavar="N", help="GPUs, which dp fills; or several numbers of them."),
+    click.option(
+        "--vary",
+        metavar="NAME=LIST",
+        multiple=True,
+        help="A list or range of a setting, or of a figure of the hardware such as "
+        "memory.gb=80:288:8; may be repeated.",
+    ),
+    click.option(
+        "--objective",
+        metavar="NAME",
+        multiple=True,
+        help="time, memory, cost, energy or mfu; several: the front of them. [time]",
+    ),
+    click.option("--top", type=WholeNumber(), metavar="N", help="The best to simulate. [20]"),
+    click.option(
+        "--most",
+        type=WholeNumber(),
+        metavar="N",
+        help="Candidates to simulate of those that columns cannot evaluate. [200]",
+    ),
+    click.option("--exact", is_flag=True, help="Simulate all that may be faster than the best."),
+    click.option("--sample", type=WholeNumber(), metavar="N", help="So many candidates at random."),
+    click.option("--allow-oom", is_flag=True, help="Candidates that do not fit into memory count."),
+    click.option(
+        "--run", "place", type=WholeNumber(), metavar="N", help="The one of the best to write."
+    ),
+    click.option(
+        "-o",
+        "--out",
+        metavar="FILE",
+        multiple=True,
+        help="All candidates (.csv, .parquet, .json), a page (.html), or the run of --run (.yaml).",
+    ),
+    click.option("--force", is_flag=True, help="Replace files of an earlier search."),
+    click.option("--workers", type=WholeNumber(), metavar="N", help="Processes. [one per core]"),
+    click.option(
+        "--engine",
+        type=Word(("processes", "ray")),
+        default="processes",
+        help="Simulations: processes of this machine, or a Ray cluster. [processes]",
+    ),
+    click.option(
+        "--address", metavar="ADDRESS", help="Address of the Ray cluster: host:port, or auto."
+    ),
+)
+
+
+def search_options(command: _Command) -> _Command:
+    """Give a command the options of a search."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command

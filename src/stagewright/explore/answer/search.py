@@ -1,0 +1,267 @@
+"""The best of many candidates: all evaluated, the best simulated, and how sure the answer is.
+
+All are evaluated in columns where columns can. The best by these figures are simulated one by one,
+and the answer is the best as simulated. Where nothing in columns is known of a candidate, its lower
+bound (`bounds`) says how good it could be: the most promising are simulated first, and what is
+left is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.errors import UserError
+from stagewright.executors import Executor
+from stagewright.explore.answer import objectives
+from stagewright.explore.answer.bounds import lower_bounds
+from stagewright.explore.candidates import Candidates
+from stagewright.explore.exact import Heard, exact, unknown
+from stagewright.explore.figures import Figures
+
+Evaluate = Callable[[Candidates], Figures]
+"""Figures in columns; `seconds` is NaN where columns cannot say."""
+
+TOP = 20
+MOST = 200
+"""Candidates without figures in columns that are simulated unless another number is asked for."""
+_ROUNDS = 5
+"""How often the next best are simulated where none of the best fits into memory."""
+_MARGIN = 1.02
+"""Memory in columns may be this much too large without a candidate being left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of a search."""
+
+    objectives: tuple[str, ...] = ("time",)
+    top: int = TOP
+    """Candidates that are simulated, the best by columns."""
+    most: int = MOST
+    """Candidates that are simulated where columns cannot say."""
+    prove: bool = False
+    """Simulate all that may be better than the best, by their lower bounds."""
+    any_memory: bool = False
+    """Candidates that do not fit into memory count, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranking:
+    """All candidates with their figures, and the best of them."""
+
+    rows: Candidates
+    figures: Figures
+    """Of all: as simulated where `exact`, else in columns; NaN where nobody has looked."""
+    columns: Figures
+    """Of all in columns, also of those that were simulated; NaN where columns cannot say."""
+    best: Int
+    """The simulated candidates that fit, best first; of several objectives, the front."""
+    refused: Mapping[int, str]
+    """What was said of candidates whose run could not be compiled or simulated."""
+    bounds: Float
+    """Lower bounds of seconds, where they were asked for; else 0."""
+    how: Wanted
+    stopped: bool
+    """Whether Ctrl-C has left out the rest."""
+
+    @property
+    def simulated(self) -> int:
+        """How many candidates have been simulated."""
+        return int(self.figures.exact.sum())
+
+    @property
+    def unseen(self) -> int:
+        """How many candidates have no figures at all."""
+        return int(np.isnan(self.figures.seconds).sum()) - len(self.refused)
+
+    @property
+    def gaps(self) -> Float:
+        """Seconds as simulated over seconds in columns, of the candidates that have both."""
+        both = self.figures.exact & ~np.isnan(self.columns.seconds)
+        ratio = self.figures.seconds[both] / self.columns.seconds[both]
+        return ratio[~np.isnan(ratio)]
+
+    @property
+    def open(self) -> int:
+        """How many candidates that were not simulated could still be the best.
+
+        By columns, if they were as much too slow there as the most extreme of those simulated; by
+        their lower bounds where nothing else is known. Of the first objective, where that is time.
+        """
+        if not len(self.best) or self.how.objectives[0] not in ("time", "mfu"):
+            return 0
+        tokens = np.maximum(self.figures.tokens, 1)
+        least = self.bounds.copy()
+        seen = ~np.isnan(self.columns.seconds)
+        gaps = self.gaps
+        slack = float(gaps.min()) if len(gaps) else 1.0
+        least[seen] = np.maximum(least[seen], self.columns.seconds[seen] * min(slack, 1.0))
+        winner = int(self.best[0])
+        per_token = self.figures.seconds[winner] / tokens[winner]
+        left = ~self.figures.exact & ~self._too_large()
+        left[[*self.refused]] = False
+        of_rows = np.where(self.figures.tokens > 0, tokens, tokens[winner])
+        return int((left & (least / of_rows < per_token)).sum())
+
+    @property
+    def proven(self) -> bool:
+        """Whether no candidate that was not simulated can be faster than the best."""
+        return self.how.prove and not self.stopped and len(self.best) > 0
+
+    def _too_large(self) -> Bool:
+        """Which candidates do not fit by columns, with a margin."""
+        seen = ~np.isnan(self.columns.seconds)
+        over = self.columns.peak > _MARGIN * self.columns.device_memory
+        return seen & over & (not self.how.any_memory)
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known meanwhile."""
+
+    rows: Candidates
+    columns: Figures
+    how: Wanted
+    executor: Executor | None
+    heard: Heard | None
+    done: Bool = field(init=False)
+    stopped: bool = False
+    parts: list[tuple[Int, Figures]] = field(default_factory=list[tuple[Int, Figures]])
+    refused: dict[int, str] = field(default_factory=dict[int, str])
+
+    def __post_init__(self) -> None:
+        self.done = np.zeros(len(self.rows), dtype=bool)
+
+    def simulate(self, rows: Int) -> None:
+        """Simulate some candidates that have not been."""
+        rows = rows[~self.done[rows]]
+        if not len(rows) or self.stopped:
+            return
+        before = int(self.done.sum())
+
+        def heard(done: int, total: int, figures: Figures) -> None:
+            if self.heard is not None:
+                self.heard(before + done, before + total, figures)
+
+        found = exact(self.rows.take(rows), self.executor, heard)
+        at = rows[found.rows]
+        self.done[at] = True
+        self.parts.append((at, found.figures))
+        self.refused |= {int(rows[nth]): why for nth, why in found.refused.items()}
+        self.stopped = found.stopped
+
+    def figures(self) -> Figures:
+        """The figures of all, simulated ones over those of columns."""
+        at = np.concatenate([rows for rows, _ in self.parts] or [np.zeros(0, dtype=np.int64)])
+        every = Figures.joined([self.columns, *(figures for _, figures in self.parts)])
+        place = np.arange(len(self.rows))
+        place[at] = len(self.rows) + np.arange(len(at))
+        return every.take(place)
+
+    def ranked(self) -> Int:
+        """The simulated candidates that fit, best first."""
+        figures = self.figures()
+        usable = figures.exact & (figures.fits | self.how.any_memory)
+        return _best(figures, usable, self.how.objectives)
+
+
+def _best(figures: Figures, usable: Bool, names: Sequence[str]) -> Int:
+    """Candidates by one objective, best first; of several, the front by the first of them."""
+    values = objectives.values(figures, names)
+    rows = np.flatnonzero(usable & np.isfinite(values).all(axis=1))
+    if len(names) > 1:
+        rows = rows[objectives.front(values[rows])]
+    return rows[np.lexsort((rows, *values[rows].T[::-1]))]
+
+
+def search(
+    rows: Candidates,
+    how: Wanted | None = None,
+    *,
+    evaluate: Evaluate | None = None,
+    executor: Executor | None = None,
+    heard: Heard | None = None,
+) -> Ranking:
+    """Find the best candidates.
+
+    `evaluate` gives the figures of all in columns; None: nothing is known before simulation.
+    `executor` runs the simulations, None: this process does. Ctrl-C ends the search with what has
+    been found by then. Raises UserError where nothing that was simulated fits, or runs.
+    """
+    how = how or Wanted()
+    if how.prove and how.objectives != ("time",):
+        raise UserError("--exact proves the least time; use --objective time alone")
+    columns = unknown(len(rows)) if evaluate is None else evaluate(rows)
+    blind = np.isnan(columns.seconds)
+    bounds = np.zeros(len(rows))
+    if how.prove or blind.any():
+        bounds = lower_bounds(rows)
+    state = _State(rows, columns, how, executor, heard)
+    if blind.any():
+        per_token = bounds[blind] / _step_tokens(rows)[blind]
+        state.simulate(np.flatnonzero(blind)[np.argsort(per_token, kind="stable")][: how.most])
+    plausible = ~blind & ((columns.peak <= _MARGIN * columns.device_memory) | how.any_memory)
+    order = _best(columns, plausible, how.objectives)
+    for begin in range(0, _ROUNDS * how.top, how.top):
+        state.simulate(order[begin : begin + how.top])
+        if len(state.ranked()):
+            break
+    if how.prove:
+        _prove(state, bounds)
+    result = Ranking(
+        rows, state.figures(), columns, state.ranked(), state.refused, bounds, how, state.stopped
+    )
+    if not len(result.best):
+        raise UserError(_why_none(result))
+    return result
+
+
+def _step_tokens(rows: Candidates) -> Float:
+    """Tokens of a training step, up to a factor that all have in common; 1 in inference."""
+    if rows.base.run.mode != "train":
+        return np.ones(len(rows))
+    lengths = rows.numbers("seq_length")
+    return (rows.numbers("global_batch_size") * np.maximum(lengths, 1)).astype(np.float64)
+
+
+def _prove(state: _State, bounds: Float) -> None:
+    """Simulate all candidates whose lower bounds are below the best, the lowest first."""
+    if state.rows.base.cluster.durations is not None:
+        raise UserError("--exact needs durations by formula; drop --durations")
+    per_token = bounds / _step_tokens(state.rows)
+    order = np.argsort(per_token, kind="stable")
+    order = order[~state.done[order]]
+    tokens = _step_tokens(state.rows)
+    step = max(state.how.top, 1)
+    for begin in range(0, len(order), step):
+        best = state.ranked()
+        if len(best):
+            winner = int(best[0])
+            least = float(state.figures().seconds[winner]) / tokens[winner]
+            if per_token[order[begin]] >= least:
+                return
+        state.simulate(order[begin : begin + step])
+        if state.stopped:
+            return
+
+
+def _why_none(of: Ranking) -> str:
+    """Why nothing was found."""
+    figures = of.figures
+    if of.refused and len(of.refused) == of.simulated + len(of.refused):
+        return f"none of the {len(of.rows):,} candidates runs: {next(iter(of.refused.values()))}"
+    seen = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
+    if not len(seen):
+        names = ", ".join(of.how.objectives)
+        return f"nothing is known of the {len(of.rows):,} candidates for {names}"
+    least = int(seen[np.argmin((figures.peak - figures.device_memory)[seen])])
+    peak, room = figures.peak[least] / 1e9, figures.device_memory[least] / 1e9
+    return (
+        f"none of the {len(seen):,} candidates evaluated fits: the least takes {peak:.4g} GB of "
+        f"{room:.4g} GB ({of.rows.run(least).describe()}); use more GPUs, more memory, or "
+        "--allow-oom to see them"
+    )

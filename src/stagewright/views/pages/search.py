@@ -1,0 +1,158 @@
+"""The page of a search: the best, the front, parallel coordinates, and the sensitivities."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Float, Int
+from stagewright.explore.answer.objectives import front
+from stagewright.explore.answer.run_file import run_file
+from stagewright.explore.answer.search import Ranking
+from stagewright.explore.answer.sensitivity import sensitivities
+from stagewright.explore.candidates import HARDWARE
+from stagewright.explore.space.enumeration import Found
+from stagewright.numbers import duration, plural, quantity
+from stagewright.run.sections.declare import text_of
+from stagewright.texttable import Table
+from stagewright.version import __version__
+from stagewright.views import search as tables
+from stagewright.views.pages.charts import Chart, chart
+from stagewright.views.pages.templates import render
+from stagewright.views.pictures.chart import BYTES, SECONDS
+from stagewright.views.pictures.points import Coordinate, Point, parallel, scatter
+
+MOST_POINTS = 400
+"""Candidates that are drawn: all of the best and of the front, and others evenly."""
+_SCALES = 9
+"""Settings of parallel coordinates at most: those with most values."""
+
+
+class _Shown(NamedTuple):
+    """A candidate as the page lists it."""
+
+    link: str
+    title: str
+    run_file: str
+
+
+def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
+    """The page as HTML; the sensitivities of the best are simulated for it."""
+    rows = _drawn(ranking)
+    best = int(ranking.best[0])
+    slopes = sensitivities(ranking.rows, best)
+    table = Table(
+        "Percent by which the best step gets longer where a figure grows by 1%",
+        {"figure": [*slopes], "change": [slope / 100 for slope in slopes.values()]},
+        {"change": "error"},
+    )
+    at = ranking.figures.seconds[best]
+    machine = ranking.rows.machine(best)
+    return render(
+        "search.html",
+        title=f"{ranking.rows.model.name}: the best of "
+        f"{plural(found.of, 'candidate', 'candidates')}",
+        run=f"{ranking.rows.run(best).describe()} on {machine}: {duration(float(at))} per step",
+        certainty=tables.certainty(ranking),
+        notes=notes,
+        best=tables.best(ranking),
+        removed=tables.removed(found),
+        combinations=found.combinations,
+        front=_front_chart(ranking, rows),
+        coordinates=_coordinates(ranking, rows),
+        sensitivity=table,
+        shown=[_shown(ranking, row) for row in rows.tolist()],
+        version=__version__,
+        data={},
+    )
+
+
+def _drawn(of: Ranking) -> Int:
+    """The candidates that are drawn, ascending: all that the page names, and others evenly."""
+    known = np.flatnonzero(~np.isnan(of.figures.seconds))
+    values = np.stack([of.figures.seconds[known], of.figures.peak[known].astype(float)], axis=1)
+    kept = {*of.best[:20].tolist(), *known[front(values)].tolist()}
+    others = known[np.linspace(0, len(known) - 1, min(MOST_POINTS, len(known))).astype(int)]
+    return np.array(sorted(kept | {*others.tolist()}), dtype=np.int64)
+
+
+def _words(of: Ranking, row: int) -> str:
+    seconds, peak = float(of.figures.seconds[row]), int(of.figures.peak[row])
+    how = "" if of.figures.exact[row] else ", in columns"
+    settings = tables.words(of.rows, row)
+    return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{how}"
+
+
+def _shown(of: Ranking, row: int) -> _Shown:
+    return _Shown(f"run-{row}", _words(of, row), run_file(of.rows, row))
+
+
+def _front_chart(of: Ranking, rows: Int) -> Chart:
+    figures = of.figures
+    values: Float = np.stack([figures.seconds[rows], figures.peak[rows].astype(float)], axis=1)
+    marked = front(values)
+    points = [
+        Point((peak, seconds), _words(of, row), f"run-{row}", bool(on))
+        for (seconds, peak), row, on in zip(
+            values.tolist(), rows.tolist(), marked.tolist(), strict=True
+        )
+    ]
+    limits = sorted({int(size) for size in figures.device_memory[rows].tolist() if size})[:4]
+    caption = (
+        "A point for each candidate; those on the front, which no other beats in both time and "
+        "memory, are large. The dashed line is the memory of a device. A click leads to the run."
+    )
+    return chart(
+        lambda name, width: scatter(
+            points, "Step time and memory", ("memory of the fullest rank", BYTES),
+            ("step", SECONDS), width, limits,
+        ),
+        "front",
+        caption,
+    )  # fmt: skip
+
+
+def _coordinates(of: Ranking, rows: Int) -> Chart:
+    """A line for each candidate through its settings, and through its time."""
+    every = [(name, column) for name, column in of.rows.columns.items() if len(column.values) > 1]
+    most = sorted(every, key=lambda item: -len(item[1].values))[:_SCALES]
+    names = [name for name, _ in every if name in {name for name, _ in most}]
+    scales: list[Coordinate] = []
+    shares: list[Float] = []
+    for name in names:
+        column = of.rows.columns[name]
+        ordered = sorted(range(len(column.values)), key=lambda code: _order(column.values[code]))
+        rank = np.empty(len(ordered))
+        rank[ordered] = np.arange(len(ordered)) / max(len(ordered) - 1, 1)
+        shares.append(rank[column.codes[rows]])
+        words = [_value(name, column.values[code]) for code in ordered]
+        scales.append(Coordinate(name, words if len(words) <= 14 else [words[0], words[-1]]))
+    seconds = of.figures.seconds[rows]
+    low, high = float(seconds.min()), float(seconds.max())
+    shares.append((seconds - low) / ((high - low) or 1))
+    scales.append(Coordinate("step", [duration(low), duration(high)]))
+    best = set(of.best[:5].tolist())
+    lines = [
+        Point(tuple(float(share[nth]) for share in shares), _words(of, row), f"run-{row}",
+              row in best)
+        for nth, row in enumerate(rows.tolist())
+    ]  # fmt: skip
+    caption = "A line for each candidate through its settings to its time; the five best stand out."
+    return chart(
+        lambda name, width: parallel(lines, scales, "Settings of candidates", width),
+        "settings",
+        caption,
+    )
+
+
+def _order(value: Any) -> tuple[bool, Any]:
+    """Numbers by size before all else by name."""
+    number = isinstance(value, int | float)
+    return (not number, value if number else _value("", value))
+
+
+def _value(name: str, value: Any) -> str:
+    if name == HARDWARE:
+        return value.name
+    return "on" if value is True else "off" if value is False else text_of(value)

@@ -1,0 +1,175 @@
+"""A search as tables: the best with the reason, what was removed, and all candidates as columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from stagewright.explore.answer.search import Ranking
+from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.explore.space.enumeration import Found
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.declare import describe_value, text_of
+from stagewright.texttable import Table
+
+LISTS = {of.name for of in EXPERIMENT.values() if of.kind in (tuple, frozenset)}
+_LEAST = 0.005
+"""Shares below this are not named."""
+
+
+def best(of: Ranking, most: int = 20) -> Table:
+    """The best candidates: their settings, time, memory, and what limits them."""
+    rows = of.best[:most]
+    figures = of.figures.take(rows)
+    shares = [_shares(of, row) for row in rows.tolist()]
+    columns: dict[str, list[Any]] = {
+        "#": [nth + 1 for nth in range(len(rows))],
+        "settings": [words(of.rows, row) for row in rows.tolist()],
+        "step": figures.seconds.tolist(),
+        "tokens/s per GPU": (figures.tokens_per_second / of.rows.take(rows).world_size).tolist(),
+        "MFU": [None if np.isnan(share) else share for share in figures.mfu.tolist()],
+        "memory": figures.peak.tolist(),
+        "bubble": [each.get("bubble", 0.0) for each in shares],
+        "exposed": [
+            ", ".join(f"{axis} {share:.0%}" for axis, share in each.items() if axis != "bubble")
+            for each in shares
+        ],
+        "limited by": [limit(of, row) for row in rows.tolist()],
+    }
+    for name, unit in (("cost", "USD per Mtoken"), ("energy", "J per token")):
+        if name in of.how.objectives:
+            value = figures.usd * 1e6 if name == "cost" else figures.joules
+            columns[unit] = (value / np.maximum(figures.tokens, 1)).tolist()
+    if figures.mfu.size and np.isnan(figures.mfu).all():
+        del columns["MFU"]
+    units = {"#": "", "step": "s", "tokens/s per GPU": "figure", "MFU": "share", "memory": "B"}
+    units |= {"bubble": "share", "USD per Mtoken": "figure", "J per token": "figure"}
+    return Table("Best", columns, {name: unit for name, unit in units.items() if name in columns})
+
+
+def words(rows: Candidates, row: int) -> str:
+    """The settings of a candidate that others have otherwise, without those that are defaults."""
+    said: list[str] = []
+    run = rows.run(row)
+    for name, column in rows.columns.items():
+        if len(column.values) == 1:
+            continue
+        value = column.at(row)
+        if name == HARDWARE:
+            said.append(value.name)
+        elif value != EXPERIMENT[name].default_of(run.framework):
+            said.append(_word(name, value))
+    return " ".join(said) or "defaults"
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return describe_value(name, value)
+
+
+def _shares(of: Ranking, row: int) -> dict[str, float]:
+    """The shares of a step that the mean GPU waits: by axis, the largest first; and the bubble."""
+    seconds = float(of.figures.seconds[row])
+    waits = {axis: float(each[row]) / seconds for axis, each in of.figures.exposed.items()}
+    ordered = sorted(waits.items(), key=lambda item: -item[1])
+    named = {axis: share for axis, share in ordered if share >= _LEAST}
+    return {"bubble": float(of.figures.bubble[row]) / seconds, **named}
+
+
+def limit(of: Ranking, row: int) -> str:
+    """What a candidate spends most of its time on, and memory where little of it is left."""
+    shares = _shares(of, row)
+    kernels = 1 - sum(shares.values())
+    name, share = max({"kernels and launches": kernels, **shares}.items(), key=lambda item: item[1])
+    told = f"{name} {share:.0%}"
+    held = float(of.figures.peak[row]) / max(float(of.figures.device_memory[row]), 1.0)
+    return f"{told}, memory {held:.0%}" if held > 0.9 else told
+
+
+def removed(found: Found) -> Table:
+    """What each constraint has removed, with one example of it."""
+    columns = {
+        "removed": [each.count for each in found.removed],
+        "wanted": [each.why for each in found.removed],
+        "example": [each.example for each in found.removed],
+    }
+    return Table("Removed", columns, {"removed": "count"})
+
+
+def every(of: Ranking) -> Table:
+    """All candidates, a row each: settings that differ, and figures; sizes in bytes, seconds."""
+    rows, figures = of.rows, of.figures
+    columns: dict[str, Any] = {}
+    for name, column in rows.columns.items():
+        if len(column.values) > 1:
+            table = [_cell(name, value) for value in column.values]
+            columns[name] = [table[code] for code in column.codes.tolist()]
+    unknown = np.isnan(figures.seconds)
+
+    def numbers(values: Any, *, known: Any = None) -> list[Any]:
+        """Values, of which those that are unknown are None."""
+        absent = np.isnan(values) if known is None else ~known
+        return [
+            None if no else value
+            for value, no in zip(values.tolist(), absent.tolist(), strict=True)
+        ]
+
+    seen = ~unknown
+    columns |= {
+        "gpus": rows.world_size.tolist(),
+        "seconds": numbers(figures.seconds),
+        "tokens": numbers(figures.tokens, known=seen),
+        "mfu": numbers(figures.mfu),
+        "bubble": numbers(figures.bubble),
+        **{f"exposed_{axis}": numbers(each, known=seen) for axis, each in figures.exposed.items()},
+        "peak": numbers(figures.peak, known=seen),
+        **{f"memory_{name}": numbers(each, known=seen) for name, each in figures.memory.items()},
+        "device_memory": numbers(figures.device_memory, known=seen),
+        "fits": numbers(figures.fits, known=seen),
+        "joules": numbers(figures.joules),
+        "usd": numbers(figures.usd),
+        "simulated": figures.exact.tolist(),
+        "best": _places(of),
+    }
+    if of.bounds.any():
+        columns["lower_bound"] = of.bounds.tolist()
+    return Table("Candidates", columns)
+
+
+def _places(of: Ranking) -> list[int | None]:
+    """The place of each candidate among the best, from 1."""
+    places: list[int | None] = [None] * len(of.rows)
+    for nth, row in enumerate(of.best.tolist()):
+        places[row] = nth + 1
+    return places
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name == HARDWARE:
+        return value.name
+    return text_of(value) if name in LISTS else value
+
+
+def certainty(of: Ranking) -> str:
+    """Whether a candidate that was not simulated could still win, in a sentence."""
+    if of.proven:
+        return (
+            "proven: every other candidate has been simulated, or its lower bound is above the best"
+        )
+    unseen, left = of.unseen, of.open
+    told: list[str] = []
+    if len(of.gaps):
+        low, high = of.gaps.min() - 1, of.gaps.max() - 1
+        told.append(f"simulated times are {low:+.1%} to {high:+.1%} off those in columns")
+    if unseen:
+        told.append(f"{unseen:,} candidates were neither evaluated nor simulated")
+    if of.how.objectives[0] in ("time", "mfu"):
+        could = f"{left:,} candidates beyond those simulated could still be faster"
+        told.append(could if left else "no candidate beyond those simulated can be faster")
+        if left and not len(of.gaps):
+            told[-1] += " by their lower bounds; --exact simulates these"
+        elif left:
+            told[-1] += ", if columns were as much too slow; --exact or a larger --top tells"
+    return "; ".join(told) or "all candidates have been simulated"
