@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from stagewright.errors import UserError
-from stagewright.explore.space.defaults import default_axes, default_batch, policies
+from stagewright.explore.space.defaults import default_axes, default_batch, policies, without_idle
 from stagewright.explore.space.listed import is_listed, values_of
 from stagewright.explore.space.space import Space
 from stagewright.explore.space.systems import Fleet, varied
@@ -136,8 +136,8 @@ def _completed(
         notes.append(
             f"global_batch_size={batch} ({tokens:,} tokens) is assumed; give --global-batch-size"
         )
-    by_default = default_axes(run, of, fleets)
-    for name, values in by_default.items():
-        if name not in known:
-            axes[name] = tuple(values)
+    tried = {n: v for n, v in default_axes(run, of, fleets).items() if n not in known}
+    degrees = {name: (getattr(run, name),) for name in ("tp", "cp", "pp") if name in known}
+    idle = without_idle(tried, {**tried, **degrees, **axes})
+    axes |= {name: tuple(values) for name, values in tried.items() if name not in idle}
     return SearchRequest(Space.of(base, fleets, axes, model, policies(known)), tuple(notes))

@@ -6,7 +6,7 @@ context parallelism and recomputation; inference the degrees. All else is what t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stagewright.errors import UserError
@@ -81,6 +81,24 @@ def default_axes(run: Run, model: ModelConfig, fleets: Iterable[Fleet]) -> dict[
     axes["cp_comm_type"] = (run.cp_comm_type, "p2p", "all_gather", "a2a")
     axes["recompute"] = ("none", "selective", "full")
     return axes
+
+
+_TOGETHER = {
+    "cp": ("cp_comm_type",),
+    "tp": ("sequence_parallel",),
+    "pp": ("vpp", "schedule"),
+}
+"""Settings that do nothing where a degree is 1."""
+
+
+def without_idle(axes: Collection[str], values: Mapping[str, Sequence[Any]]) -> set[str]:
+    """Settings among those tried by default that do nothing, since a degree is 1 everywhere.
+
+    >>> sorted(without_idle(["vpp", "zero"], {"pp": (1,), "tp": (1, 2)}))
+    ['vpp']
+    """
+    single = [degree for degree in _TOGETHER if tuple(values.get(degree, ())) == (1,)]
+    return {name for degree in single for name in _TOGETHER[degree] if name in axes}
 
 
 def policies(given: Iterable[str]) -> list[Constraint]:
