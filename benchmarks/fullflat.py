@@ -11,16 +11,22 @@ the other. `--layouts` simulates the layouts of docs/fullflat-layouts.csv again,
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import stagewright as sw
 from stagewright.time.hardware import Hardware, resolve
+from stagewright.time.ownership import HOURS_PER_YEAR
+from stagewright.time.ownership import load as load_costs
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "fullflat.md"
+COSTS = ROOT / "docs" / "fullflat-costs.yaml"
 LAYOUTS = ROOT / "docs" / "fullflat-layouts.csv"
 GPUS = 4096
 BATCHES = (128, 1024)
@@ -332,6 +338,96 @@ def varied(base: Setup) -> Iterator[tuple[str, str, Setup]]:
         yield "kernels wait for", axes, base._replace(execution=how)
 
 
+def costs() -> Rows:
+    """What a batch of 1,024 costs with the file of costs, and what a faster network may cost."""
+    owned = load_costs(COSTS)
+    names = [name for name in SYSTEMS if name not in ("fullflat-h100", "fullflat-hbd8")]
+    steps = {name: step(Setup(resolve(name)), BATCHES[1]) for name in names}
+    usd = {
+        name: owned.usd_per_gpu_hour(found.expense().watts_per_gpu) * GPUS * found.seconds / 3600
+        for name, found in steps.items()
+    }
+    base = "fullflat-hbd64"
+    yield ("system", "step", "MFU", "W per GPU", "J per token", "USD per M tokens", "break-even")
+    for name, found in steps.items():
+        spent = found.expense(1.0)
+        # The network may cost so much more that a token costs as much as on the base.
+        hours = GPUS * found.seconds / 3600
+        spare = (usd[base] - usd[name]) / hours * owned.years * HOURS_PER_YEAR * owned.utilization
+        spare /= 1 + owned.upkeep * owned.years
+        yield (
+            f"`{name}`", f"{found.seconds:.4f} s", f"{found.mfu:.1%}",
+            f"{spent.watts_per_gpu:,.0f}", f"{spent.joules_per_token:.3g}",
+            f"{usd[name] / found.tokens * 1e6:.3f}", f"{spare:+,.0f} USD",
+        )  # fmt: skip
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+COLUMNS = ("system", "tp", "pp", "dp", "vpp", "etp", "recompute", "seconds", "bytes")
+
+
+def layouts() -> Iterator[dict[str, Any]]:
+    """Layouts beside those that the study's search finds: settings that differ from `LAYOUT`."""
+    for tp, pp, slices, recompute in product(
+        (4, 8), (1, 4, 8), (False, True), ("selective", "full")
+    ):
+        for vpp in sorted({1, 120 // pp if pp > 1 else 1}):
+            dp = GPUS // (tp * pp)
+            degrees = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "etp": tp if slices else 1}
+            yield {**degrees, "recompute": recompute}
+
+
+def simulated_layouts() -> Iterator[dict[str, Any]]:
+    """A line for each layout on each system: seconds of a batch of 1,024, and bytes of a GPU."""
+    for layout in layouts():
+        run = sw.compile("gpt-1.8t", **(LAYOUT | {"global_batch_size": BATCHES[1]} | layout))
+        for name in SYSTEMS:
+            found = sw.simulate(run, name, launch_mode="ahead")
+            size = found.fit.fullest.size
+            yield {"system": name, **layout, "seconds": f"{found.seconds:.6g}", "bytes": size}
+
+
+def write_layouts() -> None:
+    """Writes the file of layouts."""
+    out = io.StringIO()
+    file = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    file.writeheader()
+    file.writerows(simulated_layouts())
+    LAYOUTS.write_text(out.getvalue(), encoding="utf-8")
+
+
+def searched() -> Rows:
+    """The layouts that the study's search finds, as ours, and our best among the file's."""
+    every = [*csv.DictReader(LAYOUTS.read_text(encoding="utf-8").splitlines())]
+    yield ("system", "study's best", "study", "ours", "our best of the same", "ours", "longer")
+    for name, system in SYSTEMS.items():
+        if system.layout is None:
+            continue
+        memory = resolve(name).memory
+        of = [line for line in every if line["system"] == name]
+        tp, pp, dp, vpp = map(str, system.layout)
+        theirs = min((o for o in of if (o["tp"], o["pp"], o["vpp"]) == (tp, pp, vpp)), key=_seconds)
+        best = min((o for o in of if int(o["bytes"]) <= memory), key=_seconds)
+        yield (
+            f"`{name}`", f"TP {tp}, PP {pp}, DP {dp}, vpp {vpp}", f"{system.searched:.4f} s",
+            _with_memory(theirs, memory), f"TP {best['tp']}, PP {best['pp']}, DP {best['dp']}, "
+            f"vpp {best['vpp']}, ES {best['etp']}, {best['recompute']}",
+            _with_memory(best, memory), f"{_seconds(theirs) / _seconds(best) - 1:+.1%}",
+        )  # fmt: skip
+
+
+def _seconds(line: Mapping[str, str]) -> float:
+    return float(line["seconds"])
+
+
+def _with_memory(line: Mapping[str, str], memory: int) -> str:
+    """Seconds of a layout, and its bytes where they do not fit."""
+    size = int(line["bytes"])
+    over = f" ({size / 1e9:.0f} GB do not fit)" if size > memory else ""
+    return f"{_seconds(line):.4f} s{over}"
+
+
 def table(rows: Iterable[Sequence[str]]) -> str:
     """A table of Markdown; its first column, and those of words, are aligned left."""
     title, *lines = rows
@@ -347,6 +443,8 @@ TABLES: Mapping[str, Callable[[], Rows]] = {
     "memory": memory,
     "besides": besides,
     "sensitivity": sensitivity,
+    "costs": costs,
+    "searched": searched,
 }
 """Tables of the page by the name in their marks."""
 
@@ -363,5 +461,6 @@ def page(text: str) -> str:
 if __name__ == "__main__":
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--layouts", action="store_true")
-    options = asked.parse_args()
+    if asked.parse_args().layouts:
+        write_layouts()
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -21,6 +21,7 @@ from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.measured import Counts, load, with_collectives
 from stagewright.time.network import Machine
+from stagewright.time.ownership import load as load_costs
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import Progress
@@ -75,6 +76,10 @@ def simulate(
     (`stagewright.time.measured`).
     """
     cluster, how, settings = _sections(hardware, execution, settings)
+    if cluster.costs is not None:
+        if cluster.price is not None:
+            raise UserError("price and costs both say what a GPU-hour costs; give one of the two")
+        load_costs(cluster.costs)
     of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
     if isinstance(what, CompiledRun):
         if settings:

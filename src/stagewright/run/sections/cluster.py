@@ -27,6 +27,13 @@ class ClusterSection:
     price: Weight | None = setting(
         None, "USD per GPU-hour.", unset="the hardware's", metavar="USD", unit="USD per GPU-hour"
     )
+    costs: Text | None = setting(
+        None,
+        "YAML file of what GPUs, network and power cost who owns them.",
+        unset="rented at --price",
+        metavar="FILE",
+    )
+    """Gives the price of a GPU-hour: `time.ownership.Ownership` has the keys."""
     stragglers: Mapping[int, float] | None = setting(
         None,
         "Kernels of a rank take F times as long; may be repeated.",

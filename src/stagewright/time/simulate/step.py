@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
 from stagewright.time.measured import Counts
 from stagewright.time.network import Machine
+from stagewright.time.ownership import load as load_costs
 from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
@@ -270,12 +271,19 @@ class SimulatedStep:
         return asdict(how) | {"launch_mode": mode} | listed
 
     def expense(self, price: float | None = None) -> Expense:
-        """Energy and cost of the step; `price` in USD per GPU and hour, None: the hardware's."""
+        """Energy and cost of the step; `price` in USD per GPU and hour.
+
+        None: that of the file of costs, of which power is a part, or else the hardware's.
+        """
         running, drawn = running_and_drawn(self.line, self.mean, self.machine)
-        return expense(
-            self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
-            tokens=self.tokens, price=price, running=running, drawn=drawn,
+        spent = partial(
+            expense, self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
+            tokens=self.tokens, running=running, drawn=drawn,
         )  # fmt: skip
+        costs = self.cluster.costs if self.cluster else None
+        if price is None and costs is not None:
+            price = load_costs(costs).usd_per_gpu_hour(spent().watts_per_gpu)
+        return spent(price=price)
 
     @property
     def notes(self) -> list[str]:

@@ -1,0 +1,67 @@
+"""What a GPU-hour costs who owns the machine: capital, power, network and building, over years.
+
+>>> own = Ownership(gpu_usd=30_000, network_usd=4_000, years=4, usd_per_kwh=0.08, pue=1.2)
+>>> round(own.usd_per_gpu_hour(watts=1000), 3)  # 34,000 USD over 35,064 hours, and 1.2 kWh
+1.066
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from stagewright.errors import UserError, did_you_mean
+from stagewright.files import from_yaml, read_text
+from stagewright.time.constants import Figures
+
+HOURS_PER_YEAR = 8766.0
+
+
+class Ownership(Figures):
+    """A cost file. USD are per GPU, watts those of a GPU with its share of the node."""
+
+    gpu_usd: float = Field(ge=0)
+    """Price of a GPU with its share of the server."""
+    network_usd: float = Field(ge=0, default=0)
+    """Adapters, cables and switches of all tiers."""
+    building_usd_per_kw: float = Field(ge=0, default=0)
+    """Building, power distribution and cooling, per kW that the GPU draws."""
+    upkeep: float = Field(ge=0, le=1, default=0)
+    """Repairs, staff and software per year, as a share of all capital."""
+    years: float = Field(gt=0)
+    """Years after which the capital is written off."""
+    utilization: float = Field(gt=0, le=1, default=1)
+    """Share of the hours in which the machine does paid work; power is drawn in these alone."""
+    usd_per_kwh: float = Field(ge=0)
+    pue: float = Field(ge=1, default=1)
+    """Power of the whole building over that of its computers."""
+
+    def usd_per_gpu_hour(self, watts: float) -> float:
+        """Cost of an hour of paid work of a GPU that draws `watts` in it."""
+        capital = self.gpu_usd + self.network_usd + self.building_usd_per_kw * watts / 1000
+        hours = self.years * HOURS_PER_YEAR * self.utilization
+        power = watts / 1000 * self.pue * self.usd_per_kwh
+        return capital * (1 + self.upkeep * self.years) / hours + power
+
+
+def load(path: str | Path) -> Ownership:
+    """The costs of a YAML file; every error is a UserError of one line."""
+    raw = from_yaml(read_text(path, "costs in YAML"), path)
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: got {raw!r:.40}, wanted keys such as gpu_usd: 30000")
+    try:
+        return Ownership.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = Ownership.model_fields
+            hint = did_you_mean(name, known)
+            raise UserError(
+                f"{path}: unknown key {name!r}{hint}; known: {', '.join(known)}"
+            ) from None
+        if first["type"] == "missing":
+            raise UserError(f"{path}: {name} is missing") from None
+        got = repr(first["input"])[:40]
+        raise UserError(f"{path}: {name} is {got}: {first['msg']}") from None
