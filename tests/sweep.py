@@ -277,7 +277,7 @@ def _habits(dice: Dice) -> dict[str, Any]:
         "recompute_early_stop": (False, True),
         "fsdp_root_unit": (False, True),
         "fsdp_reduce": ("microbatch", "last"),
-        "fsdp_shard_dim": ("best", "first"),
+        "fsdp_shard_dim": ("best", "first", "few_experts_second"),
         "ddp_bucket_cap_mb": (None, 1, 25),
         "loss_parallel": (False, True),
         "input_grad_reduce": ("shared", "linear"),

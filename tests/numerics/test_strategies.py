@@ -275,7 +275,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "optimizer_step_tensors": (False, True),
     "recompute_early_stop": (False, True),
     "fsdp_reduce": ("microbatch", "last"),
-    "fsdp_shard_dim": ("best", "first"),
+    "fsdp_shard_dim": ("best", "first", "few_experts_second"),
     "loss_parallel": (True, False),
     "input_grad_reduce": ("shared", "linear"),
     "whole_embedding_grad": (False, True),

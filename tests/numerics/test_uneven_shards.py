@@ -65,3 +65,17 @@ def test_a_rank_without_experts_updates_none():
     moves = first.tasks.kind == TaskKind.COLLECTIVE
     assert (first.tasks.comm_bytes[moves] == last.tasks.comm_bytes[moves]).all()
     assert first.memory["parameters"] == last.memory["parameters"]
+
+
+@pytest.mark.parametrize("settings", [{"dp": 8}, {"dp": 16, "ep": 2}, {"dp": 4}], ids=str)
+def test_ranks_that_outnumber_experts_may_split_each(settings):
+    """torchtitan's `Shard(1)`: no rank is without experts, and nothing is padded."""
+    even = {"fsdp_shard_dim": "few_experts_second"}
+    program = compile(run_of(**settings, **even), MODEL.with_overrides(vocab_size=192)).program
+    invariants.check(program)
+    held = [of.memory["optimizer"] for of in program.classes]
+    row = 2 * 4 * MODEL.hidden_size  # of a router, which some ranks lack
+    assert max(held) - min(held) <= MODEL.num_layers * row
+    padded = compile(run_of(**settings), MODEL.with_overrides(vocab_size=192)).program
+    stored = [of.classes[0].memory["parameters"] for of in (program, padded)]
+    assert (stored[0] < stored[1]) == (settings["dp"] > MODEL.num_experts)

@@ -82,7 +82,8 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         reduce_each_microbatch=reduces_each_microbatch(run),
         sum_as_read=run.sequence_parallel_grads == "dtensor" and run.zero < 3,
         counts_to_owners=run.moe_counts_exchange == "all_to_all",
-        shard_rows=run.fsdp_shard_dim == "first" and run.zero == 3,
+        shard_rows=run.fsdp_shard_dim != "best" and run.zero == 3,
+        shard_few_experts=run.fsdp_shard_dim == "few_experts_second",
         embedding_all_reduce=model.position == "learned",
         gather_adapters=not run.lora_all_to_all,
     )

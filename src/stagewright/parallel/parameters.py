@@ -92,9 +92,10 @@ class Sharding:
         """A parameter's layout, used as it is in `used`, with one more dim split.
 
         A dim that the ranks divide goes first, then one that no axis splits yet, then the largest.
-        With `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2.
+        With `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2; and with
+        `plan.shard_few_experts` the second, an expert's outputs, where ranks outnumber experts.
         """
-        key = shape, used, parameter.rows
+        key = shape, used, parameter.rows, parameter.of_expert
         if key not in self.known:
             self.known[key] = self._found(shape, parameter, used)
         return self.known[key]
@@ -106,6 +107,9 @@ class Sharding:
             return used
         if plan.shard_rows:
             best = parameter.rows % len(used)
+            experts, ranks = shape[0].value(self.sizes), plan.mesh.size(*used[0], *sharding)
+            if plan.shard_few_experts and parameter.of_expert and ranks > experts:
+                best = len(used) - 1
         else:
             ranks = plan.mesh.size(*sharding)
 

@@ -59,6 +59,8 @@ class Plan:
     """Gradients stay partial sums over `tensor` until the optimizer reads them."""
     shard_rows: bool = False
     """ZeRO splits the rows of a parameter, and not the dim that suits it best."""
+    shard_few_experts: bool = False
+    """With `shard_rows`, ranks that outnumber the experts split the rows of each."""
     embedding_all_reduce: bool = False
     """Words are summed up before positions are added, and scattered then (Megatron-LM)."""
     gather_adapters: bool = True

@@ -131,13 +131,14 @@ class HabitSection:
     )
     """FSDP2's `set_reshard_after_backward`, which PyTorch's pipeline schedules turn off until the
     last backward: with pp, parameters stay gathered for the step whatever this says."""
-    fsdp_shard_dim: Literal["best", "first"] = habit(
+    fsdp_shard_dim: Literal["best", "first", "few_experts_second"] = habit(
         "best",
         "With zero=3: split weights in a dim that divides, or in rows padded to the ranks (FSDP2).",
         elsewhere=WHOLE_WEIGHTS,
         needs={"zero": (3,)},
         habits={"torchtitan": "first"},
     )
+    """`few_experts_second`: as `first`, but where ranks outnumber experts, each expert's rows."""
     ddp_bucket_cap_mb: Count | None = habit(
         None,
         "With zero=0: MiB of a bucket of gradients across layers; the first bucket has 1 MiB.",
