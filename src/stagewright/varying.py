@@ -15,7 +15,7 @@ what decides about the way that a computation takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import reduce
 from operator import index
@@ -280,6 +280,40 @@ def largest(numbers: Iterable[Any]) -> Any:
 def smallest(numbers: Iterable[Any]) -> Any:
     """The smallest number of each configuration."""
     return -largest([-x for x in numbers])
+
+
+def divides(ranks: Any, number: Any) -> Any:
+    """Whether a whole number is a multiple of another, as a column of 0 and 1 where they vary."""
+    rest = number % ranks
+    if not isinstance(rest, Varying):
+        return rest == 0
+    return Varying(rest.cases, (rest.above == 0).astype(np.int64), 1, 1)
+
+
+def position_of_largest(keys: Sequence[tuple[Any, ...]]) -> int:
+    """The position of the largest of some tuples of whole numbers, the first of equal ones.
+
+    Configurations where another one is the largest are not alike: to compare the tuples one by one
+    would ask more than which one it is.
+
+    >>> cases = Cases(3)
+    >>> several = cases.varying(np.array([2, 3, 9]))
+    >>> position_of_largest([(1, 4), (1, several), (0, 8)]), cases.alike.tolist()
+    (0, [True, True, False])
+    """
+    cases = next((x.cases for key in keys for x in key if isinstance(x, Varying)), None)
+    if cases is None:
+        return max(range(len(keys)), key=keys.__getitem__)
+    arrays = [[np.broadcast_to(np.asarray(x), cases.count) for x in key] for key in keys]
+    best, largest_key = np.zeros(cases.count, dtype=np.int64), arrays[0]
+    for position, key in enumerate(arrays[1:], 1):
+        larger = np.zeros(cases.count, dtype=bool)
+        for mine, other in reversed([*zip(key, largest_key, strict=True)]):
+            larger = (mine > other) | ((mine == other) & larger)
+        best = np.where(larger, position, best)
+        pairs = zip(key, largest_key, strict=True)
+        largest_key = [np.where(larger, mine, other) for mine, other in pairs]
+    return Varying(cases, best, 1, len(keys)).__index__()
 
 
 def ratio(above: Any, below: Any) -> Any:

@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.varying import Cases, Varying, ceil, exact, first_of, gcd, largest, ratio, smallest
+from stagewright.varying import (
+    Cases,
+    Varying,
+    ceil,
+    exact,
+    first_of,
+    gcd,
+    largest,
+    position_of_largest,
+    ratio,
+    smallest,
+)
 
 ROWS = 7
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -90,3 +101,17 @@ def test_no_floats_and_no_arrays() -> None:
             _ = other * column
     assert np.asarray(column / 2).tolist() == [0.5, 1.0]
     assert np.asarray(column).dtype == np.int64
+
+
+def test_the_position_of_the_largest_is_what_is_asked() -> None:
+    """Configurations with the same position are alike, whatever else compares otherwise."""
+    dice = random.Random(1)
+    for _ in range(40):
+        cases = Cases(ROWS)
+        each = [[(dice.randint(0, 1), dice.randint(0, 3)) for _ in range(ROWS)] for _ in range(3)]
+        keys = [
+            tuple(cases.varying(np.array([key[i] for key in of])) for i in range(2)) for of in each
+        ]
+        best = [max(range(3), key=lambda i: each[i][row]) for row in range(ROWS)]
+        assert position_of_largest(keys) == best[0]
+        assert cases.alike.tolist() == [position == best[0] for position in best]

@@ -16,6 +16,7 @@ from stagewright.graph.node import Node
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
 from stagewright.parallel.plan import Dims, Plan
+from stagewright.varying import divides, position_of_largest
 
 
 def parameter_layout(
@@ -115,7 +116,7 @@ class Sharding:
 
             def merit(i: int) -> tuple[bool, bool, int]:
                 local = -(-shape[i].value(self.sizes) // plan.mesh.size(*used[i]))
-                return local % ranks == 0, not used[i], local
+                return divides(ranks, local), not used[i], local
 
-            best = max(range(len(used)), key=merit)
+            best = position_of_largest([merit(i) for i in range(len(used))])
         return (*used[:best], used[best] + sharding, *used[best + 1 :])
