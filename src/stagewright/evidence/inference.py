@@ -53,6 +53,15 @@ ALONE = ("sglang",)
 KEPT_SHARE, KEPT_BYTES = 0.1, 2e9
 """Memory that engines keep for other things: a share (`gpu_memory_utilization` 0.9), and an
 allowance for activations and graphs."""
+HOST_MS: Mapping[str, tuple[float, float]] = {
+    "vllm": (35.0, 12.0),
+    "trtllm": (20.0, 2.0),
+    "sglang": (145.0, 12.0),
+}
+"""Milliseconds of an engine's host until a request's first token: of the request, and of 1,024
+tokens of its prompt. HTTP, the tokenizer, queues between processes, and launches of prompts'
+kernels outside of graphs; `benchmarks/fit_requests.py` fits them to 70% of the rows of first
+tokens."""
 ROUNDS = 3
 """Times that the number of requests that get tokens is computed from the time they take."""
 
@@ -236,7 +245,14 @@ def _steady(
         ttft = prompts * (users + 1) / 2
     else:
         ttft = chunks * both.seconds + decode.seconds / 2
+    ttft += host_seconds(row)
     return Loaded(requests, tpot, ttft, joules / tpot / gpus)
+
+
+def host_seconds(row: ServedRow) -> float:
+    """What the host adds until the first token, of a row with mean or longest lengths."""
+    request, tokens = HOST_MS.get(row.engine, (0.0, 0.0))
+    return (request + tokens * row.isl / 1024) * 1e-3
 
 
 def _in_step(row: ServedRow) -> bool:
@@ -253,7 +269,14 @@ def _with_prompt(
         whole = _prefill(row, chunk, together)
         seconds, joules = (x / together for x in whole)
         return _TimedStep(decode.seconds + seconds, decode.joules + joules)
-    return _step(row, mode="decode", batch_size=batch, context_length=context, prompt_length=chunk)
+    beside = _step(
+        row, mode="decode", batch_size=batch, context_length=context, prompt_length=chunk
+    )
+    # A step of ours has one form of latent attention, which decode's is; engines compute prompts in
+    # the other one, so that two steps may be nearer to theirs.
+    prompt = _prefill(row, chunk)
+    apart = _TimedStep(decode.seconds + prompt.seconds, decode.joules + prompt.joules)
+    return min(beside, apart)
 
 
 def _decode(row: ServedRow, batch: int, context: int) -> _TimedStep:
@@ -275,7 +298,10 @@ def _most_requests(row: ServedRow, context: int) -> float:
     compiled = _compiled(_key(row, mode="decode", batch_size=batch, context_length=context))
     held = dict(held_at_peak(compiled.program.classes[0]).by_category)
     cache_bytes = held.pop("kv_cache", 0)
-    room = (1 - KEPT_SHARE) * resolve(row.hardware).memory - sum(held.values()) - KEPT_BYTES
+    memory, rest = resolve(row.hardware).memory, sum(held.values()) + KEPT_BYTES
+    # TensorRT-LLM takes the share of what the weights leave (`free_gpu_memory_fraction`).
+    kept = KEPT_SHARE * (memory - rest if row.engine == "trtllm" else memory)
+    room = memory - kept - rest
     return max(1.0, batch * room / cache_bytes) if cache_bytes else math.inf
 
 

@@ -2,16 +2,18 @@
 
 A GPU that waits draws its idle power. While a kernel runs, it draws a part of its TDP, more for
 the share of the memory's bandwidth that the kernel uses, and more for the share of the peak of
-products, up to the TDP. The three parts were fitted to the power that NVIDIA's aiconfigurator
-measured beside the time of kernels longer than 200 us on H200, B200 and GB200 (products, decode and
-prefill attention of vLLM 0.22; github.com/ai-dynamo/aiconfigurator@095f58a5): 70% of the rows,
-which half weigh as kernels that use memory and half as others. On the other 30% the median error is
-11%, the mean 17%.
+products, up to the TDP. Tensor cores multiply whole tiles: products of few rows count as products
+of 16, and grouped ones as of 64 rows each, so that experts of few tokens draw what their tiles do.
+The three parts were fitted to the power that NVIDIA's aiconfigurator measured beside the time of
+kernels longer than 200 us on H200, B200 and GB200 (products, experts, decode and prefill attention
+of vLLM 0.22 and TensorRT-LLM 1.3; github.com/ai-dynamo/aiconfigurator@095f58a5): 70% of the rows,
+where kinds of kernels that use memory and others weigh alike (`benchmarks/fit_power.py`). On the
+other 30% the median error is 10%, of experts that read memory 7% (33% before tiles counted).
 
 >>> from stagewright.time.hardware import resolve
 >>> h100 = resolve("h100-sxm")
 >>> round(float(kernel_shares(np.array([1.0]), np.array([0.0]))[0]), 2)  # a stream of bytes
-0.66
+0.7
 >>> spent = expense(h100, gpus=8, seconds=10.0, tokens=10**6, running=0.5, drawn=0.4, price=2.0)
 >>> spent.watts_per_gpu, spent.joules, round(spent.usd_per_million_tokens or 0, 4)
 (350.0, 28000.0, 0.0444)
@@ -19,22 +21,27 @@ which half weigh as kernels that use memory and half as others. On the other 30%
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.program.columns import Tasks
+from stagewright.program.columns import Shape, Tasks
+from stagewright.program.shapes import GEMM
 from stagewright.time.hardware import Hardware
 
 IDLE_FRACTION = 0.2
 """Power of a GPU that waits over its TDP, where its file gives no `idle_w`: an assumption."""
-RUNNING_FRACTION = 0.507
+RUNNING_FRACTION = 0.498
 """Power over TDP while a kernel runs that neither computes nor moves much."""
-MEMORY_FRACTION = 0.149
+MEMORY_FRACTION = 0.2
 """Power over TDP that the full bandwidth of the memory adds."""
-COMPUTE_FRACTION = 0.783
-"""Power over TDP that products at the peak of their precision add."""
+COMPUTE_FRACTION = 1.792
+"""Power over TDP that products at the peak of their precision would add; less than a third of the
+peak draws all of the TDP."""
+ROWS, GROUPED_ROWS = 16, 64
+"""Rows that the tiles of a product have at least: of one, and of each of a group."""
 
 
 class Expense(NamedTuple):
@@ -63,8 +70,18 @@ def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -
     # Products in a precision that the hardware lacks run at the rate of bf16.
     rates = [hardware.rate_of(dtype) or hardware.peak_bf16_tflops for dtype in tasks.dtypes]
     peak = np.array(rates)[tasks.dtype[rows]] * 1e12
+    tiles = np.array([*map(_tiled, tasks.shapes), 1.0])[tasks.shape[rows]]
     moved = tasks.traffic[rows] / seconds / (hardware.memory_bandwidth_gb_s * 1e9)
-    return float((kernel_shares(moved, tasks.flops[rows] / seconds / peak) * seconds).sum())
+    return float((kernel_shares(moved, tiles * tasks.flops[rows] / seconds / peak) * seconds).sum())
+
+
+def _tiled(shape: Shape) -> float:
+    """What the tiles of a product multiply over its FLOPs; 1 for other kernels."""
+    of = dict(shape.extents) if shape.kernel == GEMM else {}
+    if not of.get("m"):
+        return 1.0
+    least = GROUPED_ROWS if of["batch"] > 1 else ROWS
+    return math.ceil(of["m"] / least) * least / of["m"]
 
 
 def expense(

@@ -22,7 +22,7 @@ ROW = ServedRow(
     hardware="h100-sxm",
     quantity="tpot_ms",
     measured=1.0,
-    engine="vllm",
+    engine="one whose host takes no time",
     concurrency=1.0,
     request_rate=None,
     isl=256,
@@ -45,7 +45,8 @@ def test_one_user_is_alone() -> None:
     """Its tokens take decode steps, and its first token a prefill step."""
     found = inference.loaded(ROW)
     assert found.tpot == seconds(mode="decode", batch_size=1, context_length=256 + 32)
-    assert found.ttft == seconds(mode="prefill", batch_size=1, prompt_length=256, context_length=0)
+    steps = seconds(mode="prefill", batch_size=1, prompt_length=256, context_length=0)
+    assert found.ttft == pytest.approx(steps + inference.host_seconds(ROW))
 
 
 def test_users_see_the_prompts_of_the_others() -> None:
@@ -59,7 +60,8 @@ def test_users_see_the_prompts_of_the_others() -> None:
     assert found.tpot == pytest.approx(alone + share * (both - alone), rel=0.01)
 
 
-def test_prompts_alone_take_longer_than_beside_tokens() -> None:
+def test_prompts_alone_take_longer_than_beside_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "HOST_MS", {})
     users = dataclasses.replace(ROW, concurrency=8.0, shortest=0.9)
     beside = inference.loaded(users)
     alone = inference.loaded(dataclasses.replace(users, engine="sglang"))
@@ -73,7 +75,16 @@ def test_users_in_step_wait_for_half_of_the_prompts() -> None:
     decode = seconds(mode="decode", batch_size=8, context_length=288)
     prompts = seconds(mode="prefill", batch_size=32, prompt_length=256, context_length=0) / 32
     assert found.tpot == pytest.approx(decode + 7 * prompts / 64 / 2)
-    assert found.ttft == pytest.approx(prompts * 9 / 2)
+    row = dataclasses.replace(ROW, engine="sglang")
+    assert found.ttft == pytest.approx(prompts * 9 / 2 + inference.host_seconds(row))
+
+
+def test_the_host_of_an_engine_counts_until_the_first_token() -> None:
+    """35 ms and 12 ms per 1,024 tokens of vLLM's."""
+    hosted = inference.loaded(dataclasses.replace(ROW, engine="vllm"))
+    alone = inference.loaded(ROW)
+    assert hosted.ttft - alone.ttft == pytest.approx(0.035 + 0.012 / 4)
+    assert hosted.tpot == alone.tpot
 
 
 def test_requests_count_at_their_mean_lengths() -> None:
