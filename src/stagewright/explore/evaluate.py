@@ -18,7 +18,7 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
 from stagewright.explore.figures import Figures
-from stagewright.explore.memory import Peaks, enough, states
+from stagewright.explore.memory import Peaks
 from stagewright.explore.pipeline import rounds
 from stagewright.explore.responses import Responses, Timed, responses
 from stagewright.explore.steps import Lot, Messages, Pipeline, Steps, steps
@@ -34,6 +34,7 @@ from stagewright.run.requests import allowance_of, read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.schedule.in_flight import enough, states
 from stagewright.schedule.schedules import SCHEDULES, make
 from stagewright.time.columns import Columns, Known, Meshes, Placed
 from stagewright.time.hardware import Hardware

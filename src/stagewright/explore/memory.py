@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,98 +20,19 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Template
 from stagewright.lower.assembly.assemble import AssembledRank, Assembly
 from stagewright.program.columns import CATEGORIES
-from stagewright.schedule.actions import Action, Order, Overlap, flat
-from stagewright.schedule.places import places
-from stagewright.schedule.schedules import make
-
-FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD, STEP = (
-    "first forward", "forward", "backward", "last backward", "step",
-)  # fmt: skip
-"""Moments of a stage: actions whose rows differ, and the rows after all actions."""
+from stagewright.schedule.in_flight import (
+    BACKWARD,
+    FIRST_FORWARD,
+    FORWARD,
+    LAST_BACKWARD,
+    STEP,
+    State,
+    largest,
+)
 
 Spot = tuple[str, int]
 """Where in an action: in the first or in the last layer of a variant (`first`, `last`, its number),
 or before, between or after all layers."""
-
-
-class State(NamedTuple):
-    """What a rank is at, and how many other microbatches each of its stages has in flight."""
-
-    stage: int
-    """The stage whose rows run; -1: the rank's rows after all actions."""
-    moment: str
-    others: tuple[tuple[int, int], ...]
-    """Stage, microbatches in flight but for the one whose action runs."""
-
-
-@lru_cache(maxsize=512)
-def states(
-    schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
-) -> tuple[tuple[State, ...], ...] | None:
-    """The states of each pipeline rank, without those that hold less than another one.
-
-    None: the schedule does what templates do not: it overlaps actions, splits backwards, or hands
-    values from stage to stage on one rank.
-    """
-    order = make(schedule, pp, enough(schedule, pp, vpp, microbatches, group), vpp, group=group)
-    if not _as_templates(order):
-        return None
-    return tuple(_of_rank([a for step in steps for a in _parts(step)]) for steps in order)
-
-
-def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | None) -> int:
-    """Microbatches after which a schedule that alternates has no more of them in flight."""
-    if schedule not in ("1f1b", "interleaved") or group is not None:
-        return microbatches
-    rounds = 2 * (vpp + 1)
-    return min(microbatches, rounds * pp + microbatches % pp)
-
-
-def _parts(step: Any) -> Sequence[Action]:
-    return [*flat([step])]
-
-
-def _as_templates(order: Order) -> bool:
-    if any(isinstance(step, Overlap) for steps in order for step in steps):
-        return False
-    if any(a.kind not in "FB" for steps in order for a in flat(steps)):
-        return False
-    home = places(order)
-    if len({p.stage for p in home}) < len(home):
-        return False
-    return len(order) == 1 or all(p.rank not in (p.before, p.after) for p in home)
-
-
-def _of_rank(actions: Sequence[Action]) -> tuple[State, ...]:
-    stages = sorted({a.stage for a in actions})
-    first = {a.stage: i for i, a in reversed([*enumerate(actions)]) if a.kind == "F"}
-    last = {a.stage: i for i, a in enumerate(actions) if a.kind == "B"}
-    flight = dict.fromkeys(stages, 0)
-    found: dict[tuple[int, str], set[tuple[int, ...]]] = {}
-    for i, a in enumerate(actions):
-        if a.kind == "B":
-            flight[a.stage] -= 1
-            moment = LAST_BACKWARD if last[a.stage] == i else BACKWARD
-        else:
-            moment = FIRST_FORWARD if first[a.stage] == i else FORWARD
-        found.setdefault((a.stage, moment), set()).add(tuple(flight.values()))
-        if a.kind == "F":
-            flight[a.stage] += 1
-    found[-1, STEP] = {(0,) * len(stages)}
-    return tuple(
-        State(stage, moment, tuple(zip(stages, others, strict=True)))
-        for (stage, moment), some in found.items()
-        for others in _largest(some)
-    )
-
-
-def _largest(some: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The tuples that no other one exceeds in every number."""
-    kept: list[tuple[int, ...]] = []
-    for one in sorted(some, key=sum, reverse=True):
-        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in kept):
-            kept.append(one)
-    return kept
 
 
 # ---- the stages of a template --------------------------------------------------------------------
@@ -268,7 +188,7 @@ def _peaks(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Linear:
+class ByLayers:
     """Bytes that grow with the layers of each variant on a stage."""
 
     base: Float
@@ -286,20 +206,20 @@ class Linear:
         return found
 
 
-class Stage(NamedTuple):
+class StageMemory(NamedTuple):
     """A kind of stage, in any number of layers."""
 
-    kept: Linear
-    held: Linear
-    updated: Linear
-    peaks: Mapping[tuple[str, Spot], Linear]
+    kept: ByLayers
+    held: ByLayers
+    updated: ByLayers
+    peaks: Mapping[tuple[str, Spot], ByLayers]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peaks:
     """What the fullest rank holds at its peak, in any pipeline of a structure's blocks."""
 
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, StageMemory]
     """By kind (`templates.FIRST`, ...)."""
     allowance: int = 0
 
@@ -310,20 +230,20 @@ class Peaks:
         every = [_all_stages(assembly, template, sizes) for assembly in
                  (template.base, *template.more)]  # fmt: skip
         n = template.layers
-        stages: dict[int, Stage] = {}
+        stages: dict[int, StageMemory] = {}
         for p in range(template.stages):
             base, *more = (of_assembly[p] for of_assembly in every)
 
-            def linear(name: str, base: StageBytes = base, more: Any = more) -> Linear:
+            def linear(name: str, base: StageBytes = base, more: Any = more) -> ByLayers:
                 start: Float = getattr(base, name)
-                return Linear(start, [getattr(one, name) - start for one in more], n)
+                return ByLayers(start, [getattr(one, name) - start for one in more], n)
 
             peaks = {
-                at: Linear(peak, [one.peaks.get(at, peak) - peak for one in more], n)
+                at: ByLayers(peak, [one.peaks.get(at, peak) - peak for one in more], n)
                 for at, peak in base.peaks.items()
             }
             kind = template.kind(p)
-            stages[kind] = Stage(linear("kept"), linear("held"), linear("updated"), peaks)
+            stages[kind] = StageMemory(linear("kept"), linear("held"), linear("updated"), peaks)
         return cls(stages, allowance)
 
     def at(self, found: Sequence[Sequence[State]], tuples: Int, layers: Int) -> dict[str, Int]:
@@ -358,7 +278,7 @@ class Peaks:
                 others = tuple(number for _, number in state.others)
                 known.setdefault(key, {}).setdefault(others, (state, stages))
         for some in known.values():
-            for others in _largest(some):
+            for others in largest(some):
                 yield some[others]
 
     def _held(
@@ -387,7 +307,7 @@ class Peaks:
 
     @staticmethod
     def _at_spots(
-        stage: Stage, moment: str, beside: Float, tuples: Int, layers: Int
+        stage: StageMemory, moment: str, beside: Float, tuples: Int, layers: Int
     ) -> Iterable[Float]:
         for (when, (where, nth)), peak in stage.peaks.items():
             if when != moment:

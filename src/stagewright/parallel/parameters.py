@@ -20,11 +20,11 @@ from stagewright.varying import divides, position_of_largest
 
 
 def parameter_layout(
-    n: Node, parameter: Parameter, have: Layout | None, plan: Plan, sharding: Sharding
+    n: Node, parameter: Parameter, have: Layout | None, plan: Plan, shards: ShardedDims
 ) -> Layout | None:
     """The layout of a node that belongs to a parameter, by its role; None: it follows its operands.
 
-    `have` is the layout that would follow, `sharding` says what ZeRO splits.
+    `have` is the layout that would follow, `shards` says what ZeRO splits.
     """
     rank = len(n.shape)
     if not rank:  # a count of steps
@@ -32,7 +32,7 @@ def parameter_layout(
     if n.binding.buffer:
         return None if n.role is Role.COUNT else Layout(((),) * rank)
     used = plan.used(parameter, rank)
-    shard = sharding.of(n.shape, parameter, used)
+    shard = shards.of(n.shape, parameter, used)
     # Of a partial sum one rank has the values, the others have zeros.
     sums = plan.layout(parameter.placement).partial & {*plan.combined}
     match n.role:
@@ -81,7 +81,7 @@ def _gradient_layout(
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class ShardedDims:
     """Which dim of each parameter ZeRO splits; parameters of one shape are decided once."""
 
     plan: Plan
@@ -98,10 +98,10 @@ class Sharding:
         """
         key = shape, used, parameter.rows, parameter.of_expert
         if key not in self.known:
-            self.known[key] = self._found(shape, parameter, used)
+            self.known[key] = self._with_shards(shape, parameter, used)
         return self.known[key]
 
-    def _found(self, shape: tuple[Size, ...], parameter: Parameter, used: Dims) -> Dims:
+    def _with_shards(self, shape: tuple[Size, ...], parameter: Parameter, used: Dims) -> Dims:
         plan = self.plan
         sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
         if not sharding:

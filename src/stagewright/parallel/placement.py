@@ -20,7 +20,7 @@ from stagewright.graph.shard import Want
 from stagewright.parallel.activations import STREAM, activation_rows, residual
 from stagewright.parallel.context import score_dims
 from stagewright.parallel.dispatch import expert_sums
-from stagewright.parallel.parameters import Sharding, parameter_layout
+from stagewright.parallel.parameters import ShardedDims, parameter_layout
 from stagewright.parallel.plan import Dims, Plan
 
 BATCH = size("B")
@@ -33,8 +33,8 @@ def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
     rows, sums = activation_rows(plan), expert_sums(plan)
-    sharding = Sharding(plan, sizes)
-    return partial(_layout, plan=plan, sharding=sharding, table=table, rows=rows, sums=sums)
+    shards = ShardedDims(plan, sizes)
+    return partial(_layout, plan=plan, shards=shards, table=table, rows=rows, sums=sums)
 
 
 def _layout(
@@ -42,7 +42,7 @@ def _layout(
     have: Layout | None,
     *,
     plan: Plan,
-    sharding: Sharding,
+    shards: ShardedDims,
     table: Mapping[str, Layout],
     rows: Mapping[str, Dims],
     sums: Mapping[str, frozenset[str]],
@@ -50,7 +50,7 @@ def _layout(
     """The layout that a node shall have; None: it follows its operands, which make it `have`."""
     bound = n.binding
     if bound.param:
-        return parameter_layout(n, bound.param, have, plan, sharding)
+        return parameter_layout(n, bound.param, have, plan, shards)
     if n.role is Role.SQUARED_NORM:
         return None
     if bound.split_as:  # a state of each request
