@@ -2,11 +2,11 @@
 
 The rows of a stage are the same in configurations of one structure, and so is what each waits for
 (`time.simulate.issue`, `time.simulate.host`); only durations differ. An action is played once with
-arrays [configurations] as its times. What comes before it enters by three moments: when the kernels
-before it and the message that it needs are there (`GPU`), when all communication that happens once
-per step is done (`ASIDE`), and when the host has launched everything before it (`HOST`). Every end
-is the latest of these moments, each plus a constant: a matrix over (max, +), `Response`, which a
-schedule of any number of microbatches and stages puts together (`explore.pipeline`).
+arrays [configurations] as its times. What comes before it enters by four moments: when the kernels
+before it have ended (`GPU`), when communication along dp is done (`ASIDE`), when the host has
+launched everything before it (`HOST`), and when the message that it needs is there (`MESSAGE`).
+Every end is the latest of these moments, each plus a constant: a matrix over (max, +), `Response`,
+which a schedule of any number of microbatches and stages puts together (`explore.pipeline`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.issue import Issue, axis_of, degree, issue, with_needs
 
-GPU, ASIDE, HOST = range(3)
-"""Inputs of a `Response`."""
+GPU, ASIDE, HOST, MESSAGE = range(4)
+INPUTS = 4
+"""Inputs of a `Response`, and how many there are."""
 NEVER = -1e30
 """Seconds before every time; to add durations to it leaves it before every time."""
 LAUNCHES = "launches"
@@ -77,7 +78,9 @@ class ClassRows:
     data: Bool
     """By place: communication along dp, or once per step, which runs on beside later actions."""
     sends: Bool
-    """By place: messages to the next rank of the pipeline."""
+    """By place: messages to another rank of the pipeline."""
+    receives: Bool
+    """By place: messages from another rank of the pipeline."""
     count: int
     """Configurations."""
 
@@ -107,14 +110,15 @@ class ClassRows:
         # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
         # the time of their send.
         pipeline = [n for n, peer in enumerate(program.peers) if peer.axis == "pp"]
-        message = (kind == TaskKind.SEND) & np.isin(tasks.slot[rows], pipeline)
-        message |= kind == TaskKind.RECV
+        of_pipeline = np.isin(tasks.slot[rows], pipeline)
+        sends = (kind == TaskKind.SEND) & of_pipeline
+        message = sends | (kind == TaskKind.RECV)
         seconds = np.where(message[:, None], 0.0, seconds[rows])
         launch: list[Float] = [] if host is None else [*host[0][rows]]
         waits = np.zeros(len(rows), dtype=bool) if host is None else host[1][rows]
         return cls(
             tasks, order, kind, [*seconds], launch, waits, [*axis], data,
-            message & (kind == TaskKind.SEND), seconds.shape[1],
+            sends, of_pipeline & (kind == TaskKind.RECV), seconds.shape[1],
         )  # fmt: skip
 
     def play(self, begin: int, end: int) -> Played:
@@ -125,20 +129,25 @@ class ClassRows:
         main: list[bool] = (order.stream == 0).tolist()
         data: list[bool] = self.data.tolist()
         streams: list[int] = order.stream.tolist()
-        inputs = np.full((3, 3, self.count), NEVER)
-        inputs[[GPU, ASIDE, HOST], [GPU, ASIDE, HOST]] = 0.0
+        inputs = np.full((INPUTS, INPUTS, self.count), NEVER)
+        inputs[range(INPUTS), range(INPUTS)] = 0.0
         ends: list[Float] = []
-        kernel, aside, thread = inputs
+        kernel, aside, thread, message = inputs
         chains: dict[int, Float] = {}
-        sent = last = np.full((3, self.count), NEVER)
+        sent = last = np.full((INPUTS, self.count), NEVER)
         busy = np.zeros(self.count)
         waits: dict[str, Float] = {}
         for place in range(begin, end):
             mine = needs[pointer[place] : pointer[place + 1]]
-            start = np.full((3, self.count), NEVER)
+            start = np.full((INPUTS, self.count), NEVER)
             for need in mine or [-1]:
                 before = inputs[ASIDE if need >= 0 and data[need] else GPU]
                 np.maximum(start, ends[need - begin] if need >= begin else before, out=start)
+            if data[place] and streams[place] not in chains:
+                # Issue orders leave this out where kernels between imply it, here or there.
+                np.maximum(start, inputs[ASIDE], out=start)
+            if self.receives[place]:
+                np.maximum(start, message, out=start)
             if self.launch:
                 thread = thread + self.launch[place]
                 np.maximum(start, thread, out=start)
@@ -163,7 +172,7 @@ class ClassRows:
             if self.sends[place]:
                 sent = np.maximum(sent, done)
             last = np.maximum(last, done)
-        chain = np.full((3, self.count), NEVER)
+        chain = np.full((INPUTS, self.count), NEVER)
         for found in chains.values():
             chain = np.maximum(chain, found)
         return Played(Response(kernel, aside, thread, sent, last, chain), busy, waits)

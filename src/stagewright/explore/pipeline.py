@@ -18,51 +18,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.explore.actions import ASIDE, GPU, HOST, NEVER, Response
+from stagewright.explore.actions import NEVER, Response
 from stagewright.schedule.actions import Action, Order, flat, halved, needs, stage_count
 from stagewright.schedule.places import places
 from stagewright.schedule.schedules import make
 
+Part: TypeAlias = "tuple[Float | None, Float | None, Float | None, Float | None]"
+"""By input of a `Response` the seconds from it, [configurations]; None: it has no effect."""
+
 
 class Effect(NamedTuple):
-    """A `Response` by its parts, [configurations] each; None: that input has no effect."""
+    """A `Response` by its parts."""
 
-    gpu: Float
-    gpu_aside: Float | None
-    gpu_host: Float | None
-    host: Float | None
-    host_gpu: Float | None
-    sent: Float
-    sent_host: Float | None
-    aside: Float | None
-    aside_aside: Float | None
-    aside_host: Float | None
+    gpu: Part
+    aside: Part
+    host: Part
+    sent: Part
 
 
 def plain(seconds: Float) -> Effect:
     """An action that takes so long, and whose launches take no time."""
-    return Effect(seconds, None, None, None, None, seconds, None, None, None, None)
+    ends = seconds, None, None, seconds
+    none = None, None, None, None
+    return Effect(ends, none, none, ends)
 
 
 def effect(of: Response) -> Effect:
     """The parts of a response that are not `NEVER`."""
 
-    def part(column: Float) -> Float | None:
-        return column if (column > NEVER / 2).any() else None
+    def part(columns: Float) -> Part:
+        a, b, c, d = (column if (column > NEVER / 2).any() else None for column in columns)
+        return a, b, c, d
 
-    sent = part(of.sent[GPU])
-    aside = np.maximum(of.aside, of.chain)
-    return Effect(
-        of.gpu[GPU], part(of.gpu[ASIDE]), part(of.gpu[HOST]),
-        part(of.host[HOST]), part(of.host[GPU]),
-        of.gpu[GPU] if sent is None else sent, part(of.sent[HOST]),
-        part(aside[GPU]), part(aside[ASIDE]), part(aside[HOST]),
-    )  # fmt: skip
+    return Effect(part(of.gpu), part(np.maximum(of.aside, of.chain)), part(of.host), part(of.sent))
 
 
 class RankEnd(NamedTuple):
@@ -159,38 +152,33 @@ def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pi
         of = known.get(key)
         if of is None:
             of = known[key] = given(a, complete)
-        start = gpu[rank]
+        arrival = None
         if source >= 0:
             way = source_rank, rank
             if way not in messages:
                 messages[way] = message(*way)
-            start = np.maximum(start, sent.pop(source) + messages[way])
-        launched = host[rank]
-        end = start + of.gpu
-        if of.gpu_aside is not None:
-            np.maximum(end, aside[rank] + of.gpu_aside, out=end)
-        if of.gpu_host is not None:
-            np.maximum(end, launched + of.gpu_host, out=end)
+            arrival = sent.pop(source) + messages[way]
+        inputs = gpu[rank], aside[rank], host[rank], arrival
+        end = _latest(of.gpu, inputs)
+        late, launched = _latest(of.aside, inputs), _latest(of.host, inputs)
         if sends:
-            out = start + of.sent
-            if of.sent_host is not None:
-                np.maximum(out, launched + of.sent_host, out=out)
+            out = _latest(of.sent, inputs)
+            assert out is not None, "what is sent has been made from something"
             sent[nth] = out
-        if of.aside is not None:
-            late = start + of.aside
-            if of.aside_host is not None:
-                np.maximum(late, launched + of.aside_host, out=late)
-            if of.aside_aside is not None:
-                late = np.maximum(late, aside[rank] + of.aside_aside)
-            aside[rank] = np.maximum(aside[rank], late)
-        if of.host is not None:
-            launched = launched + of.host
-            if of.host_gpu is not None:
-                np.maximum(launched, start + of.host_gpu, out=launched)
-        elif of.host_gpu is not None:
-            launched = start + of.host_gpu
-        gpu[rank], host[rank] = end, launched
+        gpu[rank] = gpu[rank] if end is None else end
+        aside[rank] = aside[rank] if late is None else np.maximum(aside[rank], late)
+        host[rank] = host[rank] if launched is None else launched
     return Pipelined([RankEnd(*of) for of in zip(gpu, aside, host, strict=True)])
+
+
+def _latest(part: Part, inputs: Part) -> Float | None:
+    """The latest of the inputs that there are, each after its seconds."""
+    found: Float | None = None
+    for seconds, at in zip(part, inputs, strict=True):
+        if seconds is not None and at is not None:
+            time = at + seconds
+            found = time if found is None else np.maximum(found, time, out=found)
+    return found
 
 
 class Rounds(NamedTuple):

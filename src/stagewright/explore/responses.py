@@ -13,15 +13,23 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.actions import NEVER, ClassRows, Cuts, Meeting, Played, Response, cuts
+from stagewright.explore.actions import (
+    INPUTS,
+    NEVER,
+    ClassRows,
+    Cuts,
+    Meeting,
+    Played,
+    Response,
+    cuts,
+)
 from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Template
 from stagewright.program.columns import Program
 from stagewright.run.sections.execution import Execution
 from stagewright.schedule.actions import flat
 
 FIELDS = len(Response._fields)
-_INPUTS = 3
-BUSY = FIELDS * _INPUTS
+BUSY = FIELDS * INPUTS
 """Row of the seconds that kernels run; those of waits by axis follow, see `Responses.axes`."""
 
 Timed = Sequence[tuple[Float, tuple[Float, np.ndarray] | None]]
@@ -53,7 +61,7 @@ class Linear:
 
 def response(rows: Float) -> Response:
     """The response among the rows of a `Linear`."""
-    fields = [rows[n * _INPUTS : (n + 1) * _INPUTS] for n in range(FIELDS)]
+    fields = [rows[n * INPUTS : (n + 1) * INPUTS] for n in range(FIELDS)]
     return Response(*fields)
 
 

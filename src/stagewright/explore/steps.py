@@ -116,7 +116,7 @@ def _continued(played: _Played, nth: int, now: _Ends, before: _Ends) -> Float:
     of, lot = played.of, played.lots[nth]
     pace, host = played.pace(nth)
     period = np.maximum(now.whole - before.whole, (of.played - of.before) * pace)
-    # Hosts that launch more slowly than kernels run may fall behind only later.
+    # What takes longer than the kernels beside it may fall behind only later.
     launched = lot.microbatches * host + (now.whole - now.actions)
     return np.maximum(now.whole + lot.more * np.maximum(period, 0.0), launched)
 
@@ -172,7 +172,8 @@ class _Played:
         return result
 
     def pace(self, nth: int) -> tuple[Float, Float]:
-        """Seconds that a microbatch adds to many, at least: of the busiest rank, and of a host."""
+        """Seconds that a microbatch adds to many, at least: those of the busiest rank; and those of
+        its host, or of its communication along dp."""
         pp, lot = self.of.pp, self.lots[nth]
         kinds = [
             sorted({(a.stage, a.kind) for a in flat(row)}) for row in self.of.order(self.of.played)
@@ -180,7 +181,12 @@ class _Played:
         zero = np.zeros(len(lot.tuples))
         every = [[response(self._action(nth, *k, False)[:BUSY]) for k in of] for of in kinds]
         both = [sum((a.gpu[GPU] for a in of), zero) for of in every]
-        host = _latest([sum((np.maximum(a.host[HOST], 0) for a in of), zero) for of in every])
+        sums = [
+            sum((np.maximum(column, 0) for column in columns), zero)
+            for of in every
+            for columns in ([a.host[HOST] for a in of], [a.aside[ASIDE] for a in of])
+        ]
+        host = _latest(sums)
         if self.of.schedule != "1f1b":
             return _latest(both), host
         there = [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
