@@ -153,7 +153,7 @@ def structures(candidates: Candidates) -> Structures:
             continue
         there, variants = _variants(candidates, members, refused)
         if len(there):
-            _Group(candidates, there, variants).add_to(found, refused)
+            _SameButNumbers(candidates, there, variants).add_to(found, refused)
     return Structures(found, refused)
 
 
@@ -210,7 +210,7 @@ def _holds_twice(schedule: str | None) -> bool:
     return schedule == "dualpipe"
 
 
-class _Group:
+class _SameButNumbers:
     """Candidates that differ in numbers and in their pipelines only."""
 
     def __init__(

@@ -8,6 +8,7 @@ through the functions that time a single configuration, as arrays [kernels, conf
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,6 +85,8 @@ class Meshes:
         distinct, of = self._distinct
         by_place: dict[tuple[Placement, ...], list[int]] = {}
         for nth, sizes in enumerate(distinct.T.tolist()):
+            if math.prod(sizes) > self.machine.gpus:
+                continue  # of a structure's tuples, those of shorter pipelines only
             by_place.setdefault(tuple(self._placements(who, tuple(sizes))), []).append(nth)
         return [
             Alike(np.flatnonzero(np.isin(of, meshes)), [*places])
