@@ -84,6 +84,12 @@ JOBS = (
             tp=(4, 8), pp=(8, 16), cp=(1, 2), interleaved=True, micro_batch_size=(1,)),
     Choices(_MEGASCALE, "175B, 12288 GPUs, batch 6144, Megatron-LM (Table 2)", tp=(4, 8),
             pp=(4, 8, 16), interleaved=True, micro_batch_size=(1,)),
+    Choices(_NVIDIA, "nemotron4-340b, 128 h100-sxm, fp8 delayed, tp8 pp8 cp1, batch 32 x 4096 "
+            "(24.07 vboost/final (r2.0.0))", tp=(4, 8), pp=(8, 16), interleaved=True,
+            micro_batch_size=(1,)),
+    Choices(_SC21, "529.6B, 2520 GPUs (Table 1)", tp=(4, 8), pp=(15, 21, 35),
+            micro_batch_size=(1, 2)),
+    Choices(_SC21, "1008.0B, 3072 GPUs (Table 1)", tp=(4, 8), pp=(32, 64), micro_batch_size=(1, 2)),
 )  # fmt: skip
 
 

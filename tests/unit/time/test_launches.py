@@ -63,6 +63,17 @@ def test_the_host_waits_for_the_tokens_of_experts_and_the_norm_of_gradients() ->
     assert dropped.waits.sum() == 1
 
 
+@pytest.mark.parametrize(
+    ("schedule", "waits"), [("1f1b", True), ("zb-h1", False), ("zb-h2", False)]
+)
+def test_the_host_waits_for_messages_in_the_loop_of_1f1b_alone(schedule: str, waits: bool) -> None:
+    """The runtime of zero bubble leaves messages to its stream; Megatron-LM's 1F1B synchronizes."""
+    tasks, work = launched(**SMALL, pp=2, global_batch_size=4, schedule=schedule)
+    received = tasks.kind == TaskKind.RECV
+    assert received.any()
+    assert work.waits[received].any() == (schedule == "1f1b")
+
+
 def test_captured_modules_are_launched_at_once() -> None:
     graphs = {"launch_mode": "cuda_graph"}
     _, eager = launched(**EXPERTS)

@@ -17,7 +17,7 @@ costs depends on how the framework runs a step (`Execution.launch_mode`) and on 
 - a captured CUDA graph is launched at once.
 
 The host waits where a framework reads a result: the norm that clips gradients and the number of
-tokens of each expert (Megatron-LM), and messages of a pipeline (`batch_p2p_sync`).
+tokens of each expert (Megatron-LM), and messages of its 1F1B pipeline (`batch_p2p_sync`).
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ EAGER_KERNELS: Mapping[str, int] = {
 }
 """How many kernels make an op where operators are PyTorch's own; of all others: one."""
 
+
+_ASYNCHRONOUS = ("zb-h1", "zb-h2")
+"""Schedules of one stage per rank that do not run in Megatron-LM's loop of 1F1B: the runtime of
+zero bubble posts messages of its own, for which streams wait and not the host
+(github.com/sail-sg/zero-bubble-pipeline-parallelism, pipeline_parallel/zerobubble/runtime.py)."""
 
 _WHOLE_PROGRAMS = ("Google", "AWS")
 """Vendors whose compilers (XLA, Neuron) make one program of a step."""
@@ -266,6 +271,6 @@ def _waits(tasks: Tasks, run: Run) -> Bool:
     if run.framework == "megatron":
         clip = np.array(["divide" in ops_of(name) for name in tasks.ops])[tasks.op]
         waits |= clip & (tasks.phase == _OPTIMIZER) & (tasks.kind == TaskKind.COMPUTE)
-        if run.vpp == 1:
+        if run.vpp == 1 and run.schedule not in _ASYNCHRONOUS:
             waits |= tasks.kind == TaskKind.RECV
     return waits
