@@ -18,9 +18,12 @@ from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer.objectives import known
 from stagewright.explore.answer.run_file import flags, run_file, write_run_file
-from stagewright.explore.answer.search import MOST, TOP, Ranking, Wanted
+from stagewright.explore.answer.search import TOP, Ranking, Wanted
 from stagewright.explore.answer.search import search as search_candidates
+from stagewright.explore.candidates import Candidates
+from stagewright.explore.evaluate import Evaluated
 from stagewright.explore.exact import Heard
+from stagewright.explore.lots import in_lots
 from stagewright.explore.space.asked import SearchRequest, asked
 from stagewright.explore.space.enumeration import Found
 from stagewright.files import write_text
@@ -118,6 +121,7 @@ class Search:
         alone = replace(
             of, rows=of.rows.take(rows), figures=of.figures.take(rows),
             columns=of.columns.take(rows), bounds=of.bounds[rows], best=np.arange(len(rows)),
+            left=(), refused={},
         )  # fmt: skip
         runs = [of.rows.run(row).describe() for row in rows.tolist()]
         every = tables.every(alone).rows
@@ -205,7 +209,7 @@ def _wanted(settings: dict[str, Any]) -> Wanted:
     return Wanted(
         known(names),
         settings.pop("top", TOP),
-        settings.pop("most", MOST),
+        settings.pop("most", None),
         settings.pop("exact", False),
         settings.pop("allow_oom", False),
     )
@@ -221,7 +225,13 @@ def searched(
 ) -> Search:
     """The search of a space; `found`: its candidates, if they are known."""
     found = found or of.space.candidates(sample)
-    ranking = search_candidates(found.rows, how, executor=executor, heard=progress)
+
+    def evaluate(rows: Candidates) -> Evaluated:
+        return in_lots(rows, executor, progress)
+
+    ranking = search_candidates(
+        found.rows, how, evaluate=evaluate, executor=executor, heard=progress
+    )
     return Search(found, ranking, of.notes)
 
 

@@ -152,6 +152,16 @@ def _cell(name: str, value: Any) -> Any:
     return text_of(value) if name in LISTS else value
 
 
+def left(of: Ranking) -> list[str]:
+    """Of which candidates columns know nothing, and why; a sentence for each reason."""
+    counts: dict[str, int] = {}
+    for each in of.left:
+        if each.possible:
+            counts[each.reason] = counts.get(each.reason, 0) + len(each.candidates)
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return [f"{count:,} candidates cannot be evaluated in columns: {why}" for why, count in ordered]
+
+
 def certainty(of: Ranking) -> str:
     """Whether a candidate that was not simulated could still win, in a sentence."""
     if of.proven:

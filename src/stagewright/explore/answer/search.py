@@ -19,15 +19,17 @@ from stagewright.executors import Executor
 from stagewright.explore.answer import objectives
 from stagewright.explore.answer.bounds import lower_bounds
 from stagewright.explore.candidates import Candidates
+from stagewright.explore.evaluate import Evaluated, Left
 from stagewright.explore.exact import Heard, exact, unknown
 from stagewright.explore.figures import Figures
 
-Evaluate = Callable[[Candidates], Figures]
-"""Figures in columns; `seconds` is NaN where columns cannot say."""
+Evaluate = Callable[[Candidates], Evaluated]
+"""Figures in columns, and candidates that columns cannot evaluate."""
 
 TOP = 20
 MOST = 200
-"""Candidates without figures in columns that are simulated unless another number is asked for."""
+"""Candidates that are simulated where columns say nothing of any, unless asked otherwise; where
+they know others, `TOP` of those that they cannot evaluate."""
 _ROUNDS = 5
 """How often the next best are simulated where none of the best fits into memory."""
 _MARGIN = 1.02
@@ -41,8 +43,8 @@ class Wanted:
     objectives: tuple[str, ...] = ("time",)
     top: int = TOP
     """Candidates that are simulated, the best by columns."""
-    most: int = MOST
-    """Candidates that are simulated where columns cannot say."""
+    most: int | None = None
+    """Candidates that are simulated where columns cannot say; None: `MOST`, or `TOP`."""
     prove: bool = False
     """Simulate all that may be better than the best, by their lower bounds."""
     any_memory: bool = False
@@ -60,6 +62,8 @@ class Ranking:
     """Of all in columns, also of those that were simulated; NaN where columns cannot say."""
     best: Int
     """The simulated candidates that fit, best first; of several objectives, the front."""
+    left: Sequence[Left]
+    """Candidates that columns cannot evaluate, with the reason."""
     refused: Mapping[int, str]
     """What was said of candidates whose run could not be compiled or simulated."""
     bounds: Float
@@ -168,6 +172,17 @@ class _State:
         usable = figures.exact & (figures.fits | self.how.any_memory)
         return _best(figures, usable, self.how.objectives)
 
+    def listed(self) -> Int:
+        """Those of one objective that are no worse than any that is known in columns alone."""
+        best, names = self.ranked(), self.how.objectives
+        figures = self.figures()
+        rest = ~self.done & (figures.fits | self.how.any_memory)
+        order = _best(figures, rest, names)
+        if len(names) > 1 or not len(order) or not len(best):
+            return best
+        values = objectives.values(figures, names)[:, 0]
+        return best[: max(1, int((values[best] <= values[order[0]]).sum()))]
+
 
 def _best(figures: Figures, usable: Bool, names: Sequence[str]) -> Int:
     """Candidates by one objective, best first; of several, the front by the first of them."""
@@ -188,36 +203,64 @@ def search(
 ) -> Ranking:
     """Find the best candidates.
 
-    `evaluate` gives the figures of all in columns; None: nothing is known before simulation.
+    `evaluate` gives the figures of all in columns, None: nothing is known before simulation.
     `executor` runs the simulations, None: this process does. Ctrl-C ends the search with what has
     been found by then. Raises UserError where nothing that was simulated fits, or runs.
     """
     how = how or Wanted()
     if how.prove and how.objectives != ("time",):
         raise UserError("--exact proves the least time; use --objective time alone")
-    columns = unknown(len(rows)) if evaluate is None else evaluate(rows)
+    every = np.arange(len(rows))
+    found = Evaluated(unknown(len(rows)), [Left(every, "", True)])
+    if evaluate is not None:
+        found = evaluate(rows)
+    columns = found.figures
     blind = np.isnan(columns.seconds)
-    bounds = np.zeros(len(rows))
-    if how.prove or blind.any():
-        bounds = lower_bounds(rows)
+    bounds = lower_bounds(rows) if how.prove or blind.any() else np.zeros(len(rows))
     state = _State(rows, columns, how, executor, heard)
-    if blind.any():
-        per_token = bounds[blind] / _step_tokens(rows)[blind]
-        state.simulate(np.flatnonzero(blind)[np.argsort(per_token, kind="stable")][: how.most])
-    plausible = ~blind & ((columns.peak <= _MARGIN * columns.device_memory) | how.any_memory)
-    order = _best(columns, plausible, how.objectives)
-    for begin in range(0, _ROUNDS * how.top, how.top):
-        state.simulate(order[begin : begin + how.top])
-        if len(state.ranked()):
-            break
+    for each in found.left:
+        if not each.possible:
+            state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
+            state.done[each.candidates] = True
+    _simulate_best(state, ~blind)
+    _simulate_blind(state, np.flatnonzero(blind), bounds)
     if how.prove:
         _prove(state, bounds)
     result = Ranking(
-        rows, state.figures(), columns, state.ranked(), state.refused, bounds, how, state.stopped
-    )
+        rows, state.figures(), columns, state.listed(), found.left, state.refused, bounds, how,
+        state.stopped,
+    )  # fmt: skip
     if not len(result.best):
         raise UserError(_why_none(result))
     return result
+
+
+def _simulate_best(state: _State, seen: Bool) -> None:
+    """Simulate the best by columns, and further ones while none of them fits."""
+    columns, how = state.columns, state.how
+    plausible = seen & ((columns.peak <= _MARGIN * columns.device_memory) | how.any_memory)
+    order = _best(columns, plausible, how.objectives)
+    if not len(order):  # what is looked for is not known in columns
+        order = _best(columns, plausible, ("time",))
+    if len(how.objectives) > 1 and len(order) > how.top:
+        order = order[np.linspace(0, len(order) - 1, how.top).astype(np.int64)]
+    for begin in range(0, _ROUNDS * how.top, how.top):
+        state.simulate(order[begin : begin + how.top])
+        if len(state.ranked()):
+            return
+
+
+def _simulate_blind(state: _State, blind: Int, bounds: Float) -> None:
+    """Simulate the most promising of candidates that columns cannot evaluate."""
+    per_token = bounds / _step_tokens(state.rows)
+    order = blind[np.argsort(per_token[blind], kind="stable")]
+    best = state.ranked()
+    if len(best) and state.how.objectives[0] in ("time", "mfu"):
+        winner = int(best[0])
+        least = float(state.figures().seconds[winner]) / _step_tokens(state.rows)[winner]
+        order = order[per_token[order] < least]
+    usual = TOP if len(blind) < len(state.rows) else MOST
+    state.simulate(order[: usual if state.how.most is None else state.how.most])
 
 
 def _step_tokens(rows: Candidates) -> Float:

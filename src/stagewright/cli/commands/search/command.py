@@ -47,6 +47,7 @@ def search(
     --config may hold lists, too. `--as megatron` (or torchtitan) prints the flags of the best.
     """
     from stagewright.api.searched import searched
+    from stagewright.views.search import left
 
     _check(out, settings)
     wanted, place, sample = _wanted(settings), settings.pop("place"), settings.pop("sample")
@@ -62,6 +63,7 @@ def search(
         found = request.space.candidates(sample)
         _tell_space(found)
         result = searched(request, wanted, executor=executor, progress=_heard(bar), found=found)
+    shared.show_notes(left(result.ranking))
     if as_json:
         shared.print_json(result.summary())
     else:
@@ -93,10 +95,10 @@ def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:
 def _wanted(settings: dict[str, Any]) -> Wanted:
     """What is asked of the search, taken out of the settings."""
     from stagewright.explore.answer.objectives import known
-    from stagewright.explore.answer.search import MOST, TOP, Wanted
+    from stagewright.explore.answer.search import TOP, Wanted
 
     return Wanted(
-        known(settings.pop("objective")), settings.pop("top") or TOP, settings.pop("most") or MOST,
+        known(settings.pop("objective")), settings.pop("top") or TOP, settings.pop("most"),
         settings.pop("exact"), settings.pop("allow_oom"),
     )  # fmt: skip
 

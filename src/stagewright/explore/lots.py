@@ -1,0 +1,90 @@
+"""Candidates evaluated in columns lot by lot: in this process, in several, or on a Ray cluster.
+
+A lot holds the candidates that agree in whatever decides the graphs of blocks, so that no block is
+built in two lots. Lots do not depend on who evaluates them: the figures are the same to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Int
+from stagewright.errors import UserError
+from stagewright.executors import Executor
+from stagewright.explore.candidates import Candidates
+from stagewright.explore.evaluate import Evaluated, Left, evaluate
+from stagewright.explore.exact import Heard, unknown
+from stagewright.explore.figures import Figures
+from stagewright.explore.structures import NUMBERS, PIPELINE
+from stagewright.run.sections import SETTINGS
+
+
+class _Lot(NamedTuple):
+    """Some candidates, and their numbers among all."""
+
+    at: Int
+    candidates: Candidates
+
+
+class _Done(NamedTuple):
+    at: Int
+    evaluated: Evaluated
+
+
+def in_lots(
+    candidates: Candidates, executor: Executor | None = None, heard: Heard | None = None
+) -> Evaluated:
+    """The figures of all candidates, as `evaluate` has them; `heard` as in `exact`.
+
+    Inference is not evaluated in columns: all its candidates are left.
+    """
+    if candidates.base.run.mode != "train":
+        every = np.arange(len(candidates))
+        return Evaluated(unknown(len(candidates)), [Left(every, "inference", True)])
+    done: list[_Done] = []
+    count = 0
+
+    def keep(lot: _Done) -> None:
+        nonlocal count
+        done.append(lot)
+        count += len(lot.at)
+        if heard is not None:
+            heard(count, len(candidates), lot.evaluated.figures)
+
+    lots = _lots(candidates)
+    if executor is None or len(lots) == 1:
+        for lot in lots:
+            keep(_evaluated(lot))
+    else:
+        executor.run(_evaluated, lots, keep)
+    done.sort(key=lambda lot: int(lot.at[0]))
+    place = np.empty(len(candidates), dtype=np.int64)
+    place[np.concatenate([lot.at for lot in done])] = np.arange(len(candidates))
+    figures = Figures.joined([lot.evaluated.figures for lot in done]).take(place)
+    left = [
+        each._replace(candidates=lot.at[each.candidates])
+        for lot in done
+        for each in lot.evaluated.left
+    ]
+    return Evaluated(figures, left)
+
+
+def _lots(candidates: Candidates) -> Sequence[_Lot]:
+    """Candidates that agree in all settings but numbers, and those of the pipeline."""
+    apart = {*NUMBERS, *PIPELINE}
+    names = [name for name in candidates.columns if name in SETTINGS and name not in apart]
+    alike = candidates.distinct(*names)
+    order = np.argsort(alike.of, kind="stable")
+    ends = np.cumsum(np.bincount(alike.of, minlength=len(alike)))[:-1]
+    return [_Lot(at, candidates.take(at)) for at in np.split(order, ends)]
+
+
+def _evaluated(lot: _Lot) -> _Done:
+    try:
+        return _Done(lot.at, evaluate(lot.candidates))
+    except UserError as error:
+        every = np.arange(len(lot.at))
+        return _Done(lot.at, Evaluated(unknown(len(lot.at)), [Left(every, str(error), True)]))
