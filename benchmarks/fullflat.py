@@ -417,6 +417,23 @@ def searched() -> Rows:
         )  # fmt: skip
 
 
+def capacities() -> Rows:
+    """The best of the file's layouts by the bytes that a GPU of `fullflat-hbd64` has."""
+    every = [*csv.DictReader(LAYOUTS.read_text(encoding="utf-8").splitlines())]
+    of = [line for line in every if line["system"] == "fullflat-hbd64"]
+    yield ("HBM", "layouts that fit", "the best of them", "recomputation", "holds", "step")
+    for size in (32, 48, 64, 80, 96, 141, 192, 288, 464):
+        fitting = [line for line in of if int(line["bytes"]) <= size * 1e9]
+        if not fitting:
+            yield (f"{size} GB", "0", "", "", "", "")
+            continue
+        best = min(fitting, key=_seconds)
+        layout = f"TP {best['tp']}, PP {best['pp']}, vpp {best['vpp']}, ES {best['etp']}"
+        held = f"{int(best['bytes']) / 1e9:.1f} GB"
+        row = (f"{size} GB", f"{len(fitting)} of {len(of)}", layout, best["recompute"], held)
+        yield (*row, f"{_seconds(best):.4f} s")
+
+
 def _seconds(line: Mapping[str, str]) -> float:
     return float(line["seconds"])
 
@@ -431,7 +448,9 @@ def _with_memory(line: Mapping[str, str], memory: int) -> str:
 def table(rows: Iterable[Sequence[str]]) -> str:
     """A table of Markdown; its first column, and those of words, are aligned left."""
     title, *lines = rows
-    numbers = [all(line[n][:1] in "+-0123456789" for line in lines) for n in range(len(title))]
+    numbers = [
+        all(line[n][:1] in "+-0123456789" for line in lines if line[n]) for n in range(len(title))
+    ]
     align = ["---:" if number else "---" for number in numbers]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (title, align, *lines))
 
@@ -445,13 +464,17 @@ TABLES: Mapping[str, Callable[[], Rows]] = {
     "sensitivity": sensitivity,
     "costs": costs,
     "searched": searched,
+    "capacities": capacities,
 }
 """Tables of the page by the name in their marks."""
+OF_FILE = ("searched", "capacities")
+"""Tables that simulate nothing: they follow from the file of layouts."""
 
 
-def page(text: str) -> str:
-    """The page with its tables as of now."""
-    for name, rows in TABLES.items():
+def page(text: str, names: Iterable[str] = tuple(TABLES)) -> str:
+    """The page with these tables as of now."""
+    for name in names:
+        rows = TABLES[name]
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         head, rest = text.split(begin)
         text = f"{head}{begin}\n\n{table(rows())}\n\n{end}{rest.split(end)[1]}"

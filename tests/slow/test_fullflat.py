@@ -25,6 +25,12 @@ def test_the_page_has_these_tables(request: pytest.FixtureRequest) -> None:
         assert new == text, "run python benchmarks/fullflat.py, or pytest --bless"
 
 
+@pytest.mark.numerics
+def test_tables_of_layouts_are_those_of_the_file() -> None:
+    text = fullflat.PAGE.read_text(encoding="utf-8")
+    assert fullflat.page(text, fullflat.OF_FILE) == text, "run python benchmarks/fullflat.py"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", fullflat.BATCHES)
 @pytest.mark.parametrize("system", fullflat.SYSTEMS)
