@@ -36,7 +36,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.in_flight import enough, states
 from stagewright.schedule.schedules import SCHEDULES, make
-from stagewright.time.columns import Columns, Meshes
+from stagewright.time.columns import Columns, Known, Meshes, Placed
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
@@ -99,6 +99,7 @@ class _Work:
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, _Plan] = field(default_factory=dict[object, _Plan])
     known: dict[object, float] = field(default_factory=dict[object, float])
+    placed: dict[object, Placed] = field(default_factory=dict[object, Placed])
     memory: dict[str, Int] = field(default_factory=dict[str, Int])
 
     def __post_init__(self) -> None:
@@ -129,7 +130,9 @@ class _Work:
             if why:
                 left.append(Left(of.candidates[mine], why, True))
                 continue
-            timing = _Timing(of, own.machine(int(mine[0])), how, templates)
+            machine = own.machine(int(mine[0]))
+            placed = self.placed.setdefault(machine.tiers, {})
+            timing = _Timing(of, machine, how, templates, placed)
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
                 plan = self._plan(own, int(rows[0]))
@@ -315,11 +318,14 @@ class _Timing:
     """The responses of a structure's templates on one machine."""
 
     def __init__(
-        self, of: Structure, machine: Machine, how: Execution, templates: dict[Kind, Template]
-    ) -> None:
+        self, of: Structure, machine: Machine, how: Execution, templates: dict[Kind, Template],
+        placed: Placed,
+    ) -> None:  # fmt: skip
         self.of, self.machine, self.how, self.templates = of, machine, how, templates
         self.known: dict[tuple[object, ...], tuple[Responses, Float]] = {}
         self.held: dict[Kind, Peaks] = {}
+        self.durations = Known.none()
+        self.placed = placed
 
     def responses(self, plan: _Plan, *, several: bool) -> tuple[Responses, Float]:
         """Those of a pipeline's template, and the bytes of a message between its stages."""
@@ -350,8 +356,9 @@ class _Timing:
     def _timed(self, of: Template, assembly: Assembly, run: Run) -> Timed:
         """The seconds of the rows of an assembly, by class."""
         hardware, count = self.machine.hardware, len(self.of)
-        columns = Columns(assembly.kernels, count, hardware)
-        meshes = Meshes(assembly.program, self.of.mesh, np.full(count, run.pp), self.machine)
+        columns = Columns(assembly.kernels, count, hardware, self.durations)
+        pp = np.full(count, run.pp)
+        meshes = Meshes(assembly.program, self.of.mesh, pp, self.machine, self.placed)
         # A host waits for messages or not, as the schedule of the run has it.
         small = of.run.model_copy(update={"vpp": run.vpp})
         hosts = host_work(assembly.program, small, self.how, hardware)

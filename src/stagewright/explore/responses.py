@@ -145,10 +145,14 @@ def _played(
     for rank, (seconds, host) in enumerate(timed):
         rows = ClassRows.of(program, rank, seconds, host, how)
         found = cuts(program, rows)
-        for (kind, complete), (begin, end) in _chosen(of, rank, found).items():
+        chosen = _chosen(of, rank, found)
+        for (kind, complete), (begin, end) in sorted(chosen.items(), key=lambda item: item[0][1]):
             stage, letter = kind
             key = of.kind(stage), letter, complete
-            if key not in actions:
+            usual = chosen[kind, False]
+            if complete and end - begin == usual[1] - usual[0]:  # nothing happens once
+                actions[key] = actions[of.kind(stage), letter, False]
+            else:
                 actions[key] = rows.play(begin, end)
         place = ONLY if of.run.pp == 1 else (FIRST, MIDDLE, LAST)[rank]
         sections = [rows.play(begin, end) for begin, end in found.sections]

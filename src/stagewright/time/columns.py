@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -47,6 +47,11 @@ class Alike(NamedTuple):
     placements: list[Placement]
 
 
+PlacedKey: TypeAlias = tuple[Communicator, tuple[str, ...], tuple[int, ...]]
+Placed: TypeAlias = dict[PlacedKey, "list[Placement]"]
+"""Where groups lie, by communicator, mesh axes and their sizes."""
+
+
 @dataclass(frozen=True, eq=False)
 class Meshes:
     """The meshes of configurations of one structure on a machine, by the sizes of their axes."""
@@ -58,9 +63,8 @@ class Meshes:
     pipeline: Int
     """Ranks of the pipeline: [tuples]."""
     machine: Machine
-    _known: dict[tuple[Communicator, tuple[int, ...]], list[Placement]] = field(
-        default_factory=dict[tuple[Communicator, tuple[int, ...]], list[Placement]]
-    )
+    known: Placed = field(default_factory=dict[PlacedKey, "list[Placement]"])
+    """Placements on the machine that other structures have asked for."""
 
     @cached_property
     def _distinct(self) -> tuple[Int, Int]:
@@ -90,9 +94,10 @@ class Meshes:
         ]
 
     def _placements(self, who: Communicator, sizes: tuple[int, ...]) -> list[Placement]:
-        if (who, sizes) in self._known:
-            return self._known[who, sizes]
         names = (*self.sizes, "pp")
+        key = who, names, sizes
+        if key in self.known:
+            return self.known[key]
         mesh = Mesh(tuple(zip(names, sizes, strict=True)), (), mirror=self.program.mesh.mirror)
         only = None if who.only is None else tuple(p for p in (0, sizes[-1] - 1))
         groups = _Groups(mesh, (Communicator(who.axes, only),), ())
@@ -103,8 +108,26 @@ class Meshes:
             found = [Placement(1, (1,) * len(self.machine.tiers), (1,) * len(self.machine.tiers))]
         else:
             found = placements(self.machine, members)
-        self._known[who, sizes] = found
+        self.known[key] = found
         return found
+
+
+_NONE = np.zeros(0)
+NO_GEMMS = Gemms(_NONE, _NONE, _NONE, _NONE, _NONE, np.zeros(0, dtype=np.int64), _NONE)
+
+
+class Known(NamedTuple):
+    """Durations that several programs of a structure have in common: [configurations] each."""
+
+    alone: dict[Kernel, Float]
+    """Seconds of a kernel alone."""
+    joint: dict[tuple[Kernel, ...], tuple[Float, Bool, Float]]
+    """By the parts of a product: seconds of each, whether the product is a sum, its bytes."""
+
+    @classmethod
+    def none(cls) -> Self:
+        """Nothing is known."""
+        return cls({}, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +138,8 @@ class Columns:
     count: int
     """Configurations."""
     hardware: Hardware
+    known: Known = field(default_factory=Known.none)
+    """Of other programs of the same structure on this hardware."""
 
     @cached_property
     def numbers(self) -> tuple[Float, Float, Float]:
@@ -144,26 +169,30 @@ class Columns:
     @cached_property
     def computed(self) -> Float:
         """Seconds of each kernel alone, 0 of those that do not compute: [kernels, ...]."""
-        found = np.zeros((len(self.kernels), self.count))
-        flops, traffic, _ = self.numbers
         alike: dict[tuple[str, str], list[int]] = {}
         for nth, k in enumerate(self.kernels):
-            if k.kind == TaskKind.COMPUTE:
+            if k.kind == TaskKind.COMPUTE and k not in self.known.alone:
                 name = "" if k.shape is None else k.shape.kernel
                 alike.setdefault((name, k.dtype), []).append(nth)
-        hardware = self.hardware.sustained()
         for (name, dtype), mine in alike.items():
-            each = [self.extents(nth) for nth in mine]
-            zero = np.zeros(self.count)
-            size = {
-                x: np.concatenate([of.get(x, zero) for of in each])
-                for x in dict.fromkeys(x for of in each for x in of)
-            }
-            backward = np.repeat([self.kernels[n].phase == "backward" for n in mine], self.count)
-            kernels = Kernels(size, flops[mine].ravel(), traffic[mine].ravel(), dtype, backward)
-            seconds = kernels_seconds(name, kernels, hardware)
-            found[mine] = seconds.reshape(len(mine), self.count)
-        return found
+            seconds = self._alone(name, dtype, mine)
+            self.known.alone.update(zip([self.kernels[n] for n in mine], seconds, strict=True))
+        none = np.zeros(self.count)
+        return np.stack([self.known.alone.get(k, none) for k in self.kernels])
+
+    def _alone(self, name: str, dtype: str, mine: Sequence[int]) -> Float:
+        """Seconds of kernels of one name and data type: [kernels, configurations]."""
+        flops, traffic, _ = self.numbers
+        each = [self.extents(nth) for nth in mine]
+        zero = np.zeros(self.count)
+        size = {
+            x: np.concatenate([of.get(x, zero) for of in each])
+            for x in dict.fromkeys(x for of in each for x in of)
+        }
+        backward = np.repeat([self.kernels[n].phase == "backward" for n in mine], self.count)
+        kernels = Kernels(size, flops[mine].ravel(), traffic[mine].ravel(), dtype, backward)
+        seconds = kernels_seconds(name, kernels, self.hardware.sustained())
+        return seconds.reshape(len(mine), self.count)
 
     def of_rows(self, tasks: Tasks, kernel: Int, meshes: Meshes) -> Float:
         """Seconds of the rows of a rank class, which are copies of `kernel`: [rows, ...]."""
@@ -188,28 +217,29 @@ class Columns:
         if not len(joint.rows):
             return seconds
         # Products of equal parts are equal: each is timed once.
-        parts: dict[tuple[int, ...], list[int]] = {}
         order = np.argsort(joint.whole, kind="stable")
         edges = np.flatnonzero(np.diff(joint.whole[order], prepend=-1, append=-1))
         wholes = [order[a:b] for a, b in itertools.pairwise(edges)]
-        for nth, of in enumerate(wholes):
-            parts.setdefault(tuple(kernel[joint.rows[of]].tolist()), []).append(nth)
-        first = [wholes[same[0]] for same in parts.values()]
-        chosen = np.concatenate(first)
-        number = np.repeat(np.arange(len(first)), [len(of) for of in first])
-        small = Joint(joint.rows[chosen], number, joint.summed[chosen])
-        products, summed, result = self._products(tasks, kernel, small)
-        took = self._product_seconds(tasks, products, small)
-        place = np.empty(len(joint.rows), dtype=np.int64)
-        at = 0
-        for same in parts.values():
-            size = len(wholes[same[0]])
-            for nth in same:
-                place[wholes[nth]] = np.arange(at, at + size)
-            at += size
+        numbers: list[list[int]] = [kernel[joint.rows[of]].tolist() for of in wholes]
+        parts = [tuple(self.kernels[n] for n in of) for of in numbers]
+        known = self.known.joint
+        new = {key: of for key, of in zip(parts, wholes, strict=True) if key not in known}
+        if new:
+            chosen = np.concatenate([*new.values()])
+            number = np.repeat(np.arange(len(new)), [len(of) for of in new.values()])
+            small = Joint(joint.rows[chosen], number, joint.summed[chosen])
+            products, summed, result = self._products(tasks, kernel, small)
+            took = self._product_seconds(tasks, products, small)
+            for nth, key in enumerate(new):
+                mine = number == nth
+                known[key] = took[mine], summed[mine], result[mine]
+        took = np.empty((len(joint.rows), self.count))
+        result, summed = np.empty_like(took), np.empty(len(joint.rows), dtype=bool)
+        for key, of in zip(parts, wholes, strict=True):
+            took[of], summed[of], result[of] = known[key]
         seconds = seconds.copy()
-        seconds[joint.rows] = took[place]
-        every = FusedGemms(joint.rows, joint.whole, products, summed[place], result[place])
+        seconds[joint.rows] = took
+        every = FusedGemms(joint.rows, joint.whole, NO_GEMMS, summed, result)
         return without_sums(tasks, every, seconds, self.hardware)
 
     def _products(self, tasks: Tasks, kernel: Int, joint: Joint) -> tuple[Gemms, Bool, Float]:

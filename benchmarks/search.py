@@ -1,0 +1,118 @@
+"""A search in columns: how many configurations a CPU-second evaluates, and how far the figures lie
+from those of `simulate`, run by run.
+
+    python benchmarks/search.py [--runs N] [--seed S] [--only CASE] [--no-gaps]
+
+Cases are the default spaces of models on machines. The gap is taken over N runs of each, drawn at
+random. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342 per
+CPU-second, AIConfigurator 24 points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+from stagewright.explore.candidates import Candidates
+from stagewright.explore.evaluate import evaluate
+from stagewright.explore.space.defaults import default_axes, default_batch
+from stagewright.explore.space.space import Space
+from stagewright.explore.space.systems import Fleet
+from stagewright.lower.compile import compile
+from stagewright.model.catalog import resolve as model_of
+from stagewright.run.experiment import Experiment
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+from stagewright.time.simulate.step import simulate
+
+CASES = {
+    "7b": ("llama2-7b", "h100-sxm", 64, {}),
+    "70b": ("llama3-70b", "h100-sxm", 512, {}),
+    "experts": ("mixtral-8x7b", "h100-sxm", 64, {}),
+    "175b": ("gpt3-175b", "a100-sxm-80gb", 1024, {"seq_length": 2048}),
+}
+"""Model, hardware, GPUs and further settings by name."""
+CALCULON = (181, 342)
+"""Configurations per CPU-second (Isaev et al., SC23, and its companion studies)."""
+
+
+def space(model: str, hardware: str, gpus: int, settings: dict[str, object]) -> Candidates:
+    """The default space of a model on a machine."""
+    run = Run(model=model).model_copy(update=settings)
+    of = model_of(model)
+    run = run.model_copy(update={"global_batch_size": default_batch(run, of, gpus)})
+    fleets = [Fleet(resolve(hardware), gpus)]
+    base = Experiment(run, ClusterSection(), Execution())
+    return Space.of(base, fleets, default_axes(run, of, fleets)).candidates().rows
+
+
+def gaps(rows: Candidates, columns: object) -> tuple[list[float], list[float]]:
+    """Relative gaps in seconds and in peak memory of candidates to each simulated alone."""
+    figures = columns.figures  # type: ignore[attr-defined]
+    peak = figures.peak if figures.memory else None
+    seconds: list[float] = []
+    memory: list[float] = []
+    for row in range(len(rows)):
+        if np.isnan(figures.seconds[row]):
+            continue
+        step = simulate(compile(rows.run(row), rows.model), rows.machine(row), rows.execution(row))
+        seconds.append(float(figures.seconds[row] / step.seconds - 1))
+        if peak is not None:
+            memory.append(float(peak[row] / step.fit.peak - 1))
+        if abs(seconds[-1]) > 0.02:
+            print(f"    {100 * seconds[-1]:+.1f}% {rows.run(row).describe()}", flush=True)
+    return seconds, memory
+
+
+def show(what: str, found: list[float]) -> None:
+    """The distribution of gaps, in percent."""
+    if not found:
+        return
+    size = 100 * np.abs(found)
+    parts = " ".join(f"{name} {np.quantile(size, q):.3f}" for name, q in
+                     (("median", 0.5), ("p90", 0.9), ("p95", 0.95), ("worst", 1.0)))  # fmt: skip
+    limit = 2 if what == "seconds" else 1
+    print(f"  gap in {what}, %: {parts}; {100 * np.mean(size <= limit):.1f}% within {limit}%")
+
+
+def main() -> None:
+    """Print the rate and the gaps of each case."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--runs", type=int, default=100)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--only", choices=[*CASES])
+    options.add_argument("--no-gaps", action="store_true")
+    options.add_argument("--no-rate", action="store_true")
+    asked = options.parse_args()
+    draw = np.random.default_rng(asked.seed)
+    every: tuple[list[float], list[float]] = [], []
+    for name, case in CASES.items():
+        if asked.only not in (None, name):
+            continue
+        begin = time.process_time()
+        rows = space(*case)
+        spent = time.process_time() - begin
+        print(f"{name}: {case[0]} on {case[2]} x {case[1]}: {len(rows)} candidates "
+              f"enumerated in {spent:.2f} CPU-s", flush=True)  # fmt: skip
+        if not asked.no_rate:
+            begin = time.process_time()
+            found = evaluate(rows)
+            spent = time.process_time() - begin
+            left = sum(len(of.candidates) for of in found.left)
+            rate = (len(rows) - left) / spent
+            print(f"  {rate:.0f} configurations per CPU-second, {spent:.1f} CPU-s, {left} left; "
+                  f"Calculon: {CALCULON[0]} to {CALCULON[1]}", flush=True)  # fmt: skip
+        if not asked.no_gaps:
+            some = rows.take(np.sort(draw.permutation(len(rows))[: asked.runs]))
+            for kept, got in zip(every, gaps(some, evaluate(some)), strict=True):
+                kept.extend(got)
+    for what, got in zip(("seconds", "memory"), every, strict=True):
+        show(what, got)
+
+
+if __name__ == "__main__":
+    main()
