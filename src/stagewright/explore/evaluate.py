@@ -357,7 +357,9 @@ class _Timing:
         """The seconds of the rows of an assembly, by class."""
         hardware, count = self.machine.hardware, len(self.of)
         columns = Columns(assembly.kernels, count, hardware, self.durations)
-        pp = np.full(count, run.pp)
+        # All configurations here have as many ranks as the machine.
+        stride = np.prod(np.stack([*self.of.mesh.values()]), axis=0)
+        pp = np.maximum(self.machine.gpus // stride, 1)
         meshes = Meshes(assembly.program, self.of.mesh, pp, self.machine, self.placed)
         # A host waits for messages or not, as the schedule of the run has it.
         small = of.run.model_copy(update={"vpp": run.vpp})

@@ -99,7 +99,7 @@ class Meshes:
         if key in self.known:
             return self.known[key]
         mesh = Mesh(tuple(zip(names, sizes, strict=True)), (), mirror=self.program.mesh.mirror)
-        only = None if who.only is None else tuple(p for p in (0, sizes[-1] - 1))
+        only = None if who.only is None else tuple(sorted({0, sizes[-1] - 1}))
         groups = _Groups(mesh, (Communicator(who.axes, only),), ())
         # Where the groups of the first stage lie, those of others lie: a stage fills whole nodes.
         inside = groups.group_count(0) // (1 if "pp" in who.axes else sizes[-1])
