@@ -1,24 +1,30 @@
-"""Fit what an engine's host takes for a request until its first token; print held-out errors.
+"""Fit what an engine's host takes for a request until its first token, and for a step; print
+held-out errors.
 
-    python benchmarks/fit_requests.py
+    python benchmarks/fit_requests.py [first] [steps]
 
-Rows are the times to the first token of at most four users that the package carries
+Rows of first tokens are those of at most four users that the package carries
 (`data/measured/inference.csv`). A request takes a constant and a time per 1,024 tokens of its
-prompt, besides the steps that `evidence.inference` predicts; of the configurations, 70% fit and 30%
-are held out, by a hash. The sum of the logarithms of the errors is least on a grid, so that single
-runs that are far off do not count.
+prompt, besides the steps that `evidence.inference` predicts. The host of a step is fitted to times
+per output token of dense models, as a constant and a time per request; none is carried. Of the
+configurations, 70% fit and 30% are held out, by a hash. The sum of the logarithms of the errors is
+least on a grid, so that single runs that are far off do not count.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 from fit_kernels import held_out
 
 from stagewright.evidence import inference
 from stagewright.evidence.inference import HOST_MS, ServedRow
+from stagewright.model.catalog import resolve
 
+STEP_GRID = (range(0, 1001, 50), range(0, 41, 2))
+"""Microseconds of a step, and of a request in it."""
 GRID = (range(0, 201, 5), range(0, 41, 2))
 """Milliseconds of a request, and of 1,024 tokens of a prompt."""
 
@@ -41,15 +47,25 @@ def errors(table: np.ndarray, constants: tuple[float, ...]) -> np.ndarray:
     return (steps + constants[0] + constants[1] * prompt) / measured - 1
 
 
-def fit(table: np.ndarray) -> tuple[float, ...]:
-    """The constants of the grid with the least errors."""
+def fit(table: np.ndarray, grid: tuple[range, range]) -> tuple[float, ...]:
+    """The constants of a grid with the least errors."""
     return min(
-        itertools.product(*GRID), key=lambda c: float(np.abs(np.log1p(errors(table, c))).sum())
+        itertools.product(*grid), key=lambda c: float(np.abs(np.log1p(errors(table, c))).sum())
     )
 
 
-def main() -> None:
-    """The fit of each engine, and the errors without and with the host."""
+def told(label: str, table: np.ndarray, test: np.ndarray, best: tuple[float, ...]) -> None:
+    """Print the errors without and with the host."""
+    for rows, some in (("fitted to", ~test), ("held out", test)):
+        for name, constants in (("alone", (0.0, 0.0)), ("with the host", best)):
+            error = errors(table[:, some], constants)
+            size = np.abs(error)
+            print(f"#   {label}, {rows}, {name}: {len(size)} rows, median {np.median(size):.1%}, "
+                  f"bias {np.median(error):+.1%}")  # fmt: skip
+
+
+def first_tokens() -> None:
+    """The host of a request, by engine."""
     rows = [row for row in inference.rows() if row.quantity == "ttft_ms"]
     for engine in sorted({row.engine for row in rows}):
         mine = [row for row in rows if row.engine == engine]
@@ -58,15 +74,31 @@ def main() -> None:
         steps = np.array([inference.loaded(row).ttft * 1e3 for row in mine]) - carried
         table = np.array([steps, prompt, [row.measured for row in mine]])
         test = np.array([held_out(*key(row)) for row in mine])
-        best = fit(table[:, ~test])
+        best = fit(table[:, ~test], GRID)
         print(f"{engine}: {best} ms, carried {HOST_MS[engine]}")
-        for label, some in (("fitted to", ~test), ("held out", test)):
-            for name, constants in (("steps alone", (0.0, 0.0)), ("with the host", best)):
-                error = errors(table[:, some], constants)
-                size = np.abs(error)
-                print(f"#   {label}, {name}: {len(size)} rows, median {np.median(size):.1%}, "
-                      f"bias {np.median(error):+.1%}")  # fmt: skip
+        told("first tokens", table, test, best)
+
+
+def steps() -> None:
+    """The host of a step, by engine: microseconds, which the measured milliseconds become."""
+    rows = [row for row in inference.rows() if row.quantity == "tpot_ms"]
+    rows = [row for row in rows if not resolve(str(row.settings["model"])).num_experts]
+    for engine in sorted({row.engine for row in rows}):
+        mine = [row for row in rows if row.engine == engine]
+        found = [inference.loaded(row) for row in mine]
+        table = np.array(
+            [
+                [server.tpot * 1e6 for server in found],
+                [server.requests for server in found],
+                [row.measured * 1e3 for row in mine],
+            ]
+        )
+        test = np.array([held_out(*key(row)) for row in mine])
+        best = fit(table[:, ~test], STEP_GRID)
+        print(f"{engine}: {best} us of a step, and of a request in it")
+        told("steps of dense models", table, test, best)
 
 
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1:] or ("first", "steps"):
+        {"first": first_tokens, "steps": steps}[name]()
