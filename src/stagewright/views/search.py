@@ -162,6 +162,16 @@ def left(of: Ranking) -> list[str]:
     return [f"{count:,} candidates cannot be evaluated in columns: {why}" for why, count in ordered]
 
 
+def _off(share: float) -> str:
+    """An error in percent, with a sign unless it is rounded to nothing.
+
+    >>> _off(0.0021), _off(-0.00001)
+    ('+0.2%', '0.0%')
+    """
+    text = f"{share:+.1%}"
+    return "0.0%" if text[1:] == "0.0%" else text
+
+
 def certainty(of: Ranking) -> str:
     """Whether a candidate that was not simulated could still win, in a sentence."""
     if of.proven:
@@ -171,8 +181,9 @@ def certainty(of: Ranking) -> str:
     unseen, left = of.unseen, of.open
     told: list[str] = []
     if len(of.gaps):
-        low, high = of.gaps.min() - 1, of.gaps.max() - 1
-        told.append(f"simulated times are {low:+.1%} to {high:+.1%} off those in columns")
+        low, high = (_off(gap - 1) for gap in (of.gaps.min(), of.gaps.max()))
+        span = low if low == high else f"{low} to {high}"
+        told.append(f"simulated times are {span} off those in columns")
     if unseen:
         told.append(f"{unseen:,} candidates were neither evaluated nor simulated")
     if of.how.objectives[0] in ("time", "mfu"):

@@ -1,0 +1,56 @@
+"""The result of a search is the same, whoever evaluates and simulates its candidates."""
+
+from typing import Any
+
+import pytest
+
+import stagewright as sw
+from extras import needed
+from stagewright.executors import Processes
+
+pytestmark = pytest.mark.numerics
+
+ASKED: dict[str, Any] = {
+    "gpus": 4, "layers": 2, "seq_length": 256, "global_batch_size": 16, "micro_batch_size": [1, 4],
+    "tp": [1, 2], "pp": [1, 2], "vpp": 1, "schedule": "1f1b", "recompute": ["none", "full"],
+    "zero": 1, "cp": 1, "top": 3,
+}  # fmt: skip
+
+
+def test_processes_find_what_one_process_finds():
+    alone = sw.search("gpt2", "h100-sxm", **ASKED)
+    shared = sw.search("gpt2", "h100-sxm", executor=Processes(2), **ASKED)
+    assert shared.every().rows == alone.every().rows
+    assert shared.run_file() == alone.run_file()
+    assert alone.ranking.simulated == 3
+
+
+def test_the_answer_is_that_of_simulating_all():
+    found = sw.search("gpt2", "h100-sxm", **ASKED)
+    proven = sw.search("gpt2", "h100-sxm", exact=True, **ASKED)
+    every = sw.search("gpt2", "h100-sxm", **{**ASKED, "top": 100})
+    assert found.run() == proven.run() == every.run()
+    assert proven.ranking.proven
+    assert sw.simulate(found.run(), "h100-sxm").seconds == found.seconds
+
+
+@pytest.mark.extra
+def test_all_candidates_as_parquet(tmp_path: Any):
+    polars: Any = needed("polars", "polars")
+    found = sw.search("gpt2", "h100-sxm", **ASKED)
+    found.write(tmp_path / "found.parquet")
+    read = polars.read_parquet(tmp_path / "found.parquet")
+    assert read["seconds"].to_list() == found.every().columns["seconds"]
+
+
+def test_sensitivities_are_those_of_the_simulation(tmp_path: Any):
+    found = sw.search("gpt2", "h100-sxm", **ASKED)
+    path = tmp_path / "page.html"
+    found.write(path)
+    text = path.read_text()
+    assert "memory_bandwidth_gb_s" in text
+    assert f'id="run-{found.row(1)}"' in text
+    for ending in ("csv", "json", "yaml"):
+        found.write(tmp_path / f"found.{ending}")
+    again = sw.load_run(tmp_path / "found.yaml")
+    assert sw.simulate(again, "h100-sxm").seconds == found.seconds
