@@ -1,11 +1,10 @@
-"""A search in columns: how many configurations a CPU-second evaluates, and how far the figures lie
-from those of `simulate`, run by run.
+"""A search in columns: the configurations that a CPU-second evaluates, and the gaps to `simulate`.
 
-    python benchmarks/search.py [--runs N] [--seed S] [--only CASE] [--no-gaps]
+    python benchmarks/search.py [--runs N] [--seed S] [--only CASE] [--no-gaps] [--no-rate]
 
 Cases are the default spaces of models on machines. The gap is taken over N runs of each, drawn at
-random. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342 per
-CPU-second, AIConfigurator 24 points.
+random. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342
+configurations per CPU-second, AIConfigurator 24 points.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 import numpy as np
 
 from stagewright.explore.candidates import Candidates
-from stagewright.explore.evaluate import evaluate
+from stagewright.explore.evaluate import Evaluated, evaluate
 from stagewright.explore.space.defaults import default_axes, default_batch
 from stagewright.explore.space.space import Space
 from stagewright.explore.space.systems import Fleet
@@ -50,9 +49,9 @@ def space(model: str, hardware: str, gpus: int, settings: dict[str, object]) -> 
     return Space.of(base, fleets, default_axes(run, of, fleets)).candidates().rows
 
 
-def gaps(rows: Candidates, columns: object) -> tuple[list[float], list[float]]:
+def gaps(rows: Candidates, columns: Evaluated) -> tuple[list[float], list[float]]:
     """Relative gaps in seconds and in peak memory of candidates to each simulated alone."""
-    figures = columns.figures  # type: ignore[attr-defined]
+    figures = columns.figures
     peak = figures.peak if figures.memory else None
     seconds: list[float] = []
     memory: list[float] = []

@@ -69,3 +69,11 @@ def test_experts_and_context_parallelism():
     found = gaps(candidates(rows, model="mixtral-8x7b", layers=4, seq_length=4096,
                             sequence_parallel=True, global_batch_size=32))  # fmt: skip
     assert np.abs(found).max() < 0.02
+
+
+def test_what_starts_before_a_message_is_there_and_gathers_behind_reductions():
+    some = ((4, 4, 7, 4, 1, "full"), (8, 2, 2, 1, 3, "none"), (8, 2, 1, 2, 3, "full"))
+    names = ("dp", "pp", "vpp", "micro_batch_size", "zero", "recompute")
+    rows = [{"tp": 4, **dict(zip(names, row, strict=True))} for row in some]
+    found = gaps(candidates(rows, model="llama2-7b", layers=28, global_batch_size=192))
+    assert np.abs(found).max() < 1e-3
