@@ -63,7 +63,17 @@ def _options(op: str, whole: Amount, group: Placement, machine: Machine) -> dict
     if op == "all_reduce" and direct and len(uses) == 1 and group.counts[0] == group.ranks:
         link = machine.hardware.scale_up.bandwidth_gb_s * uses[0].share
         options["direct"] = direct_all_reduce(whole, group.ranks, link, direct)
-    return options
+    unknown = _unknown_to(machine)
+    return {name: seconds for name, seconds in options.items() if name not in unknown}
+
+
+def _unknown_to(machine: Machine) -> tuple[str, ...]:
+    """Algorithms that the collective library of the vendor does not have.
+
+    NCCL's are ring, tree, CollNet, NVLS and PAT (src/include/nccl_tuner.h), and RCCL has fewer:
+    none goes tier after tier.
+    """
+    return ("hierarchical",) if machine.hardware.vendor in ("NVIDIA", "AMD") else ()
 
 
 def _smaller(a: Amount, b: Amount) -> Amount:
@@ -117,6 +127,7 @@ class TierUse(NamedTuple):
     below: int  # ranks of the group below one position
     ranks: int  # of the whole group
     share: float  # of the bandwidth that the group can use
+    level: int = 0  # of the tier, from the GPU outwards
     rings: tuple[Ring, ...] = ()  # torus: how the group lies in it
 
     @property
@@ -134,11 +145,12 @@ def tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
     """The tiers over which a group spreads, with their use."""
     below = 1
     result: list[TierUse] = []
-    for tier, count, stride in zip(machine.tiers, group.counts, group.strides, strict=True):
+    lies_in = zip(machine.tiers, group.counts, group.strides, strict=True)
+    for level, (tier, count, stride) in enumerate(lies_in):
         if count > 1:
             lies = _rings(tier, count, stride)
             share = _share(tier, count, lies)
-            result.append(TierUse(tier, count, below, group.ranks, share, lies))
+            result.append(TierUse(tier, count, below, group.ranks, share, level, lies))
         below *= count
     return result
 
@@ -175,6 +187,11 @@ def _ring(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amo
     hops = sum(
         use.tier.hop_us * use.around * (ranks // (use.below * use.positions)) for use in uses
     )
+    outer = uses[-1]
+    if outer.level and outer.below > 1:
+        # Of all links of the ring a part skips one. For most parts that is a link within a node:
+        # they also pass the link that closes the ring, from the last node to the first.
+        hops += outer.tier.hop_us - uses[0].tier.hop_us
     start = max(use.tier.start(size) for use in uses)
     moved = whole * (ranks - 1) / ranks
     return start + PASSES[op] * (hops * 1e-6 + moved / rate)
@@ -182,12 +199,12 @@ def _ring(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amo
 
 def _tree(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Two binary trees over nodes, chains within nodes (NCCL): an all_reduce of few steps."""
-    if op != "all_reduce" or len(uses) < 2:
+    if op != "all_reduce" or not uses[-1].level:
         return None
     rate = min(use.tier.rate(size) * use.share * use.senders(op) for use in uses)
     hops = sum(
-        use.tier.hop_us * (math.ceil(math.log2(use.positions)) if i else use.around)
-        for i, use in enumerate(uses)
+        use.tier.hop_us * (math.ceil(math.log2(use.positions)) if use.level else use.around)
+        for use in uses
     )
     start = max(use.tier.start(size) for use in uses)
     return start + 2 * (hops * 1e-6 + whole / rate)

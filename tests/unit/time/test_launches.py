@@ -13,7 +13,12 @@ from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.hardware import resolve
 from stagewright.time.simulate.host import HostWork
-from stagewright.time.simulate.launches import LAUNCH_COSTS, host_work, launch_mode
+from stagewright.time.simulate.launches import (
+    COLLECTIVE_CHECK,
+    LAUNCH_COSTS,
+    host_work,
+    launch_mode,
+)
 
 H100 = resolve("h100-sxm")
 
@@ -133,3 +138,15 @@ def test_graphs_of_modules_need_graphs() -> None:
         Execution(cuda_graph_modules=frozenset({"attn"}))
     with pytest.raises(UserError, match="there is no module 'attention'"):
         Execution(launch_mode="cuda_graph", cuda_graph_modules=frozenset({"attention"}))
+
+
+def test_a_collective_that_is_checked_takes_the_host_as_long_as_its_group_has_ranks() -> None:
+    """Hosts meet one by one (TORCH_DISTRIBUTED_DEBUG=DETAIL), over the network more slowly."""
+    settings = {**SMALL, "dp": 4, "tp": 4, "sequence_parallel": True}
+    tasks, free = launched(**settings)
+    _, checked = launched(Execution(collective_checks=True), **settings)
+    more = (checked.seconds - free.seconds) * 1e6
+    collective = tasks.kind == TaskKind.COLLECTIVE
+    assert not more[~collective].any()
+    tp, dp = 4 * COLLECTIVE_CHECK["node"], 4 * COLLECTIVE_CHECK["network"]
+    assert set(np.round(more[collective], 3)) == {tp, dp}

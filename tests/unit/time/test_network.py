@@ -190,3 +190,37 @@ def test_all_reduce_over_racks_beside_nccl_tests(gpus: int, gb: float, ms: float
     assert reduced * 1e3 == pytest.approx(ms, rel=0.1)
     scattered, _ = collective_seconds("reduce_scatter", size, group, machine)
     assert scattered < 0.8 * reduced
+
+
+def test_a_part_passes_every_link_between_nodes_of_a_ring_through_them() -> None:
+    """Of n links a part skips one, which for most parts is a link within a node."""
+    node, out = NODE._replace(hop_us=1.0), OUT._replace(hop_us=300.0)
+    machine = ideal(node, out, algorithm="ring")
+    seconds, _ = collective_seconds("reduce_scatter", 1, whole(machine), machine)
+    assert seconds == pytest.approx((4 * 300 + 27 * 1) * 1e-6, rel=1e-3)
+    strided = placements(machine, np.arange(32).reshape(4, 8).T)[0]  # one rank in each node
+    seconds, _ = collective_seconds("reduce_scatter", 1, strided, machine)
+    assert seconds == pytest.approx(3 * 300e-6, rel=1e-3)
+
+
+def test_one_rank_of_each_node_reduces_by_a_tree() -> None:
+    machine = ideal(NODE, OUT._replace(size=64, hop_us=300.0), algorithm="tree")
+    strided = placements(machine, np.arange(512).reshape(64, 8).T)[0]
+    seconds, name = collective_seconds("all_reduce", 1, strided, machine)
+    assert (name, seconds) == ("tree", pytest.approx(2 * 6 * 300e-6, rel=1e-3))
+    inside = placements(machine, np.arange(512).reshape(64, 8))[0]
+    assert collective_seconds("all_reduce", 1, inside, machine)[1] != "tree"
+
+
+def test_nccl_goes_through_no_tier_after_the_other() -> None:
+    machine = ideal(NODE, OUT._replace(hop_us=300.0))
+    assert collective_seconds("all_gather", 1, whole(machine), machine)[1] == "ring"
+    tpus = Machine(hardware.resolve("tpu-v5p"), 32, machine.tiers)
+    assert collective_seconds("all_gather", 1, whole(tpus), tpus)[1] == "hierarchical"
+
+
+def test_efa_takes_as_long_as_its_users_measured() -> None:
+    """all_gather of 1 GiB over 64 nodes: 24 ms (nanotron's jobs on AWS p5), with two copies."""
+    machine = Machine.of(hardware.resolve("h100-p5"), nodes=64)
+    seconds, _ = collective_seconds("all_gather", 2**30 // 512, whole(machine), machine)
+    assert 0.0219 < seconds + 0.0007 < 0.0265

@@ -84,6 +84,12 @@ class Execution:
     )
     """Megatron-LM's words: attn, mlp, mamba, moe_router, moe_preprocess, moe. attn, mlp and mamba
     each stand for all of a layer but its router and experts. Needs launch mode `cuda_graph`."""
+    collective_checks: Switch = setting(
+        False,
+        "Hosts of a group compare every collective before it (TORCH_DISTRIBUTED_DEBUG=DETAIL).",
+    )
+    """PyTorch's `ProcessGroupWrapper`: a barrier and an exchange of descriptions over TCP, for a
+    time that grows with the ranks of the group; see `time.simulate.launches`."""
     pipeline_drain: Switch = setting(
         False,
         "Decode with pp: time one step from an empty pipeline to an empty one, not one of many.",

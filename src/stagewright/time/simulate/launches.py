@@ -16,6 +16,9 @@ costs depends on how the framework runs a step (`Execution.launch_mode`) and on 
 - tasks of the optimizer are launched in a loop over all tensors (multi-tensor apply);
 - a captured CUDA graph is launched at once.
 
+With `Execution.collective_checks` the hosts of a group meet before each of its collectives, for a
+time that grows with the group (`COLLECTIVE_CHECK`).
+
 The host waits where a framework reads a result: the norm that clips gradients and the number of
 tokens of each expert (Megatron-LM), and messages of its 1F1B pipeline (`batch_p2p_sync`).
 """
@@ -72,6 +75,13 @@ LAUNCH_COSTS: Mapping[str, LaunchCost] = {
 TENSOR_LAUNCH = 1.3
 """Microseconds of each further launch in a loop in C++: `cuLaunchKernel` on a host with an x86 CPU
 (github.com/meta-pytorch/tritonbench, pull request 1016)."""
+
+COLLECTIVE_CHECK: Mapping[str, float] = {"node": 192.0, "network": 284.0}
+"""Microseconds for each rank of its group that a collective's check takes on every host of the
+group (`Execution.collective_checks`), for groups within a node and for others. Hosts meet one by
+one at a barrier over TCP, and then compare what they are about to run. From the collectives of
+1 GiB with which the jobs of nanotron's sweep began, those that checked beside those that did not,
+over 1 to 64 nodes (`benchmarks/fit_host.py`); no step time is in it."""
 
 UNFUSED_KERNELS: Mapping[str, int] = {
     "glu": 2,  # act, mul
@@ -130,10 +140,32 @@ def host_work(
         launch_mode(prompts, how, hardware) if of.ranks[0] < first else mode
         for of in program.classes
     ]
-    return [
+    work = [
         _of_class(of.tasks, each, run, how, hardware)
         for of, each in zip(program.classes, modes, strict=True)
     ]
+    if not how.collective_checks:
+        return work
+    checks = _checks(program, hardware)
+    return [
+        each._replace(
+            seconds=each.seconds
+            + np.where(of.tasks.kind == TaskKind.COLLECTIVE, checks[of.tasks.slot], 0.0)
+        )
+        for of, each in zip(program.classes, work, strict=True)
+    ]
+
+
+def _checks(program: Program, hardware: Hardware) -> Float:
+    """By communicator the seconds that its hosts compare a collective before it runs."""
+    first = np.zeros(1, np.int64)
+    groups = [program.members(slot, first) for slot in range(len(program.communicators))]
+    nodes = [group // hardware.gpus_per_node for group in groups]
+    micros = [
+        group.size * COLLECTIVE_CHECK["node" if np.ptp(at) == 0 else "network"]
+        for group, at in zip(groups, nodes, strict=True)
+    ]
+    return np.array([*micros, 0.0]) * 1e-6
 
 
 def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardware) -> HostWork:
