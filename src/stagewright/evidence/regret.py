@@ -86,10 +86,12 @@ _Pair = tuple[Measurement, Prediction]
 
 
 def job(m: Measurement) -> str:
-    """What a row trains and on how many GPUs: equal for the layouts of one job."""
+    """What a row trains, and on which GPUs and hosts: equal for the layouts of one job."""
     trained = [(name, getattr(m.run, name)) for name in sorted(TRAINED)]
     machine = (m.hardware, m.network_gb_s, m.run.world_size)
-    return repr((m.source, m.quantity, m.model, machine, trained))
+    same = (m.source, m.quantity, m.model, machine, trained)
+    hosts = (m.execution.collective_checks, m.execution.p2p_metadata_s)
+    return repr((*same, hosts) if any(hosts) else same)
 
 
 def rows_of_jobs(rows: Iterable[Measurement], *, every: int = 1) -> list[Measurement]:

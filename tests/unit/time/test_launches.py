@@ -150,3 +150,23 @@ def test_a_collective_that_is_checked_takes_the_host_as_long_as_its_group_has_ra
     assert not more[~collective].any()
     tp, dp = 4 * COLLECTIVE_CHECK["node"], 4 * COLLECTIVE_CHECK["network"]
     assert set(np.round(more[collective], 3)) == {tp, dp}
+
+
+def test_hosts_that_send_metadata_take_the_time_for_each_message() -> None:
+    settings = {**SMALL, "pp": 2, "global_batch_size": 4}
+    tasks, free = launched(**settings)
+    _, slow = launched(Execution(p2p_metadata_s=0.3), **settings)
+    messages = np.isin(tasks.kind, (TaskKind.SEND, TaskKind.RECV))
+    assert messages.any()
+    assert np.allclose(slow.seconds - free.seconds, np.where(messages, 0.3, 0.0))
+    with pytest.raises(UserError, match="p2p_metadata_s"):
+        Execution(p2p_metadata_s=-1.0)
+
+
+def test_heads_of_attention_that_no_kernel_fuses_are_one_kernel() -> None:
+    """torch.baddbmm: not a kernel for each head, as grouped products have for each expert."""
+    tasks, work = launched(**SMALL, flash_attention=False)
+    heads = np.array([dict(s.extents).get("batch", 1) > 1 for s in tasks.shapes])
+    products = heads[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
+    assert products.sum() == 2 * 6  # scores and their product, and both gradients of each
+    assert np.allclose(work.seconds[products], LAUNCH_COSTS["eager"].call * 1e-6)

@@ -10,6 +10,9 @@ MOST_SLOWDOWN = 1.0
 """Kernels that share the GPU with a collective take twice as long at most: a collective occupies
 few of the GPU's units, so that more is a percentage where a fraction was wanted."""
 
+MOST_METADATA_S = 10.0
+"""More seconds for a message are milliseconds where seconds were wanted."""
+
 GRAPH_MODULES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
 """Modules of a layer that may be captured as CUDA graphs, in Megatron-LM's words."""
 
@@ -90,6 +93,13 @@ class Execution:
     )
     """PyTorch's `ProcessGroupWrapper`: a barrier and an exchange of descriptions over TCP, for a
     time that grows with the ranks of the group; see `time.simulate.launches`."""
+    p2p_metadata_s: float = setting(
+        0.0,
+        "Seconds in which the hosts of a message of the pipeline tell each other its shape.",
+        metavar="S",
+    )
+    """Frameworks that know all shapes send none; some versions of nanotron slept for 0.1 s between
+    looks at whether the metadata of a tensor had come."""
     pipeline_drain: Switch = setting(
         False,
         "Decode with pp: time one step from an empty pipeline to an empty one, not one of many.",
@@ -113,6 +123,11 @@ class Execution:
             )
         if self.cuda_graph_modules and self.launch_mode != "cuda_graph":
             raise UserError("cuda_graph_modules needs launch_mode=cuda_graph")
+        if not 0 <= self.p2p_metadata_s <= MOST_METADATA_S:
+            raise UserError(
+                f"p2p_metadata_s is {self.p2p_metadata_s}, wanted seconds from 0 to "
+                f"{MOST_METADATA_S:g}, such as 0.001"
+            )
         if self.prefetch < 0:
             raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
         if not 0 <= self.overlap_slowdown <= MOST_SLOWDOWN:

@@ -58,11 +58,12 @@ class LaunchCost:
 
 
 LAUNCH_COSTS: Mapping[str, LaunchCost] = {
-    # Fitted: call to the rows of nanotron on H100, kernel to those of mixtures of experts in
-    # Megatron-Bridge, where these may be fitted to (docs/time.md, "The host"). torch.nn.Linear
+    # Fitted: call to the rows of nanotron on one to four nodes of H100 whose collectives were not
+    # checked (benchmarks/fit_host.py), kernel to those of mixtures of experts in Megatron-Bridge,
+    # where these may be fitted to (docs/time.md, "The host"). torch.nn.Linear
     # alone takes 13.5 us (github.com/NVIDIA/TransformerEngine, issue 2053): modules, autograd's
     # functions, and collectives take more. A captured part of a layer is called like an operator.
-    "eager": LaunchCost(call=60.0, kernel=25.0, graph=60.0),
+    "eager": LaunchCost(call=70.0, kernel=25.0, graph=70.0),
     # An Inductor kernel of 19 arguments, and what it takes to enter a compiled graph: 9.1 and 33 us
     # (github.com/meta-pytorch/tritonbench, pull requests 1017 and 1016).
     "compile": LaunchCost(call=9.1, kernel=9.1, graph=33.0),
@@ -148,12 +149,13 @@ def host_work(
         return work
     checks = _checks(program, hardware)
     return [
-        each._replace(
-            seconds=each.seconds
-            + np.where(of.tasks.kind == TaskKind.COLLECTIVE, checks[of.tasks.slot], 0.0)
-        )
+        each._replace(seconds=(each.seconds.T + _of_collectives(of.tasks, checks)).T)
         for of, each in zip(program.classes, work, strict=True)
     ]
+
+
+def _of_collectives(tasks: Tasks, by_slot: Float) -> Float:
+    return np.where(tasks.kind == TaskKind.COLLECTIVE, by_slot[tasks.slot], 0.0)
 
 
 def _checks(program: Program, hardware: Hardware) -> Float:
@@ -183,6 +185,8 @@ def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardw
     further = np.maximum(kernels - 1, 0)
     micros = np.where(kernels > 0, cost.call, 0.0) + further * cost.kernel
     micros[loop] = min(cost.call, TENSOR_LAUNCH)
+    messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
+    micros[messages] += how.p2p_metadata_s * 1e6 / hardware.host_factor
     micros[captured] = 0.0
     if captured.any():
         micros[_first_of_runs(tasks, captured)] += cost.graph
@@ -209,20 +213,29 @@ def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
     """Kernels by row, as the shape of the task says."""
     one_by_one = run.mode == "train" and run.framework == "megatron"
     known: list[Float] = [np.ones(1)]  # of rows without a shape
+    products: list[Float] = [np.ones(1)]
     for shape in tasks.shapes:
         extents, ops = dict(shape.extents), ops_of(shape.kernel)
         count = 1
-        if shape.kernel == GEMM:
-            count = extents["batch"] if one_by_one else 1
-        elif "cast" in ops and run.precision not in ("bf16", "fp32"):
+        if "cast" in ops and run.precision not in ("bf16", "fp32"):
             count = 2 * (extents.get("e", 1) if one_by_one else 1)
-        elif not run.fuse:
+        elif not run.fuse and shape.kernel != GEMM:
             table = EAGER_KERNELS if run.operators == "eager" else UNFUSED_KERNELS
             count = max(table.get(op, 1) for op in ops)
-        known.append(np.maximum(np.asarray(count, dtype=np.float64), 1.0).reshape(-1))
+        known.append(_one_or_more(count))
+        products.append(_one_or_more(extents["batch"] if shape.kernel == GEMM else 1))
     # Numbers may be those of many configurations: [rows, configurations].
     counts = np.stack(np.broadcast_arrays(*known))[tasks.shape + 1]
+    if one_by_one and any((of > 1).any() for of in products):
+        # Heads of attention that no kernel fuses are one product (torch.baddbmm), experts many.
+        experts = (_modules(tasks) == "moe")[:, None]
+        grouped = np.stack(np.broadcast_arrays(*products))[tasks.shape + 1]
+        counts = counts * np.where(experts, grouped, 1.0)
     return counts[:, 0] if counts.shape[1] == 1 else counts
+
+
+def _one_or_more(count: float | Float) -> Float:
+    return np.maximum(np.asarray(count, dtype=np.float64), 1.0).reshape(-1)
 
 
 def _follows_fusable(tasks: Tasks) -> Bool:
