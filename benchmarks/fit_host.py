@@ -117,13 +117,16 @@ CALL_US = (0, 10, 20, 30, 40, 50, 60, 70, 80)
 
 def predicted(rows: Sequence[Measurement], call: float) -> list[Prediction]:
     """The predictions with a cost of a call; further kernels keep theirs where it is below that."""
-    eager = launches.LAUNCH_COSTS["eager"]
-    with_call = replace(eager, call=call, kernel=min(call, eager.kernel), graph=call)
-    launches.LAUNCH_COSTS = {**launches.LAUNCH_COSTS, "eager": with_call}
+    known = launches.LAUNCH_COSTS
+    changed = {
+        mode: replace(known[mode], call=call, kernel=min(call, known[mode].kernel), graph=call)
+        for mode in ("eager", "operators")
+    }
+    launches.LAUNCH_COSTS = {**known, **changed}
     try:
         return [o for o in validate.compare(rows) if isinstance(o, Prediction)]
     finally:
-        launches.LAUNCH_COSTS = {**launches.LAUNCH_COSTS, "eager": eager}
+        launches.LAUNCH_COSTS = known
 
 
 def _near(m: Measurement) -> bool:

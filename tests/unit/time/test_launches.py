@@ -170,3 +170,9 @@ def test_heads_of_attention_that_no_kernel_fuses_are_one_kernel() -> None:
     products = heads[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
     assert products.sum() == 2 * 6  # scores and their product, and both gradients of each
     assert np.allclose(work.seconds[products], LAUNCH_COSTS["eager"].call * 1e-6)
+
+
+def test_operators_that_no_framework_fuses_have_a_cost_of_their_own() -> None:
+    tasks, work = launched(**SMALL, joint_projections=False, fuse=False)
+    forward = (tasks.phase == PHASES.index("forward")) & (tasks.kind == TaskKind.COMPUTE)
+    assert work.seconds[forward].min() == pytest.approx(LAUNCH_COSTS["operators"].call * 1e-6)
