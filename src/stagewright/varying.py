@@ -98,6 +98,8 @@ class Varying:
     @property
     def first(self) -> int | Fraction:
         """The number of the first configuration."""
+        if _is_1(self.below):
+            return int(self.above[0])
         below = self.below if isinstance(self.below, int) else int(self.below[0])
         found = Fraction(int(self.above[0]), below)
         return found.numerator if found.denominator == 1 else found
