@@ -56,7 +56,7 @@ allowance for activations and graphs."""
 HOST_MS: Mapping[str, tuple[float, float]] = {
     "vllm": (35.0, 12.0),
     "trtllm": (20.0, 2.0),
-    "sglang": (145.0, 12.0),
+    "sglang": (140.0, 10.0),
 }
 """Milliseconds of an engine's host until a request's first token: of the request, and of 1,024
 tokens of its prompt. HTTP, the tokenizer, queues between processes, and launches of prompts'

@@ -29,8 +29,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
@@ -40,14 +38,12 @@ from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
 from stagewright.program.memory import deltas
-from stagewright.program.shapes import GEMM
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.time.cost import task_seconds
 from stagewright.time.experts.beside import beside_routed
 from stagewright.time.experts.dispatch import Routed
-from stagewright.time.hardware import Hardware
 from stagewright.time.measured import Counts
 from stagewright.time.network import Machine
 from stagewright.time.ownership import load as load_costs
@@ -66,6 +62,7 @@ from stagewright.time.simulate.utilization import (
     executed_flops,
     running_and_drawn,
     sequence_flops,
+    without_rates,
 )
 
 _POINTS = 200  # of memory over time, in JSON
@@ -395,18 +392,3 @@ def executed(
     batches = run.dp * run.microbatches
     tokens = math.ceil(sum(g.count * (g.new_tokens or 0) for g in groups(run)) / batches)
     return steady_step(compiled.program, tokens, simulated)
-
-
-def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:
-    """Data types that a served checkpoint's products run in and that some hardware has not.
-
-    In training such products are an error: a recipe is chosen for the hardware.
-    """
-    if compiled.run.mode == "train":
-        return []
-    used: set[str] = set()
-    for of in compiled.program.classes:
-        shapes = [nth for nth, shape in enumerate(of.tasks.shapes) if shape.kernel == GEMM]
-        rows = np.isin(of.tasks.shape, shapes)
-        used |= {of.tasks.dtypes[int(i)] for i in np.unique(of.tasks.dtype[rows])}
-    return sorted(dtype for dtype in used if hardware.rate_of(dtype) is None)

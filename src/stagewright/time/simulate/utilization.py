@@ -17,11 +17,14 @@ import numpy as np
 from stagewright.arrays import Bool, exact_sum
 from stagewright.graph.table import Timing
 from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.frozen import WHAT_TRAINS, trains_all
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.program.shapes import GEMM
 from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
+from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.power import RUNNING_FRACTION, kernel_energy
 from stagewright.time.simulate.breakdown import Breakdown
@@ -139,3 +142,18 @@ def running_and_drawn(line: Timeline, mean: Breakdown, machine: Machine) -> tupl
     exposed = sum(mean.exposed.values()) / line.seconds
     running = sum(mean.kernels.values()) / line.seconds + exposed
     return min(running, 1.0), drawn + RUNNING_FRACTION * exposed
+
+
+def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:
+    """Data types that a served checkpoint's products run in and that some hardware has not.
+
+    In training such products are an error: a recipe is chosen for the hardware.
+    """
+    if compiled.run.mode == "train":
+        return []
+    used: set[str] = set()
+    for of in compiled.program.classes:
+        shapes = [nth for nth, shape in enumerate(of.tasks.shapes) if shape.kernel == GEMM]
+        rows = np.isin(of.tasks.shape, shapes)
+        used |= {of.tasks.dtypes[int(i)] for i in np.unique(of.tasks.dtype[rows])}
+    return sorted(dtype for dtype in used if hardware.rate_of(dtype) is None)
