@@ -28,7 +28,8 @@ def test_processes_find_what_one_process_finds():
 def test_the_answer_is_that_of_simulating_all():
     found = sw.search("gpt2", "h100-sxm", **ASKED)
     proven = sw.search("gpt2", "h100-sxm", exact=True, **ASKED)
-    every = sw.search("gpt2", "h100-sxm", **{**ASKED, "top": 100})
+    most: dict[str, Any] = {**ASKED, "top": 100}
+    every = sw.search("gpt2", "h100-sxm", **most)
     assert found.run() == proven.run() == every.run()
     assert proven.ranking.proven
     assert sw.simulate(found.run(), "h100-sxm").seconds == found.seconds

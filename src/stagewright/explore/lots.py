@@ -21,6 +21,9 @@ from stagewright.explore.figures import Figures
 from stagewright.explore.structures import NUMBERS, PIPELINE
 from stagewright.run.sections import SETTINGS
 
+STOPPED = "left out by Ctrl-C"
+"""The reason of candidates whose lots had not been evaluated when the user stopped the search."""
+
 
 class _Lot(NamedTuple):
     """Some candidates, and their numbers among all."""
@@ -39,7 +42,8 @@ def in_lots(
 ) -> Evaluated:
     """The figures of all candidates, as `evaluate` has them; `heard` as in `exact`.
 
-    Inference is not evaluated in columns: all its candidates are left.
+    Inference is not evaluated in columns: all its candidates are left. Ctrl-C leaves out the lots
+    that have not been evaluated (`STOPPED`).
     """
     if candidates.base.run.mode != "train":
         every = np.arange(len(candidates))
@@ -55,11 +59,17 @@ def in_lots(
             heard(count, len(candidates), lot.evaluated.figures)
 
     lots = _lots(candidates)
-    if executor is None or len(lots) == 1:
-        for lot in lots:
-            keep(_evaluated(lot))
-    else:
-        executor.run(_evaluated, lots, keep)
+    try:
+        if executor is None or len(lots) == 1:
+            for lot in lots:
+                keep(_evaluated(lot))
+        else:
+            executor.run(_evaluated, lots, keep)
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        evaluated = {int(lot.at[0]) for lot in done}
+        done += [_not_evaluated(lot, STOPPED) for lot in lots if int(lot.at[0]) not in evaluated]
     done.sort(key=lambda lot: int(lot.at[0]))
     place = np.empty(len(candidates), dtype=np.int64)
     place[np.concatenate([lot.at for lot in done])] = np.arange(len(candidates))
@@ -86,5 +96,9 @@ def _evaluated(lot: _Lot) -> _Done:
     try:
         return _Done(lot.at, evaluate(lot.candidates))
     except UserError as error:
-        every = np.arange(len(lot.at))
-        return _Done(lot.at, Evaluated(unknown(len(lot.at)), [Left(every, str(error), True)]))
+        return _not_evaluated(lot, str(error))
+
+
+def _not_evaluated(lot: _Lot, why: str) -> _Done:
+    every = np.arange(len(lot.at))
+    return _Done(lot.at, Evaluated(unknown(len(lot.at)), [Left(every, why, True)]))

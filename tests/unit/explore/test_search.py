@@ -8,6 +8,7 @@ import pytest
 import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.explore import exact as simulated
+from stagewright.explore import lots
 from stagewright.explore.answer.objectives import front
 from stagewright.explore.answer.search import Wanted, search
 from stagewright.explore.candidates import Candidates
@@ -111,6 +112,25 @@ def test_ctrl_c_keeps_what_was_found(
     assert found.simulated == 2
     assert not found.proven
     assert told
+
+
+def test_ctrl_c_keeps_the_lots_that_were_evaluated(monkeypatch: pytest.MonkeyPatch):
+    rows = candidates(recompute=["none", "full"], tp=[1, 2])
+    seen: list[int] = []
+
+    def evaluated(of: Candidates) -> Evaluated:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(len(of))
+        return Evaluated(made([1.0] * len(of), [5] * len(of)), [])
+
+    monkeypatch.setattr(lots, "evaluate", evaluated)
+    found = lots.in_lots(rows)
+    assert np.isnan(found.figures.seconds).sum() == 2
+    assert [(each.reason, len(each.candidates)) for each in found.left] == [(lots.STOPPED, 2)]
+    result = search(rows, Wanted(top=1), evaluate=lambda of: found)
+    assert result.stopped
+    assert result.simulated == 1
 
 
 def test_nothing_fits_or_runs(told: dict[int, tuple[float, int]]):

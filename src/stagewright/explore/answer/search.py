@@ -22,6 +22,7 @@ from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, Left
 from stagewright.explore.exact import Heard, exact, unknown
 from stagewright.explore.figures import Figures
+from stagewright.explore.lots import STOPPED
 
 Evaluate = Callable[[Candidates], Evaluated]
 """Figures in columns, and candidates that columns cannot evaluate."""
@@ -223,12 +224,14 @@ def search(
             state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
             state.done[each.candidates] = True
     _simulate_best(state, ~blind)
-    _simulate_blind(state, np.flatnonzero(blind), bounds)
-    if how.prove:
+    stopped = [each.candidates for each in found.left if each.reason == STOPPED]
+    if not stopped:
+        _simulate_blind(state, np.flatnonzero(blind), bounds)
+    if how.prove and not stopped:
         _prove(state, bounds)
     result = Ranking(
         rows, state.figures(), columns, state.listed(), found.left, state.refused, bounds, how,
-        state.stopped,
+        state.stopped or bool(stopped),
     )  # fmt: skip
     if not len(result.best):
         raise UserError(_why_none(result))
