@@ -26,7 +26,7 @@ from stagewright.schedule.in_flight import (
     FORWARD,
     LAST_BACKWARD,
     STEP,
-    State,
+    InFlight,
     largest,
 )
 
@@ -246,7 +246,7 @@ class Peaks:
             stages[kind] = StageMemory(linear("kept"), linear("held"), linear("updated"), peaks)
         return cls(stages, allowance)
 
-    def at(self, found: Sequence[Sequence[State]], tuples: Int, layers: Int) -> dict[str, Int]:
+    def at(self, found: Sequence[Sequence[InFlight]], tuples: Int, layers: Int) -> dict[str, Int]:
         """Bytes by category of configurations with these tuples, in a pipeline of these states.
 
         `layers` are those of each variant on each stage: [variants, stages].
@@ -264,11 +264,11 @@ class Peaks:
         return by | ({"allowance": np.full(len(tuples), self.allowance)} if self.allowance else {})
 
     def _distinct(
-        self, ranks: Sequence[Sequence[State]], layers: Int
-    ) -> Iterable[tuple[State, Sequence[int]]]:
+        self, ranks: Sequence[Sequence[InFlight]], layers: Int
+    ) -> Iterable[tuple[InFlight, Sequence[int]]]:
         """States of all ranks, of those with like stages only the ones that hold most."""
         last = layers.shape[1] - 1
-        known: dict[Any, dict[tuple[int, ...], tuple[State, Sequence[int]]]] = {}
+        known: dict[Any, dict[tuple[int, ...], tuple[InFlight, Sequence[int]]]] = {}
         for of_rank in ranks:
             stages = [stage for stage, _ in of_rank[0].others]
             like = [(_kind(s, last), layers[:, s].tobytes()) for s in stages]
@@ -282,7 +282,7 @@ class Peaks:
                 yield some[others]
 
     def _held(
-        self, state: State, stages: Sequence[int], tuples: Int, layers: Int
+        self, state: InFlight, stages: Sequence[int], tuples: Int, layers: Int
     ) -> Iterable[NDArray[Any]]:
         """What is held at each place of a state: [categories, configurations] each."""
         last = layers.shape[1] - 1

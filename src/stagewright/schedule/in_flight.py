@@ -1,7 +1,7 @@
 """How many microbatches a rank has in flight while it does what: by schedule.
 
 >>> [state for state in states("1f1b", 2, 1, 4, None)[0] if state.moment == BACKWARD]
-[State(stage=0, moment='backward', others=((0, 1),))]
+[InFlight(stage=0, moment='backward', others=((0, 1),))]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD, STEP = (
 """Moments of a stage: actions whose rows differ, and the rows after all actions."""
 
 
-class State(NamedTuple):
+class InFlight(NamedTuple):
     """What a rank is at, and how many other microbatches each of its stages has in flight."""
 
     stage: int
@@ -33,7 +33,7 @@ class State(NamedTuple):
 @lru_cache(maxsize=512)
 def states(
     schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
-) -> tuple[tuple[State, ...], ...] | None:
+) -> tuple[tuple[InFlight, ...], ...] | None:
     """The states of each pipeline rank, without those with less in flight than another one.
 
     None: the schedule overlaps actions, splits backwards, holds stages twice or has neighbouring
@@ -64,7 +64,7 @@ def _is_plain(order: Order) -> bool:
     return len(order) == 1 or all(p.rank not in (p.before, p.after) for p in home)
 
 
-def _of_rank(actions: Sequence[Action]) -> tuple[State, ...]:
+def _of_rank(actions: Sequence[Action]) -> tuple[InFlight, ...]:
     stages = sorted({a.stage for a in actions})
     first = {a.stage: i for i, a in reversed([*enumerate(actions)]) if a.kind == "F"}
     last = {a.stage: i for i, a in enumerate(actions) if a.kind == "B"}
@@ -81,7 +81,7 @@ def _of_rank(actions: Sequence[Action]) -> tuple[State, ...]:
             flight[a.stage] += 1
     found[-1, STEP] = {(0,) * len(stages)}
     return tuple(
-        State(stage, moment, tuple(zip(stages, others, strict=True)))
+        InFlight(stage, moment, tuple(zip(stages, others, strict=True)))
         for (stage, moment), some in found.items()
         for others in largest(some)
     )
