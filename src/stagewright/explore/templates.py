@@ -107,8 +107,8 @@ def unlike(run: Run, parts: Parts, layers: Int) -> str:
         return "ddp_bucket_cap_mb: buckets across layers"
     if len({variant.training for variant in parts.layers}) > 1:
         return "layers that train differently"
-    if run.zero == 3 and int(layers.sum(axis=0).min()) < _LAYERS:
-        return "zero=3 with fewer than two layers on a stage"
+    if run.zero > 1 and int(layers.sum(axis=0).min()) < _LAYERS:  # communicates with microbatches
+        return f"zero={run.zero} with fewer than two layers on a stage"
     return ""
 
 
