@@ -14,7 +14,8 @@ and Little's law gives the number of requests that get tokens: their rate times 
 take to get them. Where all requests are equally long and prompts run in steps of their own, users
 stay in step: all send their prompts at once, and while these run nobody gets a token. The first
 prompt's request waits for all others, the last one's for none: half of them on average, and half
-of their time counts until the first token. No constant is fitted to these rows.
+of their time counts until the first token. No constant is fitted to times per output token;
+what the host takes until the first token is (`HOST_MS`).
 """
 
 from __future__ import annotations
