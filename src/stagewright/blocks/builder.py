@@ -180,8 +180,8 @@ class Builder:
             moved, of_weight = self._rescaling(of[1])
             of_norm = x.op == "norm" and self.recipe.precision.norms_cast
             x = cast(x, low, scope=x.scope, name=x.name, **({} if of_norm else moved))
-            own: dict[str, Any] = {"once": once, "role": Role.LOW_PRECISION, **of_weight}
-            w = cast(w, low, scope=x.scope, name=w.name, **own)
+            own = {"scope": x.scope, "name": w.name, **of_weight}
+            w = cast(w, low, once=once, role=Role.LOW_PRECISION, **own)
             fields |= moved  # so does the cast of the gradient of the result
         if joint and self.recipe.operators.joint_projections:
             fields["joint"] = (joint, "result")

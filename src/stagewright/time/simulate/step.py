@@ -42,12 +42,12 @@ from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.time.cost import task_seconds
+from stagewright.time.expense.ownership import load as load_costs
+from stagewright.time.expense.power import Expense, expense
 from stagewright.time.experts.beside import beside_routed
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.measured import Counts
 from stagewright.time.network import Machine
-from stagewright.time.ownership import load as load_costs
-from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts

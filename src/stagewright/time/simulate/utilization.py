@@ -24,9 +24,9 @@ from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM
 from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
+from stagewright.time.expense.power import RUNNING_FRACTION, kernel_energy
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
-from stagewright.time.power import RUNNING_FRACTION, kernel_energy
 from stagewright.time.simulate.breakdown import Breakdown
 from stagewright.time.simulate.timeline import TICK, Timeline
 
