@@ -189,8 +189,8 @@ def certainty(of: Ranking) -> str:
     if of.how.objectives[0] in ("time", "mfu"):
         could = f"{left:,} candidates beyond those simulated could still be faster"
         told.append(could if left else "no candidate beyond those simulated can be faster")
-        if left and not len(of.gaps):
-            told[-1] += " by their lower bounds; --exact simulates these"
+        if left and unseen:
+            told[-1] += " by their lower bounds; --exact or a larger --most simulates more"
         elif left:
             told[-1] += ", if columns were as much too slow; --exact or a larger --top tells"
     return "; ".join(told) or "all candidates have been simulated"
