@@ -117,7 +117,7 @@ def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:
     assert on.inference is not None
     assert on.inference.all_reduce is not None
     links = on.scale_up.bandwidth_gb_s
-    return direct_all_reduce(size["bytes"], size["gpus"], links, on.inference.all_reduce)
+    return float(direct_all_reduce(size["bytes"], size["gpus"], links, on.inference.all_reduce))
 
 
 def _experts(size: dict[str, int], dtype: str, on: Hardware) -> float:
