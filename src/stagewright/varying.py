@@ -25,13 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool
-
-_Whole: TypeAlias = "int | NDArray[Any]"  # of int64, or of Python's ints beyond these
+from stagewright.integers import MOST, Whole, bound, floor, is_1, is_same, plus, times
 
 Number: TypeAlias = "int | Fraction | Varying"
 """A number of one configuration, or of many."""
-
-_MOST = 2**63 - 1
 
 
 class Cases:
@@ -50,7 +47,7 @@ class Cases:
             raise ValueError(f"wanted {self.count} whole numbers, got {array!r}")
         if (array == array[0]).all():
             return int(array[0])
-        return Varying(self, array.astype(np.int64), 1, _bound(array))
+        return Varying(self, array.astype(np.int64), 1, bound(array))
 
     def answer(self, answers: NDArray[Any]) -> bool:
         """The first configuration's answer to a question."""
@@ -70,12 +67,12 @@ class Varying:
     __slots__ = ("above", "below", "cases", "most")
     __array_ufunc__ = None  # arithmetic with arrays would lose configurations in silence
 
-    def __init__(self, cases: Cases, above: NDArray[Any], below: _Whole, most: int) -> None:
+    def __init__(self, cases: Cases, above: NDArray[Any], below: Whole, most: int) -> None:
         """The numbers `above / below`: `below` is positive, no `above` is more than +-`most`."""
         self.cases, self.above, self.below, self.most = cases, above, below, most
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        found = self.above if _is_1(self.below) else (self.above / self.below).astype(np.float64)
+        found = self.above if is_1(self.below) else (self.above / self.below).astype(np.float64)
         return found if dtype is None else found.astype(dtype)
 
     def __repr__(self) -> str:
@@ -86,19 +83,19 @@ class Varying:
         return str(self.first)
 
     @property
-    def denominator(self) -> _Whole:
+    def denominator(self) -> Whole:
         """1 where the numbers are whole."""
-        return 1 if _is_1(self.below) or self == ceil(self) else self.below
+        return 1 if is_1(self.below) or self == ceil(self) else self.below
 
     @property
     def numerator(self) -> Varying:
         """The numbers themselves where they are whole."""
-        return self if _is_1(self.below) else self.__floor__()
+        return self if is_1(self.below) else self.__floor__()
 
     @property
     def first(self) -> int | Fraction:
         """The number of the first configuration."""
-        if _is_1(self.below):
+        if is_1(self.below):
             return int(self.above[0])
         below = self.below if isinstance(self.below, int) else int(self.below[0])
         found = Fraction(int(self.above[0]), below)
@@ -111,11 +108,11 @@ class Varying:
         if terms is None:
             return NotImplemented
         above, below, most = terms
-        if _is_same(self.below, below):
-            return self._of(*_plus(self.above, self.most, above, most), below)
-        left = _times(self.above, self.most, below, _bound(below))
-        right = _times(above, most, self.below, _bound(self.below))
-        return self._of(*_plus(*left, *right), self.under(below))
+        if is_same(self.below, below):
+            return self._of(*plus(self.above, self.most, above, most), below)
+        left = times(self.above, self.most, below, bound(below))
+        right = times(above, most, self.below, bound(self.below))
+        return self._of(*plus(*left, *right), self.under(below))
 
     __radd__ = __add__
 
@@ -134,7 +131,7 @@ class Varying:
         if terms is None:
             return NotImplemented
         above, below, most = terms
-        return self._of(*_times(self.above, self.most, above, most), self.under(below))
+        return self._of(*times(self.above, self.most, above, most), self.under(below))
 
     __rmul__ = __mul__
 
@@ -143,16 +140,16 @@ class Varying:
         if terms is None:
             return NotImplemented
         above, below, most = terms
-        over = _times(self.above, self.most, below, _bound(below))
-        return self._quotient(*over, _times(above, most, self.below, _bound(self.below))[0])
+        over = times(self.above, self.most, below, bound(below))
+        return self._quotient(*over, times(above, most, self.below, bound(self.below))[0])
 
     def __rtruediv__(self, other: Any) -> Varying:
         terms = _parts(other)
         if terms is None:
             return NotImplemented
         above, below, most = terms
-        over = _times(above, most, self.below, _bound(self.below))
-        return self._quotient(*over, _times(self.above, self.most, below, _bound(below))[0])
+        over = times(above, most, self.below, bound(self.below))
+        return self._quotient(*over, times(self.above, self.most, below, bound(below))[0])
 
     def __floordiv__(self, other: Any) -> Varying:
         return (self / other).__floor__()
@@ -180,23 +177,23 @@ class Varying:
         )
 
     def __floor__(self) -> Varying:
-        return self._of(_floor(self.above, self.below), self.most, 1)
+        return self._of(floor(self.above, self.below), self.most, 1)
 
     def __ceil__(self) -> Varying:
         return -(-self).__floor__()
 
-    def _of(self, above: _Whole, most: int, below: _Whole) -> Varying:
+    def _of(self, above: Whole, most: int, below: Whole) -> Varying:
         if isinstance(above, int):
-            above = np.full(self.cases.count, above, dtype=np.int64 if most <= _MOST else object)
+            above = np.full(self.cases.count, above, dtype=np.int64 if most <= MOST else object)
         return Varying(self.cases, above, below, most)
 
-    def under(self, other: _Whole) -> _Whole:
+    def under(self, other: Whole) -> Whole:
         """The product of two denominators."""
-        if _is_1(other):
+        if is_1(other):
             return self.below
-        return _times(self.below, _bound(self.below), other, _bound(other))[0]
+        return times(self.below, bound(self.below), other, bound(other))[0]
 
-    def _quotient(self, above: _Whole, most: int, below: _Whole) -> Varying:
+    def _quotient(self, above: Whole, most: int, below: Whole) -> Varying:
         """A quotient; where configurations that go on alone divide by 0, 1 stands for that."""
         if (below if isinstance(below, int) else below[0]) == 0:
             raise ZeroDivisionError("division of a varying number by 0")
@@ -251,7 +248,7 @@ class Varying:
 
 def is_integer(number: object) -> bool:
     """Whether this is a whole number, or a column of whole numbers."""
-    return _is_1(number.below) if isinstance(number, Varying) else isinstance(number, int)
+    return is_1(number.below) if isinstance(number, Varying) else isinstance(number, int)
 
 
 def exact(number: Any) -> Any:
@@ -342,15 +339,15 @@ def first_of(number: Any) -> Any:
 def _larger(a: Varying, b: Any) -> Varying:
     terms = _parts(b) or (0, 1, 1)
     left, right = _comparable(a, terms)
-    below = a.below if _is_same(a.below, terms[1]) else a.under(terms[1])
+    below = a.below if is_same(a.below, terms[1]) else a.under(terms[1])
     above = np.asarray(np.maximum(left, right))
-    return Varying(a.cases, above, below, max(_bound(left), _bound(right)))
+    return Varying(a.cases, above, below, max(bound(left), bound(right)))
 
 
 # ---- exact arithmetic on arrays ------------------------------------------------------------------
 
 
-def _parts(number: Any) -> tuple[_Whole, _Whole, int] | None:
+def _parts(number: Any) -> tuple[Whole, Whole, int] | None:
     """Numerator, denominator and a bound of the numerator; None: not an exact number."""
     if isinstance(number, Varying):
         return number.above, number.below, number.most
@@ -361,59 +358,10 @@ def _parts(number: Any) -> tuple[_Whole, _Whole, int] | None:
     return None
 
 
-def _comparable(a: Varying, b: tuple[_Whole, _Whole, int]) -> tuple[_Whole, _Whole]:
+def _comparable(a: Varying, b: tuple[Whole, Whole, int]) -> tuple[Whole, Whole]:
     """Two numbers, times the product of their denominators."""
     above, below, most = b
-    if _is_same(a.below, below):
+    if is_same(a.below, below):
         return a.above, above
-    left = _times(a.above, a.most, below, _bound(below))
-    return left[0], _times(above, most, a.below, _bound(a.below))[0]
-
-
-def _is_1(x: _Whole) -> bool:
-    return isinstance(x, int) and x == 1
-
-
-def _is_same(a: _Whole, b: _Whole) -> bool:
-    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
-
-
-def _bound(x: _Whole) -> int:
-    """A bound of the absolute values, at least 1."""
-    if isinstance(x, int):
-        return max(1, abs(x))
-    return max(1, int(x.max()), -int(x.min()))
-
-
-def _wide(x: _Whole) -> _Whole:
-    """As Python's ints, which have no bound."""
-    return x if isinstance(x, int) else x.astype(object)
-
-
-def _plus(a: _Whole, most: int, b: _Whole, other: int) -> tuple[_Whole, int]:
-    if most + other > _MOST:
-        most, other = _bound(a), _bound(b)
-    if most + other > _MOST:
-        a, b = _wide(a), _wide(b)
-    return a + b, most + other
-
-
-def _times(a: _Whole, most: int, b: _Whole, other: int) -> tuple[_Whole, int]:
-    if _is_1(b):
-        return a, most
-    if most * other > _MOST:
-        most, other = _bound(a), _bound(b)
-    if most * other > _MOST:
-        a, b = _wide(a), _wide(b)
-    return a * b, most * other
-
-
-def _floor(above: _Whole, below: _Whole) -> _Whole:
-    if _is_1(below):
-        return above
-    if isinstance(below, int) and not isinstance(above, int) and below > _MOST:
-        above = above.astype(object)
-    found = above // below
-    if isinstance(found, int) or found.dtype != object or _bound(found) > _MOST:
-        return found
-    return found.astype(np.int64)
+    left = times(a.above, a.most, below, bound(below))
+    return left[0], times(above, most, a.below, bound(a.below))[0]

@@ -50,7 +50,7 @@ class Response(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Played:
+class ActionColumns:
     """An action in columns: its response, and where its time goes."""
 
     response: Response
@@ -121,7 +121,7 @@ class ClassRows:
             sends, of_pipeline & (kind == TaskKind.RECV), seconds.shape[1],
         )  # fmt: skip
 
-    def play(self, begin: int, end: int) -> Played:
+    def play(self, begin: int, end: int) -> ActionColumns:
         """The places from `begin` to `end` as one action."""
         order = self.issue
         pointer: list[int] = order.pointer.tolist()
@@ -175,7 +175,7 @@ class ClassRows:
         chain = np.full((INPUTS, self.count), NEVER)
         for found in chains.values():
             chain = np.maximum(chain, found)
-        return Played(Response(kernel, aside, thread, sent, last, chain), busy, waits)
+        return ActionColumns(Response(kernel, aside, thread, sent, last, chain), busy, waits)
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:
@@ -201,7 +201,7 @@ def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, In
 # ---- which places are which action ---------------------------------------------------------------
 
 
-class Cut(NamedTuple):
+class ActionPlaces(NamedTuple):
     """The places of an action: a forward or a backward of a microbatch."""
 
     stage: int
@@ -211,7 +211,7 @@ class Cut(NamedTuple):
     end: int
 
 
-class Meeting(NamedTuple):
+class StageMeeting(NamedTuple):
     """A collective with other ranks of the pipeline, after all actions."""
 
     slot: int
@@ -223,9 +223,9 @@ class Meeting(NamedTuple):
 class Cuts(NamedTuple):
     """The actions of a rank in issue order, and the sections of what comes after all of them."""
 
-    actions: list[Cut]
+    actions: list[ActionPlaces]
     sections: list[tuple[int, int]]
-    meetings: list[Meeting]
+    meetings: list[StageMeeting]
     """One behind each section but the last."""
 
 
@@ -247,14 +247,14 @@ def cuts(program: Program, rows: ClassRows) -> Cuts:
     firsts = dict(zip(inside[first].tolist(), key[first].tolist(), strict=True))
     named = [firsts[min(n for n in firsts if n >= b)] for b in begin.tolist()]
     actions = [
-        Cut(stage, bool(back), microbatch, b, e)
+        ActionPlaces(stage, bool(back), microbatch, b, e)
         for (stage, back, microbatch), b, e in zip(named, edges[:-1], edges[1:], strict=True)
     ]
     borders = [tail, *(met + 1).tolist()]
     ends = [*met.tolist(), len(at)]
-    meetings: list[Meeting] = []
+    meetings: list[StageMeeting] = []
     for place in met.tolist():
         before = rows.issue.needs[rows.issue.pointer[place] : rows.issue.pointer[place + 1]]
         waits = bool(rows.data[before].any())
-        meetings.append(Meeting(int(tasks.slot[at[place]]), waits, rows.seconds[place]))
+        meetings.append(StageMeeting(int(tasks.slot[at[place]]), waits, rows.seconds[place]))
     return Cuts(actions, [*zip(borders, ends, strict=True)], meetings)

@@ -21,9 +21,9 @@ from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks
 from stagewright.explore.pipeline import rounds
 from stagewright.explore.responses import Responses, Timed, responses
-from stagewright.explore.steps import Lot, Messages, Pipeline, Steps, steps
+from stagewright.explore.steps import Lot, NeighbourMessages, Pipeline, StepColumns, steps
 from stagewright.explore.structures import NUMBERS, PIPELINE, Structure, structures
-from stagewright.explore.templates import Kind, Parts, Template, template, unlike
+from stagewright.explore.templates import Kind, Parts, StructureTemplate, template, unlike
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.lower.frozen import mark_trained
 from stagewright.lower.recipe import recipe_of
@@ -36,7 +36,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.in_flight import enough, states
 from stagewright.schedule.schedules import SCHEDULES, make
-from stagewright.time.columns import Columns, Known, Meshes, Placed
+from stagewright.time.columns import Columns, Known, MeshColumns, Placed
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
@@ -47,7 +47,7 @@ PLAYED = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 """Schedules whose steps are played in columns."""
 
 
-class Left(NamedTuple):
+class LeftOut(NamedTuple):
     """Candidates whose figures are not known in columns."""
 
     candidates: Int
@@ -60,21 +60,21 @@ class Evaluated(NamedTuple):
     """The figures of all candidates, NaN of those that are left."""
 
     figures: Figures
-    left: Sequence[Left]
+    left: Sequence[LeftOut]
 
 
 def evaluate(candidates: Candidates) -> Evaluated:
     """The figures of candidates, in their order."""
     grouped = structures(candidates)
-    left = [Left(*refused) for refused in grouped.refused]
-    work = _Work(candidates)
+    left = [LeftOut(*refused) for refused in grouped.refused]
+    work = _Evaluation(candidates)
     for structure in grouped.found:
         left += work.add(structure)
     work.run()
     return Evaluated(work.figures(), left)
 
 
-class _Place(NamedTuple):
+class _PlacedLot(NamedTuple):
     """Where some lots' candidates are among all."""
 
     lot: Lot
@@ -82,7 +82,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class _StagePlan:
     """The blocks of a pipeline: which stage holds what."""
 
     run: Run
@@ -91,13 +91,15 @@ class _Plan:
 
 
 @dataclass(eq=False)
-class _Work:
+class _Evaluation:
     """Lots of candidates by the pipeline that they are played in, and what has been found."""
 
     candidates: Candidates
-    lots: dict[Pipeline, list[_Place]] = field(default_factory=dict[Pipeline, "list[_Place]"])
+    lots: dict[Pipeline, list[_PlacedLot]] = field(
+        default_factory=dict[Pipeline, "list[_PlacedLot]"]
+    )
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
-    plans: dict[object, _Plan] = field(default_factory=dict[object, _Plan])
+    plans: dict[object, _StagePlan] = field(default_factory=dict[object, _StagePlan])
     known: dict[object, float] = field(default_factory=dict[object, float])
     placed: dict[object, Placed] = field(default_factory=dict[object, Placed])
     memory: dict[str, Int] = field(default_factory=dict[str, Int])
@@ -112,37 +114,37 @@ class _Work:
 
     # ---- structures ------------------------------------------------------------------------------
 
-    def add(self, of: Structure) -> list[Left]:
+    def add(self, of: Structure) -> list[LeftOut]:
         """Make lots of the candidates of a structure; returns those that cannot be played."""
-        left: list[Left] = []
+        left: list[LeftOut] = []
         own = self.candidates.take(of.candidates)
         model = self.candidates.model
         names = [n for n in PIPELINE if n in own.columns]
         pipelines = own.distinct(*names)
         batch = _microbatches(own, model)
         machines = _machines(own)
-        templates: dict[Kind, Template] = {}
+        templates: dict[Kind, StructureTemplate] = {}
         for group in range(int(machines.max()) + 1):
             mine = np.flatnonzero(machines == group)
             hardware, how = own.hardware(int(mine[0])), own.execution(int(mine[0]))
             self._cost(own, mine, of, hardware)
             why = _unknown(how)
             if why:
-                left.append(Left(of.candidates[mine], why, True))
+                left.append(LeftOut(of.candidates[mine], why, True))
                 continue
             machine = own.machine(int(mine[0]))
             placed = self.placed.setdefault(machine.tiers, {})
-            timing = _Timing(of, machine, how, templates, placed)
+            timing = _TemplateTiming(of, machine, how, templates, placed)
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
                 plan = self._plan(own, int(rows[0]))
                 if plan.parts is None or str(plan.run.schedule) not in PLAYED:
                     why = f"schedule {plan.run.schedule}" if plan.parts else "blocks between layers"
-                    left.append(Left(of.candidates[rows], why, True))
+                    left.append(LeftOut(of.candidates[rows], why, True))
                     continue
                 why = unlike(plan.run, plan.parts, plan.layers)
                 if why:
-                    left.append(Left(of.candidates[rows], why, True))
+                    left.append(LeftOut(of.candidates[rows], why, True))
                     continue
                 for several in (False, True):
                     some = rows[(batch[rows] > 1) == several]
@@ -151,7 +153,7 @@ class _Work:
         return left
 
     def _lots(
-        self, of: Structure, timing: _Timing, plan: _Plan, rows: Int, microbatches: Int
+        self, of: Structure, timing: _TemplateTiming, plan: _StagePlan, rows: Int, microbatches: Int
     ) -> None:
         """The lots of candidates of one pipeline on one machine."""
         run = plan.run
@@ -172,13 +174,13 @@ class _Work:
             pipeline = Pipeline(str(run.schedule), run.pp, run.vpp, group, played, before)
             tuples = of.index[rows[mine]]
             more = np.array([of_m[m].more for m in microbatches[mine].tolist()])
-            messages = Messages(size[tuples], stride[tuples], run.pp, timing.machine)
+            messages = NeighbourMessages(size[tuples], stride[tuples], run.pp, timing.machine)
             lot = Lot(found, tuples, plan.layers, microbatches[mine], more, messages)
-            self.lots.setdefault(pipeline, []).append(_Place(lot, of.candidates[rows[mine]]))
+            self.lots.setdefault(pipeline, []).append(_PlacedLot(lot, of.candidates[rows[mine]]))
         self._remember(of, timing, plan, rows, microbatches)
 
     def _remember(
-        self, of: Structure, timing: _Timing, plan: _Plan, rows: Int, microbatches: Int
+        self, of: Structure, timing: _TemplateTiming, plan: _StagePlan, rows: Int, microbatches: Int
     ) -> None:
         """The memory of candidates of one pipeline."""
         run = plan.run
@@ -219,7 +221,7 @@ class _Work:
             self.known[key] = sequence_flops(run, self.candidates.model).of_step(1).full
         return self.known[key]
 
-    def _plan(self, own: Candidates, row: int) -> _Plan:
+    def _plan(self, own: Candidates, row: int) -> _StagePlan:
         """Which stage holds what of a candidate; its numbers matter only where they are 1."""
         values = {n: own.column(n).at(row) for n in own.columns if n in SETTINGS}
         kind = {n: v is None or v > 1 for n, v in values.items() if n in NUMBERS}
@@ -237,7 +239,7 @@ class _Work:
             for place, found in zip(lots, steps(pipeline, [p.lot for p in lots]), strict=True):
                 self._record(place.at, found)
 
-    def _record(self, at: Int, found: Steps) -> None:
+    def _record(self, at: Int, found: StepColumns) -> None:
         self.seconds[at], self.bubble[at] = found.seconds, found.bubble
         for axis, seconds in found.exposed.items():
             column = self.waits.setdefault(axis, np.zeros(len(self.candidates)))
@@ -302,32 +304,36 @@ def _microbatches(own: Candidates, model: ModelConfig) -> Int:
     return found
 
 
-def _plan(run: Run, model: ModelConfig) -> _Plan:
+def _plan(run: Run, model: ModelConfig) -> _StagePlan:
     """Which stage holds what, of a run that is not resolved, with as few microbatches as it may."""
     run = run.model_copy(update={"global_batch_size": None}).resolved(model)
     order = make(str(run.schedule), run.pp, run.microbatches, run.vpp, group=run.microbatch_group)
     placed = tie_tables(place_blocks(run, model), order, model)
     stages = mark_trained(placed, run, model, recipe_of(run, model))
     parts = Parts.of(stages)
-    return _Plan(
+    return _StagePlan(
         run, parts, np.zeros((0, 0), dtype=np.int64) if parts is None else parts.counts(stages)
     )
 
 
-class _Timing:
+class _TemplateTiming:
     """The responses of a structure's templates on one machine."""
 
     def __init__(
-        self, of: Structure, machine: Machine, how: Execution, templates: dict[Kind, Template],
+        self,
+        of: Structure,
+        machine: Machine,
+        how: Execution,
+        templates: dict[Kind, StructureTemplate],
         placed: Placed,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.of, self.machine, self.how, self.templates = of, machine, how, templates
         self.known: dict[tuple[object, ...], tuple[Responses, Float]] = {}
         self.held: dict[Kind, Peaks] = {}
         self.durations = Known.none()
         self.placed = placed
 
-    def responses(self, plan: _Plan, *, several: bool) -> tuple[Responses, Float]:
+    def responses(self, plan: _StagePlan, *, several: bool) -> tuple[Responses, Float]:
         """Those of a pipeline's template, and the bytes of a message between its stages."""
         run, parts = plan.run, plan.parts
         assert parts is not None
@@ -338,7 +344,7 @@ class _Timing:
             self.known[key] = responses(made, timed, self.how), self._message(made.base)
         return self.known[key]
 
-    def peaks(self, plan: _Plan, *, several: bool) -> Peaks:
+    def peaks(self, plan: _StagePlan, *, several: bool) -> Peaks:
         """The memory of a pipeline's template."""
         assert plan.parts is not None
         of = Kind(plan.run.pp > 1, several, plan.parts)
@@ -347,20 +353,20 @@ class _Timing:
             self.held[of] = Peaks.of(self._template(of), len(self.of), allowance)
         return self.held[of]
 
-    def _template(self, of: Kind) -> Template:
+    def _template(self, of: Kind) -> StructureTemplate:
         if of not in self.templates:
             blocks = {v: block.block for v, block in self.of.variants.items()}
             self.templates[of] = template(self.of.step, of, blocks)
         return self.templates[of]
 
-    def _timed(self, of: Template, assembly: Assembly, run: Run) -> Timed:
+    def _timed(self, of: StructureTemplate, assembly: Assembly, run: Run) -> Timed:
         """The seconds of the rows of an assembly, by class."""
         hardware, count = self.machine.hardware, len(self.of)
         columns = Columns(assembly.kernels, count, hardware, self.durations)
         # All configurations here have as many ranks as the machine.
         stride = np.prod(np.stack([*self.of.mesh.values()]), axis=0)
         pp = np.maximum(self.machine.gpus // stride, 1)
-        meshes = Meshes(assembly.program, self.of.mesh, pp, self.machine, self.placed)
+        meshes = MeshColumns(assembly.program, self.of.mesh, pp, self.machine, self.placed)
         # A host waits for messages or not, as the schedule of the run has it.
         small = of.run.model_copy(update={"vpp": run.vpp})
         hosts = host_work(assembly.program, small, self.how, hardware)

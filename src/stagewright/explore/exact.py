@@ -78,7 +78,7 @@ def exact(
             raise
         stopped = True
     rows = sorted(done)
-    figures = Figures.joined([done[row].figures for row in rows] or [unknown(0)])
+    figures = Figures.concatenated([done[row].figures for row in rows] or [unknown(0)])
     refused = {row: done[row].refused for row in rows if done[row].refused}
     return Exact(np.array(rows, dtype=np.int64), figures, refused, stopped)
 

@@ -6,7 +6,7 @@
 ...     np.array([8, 8]), 0.4 * two, 700 * two, 3 * two, two > 1)
 >>> found.peak.tolist(), found.fits.tolist(), found.tokens_per_second.tolist()
 ([10, 30], [True, False], [4.0, 8.0])
->>> Figures.joined([found.take([1]), found]).seconds.tolist()
+>>> Figures.concatenated([found.take([1]), found]).seconds.tolist()
 [1.0, 2.0, 1.0]
 """
 
@@ -85,7 +85,7 @@ class Figures:
         return type(self)(**taken)
 
     @classmethod
-    def joined(cls, parts: Sequence[Figures]) -> Self:
+    def concatenated(cls, parts: Sequence[Figures]) -> Self:
         """The figures of several lots of candidates behind each other.
 
         A category or an axis that a lot does not name is 0 there.

@@ -15,7 +15,7 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.candidates import Candidates
-from stagewright.explore.evaluate import Evaluated, Left, evaluate
+from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
 from stagewright.explore.exact import Heard, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.structures import NUMBERS, PIPELINE
@@ -25,7 +25,7 @@ STOPPED = "left out by Ctrl-C"
 """The reason of candidates whose lots had not been evaluated when the user stopped the search."""
 
 
-class _Lot(NamedTuple):
+class _NumberedLot(NamedTuple):
     """Some candidates, and their numbers among all."""
 
     at: Int
@@ -47,7 +47,7 @@ def in_lots(
     """
     if candidates.base.run.mode != "train":
         every = np.arange(len(candidates))
-        return Evaluated(unknown(len(candidates)), [Left(every, "inference", True)])
+        return Evaluated(unknown(len(candidates)), [LeftOut(every, "inference", True)])
     done: list[_Done] = []
     count = 0
 
@@ -73,7 +73,7 @@ def in_lots(
     done.sort(key=lambda lot: int(lot.at[0]))
     place = np.empty(len(candidates), dtype=np.int64)
     place[np.concatenate([lot.at for lot in done])] = np.arange(len(candidates))
-    figures = Figures.joined([lot.evaluated.figures for lot in done]).take(place)
+    figures = Figures.concatenated([lot.evaluated.figures for lot in done]).take(place)
     left = [
         each._replace(candidates=lot.at[each.candidates])
         for lot in done
@@ -82,23 +82,23 @@ def in_lots(
     return Evaluated(figures, left)
 
 
-def _lots(candidates: Candidates) -> Sequence[_Lot]:
+def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
     """Candidates that agree in all settings but numbers, and those of the pipeline."""
     apart = {*NUMBERS, *PIPELINE}
     names = [name for name in candidates.columns if name in SETTINGS and name not in apart]
     alike = candidates.distinct(*names)
     order = np.argsort(alike.of, kind="stable")
     ends = np.cumsum(np.bincount(alike.of, minlength=len(alike)))[:-1]
-    return [_Lot(at, candidates.take(at)) for at in np.split(order, ends)]
+    return [_NumberedLot(at, candidates.take(at)) for at in np.split(order, ends)]
 
 
-def _evaluated(lot: _Lot) -> _Done:
+def _evaluated(lot: _NumberedLot) -> _Done:
     try:
         return _Done(lot.at, evaluate(lot.candidates))
     except UserError as error:
         return _not_evaluated(lot, str(error))
 
 
-def _not_evaluated(lot: _Lot, why: str) -> _Done:
+def _not_evaluated(lot: _NumberedLot, why: str) -> _Done:
     every = np.arange(len(lot.at))
-    return _Done(lot.at, Evaluated(unknown(len(lot.at)), [Left(every, why, True)]))
+    return _Done(lot.at, Evaluated(unknown(len(lot.at)), [LeftOut(every, why, True)]))

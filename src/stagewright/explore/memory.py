@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Template
+from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, StructureTemplate
 from stagewright.lower.assembly.assemble import AssembledRank, Assembly
 from stagewright.program.columns import CATEGORIES
 from stagewright.schedule.in_flight import (
@@ -224,7 +224,7 @@ class Peaks:
     allowance: int = 0
 
     @classmethod
-    def of(cls, template: Template, tuples: int, allowance: int = 0) -> Peaks:
+    def of(cls, template: StructureTemplate, tuples: int, allowance: int = 0) -> Peaks:
         """From the template of a structure of so many tuples."""
         sizes = _Sizes(tuples)
         every = [_all_stages(assembly, template, sizes) for assembly in
@@ -322,7 +322,7 @@ def _kind(stage: int, last: int) -> int:
     return FIRST if stage == 0 else LAST if stage == last else MIDDLE
 
 
-def _all_stages(assembly: Assembly, template: Template, sizes: _Sizes) -> list[StageBytes]:
+def _all_stages(assembly: Assembly, template: StructureTemplate, sizes: _Sizes) -> list[StageBytes]:
     """The stages of one of a template's programs: one on each rank."""
     found: list[StageBytes] = []
     for rank in assembly.ranks:

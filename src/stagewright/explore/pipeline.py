@@ -76,7 +76,7 @@ Given = Callable[[Action, bool], Effect]
 """The effect of an action; and whether the action does what happens once per step."""
 
 
-class _Step(NamedTuple):
+class _OrderedAction(NamedTuple):
     """An action in an order of execution that every action's needs precede."""
 
     rank: int
@@ -89,7 +89,7 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _steps(order: Order) -> tuple[_Step, ...]:
+def _steps(order: Order) -> tuple[_OrderedAction, ...]:
     """The actions of all ranks, each behind what it needs."""
     stages, halves = stage_count(order), halved(order)
     rank_of = {place.stage: place.rank for place in places(order)}
@@ -107,7 +107,7 @@ def _steps(order: Order) -> tuple[_Step, ...]:
                 lasts[a.stage] = a
         complete |= {*firsts.values(), *lasts.values()}
     number: dict[Action, int] = {}
-    found: list[_Step] = []
+    found: list[_OrderedAction] = []
     reached = [0] * len(rows)
     waiting: dict[Action, list[int]] = {}
     runnable = [*range(len(rows))]
@@ -126,7 +126,7 @@ def _steps(order: Order) -> tuple[_Step, ...]:
             source = number[away[0]] if away else -1
             number[a] = len(found)
             source_rank = rank_of[away[0].stage] if away else -1
-            found.append(_Step(rank, a, a in complete, source, source_rank, False))
+            found.append(_OrderedAction(rank, a, a in complete, source, source_rank, False))
             reached[rank] += 1
             runnable += waiting.pop(a, [])
     if waiting:

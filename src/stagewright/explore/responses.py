@@ -16,14 +16,14 @@ from stagewright.arrays import Float, Int
 from stagewright.explore.actions import (
     INPUTS,
     NEVER,
+    ActionColumns,
     ClassRows,
     Cuts,
-    Meeting,
-    Played,
     Response,
+    StageMeeting,
     cuts,
 )
-from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Template
+from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, StructureTemplate
 from stagewright.program.columns import Program
 from stagewright.run.sections.execution import Execution
 from stagewright.schedule.actions import flat
@@ -38,7 +38,7 @@ of launches and whether the host waits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Linear:
+class LinearResponse:
     """An action's response as a function of the layers of its stage: [rows, tuples].
 
     Rows are the fields of `Response` by input, the seconds that kernels run (`BUSY`), and those
@@ -60,7 +60,7 @@ class Linear:
 
 
 def response(rows: Float) -> Response:
-    """The response among the rows of a `Linear`."""
+    """The response among the rows of a `LinearResponse`."""
     fields = [rows[n * INPUTS : (n + 1) * INPUTS] for n in range(FIELDS)]
     return Response(*fields)
 
@@ -68,8 +68,8 @@ def response(rows: Float) -> Response:
 class RankTail(NamedTuple):
     """What a rank does after all actions: sections, and the meetings between them."""
 
-    sections: list[Linear]
-    meetings: list[Meeting]
+    sections: list[LinearResponse]
+    meetings: list[StageMeeting]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,13 +79,13 @@ class Responses:
     An action is complete if it does what happens once per step.
     """
 
-    actions: Mapping[tuple[int, str, bool], Linear]
+    actions: Mapping[tuple[int, str, bool], LinearResponse]
     tails: Mapping[int, RankTail]
     """By kind of the rank: `ONLY`, or where the rank is in the pipeline."""
     axes: tuple[str, ...]
 
 
-def responses(of: Template, timed: Sequence[Timed], how: Execution) -> Responses:
+def responses(of: StructureTemplate, timed: Sequence[Timed], how: Execution) -> Responses:
     """The responses of a template; `timed` by program, the base first."""
     every = [
         _played(of, assembly.program, seconds, how)
@@ -118,26 +118,30 @@ def responses(of: Template, timed: Sequence[Timed], how: Execution) -> Responses
 
 
 def _linear(
-    base: Played, more: Sequence[Played], axes: Sequence[str], layers: int, added: int = 1
-) -> Linear:
+    base: ActionColumns,
+    more: Sequence[ActionColumns],
+    axes: Sequence[str],
+    layers: int,
+    added: int = 1,
+) -> LinearResponse:
     """`added` layers more are in each of `more`."""
     rows = _rows(base, axes)
     differ = [np.where(rows > NEVER / 2, _rows(one, axes) - rows, 0.0) / added for one in more]
-    return Linear(rows, np.stack(differ), layers)
+    return LinearResponse(rows, np.stack(differ), layers)
 
 
-def _rows(played: Played, axes: Sequence[str]) -> Float:
+def _rows(played: ActionColumns, axes: Sequence[str]) -> Float:
     zero = np.zeros_like(played.busy)
     waits = [played.waits.get(axis, zero) for axis in axes]
     return np.concatenate([*played.response, np.stack([played.busy, *waits])])
 
 
-_Actions = dict[tuple[int, str, bool], Played]
-_Tails = dict[int, tuple[list[Played], list[Meeting]]]
+_Actions = dict[tuple[int, str, bool], ActionColumns]
+_Tails = dict[int, tuple[list[ActionColumns], list[StageMeeting]]]
 
 
 def _played(
-    of: Template, program: Program, timed: Timed, how: Execution
+    of: StructureTemplate, program: Program, timed: Timed, how: Execution
 ) -> tuple[_Actions, _Tails]:
     """The actions of a program of the template, one of each kind, and what follows them."""
     actions: _Actions = {}
@@ -161,7 +165,7 @@ def _played(
 
 
 def _chosen(
-    of: Template, rank: int, found: Cuts
+    of: StructureTemplate, rank: int, found: Cuts
 ) -> dict[tuple[tuple[int, str], bool], tuple[int, int]]:
     """One action of each stage and kind on a rank, complete and not: its places."""
     kinds = {(a.stage, a.kind) for a in flat(of.order[rank])}

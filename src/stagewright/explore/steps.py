@@ -42,7 +42,7 @@ class Pipeline:
         return 1 + max(a.stage for row in self.order(self.played) for a in flat(row))
 
 
-class Messages(NamedTuple):
+class NeighbourMessages(NamedTuple):
     """Messages between neighbouring ranks of pipelines."""
 
     size: Float
@@ -80,10 +80,10 @@ class Lot:
     microbatches: Int
     more: Float
     """Rounds that are added to those that are played: [configurations]."""
-    messages: Messages
+    messages: NeighbourMessages
 
 
-class Steps(NamedTuple):
+class StepColumns(NamedTuple):
     """The steps of configurations: seconds, [configurations] each."""
 
     seconds: Float
@@ -100,9 +100,9 @@ class _Ends(NamedTuple):
     actions: Float
 
 
-def steps(of: Pipeline, lots: Sequence[Lot]) -> list[Steps]:
+def steps(of: Pipeline, lots: Sequence[Lot]) -> list[StepColumns]:
     """The steps of each lot."""
-    played = _Played(of, lots)
+    played = _PlayedLots(of, lots)
     ends = played.ends(of.played)
     seconds = [end.whole for end in ends]
     if of.before:
@@ -111,7 +111,7 @@ def steps(of: Pipeline, lots: Sequence[Lot]) -> list[Steps]:
     return [played.parts(nth, each) for nth, each in enumerate(seconds)]
 
 
-def _continued(played: _Played, nth: int, now: _Ends, before: _Ends) -> Float:
+def _continued(played: _PlayedLots, nth: int, now: _Ends, before: _Ends) -> Float:
     """The time with all rounds: each further one adds what the last one has added, or more."""
     of, lot = played.of, played.lots[nth]
     pace, host = played.pace(nth)
@@ -121,7 +121,7 @@ def _continued(played: _Played, nth: int, now: _Ends, before: _Ends) -> Float:
     return np.maximum(now.whole + lot.more * np.maximum(period, 0.0), launched)
 
 
-class _Played:
+class _PlayedLots:
     """Configurations in lots, played together."""
 
     def __init__(self, of: Pipeline, lots: Sequence[Lot]) -> None:
@@ -139,7 +139,7 @@ class _Played:
         return kind_of(stage, self.stages), tuple(self.lots[nth].layers[:, stage].tolist())
 
     def _action(self, nth: int, stage: int, kind: str, complete: bool) -> Float:
-        """The rows of an action (`responses.Linear`) for a lot: [rows, configurations]."""
+        """The rows of an action (`responses.LinearResponse`) for a lot: [rows, configurations]."""
         lot, of = self.lots[nth], self._key(nth, stage)
         key = (*of, kind, complete)
         if key not in self._rows[nth]:
@@ -246,7 +246,7 @@ class _Played:
 
     # ---- where the time goes ---------------------------------------------------------------------
 
-    def parts(self, nth: int, seconds: Float) -> Steps:
+    def parts(self, nth: int, seconds: Float) -> StepColumns:
         """The parts of steps that take so long: of the mean rank."""
         lot, axes = self.lots[nth], self.lots[nth].responses.axes
         sums = np.zeros((1 + len(axes), len(lot.tuples)))
@@ -264,7 +264,7 @@ class _Played:
         if self.of.pp == 1:  # nothing but gradients and weights is waited for between actions
             waits["dp"] = waits.get("dp", 0.0) + rest
             rest = 0 * rest
-        return Steps(seconds, rest, waits, launches)
+        return StepColumns(seconds, rest, waits, launches)
 
 
 def _latest(times: Sequence[Float]) -> Float:

@@ -68,7 +68,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Template:
+class StructureTemplate:
     """The programs of a structure: the base, and with one layer more of each variant on a stage."""
 
     run: Run
@@ -122,7 +122,9 @@ class Kind(NamedTuple):
     parts: Parts
 
 
-def template(step: TrainingStep, of: Kind, blocks: Mapping[BlockVariant, LoweredBlock]) -> Template:
+def template(
+    step: TrainingStep, of: Kind, blocks: Mapping[BlockVariant, LoweredBlock]
+) -> StructureTemplate:
     """The template of pipelines, from the blocks that they are made of.
 
     `step` is that of any pipeline of these blocks, with numbers of one configuration or of many.
@@ -142,4 +144,4 @@ def template(step: TrainingStep, of: Kind, blocks: Mapping[BlockVariant, Lowered
         small = replace(step, run=run, order=order, mesh=mesh, stages=placed, habits=habits)
         return small.assemble(blocks)
 
-    return Template(run, order, pp, assembly(None), tuple(map(assembly, of.parts.layers)))
+    return StructureTemplate(run, order, pp, assembly(None), tuple(map(assembly, of.parts.layers)))

@@ -53,7 +53,7 @@ Placed: TypeAlias = dict[PlacedKey, "list[Placement]"]
 
 
 @dataclass(frozen=True, eq=False)
-class Meshes:
+class MeshColumns:
     """The meshes of configurations of one structure on a machine, by the sizes of their axes."""
 
     program: Program
@@ -80,7 +80,7 @@ class Meshes:
             found = found * (self.pipeline if axis == "pp" else self.sizes[axis])
         return found
 
-    def alike(self, who: Communicator) -> list[Alike]:
+    def groups_of(self, who: Communicator) -> list[Alike]:
         """Where the groups of a communicator lie, for the ranks of the first stage."""
         distinct, of = self._distinct
         by_place: dict[tuple[Placement, ...], list[int]] = {}
@@ -194,7 +194,7 @@ class Columns:
         seconds = kernels_seconds(name, kernels, self.hardware.sustained())
         return seconds.reshape(len(mine), self.count)
 
-    def of_rows(self, tasks: Tasks, kernel: Int, meshes: Meshes) -> Float:
+    def of_rows(self, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> Float:
         """Seconds of the rows of a rank class, which are copies of `kernel`: [rows, ...]."""
         seconds = self.computed[kernel]
         seconds = self._fused(tasks, kernel, seconds)
@@ -270,7 +270,7 @@ class Columns:
             rows = chosen & (kernel == nth)
             seconds[rows] += added(self.extents(nth), self.kernels[nth].dtype)
 
-    def _add_copying(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: Meshes) -> None:
+    def _add_copying(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         program = meshes.program
         exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
         degree_of = program.mesh.degree_of
@@ -287,7 +287,7 @@ class Columns:
 
     # ---- communication ---------------------------------------------------------------------------
 
-    def _collectives(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: Meshes) -> None:
+    def _collectives(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         moves = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
         keys = np.stack([tasks.slot[moves], tasks.collective[moves]]).astype(np.int64)
         pairs: list[list[int]] = np.unique(keys, axis=1).T.tolist()
@@ -296,7 +296,7 @@ class Columns:
             mine, back = np.unique(kernel[rows], return_inverse=True)
             sizes = self.numbers[2][mine]
             took = np.zeros_like(sizes)
-            for tuples, places in meshes.alike(meshes.program.communicators[slot]):
+            for tuples, places in meshes.groups_of(meshes.program.communicators[slot]):
                 for place in places:
                     found = collectives_seconds(
                         COLLECTIVES[op], sizes[:, tuples], place, meshes.machine
@@ -304,7 +304,7 @@ class Columns:
                     took[:, tuples] = np.maximum(took[:, tuples], found)
             seconds[rows] = took[back.ravel()]
 
-    def _messages(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: Meshes) -> None:
+    def _messages(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         """Seconds of messages along other axes than the pipeline's: those lie as groups do."""
         moves = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
         slots: list[int] = np.unique(tasks.slot[moves]).tolist()
@@ -315,7 +315,7 @@ class Columns:
             rows = np.flatnonzero(moves & (tasks.slot == slot))
             sizes = self.numbers[2][kernel[rows]]
             took = np.zeros_like(sizes)
-            for tuples, places in meshes.alike(Communicator((axis,))):
+            for tuples, places in meshes.groups_of(Communicator((axis,))):
                 spread = [n for place in places for n, c in enumerate(place.counts) if c > 1]
                 level = max(spread, default=0)
                 took[:, tuples] = messages_seconds(sizes[:, tuples], level, meshes.machine)

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
-class Figures(BaseModel):
+class FigureBlock(BaseModel):
     """A block of figures in a hardware file: finite, and of keys that are known."""
 
     model_config = ConfigDict(
@@ -34,7 +34,7 @@ MOST = 1e12
 """The largest figure of a device that is believed, whatever its unit."""
 
 
-class GemmFit(Figures):
+class GemmFit(FigureBlock):
     """Constants of matrix products in one precision; see `roofline.gemm_seconds`."""
 
     fraction: float = Field(gt=0, le=1.2)
@@ -55,7 +55,7 @@ class GemmFit(Figures):
         return self.model_copy(update=tile)
 
 
-class AttentionFit(Figures):
+class AttentionFit(FigureBlock):
     """Constants of fused attention; see `roofline.attention_seconds`."""
 
     fraction: float = Field(gt=0, le=3)
@@ -75,7 +75,7 @@ class AttentionFit(Figures):
         return self.model_copy(update={**tile, "fraction": self.fraction * clock})
 
 
-class ExpertFit(Figures):
+class ExpertFit(FigureBlock):
     """Constants of the kernels around the products of experts; see `roofline.copies_seconds`."""
 
     routing_us: float = Field(ge=0)

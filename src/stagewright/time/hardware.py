@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import from_yaml, read_text
-from stagewright.time.constants import AttentionFit, ExpertFit, Figures, GemmFit
+from stagewright.time.constants import AttentionFit, ExpertFit, FigureBlock, GemmFit
 from stagewright.time.inference_fits import InferenceFit
 
 Topology = Literal["switch", "fully_connected", "ring", "torus"]
@@ -39,7 +39,7 @@ Line = Annotated[str, AfterValidator(_one_line)]
 """A name or a description: one printable line, which goes to terminals and into scripts."""
 
 
-class _Link(Figures):
+class _Link(FigureBlock):
     """Figures per GPU. A message starts within `latency_us` and passes slowly, or, where that takes
     longer, somewhat later and faster: as NCCL's protocols LL, LL128 and Simple do."""
 
@@ -91,7 +91,7 @@ class ScaleOut(_Link):
     """Adapters of a scale-up domain that an all_reduce over several domains uses at most."""
 
 
-class Hardware(Figures):
+class Hardware(FigureBlock):
     """An accelerator and its system. TFLOP/s are dense, GB are 1e9 bytes, bandwidths are GB/s."""
 
     name: Line

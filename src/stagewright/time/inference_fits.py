@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from stagewright.time.constants import Figures
+from stagewright.time.constants import FigureBlock
 
 BLOCKS = "fp8_block"
 """The key of constants of products in fp8 whose weights are scaled by blocks of rows and columns,
 with the kernel that finds the scales of their inputs."""
 
 
-class InferenceGemmFit(Figures):
+class InferenceGemmFit(FigureBlock):
     """Constants of products of few rows, in place of those that training's products have.
 
     Training's rows in fp8 are of products with the kernels that find scales and quantize; engines
@@ -32,7 +32,7 @@ class InferenceGemmFit(Figures):
     """Share of the peak; None: training's."""
 
 
-class CachedAttentionFit(Figures):
+class CachedAttentionFit(FigureBlock):
     """Constants of attention over a cache; see `roofline.cached_attention_seconds`."""
 
     launch_us: float = Field(ge=0)
@@ -45,7 +45,7 @@ class CachedAttentionFit(Figures):
     sharpness: float = Field(ge=1)
 
 
-class DirectAllReduce(Figures):
+class DirectAllReduce(FigureBlock):
     """An all_reduce by one kernel that reads the memory of its peers, as engines have for decode.
 
     See `collectives.direct_all_reduce`.
@@ -60,7 +60,7 @@ class DirectAllReduce(Figures):
     """Time to start the second of two passes: each GPU adds up a part, then all read the parts."""
 
 
-class InferenceFit(Figures):
+class InferenceFit(FigureBlock):
     """Constants of kernels that only inference runs, or runs otherwise than training."""
 
     gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)

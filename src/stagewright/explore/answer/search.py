@@ -19,7 +19,7 @@ from stagewright.executors import Executor
 from stagewright.explore.answer import objectives
 from stagewright.explore.answer.bounds import lower_bounds
 from stagewright.explore.candidates import Candidates
-from stagewright.explore.evaluate import Evaluated, Left
+from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import Heard, exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.lots import STOPPED
@@ -63,7 +63,7 @@ class Ranking:
     """Of all in columns, also of those that were simulated; NaN where columns cannot say."""
     best: Int
     """The simulated candidates that fit, best first; of several objectives, the front."""
-    left: Sequence[Left]
+    left: Sequence[LeftOut]
     """Candidates that columns cannot evaluate, with the reason."""
     refused: Mapping[int, str]
     """What was said of candidates whose run could not be compiled or simulated."""
@@ -125,7 +125,7 @@ class Ranking:
 
 
 @dataclass(slots=True)
-class _State:
+class _SearchState:
     """What is known meanwhile."""
 
     rows: Candidates
@@ -162,7 +162,7 @@ class _State:
     def figures(self) -> Figures:
         """The figures of all, simulated ones over those of columns."""
         at = np.concatenate([rows for rows, _ in self.parts] or [np.zeros(0, dtype=np.int64)])
-        every = Figures.joined([self.columns, *(figures for _, figures in self.parts)])
+        every = Figures.concatenated([self.columns, *(figures for _, figures in self.parts)])
         place = np.arange(len(self.rows))
         place[at] = len(self.rows) + np.arange(len(at))
         return every.take(place)
@@ -212,13 +212,13 @@ def search(
     if how.prove and how.objectives != ("time",):
         raise UserError("--exact proves the least time; use --objective time alone")
     every = np.arange(len(rows))
-    found = Evaluated(unknown(len(rows)), [Left(every, "", True)])
+    found = Evaluated(unknown(len(rows)), [LeftOut(every, "", True)])
     if evaluate is not None:
         found = evaluate(rows)
     columns = found.figures
     blind = np.isnan(columns.seconds)
     bounds = lower_bounds(rows) if how.prove or blind.any() else np.zeros(len(rows))
-    state = _State(rows, columns, how, executor, heard)
+    state = _SearchState(rows, columns, how, executor, heard)
     for each in found.left:
         if not each.possible:
             state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
@@ -238,7 +238,7 @@ def search(
     return result
 
 
-def _simulate_best(state: _State, seen: Bool) -> None:
+def _simulate_best(state: _SearchState, seen: Bool) -> None:
     """Simulate the best by columns, and further ones while none of them fits."""
     columns, how = state.columns, state.how
     plausible = seen & ((columns.peak <= _MARGIN * columns.device_memory) | how.any_memory)
@@ -253,7 +253,7 @@ def _simulate_best(state: _State, seen: Bool) -> None:
             return
 
 
-def _simulate_blind(state: _State, blind: Int, bounds: Float) -> None:
+def _simulate_blind(state: _SearchState, blind: Int, bounds: Float) -> None:
     """Simulate the most promising of candidates that columns cannot evaluate."""
     per_token = bounds / _step_tokens(state.rows)
     order = blind[np.argsort(per_token[blind], kind="stable")]
@@ -274,7 +274,7 @@ def _step_tokens(rows: Candidates) -> Float:
     return (rows.numbers("global_batch_size") * np.maximum(lengths, 1)).astype(np.float64)
 
 
-def _prove(state: _State, bounds: Float) -> None:
+def _prove(state: _SearchState, bounds: Float) -> None:
     """Simulate all candidates whose lower bounds are below the best, the lowest first."""
     if state.rows.base.cluster.durations is not None:
         raise UserError("--exact needs durations by formula; drop --durations")

@@ -13,12 +13,12 @@ from pydantic import Field, ValidationError
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import from_yaml, read_text
-from stagewright.time.constants import Figures
+from stagewright.time.constants import FigureBlock
 
 HOURS_PER_YEAR = 8766.0
 
 
-class Ownership(Figures):
+class Ownership(FigureBlock):
     """A cost file. USD are per GPU, watts those of a GPU with its share of the node."""
 
     gpu_usd: float = Field(ge=0)
