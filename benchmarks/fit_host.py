@@ -4,7 +4,7 @@
     python benchmarks/fit_host.py launches SOURCE[,SOURCE ...] [SHARE]
 
 `collectives` takes the collectives of 1 GiB with which each job of nanotron's sweep began and
-prints `COLLECTIVE_CHECK` of `time.simulate.launches` and `hop_us` of `data/hardware/h100-p5.yaml`;
+prints `COLLECTIVE_CHECK` of `time.simulate.launches` and `hop_us` of `h100-p5-sxm`;
 no step time is in them. `launches` predicts the rows of sources that are launched eagerly with
 several costs of a call, and prints the errors on the rows that may be fitted to and on those held
 out (`evidence.groups.held_out`), of jobs on up to four nodes whose collectives were not checked:

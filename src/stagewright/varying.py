@@ -15,15 +15,15 @@ what decides about the way that a computation takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
-from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arithmetic import ManyNumbers, ceil
 from stagewright.arrays import Bool
 from stagewright.integers import MOST, Whole, bound, floor, is_1, is_same, plus, times
 
@@ -56,7 +56,7 @@ class Cases:
         return first
 
 
-class Varying:
+class Varying(ManyNumbers):
     """An exact number, whole or a fraction, per configuration; immutable.
 
     Arithmetic and comparisons are those of ints and Fractions; floats are refused, since whole
@@ -204,6 +204,19 @@ class Varying:
             return self._of(above, most, below)
         return self._of(above * np.sign(below), most, np.where(below == 0, 1, np.abs(below)))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all are whole numbers."""
+        return is_1(self.below)
+
+    def larger(self, other: Any) -> Varying:
+        """The larger number of each configuration."""
+        terms = _parts(other) or (0, 1, 1)
+        left, right = _comparable(self, terms)
+        below = self.below if is_same(self.below, terms[1]) else self.under(terms[1])
+        above = np.asarray(np.maximum(left, right))
+        return Varying(self.cases, above, below, max(bound(left), bound(right)))
+
     # ---- questions -------------------------------------------------------------------------------
 
     def __index__(self) -> int:
@@ -246,41 +259,6 @@ class Varying:
 # ---- what code that takes either writes in the place of Python's own -----------------------------
 
 
-def is_integer(number: object) -> bool:
-    """Whether this is a whole number, or a column of whole numbers."""
-    return is_1(number.below) if isinstance(number, Varying) else isinstance(number, int)
-
-
-def exact(number: Any) -> Any:
-    """An int from whatever stands for one (numpy's overflow in silence); a column as it is."""
-    return number if isinstance(number, Varying) else index(number)
-
-
-def ceil(number: Any) -> Any:
-    """The least whole number that is not less; of whole numbers, they themselves."""
-    return number if is_integer(number) else math.ceil(number)
-
-
-def largest(numbers: Iterable[Any]) -> Any:
-    """The largest number of each configuration: `max` would ask which one it is.
-
-    >>> cases = Cases(2)
-    >>> np.asarray(largest([3, cases.varying(np.array([2, 4]))])), bool(cases.alike.all())
-    (array([3, 4]), True)
-    """
-    every = [*numbers]
-    columns = [x for x in every if isinstance(x, Varying)]
-    if not columns:
-        return max(every)
-    some = [max(rest)] if (rest := [x for x in every if not isinstance(x, Varying)]) else []
-    return reduce(_larger, [*columns, *some])
-
-
-def smallest(numbers: Iterable[Any]) -> Any:
-    """The smallest number of each configuration."""
-    return -largest([-x for x in numbers])
-
-
 def divides(ranks: Any, number: Any) -> Any:
     """Whether a whole number is a multiple of another, as a column of 0 and 1 where they vary."""
     rest = number % ranks
@@ -315,13 +293,6 @@ def position_of_largest(keys: Sequence[tuple[Any, ...]]) -> int:
     return Varying(cases, best, 1, len(keys)).__index__()
 
 
-def ratio(above: Any, below: Any) -> Any:
-    """The exact quotient: a Fraction, or a column."""
-    if isinstance(above, Varying) or isinstance(below, Varying):
-        return above / below
-    return Fraction(above, below)
-
-
 def gcd(a: Any, b: Any) -> Any:
     """The greatest common divisor of whole numbers."""
     if not (isinstance(a, Varying) or isinstance(b, Varying)):
@@ -334,14 +305,6 @@ def gcd(a: Any, b: Any) -> Any:
 def first_of(number: Any) -> Any:
     """The number of the first configuration; any other number as it is."""
     return number.first if isinstance(number, Varying) else number
-
-
-def _larger(a: Varying, b: Any) -> Varying:
-    terms = _parts(b) or (0, 1, 1)
-    left, right = _comparable(a, terms)
-    below = a.below if is_same(a.below, terms[1]) else a.under(terms[1])
-    above = np.asarray(np.maximum(left, right))
-    return Varying(a.cases, above, below, max(bound(left), bound(right)))
 
 
 # ---- exact arithmetic on arrays ------------------------------------------------------------------

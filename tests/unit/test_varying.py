@@ -11,18 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.varying import (
-    Cases,
-    Varying,
-    ceil,
-    exact,
-    first_of,
-    gcd,
-    largest,
-    position_of_largest,
-    ratio,
-    smallest,
-)
+from stagewright.arithmetic import ceil, exact, largest, ratio, smallest
+from stagewright.varying import Cases, Varying, first_of, gcd, position_of_largest
 
 ROWS = 7
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

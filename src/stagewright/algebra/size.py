@@ -25,7 +25,7 @@ from operator import index
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
-from stagewright.varying import ceil, exact, is_integer, largest, ratio
+from stagewright.arithmetic import ceil, exact, is_integer, largest, ratio
 
 
 class Opaque(NamedTuple):

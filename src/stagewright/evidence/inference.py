@@ -342,5 +342,5 @@ def _compiled(key: frozenset[tuple[str, Any]]) -> CompiledRun:
 
 @cache
 def _checkpoints() -> dict[str, Any]:
-    file = files("stagewright") / "data" / "measured" / "checkpoints.yaml"
-    return own_yaml(file.read_text("utf-8"))
+    text = (files("stagewright") / "data" / "measured" / "checkpoints.yaml").read_text("utf-8")
+    return own_yaml(text)

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.index import bind, parse, splits
 from stagewright.algebra.size import Size, size
+from stagewright.arithmetic import ceil, is_integer, ratio, smallest
 from stagewright.arrays import compressed_pairs
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.table import LEAVES, MOVES, OPS, batch_and_heads
-from stagewright.varying import Varying, ceil, is_integer, ratio, smallest
+from stagewright.varying import Varying
 
 
 class Work(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from stagewright import blocks as nn
 from stagewright.algebra.layout import Mesh
+from stagewright.arithmetic import largest
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.recompute import remat
@@ -36,7 +37,6 @@ from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
 from stagewright.run.rule import MOST_FLOPS
 from stagewright.run.settings import Run
-from stagewright.varying import largest
 
 # ---- the graph of a block: built for one device, recomputed, sharded -----------------------------
 

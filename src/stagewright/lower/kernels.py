@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
+from stagewright.arithmetic import ceil, largest
 from stagewright.graph.cost import bytes_per_value, indices, local, traffic
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.parameter import HEADS
@@ -26,7 +27,6 @@ from stagewright.graph.roles import CHOSEN, CLIP, GATHERED, MEMORY, STREAM, TABL
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.program.columns import Shape, TaskKind
 from stagewright.program.shapes import shape_of
-from stagewright.varying import ceil, largest
 
 Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import size
+from stagewright.arithmetic import ratio, smallest
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
@@ -33,7 +34,6 @@ from stagewright.program.columns import (
 from stagewright.program.memory import at_peak
 from stagewright.run.expert_load import one_busy_rank, read_lines, times_mean
 from stagewright.run.settings import Run
-from stagewright.varying import ratio, smallest
 
 ROWS = size("R")
 """The dim of token copies (rows) of an expert."""

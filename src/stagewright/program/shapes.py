@@ -15,11 +15,11 @@ from typing import Any
 
 from stagewright.algebra.index import parse
 from stagewright.algebra.size import Size, size
+from stagewright.arithmetic import ceil, largest
 from stagewright.graph.cost import extents, indices
 from stagewright.graph.node import Node
 from stagewright.graph.table import OPS, Timing, heads
 from stagewright.program.columns import Shape
-from stagewright.varying import ceil, largest
 
 GEMM = "gemm"
 """What the shape of a product of two operands is called, whatever indices it has."""

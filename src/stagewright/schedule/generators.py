@@ -214,8 +214,8 @@ def dualpipe(pp: int, microbatches: int) -> Order:
     `dualpipev` does on half the ranks, whose V is unfolded here.
 
     >>> from stagewright.schedule.places import places
-    >>> places(dualpipe(2, 4))[:2]
-    [Place(stage=0, rank=0, before=None, after=1), Place(stage=1, rank=0, before=1, after=None)]
+    >>> [(place.stage, place.rank) for place in places(dualpipe(2, 4))[:2]]
+    [(0, 0), (1, 0)]
     """
     half = dualpipev(pp // 2, microbatches // 2)
 

@@ -221,6 +221,6 @@ def test_nccl_goes_through_no_tier_after_the_other() -> None:
 
 def test_efa_takes_as_long_as_its_users_measured() -> None:
     """all_gather of 1 GiB over 64 nodes: 24 ms (nanotron's jobs on AWS p5), with two copies."""
-    machine = Machine.of(hardware.resolve("h100-p5"), nodes=64)
+    machine = Machine.of(hardware.resolve("h100-p5-sxm"), nodes=64)
     seconds, _ = collective_seconds("all_gather", 2**30 // 512, whole(machine), machine)
     assert 0.0219 < seconds + 0.0007 < 0.0265

@@ -45,7 +45,7 @@ def divisors_of(n: int) -> list[int]:
 
 
 def figures_of(hardware: Hardware) -> dict[str, float]:
-    """All numbers of a hardware file by their paths, such as `scale_up.bandwidth_gb_s`."""
+    """All numbers of a hardware file by their paths: keys with dots between."""
 
     def walk(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
         for key, value in values.items():

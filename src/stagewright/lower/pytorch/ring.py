@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from stagewright.algebra.index import parse
+from stagewright.arithmetic import largest, smallest
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.assembly.habit import Habit
 from stagewright.lower.kernels import Kernel
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
-from stagewright.varying import largest, smallest
 
 
 @dataclass(frozen=True, slots=True)
