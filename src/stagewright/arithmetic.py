@@ -65,6 +65,5 @@ def smallest(numbers: Iterable[Any]) -> Any:
 
 def ratio(above: Any, below: Any) -> Any:
     """The exact quotient: a Fraction, or that of many configurations."""
-    if isinstance(above, ManyNumbers) or isinstance(below, ManyNumbers):
-        return above / below
-    return Fraction(above, below)
+    many = isinstance(above, ManyNumbers) or isinstance(below, ManyNumbers)
+    return above / below if many else Fraction(above, below)

@@ -17,6 +17,7 @@ ASKED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_process_finds():
     alone = sw.search("gpt2", "h100-sxm", **ASKED)
     shared = sw.search("gpt2", "h100-sxm", executor=Processes(2), **ASKED)
@@ -25,6 +26,7 @@ def test_processes_find_what_one_process_finds():
     assert alone.ranking.simulated == 3
 
 
+@pytest.mark.slow
 def test_the_answer_is_that_of_simulating_all():
     found = sw.search("gpt2", "h100-sxm", **ASKED)
     proven = sw.search("gpt2", "h100-sxm", exact=True, **ASKED)

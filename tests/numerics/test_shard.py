@@ -97,7 +97,7 @@ def replay(block: str, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_seeded_layouts(block: str) -> None:
-    for seed in range(times(40 if block == "by hand" else 4 if "layer" in block else 3)):
+    for seed in range(times(30 if block == "by hand" else 2)):
         try:
             replay(block, random.Random(seed))
         except Exception as error:
@@ -106,7 +106,7 @@ def test_seeded_layouts(block: str) -> None:
 
 
 @given(rng=st.randoms(use_true_random=False), block=st.sampled_from(sorted(BLOCKS)))
-@settings(max_examples=times(40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=times(30), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_layouts(rng: random.Random, block: str) -> None:
     replay(block, rng)
 

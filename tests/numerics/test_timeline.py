@@ -58,8 +58,13 @@ def compare(
     return line
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("run", RUNS)
+HALF = [
+    pair for nth, pair in enumerate(itertools.product(RUNS, WAYS)) if (nth + nth // len(WAYS)) % 2
+]
+"""Every run in half of the ways, and every way of half of the runs."""
+
+
+@pytest.mark.parametrize(("run", "way"), HALF)
 def test_timeline_is_that_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     for alike in (True, False) if way == "overlap" else (len(run + way) % 2 == 0,):
@@ -86,12 +91,6 @@ def launches(program: Program, ticks: list[Int], seed: int) -> list[tuple[Int, B
         waits = (random.random(len(each)) < 0.1) | (of.tasks.kind == TaskKind.RECV)
         found.append((cost, waits & (seed % 3 > 0)))
     return found
-
-
-HALF = [
-    pair for nth, pair in enumerate(itertools.product(RUNS, WAYS)) if (nth + nth // len(WAYS)) % 2
-]
-"""Every run in half of the ways, and every way of half of the runs."""
 
 
 @pytest.mark.parametrize(("run", "way"), HALF)

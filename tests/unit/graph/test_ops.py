@@ -363,7 +363,7 @@ def test_gradients_against_finite_differences(example: Example) -> None:
 def test_any_layouts(example: Example) -> None:
     graph, primal, values = built(example)
     truth = single(graph, SIZES, values)
-    for seed in range(times(12)):
+    for seed in range(times(6)):
         draw = RandomLayouts(random.Random(seed), SIZES)
         sharded = shard(graph, draw.want, primal, inner=draw.inner)
         verify(sharded)
