@@ -32,6 +32,12 @@ class ManyNumbers(ABC):
     def larger(self, other: Any) -> Any:
         """The larger number of each configuration."""
 
+    @abstractmethod
+    def __truediv__(self, other: Any) -> Any: ...
+
+    @abstractmethod
+    def __rtruediv__(self, other: Any) -> Any: ...
+
 
 def is_integer(number: object) -> bool:
     """Whether this is a whole number, or whole numbers of many configurations."""
@@ -65,5 +71,6 @@ def smallest(numbers: Iterable[Any]) -> Any:
 
 def ratio(above: Any, below: Any) -> Any:
     """The exact quotient: a Fraction, or that of many configurations."""
-    many = isinstance(above, ManyNumbers) or isinstance(below, ManyNumbers)
-    return above / below if many else Fraction(above, below)
+    if isinstance(above, ManyNumbers) or isinstance(below, ManyNumbers):
+        return above / below
+    return Fraction(above, below)
