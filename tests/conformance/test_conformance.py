@@ -61,6 +61,7 @@ def test_what_differs_is_of_a_case():
     assert {name for name, _ in compare.DIFFERENT} <= set(compare.NAMES)
 
 
+@pytest.mark.slow
 def test_the_table_in_the_docs():
     text = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
     assert compare.table() in text, "put what `python tests/conformance/compare.py` prints there"

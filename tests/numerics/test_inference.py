@@ -122,7 +122,7 @@ def test_a_chunk_of_a_prompt_beside_decode() -> None:
     st.integers(0, 3),
     st.sampled_from([(0, 1), (0, 2), (1, 2), (3, 5)]),
 )
-@settings(max_examples=times(60), deadline=None)
+@settings(max_examples=times(30), deadline=None)
 def test_sums_over_requests(
     groups: list[Group], places: int, reach: tuple[int, int], block: int, logits: int,
     stripes: tuple[int, int],

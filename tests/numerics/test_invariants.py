@@ -157,7 +157,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 @settings(
-    max_examples=times(40),
+    max_examples=times(20),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

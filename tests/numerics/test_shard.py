@@ -106,7 +106,7 @@ def test_seeded_layouts(block: str) -> None:
 
 
 @given(rng=st.randoms(use_true_random=False), block=st.sampled_from(sorted(BLOCKS)))
-@settings(max_examples=times(30), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=times(15), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_layouts(rng: random.Random, block: str) -> None:
     replay(block, rng)
 

@@ -32,6 +32,7 @@ def rows(table: str) -> dict[tuple[str, str], Row]:
 # ---- Table VII: volumes --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_volumes_are_those_measured() -> None:
     """To the digit that is printed; where not, the reason is written."""
     for row in rows("VII").values():
