@@ -350,7 +350,7 @@ ALONE = (
     *("model", "layers", "seq_length", "decoder_seq_length", "flash_attention"),
     *("recompute_modules", "mtp_num_layers", "operators"),
     *("trainable", "freeze", "lora_rank", "lora_target_modules"),
-    *("document_length", "recompute_save"),
+    *("document_length", "recompute_save", "dropout"),
 )
 """Settings that one rank's work depends on, besides how it recomputes."""
 
