@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from structures import compare, memory_gaps
+from stagewright.explore.candidates import Candidates, Column
+from stagewright.explore.structures import structures
+from stagewright.run.experiment import Experiment
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+from structures import compare, differences, memory_gaps
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -21,3 +28,16 @@ def test_memory_is_that_of_runs_compiled_alone(seed: int) -> None:
     gaps, left = memory_gaps(3, seed)
     assert all(abs(gap) <= 0.01 for gap, _ in gaps), gaps
     assert left <= len(gaps)
+
+
+def test_a_structure_has_several_microbatches_as_its_candidates_do() -> None:
+    """Also one without the first candidate, whose batch has one with the others' numbers."""
+    rows = [{"tp": 1, "micro_batch_size": 1, "global_batch_size": 8},
+            {"tp": 2, "micro_batch_size": 2, "global_batch_size": 16}]  # fmt: skip
+    columns = {name: Column.of([row[name] for row in rows]) for name in rows[0]}
+    run = Run(model="opt-125m", layers=1, dp=4, zero=3, framework="torchtitan", vocab=240)
+    base = Experiment(run, ClusterSection(), Execution())
+    candidates = Candidates.of(base, resolve("h100-sxm"), columns)
+    found = structures(candidates).found
+    assert [of.run.microbatches for of in found] == [2, 2]
+    assert not [one for of in found for one in differences(candidates, of)]

@@ -22,7 +22,13 @@ from stagewright.explore.memory import Peaks
 from stagewright.explore.pipeline import rounds
 from stagewright.explore.responses import Responses, Timed, responses
 from stagewright.explore.steps import Lot, NeighbourMessages, Pipeline, StepColumns, steps
-from stagewright.explore.structures import NUMBERS, PIPELINE, Structure, structures
+from stagewright.explore.structures import (
+    NUMBERS,
+    PIPELINE,
+    Structure,
+    microbatches_of,
+    structures,
+)
 from stagewright.explore.templates import Kind, Parts, StructureTemplate, template, unlike
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.lower.frozen import mark_trained
@@ -121,7 +127,7 @@ class _Evaluation:
         model = self.candidates.model
         names = [n for n in PIPELINE if n in own.columns]
         pipelines = own.distinct(*names)
-        batch = _microbatches(own, model)
+        batch = microbatches_of(own)
         machines = _machines(own)
         templates: dict[Kind, StructureTemplate] = {}
         for group in range(int(machines.max()) + 1):
@@ -200,7 +206,7 @@ class _Evaluation:
         at = of.candidates[mine]
         first = own.run(int(mine[0])).resolved(self.candidates.model)
         lengths = own.numbers("seq_length")[mine]
-        batch = _global_batch(own, self.candidates.model)[mine]
+        batch = _global_batch(own)[mine]
         for length in np.unique(lengths).tolist():
             some = lengths == length
             run = first if length == ABSENT else first.model_copy(update={"seq_length": length})
@@ -286,22 +292,13 @@ def _machines(own: Candidates) -> Int:
     return np.unique(key * (int(world.max()) + 1) + world, return_inverse=True)[1].ravel()
 
 
-def _global_batch(own: Candidates, model: ModelConfig) -> Int:
+def _global_batch(own: Candidates) -> Int:
     """Sequences of a step."""
     given = own.numbers("global_batch_size")
     if (given != ABSENT).all():
         return given
     size = own.numbers("micro_batch_size") * own.numbers("dp")
-    return np.where(given == ABSENT, size * _microbatches(own, model), given)
-
-
-def _microbatches(own: Candidates, model: ModelConfig) -> Int:
-    """Microbatches of a step; where no batch is given, as many as the run has by default."""
-    found = own.microbatches.copy()
-    absent = np.flatnonzero(own.numbers("global_batch_size") == ABSENT)
-    for nth in absent.tolist():
-        found[nth] = own.run(nth).resolved(model).microbatches
-    return found
+    return np.where(given == ABSENT, size * microbatches_of(own), given)
 
 
 def _plan(run: Run, model: ModelConfig) -> _StagePlan:

@@ -165,9 +165,10 @@ def _variants(
     pipelines = own.distinct(*(name for name in PIPELINE if name in own.columns))
     variants: dict[BlockVariant, None] = {}
     there = np.ones(len(members), dtype=bool)
+    several = _has_several(own)
     for nth, first in enumerate(pipelines.first):
         try:
-            run = _with_few_microbatches(own.run(int(first)), own.model)
+            run = _with_few_microbatches(own.run(int(first)), own.model, several=several)
             stages = stages_of(run, own.model, order_of(run))
         except UserError as error:
             there &= pipelines.of != nth
@@ -177,9 +178,25 @@ def _variants(
     return members[there], [*variants]
 
 
-def _with_few_microbatches(run: Run, model: ModelConfig) -> Run:
+def microbatches_of(candidates: Candidates) -> Int:
+    """Microbatches of a step [candidates]; without a global batch size, what a run then has."""
+    found = candidates.microbatches.copy()
+    absent = np.flatnonzero(candidates.numbers("global_batch_size") == ABSENT)
+    some = candidates.take(absent)
+    if len(some):
+        pipelines = some.distinct(*(name for name in PIPELINE if name in some.columns))
+        counts = [some.run(int(first)).microbatches for first in pipelines.first]
+        found[absent] = np.array(counts)[pipelines.of]
+    return found
+
+
+def _has_several(alike: Candidates) -> bool:
+    """Whether candidates that differ only in numbers have several microbatches."""
+    return bool(microbatches_of(alike.take(slice(1)))[0] > 1)
+
+
+def _with_few_microbatches(run: Run, model: ModelConfig, *, several: bool) -> Run:
     """A resolved run with as few microbatches as its schedule takes; two where it has several."""
-    several = run.resolved(model).microbatches > 1
     late: Any = run.model_copy(update={"global_batch_size": None}).resolved(model)
     count = max(int(late.microbatches), 1 + several)
     return late.model_copy(update={"global_batch_size": late.micro_batch_size * late.dp * count})
@@ -191,9 +208,7 @@ def _alike_but_for_numbers(candidates: Candidates) -> Iterator[Int]:
     kinds = [n for n in names if n not in (*NUMBERS, *PIPELINE, "global_batch_size")]
     key = candidates.distinct(*kinds).of if kinds else np.zeros(len(candidates), dtype=np.int64)
     marks = [candidates.numbers(n) == ABSENT for n in names if n in NUMBERS]
-    if "global_batch_size" in candidates.columns or candidates.base.run.global_batch_size:
-        given = candidates.numbers("global_batch_size") != ABSENT
-        marks += [given, candidates.microbatches > 1]
+    marks += [candidates.numbers("global_batch_size") == ABSENT, microbatches_of(candidates) > 1]
     if "schedule" in names:
         column = candidates.column("schedule")
         twice = np.array([_holds_twice(value) for value in column.values])
@@ -223,11 +238,14 @@ class _SameButNumbers:
         self.index = tuples.of
         self.numbers = {n: self.own.numbers(n)[tuples.first] for n in names}
         self.count = len(tuples)
+        self.several = _has_several(self.own)
 
     def _step(self, run: Run, numbers: Mapping[str, Number]) -> TrainingStep:
         """A step with numbers in the place of the run's own, and few microbatches."""
-        late = _with_few_microbatches(run.model_copy(update={**numbers}), self.candidates.model)
-        return TrainingStep.of(late, self.candidates.model, {})
+        model, run = self.candidates.model, run.model_copy(update={**numbers})
+        # The run's own batch has other microbatches with these numbers.
+        late = _with_few_microbatches(run, model, several=self.several)
+        return TrainingStep.of(late, model, {})
 
     def add_to(self, found: list[Structure], refused: list[Refused]) -> None:
         """Find the structures of the group."""
