@@ -124,7 +124,6 @@ class _Evaluation:
         """Make lots of the candidates of a structure; returns those that cannot be played."""
         left: list[LeftOut] = []
         own = self.candidates.take(of.candidates)
-        model = self.candidates.model
         names = [n for n in PIPELINE if n in own.columns]
         pipelines = own.distinct(*names)
         batch = microbatches_of(own)
