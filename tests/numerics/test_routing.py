@@ -19,13 +19,13 @@ from stagewright import generate
 from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
-from stagewright.lower.assembly.assemble import lower
+from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.kernels import extent_of
+from stagewright.lower.extent import extent_of
 from stagewright.lower.recipe import sizes_of
 from stagewright.lower.routing import ROWS, Load, Routing, Rows
 from stagewright.lower.variants import place_blocks
@@ -177,7 +177,7 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
             kind: lower_block(graph, asked, mesh, extent, kind) for kind, graph in graphs.items()
         }
         placed = [[Placed(blocks[kind], i, "") for kind, i in stage] for stage in stages]
-        return lower(placed, order, mesh, clip=ClipNorm())
+        return assemble(placed, order, mesh, clip=ClipNorm()).program
 
     got = np.array([[24, 8, 40, 0][: routing.positions]] * 2) * routing.held
     load = Load(routing, [], np.array([32, 32]), got)

@@ -9,203 +9,22 @@ becomes the steps of a ring.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from fractions import Fraction
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Mesh
-from stagewright.algebra.size import Size, size
-from stagewright.arithmetic import ceil, largest
-from stagewright.graph.cost import bytes_per_value, indices, local, traffic
+from stagewright.arithmetic import largest
+from stagewright.graph.cost import indices, traffic
 from stagewright.graph.node import BYTES, Graph, Node
-from stagewright.graph.parameter import HEADS
-from stagewright.graph.roles import CHOSEN, CLIP, GATHERED, MEMORY, STREAM, TABLE, Role
+from stagewright.graph.roles import Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
-from stagewright.program.columns import Shape, TaskKind
+from stagewright.lower.extent import Extent, bytes_of
+from stagewright.lower.kernel import TIED, Dependency, Kernel, TaskPart
+from stagewright.lower.live_values import interface
+from stagewright.lower.rings import OwnKeys, ring_steps, way_home
+from stagewright.program.columns import TaskKind
 from stagewright.program.shapes import shape_of
-
-Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
-
-
-class LiveValue(NamedTuple):
-    """A value that blocks hand on to those after them, or its gradient, which goes the other way.
-
-    The residual stream is "x". A block that does not make a value lets it pass.
-    """
-
-    name: str
-    gradient: bool = False
-
-
-class TaskPart(Enum):
-    """When a task of a block runs within a step."""
-
-    GATHER_ONCE = "gather_once"
-    """Once per step, before the first forward: weights that stay gathered."""
-    GATHER = "gather"
-    """Before each forward: weights of one microbatch's pass."""
-    FORWARD = "forward"
-    GATHER_AGAIN = "gather_again"
-    """Before each backward: weights that forward has let go."""
-    BACKWARD = "backward"
-    REDUCE_ONCE = "reduce_once"
-    """After the last backward: gradients over data parallelism."""
-    TIE = "tie"
-    """Gradients of a table, between the pipeline ranks that hold copies."""
-    NORM = "norm"
-    """The norm of the gradients."""
-    UPDATE = "update"
-
-    @property
-    def gathers(self) -> bool:
-        """Whether weights are gathered here, and nothing is computed but their casts."""
-        return self in (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.GATHER_AGAIN)
-
-
-@dataclass(slots=True, eq=False)
-class Kernel:
-    """A row to be: a kernel, a collective or one end of a message."""
-
-    name: str
-    op: str
-    kind: TaskKind
-    phase: str
-    part: TaskPart
-    flops: int = 0
-    traffic: int = 0
-    axes: tuple[str, ...] = ()  # COLLECTIVE: outermost first; SEND, RECV: the one axis
-    shift: int = 0  # SEND, RECV: distance to the peer along the axis
-    twin: Kernel | None = None  # RECV: the SEND that a rank the other way issues for it
-    comm_bytes: int = 0
-    dtype: str = ""
-    shape: Shape | None = None  # COMPUTE
-    # what it waits for: tasks, or what others hand on
-    deps: list[Dependency] = field(default_factory=list["Dependency"])
-    made: list[Node] = field(default_factory=list[Node])  # values that others see
-    reads: list[Node] = field(default_factory=list[Node])  # values of others
-
-
-Dependency = Kernel | LiveValue
-
-
-Split = tuple[int, tuple[str, ...]]
-"""A number of rows, and the axes that split them, outermost first."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnRows:
-    """The rows that a rank has of splits that do not divide: those of `torch.chunk`.
-
-    All ranks have as many rows as fit evenly, rounded up, until none are left: one rank has the
-    rest, and those after it have none. `axes` are cut as one: those that FSDP shards over, in its
-    order; other axes of a dim come before them. `held` are the rows of each such split on the rank;
-    of a split that is not in it the first rank's. `met` collects the splits that were asked for.
-    """
-
-    axes: tuple[str, ...] = ()
-    held: Mapping[Split, int] = field(default_factory=dict[Split, int])
-    met: dict[Split, None] = field(default_factory=dict[Split, None])
-
-    def __call__(self, count: int, axes: tuple[str, ...], mesh: Mesh) -> int:
-        """Rows of `count` that the rank has."""
-        over = self._sharding(axes)
-        ranks = mesh.size(*over)
-        count = -(-count // (mesh.size(*axes) // ranks))
-        each = -(-count // ranks)
-        if each * ranks == count:
-            return each
-        self.met[count, over] = None
-        return self.held.get((count, over), each)
-
-    def _sharding(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The last of `axes`: experts are split over axes of ep, and only then sharded."""
-        rest = (axes[i:] for i in range(len(axes)))
-        return next((some for some in rest if some == tuple(a for a in self.axes if a in some)), ())
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How large a dim is on one rank; a split that does not divide pads to the ceiling.
-
-    `means` are dims of which only the mean is known, which need not be whole: the rows of experts.
-    `rows` are axes that split heads and their channels as one dim, where they split channels: rows
-    of a linear's weight as PyTorch's FSDP shards them. A size or a mesh axis may be `Varying`: then
-    extents are, and what kernels do with these is exact for every configuration. `own` are the rows
-    of this rank; None: those of the first rank, as if all were padded.
-    """
-
-    sizes: Mapping[str, int]
-    mesh: Mesh
-    means: Mapping[Size, Mean] = field(default_factory=dict[Size, Mean])
-    rows: frozenset[str] = frozenset()
-    known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = field(
-        default_factory=dict[tuple[Size, tuple[str, ...]], "int | Fraction"]
-    )
-    own: OwnRows | None = None
-    optimizer: Extent | None = None
-    """How large dims are where the optimizer works; None: as large as elsewhere."""
-
-    def of(self, n: Node) -> Extent:
-        """How large the dims of a value are.
-
-        FSDP2 stores weights and gradients with padding, and hands the optimizer views without it.
-        """
-        if self.optimizer is not None and (n.phase == "optimizer" or n.op == "state"):
-            return self.optimizer
-        return self
-
-    def __call__(self, dim: Size, axes: tuple[str, ...]) -> int | Fraction:
-        """Points of a dim that `axes` split."""
-        key = (dim, axes)
-        if key not in self.known:
-            if dim in self.means:
-                mean = self.means[dim]
-                self.known[key] = mean(axes) if callable(mean) else mean / self.mesh.size(*axes)
-            else:
-                self.known[key] = self._part(dim.value(self.sizes), axes)
-        return self.known[key]
-
-    def _part(self, count: int, axes: tuple[str, ...]) -> int:
-        """Rows of `count` on one rank."""
-        if self.own is not None:
-            return self.own(count, axes, self.mesh)
-        return -(-count // self.mesh.size(*axes))
-
-    def elements(self, n: Node) -> int:
-        """Elements of a value that one rank holds."""
-        dims = [*zip(n.shape, n.layout.dims, strict=True)]
-        last = len(dims) - 1
-        over = tuple(a for a in dims[-1][1] if a in self.rows) if dims else ()
-        if not over or n.shape[-1] in (size("M"), size("B")):
-            return ceil(local(n, self))
-        first = last
-        while first and n.shape[first - 1] in HEADS:
-            first -= 1
-        count = [self(d, tuple(a for a in axes if a not in over)) for d, axes in dims]
-        rows = ceil(math.prod(count[first:]))
-        return ceil(math.prod(count[:first])) * self._part(rows, over)
-
-
-def extent_of(
-    sizes: Mapping[str, int],
-    mesh: Mesh,
-    means: Mapping[Size, Mean] | None = None,
-    rows: frozenset[str] = frozenset(),
-    own: OwnRows | None = None,
-) -> Extent:
-    """How large dims are on a rank of a mesh; see `Extent`. `own`: where the optimizer works."""
-    means = means or {}
-    optimizer = Extent(sizes, mesh, means, rows, own=own) if own is not None else None
-    return Extent(sizes, mesh, means, rows, optimizer=optimizer)
-
-
-def bytes_of(n: Node, extent: Extent) -> int:
-    """Bytes of the part of a value that one rank holds."""
-    return ceil(extent.elements(n) * bytes_per_value(n, extent))
 
 
 class KernelRules(NamedTuple):
@@ -448,33 +267,20 @@ class _Lowering:
         return []
 
     def home(self, n: Node, axes: tuple[str, ...]) -> list[Kernel]:
-        """Gradients of keys and values go round the ring in fp32, each rank adding its part."""
+        """Gradients of keys and values go home round the ring of `ring`."""
         src = n.srcs[0]
         made = src.srcs  # gradients of one kernel travel together
         ranks = self.mesh.size(*axes)
         size = self.extent.elements(src) * BYTES["fp32"] // ranks
-        if made in self.rings:
-            together = self.rings[made]
-            for t in together:
-                t.comm_bytes += size
-            together[-1].made.append(n)
-            together[-1].reads.append(src)
-            self.at[n] = together[-1]
-            return []
-        common: dict[str, Any] = {"phase": n.phase, "part": self.part(n), "dtype": "fp32"}
-        common |= {"axes": axes, "comm_bytes": size}
-        tasks: list[Kernel] = []
-        deps: list[Dependency] = self.deps([src])
-        for step in range(ranks):
-            name = f"d_keys{step + 1}"
-            send = Kernel(f"{name}.send", "send", TaskKind.SEND, shift=1, deps=deps, **common)
-            recv = Kernel(f"{name}.recv", "recv", TaskKind.RECV, shift=-1, twin=send, **common)
-            tasks += [send, recv]
-            deps = [recv]
-        tasks[-1].made, tasks[-1].reads = [n], [src]
-        self.rings[made] = tasks
+        tasks = self.rings.get(made, [])
+        for t in tasks:
+            t.comm_bytes += size
+        new = [] if tasks else way_home(n.phase, self.part(n), axes, ranks, size, self.deps([src]))
+        self.rings[made] = tasks = tasks or new
+        tasks[-1].made.append(n)
+        tasks[-1].reads.append(src)
         self.at[n] = tasks[-1]
-        return tasks
+        return new
 
     def message(self, n: Node, op: str, axes: tuple[str, ...]) -> Kernel:
         """A collective; bytes are those of the local input, padded if a split does not divide."""
@@ -499,107 +305,18 @@ class _Lowering:
         return task
 
     def ring(self, whole: Kernel, cluster: Cluster, axes: tuple[str, ...]) -> list[Kernel]:
-        """Attention in a step per rank sharing the sequence; keys and values go round meanwhile.
-
-        Ring attention (arXiv 2310.01889); in backward the gradients of keys and values travel with
-        them and take one more step to come home.
-        """
+        """Attention in a step per rank sharing the sequence."""
         first = cluster[0]
-        ranks = self.mesh.size(*axes)
         spec = parse(str(first["spec"]))
         keys = [s for s, dims in zip(first.srcs, spec.ins, strict=True) if ("k",) in dims]
-        size = sum(bytes_of(k, self.extent) for k in keys)
-        backward = first.op == "attention_bwd"
-        common: dict[str, Any] = {
-            "phase": whole.phase,
-            "part": whole.part,
-            "dtype": keys[0].dtype,
-            "axes": axes,
-            "comm_bytes": size,
-        }
-
-        def pair(label: str, deps: list[Dependency]) -> list[Kernel]:
-            send = Kernel(
-                f"{whole.name}.{label}.send", "send", TaskKind.SEND, shift=1, deps=deps, **common
-            )
-            return [
-                send,
-                Kernel(
-                    f"{whole.name}.{label}.recv",
-                    "recv",
-                    TaskKind.RECV,
-                    shift=-1,
-                    twin=send,
-                    **common,
-                ),
-            ]
-
-        tasks: list[Kernel] = []
-        keys_here = self.deps(keys)
-        others = [d for d in whole.deps if d not in keys_here]
-        sums: list[
-            Kernel
-        ] = []  # the sum of key gradients that came with the block, sent on with ours
-        for step in range(ranks):
-            here = [*keys_here]
-            if step < ranks - 1:
-                sent = pair(f"keys{step + 1}", here)
-                tasks += sent
-                keys_here = [sent[1]]
-            compute = Kernel(
-                f"{whole.name}.step{step}", whole.op, TaskKind.COMPUTE, whole.phase, whole.part,
-                flops=whole.flops * (step + 1) // ranks - whole.flops * step // ranks,
-                traffic=whole.traffic * (step + 1) // ranks - whole.traffic * step // ranks,
-                dtype=whole.dtype, shape=whole.shape, deps=[*others, *here],
-            )  # fmt: skip
-            tasks.append(compute)
-            if backward:
-                sent = pair(f"d_keys{step + 1}", [compute, *sums])
-                for t in sent if self.rules.key_grads == "ring" else ():
-                    t.dtype, t.comm_bytes = "fp32", t.comm_bytes * 4 // int(BYTES[t.dtype])
-                tasks += sent
-                sums = [sent[1]]
+        own = OwnKeys(sum(bytes_of(k, self.extent) for k in keys), keys[0].dtype, self.deps(keys))
+        gradients = self.rules.key_grads if first.op == "attention_bwd" else None
+        tasks = ring_steps(whole, own, axes, self.mesh.size(*axes), gradients)
         last = next(t for t in reversed(tasks) if t.kind == TaskKind.COMPUTE)
         last.made, last.reads = whole.made, whole.reads
         for m in cluster:
             self.at[m] = tasks[-1] if m.get("wrt") in ("k", "v") else last
         return tasks
-
-
-TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows
-OUTPUTS = {
-    "y": LiveValue(STREAM),
-    CHOSEN: LiveValue(CHOSEN),
-    MEMORY: LiveValue(MEMORY),  # what an encoder has made, which a decoder's layers look at
-    "dx": LiveValue(STREAM, gradient=True),
-    "tied_grad": LiveValue(TABLE, gradient=True),
-}
-
-
-def interface(n: Node) -> LiveValue | None:
-    """The live value that an input stands for; None for what comes from outside the model."""
-    name = n.binding.live_in
-    return LiveValue(name, n.phase == "backward") if n.op == "input" and name else None
-
-
-def carried(graph: Graph) -> dict[str, Node]:
-    """The inputs that a block gets from earlier blocks, other than the stream: leaves by name."""
-    found = ((c, n) for n in graph if (c := interface(n)) and not c.gradient)
-    return {c.name: n for c, n in found if c.name not in (STREAM, CLIP)}
-
-
-def handed_on(graph: Graph) -> dict[LiveValue, Node]:
-    """The outputs of a block that other blocks read, by name.
-
-    A value other than the stream has the name of its leaf; its gradient has `d_` and that name.
-    """
-    names = {c.name for n in graph if (c := interface(n))}
-    names |= {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
-    gathered = {f"{GATHERED}.{x}": LiveValue(x) for x in names}
-    names -= {STREAM, TABLE, CLIP}
-    keys = OUTPUTS | gathered | {x: LiveValue(x) for x in names}
-    keys |= {f"d_{x}": LiveValue(x, gradient=True) for x in names}
-    return {keys[key]: n for key, n in graph.outputs.items() if key in keys}
 
 
 def is_part(n: Node) -> bool:

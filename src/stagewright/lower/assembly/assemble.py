@@ -38,7 +38,7 @@ from stagewright.lower.assembly.segments import (
 )
 from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.assembly.streams import order_by_streams
-from stagewright.lower.kernels import Kernel
+from stagewright.lower.kernel import Kernel
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.memory import at_peak
 from stagewright.schedule.actions import Order, flat
@@ -71,23 +71,6 @@ class Assembly(NamedTuple):
     ranks: Sequence[AssembledRank]
 
 
-def lower(
-    stages: Sequence[Sequence[Placed]],
-    order: Order,
-    mesh: Mesh,
-    *,
-    clip: ClipNorm | None = None,
-    streams: str = "one",
-    habits: Habit = MEGATRON_LM,
-) -> Program:
-    """The program of every rank class: one class per pipeline rank.
-
-    `stages` are the blocks of each stage of the model, `order` the actions of each pipeline rank.
-    `clip`: gradients are clipped by their norm. `habits`: those of the run's framework.
-    """
-    return assemble(stages, order, mesh, clip=clip, streams=streams, habits=habits).program
-
-
 def assemble(
     stages: Sequence[Sequence[Placed]],
     order: Order,
@@ -97,7 +80,11 @@ def assemble(
     streams: str = "one",
     habits: Habit = MEGATRON_LM,
 ) -> Assembly:
-    """As `lower`, with the kernels that rows are copies of."""
+    """The program of every rank class: one class per pipeline rank.
+
+    `stages` are the blocks of each stage of the model, `order` the actions of each pipeline rank.
+    `clip`: gradients are clipped by their norm. `habits`: those of the run's framework.
+    """
     pp = len(order)
     held_by = places(order)
     between = crossings(stages)

@@ -31,7 +31,8 @@ from stagewright.lower.assembly.segments import (
     Tables,
 )
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.kernels import Kernel, LiveValue, TaskPart
+from stagewright.lower.kernel import Kernel, TaskPart
+from stagewright.lower.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 

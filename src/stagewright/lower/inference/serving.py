@@ -12,14 +12,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.lower.assembly.assemble import lower
+from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.extent import Extent, extent_of
 from stagewright.lower.inference.capacity import capacity
 from stagewright.lower.inference.per_rank import merge_programs
 from stagewright.lower.inference.serving_memory import ServingMemory
-from stagewright.lower.kernels import Extent, Kernel, extent_of
+from stagewright.lower.kernel import Kernel
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.strategy_table import check_table, table_of
@@ -62,7 +63,7 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
         with_sizes = extent(batch)
         blocks = {v: lower_block(graph, run, mesh, with_sizes, v) for v, graph in graphs.items()}
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
-        programs.append(lower(placed, order, mesh, streams=run.streams))
+        programs.append(assemble(placed, order, mesh, streams=run.streams).program)
         kernels = {v: block.tasks for v, block in blocks.items()}
     memory = ServingMemory(stages, graphs, kernels, extent)
 
