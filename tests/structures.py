@@ -25,7 +25,7 @@ from stagewright.explore.candidates import Candidates, Column
 from stagewright.explore.evaluate import evaluate
 from stagewright.explore.structures import Structure, structures
 from stagewright.lower.compile import compile
-from stagewright.lower.kernel import Kernel
+from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.training import TrainingStep
 from stagewright.model.catalog import resolve
 from stagewright.run.experiment import Experiment

@@ -19,7 +19,7 @@ from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
 from stagewright.lower.blocks import build_block, shard_block
-from stagewright.lower.live_values import LiveValue, handed_on, interface
+from stagewright.lower.kernels.live_values import LiveValue, handed_on, interface
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant, place_blocks, tie_tables

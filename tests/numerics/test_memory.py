@@ -15,8 +15,8 @@ from stagewright.errors import UserError
 from stagewright.graph.node import Node
 from stagewright.lower.blocks import lower_block
 from stagewright.lower.compile import compile
-from stagewright.lower.extent import bytes_of, extent_of
-from stagewright.lower.kernel import TaskPart
+from stagewright.lower.kernels.extent import bytes_of, extent_of
+from stagewright.lower.kernels.kernel import TaskPart
 from stagewright.lower.recipe import sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve

@@ -21,7 +21,7 @@ from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower.blocks import SAVED
-from stagewright.lower.extent import extent_of
+from stagewright.lower.kernels.extent import extent_of
 
 Again = Callable[[Node], str | None]
 

@@ -25,7 +25,7 @@ from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.extent import extent_of
+from stagewright.lower.kernels.extent import extent_of
 from stagewright.lower.recipe import sizes_of
 from stagewright.lower.routing import ROWS, Load, Routing, Rows
 from stagewright.lower.variants import place_blocks

@@ -17,9 +17,9 @@ from stagewright.graph.node import Graph
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.blocks import shard_block
 from stagewright.lower.compile import compile as compile_run
-from stagewright.lower.extent import bytes_of, extent_of
-from stagewright.lower.kernel import TaskPart
-from stagewright.lower.kernels import kernels
+from stagewright.lower.kernels.extent import bytes_of, extent_of
+from stagewright.lower.kernels.kernel import TaskPart
+from stagewright.lower.kernels.lowering import kernels
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve

@@ -20,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
 from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.lowered_block import LoweredBlock
-from stagewright.lower.kernel import Kernel
+from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.training import TrainingStep, order_of, stages_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig

@@ -20,10 +20,10 @@ from stagewright.lower import offload
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permanent_bytes, uses
 from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
-from stagewright.lower.extent import Extent, bytes_of
-from stagewright.lower.kernel import Kernel
-from stagewright.lower.kernels import KernelRules, kernels
-from stagewright.lower.live_values import handed_on, interface
+from stagewright.lower.kernels.extent import Extent, bytes_of
+from stagewright.lower.kernels.kernel import Kernel
+from stagewright.lower.kernels.live_values import handed_on, interface
+from stagewright.lower.kernels.lowering import KernelRules, kernels
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer

@@ -21,9 +21,9 @@ from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import NEXT
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.extent import Extent
-from stagewright.lower.kernel import Kernel, TaskPart
-from stagewright.lower.live_values import LiveValue, interface
+from stagewright.lower.kernels.extent import Extent
+from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.lower.pytorch.ring import RingAttention
 from stagewright.lower.pytorch.root_unit import RootUnit, module_logits
 from stagewright.parallel.degrees import reduces_each_microbatch

@@ -12,8 +12,8 @@ from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS
 from stagewright.lower.assembly.lifetimes import updates as is_update
-from stagewright.lower.kernel import Dependency, Kernel, TaskPart
-from stagewright.lower.live_values import LiveValue, interface
+from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.program.columns import TaskKind
 
 _LATER = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)

@@ -20,9 +20,9 @@ from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.extent import Extent, OwnRows, extent_of
 from stagewright.lower.frozen import count, mark_trained
 from stagewright.lower.habits import Habits
+from stagewright.lower.kernels.extent import Extent, OwnRows, extent_of
 from stagewright.lower.parameters import parameters
 from stagewright.lower.pytorch.uneven_shards import by_rows
 from stagewright.lower.recipe import recipe_of, sizes_of

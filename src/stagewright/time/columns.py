@@ -19,7 +19,7 @@ import numpy as np
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.node import BYTES
-from stagewright.lower.kernel import Kernel
+from stagewright.lower.kernels.kernel import Kernel
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.program.communicators import Communication, Communicator, Peer
 from stagewright.time.collectives import collectives_seconds, messages_seconds

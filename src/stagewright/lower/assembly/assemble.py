@@ -38,7 +38,7 @@ from stagewright.lower.assembly.segments import (
 )
 from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.assembly.streams import order_by_streams
-from stagewright.lower.kernel import Kernel
+from stagewright.lower.kernels.kernel import Kernel
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.memory import at_peak
 from stagewright.schedule.actions import Order, flat

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from stagewright.lower.assembly.lifetimes import moves_gradients
-from stagewright.lower.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.program.columns import TaskKind
 
 ADDED_CAST = "cast+accumulate"

@@ -10,8 +10,8 @@ from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.buckets import Item, Row
 from stagewright.lower.assembly.lifetimes import Allocation
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.extent import Extent
-from stagewright.lower.kernel import Kernel
+from stagewright.lower.kernels.extent import Extent
+from stagewright.lower.kernels.kernel import Kernel
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 

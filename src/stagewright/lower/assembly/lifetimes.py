@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.graph.table import COLLECTIVE_OPS, OPS
-from stagewright.lower.kernel import Kernel
-from stagewright.lower.kernels import is_part
+from stagewright.lower.kernels.kernel import Kernel
+from stagewright.lower.kernels.lowering import is_part
 from stagewright.program.columns import TaskKind
 
 Touch = tuple[int, int, int]

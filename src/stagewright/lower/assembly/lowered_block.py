@@ -9,8 +9,8 @@ from typing import NamedTuple
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Allocation, Use
-from stagewright.lower.kernel import Dependency, Kernel, TaskPart
-from stagewright.lower.live_values import LiveValue
+from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.live_values import LiveValue
 
 FORWARD_PARTS = (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.FORWARD)
 BACKWARD_PARTS = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)

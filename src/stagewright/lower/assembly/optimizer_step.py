@@ -9,8 +9,8 @@ from stagewright.graph.node import BYTES
 from stagewright.graph.roles import CLIP
 from stagewright.lower.assembly.segments import STEP, Segment, SegmentBuilder
 from stagewright.lower.assembly.stages import Stage
-from stagewright.lower.kernel import Kernel, TaskPart
-from stagewright.lower.live_values import LiveValue
+from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 
 

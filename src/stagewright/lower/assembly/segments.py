@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Int
 from stagewright.graph.node import BYTES
-from stagewright.lower.kernel import TIED, Kernel
+from stagewright.lower.kernels.kernel import TIED, Kernel
 from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.varying import first_of

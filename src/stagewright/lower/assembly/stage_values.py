@@ -15,8 +15,8 @@ from stagewright.graph.roles import Role
 from stagewright.lower.assembly.lifetimes import Touch, Value, moves_gradients
 from stagewright.lower.assembly.lowered_block import Crossing, Placed, nearest_maker
 from stagewright.lower.assembly.segments import FORWARD, SegmentBuilder
-from stagewright.lower.kernel import Kernel, TaskPart
-from stagewright.lower.live_values import LiveValue, interface
+from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 

@@ -31,8 +31,8 @@ from stagewright.lower.assembly.segments import (
     Tables,
 )
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.kernel import Kernel, TaskPart
-from stagewright.lower.live_values import LiveValue
+from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 

@@ -16,11 +16,11 @@ from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.extent import Extent, extent_of
 from stagewright.lower.inference.capacity import capacity
 from stagewright.lower.inference.per_rank import merge_programs
 from stagewright.lower.inference.serving_memory import ServingMemory
-from stagewright.lower.kernel import Kernel
+from stagewright.lower.kernels.extent import Extent, extent_of
+from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.strategy_table import check_table, table_of

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
-from stagewright.lower.extent import Extent, bytes_of
-from stagewright.lower.kernel import Kernel, TaskPart
-from stagewright.lower.live_values import carried, handed_on
+from stagewright.lower.kernels.extent import Extent, bytes_of
+from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.live_values import carried, handed_on
 from stagewright.lower.variants import BlockVariant, PlacedVariant
 
 

@@ -11,7 +11,7 @@ from stagewright.arithmetic import largest, smallest
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.assembly.habit import Habit
-from stagewright.lower.kernel import Kernel
+from stagewright.lower.kernels.kernel import Kernel
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 

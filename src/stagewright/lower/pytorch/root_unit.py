@@ -15,7 +15,7 @@ from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Value, moves_gradients
 from stagewright.lower.assembly.segments import NEXT
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat

@@ -13,7 +13,7 @@ import numpy as np
 
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
-from stagewright.lower.extent import OwnRows, Split
+from stagewright.lower.kernels.extent import OwnRows, Split
 from stagewright.program.columns import Program, RankClass, among
 from stagewright.program.communicators import place_along
 

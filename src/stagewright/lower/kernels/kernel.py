@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from stagewright.graph.node import Node
-from stagewright.lower.live_values import LiveValue
+from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import Shape, TaskKind
 
 TIED = "tied"  # not an axis: the pipeline ranks that hold a table, whose name follows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stagewright.graph.node import BYTES
-from stagewright.lower.kernel import Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.program.columns import TaskKind
 
 

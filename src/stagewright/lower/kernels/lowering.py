@@ -19,10 +19,10 @@ from stagewright.graph.cost import indices, traffic
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
-from stagewright.lower.extent import Extent, bytes_of
-from stagewright.lower.kernel import TIED, Dependency, Kernel, TaskPart
-from stagewright.lower.live_values import interface
-from stagewright.lower.rings import OwnKeys, ring_steps, way_home
+from stagewright.lower.kernels.extent import Extent, bytes_of
+from stagewright.lower.kernels.kernel import TIED, Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.live_values import interface
+from stagewright.lower.kernels.rings import OwnKeys, ring_steps, way_home
 from stagewright.program.columns import TaskKind
 from stagewright.program.shapes import shape_of
 
