@@ -32,7 +32,7 @@ from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 
-RUNS = 50  # of one seed
+RUNS = 25  # of one seed
 WRITTEN = 4  # every so many runs are written and verified
 MOST_RANKS = 32
 VOCAB = 240  # which all these degrees of tp divide
