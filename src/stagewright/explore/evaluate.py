@@ -18,7 +18,7 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
 from stagewright.explore.figures import Figures
-from stagewright.explore.memory import Peaks
+from stagewright.explore.memory import Peaks, occupancy
 from stagewright.explore.pipeline import rounds
 from stagewright.explore.responses import Responses, Timed, responses
 from stagewright.explore.steps import Lot, NeighbourMessages, Pipeline, StepColumns, steps
@@ -40,7 +40,7 @@ from stagewright.run.requests import allowance_of, read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.schedule.in_flight import enough, states
+from stagewright.schedule.in_flight import enough
 from stagewright.schedule.schedules import SCHEDULES, make
 from stagewright.time.columns import Columns, Known, MeshColumns, Placed
 from stagewright.time.hardware import Hardware
@@ -191,14 +191,19 @@ class _Evaluation:
         run = plan.run
         shape = str(run.schedule), run.pp, run.vpp
         peaks = timing.peaks(plan, several=bool(microbatches[0] > 1))
-        counts = [enough(*shape, m, run.microbatch_group) for m in microbatches.tolist()]
-        for count in sorted(set(counts)):
-            mine = rows[np.array(counts) == count]
-            found = states(*shape, count, run.microbatch_group)
+        by_stage: list[list[int]] = plan.layers.T.tolist()
+        layers = tuple(tuple(of) for of in by_stage)
+        distinct, of_row = np.unique(microbatches, return_inverse=True)
+        group = run.microbatch_group
+        counts = np.array([enough(*shape, m, group) for m in distinct.tolist()])[of_row]
+        for count in np.unique(counts).tolist():
+            mine = rows[counts == count]
+            found = occupancy((*shape, count, group), layers)
             assert found is not None, f"a schedule that is played: {run.schedule}"
-            for name, held in peaks.at(found, of.index[mine], plan.layers).items():
-                empty = np.zeros(len(self.candidates), dtype=np.int64)
-                self.memory.setdefault(name, empty)[of.candidates[mine]] = held
+            for name, held in peaks.at(found, of.index[mine]).items():
+                if name not in self.memory:
+                    self.memory[name] = np.zeros(len(self.candidates), dtype=np.int64)
+                self.memory[name][of.candidates[mine]] = held
 
     def _cost(self, own: Candidates, mine: Int, of: Structure, hardware: Hardware) -> None:
         """What does not follow from the time of a step: tokens, FLOPs, memory of the device."""

@@ -9,15 +9,16 @@ layers of the stage, as is all the rest. How many microbatches are in flight, th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, StructureTemplate
+from stagewright.explore.templates import StructureTemplate, kind_of
 from stagewright.lower.assembly.assemble import AssembledRank, Assembly
 from stagewright.program.columns import CATEGORIES
 from stagewright.schedule.in_flight import (
@@ -28,7 +29,11 @@ from stagewright.schedule.in_flight import (
     STEP,
     InFlight,
     largest,
+    states,
 )
+
+Shape = tuple[str, int, int, int, int | None]
+"""Of a pipeline: schedule, ranks, chunks of a rank, microbatches and their group."""
 
 Spot = tuple[str, int]
 """Where in an action: in the first or in the last layer of a variant (`first`, `last`, its number),
@@ -198,11 +203,12 @@ class ByLayers:
     layers: int
     """Of each variant in the template."""
 
-    def at(self, tuples: Int, layers: Int) -> Float:
-        """Of some tuples, with so many layers [variants, tuples]: [categories, tuples]."""
-        found = self.base[:, tuples].copy()
+    def at(self, layers: Sequence[int]) -> Float:
+        """With so many layers of each variant: [categories, tuples]."""
+        found = self.base
         for more, count in zip(self.more, layers, strict=True):
-            found += (count - self.layers) * more[:, tuples]
+            if count != self.layers:
+                found = found + (count - self.layers) * more
         return found
 
 
@@ -215,13 +221,101 @@ class StageMemory(NamedTuple):
     peaks: Mapping[tuple[str, Spot], ByLayers]
 
 
+KEPT, HELD, UPDATED = "kept", "held", "updated"
+
+
+class Holding(NamedTuple):
+    """Something that a stage holds."""
+
+    what: str
+    """`KEPT`, `HELD` or `UPDATED` (see `StageBytes`), or the moment whose peak it is."""
+    kind: int
+    """Of the stage: `templates.FIRST`, ..."""
+    layers: tuple[int, ...]
+    """Of each variant on the stage."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Occupancy:
+    """What ranks of a pipeline hold, in each state in which one may hold most."""
+
+    holdings: tuple[Holding, ...]
+    counts: Float
+    """How often a state has each: [states, holdings]."""
+
+
+@lru_cache(maxsize=512)
+def occupancy(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy | None:
+    """The states of a pipeline; `layers` of each variant by stage. None: see `in_flight.states`."""
+    found = states(*shape)
+    if found is None:
+        return None
+    number: dict[Holding, int] = {}
+    rows: dict[frozenset[tuple[int, int]], None] = {}
+    for state, stages in _distinct(found, layers):
+        for row in _held(state, stages, layers):
+            numbered = Counter[int]()
+            for holding, count in row:
+                numbered[number.setdefault(holding, len(number))] += count
+            rows.setdefault(frozenset(numbered.items()))
+    counts = np.zeros((len(rows), len(number)))
+    for nth, row in enumerate(rows):
+        for column, count in row:
+            counts[nth, column] = count
+    return Occupancy(tuple(number), counts)
+
+
+def _distinct(
+    ranks: Sequence[Sequence[InFlight]], layers: Sequence[tuple[int, ...]]
+) -> Iterable[tuple[InFlight, Sequence[int]]]:
+    """States of all ranks, of those with like stages only the ones that hold most."""
+    known: dict[Any, dict[tuple[int, ...], tuple[InFlight, Sequence[int]]]] = {}
+    for of_rank in ranks:
+        stages = [stage for stage, _ in of_rank[0].others]
+        like = [(kind_of(s, len(layers)), layers[s]) for s in stages]
+        for state in of_rank:
+            current = stages.index(state.stage) if state.stage >= 0 else -1
+            key = current, state.moment, tuple(like)
+            others = tuple(number for _, number in state.others)
+            known.setdefault(key, {}).setdefault(others, (state, stages))
+    for some in known.values():
+        for others in largest(some):
+            yield some[others]
+
+
+def _held(
+    state: InFlight, stages: Sequence[int], layers: Sequence[tuple[int, ...]]
+) -> Iterable[list[tuple[Holding, int]]]:
+    """What a rank holds in a state, and how often; after all actions, for each stage by itself."""
+
+    def holding(what: str, stage: int) -> Holding:
+        return Holding(what, kind_of(stage, len(layers)), layers[stage])
+
+    if state.stage < 0:
+        for s in stages:
+            others = [(holding(UPDATED, o), 1) for o in stages if o != s]
+            yield [*others, (holding(STEP, s), 1)]
+        return
+    kept = [(holding(KEPT, s), count) for s, count in state.others if count]
+    held = [(holding(HELD, s), 1) for s, _ in state.others if s != state.stage]
+    yield [*kept, *held, (holding(state.moment, state.stage), 1)]
+
+
+_NO_SUCH_MOMENT = -1e18
+"""Bytes at a moment that a stage has not: less than any other."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Peaks:
     """What the fullest rank holds at its peak, in any pipeline of a structure's blocks."""
 
     stages: Mapping[int, StageMemory]
     """By kind (`templates.FIRST`, ...)."""
+    tuples: int
     allowance: int = 0
+    _known: dict[tuple[Holding, ...], Float] = field(
+        default_factory=dict[tuple[Holding, ...], Float]
+    )
 
     @classmethod
     def of(cls, template: StructureTemplate, tuples: int, allowance: int = 0) -> Peaks:
@@ -243,83 +337,39 @@ class Peaks:
                 for at, peak in base.peaks.items()
             }
             kind = template.kind(p)
-            stages[kind] = StageMemory(linear("kept"), linear("held"), linear("updated"), peaks)
-        return cls(stages, allowance)
+            stages[kind] = StageMemory(linear(KEPT), linear(HELD), linear(UPDATED), peaks)
+        return cls(stages, tuples, allowance)
 
-    def at(self, found: Sequence[Sequence[InFlight]], tuples: Int, layers: Int) -> dict[str, Int]:
-        """Bytes by category of configurations with these tuples, in a pipeline of these states.
-
-        `layers` are those of each variant on each stage: [variants, stages].
-        """
-        layers = np.broadcast_to(layers[:, :, None], (*layers.shape, len(tuples)))
-        best = np.zeros((len(CATEGORIES), len(tuples)))
-        most = np.full(len(tuples), -1.0)
-        for state, stages in self._distinct(found, layers):
-            for held in self._held(state, stages, tuples, layers):
-                total = held.sum(axis=0)
-                larger = total > most
-                most = np.where(larger, total, most)
-                best = np.where(larger, held, best)
+    def at(self, found: Occupancy, tuples: Int) -> dict[str, Int]:
+        """Bytes by category of configurations with these tuples, in a pipeline of these states."""
+        each = self._bytes(found.holdings)[:, :, tuples]
+        total = found.counts @ each.sum(axis=1)
+        most = found.counts[total.argmax(axis=0)]
+        best = np.einsum("ch,hkc->kc", most, each)
         by = {name: of.astype(np.int64) for name, of in zip(CATEGORIES, best, strict=True)}
         return by | ({"allowance": np.full(len(tuples), self.allowance)} if self.allowance else {})
 
-    def _distinct(
-        self, ranks: Sequence[Sequence[InFlight]], layers: Int
-    ) -> Iterable[tuple[InFlight, Sequence[int]]]:
-        """States of all ranks, of those with like stages only the ones that hold most."""
-        last = layers.shape[1] - 1
-        known: dict[Any, dict[tuple[int, ...], tuple[InFlight, Sequence[int]]]] = {}
-        for of_rank in ranks:
-            stages = [stage for stage, _ in of_rank[0].others]
-            like = [(_kind(s, last), layers[:, s].tobytes()) for s in stages]
-            for state in of_rank:
-                current = stages.index(state.stage) if state.stage >= 0 else -1
-                key = current, state.moment, tuple(like)
-                others = tuple(number for _, number in state.others)
-                known.setdefault(key, {}).setdefault(others, (state, stages))
-        for some in known.values():
-            for others in largest(some):
-                yield some[others]
+    def _bytes(self, holdings: tuple[Holding, ...]) -> Float:
+        """Bytes of what stages hold: [holdings, categories, tuples]."""
+        if holdings not in self._known:
+            self._known[holdings] = np.stack([self._holding(one) for one in holdings])
+        return self._known[holdings]
 
-    def _held(
-        self, state: InFlight, stages: Sequence[int], tuples: Int, layers: Int
-    ) -> Iterable[NDArray[Any]]:
-        """What is held at each place of a state: [categories, configurations] each."""
-        last = layers.shape[1] - 1
-        kinds = {s: self.stages[_kind(s, last)] for s in stages}
-        if state.stage < 0:
-            for s in stages:
-                beside = sum(
-                    (kinds[o].updated.at(tuples, layers[:, o]) for o in stages if o != s),
-                    np.zeros((len(CATEGORIES), len(tuples))),
-                )
-                yield from self._at_spots(kinds[s], STEP, beside, tuples, layers[:, s])
-            return
-        beside = np.zeros((len(CATEGORIES), len(tuples)))
-        for s, others in state.others:
-            if others:
-                beside += others * kinds[s].kept.at(tuples, layers[:, s])
-            if s != state.stage:
-                beside += kinds[s].held.at(tuples, layers[:, s])
-        yield from self._at_spots(
-            kinds[state.stage], state.moment, beside, tuples, layers[:, state.stage]
-        )
-
-    @staticmethod
-    def _at_spots(
-        stage: StageMemory, moment: str, beside: Float, tuples: Int, layers: Int
-    ) -> Iterable[Float]:
+    def _holding(self, one: Holding) -> Float:
+        what, kind, layers = one
+        stage = self.stages[kind]
+        if what in (KEPT, HELD, UPDATED):
+            of: ByLayers = getattr(stage, what)
+            return of.at(layers)
+        best = np.full((len(CATEGORIES), self.tuples), _NO_SUCH_MOMENT)
+        most = best.sum(axis=0)
         for (when, (where, nth)), peak in stage.peaks.items():
-            if when != moment:
-                continue
-            there = layers[nth] > 0 if where in ("first", "last") else np.True_
-            yield np.where(there, beside + peak.at(tuples, layers), 0.0)
-
-
-def _kind(stage: int, last: int) -> int:
-    if last == 0:
-        return ONLY
-    return FIRST if stage == 0 else LAST if stage == last else MIDDLE
+            if when == what and (where not in ("first", "last") or layers[nth]):
+                held = peak.at(layers)
+                total = held.sum(axis=0)
+                best = np.where(total > most, held, best)
+                most = np.maximum(total, most)
+        return best
 
 
 def _all_stages(assembly: Assembly, template: StructureTemplate, sizes: _Sizes) -> list[StageBytes]:
