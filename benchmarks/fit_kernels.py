@@ -145,11 +145,20 @@ def gemm(folder: Path, hardware: Hardware, system: str) -> None:
 
 
 def attention(folder: Path, hardware: Hardware, system: str) -> None:
-    """Flash attention, forward and causal, in bf16."""
+    """Flash attention, forward and causal, in bf16 and in fp8."""
+    table = read(folder / "context_attention_perf_aiconfigurator.csv.gz", system)
+    block("attention", _attention(table, hardware, "bf16"), 0)
+    if hardware.peak_fp8_tflops is not None:
+        block("fp8", _attention(table, hardware, "fp8"), 2)
+
+
+def _attention(table: Rows, hardware: Hardware, dtype: str) -> dict[str, float]:
+    """The constants of flash attention on operands in `dtype`."""
+    theirs, size = DTYPES[dtype]
     rows = [
         r
-        for r in read(folder / "context_attention_perf_aiconfigurator.csv.gz", system)
-        if r["attn_dtype"] == r["kv_cache_dtype"] == "bfloat16"
+        for r in table
+        if r["attn_dtype"] == r["kv_cache_dtype"] == theirs
         and (r["window_size"], r["step"], r["kernel_source"]) == ("0", "0", "torch_flow")
         and r["head_dim"] in ("64", "128")
         and int(r["isl"]) >= 128
@@ -160,19 +169,20 @@ def attention(folder: Path, hardware: Hardware, system: str) -> None:
     def predict(constants: Constants, some: Rows) -> np.ndarray:
         b, q, h, kv, d = (column(some, name) for name in names)
         tiles = np.ceil(q / 128) * b * h
-        changed = hardware.attention.model_copy(update=dict(constants))
+        changed = hardware.attention.model_copy(update={**constants, "fp8": None})
         points = b * h * q * q / 2 + tiles * 128**2 / 2
-        work = AttentionTiles(tiles, q, points, 4 * d, 4 * b * q * (h + kv) * d)
+        work = AttentionTiles(tiles, q, points, 4 * d, 2 * size * b * q * (h + kv) * d)
         fitted = hardware.model_copy(update={"attention": changed})
-        return attention_seconds(work, dtype="bf16", on=fitted)
+        return attention_seconds(work, dtype=dtype, on=fitted)
 
     keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 3000)
-    start = dict(hardware.attention)
-    ratio = start.pop("bwd_ratio")
+    start = hardware.attention.model_dump(exclude={"bwd_ratio", "fp8"})
     found = fit(start, predict, keep, column(keep, "latency") / 1e3, {"fraction": (0, 1)})
-    block("attention", found | {"bwd_ratio": ratio}, 0)
     test = [r for r in rows if held_out(*(r[n] for n in names))]
-    told("attention", predict(found, test), column(test, "latency") / 1e3)
+    told(f"attention {dtype}", predict(found, test), column(test, "latency") / 1e3)
+    long = [r for r in test if int(r["isl"]) >= 4096]
+    told(f"attention {dtype}, 4096 and more", predict(found, long), column(long, "latency") / 1e3)
+    return found | {"bwd_ratio": hardware.attention.bwd_ratio}
 
 
 SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",

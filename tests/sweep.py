@@ -109,6 +109,7 @@ def _rare(dice: Dice, found: dict[str, Any]) -> dict[str, Any]:
         choices["sgd_momentum"] = (0.0, 0.5)
     if found.get("precision") == "fp8":
         choices["fp8_recipe"] = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+        choices["fp8_dot_product_attention"] = (True,)
     if found.get("reshard_after_forward") is False:
         choices["reshard_after_backward"] = (False, True)
     if "moe_token_dispatcher_type" in found:

@@ -52,6 +52,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "tp + sp": {"tp": 3, **SP},
     "tp + sp, all-to-all": {"tp": 3, "lora_all_to_all": True, **SP},
+    "tp + cp + sp, all-to-all": {"tp": 2, "cp": 3, "lora_all_to_all": True, **SP},
     "tp with copied heads": {"tp": 12, **SP},
     "zero 3": {"dp": 3, "zero": 3},
     "tp + cp + zero 1": {"tp": 2, "cp": 3, "dp": 2, "zero": 1, **SP},
@@ -108,6 +109,15 @@ def test_adapters_under_random_layouts() -> None:
         draw = RandomLayouts(random.Random(seed), c.sizes)
         graph = shard(c.block.graph, draw.want, c.block.primal, inner=draw.inner)
         check(c.block.graph, verify(graph), draw.mesh, c.sizes, c.values, c.truth)
+
+
+def test_context_parallelism_changes_nothing_that_tp_moves() -> None:
+    """The partial sum of a layer goes where its adapter's result is: split by cp, then by tp."""
+    one, other = (
+        [n.op for n in sharded("llama", setup, recipe("llama", *FUSED)) if n.get("axes") == ("tp",)]
+        for setup in ("tp + sp, all-to-all", "tp + cp + sp, all-to-all")
+    )
+    assert sorted(one) == sorted(other)
 
 
 def test_a_block_of_which_some_parameters_are_frozen() -> None:

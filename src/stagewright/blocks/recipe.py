@@ -27,6 +27,8 @@ class Precision:
     """Activations, and the copies of parameters that are computed with."""
     gemm: str = ""
     """Operands of the layers' matrix products, where these are not in `compute`."""
+    attention: str = ""
+    """Operands and results of fused attention, where these are not in `compute`."""
     rescaling: Fraction | None = None
     """Bytes per value that a cast of such an operand moves besides its two bytes read and its value
     written; such a cast is a kernel of its own. None: one with those that make the operand."""

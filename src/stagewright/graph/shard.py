@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.algebra.index import Dim, Spec, layout_of, parse
 from stagewright.algebra.layout import Layout, duplicated, steps
@@ -24,7 +24,18 @@ from stagewright.graph.table import LEAVES, OPS
 # is the layout that follows, or None when the value is not computed yet.
 Want = Callable[[Node, Layout | None], Layout | None]
 Splits = dict[str, tuple[str, ...]]
-Offer = tuple[str, tuple[str, ...], bool]  # letter, axes that may split it, whether by a weight
+
+
+class Offer(NamedTuple):
+    """Axes that may split a letter, by an operand."""
+
+    letter: str
+    axes: tuple[str, ...]
+    weight: bool = False
+    """Whether the operand is a weight."""
+    summed: frozenset[str] = frozenset()
+    """The axes over which the operand is a partial sum that the op reduces."""
+
 
 _BY_REMAT = frozenset({Role.KEYS, Role.SENT, Role.USED})
 
@@ -198,40 +209,49 @@ class _Sharding:
             x for d, axes in zip(spec.out, like.dims, strict=True) for x in self.per_letter(d, axes)
         )
         offers: list[Offer] = []
-        for dims, o, s in zip(spec.ins, olds, srcs, strict=True):
+        for dims, o, s, sums in zip(spec.ins, olds, srcs, keep, strict=True):
             # A gradient proposes the layout of its primal, everything else its own.
             proposed = self.layout.get(self.primal.get(o, o)) or s.layout
             if o in self.primal and _of_weight(self.primal[o]) and _refines(s.layout, proposed):
                 proposed = s.layout  # a gradient of slices is gathered when it is reduced
-            weight = _is_weight(o)
+            own = _is_weight(o), s.layout.partial - sums
             for dim, axes in zip(dims, proposed.dims, strict=True):
-                offers += [(x, some, weight) for x, some in self.per_letter(dim, axes) if some]
+                offers += [Offer(x, some, *own) for x, some in self.per_letter(dim, axes) if some]
         offers = [self.sliced(offer, offers) for offer in offers]
         keys = ring[1] if (ring := OPS[old.op].ring) else ""  # split last: heads win over them
         offers.sort(
-            key=lambda x: (x[0] == keys, not set(x[1]) & set(wanted.get(x[0], ())), not x[2])
+            key=lambda x: (
+                x.letter == keys,
+                not set(x.axes) & set(wanted.get(x.letter, ())),
+                not x.weight,
+            )
         )
         known = {x for dims in spec.ins for d in dims for x in d}
-        offers[:0] = [(x, axes, False) for x, axes in wanted.items() if x not in known]
+        offers[:0] = [Offer(x, axes) for x, axes in wanted.items() if x not in known]
         # What is whole and wanted split is sliced before the work, not after it.
-        offers += [(x, axes, False) for x, axes in wanted.items() if x in known and axes]
+        offers += [Offer(x, axes) for x, axes in wanted.items() if x in known and axes]
         result = self.settle(old, spec, offers, frozenset[str]().union(*keep))
         for dim in {d for dims in (*spec.ins, spec.out) for d in dims if len(d) > 1}:
             # The inner index is split in contiguous parts only where the outer one is split up.
-            outer = [axes for x, axes, _ in offers if x == dim[0] and result[dim[1]]]
+            outer = [x.axes for x in offers if x.letter == dim[0] and result[dim[1]]]
             if any(axes != result[dim[0]] for axes in outer):
                 result[dim[1]] = ()
         return result
 
     def sliced(self, offer: Offer, offers: list[Offer]) -> Offer:
-        """A weight follows what splits it further: a slice moves nothing."""
-        letter, axes, weight = offer
+        """A weight follows what splits it further: a slice moves nothing. So does a partial sum
+        over the further axes: a reduce_scatter moves half of an all_reduce.
+        """
+        known = len(offer.axes)
         further = [
-            other
-            for x, other, theirs in offers
-            if weight and not theirs and x == letter and other[: len(axes)] == axes
+            other.axes
+            for other in offers
+            if other.letter == offer.letter
+            and other.axes[:known] == offer.axes
+            and not other.weight
+            and (offer.weight or offer.summed.issuperset(other.axes[known:]))
         ]
-        return letter, max(further, key=len, default=axes), weight
+        return offer._replace(axes=max(further, key=len, default=offer.axes))
 
     def per_letter(self, dim: Dim, axes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
         """Who of a dim's indices the axes split."""
@@ -251,7 +271,7 @@ class _Sharding:
         ring, rows = OPS[old.op].ring, OPS[old.op].rows
         result: Splits = {}
         used: dict[str, str] = dict.fromkeys(taken, "")
-        for letter, axes, _ in offers:
+        for letter, axes, *_ in offers:
             if letter in spec.whole or letter in result or (rows and letter == rows[0]):
                 continue
             # Splits nest: what an axis that is taken encloses goes with it.
@@ -266,7 +286,7 @@ class _Sharding:
             # Rows stand in any order: the offered one, and inside it what leaves another dim for
             # this one, which gives up its innermost split first.
             of = [a for x in rows[1] for a in result.get(x, ())]
-            first = [a for x, axes, _ in offers if x == rows[0] for a in axes if a in of]
+            first = [a for x in offers if x.letter == rows[0] for a in x.axes if a in of]
             result[rows[0]] = tuple(dict.fromkeys([*first, *reversed(of)]))
         known = (x for dims in (*spec.ins, spec.out) for d in dims for x in d)
         return {x: result.get(x, ()) for x in known}

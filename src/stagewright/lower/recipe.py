@@ -78,6 +78,7 @@ def _precision(run: Run) -> nn.Precision:
     given = {"exp_avg": run.exp_avg_dtype, "exp_avg_sq": run.exp_avg_sq_dtype}
     usual = replace(
         nn.PRECISIONS[run.precision],
+        attention="fp8" if run.fp8_dot_product_attention else "",
         reduce=run.grad_reduce_dtype or "",
         moments=tuple((name, dtype) for name, dtype in given.items() if dtype),
     )

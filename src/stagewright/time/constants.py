@@ -68,11 +68,14 @@ class AttentionFit(FigureBlock):
     """Exposed traffic of device memory, over the bytes of operands and results."""
     bwd_ratio: float = Field(gt=0, le=1.5)
     """FLOP/s of backward over those of forward."""
+    fp8: AttentionFit | None = None
+    """Constants for operands in fp8; None: these, with the peak of fp8."""
 
     def slowed(self, clock: float) -> AttentionFit:
         """These constants with compute units at a part of their clock."""
         tile = {"tile_us": self.tile_us / clock, "softmax_ps": self.softmax_ps / clock}
-        return self.model_copy(update={**tile, "fraction": self.fraction * clock})
+        fp8 = self.fp8 and self.fp8.slowed(clock)
+        return self.model_copy(update={**tile, "fraction": self.fraction * clock, "fp8": fp8})
 
 
 class ExpertFit(FigureBlock):

@@ -139,7 +139,7 @@ def attention_seconds(
     work: AttentionTiles, *, dtype: str, on: Hardware, backward: bool = False
 ) -> Array:
     """Seconds of fused attention kernels."""
-    fit = on.attention
+    fit = (on.attention.fp8 if dtype == "fp8" else None) or on.attention
     rate = _attention_peak(on, dtype) * fit.fraction / on.compute_units
     if backward:
         rate *= fit.bwd_ratio

@@ -85,3 +85,21 @@ def test_mxfp8_is_a_format_of_its_own() -> None:
 def test_a_recipe_of_fp8_needs_fp8() -> None:
     with pytest.raises(UserError, match="fp8_recipe=mxfp8 needs precision=fp8"):
         tasks(precision="bf16", fp8_recipe="mxfp8")
+
+
+def test_attention_in_fp8_casts_what_it_reads_and_makes() -> None:
+    """As Transformer Engine's `fp8_dpa`: operands and the gradient of the result in fp8, and the
+    results of both kernels back in bf16."""
+    t = tasks(fp8_dot_product_attention=True)
+    for name, width in (("q_core", 4096), ("k_core", 1024), ("v_core", 1024)):
+        assert dict(named(t, f"layer0.{name}"))["cast"] == (2 + 1) * S * width
+    kernels = {t.ops[o]: t.dtypes[d] for o, d in zip(t.op, t.dtype, strict=True)}
+    assert kernels["attention"] == kernels["attention_bwd"] == "fp8"
+    # Products after it are those without it, and so is what is sent to other ranks of tp.
+    plain = tasks()
+    assert t.flops.sum() == pytest.approx(plain.flops.sum(), rel=0.02)
+
+
+def test_attention_in_fp8_needs_fp8() -> None:
+    with pytest.raises(UserError, match="fp8_dot_product_attention=True needs precision=fp8"):
+        tasks(precision="bf16", fp8_dot_product_attention=True)

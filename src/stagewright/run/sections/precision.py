@@ -32,6 +32,15 @@ class PrecisionSection:
         unset="delayed, as in Megatron-LM",
         needs={"precision": ("fp8",)},
     )
+    fp8_dot_product_attention: Switch = setting(
+        False,
+        "Compute fused attention on operands in fp8.",
+        modes=TRAINING,
+        elsewhere="the cache has a precision of its own",
+        needs={"precision": ("fp8",), "flash_attention": (True,)},
+        rare=True,
+    )
+    """Megatron-LM's `TransformerConfig` has this name; Transformer Engine's `fp8_dpa`."""
     optimizer: Literal["adamw", "sgd"] = setting(
         "adamw", "The optimizer.", modes=TRAINING, elsewhere="there is no optimizer"
     )

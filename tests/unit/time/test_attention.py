@@ -1,0 +1,38 @@
+"""Fused attention in training: kernels in fp8 beside published ones."""
+
+import numpy as np
+import pytest
+
+from stagewright.time.hardware import resolve
+from stagewright.time.roofline import QUERIES, AttentionTiles, attention_seconds
+
+HEADS, WIDTH, TOKENS = 16, 128, 16_384
+
+CUDNN_FP8 = {1024: 751, 2048: 886, 4096: 864, 8192: 971, 16384: 1005}
+"""TFLOP/s by sequence length of cuDNN's forward in fp8 on H100, without a mask, with heads of 128
+and 16,384 tokens in all (arXiv 2407.08608, figure 7)."""
+
+
+def tflops(length: int, dtype: str, *, backward: bool = False) -> float:
+    heads = np.array([TOKENS / length * HEADS])
+    points, per_point = heads * length**2, (10 if backward else 4) * WIDTH
+    traffic = (1 if dtype == "fp8" else 2) * 4 * TOKENS * HEADS * WIDTH * np.ones(1)
+    tiles = AttentionTiles(
+        heads * length / QUERIES, np.array([length]), points, np.array([per_point]), traffic
+    )
+    on = resolve("h100-sxm")
+    seconds = attention_seconds(tiles, dtype=dtype, on=on, backward=backward)
+    return float((points * per_point / seconds)[0]) / 1e12
+
+
+def test_forward_in_fp8_is_no_faster_than_what_was_published() -> None:
+    """The constants are fitted to TensorRT-LLM's kernel, which is slower than cuDNN's."""
+    for length, found in CUDNN_FP8.items():
+        assert 0.5 < tflops(length, "fp8") / found < 1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_fp8_is_faster_than_bf16_and_not_twice_as_fast(backward: bool) -> None:
+    """Exponentials take as long."""
+    fp8, bf16 = (tflops(8192, dtype, backward=backward) for dtype in ("fp8", "bf16"))
+    assert 1.2 < fp8 / bf16 < 1.8
