@@ -302,6 +302,19 @@ def gcd(a: Any, b: Any) -> Any:
     return Varying(number.cases, np.gcd(number.above, above), 1, max(number.most, most))
 
 
+def in_steps(function: Callable[[float], float], number: Any, steps: int) -> Any:
+    """What a function makes of a number, as a whole number of steps, of which `steps` are 1.
+
+    >>> in_steps(math.exp, 0, 10), in_steps(math.sqrt, Cases(2).varying(np.array([4, 9])), 10)
+    (Fraction(1, 1), <2 and 1 others>)
+    """
+    if not isinstance(number, Varying):
+        return Fraction(round(function(float(number)) * steps), steps)
+    values, of = np.unique(np.asarray(number, dtype=np.float64), return_inverse=True)
+    found = np.array([round(function(x) * steps) for x in values.tolist()], dtype=np.int64)
+    return Varying(number.cases, found[of], steps, max(1, int(np.abs(found).max())))
+
+
 def first_of(number: Any) -> Any:
     """The number of the first configuration; any other number as it is."""
     return number.first if isinstance(number, Varying) else number

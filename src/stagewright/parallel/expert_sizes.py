@@ -9,6 +9,7 @@ from stagewright.algebra.size import Size, size
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.plan import Plan
 from stagewright.run.settings import Run
+from stagewright.varying import in_steps
 
 
 def mean_expert_sizes(
@@ -26,8 +27,9 @@ def mean_expert_sizes(
     # Ranks that hold the same experts share the tokens; those that split an expert have the same.
     held = plan.expert + plan.expert_tensor
     tokens = routed / plan.mesh.size(*(a for a in plan.tokens if a not in held))
-    share = 1.0
+    share = Fraction(1)
     if model.top_k < experts:
-        share = -math.expm1(tokens * math.log1p(-model.top_k / experts))
-    exact = Fraction(round(share * 2**32), 2**32)  # the same on all machines
-    return {size("R"): Fraction(routed * model.top_k, experts), size("touched"): experts * exact}
+        none = math.log1p(-model.top_k / experts)
+        share = in_steps(lambda n: -math.expm1(n * none), tokens, 2**32)  # equal on all machines
+    rows = routed * model.top_k * Fraction(1, experts)
+    return {size("R"): rows, size("touched"): experts * share}

@@ -8,12 +8,15 @@ programs of the ranks together from these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
+from stagewright.algebra.layout import Mesh
+from stagewright.graph.node import Graph
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import Placed
+from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.capacity import capacity
@@ -24,7 +27,7 @@ from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.strategy_table import check_table, table_of
-from stagewright.lower.variants import BlockVariant, labels, place_blocks
+from stagewright.lower.variants import BlockVariant, PlacedVariant, labels, place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.expert_sizes import mean_expert_sizes
@@ -39,33 +42,64 @@ Sizes = Mapping[str, int]
 """The sizes that a batch decides."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ServingStep:
+    """What all batches of a resolved inference run have in common: blocks, and where they are."""
+
+    run: Run
+    model: ModelConfig
+    mesh: Mesh
+    plan: Plan
+    sizes: Sizes
+    """The sizes that no batch decides."""
+    stages: Sequence[Sequence[PlacedVariant]]
+    graphs: Mapping[BlockVariant, Graph]
+
+    @classmethod
+    def of(
+        cls, run: Run, model: ModelConfig, table: Mapping[str, str], batches: Sequence[Sizes]
+    ) -> Self:
+        """The step of a run that has been checked; `table` as in `lower.compile`.
+
+        Raises UserError where the table does not suit the sizes of `batches`.
+        """
+        mesh, plan = parallelization(run, model)
+        plan = replace(plan, expert=_expert_axes(plan), table=table_of(run, model, table))
+        sizes = sizes_of(run, model)
+        for batch in batches:
+            check_table(plan, run, model, {**sizes, **batch})
+        stages = place_blocks(run, model)
+        recipe = recipe_of(run, model)
+        variants = dict.fromkeys(variant for stage in stages for variant, _ in stage)
+        graphs = {v: shard_block(v, run, model, plan, sizes, recipe) for v in variants}
+        return cls(run, model, mesh, plan, sizes, stages, graphs)
+
+    def extent(self, batch: Sizes) -> Extent:
+        """How large dims are on a rank with a batch, whose numbers may be `Varying`."""
+        means = mean_expert_sizes(self.run, self.model, self.plan, batch.get("routed", 0))
+        return extent_of({**self.sizes, **batch}, self.mesh, means)
+
+    def lower_blocks(self, batch: Sizes) -> dict[BlockVariant, LoweredBlock]:
+        """The kernels of each block with a batch."""
+        run, mesh, extent = self.run, self.mesh, self.extent(batch)
+        return {v: lower_block(of, run, mesh, extent, v) for v, of in self.graphs.items()}
+
+
 def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     """A step of a resolved run that has been checked; `table` as in `lower.compile`."""
-    mesh, plan = parallelization(run, model)
-    plan = replace(plan, expert=_expert_axes(plan), table=table_of(run, model, table))
-    sizes = sizes_of(run, model)
     load = loads(run, model)
-    for batch in load.sizes:
-        check_table(plan, run, model, {**sizes, **batch})
+    step = ServingStep.of(run, model, table, load.sizes)
+    mesh, plan, graphs, stages = step.mesh, step.plan, step.graphs, step.stages
     order = forward_only(run.pp, run.microbatches)
-    stages = place_blocks(run, model)
-    recipe = recipe_of(run, model)
-    variants = dict.fromkeys(variant for stage in stages for variant, _ in stage)
-    graphs = {v: shard_block(v, run, model, plan, sizes, recipe) for v in variants}
-
-    def extent(batch: Sizes) -> Extent:
-        means = mean_expert_sizes(run, model, plan, batch.get("routed", 0))
-        return extent_of({**sizes, **batch}, mesh, means)
 
     programs: list[Program] = []  # of all ranks, if all of them serve one batch
     kernels: dict[BlockVariant, Sequence[Kernel]] = {}
     for batch in load.sizes:
-        with_sizes = extent(batch)
-        blocks = {v: lower_block(graph, run, mesh, with_sizes, v) for v, graph in graphs.items()}
+        blocks = step.lower_blocks(batch)
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
         programs.append(assemble(placed, order, mesh, streams=run.streams).program)
         kernels = {v: block.tasks for v, block in blocks.items()}
-    memory = ServingMemory(stages, graphs, kernels, extent)
+    memory = ServingMemory(stages, graphs, kernels, step.extent)
 
     def peak(other: Run) -> int:
         """The most bytes that any rank holds in another step on the same ranks."""
@@ -82,7 +116,7 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
         load.of,
         lambda rank, batches: memory.by_category(rank, [load.sizes[i] for i in batches]),
     )
-    texts = {label: graphs[v] for v, label in labels(variants).items()}
+    texts = {label: graphs[v] for v, label in labels([*graphs]).items()}
     fitting = capacity(run, peak) if run.device_memory else None
     return CompiledRun(run, model, *parameters(model), texts, order, merged, fitting)
 

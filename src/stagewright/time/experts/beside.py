@@ -21,11 +21,15 @@ MOST_TOKENS = 1024
 """Tokens of a step up to which shared experts have a stream of their own."""
 
 
-def beside_routed(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
+def beside_routed(
+    tasks: Tasks, seconds: Float, on: Hardware, traffic: Float | None = None
+) -> Float:
     """Durations of a served step's tasks, with those of shared experts that are not hidden.
 
-    A block's routed part begins where tokens are copied to experts. What follows in the block,
-    does not depend on these copies, and is added to what does, is the shared part.
+    `seconds`, and bytes of `traffic` where these are not the tasks' own, are [rows], or [rows,
+    steps] of steps that all have few tokens, or all many, as the tasks have. A block's routed part
+    begins where tokens are copied to experts. What follows in the block, does not depend on these
+    copies, and is added to what does, is the shared part.
     """
     begins = _few_tokens_to_experts(tasks)
     if not begins.any():
@@ -55,12 +59,16 @@ def beside_routed(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     ours, theirs = part & ~routed, part & routed
 
     def total(values: Float, chosen: Bool) -> Float:
-        return np.bincount(block[chosen], values[chosen], minlength=count).astype(float)
+        sums = np.zeros((count, *values.shape[1:]))
+        np.add.at(sums, block[chosen], values[chosen])
+        return sums
 
+    traffic = tasks.traffic.astype(float) if traffic is None else traffic
     shared, beside = total(seconds, ours), total(seconds, theirs)
-    moved = total(tasks.traffic.astype(float), part) / bytes_per_second(on)
+    moved = total(traffic, part) / bytes_per_second(on)
     shown = np.clip(np.maximum(shared, moved) - beside, 0.0, shared)
-    kept = np.divide(shown, shared, out=np.ones(count), where=shared > 0)
+    kept = np.divide(shown, shared, out=np.ones_like(shared), where=shared > 0)
+    ours = ours.reshape(-1, *[1] * (seconds.ndim - 1))
     return np.where(ours, seconds * kept[block], seconds)
 
 

@@ -149,10 +149,13 @@ def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:
 
     In training such products are an error: a recipe is chosen for the hardware.
     """
-    if compiled.run.mode == "train":
-        return []
+    return [] if compiled.run.mode == "train" else missing_rates(compiled.program, hardware)
+
+
+def missing_rates(program: Program, hardware: Hardware) -> list[str]:
+    """Data types of a program's products that some hardware has not."""
     used: set[str] = set()
-    for of in compiled.program.classes:
+    for of in program.classes:
         shapes = [nth for nth, shape in enumerate(of.tasks.shapes) if shape.kernel == GEMM]
         rows = np.isin(of.tasks.shape, shapes)
         used |= {of.tasks.dtypes[int(i)] for i in np.unique(of.tasks.dtype[rows])}

@@ -1,0 +1,1 @@
+"""Requests over time on engines whose steps take what `simulate` says of each batch."""

@@ -1,0 +1,290 @@
+"""What batches of an inference step have in sums, and what the step's kernels take with each.
+
+A batch enters a step by a few sums over its requests (`run.lengths`). Here these are columns, an
+entry for each of many batches; the blocks of the step are lowered once with such numbers, and their
+kernels timed by the functions that time a single step (`time.columns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.errors import UserError
+from stagewright.lower.assembly.assemble import Assembly, assemble
+from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
+from stagewright.lower.blocks import lower_block
+from stagewright.lower.inference.serving import ServingStep
+from stagewright.lower.variants import BlockVariant
+from stagewright.lower.weight_storage import in_blocks
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Reach
+from stagewright.program.columns import TaskKind, Tasks
+from stagewright.run.lengths import COLUMNS, Group, attention_sums
+from stagewright.run.requests import SIZES, cache_of, loads
+from stagewright.run.rules import check
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.schedule.generators import forward_only
+from stagewright.time.collectives import messages_seconds
+from stagewright.time.columns import Columns, MeshColumns
+from stagewright.time.experts.beside import MOST_TOKENS, beside_routed
+from stagewright.time.network import Machine, tier_of
+from stagewright.time.simulate.host import HostWork
+from stagewright.time.simulate.launches import host_work
+from stagewright.time.simulate.utilization import missing_rates
+from stagewright.varying import Cases
+
+
+def refuse_unknown(run: Run, model: ModelConfig, how: Execution) -> None:
+    """Raise UserError where batches of a step cannot be columns."""
+    asked = {
+        "cp": run.cp > 1,
+        "dcp": (run.dcp or 1) > 1,
+        "kv_cache=contiguous": run.kv_cache != "paged",
+        "source_length (an encoder)": run.source_length is not None,
+        "moe_flex_dispatcher": how.moe_flex_dispatcher,
+        "compressed keys": any(reach.compress > 1 for reach in model.reaches),
+    }
+    for what, there in asked.items():
+        if there:
+            raise UserError(f"serve: steps with {what} have no table of times; leave it out")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchSums:
+    """Sums over the requests of one replica's batch: [batches] each."""
+
+    requests: Int
+    tokens: Int
+    """New ones."""
+    logits: Int
+    pairs: Mapping[Reach, Int]
+    """Pairs of a query and a key that it sees."""
+    keys: Mapping[Reach, Int]
+    """Keys that any query sees."""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @classmethod
+    def of_equal_requests(
+        cls, run: Run, model: ModelConfig, count: Int, context: Int, new: Int
+    ) -> Self:
+        """Batches of `count` requests each, that all have so many cached and new tokens."""
+        distinct, of = np.unique(np.stack([context, new]), axis=1, return_inverse=True)
+        groups = [Group(1, c, n) for c, n in distinct.T.tolist()]
+        verified = 1 + run.num_speculative_tokens if run.mode == "decode" else 1
+        sums = {
+            reach: attention_sums(groups, cache_of(run), reach, verified)[of.ravel()].T
+            for reach in model.reaches
+        }
+
+        def column(name: str, reach: Reach) -> Int:
+            return count * sums[reach][COLUMNS.index(name)]
+
+        first = next(iter(model.reaches))
+        return cls(
+            count, column("tokens", first), column("logits", first),
+            {reach: column("pairs", reach) for reach in model.reaches},
+            {reach: column("keys", reach) for reach in model.reaches},
+        )  # fmt: skip
+
+    def sizes(self, run: Run, model: ModelConfig) -> dict[str, Int]:
+        """The sizes that a batch decides, by the name of their dim (`run.requests.loads`).
+
+        Requests end anywhere in a block of the cache, so that half of their last block is empty.
+        """
+        found: dict[str, Int] = {}
+        for reach in model.reaches:
+            keys = self.keys[reach]
+            partly = run.kv_block_size - 1
+            slots = keys + self.requests * partly // (1 if reach.kind else 2)
+            columns = {
+                "requests": self.requests, "tokens": self.tokens, "pairs": self.pairs[reach],
+                "keys": keys, "slots": slots, "blocks": -(-slots // run.kv_block_size),
+                "logits": self.logits, "stored": self.tokens,
+                "prefix": np.maximum(keys - self.tokens, 0),
+            }  # fmt: skip
+            found |= {SIZES[name] + reach.kind: columns[name] for name in COLUMNS}
+        if model.num_experts:
+            found["routed"] = self.tokens * run.dp
+        return found
+
+    def take(self, chosen: Int | Bool) -> Self:
+        """Some of the batches."""
+        return replace(
+            self,
+            requests=self.requests[chosen], tokens=self.tokens[chosen], logits=self.logits[chosen],
+            pairs={reach: column[chosen] for reach, column in self.pairs.items()},
+            keys={reach: column[chosen] for reach, column in self.keys.items()},
+        )  # fmt: skip
+
+
+class KeptBlock(NamedTuple):
+    """A block of a stage, and how many of the stage's blocks it stands for."""
+
+    variant: BlockVariant
+    layer: int
+    copies: int
+
+
+def kept_blocks(stage: Sequence[tuple[BlockVariant, int]]) -> list[KeptBlock]:
+    """The blocks of a stage without repetitions.
+
+    A block is like another one if both are of one variant, behind blocks of one variant. The first
+    and the last of such blocks are kept; those between them are copies of the last.
+
+    >>> [block.copies for block in kept_blocks([("a", -1), *(("b", n) for n in range(9))])]
+    [1, 1, 1, 7]
+    """
+    found: list[KeptBlock] = []
+    seen: dict[object, list[int]] = {}
+    before: object = None
+    for variant, layer in stage:
+        places = seen.setdefault((before, variant), [])
+        before = variant
+        if len(places) == 2:
+            found[places[1]] = found[places[1]]._replace(copies=found[places[1]].copies + 1)
+        else:
+            places.append(len(found))
+            found.append(KeptBlock(variant, layer, 1))
+    return found
+
+
+class RankColumns(NamedTuple):
+    """The rows of a pipeline rank's kept blocks, and what they take with each batch."""
+
+    tasks: Tasks
+    kernel: Int
+    """By row, which of the assembly's kernels it is a copy of."""
+    seconds: Float
+    """[rows, batches]; 0 of messages."""
+    host: HostWork | None
+    message: Float
+    """Seconds of the message to the next rank: [batches]."""
+
+
+@dataclass(frozen=True, eq=False)
+class TimedBatches:
+    """The step of a run on a machine, for batches as columns."""
+
+    step: ServingStep
+    machine: Machine
+    how: Execution
+    kept: Sequence[Sequence[KeptBlock]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", [kept_blocks(stage) for stage in self.step.stages])
+
+    @classmethod
+    def of(cls, run: Run, model: ModelConfig, machine: Machine, how: Execution) -> Self:
+        """The step of a resolved run; `machine` as it is without constants of inference."""
+        refuse_unknown(run, model, how)
+        check(run, model)
+        step = ServingStep.of(run, model, {}, loads(run, model).sizes)
+        machine = machine.for_inference(blocks=in_blocks(run, model))
+        found = cls(step, machine, how)
+        few = BatchSums.of_equal_requests(run, model, *(np.array([n]) for n in (1, 1, 1)))
+        _, blocks = next(found.lowered_groups([*step.graphs], few))
+        missing = missing_rates(found.assembly(blocks).program, machine.hardware)
+        if not missing:
+            return found
+        hardware = machine.hardware.with_rates_of_bf16(missing)
+        return replace(found, machine=replace(machine, hardware=hardware))
+
+    def numbers(self, sums: BatchSums, cases: Cases) -> Mapping[str, Any]:
+        """The sizes of batches as numbers that vary."""
+        sizes = sums.sizes(self.step.run, self.step.model)
+        return {name: cases.varying(column) for name, column in sizes.items()}
+
+    def lowered(
+        self, variants: Sequence[BlockVariant], sums: BatchSums, cases: Cases
+    ) -> dict[BlockVariant, LoweredBlock]:
+        """The kernels of some blocks, with numbers of all batches."""
+        step = self.step
+        extent = step.extent(self.numbers(sums, cases))
+        return {v: lower_block(step.graphs[v], step.run, step.mesh, extent, v) for v in variants}
+
+    def lowered_groups(
+        self, variants: Sequence[BlockVariant], sums: BatchSums
+    ) -> Iterator[tuple[Int, dict[BlockVariant, LoweredBlock]]]:
+        """The blocks of batches whose kernels are the same but for their numbers.
+
+        Kernels differ where few tokens go to some of a rank's experts only, for example.
+        """
+        rest = np.arange(len(sums))
+        while len(rest):
+            cases = Cases(len(rest))
+            blocks = self.lowered(variants, sums.take(rest), cases)
+            mine, rest = rest[cases.alike], rest[~cases.alike]
+            if len(rest):
+                blocks = self.lowered(variants, sums.take(mine), Cases(len(mine)))
+            yield mine, blocks
+
+    def assembly(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:
+        """The program of the kept blocks."""
+        placed = [
+            [Placed(blocks[b.variant], b.layer, b.variant.name_at(b.layer)) for b in stage]
+            for stage in self.kept
+        ]
+        run = self.step.run
+        return assemble(placed, forward_only(run.pp, 1), self.step.mesh, streams=run.streams)
+
+    def rows(self, sums: BatchSums) -> list[RankColumns]:
+        """What the rows of each pipeline rank take."""
+        parts: list[list[RankColumns]] = []
+        places: list[Int] = []
+        few = sums.tokens <= MOST_TOKENS
+        for chosen in (np.flatnonzero(few), np.flatnonzero(~few)):
+            for mine, blocks in self.lowered_groups([*self.step.graphs], sums.take(chosen)):
+                places.append(chosen[mine])
+                parts.append(self._rows(sums.take(places[-1]), self.assembly(blocks)))
+        order = np.argsort(np.concatenate(places))
+        return [
+            of_rank[0]._replace(
+                seconds=np.concatenate([part.seconds for part in of_rank], axis=1)[:, order],
+                message=np.concatenate([part.message for part in of_rank])[order],
+            )
+            for of_rank in zip(*parts, strict=True)
+        ]
+
+    def _rows(self, sums: BatchSums, made: Assembly) -> list[RankColumns]:
+        program, run, machine = made.program, self.step.run, self.machine
+        columns = Columns(made.kernels, len(sums), machine.hardware)
+        axes = [(name, size) for name, size in self.step.mesh.axes if name != "pp"]
+        meshes = MeshColumns(
+            program,
+            {name: np.full(len(sums), size, dtype=np.int64) for name, size in axes},
+            np.full(len(sums), run.pp, dtype=np.int64),
+            machine,
+        )
+        hosts = host_work(program, run, self.how, machine.hardware)
+        found: list[RankColumns] = []
+        for nth, rank in enumerate(made.ranks):
+            tasks = rank.of.tasks
+            seconds = columns.of_rows(tasks, rank.kernel, meshes)
+            if run.mode == "decode":
+                traffic = columns.numbers[1][rank.kernel]
+                seconds = beside_routed(tasks, seconds, machine.hardware, traffic)
+            message = np.zeros(len(sums))
+            for row in np.flatnonzero(tasks.kind == TaskKind.SEND).tolist():
+                peers = program.peer_of(int(tasks.slot[row]))[rank.of.ranks]
+                level = int(tier_of(machine, rank.of.ranks, peers).max(initial=0))
+                size = columns.numbers[2][rank.kernel[row]]
+                message = message + messages_seconds(size, level, machine)
+            host = None if hosts is None else hosts[nth]
+            found.append(RankColumns(tasks, rank.kernel, seconds, host, message))
+        return found
+
+    def alone(self, variant: BlockVariant, places: Sequence[int], sums: BatchSums) -> Float:
+        """Seconds of some kernels of a block, each alone: [kernels, batches]."""
+        found = np.empty((len(places), len(sums)))
+        for mine, blocks in self.lowered_groups([variant], sums):
+            kernels = [blocks[variant].tasks[n] for n in places]
+            found[:, mine] = Columns(kernels, len(mine), self.machine.hardware).computed
+        return found

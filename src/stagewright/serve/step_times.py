@@ -1,0 +1,451 @@
+"""How long steps of a server take: a function of the batch, for an event loop.
+
+>>> import stagewright as sw
+>>> from stagewright.model.catalog import resolve as model_of
+>>> from stagewright.time.hardware import resolve as hardware_of
+>>> run = sw.Run(model="llama3.1-8b", mode="decode")
+>>> machine = Machine.of(hardware_of("h100-sxm"), gpus=1)
+>>> times = step_times(run, model_of("llama3.1-8b"), machine, most_tokens=64, most_requests=64)
+>>> 0.005 < times.decode(64, 64 * 100) < times.decode(64, 64 * 2000) < 0.02
+True
+>>> times.decode_run(8, 8000, 3) == sum(times.decode(8, 8000 + 8 * n) for n in range(3))
+True
+
+One replica's batch is described by sums over its requests: new tokens, pairs of a query and a key
+that it sees, keys in the cache after the step, and the number of requests. All numbers that go in
+and out are plain ints and floats; a call takes about a microsecond.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import Reach
+from stagewright.run.lengths import Group
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.serve.batches import BatchSums, TimedBatches
+from stagewright.serve.means import mean_sums
+from stagewright.serve.tables import KnownTerms, StepTable, table
+from stagewright.serve.terms import Attention, Term
+from stagewright.time.network import Machine
+
+MANY = 256
+"""Requests with which terms of decode are computed: they are proportional to requests."""
+
+
+def batch_run(run: Run, groups: Sequence[Group]) -> Run:
+    """The run of one step with these requests, in the layout of `run`, which is not resolved.
+
+    A request that has tokens in the cache and gets one token (and its drafts) decodes. A step with
+    any such request is one of decode, beside which others' prompts are computed.
+    """
+    new = 1 + run.num_speculative_tokens
+    decodes = any(g.context_length and g.new_tokens == new for g in groups)
+    changed = {
+        "mode": "decode" if decodes else "prefill",
+        "requests": tuple(groups),
+        "batch_size": None, "prompt_length": None, "context_length": None, "output_length": None,
+        "num_speculative_tokens": run.num_speculative_tokens if decodes else 0,
+    }  # fmt: skip
+    return run.model_copy(update=changed)
+
+
+class _Pieces(NamedTuple):
+    """Seconds of decode steps of so many requests: piecewise linear in keys."""
+
+    edges: list[float]
+    """Keys at which the next piece begins; the first piece begins at no keys."""
+    at_none: list[float]
+    per_key: list[float]
+
+
+class _PlainWay(NamedTuple):
+    seconds: list[float]
+    """By tokens."""
+    counts: tuple[float, ...]
+
+
+class _PlainRank(NamedTuple):
+    ways: list[_PlainWay]
+    head: list[float]
+    message: list[float]
+
+
+class _Sums(NamedTuple):
+    """Sums of a batch, for all reaches, and of its requests that decode."""
+
+    tokens: float
+    requests: float
+    pairs: float
+    keys: float
+    decoding: float
+    decoding_keys: float
+
+
+class _PlainTable:
+    """The table of a step as plain numbers."""
+
+    def __init__(self, of: StepTable, most_tokens: int, drafts: int) -> None:
+        self.most = most_tokens
+        self.terms: list[Term] = [term for term, _ in of.terms]
+        self.reaches: list[Reach] = [reach for _, reach in of.terms]
+        self.new = 1 + drafts
+        self.ranks = [
+            _PlainRank(
+                [_PlainWay(way.seconds.tolist(), way.counts) for way in rank.ways],
+                rank.head.tolist(),
+                rank.message.tolist(),
+            )
+            for rank in of.ranks
+        ]
+        first = self.ranks[0]
+        self.simple = (
+            len(self.ranks) == len(first.ways) == len(self.terms) == 1
+            and isinstance(self.terms[0], Attention)
+            and not self.reaches[0].kind
+        )
+        self.linear, self.head = first.ways[0].seconds, first.head
+        self.count = first.ways[0].counts[0] if self.terms else 0.0
+        self.term = self.terms[0] if self.terms else None
+
+    def values(self, sums: _Sums) -> list[float]:
+        """Seconds of each term."""
+        return [
+            term(sums.tokens, sums.requests, *self._of_reach(reach, sums))
+            for term, reach in zip(self.terms, self.reaches, strict=True)
+        ]
+
+    def _of_reach(self, reach: Reach, sums: _Sums) -> tuple[float, float]:
+        if not reach.kind:
+            return sums.pairs, sums.keys
+        pairs = keys = 0.0
+        if sums.decoding:
+            context = sums.decoding_keys / sums.decoding - self.new
+            one = mean_sums(reach, context, self.new)
+            pairs, keys = sums.decoding * one[0], sums.decoding * one[1]
+        prompts = sums.requests - sums.decoding
+        if prompts:
+            new = (sums.tokens - sums.decoding * self.new) / prompts
+            context = (sums.keys - sums.decoding_keys) / prompts - new
+            one = mean_sums(reach, max(context, 0.0), new)
+            pairs, keys = pairs + prompts * one[0], keys + prompts * one[1]
+        return pairs, keys
+
+    def ranks_seconds(self, sums: _Sums, logits: int) -> list[float]:
+        """Seconds of each pipeline rank."""
+        values, tokens = self.values(sums), int(sums.tokens)
+        found: list[float] = []
+        for ways, head, _ in self.ranks:
+            longest = 0.0
+            for seconds, counts in ways:
+                here = _entry(seconds, tokens)
+                for n, value in zip(counts, values, strict=True):
+                    here += n * value
+                if here > longest:
+                    longest = here
+            found.append(longest + _entry(head, logits))
+        return found
+
+    def messages(self, tokens: int) -> float:
+        """Seconds of the messages between all pipeline ranks, and of tokens back to the first."""
+        return sum(_entry(rank.message, tokens) for rank in self.ranks)
+
+
+def _line(low: float, high: float, at_low: float, at_high: float) -> tuple[float, float]:
+    """The value at 0 and the slope of a line through two points."""
+    slope = (at_high - at_low) / (high - low)
+    return at_low - slope * low, slope
+
+
+def _entry(by_number: list[float], n: int) -> float:
+    """An entry of a table, which goes on beyond its end as at its end."""
+    if n < len(by_number):
+        return by_number[n]
+    last = len(by_number) - 1
+    return by_number[last] + (n - last) * (by_number[last] - by_number[last - 1])
+
+
+@dataclass(eq=False)
+class StepTimes:
+    """Seconds of the steps of one replica; with a pipeline, of all its batches together."""
+
+    most_tokens: int
+    most_requests: int
+    _decode: _PlainTable
+    """Steps in which requests decode, and prompts beside them."""
+    _prompts: _PlainTable
+    """Steps of prompts alone."""
+    _fresh: _PlainTable
+    """Steps of prompts alone of which no token is in the cache."""
+    _knots: list[float]
+    """Keys of a request between which terms of decode are linear."""
+    _terms: list[list[float]]
+    """By term of decode, its seconds for one request beside many, without launches: by knot."""
+    _apart: bool
+    """Whether prompts may run in steps of their own, where that is faster (latent attention)."""
+    _pieces: dict[int, _Pieces] = field(default_factory=dict[int, _Pieces])
+
+    def decode(self, requests: int, keys: int) -> float:
+        """Seconds of a step in which so many requests get a token, and their drafts.
+
+        keys: in the cache after the step, summed over the requests.
+        """
+        pieces = self._pieces.get(requests) or self._made(requests)
+        n = bisect_right(pieces.edges, keys)
+        return pieces.at_none[n] + pieces.per_key[n] * keys
+
+    def decode_run(self, requests: int, keys: int, steps: int, grow: int | None = None) -> float:
+        """Seconds of several steps of the same requests, whose keys grow by `grow` with each.
+
+        None: by one key per request.
+        """
+        pieces = self._pieces.get(requests) or self._made(requests)
+        by = requests if grow is None else grow
+        edges, total, left = pieces.edges, 0.0, steps
+        n = bisect_right(edges, keys)
+        while left > 0:
+            count = left
+            if n < len(edges) and by:
+                count = min(left, -int((keys - edges[n]) // by))
+            slope = pieces.per_key[n]
+            total += count * (pieces.at_none[n] + slope * (keys + by * (count - 1) / 2))
+            keys += by * count
+            left -= count
+            n += 1
+        return total
+
+    def steps_within(
+        self, requests: int, keys: int, seconds: float, most: int, grow: int | None = None
+    ) -> int:
+        """The fewest steps that take at least so many seconds, or `most`."""
+        pieces = self._pieces.get(requests) or self._made(requests)
+        by = requests if grow is None else grow
+        edges, done, left = pieces.edges, 0, seconds
+        n = bisect_right(edges, keys)
+        while done < most and left > 0:
+            count = most - done
+            if n < len(edges) and by:
+                count = min(count, -int((keys - edges[n]) // by))
+            slope = pieces.per_key[n]
+            first, more = pieces.at_none[n] + slope * keys, slope * by
+            whole = count * (first + more * (count - 1) / 2)
+            if whole < left:
+                done, left, keys, n = done + count, left - whole, keys + by * count, n + 1
+                continue
+            half = first - more / 2
+            root = math.sqrt(half * half + 2 * more * left) if more > 0 else half
+            found = min(count, max(1, math.ceil(2 * left / (half + root) - 1e-9)))
+            while found > 1 and (found - 1) * (first + more * (found - 2) / 2) >= left:
+                found -= 1
+            while found < count and found * (first + more * (found - 1) / 2) < left:
+                found += 1
+            return done + found
+        return min(done, most)
+
+    def step(
+        self,
+        tokens: int,
+        pairs: int,
+        keys: int,
+        requests: int,
+        decoding: int = 0,
+        decoding_keys: int = 0,
+    ) -> float:
+        """Seconds of any step: chunks of prompts, and `decoding` of the requests beside them.
+
+        tokens: new ones; pairs: of a query and a key that it sees, context and new ones; keys: in
+        the cache after the step; requests: all; each summed over all requests, those that decode
+        included. decoding_keys: the part of keys that belongs to these.
+        """
+        if decoding == requests:
+            return self.decode(decoding, decoding_keys or keys)
+        steps = self._decode if decoding else self._prompts if keys > tokens else self._fresh
+        logits = requests + decoding * (steps.new - 1)
+        if steps.simple and tokens <= self.most_tokens:
+            assert steps.term is not None
+            found = steps.linear[tokens] + steps.count * steps.term(tokens, requests, pairs, keys)
+            found += _entry(steps.head, logits)
+        else:
+            sums = _Sums(tokens, requests, pairs, keys, decoding, decoding_keys)
+            found = self._general(steps, sums, logits)
+        if decoding and self._apart:
+            new = steps.new
+            own = decoding_keys * new - decoding * new * (new - 1) // 2
+            apart = self.decode(decoding, decoding_keys) + self.step(
+                tokens - decoding * new, max(pairs - own, 1), keys - decoding_keys,
+                requests - decoding,
+            )  # fmt: skip
+            return min(found, apart)
+        return found
+
+    def _general(self, steps: _PlainTable, sums: _Sums, logits: int) -> float:
+        """With a pipeline, prompts are in one of its batches, and decoding requests in all."""
+        if len(steps.ranks) == 1:
+            return steps.ranks_seconds(sums, logits)[0]
+        prompts = int(sums.requests - sums.decoding)
+        batches = max(1, min(len(steps.ranks), int(sums.requests)))
+        if not sums.decoding:
+            # Prompts alone drain the pipeline: each batch goes through all ranks.
+            share = math.ceil(prompts / batches) / prompts
+            one = _Sums(*(share * x for x in sums))
+            each = steps.ranks_seconds(one, max(1, math.ceil(logits * share)))
+            drained = sum(each) + steps.messages(int(one.tokens))
+            return drained + (batches - 1) * max(each)
+        new = sums.decoding * steps.new
+        part = _Sums(
+            new / batches, sums.decoding / batches,
+            sums.decoding_keys * steps.new / batches, sums.decoding_keys / batches,
+            sums.decoding / batches, sums.decoding_keys / batches,
+        )  # fmt: skip
+        rest = 1 - 1 / batches
+        full = _Sums(
+            sums.tokens - new * rest, sums.requests - sums.decoding * rest,
+            max(sums.pairs - part.pairs * (batches - 1), 1.0),
+            sums.keys - sums.decoding_keys * rest, part.decoding, part.decoding_keys,
+        )  # fmt: skip
+        few = steps.ranks_seconds(part, max(1, round(new / batches)))
+        much = steps.ranks_seconds(full, max(1, prompts + round(new / batches)))
+        through = sum(much) + steps.messages(int(full.tokens))
+        return max(through, *(a + (batches - 1) * b for a, b in zip(much, few, strict=True)))
+
+    # ---- decode ----------------------------------------------------------------------------------
+
+    def _made(self, requests: int) -> _Pieces:
+        """The pieces of decode steps of so many requests: the longest of all ways."""
+        knots = self._knots
+        values: list[list[float]] = []
+        for base, counts in self._ways(requests):
+            terms = [*zip(counts, self._terms, strict=True)]
+            values.append([base + sum(n * of[k] for n, of in terms) for k in range(len(knots))])
+        edges: list[float] = []
+        at_none: list[float] = []
+        per_key: list[float] = []
+        for k, (low, high) in enumerate(pairwise(knots)):
+            lines = [_line(low, high, way[k], way[k + 1]) for way in values]
+            first = k == 0
+            at, end = (-math.inf if first else low), (math.inf if k == len(knots) - 2 else high)
+            x = low
+            line = max(lines, key=lambda ab: (ab[0] + ab[1] * x, ab[1]))
+            while True:
+                if not first or at > -math.inf:
+                    edges.append(at * requests)
+                at_none.append(line[0])
+                per_key.append(line[1] / requests)
+                steeper = [
+                    ((line[0] - other[0]) / (other[1] - line[1]), other)
+                    for other in lines
+                    if other[1] - line[1] > 1e-12 * abs(other[1])
+                ]
+                later = [(cross, other) for cross, other in steeper if x < cross < end]
+                if not later:
+                    break
+                at, line = min(later, key=lambda found: (found[0], -found[1][1]))
+                x, first = at, False
+        self._pieces[requests] = _Pieces(edges, at_none, per_key)
+        return self._pieces[requests]
+
+    def _ways(self, requests: int) -> list[tuple[float, list[float]]]:
+        """Seconds that do not depend on keys, and how often each term counts for one request."""
+        steps = self._decode
+        batches = min(len(steps.ranks), requests)
+        small, large = divmod(requests, batches)
+        sizes = [(small + 1, large), (small, batches - large)]
+        least = [term.least for term in steps.terms]
+
+        def base(rank: _PlainRank, way: _PlainWay, many: int) -> float:
+            launches = sum(n * x for n, x in zip(way.counts, least, strict=True))
+            tokens = many * steps.new
+            return _entry(way.seconds, tokens) + _entry(rank.head, tokens) + launches
+
+        found = [
+            (sum(n * base(rank, way, many) for many, n in sizes if n),
+             [requests * n for n in way.counts])
+            for rank in steps.ranks for way in rank.ways
+        ]  # fmt: skip
+        if len(steps.ranks) > 1:
+            most = math.ceil(requests / batches)
+            through = sum(base(rank, rank.ways[0], most) for rank in steps.ranks)
+            counts = [
+                most * sum(rank.ways[0].counts[t] for rank in steps.ranks)
+                for t in range(len(least))
+            ]
+            found.append((through + steps.messages(most * steps.new), counts))
+        return found
+
+
+def step_times(
+    run: Run,
+    model: ModelConfig,
+    machine: Machine,
+    how: Execution | None = None,
+    *,
+    most_tokens: int = 8192,
+    most_requests: int = 1024,
+) -> StepTimes:
+    """The step times of a layout on a machine of as many GPUs.
+
+    `run` is not resolved: what it leaves open is as in steps of decode or of prompts. Numbers
+    beyond `most_tokens` in a step and `most_requests` go on as at the end of the tables. Raises
+    UserError where the run cannot be had, or its steps have no table.
+    """
+    how = how or Execution()
+    new = 1 + run.num_speculative_tokens
+    known = KnownTerms()
+
+    def steps(groups: Sequence[Group], drafts: int) -> tuple[_PlainTable, StepTable]:
+        # As many requests as replicas have at least one in every batch of a pipeline.
+        many = run.dp * run.pp
+        of = batch_run(run, [Group(many, g.context_length, g.new_tokens) for g in groups])
+        timed = TimedBatches.of(of.resolved(model), model, machine, how)
+        made = table(timed, most_tokens, most_requests * (1 + drafts), known)
+        return _PlainTable(made, most_tokens, drafts), made
+
+    decode, of_decode = steps([Group(1, 1024, new)], run.num_speculative_tokens)
+    latent = bool(model.kv_lora_rank)
+    prompts, _ = steps([Group(1, 1024, 512)], 0)
+    fresh = steps([Group(1, 0, 512)], 0)[0] if latent else prompts
+    knots, values = _decode_terms(of_decode, new)
+    return StepTimes(
+        most_tokens, most_requests, decode, prompts, fresh, knots, values, _apart=latent
+    )
+
+
+MOST_KEYS = 1 << 21
+"""Of a request; beyond, decode steps go on as up to here."""
+
+
+def _decode_terms(of: StepTable, new: int) -> tuple[list[float], list[list[float]]]:
+    """Keys of a request, and each term's seconds of one request with so many, beside many others.
+
+    Launches are not in them.
+    """
+    model = of.batches.step.model
+    geometric = np.rint(np.exp2(np.arange(4, 21.01, 0.5)))
+    edges = [reach.window or reach.chunk or reach.top for reach in model.reaches]
+    near = [e + d for e in edges if e for d in (0, 1)]
+    keys = np.unique([new, new + 1, *geometric.astype(int).tolist(), *near, MOST_KEYS])
+    keys = keys[keys >= new].astype(np.int64)
+    many = np.full(len(keys), MANY, dtype=np.int64)
+    each = {
+        reach: np.array([mean_sums(reach, float(k - new), float(new)) for k in keys.tolist()])
+        for reach in model.reaches
+    }
+    sums = BatchSums(
+        many, many * new, many * new,
+        {reach: np.rint(MANY * x[:, 0]).astype(np.int64) for reach, x in each.items()},
+        {reach: np.rint(MANY * x[:, 1]).astype(np.int64) for reach, x in each.items()},
+    )  # fmt: skip
+    values = [
+        ((seconds - term.least) / MANY).tolist()
+        for seconds, (term, _) in zip(of.exact_terms(sums), of.terms, strict=True)
+    ]
+    return keys.astype(float).tolist(), values

@@ -1,0 +1,99 @@
+"""Steps of random batches from the tables of serving, beside each of them simulated alone."""
+
+import random
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.model.catalog import resolve as model_of
+from stagewright.run.lengths import Group
+from stagewright.run.settings import Run
+from stagewright.serve.step_times import batch_run, step_times
+from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
+from stagewright.time.simulate.step import simulate
+
+pytestmark = pytest.mark.numerics
+
+
+def sums(groups):
+    new = sum(g.count * g.new_tokens for g in groups)
+    keys = sum(g.count * (g.context_length + g.new_tokens) for g in groups)
+    pairs = sum(
+        g.count * (g.new_tokens * g.context_length + g.new_tokens * (g.new_tokens + 1) // 2)
+        for g in groups
+    )
+    return new, pairs, keys, sum(g.count for g in groups)
+
+
+def batch(draw, new=1):
+    """Requests that decode, chunks of prompts, or both."""
+    kind = draw.choice(("decode", "prompts", "both"))
+    decoding, prompts = [], []
+    if kind != "prompts":
+        longest = draw.choice((100, 1000, 9000))
+        decoding = [Group(1, draw.randint(1, longest), new) for _ in range(draw.randint(1, 90))]
+    if kind != "decode":
+        prompts = [
+            Group(1, draw.choice((0, draw.randint(1, 5000))), draw.randint(new + 1, 1500))
+            for _ in range(draw.randint(1, 3))
+        ]
+    return decoding, prompts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "llama3.1-8b", "layers": 6},
+        {"model": "llama3.1-70b", "layers": 5, "tp": 8, "num_speculative_tokens": 2},
+        pytest.param({"model": "gpt-oss-120b", "layers": 6}, marks=pytest.mark.slow),
+        pytest.param(
+            {"model": "deepseek-v3", "layers": 5, "dp": 8, "ep": 8, "hardware": "h200"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["dense", "drafts", "windows", "latent"],
+)
+def test_random_batches_take_as_long_as_simulated(settings):
+    settings = dict(settings)
+    hardware = settings.pop("hardware", "h100-sxm")
+    run = Run(mode="decode", **settings)
+    model = compile(batch_run(run, [Group(run.dp, 100, 1 + run.num_speculative_tokens)])).model
+    machine = Machine.of(resolve(hardware), gpus=run.tp * run.dp)
+    times = step_times(run, model, machine, most_tokens=4096, most_requests=128)
+
+    def simulated(groups):
+        every = [Group(g.count * run.dp, g.context_length, g.new_tokens) for g in groups]
+        return simulate(compile(batch_run(run, every), model), machine).seconds
+
+    draw = random.Random(5)
+    for _ in range(6):
+        decoding, prompts = batch(draw, 1 + run.num_speculative_tokens)
+        groups = decoding + prompts
+        wanted = simulated(groups)
+        if decoding and prompts and model.kv_lora_rank:
+            wanted = min(wanted, simulated(decoding) + simulated(prompts))
+        keys = sum(g.context_length + g.new_tokens for g in decoding)
+        found = times.step(*sums(groups), len(decoding), keys)
+        assert found == pytest.approx(wanted, rel=0.01), groups
+
+
+def test_runs_of_decode_steps_are_sums_of_steps():
+    run = Run(model="llama3.1-8b", layers=2, mode="decode", tp=2)
+    machine = Machine.of(resolve("h100-sxm"), gpus=2)
+    model = compile(batch_run(run, [Group(1, 100, 1)])).model
+    times = step_times(run, model, machine, most_tokens=64, most_requests=64)
+    for requests, keys, steps in [(1, 2, 5000), (7, 900, 700), (64, 64000, 333)]:
+        each = [times.decode(requests, keys + requests * n) for n in range(steps)]
+        assert times.decode_run(requests, keys, steps) == pytest.approx(sum(each), rel=1e-12)
+        for seconds in (each[0] / 2, sum(each) / 3, sum(each) * 2):
+            found = times.steps_within(requests, keys, seconds, steps)
+            enough = [n for n in range(1, steps + 1) if sum(each[:n]) >= seconds * (1 + 1e-12)]
+            assert found == (enough[0] if enough else steps)
+
+
+def test_steps_without_a_table_are_refused():
+    run = Run(model="llama3.1-8b", layers=2, mode="decode", kv_cache="contiguous")
+    with pytest.raises(UserError, match="have no table of times"):
+        step_times(run, model_of("llama3.1-8b"), Machine.of(resolve("h100-sxm"), gpus=1))
