@@ -375,15 +375,8 @@ def _flash(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:
             attrs[name] = True
             terms.append(term)
     spec = f"{','.join(terms)}->{queries}{value.upper()}"
-    precision = b.recipe.precision
-    q, keys_read = of.q, of.keys
-    if precision.attention:
-        moved = {"rescaling": (precision.rescaling or 0) - precision.second_copy}
-        q, *rest = (cast(x, precision.attention, name=x.name, **moved) for x in (q, *keys_read))
-        keys_read = tuple(rest)
-    operands = (q, *keys_read, *of.bias, *of.sinks, *of.numbers)
-    core = apply("attention", spec, *operands, role=Role.CORE, **attrs)
-    return cast(core, b.dtype, name=core.name)
+    read = (*(b.attended(x) for x in (of.q, *of.keys)), *of.bias, *of.sinks, *of.numbers)
+    return cast(apply("attention", spec, *read, role=Role.CORE, **attrs), b.dtype, name="core")
 
 
 def _in_parts(b: Builder, of: AttentionOperands, mask: dict[str, Any]) -> Node:

@@ -201,6 +201,14 @@ class Builder:
         frozen = w.binding.name in self.recipe.training.frozen
         return {"rescaling": moved - second if frozen else moved}, {"rescaling": moved}
 
+    def attended(self, x: Node) -> Node:
+        """Queries, keys or values in the recipe's format for fused attention, not transposed."""
+        precision = self.recipe.precision
+        if not precision.attention:
+            return x
+        moved = (precision.rescaling or 0) - precision.second_copy
+        return cast(x, precision.attention, name=x.name, rescaling=moved)
+
     def with_adapter(self, adapter: Adapter, spec: str, x: Node, w: Node, y: Node) -> Node:
         """The product `y` of an input and a weight, plus what an adapter makes of the input.
 
