@@ -1,16 +1,5 @@
 """How long steps of a server take: a function of the batch, for an event loop.
 
->>> import stagewright as sw
->>> from stagewright.model.catalog import resolve as model_of
->>> from stagewright.time.hardware import resolve as hardware_of
->>> run = sw.Run(model="llama3.1-8b", mode="decode")
->>> machine = Machine.of(hardware_of("h100-sxm"), gpus=1)
->>> times = step_times(run, model_of("llama3.1-8b"), machine, most_tokens=64, most_requests=64)
->>> 0.005 < times.decode(64, 64 * 100) < times.decode(64, 64 * 2000) < 0.02
-True
->>> times.decode_run(8, 8000, 3) == sum(times.decode(8, 8000 + 8 * n) for n in range(3))
-True
-
 One replica's batch is described by sums over its requests: new tokens, pairs of a query and a key
 that it sees, keys in the cache after the step, and the number of requests. All numbers that go in
 and out are plain ints and floats; a call takes about a microsecond.
@@ -28,14 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.model.config import ModelConfig
-from stagewright.model.layers import Reach
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serve.batches import BatchSums, TimedBatches
 from stagewright.serve.means import mean_sums
+from stagewright.serve.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry
 from stagewright.serve.tables import KnownTerms, StepTable, table
-from stagewright.serve.terms import Attention, Term
 from stagewright.time.network import Machine
 
 MANY = 256
@@ -68,110 +56,10 @@ class _Pieces(NamedTuple):
     per_key: list[float]
 
 
-class _PlainWay(NamedTuple):
-    seconds: list[float]
-    """By tokens."""
-    counts: tuple[float, ...]
-
-
-class _PlainRank(NamedTuple):
-    ways: list[_PlainWay]
-    head: list[float]
-    message: list[float]
-
-
-class _Sums(NamedTuple):
-    """Sums of a batch, for all reaches, and of its requests that decode."""
-
-    tokens: float
-    requests: float
-    pairs: float
-    keys: float
-    decoding: float
-    decoding_keys: float
-
-
-class _PlainTable:
-    """The table of a step as plain numbers."""
-
-    def __init__(self, of: StepTable, most_tokens: int, drafts: int) -> None:
-        self.most = most_tokens
-        self.terms: list[Term] = [term for term, _ in of.terms]
-        self.reaches: list[Reach] = [reach for _, reach in of.terms]
-        self.new = 1 + drafts
-        self.ranks = [
-            _PlainRank(
-                [_PlainWay(way.seconds.tolist(), way.counts) for way in rank.ways],
-                rank.head.tolist(),
-                rank.message.tolist(),
-            )
-            for rank in of.ranks
-        ]
-        first = self.ranks[0]
-        self.simple = (
-            len(self.ranks) == len(first.ways) == len(self.terms) == 1
-            and isinstance(self.terms[0], Attention)
-            and not self.reaches[0].kind
-        )
-        self.linear, self.head = first.ways[0].seconds, first.head
-        self.count = first.ways[0].counts[0] if self.terms else 0.0
-        self.term = self.terms[0] if self.terms else None
-
-    def values(self, sums: _Sums) -> list[float]:
-        """Seconds of each term."""
-        return [
-            term(sums.tokens, sums.requests, *self._of_reach(reach, sums))
-            for term, reach in zip(self.terms, self.reaches, strict=True)
-        ]
-
-    def _of_reach(self, reach: Reach, sums: _Sums) -> tuple[float, float]:
-        if not reach.kind:
-            return sums.pairs, sums.keys
-        pairs = keys = 0.0
-        if sums.decoding:
-            context = sums.decoding_keys / sums.decoding - self.new
-            one = mean_sums(reach, context, self.new)
-            pairs, keys = sums.decoding * one[0], sums.decoding * one[1]
-        prompts = sums.requests - sums.decoding
-        if prompts:
-            new = (sums.tokens - sums.decoding * self.new) / prompts
-            context = (sums.keys - sums.decoding_keys) / prompts - new
-            one = mean_sums(reach, max(context, 0.0), new)
-            pairs, keys = pairs + prompts * one[0], keys + prompts * one[1]
-        return pairs, keys
-
-    def ranks_seconds(self, sums: _Sums, logits: int) -> list[float]:
-        """Seconds of each pipeline rank."""
-        values, tokens = self.values(sums), int(sums.tokens)
-        found: list[float] = []
-        for ways, head, _ in self.ranks:
-            longest = 0.0
-            for seconds, counts in ways:
-                here = _entry(seconds, tokens)
-                for n, value in zip(counts, values, strict=True):
-                    here += n * value
-                if here > longest:
-                    longest = here
-            found.append(longest + _entry(head, logits))
-        return found
-
-    def messages(self, tokens: int) -> float:
-        """Seconds of the messages between all pipeline ranks, and of tokens back to the first."""
-        return sum(_entry(rank.message, tokens) for rank in self.ranks)
-
-
 def _line(low: float, high: float, at_low: float, at_high: float) -> tuple[float, float]:
     """The value at 0 and the slope of a line through two points."""
     slope = (at_high - at_low) / (high - low)
     return at_low - slope * low, slope
-
-
-def _entry(by_number: list[float], n: int) -> float:
-    """An entry of a table, which goes on beyond its end as at its end."""
-    if n < len(by_number):
-        return by_number[n]
-    last = len(by_number) - 1
-    return by_number[last] + (n - last) * (by_number[last] - by_number[last - 1])
 
 
 @dataclass(eq=False)
@@ -180,11 +68,11 @@ class StepTimes:
 
     most_tokens: int
     most_requests: int
-    _decode: _PlainTable
+    _decode: PlainTable
     """Steps in which requests decode, and prompts beside them."""
-    _prompts: _PlainTable
+    _prompts: PlainTable
     """Steps of prompts alone."""
-    _fresh: _PlainTable
+    _fresh: PlainTable
     """Steps of prompts alone of which no token is in the cache."""
     _knots: list[float]
     """Keys of a request between which terms of decode are linear."""
@@ -273,9 +161,9 @@ class StepTimes:
         if steps.simple and tokens <= self.most_tokens:
             assert steps.term is not None
             found = steps.linear[tokens] + steps.count * steps.term(tokens, requests, pairs, keys)
-            found += _entry(steps.head, logits)
+            found += entry(steps.head, logits)
         else:
-            sums = _Sums(tokens, requests, pairs, keys, decoding, decoding_keys)
+            sums = BatchTotals(tokens, requests, pairs, keys, decoding, decoding_keys)
             found = self._general(steps, sums, logits)
         if decoding and self._apart:
             new = steps.new
@@ -287,7 +175,7 @@ class StepTimes:
             return min(found, apart)
         return found
 
-    def _general(self, steps: _PlainTable, sums: _Sums, logits: int) -> float:
+    def _general(self, steps: PlainTable, sums: BatchTotals, logits: int) -> float:
         """With a pipeline, prompts are in one of its batches, and decoding requests in all."""
         if len(steps.ranks) == 1:
             return steps.ranks_seconds(sums, logits)[0]
@@ -296,18 +184,18 @@ class StepTimes:
         if not sums.decoding:
             # Prompts alone drain the pipeline: each batch goes through all ranks.
             share = math.ceil(prompts / batches) / prompts
-            one = _Sums(*(share * x for x in sums))
+            one = BatchTotals(*(share * x for x in sums))
             each = steps.ranks_seconds(one, max(1, math.ceil(logits * share)))
             drained = sum(each) + steps.messages(int(one.tokens))
             return drained + (batches - 1) * max(each)
         new = sums.decoding * steps.new
-        part = _Sums(
+        part = BatchTotals(
             new / batches, sums.decoding / batches,
             sums.decoding_keys * steps.new / batches, sums.decoding_keys / batches,
             sums.decoding / batches, sums.decoding_keys / batches,
         )  # fmt: skip
         rest = 1 - 1 / batches
-        full = _Sums(
+        full = BatchTotals(
             sums.tokens - new * rest, sums.requests - sums.decoding * rest,
             max(sums.pairs - part.pairs * (batches - 1), 1.0),
             sums.keys - sums.decoding_keys * rest, part.decoding, part.decoding_keys,
@@ -361,10 +249,10 @@ class StepTimes:
         sizes = [(small + 1, large), (small, batches - large)]
         least = [term.least for term in steps.terms]
 
-        def base(rank: _PlainRank, way: _PlainWay, many: int) -> float:
+        def base(rank: PlainRank, way: PlainWay, many: int) -> float:
             launches = sum(n * x for n, x in zip(way.counts, least, strict=True))
             tokens = many * steps.new
-            return _entry(way.seconds, tokens) + _entry(rank.head, tokens) + launches
+            return entry(way.seconds, tokens) + entry(rank.head, tokens) + launches
 
         found = [
             (sum(n * base(rank, way, many) for many, n in sizes if n),
@@ -401,13 +289,13 @@ def step_times(
     new = 1 + run.num_speculative_tokens
     known = KnownTerms()
 
-    def steps(groups: Sequence[Group], drafts: int) -> tuple[_PlainTable, StepTable]:
+    def steps(groups: Sequence[Group], drafts: int) -> tuple[PlainTable, StepTable]:
         # As many requests as replicas have at least one in every batch of a pipeline.
         many = run.dp * run.pp
         of = batch_run(run, [Group(many, g.context_length, g.new_tokens) for g in groups])
         timed = TimedBatches.of(of.resolved(model), model, machine, how)
         made = table(timed, most_tokens, most_requests * (1 + drafts), known)
-        return _PlainTable(made, most_tokens, drafts), made
+        return PlainTable(made, most_tokens, drafts), made
 
     decode, of_decode = steps([Group(1, 1024, new)], run.num_speculative_tokens)
     latent = bool(model.kv_lora_rank)

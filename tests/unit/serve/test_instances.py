@@ -1,0 +1,36 @@
+"""Blocks of the KV cache beside what engines have logged, and closed forms."""
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.model.catalog import resolve
+from stagewright.run.settings import Run
+from stagewright.serve.instances import kv_capacity
+
+
+def capacity(memory, tokens=2048, **settings):
+    run = Run(mode="decode", **settings)
+    return kv_capacity(run, resolve(run.model), int(memory), tokens)
+
+
+def test_blocks_are_those_that_vllm_logged():
+    # vLLM 0.19, RTX 4090 (casys-kaist/LLMServingSim@5daddb21)
+    assert capacity(0.9 * 25250627584, model="llama3.1-8b").blocks == pytest.approx(2588, rel=0.02)
+
+
+def test_ranks_that_copy_keys_send_them_once():
+    assert capacity(80e9, model="llama3.1-8b", tp=4).bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert capacity(80e9, model="llama3.1-8b", tp=16).bytes_per_token == 2 * 32 * 8 * 128 * 2
+    latent = capacity(140e9, model="deepseek-v3", tp=8, ep=8)
+    assert latent.bytes_per_token == 61 * 576 * 2
+
+
+def test_windows_are_blocks_of_a_request():
+    found = capacity(80e9, model="gpt-oss-120b")
+    assert found.bytes_per_token == 2 * 18 * 8 * 64 * 2
+    assert found.blocks_per_request == -(-(128 + 15) // 16)
+
+
+def test_weights_that_leave_no_room_are_refused():
+    with pytest.raises(UserError, match="leave no room"):
+        capacity(80e9, model="llama3.1-70b")
