@@ -8,19 +8,18 @@ What cannot be computed so is left out and said (`Evaluated.left`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Float, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks, occupancy
 from stagewright.explore.pipeline import rounds
-from stagewright.explore.responses import Responses, Timed, responses
 from stagewright.explore.steps import Lot, NeighbourMessages, Pipeline, StepColumns, steps
 from stagewright.explore.structures import (
     NUMBERS,
@@ -29,24 +28,22 @@ from stagewright.explore.structures import (
     microbatches_of,
     structures,
 )
-from stagewright.explore.templates import Kind, Parts, StructureTemplate, template, unlike
-from stagewright.lower.assembly.assemble import Assembly
+from stagewright.explore.templates import Kind, Parts, unlike
+from stagewright.explore.timing import MachineTiming, TemplateFigures, Templates
 from stagewright.lower.frozen import mark_trained
 from stagewright.lower.recipe import recipe_of
 from stagewright.lower.variants import place_blocks, tie_tables
 from stagewright.model.config import ModelConfig
-from stagewright.program.columns import TaskKind
-from stagewright.run.requests import allowance_of, read_bytes
+from stagewright.run.requests import read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.in_flight import enough
 from stagewright.schedule.schedules import SCHEDULES, make
-from stagewright.time.columns import Columns, Known, MeshColumns, Placed
+from stagewright.time.columns import Placed
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
-from stagewright.time.simulate.launches import host_work
 from stagewright.time.simulate.utilization import sequence_flops
 
 PLAYED = ("1f1b", "gpipe", "interleaved", "looped-bfs")
@@ -87,6 +84,46 @@ class _PlacedLot(NamedTuple):
     at: Int
 
 
+class _Pipelined(NamedTuple):
+    """Candidates of one structure in one pipeline."""
+
+    tuples: Int
+    microbatches: Int
+    at: Int
+    """Their numbers among all candidates."""
+
+
+class _PipelineShape(NamedTuple):
+    """A pipeline, whatever its microbatches."""
+
+    schedule: str
+    pp: int
+    vpp: int
+    group: int | None
+    layers: tuple[tuple[int, ...], ...]
+    """Of each variant, by stage."""
+
+
+class _JoinedTemplates:
+    """The figures of several structures' templates behind each other, and who uses them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.begin: dict[int, int] = {}
+        self.parts: list[TemplateFigures] = []
+        self.count = 0
+        self.batches: dict[_PipelineShape, list[_Pipelined]] = {}
+
+    def add(self, of: TemplateFigures, shape: _PipelineShape, batch: _Pipelined) -> None:
+        """Candidates whose tuples are those of `of`."""
+        if id(of) not in self.begin:
+            self.begin[id(of)] = self.count
+            self.parts.append(of)
+            self.count += len(of.stride)
+        moved = batch._replace(tuples=batch.tuples + self.begin[id(of)])
+        self.batches.setdefault(shape, []).append(moved)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _StagePlan:
     """The blocks of a pipeline: which stage holds what."""
@@ -101,9 +138,7 @@ class _Evaluation:
     """Lots of candidates by the pipeline that they are played in, and what has been found."""
 
     candidates: Candidates
-    lots: dict[Pipeline, list[_PlacedLot]] = field(
-        default_factory=dict[Pipeline, "list[_PlacedLot]"]
-    )
+    tables: dict[object, _JoinedTemplates] = field(default_factory=dict[object, _JoinedTemplates])
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, _StagePlan] = field(default_factory=dict[object, _StagePlan])
     known: dict[object, float] = field(default_factory=dict[object, float])
@@ -113,8 +148,8 @@ class _Evaluation:
     def __post_init__(self) -> None:
         count = len(self.candidates)
         self.seconds, self.bubble = np.full(count, np.nan), np.full(count, np.nan)
-        self.mfu, self.usd = np.full(count, np.nan), np.full(count, np.nan)
         self.flops, self.peak = np.full(count, np.nan), np.full(count, np.nan)
+        self.usd = np.full(count, np.nan)
         self.tokens = np.zeros(count, dtype=np.int64)
         self.device = np.zeros(count, dtype=np.int64)
 
@@ -128,7 +163,7 @@ class _Evaluation:
         pipelines = own.distinct(*names)
         batch = microbatches_of(own)
         machines = _machines(own)
-        templates: dict[Kind, StructureTemplate] = {}
+        templates = Templates(of)
         for group in range(int(machines.max()) + 1):
             mine = np.flatnonzero(machines == group)
             hardware, how = own.hardware(int(mine[0])), own.execution(int(mine[0]))
@@ -139,71 +174,25 @@ class _Evaluation:
                 continue
             machine = own.machine(int(mine[0]))
             placed = self.placed.setdefault(machine.tiers, {})
-            timing = _TemplateTiming(of, machine, how, templates, placed)
+            timing = MachineTiming(templates, machine, how, placed)
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
                 plan = self._plan(own, int(rows[0]))
-                if plan.parts is None or str(plan.run.schedule) not in PLAYED:
-                    why = f"schedule {plan.run.schedule}" if plan.parts else "blocks between layers"
-                    left.append(LeftOut(of.candidates[rows], why, True))
-                    continue
-                why = unlike(plan.run, plan.parts, plan.layers)
-                if why:
+                why = _not_played(plan)
+                if why or plan.parts is None:
                     left.append(LeftOut(of.candidates[rows], why, True))
                     continue
                 for several in (False, True):
                     some = rows[(batch[rows] > 1) == several]
                     if len(some):
-                        self._lots(of, timing, plan, some, batch[some])
+                        kind = Kind(plan.run.pp > 1, several, plan.parts)
+                        found = timing.figures(kind, plan.run)
+                        table = self.tables.setdefault(
+                            (found.responses.form, machine.tiers), _JoinedTemplates(machine)
+                        )
+                        mine_at = _Pipelined(of.index[some], batch[some], of.candidates[some])
+                        table.add(found, _shape(plan), mine_at)
         return left
-
-    def _lots(
-        self, of: Structure, timing: _TemplateTiming, plan: _StagePlan, rows: Int, microbatches: Int
-    ) -> None:
-        """The lots of candidates of one pipeline on one machine."""
-        run = plan.run
-        found, size = timing.responses(plan, several=bool(microbatches[0] > 1))
-        fills = SCHEDULES[str(run.schedule)].fills
-        plans = [rounds(str(run.schedule), run.pp, int(m), fills) for m in np.unique(microbatches)]
-        of_m = dict(zip(np.unique(microbatches).tolist(), plans, strict=True))
-        keys = {(p.played, p.before) for p in plans}
-        stride = np.prod(np.stack([*of.mesh.values()]), axis=0)
-        for played, before in sorted(keys):
-            mine = np.array(
-                [
-                    (of_m[m].played, of_m[m].before) == (played, before)
-                    for m in microbatches.tolist()
-                ]
-            )
-            group = run.microbatch_group
-            pipeline = Pipeline(str(run.schedule), run.pp, run.vpp, group, played, before)
-            tuples = of.index[rows[mine]]
-            more = np.array([of_m[m].more for m in microbatches[mine].tolist()])
-            messages = NeighbourMessages(size[tuples], stride[tuples], run.pp, timing.machine)
-            lot = Lot(found, tuples, plan.layers, microbatches[mine], more, messages)
-            self.lots.setdefault(pipeline, []).append(_PlacedLot(lot, of.candidates[rows[mine]]))
-        self._remember(of, timing, plan, rows, microbatches)
-
-    def _remember(
-        self, of: Structure, timing: _TemplateTiming, plan: _StagePlan, rows: Int, microbatches: Int
-    ) -> None:
-        """The memory of candidates of one pipeline."""
-        run = plan.run
-        shape = str(run.schedule), run.pp, run.vpp
-        peaks = timing.peaks(plan, several=bool(microbatches[0] > 1))
-        by_stage: list[list[int]] = plan.layers.T.tolist()
-        layers = tuple(tuple(of) for of in by_stage)
-        distinct, of_row = np.unique(microbatches, return_inverse=True)
-        group = run.microbatch_group
-        counts = np.array([enough(*shape, m, group) for m in distinct.tolist()])[of_row]
-        for count in np.unique(counts).tolist():
-            mine = rows[counts == count]
-            found = occupancy((*shape, count, group), layers)
-            assert found is not None, f"a schedule that is played: {run.schedule}"
-            for name, held in peaks.at(found, of.index[mine]).items():
-                if name not in self.memory:
-                    self.memory[name] = np.zeros(len(self.candidates), dtype=np.int64)
-                self.memory[name][of.candidates[mine]] = held
 
     def _cost(self, own: Candidates, mine: Int, of: Structure, hardware: Hardware) -> None:
         """What does not follow from the time of a step: tokens, FLOPs, memory of the device."""
@@ -244,10 +233,32 @@ class _Evaluation:
     # ---- steps -----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Play all lots."""
-        for pipeline, lots in self.lots.items():
-            for place, found in zip(lots, steps(pipeline, [p.lot for p in lots]), strict=True):
+        """Play all pipelines, and find what their ranks hold."""
+        lots: dict[Pipeline, list[_PlacedLot]] = {}
+        for table in self.tables.values():
+            figures = TemplateFigures.joined(table.parts)
+            for shape, batches in table.batches.items():
+                every = _Pipelined(*map(np.concatenate, zip(*batches, strict=True)))
+                for pipeline, lot in _lots(shape, table.machine, figures, every):
+                    lots.setdefault(pipeline, []).append(lot)
+                self._remember(shape, figures.peaks, every)
+        for pipeline, some in lots.items():
+            for place, found in zip(some, steps(pipeline, [p.lot for p in some]), strict=True):
                 self._record(place.at, found)
+
+    def _remember(self, shape: _PipelineShape, peaks: Peaks, every: _Pipelined) -> None:
+        """The memory of candidates of one pipeline."""
+        distinct, of_row = np.unique(every.microbatches, return_inverse=True)
+        own = shape.schedule, shape.pp, shape.vpp
+        counts = np.array([enough(*own, m, shape.group) for m in distinct.tolist()])[of_row]
+        for count in np.unique(counts).tolist():
+            mine = counts == count
+            found = occupancy((*own, count, shape.group), tuple(zip(*shape.layers, strict=True)))
+            assert found is not None, f"a schedule that is played: {shape.schedule}"
+            for name, held in peaks.at(found, every.tuples[mine]).items():
+                if name not in self.memory:
+                    self.memory[name] = np.zeros(len(self.candidates), dtype=np.int64)
+                self.memory[name][every.at[mine]] = held
 
     def _record(self, at: Int, found: StepColumns) -> None:
         self.seconds[at], self.bubble[at] = found.seconds, found.bubble
@@ -270,6 +281,41 @@ class _Evaluation:
             usd=self.usd * self.seconds,
             exact=np.zeros(len(self.candidates), dtype=bool),
         )
+
+
+def _shape(plan: _StagePlan) -> _PipelineShape:
+    run, layers = plan.run, tuple(tuple(of) for of in plan.layers.tolist())
+    return _PipelineShape(str(run.schedule), run.pp, run.vpp, run.microbatch_group, layers)
+
+
+def _lots(
+    shape: _PipelineShape, machine: Machine, figures: TemplateFigures, every: _Pipelined
+) -> Iterator[tuple[Pipeline, _PlacedLot]]:
+    """Candidates of one pipeline by the microbatches that are played of them."""
+    schedule, pp, vpp, group, by_variant = shape
+    fills = SCHEDULES[schedule].fills
+    distinct, of_row = np.unique(every.microbatches, return_inverse=True)
+    plans = [rounds(schedule, pp, m, fills) for m in distinct.tolist()]
+    more = np.array([plan.more for plan in plans])
+    layers = np.array(by_variant, dtype=np.int64)
+    for played, before in sorted({(plan.played, plan.before) for plan in plans}):
+        alike = np.array([(plan.played, plan.before) == (played, before) for plan in plans])
+        mine = np.flatnonzero(alike[of_row])
+        tuples = every.tuples[mine]
+        message, stride = figures.message[tuples], figures.stride[tuples]
+        messages = NeighbourMessages(message, stride, pp, machine)
+        microbatches, rest = every.microbatches[mine], more[of_row[mine]]
+        lot = Lot(figures.responses, tuples, layers, microbatches, rest, messages)
+        yield Pipeline(schedule, pp, vpp, group, played, before), _PlacedLot(lot, every.at[mine])
+
+
+def _not_played(plan: _StagePlan) -> str:
+    """Why a pipeline is not played in columns; empty: it is."""
+    if plan.parts is None:
+        return "blocks between layers"
+    if str(plan.run.schedule) not in PLAYED:
+        return f"schedule {plan.run.schedule}"
+    return unlike(plan.run, plan.parts, plan.layers)
 
 
 def _unknown(how: Execution) -> str:
@@ -315,80 +361,3 @@ def _plan(run: Run, model: ModelConfig) -> _StagePlan:
     return _StagePlan(
         run, parts, np.zeros((0, 0), dtype=np.int64) if parts is None else parts.counts(stages)
     )
-
-
-class _TemplateTiming:
-    """The responses of a structure's templates on one machine."""
-
-    def __init__(
-        self,
-        of: Structure,
-        machine: Machine,
-        how: Execution,
-        templates: dict[Kind, StructureTemplate],
-        placed: Placed,
-    ) -> None:
-        self.of, self.machine, self.how, self.templates = of, machine, how, templates
-        self.known: dict[tuple[object, ...], tuple[Responses, Float]] = {}
-        self.held: dict[Kind, Peaks] = {}
-        self.durations = Known.none()
-        self.placed = placed
-
-    def responses(self, plan: _StagePlan, *, several: bool) -> tuple[Responses, Float]:
-        """Those of a pipeline's template, and the bytes of a message between its stages."""
-        run, parts = plan.run, plan.parts
-        assert parts is not None
-        key = run.pp > 1, run.vpp > 1, several, parts
-        if key not in self.known:
-            made = self._template(Kind(run.pp > 1, several, parts))
-            timed = [self._timed(made, each, run) for each in (made.base, *made.more)]
-            self.known[key] = responses(made, timed, self.how), self._message(made.base)
-        return self.known[key]
-
-    def peaks(self, plan: _StagePlan, *, several: bool) -> Peaks:
-        """The memory of a pipeline's template."""
-        assert plan.parts is not None
-        of = Kind(plan.run.pp > 1, several, plan.parts)
-        if of not in self.held:
-            allowance = allowance_of(plan.run)
-            self.held[of] = Peaks.of(self._template(of), len(self.of), allowance)
-        return self.held[of]
-
-    def _template(self, of: Kind) -> StructureTemplate:
-        if of not in self.templates:
-            blocks = {v: block.block for v, block in self.of.variants.items()}
-            self.templates[of] = template(self.of.step, of, blocks)
-        return self.templates[of]
-
-    def _timed(self, of: StructureTemplate, assembly: Assembly, run: Run) -> Timed:
-        """The seconds of the rows of an assembly, by class."""
-        hardware, count = self.machine.hardware, len(self.of)
-        columns = Columns(assembly.kernels, count, hardware, self.durations)
-        # All configurations here have as many ranks as the machine.
-        stride = np.prod(np.stack([*self.of.mesh.values()]), axis=0)
-        pp = np.maximum(self.machine.gpus // stride, 1)
-        meshes = MeshColumns(assembly.program, self.of.mesh, pp, self.machine, self.placed)
-        # A host waits for messages or not, as the schedule of the run has it.
-        small = of.run.model_copy(update={"vpp": run.vpp})
-        hosts = host_work(assembly.program, small, self.how, hardware)
-        found: list[tuple[Float, tuple[Float, Bool] | None]] = []
-        for nth, rank in enumerate(assembly.ranks):
-            seconds = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
-            host = None
-            if hosts is not None:
-                launch = hosts[nth].seconds
-                host = launch.reshape(len(launch), -1), hosts[nth].waits
-            found.append((seconds, host))
-        return found
-
-    def _message(self, assembly: Assembly) -> Float:
-        sizes = np.zeros(len(self.of))
-        pipeline = [n for n, p in enumerate(assembly.program.peers) if p.axis == "pp"]
-        for rank in assembly.ranks:
-            tasks = rank.of.tasks
-            sends = (tasks.kind == TaskKind.SEND) & np.isin(tasks.slot, pipeline)
-            kernels: list[int] = np.unique(rank.kernel[sends]).tolist()
-            for kernel in kernels:
-                size = np.asarray(assembly.kernels[kernel].comm_bytes, dtype=np.float64)
-                sizes = np.maximum(sizes, size)
-        return sizes

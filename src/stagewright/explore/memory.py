@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -55,6 +55,11 @@ class StageBytes:
     """What it holds while other stages of the rank are updated."""
     peaks: Mapping[tuple[str, Spot], Float]
     """By moment and place: the most that is there, without that of other microbatches."""
+
+    def held_at(self) -> dict[tuple[str, Spot], Float]:
+        """All of them, by what is held and at which place (`StageMemory`)."""
+        beside = {KEPT: self.kept, HELD: self.held, UPDATED: self.updated}
+        return {(what, _NOTHING): held for what, held in beside.items()} | {**self.peaks}
 
 
 class _Sizes:
@@ -198,27 +203,18 @@ class ByLayers:
 
     base: Float
     """At the template's layers: [categories, tuples]."""
-    more: Sequence[Float]
-    """By variant, for each layer beyond those: [categories, tuples]."""
+    more: Float
+    """By variant, for each layer beyond those: [variants, categories, tuples]."""
     layers: int
     """Of each variant in the template."""
 
-    def at(self, layers: Sequence[int]) -> Float:
-        """With so many layers of each variant: [categories, tuples]."""
-        found = self.base
+    def at(self, tuples: Int, layers: Sequence[int]) -> Float:
+        """Of some tuples, with so many layers of each variant: [categories, tuples]."""
+        found = self.base[:, tuples]
         for more, count in zip(self.more, layers, strict=True):
             if count != self.layers:
-                found = found + (count - self.layers) * more
+                found += (count - self.layers) * more[:, tuples]
         return found
-
-
-class StageMemory(NamedTuple):
-    """A kind of stage, in any number of layers."""
-
-    kept: ByLayers
-    held: ByLayers
-    updated: ByLayers
-    peaks: Mapping[tuple[str, Spot], ByLayers]
 
 
 KEPT, HELD, UPDATED = "kept", "held", "updated"
@@ -301,8 +297,13 @@ def _held(
     yield [*kept, *held, (holding(state.moment, state.stage), 1)]
 
 
+_NOTHING: Spot = ("", 0)
+"""The place of what is held at no place of an action."""
 _NO_SUCH_MOMENT = -1e18
 """Bytes at a moment that a stage has not: less than any other."""
+
+StageMemory = Mapping[tuple[str, Spot], ByLayers]
+"""A kind of stage in any number of layers: what it holds (see `Holding`), and at which place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,11 +312,8 @@ class Peaks:
 
     stages: Mapping[int, StageMemory]
     """By kind (`templates.FIRST`, ...)."""
-    tuples: int
-    allowance: int = 0
-    _known: dict[tuple[Holding, ...], Float] = field(
-        default_factory=dict[tuple[Holding, ...], Float]
-    )
+    allowance: Int
+    """Bytes that are set aside: [tuples]."""
 
     @classmethod
     def of(cls, template: StructureTemplate, tuples: int, allowance: int = 0) -> Peaks:
@@ -323,53 +321,71 @@ class Peaks:
         sizes = _Sizes(tuples)
         every = [_all_stages(assembly, template, sizes) for assembly in
                  (template.base, *template.more)]  # fmt: skip
-        n = template.layers
         stages: dict[int, StageMemory] = {}
         for p in range(template.stages):
-            base, *more = (of_assembly[p] for of_assembly in every)
-
-            def linear(name: str, base: StageBytes = base, more: Any = more) -> ByLayers:
-                start: Float = getattr(base, name)
-                return ByLayers(start, [getattr(one, name) - start for one in more], n)
-
-            peaks = {
-                at: ByLayers(peak, [one.peaks.get(at, peak) - peak for one in more], n)
-                for at, peak in base.peaks.items()
+            base, *more = (of_assembly[p].held_at() for of_assembly in every)
+            stages[template.kind(p)] = {
+                at: ByLayers(
+                    held, np.stack([one.get(at, held) - held for one in more]), template.layers
+                )
+                for at, held in base.items()
             }
-            kind = template.kind(p)
-            stages[kind] = StageMemory(linear(KEPT), linear(HELD), linear(UPDATED), peaks)
-        return cls(stages, tuples, allowance)
+        return cls(stages, np.full(tuples, allowance))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Peaks]) -> Peaks:
+        """Those of several structures with as many variants: their tuples behind each other."""
+        kinds = {
+            kind: dict.fromkeys(at for part in parts for at in part.stages[kind])
+            for kind in parts[0].stages
+        }
+        every = [
+            {kind: _with_all(part.stages[kind], places) for kind, places in kinds.items()}
+            for part in parts
+        ]
+        stages = {
+            kind: {
+                at: ByLayers(
+                    np.concatenate([stages[kind][at].base for stages in every], axis=1),
+                    np.concatenate([stages[kind][at].more for stages in every], axis=2),
+                    every[0][kind][at].layers,
+                )
+                for at in places
+            }
+            for kind, places in kinds.items()
+        }
+        return cls(stages, np.concatenate([part.allowance for part in parts]))
 
     def at(self, found: Occupancy, tuples: Int) -> dict[str, Int]:
         """Bytes by category of configurations with these tuples, in a pipeline of these states."""
-        each = self._bytes(found.holdings)[:, :, tuples]
+        each = np.stack([self._holding(one, tuples) for one in found.holdings])
         total = found.counts @ each.sum(axis=1)
         most = found.counts[total.argmax(axis=0)]
         best = np.einsum("ch,hkc->kc", most, each)
         by = {name: of.astype(np.int64) for name, of in zip(CATEGORIES, best, strict=True)}
-        return by | ({"allowance": np.full(len(tuples), self.allowance)} if self.allowance else {})
+        allowance = self.allowance[tuples]
+        return by | ({"allowance": allowance} if allowance.any() else {})
 
-    def _bytes(self, holdings: tuple[Holding, ...]) -> Float:
-        """Bytes of what stages hold: [holdings, categories, tuples]."""
-        if holdings not in self._known:
-            self._known[holdings] = np.stack([self._holding(one) for one in holdings])
-        return self._known[holdings]
-
-    def _holding(self, one: Holding) -> Float:
+    def _holding(self, one: Holding, tuples: Int) -> Float:
+        """Bytes of what a stage holds: [categories, tuples]."""
         what, kind, layers = one
-        stage = self.stages[kind]
-        if what in (KEPT, HELD, UPDATED):
-            of: ByLayers = getattr(stage, what)
-            return of.at(layers)
-        best = np.full((len(CATEGORIES), self.tuples), _NO_SUCH_MOMENT)
-        most = best.sum(axis=0)
-        for (when, (where, nth)), peak in stage.peaks.items():
-            if when == what and (where not in ("first", "last") or layers[nth]):
-                held = peak.at(layers)
-                total = held.sum(axis=0)
-                best = np.where(total > most, held, best)
-                most = np.maximum(total, most)
+        best = np.full((len(CATEGORIES), len(tuples)), _NO_SUCH_MOMENT)
+        most = np.full(len(tuples), _NO_SUCH_MOMENT)
+        for (when, (where, nth)), of in self.stages[kind].items():
+            if when != what or (where in ("first", "last") and not layers[nth]):
+                continue
+            held = of.at(tuples, layers)
+            total = held.sum(axis=0)
+            best = np.where(total > most, held, best)
+            most = np.maximum(total, most)
         return best
+
+
+def _with_all(stage: StageMemory, places: Iterable[tuple[str, Spot]]) -> StageMemory:
+    """A stage's memory with places that only other structures' stages have."""
+    like = next(iter(stage.values()))
+    none = ByLayers(np.full_like(like.base, _NO_SUCH_MOMENT), 0 * like.more, like.layers)
+    return {at: stage.get(at, none) for at in places}
 
 
 def _all_stages(assembly: Assembly, template: StructureTemplate, sizes: _Sizes) -> list[StageBytes]:

@@ -6,9 +6,9 @@ what one layer more has added to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from stagewright.explore.actions import (
     StageMeeting,
     cuts,
 )
-from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, StructureTemplate
+from stagewright.explore.templates import StructureTemplate
 from stagewright.program.columns import Program
 from stagewright.run.sections.execution import Execution
 from stagewright.schedule.actions import flat
@@ -52,10 +52,11 @@ class LinearResponse:
     """Layers of each variant that the base has."""
 
     def at(self, tuples: Int, layers: Int) -> Float:
-        """[rows, candidates]: of some tuples, with so many layers [variants, candidates]."""
+        """[rows, candidates]: of some tuples, with so many layers of each variant."""
         found = self.base[:, tuples]
-        for each, count in zip(self.more, layers, strict=True):
-            found += each[:, tuples] * (count - self.layers)
+        for each, count in zip(self.more, layers.tolist(), strict=True):
+            if count != self.layers:
+                found += each[:, tuples] * (count - self.layers)
         return found
 
 
@@ -81,8 +82,64 @@ class Responses:
 
     actions: Mapping[tuple[int, str, bool], LinearResponse]
     tails: Mapping[int, RankTail]
-    """By kind of the rank: `ONLY`, or where the rank is in the pipeline."""
+    """By kind of the rank: where it is in the pipeline (`templates.kind_of`)."""
     axes: tuple[str, ...]
+
+    @property
+    def form(self) -> Hashable:
+        """What several structures must have in common for their responses to be joined."""
+        tails = [
+            (kind, len(sections), tuple((m.slot, m.aside) for m in meetings))
+            for kind, (sections, meetings) in sorted(self.tails.items())
+        ]
+        some = next(iter(self.actions.values()))
+        return frozenset(self.actions), tuple(tails), len(some.more), some.layers
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Those of several structures of one form: their tuples behind each other."""
+        axes = tuple(dict.fromkeys(axis for part in parts for axis in part.axes))
+        first = parts[0]
+        places = [_places(part.axes, axes) for part in parts]
+        actions = {
+            key: _joined([part.actions[key] for part in parts], places, len(axes))
+            for key in first.actions
+        }
+        tails = {
+            kind: RankTail(
+                [
+                    _joined([part.tails[kind].sections[n] for part in parts], places, len(axes))
+                    for n in range(len(tail.sections))
+                ],
+                [
+                    meeting._replace(
+                        seconds=np.concatenate([p.tails[kind].meetings[n].seconds for p in parts])
+                    )
+                    for n, meeting in enumerate(tail.meetings)
+                ],
+            )
+            for kind, tail in first.tails.items()
+        }
+        return cls(actions, tails, axes)
+
+
+def _places(axes: Sequence[str], among: Sequence[str]) -> Int:
+    """The rows of responses with some axes among the rows of those with more axes."""
+    own = [BUSY + 1 + among.index(axis) for axis in axes]
+    return np.array([*range(BUSY + 1), *own], dtype=np.int64)
+
+
+def _joined(parts: Sequence[LinearResponse], places: Sequence[Int], axes: int) -> LinearResponse:
+    """Responses behind each other; `places` are the rows of each among those with all axes."""
+    rows, tuples = BUSY + 1 + axes, sum(part.base.shape[1] for part in parts)
+    base, more = np.zeros((rows, tuples)), np.zeros((len(parts[0].more), rows, tuples))
+    begin = 0
+    for part, place in zip(parts, places, strict=True):
+        end = begin + part.base.shape[1]
+        base[place, begin:end] = part.base
+        more[:, place, begin:end] = part.more
+        begin = end
+    return LinearResponse(base, more, parts[0].layers)
 
 
 def responses(of: StructureTemplate, timed: Sequence[Timed], how: Execution) -> Responses:
@@ -146,6 +203,7 @@ def _played(
     """The actions of a program of the template, one of each kind, and what follows them."""
     actions: _Actions = {}
     tails: _Tails = {}
+    slots: dict[int, int] = {}  # numbered as they are met, so that structures compare
     for rank, (seconds, host) in enumerate(timed):
         rows = ClassRows.of(program, rank, seconds, host, how)
         found = cuts(program, rows)
@@ -158,9 +216,9 @@ def _played(
                 actions[key] = actions[of.kind(stage), letter, False]
             else:
                 actions[key] = rows.play(begin, end)
-        place = ONLY if of.run.pp == 1 else (FIRST, MIDDLE, LAST)[rank]
         sections = [rows.play(begin, end) for begin, end in found.sections]
-        tails[place] = sections, found.meetings
+        meetings = [m._replace(slot=slots.setdefault(m.slot, len(slots))) for m in found.meetings]
+        tails[of.kind(rank)] = sections, meetings
     return actions, tails
 
 

@@ -13,7 +13,7 @@ from stagewright.arrays import Float, Int
 from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES
 from stagewright.explore.pipeline import Effect, RankEnd, effect, order_of, play, slowest_loop
 from stagewright.explore.responses import BUSY, RankTail, Responses, response
-from stagewright.explore.templates import ONLY, kind_of
+from stagewright.explore.templates import kind_of
 from stagewright.schedule.actions import Action, Order, flat
 from stagewright.schedule.places import places
 from stagewright.time.collectives import messages_seconds
@@ -130,7 +130,6 @@ class _PlayedLots:
         self.edges = np.cumsum([0, *(len(lot.tuples) for lot in lots)])
         self._rows: list[dict[tuple[object, ...], Float]] = [{} for _ in lots]
         self._effects: dict[tuple[object, ...], Effect] = {}
-        self._tails: dict[tuple[int, int], list[Float]] = {}
 
     # ---- actions ---------------------------------------------------------------------------------
 
@@ -201,14 +200,13 @@ class _PlayedLots:
         return [[p.stage for p in found if p.rank == rank] for rank in range(self.of.pp)]
 
     def _tail(self, nth: int, rank: int) -> RankTail:
-        kind = ONLY if self.of.pp == 1 else kind_of(rank, self.of.pp)
-        return self.lots[nth].responses.tails[kind]
+        return self.lots[nth].responses.tails[kind_of(rank, self.of.pp)]
 
     def _sections(self, nth: int, rank: int) -> list[Float]:
         """The rows of what a rank does after all actions, by section."""
         lot = self.lots[nth]
         held = lot.layers[:, self._held[rank]].sum(axis=1)
-        kind = ONLY if self.of.pp == 1 else kind_of(rank, self.of.pp)
+        kind = kind_of(rank, self.of.pp)
         found: list[Float] = []
         for n, section in enumerate(self._tail(nth, rank).sections):
             key = kind, tuple(held.tolist()), n

@@ -104,6 +104,11 @@ class Structure:
         return {name: self.column(size) for name, size in axes}
 
     @property
+    def ranks_of_stage(self) -> Int:
+        """Ranks that hold a stage of a pipeline, along all other axes of the mesh: [tuples]."""
+        return np.prod(np.stack([*self.mesh.values()]), axis=0)
+
+    @property
     def sizes(self) -> Mapping[str, Number]:
         """The number behind each named dim."""
         return self.step.sizes

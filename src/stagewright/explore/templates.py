@@ -64,7 +64,7 @@ class Parts:
         """The stages of a template, with one layer more of a variant on each."""
         each = [v for v in self.layers for _ in range(_LAYERS + (v == more))]
         found = [[(v, s * len(each) + n) for n, v in enumerate(each)] for s in range(count)]
-        return [[*self.before, *found[0]], *found[1:]] if count > 1 else [[*self.before, *found[0]]]
+        return [[*self.before, *found[0]], *found[1:]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,146 @@
+"""What a structure's templates say of it on one machine: responses, memory, messages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.explore.memory import Peaks
+from stagewright.explore.responses import Responses, Timed, responses
+from stagewright.explore.structures import Structure
+from stagewright.explore.templates import Kind, StructureTemplate, template
+from stagewright.lower.assembly.assemble import Assembly
+from stagewright.program.columns import TaskKind
+from stagewright.run.requests import allowance_of
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.columns import Columns, Known, MeshColumns, Placed
+from stagewright.time.network import Machine
+from stagewright.time.simulate.launches import HostWork, host_work
+
+
+class TemplateFigures(NamedTuple):
+    """What pipelines are put together from, for all tuples of a structure."""
+
+    responses: Responses
+    peaks: Peaks
+    message: Float
+    """Bytes of a message between neighbouring stages: [tuples]."""
+    stride: Int
+    """Distance between the ranks of two neighbouring stages: [tuples]."""
+
+    @classmethod
+    def joined(cls, parts: list[TemplateFigures]) -> TemplateFigures:
+        """Those of several structures of one form: their tuples behind each other."""
+        if len(parts) == 1:
+            return parts[0]
+        return TemplateFigures(
+            Responses.joined([of.responses for of in parts]),
+            Peaks.joined([of.peaks for of in parts]),
+            np.concatenate([of.message for of in parts]),
+            np.concatenate([of.stride for of in parts]),
+        )
+
+
+class Templates:
+    """The templates of a structure, and what holds for them on every machine."""
+
+    def __init__(self, of: Structure) -> None:
+        """No template is made before it is asked for."""
+        self.of = of
+        self._known: dict[Kind, tuple[StructureTemplate, Peaks]] = {}
+
+    def template(self, of: Kind, run: Run) -> tuple[StructureTemplate, Peaks]:
+        """The template of one kind of pipeline, and its memory."""
+        if of not in self._known:
+            blocks = {v: block.block for v, block in self.of.variants.items()}
+            made = template(self.of.step, of, blocks)
+            self._known[of] = made, Peaks.of(made, len(self.of), allowance_of(run))
+        return self._known[of]
+
+
+class MachineTiming:
+    """A structure's templates on one machine."""
+
+    def __init__(
+        self, templates: Templates, machine: Machine, how: Execution, placed: Placed
+    ) -> None:
+        """`placed`: where groups lie on the machine, as far as structures have asked."""
+        self.templates, self.machine, self.how, self.placed = templates, machine, how, placed
+        self.of = templates.of
+        self.durations = Known.none()
+        self._known: dict[tuple[Kind, bool], TemplateFigures] = {}
+        self._figures: dict[tuple[object, ...], TemplateFigures] = {}
+        self._seconds: dict[Kind, list[list[Float]]] = {}
+
+    def figures(self, of: Kind, run: Run) -> TemplateFigures:
+        """Those of a resolved run's pipeline, and of all of its kind."""
+        alike = of, run.vpp > 1
+        if alike not in self._known:
+            self._known[alike] = self._found(of, run)
+        return self._known[alike]
+
+    def _found(self, of: Kind, run: Run) -> TemplateFigures:
+        made, peaks = self.templates.template(of, run)
+        hosts = [self._hosts(made, each, run) for each in (made.base, *made.more)]
+        key = of, *(_content(each) for each in hosts)
+        if key not in self._figures:
+            timed = [
+                _timed(seconds, work)
+                for seconds, work in zip(self._rows(of, made), hosts, strict=True)
+            ]
+            found = responses(made, timed, self.how)
+            stride = self.of.ranks_of_stage
+            self._figures[key] = TemplateFigures(found, peaks, self._message(made.base), stride)
+        return self._figures[key]
+
+    def _hosts(self, of: StructureTemplate, assembly: Assembly, run: Run) -> list[HostWork] | None:
+        """What the hosts do; they wait for messages or not as the schedule of the run has it."""
+        small = of.run.model_copy(update={"vpp": run.vpp})
+        return host_work(assembly.program, small, self.how, self.machine.hardware)
+
+    def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[Float]]:
+        """The seconds of the rows of each program of a template, by class: [rows, tuples]."""
+        if kind not in self._seconds:
+            self._seconds[kind] = [self._timed(each) for each in (of.base, *of.more)]
+        return self._seconds[kind]
+
+    def _timed(self, assembly: Assembly) -> list[Float]:
+        columns = Columns(assembly.kernels, len(self.of), self.machine.hardware, self.durations)
+        # All configurations here have as many ranks as the machine.
+        pp = np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
+        meshes = MeshColumns(assembly.program, self.of.mesh, pp, self.machine, self.placed)
+        return [columns.of_rows(rank.of.tasks, rank.kernel, meshes) for rank in assembly.ranks]
+
+    def _message(self, assembly: Assembly) -> Float:
+        sizes = np.zeros(len(self.of))
+        pipeline = [n for n, p in enumerate(assembly.program.peers) if p.axis == "pp"]
+        for rank in assembly.ranks:
+            tasks = rank.of.tasks
+            sends = (tasks.kind == TaskKind.SEND) & np.isin(tasks.slot, pipeline)
+            kernels: list[int] = np.unique(rank.kernel[sends]).tolist()
+            for kernel in kernels:
+                size = np.asarray(assembly.kernels[kernel].comm_bytes, dtype=np.float64)
+                sizes = np.maximum(sizes, size)
+        return sizes
+
+
+def _content(hosts: list[HostWork] | None) -> object:
+    """What is equal for equal work of hosts."""
+    if hosts is None:
+        return None
+    return tuple((each.seconds.tobytes(), each.waits.tobytes()) for each in hosts)
+
+
+def _timed(seconds: list[Float], hosts: list[HostWork] | None) -> Timed:
+    """The seconds of the rows of a program with those of its hosts, by class."""
+    found: list[tuple[Float, tuple[Float, Bool] | None]] = []
+    for nth, each in enumerate(seconds):
+        host = None
+        if hosts is not None:
+            launch = hosts[nth].seconds
+            host = launch.reshape(len(launch), -1), hosts[nth].waits
+        found.append((each, host))
+    return found
