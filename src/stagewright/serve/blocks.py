@@ -1,0 +1,206 @@
+"""The KV cache of an engine: blocks that requests hold, and prefixes kept for the next ones.
+
+What requests have in common is named by *segments*: two requests whose chains begin with equal keys
+have equal tokens up to the end of the last of these. A block belongs to the segment that has its
+last token, and so a segment stands for the blocks of vLLM whose hashes it determines
+(`vllm/v1/core/kv_cache_utils.py`, `hash_block_tokens`: the hash of a full block is that of its
+parent and its own tokens). Blocks of a segment are cached from its beginning, and leave from its
+end.
+
+Rules, of vllm-project/vllm@00024d31 `vllm/v1/core/block_pool.py`: blocks that nobody holds stay in
+a queue; a request's blocks enter at its tail, last block first (`free_blocks`); new blocks come
+from its head (`get_new_blocks`), which is when their contents are forgotten; a hit takes blocks out
+of the middle (`touch`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Hit(NamedTuple):
+    """What of a request is in the cache."""
+
+    segments: int
+    """Leading segments of which blocks are there."""
+    blocks: int
+    idle: int
+    """Blocks that nobody holds, and that are free no longer once the request holds them."""
+
+
+NO_HIT = Hit(0, 0, 0)
+
+
+class KvBlocks:
+    """Blocks of one cache, in numbers; the blocks themselves are alike.
+
+    >>> cache = KvBlocks(100)
+    >>> cache.take(7); cache.extend(0, (5, 6), (4, 8), 7)
+    >>> cache.find((5, 6), (4, 8), 6)
+    Hit(segments=2, blocks=6, idle=0)
+    >>> cache.release(0, (5, 6), (4, 8), 7)
+    >>> cache.free, cache.find((5, 7), (4, 8), 7)
+    (100, Hit(segments=1, blocks=4, idle=4))
+    """
+
+    __slots__ = (
+        *("_held", "_idle", "_idle_blocks", "_resident", "block_size", "caching", "free", "size"),
+    )
+
+    def __init__(self, size: int, block_size: int = 16, caching: bool = True) -> None:
+        """`size` blocks of so many tokens; with `caching`, their contents outlive a request."""
+        self.size, self.free, self.block_size, self.caching = size, size, block_size, caching
+        self._resident: dict[int, list[int]] = {}  # by key: blocks, requests that hold them
+        self._idle: OrderedDict[int, None] = OrderedDict()  # keys nobody holds, oldest first
+        self._idle_blocks = 0
+        self._held: dict[int, list[int]] = {}  # by request: segments, blocks of these, copies
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[int], ends: Sequence[int], most: int) -> Hit:
+        """The longest beginning of a chain that is cached, of at most `most` blocks.
+
+        `ends` are the blocks up to the end of each segment.
+        """
+        if not self.caching:
+            return NO_HIT
+        self._forget()
+        resident = self._resident
+        segments = blocks = idle = 0
+        for key in keys:
+            entry = resident.get(key)
+            if entry is None:
+                break
+            here, holders = entry
+            if blocks + here > most:
+                if blocks == most:
+                    break
+                here = most - blocks
+            segments += 1
+            end = ends[segments - 1]
+            if not holders:
+                idle += entry[0]
+            if blocks + here < end:
+                blocks += here
+                break
+            blocks = end
+        return Hit(segments, blocks, idle) if segments else NO_HIT
+
+    def resume(self, request: int, most: int) -> int:
+        """Blocks of a preempted request's own that are still there; they are its own again.
+
+        They are taken from the free ones.
+        """
+        entry = self._resident.pop(~request, None)
+        if entry is None:
+            return 0
+        del self._idle[~request]
+        self._idle_blocks -= entry[0]
+        found = min(entry[0], most)
+        self.free -= found
+        return found
+
+    def kept(self, request: int) -> int:
+        """Blocks that `resume` would find at most."""
+        entry = self._resident.get(~request)
+        return 0 if entry is None else entry[0]
+
+    # ---- taking ----------------------------------------------------------------------------------
+
+    def hold(self, request: int, keys: Sequence[int], hit: Hit) -> None:
+        """Hold what a request has hit."""
+        resident, idle = self._resident, self._idle
+        for key in keys[: hit.segments]:
+            entry = resident[key]
+            if not entry[1]:
+                del idle[key]
+            entry[1] += 1
+        self._idle_blocks -= hit.idle
+        self.free -= hit.idle
+        self._held[request] = [hit.segments, hit.blocks, 0]
+
+    def take(self, blocks: int) -> None:
+        """Take free blocks; the caller has seen that there are so many."""
+        self.free -= blocks
+
+    def extend(self, request: int, keys: Sequence[int], ends: Sequence[int], done: int) -> None:
+        """Name the blocks that a request has computed, up to `done`, so that others may hit them.
+
+        vLLM names blocks when they are allocated (`KVCacheManager.allocate_slots`, which calls
+        `cache_blocks`): a request that is admitted later in the same step can hit them.
+        """
+        if not self.caching:
+            return
+        held = self._held.get(request)
+        if held is None:
+            self._held[request] = held = [0, 0, 0]
+        segments, blocks, copies = held
+        resident = self._resident
+        nth = segments - 1 if segments and blocks < ends[segments - 1] else segments
+        while blocks < done and nth < len(keys):
+            start = ends[nth - 1] if nth else 0
+            end = min(ends[nth], done)
+            entry = resident.get(keys[nth])
+            if entry is None:
+                resident[keys[nth]] = [end - start, 1]
+            else:
+                if nth >= segments:
+                    self._join(keys[nth], entry)
+                added = max(0, end - start - max(entry[0], blocks - start))
+                copies += end - blocks - added
+                entry[0] += added
+            blocks = end
+            nth += 1
+        held[:] = max(nth, segments), blocks, copies
+
+    def _join(self, key: int, entry: list[int]) -> None:
+        """Count one more holder of a segment; what was cached of it without its beginning goes."""
+        if not entry[1]:
+            del self._idle[key]
+            self._idle_blocks -= entry[0]
+            entry[0] = 0
+        entry[1] += 1
+
+    # ---- giving back -----------------------------------------------------------------------------
+
+    def release(self, request: int, keys: Sequence[int], ends: Sequence[int], blocks: int) -> None:
+        """Give back a request's `blocks`; those of its own can be found again by `resume`."""
+        if not self.caching:
+            self.free += blocks
+            return
+        held = self._held.pop(request, None)
+        segments, span, copies = held if held is not None else (0, 0, 0)
+        own = blocks - span + copies
+        resident, idle = self._resident, self._idle
+        freed = own
+        if own:
+            resident[~request] = [own, 0]
+            idle[~request] = None
+        while segments:
+            segments -= 1
+            key = keys[segments]
+            entry = resident[key]
+            entry[1] -= 1
+            if not entry[1]:
+                idle[key] = None
+                freed += entry[0]
+        self._idle_blocks += freed
+        self.free += freed
+
+    def _forget(self) -> None:
+        """Forget what the blocks held that have been handed out since, oldest first."""
+        over = self._idle_blocks - self.free
+        if over <= 0:
+            return
+        self._idle_blocks = self.free
+        resident, idle = self._resident, self._idle
+        while over > 0:
+            key = next(iter(idle))
+            entry = resident[key]
+            if entry[0] > over:
+                entry[0] -= over
+                return
+            over -= entry[0]
+            del resident[key], idle[key]

@@ -1,0 +1,211 @@
+"""What users and owners of a cluster see: times, rates, goodput, use of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stagewright.arrays import Float
+from stagewright.serve.cluster import Outcome
+from stagewright.serve.observed import Gaps
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution in a few numbers."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Float) -> Spread:
+        """Of equally likely values; nan of none."""
+        if not len(values):
+            return cls(*[float("nan")] * 4)
+        return cls(float(values.mean()), *map(float, np.quantile(values, [*QUANTILES.values()])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What a request must keep to be good, in seconds; None: whatever comes."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RequestTimes:
+    """Columns of the requests that are done, in seconds."""
+
+    number: np.ndarray[Any, np.dtype[np.int64]]
+    """Places in the workload."""
+    queue: Float
+    """From the arrival to the first step with the request."""
+    ttft: Float
+    """From the arrival to the first token."""
+    tpot: Float
+    """From the first token to the last, per token behind the first; nan where there is one."""
+    e2e: Float
+
+    @classmethod
+    def of(cls, served: Outcome) -> RequestTimes:
+        """Of all requests that are done."""
+        records = served.records
+        finish = np.array(records.finish)
+        number = np.flatnonzero(np.isfinite(finish))
+        arrival, first = (np.array(c)[number] for c in (records.arrival, records.first))
+        finish = finish[number]
+        more = np.array(served.workload.output)[number] - 1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            tpot = np.where(more > 0, (finish - first) / more, np.nan)
+        queue = np.array(records.scheduled)[number] - arrival
+        return cls(number, queue, first - arrival, tpot, finish - arrival)
+
+    def good(self, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which requests keep all limits (goodput of DistServe, arXiv 2401.09670)."""
+        good = np.ones(len(self.number), bool)
+        for values, limit in ((self.ttft, slo.ttft), (self.tpot, slo.tpot), (self.e2e, slo.e2e)):
+            if limit is not None:
+                good &= ~(values > limit)
+        return good
+
+
+def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
+    """Times between tokens, each token as likely: of series, without writing them out."""
+    first, last = (
+        np.concatenate([np.array(getattr(g, name)) for g in gaps] or [np.zeros(0)])
+        for name in ("first", "last")
+    )
+    steps, requests = (
+        np.concatenate([np.array(getattr(g, name), np.int64) for g in gaps] or [np.zeros(0, int)])
+        for name in ("steps", "requests")
+    )
+    weight = steps * requests
+    total = int(weight.sum())
+    if not total:
+        return Spread.of(np.zeros(0))
+    mean = float((weight * (first + last)).sum()) / 2 / total
+    low, high = np.minimum(first, last), np.maximum(first, last)
+    by = np.where(steps > 1, (high - low) / np.maximum(steps - 1, 1), 0.0)
+
+    def quantile(share: float) -> float:
+        """The least time that so large a share of the gaps does not exceed."""
+        least, most = float(low.min()), float(high.max())
+        wanted = share * total
+        for _ in range(60):
+            middle = (least + most) / 2
+            with np.errstate(divide="ignore", invalid="ignore"):
+                below = np.floor((middle - low) / by) + 1
+            below = np.where(high <= middle, steps, np.where(low > middle, 0, below))
+            if float((below * requests).sum()) >= wanted:
+                most = middle
+            else:
+                least = middle
+            if most - least <= 1e-9 * most:
+                break
+        return most
+
+    return Spread(mean, *map(quantile, QUANTILES.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSummary:
+    """What came out, in numbers. Seconds, tokens, shares of 1."""
+
+    requests: int
+    """Done."""
+    unfinished: int
+    rejected: Mapping[str, int]
+    shortened: int
+    seconds: float
+    """From the first arrival to the last token."""
+    queue: Spread
+    ttft: Spread
+    tpot: Spread
+    itl: Spread
+    e2e: Spread
+    good: float
+    """Share of all requests, rejected and unfinished ones included, that kept the limits."""
+    goodput: float
+    """Such requests per second."""
+    request_rate: float
+    """Requests that were done per second."""
+    output_rate: float
+    """Output tokens per second."""
+    total_rate: float
+    """Prompt and output tokens per second."""
+    gpus: int
+    user_rate: float
+    """Output tokens per second of the median user: 1 / median TPOT."""
+    mean_running: float
+    """Requests that are between their first step and their last token, over all engines."""
+    mean_waiting: float
+    hit_rate: float
+    """Share of prompt tokens that were in a cache."""
+    preemptions: int
+    kv_mean: float
+    """Mean share of the blocks that requests hold, at equally far moments."""
+    kv_peak: float
+    """The largest of these shares, on any engine."""
+
+    def values(self) -> dict[str, Any]:
+        """As one object for JSON."""
+        spreads = ("queue", "ttft", "tpot", "itl", "e2e")
+        found: dict[str, Any] = {
+            name: getattr(self, name) for name in self.__slots__ if name not in spreads
+        }
+        for name in spreads:
+            of: Spread = getattr(self, name)
+            found[name] = {each: getattr(of, each) for each in Spread.__slots__}
+        return found | {"output_rate_per_gpu": self.output_rate / self.gpus}
+
+
+def summarize(
+    served: Outcome, slo: Slo, gpus: int, rejected: Mapping[str, int], shortened: int = 0
+) -> ServingSummary:
+    """The numbers of a run; `gpus` of all engines."""
+    times = RequestTimes.of(served)
+    work, records = served.workload, served.records
+    output, prompt = (np.array(c)[times.number] for c in (work.output, work.prompt))
+    finish = np.array(records.finish)[times.number]
+    begin = min((at for at in records.arrival if at == at), default=0.0)
+    seconds = float(finish.max()) - begin if len(finish) else 0.0
+    good = int(times.good(slo).sum())
+    every = len(work) + sum(rejected.values())
+    per = 1 / seconds if seconds else 0.0
+    shares = [np.array(e.samples.blocks) / e.blocks.size for e in served.engines]
+    samples = np.concatenate(shares) if shares else np.zeros(0)
+    tpot = Spread.of(times.tpot[np.isfinite(times.tpot)])
+    return ServingSummary(
+        requests=len(times.number),
+        unfinished=len(work) - len(times.number),
+        rejected=dict(rejected),
+        shortened=shortened,
+        seconds=seconds,
+        queue=Spread.of(times.queue),
+        ttft=Spread.of(times.ttft),
+        tpot=tpot,
+        itl=gaps_spread([engine.gaps for engine in served.engines]),
+        e2e=Spread.of(times.e2e),
+        good=good / every if every else 0.0,
+        goodput=good * per,
+        request_rate=len(finish) * per,
+        output_rate=float(output.sum()) * per,
+        total_rate=float(output.sum() + prompt.sum()) * per,
+        gpus=gpus,
+        user_rate=1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
+        mean_running=float((times.e2e - times.queue).sum()) * per,
+        mean_waiting=float(times.queue.sum()) * per,
+        hit_rate=sum(records.cached) / max(1, sum(work.prompt)),
+        preemptions=sum(records.preempted),
+        kv_mean=float(samples.mean()) if len(samples) else 0.0,
+        kv_peak=float(samples.max()) if len(samples) else 0.0,
+    )

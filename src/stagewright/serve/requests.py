@@ -1,0 +1,150 @@
+"""Requests as columns, and what becomes of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Chain = tuple[tuple[int, ...], tuple[int, ...]]
+"""What requests have in common: keys of segments, and the tokens up to the end of each. Requests
+whose chains begin with equal keys have equal tokens up to the end of the last equal one."""
+
+NO_CHAIN: Chain = ((), ())
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Requests in the order in which they arrive, a place in each column for each."""
+
+    name: str
+    arrival: array[float]
+    """Seconds since the first; of a follow-up, seconds after the request before it is done."""
+    prompt: array[int]
+    """Tokens."""
+    output: array[int]
+    """Tokens that the request gets, at least 1."""
+    chains: Sequence[Chain] | None = None
+    """A chain may reach beyond the prompt: it then names the output for the session's next turn."""
+    after: array[int] | None = None
+    """The request that must be done before, or -1; it stands earlier in the columns."""
+    session: array[int] | None = None
+    """A number for requests of one user."""
+    concurrency: int | None = None
+    """So many requests are under way at a time: when one is done, the next begins (closed loop)."""
+    rejected: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rows of a trace that are no requests: how many, by reason."""
+    stages: tuple[float, ...] = ()
+    """Seconds at which stages of the load begin, where it has several."""
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+
+class Accepted(NamedTuple):
+    """The requests that an engine can serve, and why it cannot serve others."""
+
+    workload: Workload
+    rejected: Mapping[str, int]
+    shortened: int
+    """Requests whose output ends at `max_model_len`."""
+
+
+TOO_LONG = "the prompt leaves no token below max_model_len"
+NEVER_FITS = "prompt and output need more blocks than the KV cache has"
+LOST_TURN = "an earlier turn of the session was rejected"
+
+
+def accept(workload: Workload, max_model_len: int, tokens: int) -> Accepted:
+    """Leave out what no engine could serve, as vLLM does when a request arrives.
+
+    `tokens` is the room of the KV cache. vLLM ends a request at `max_model_len`
+    (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`).
+    """
+    rejected = Counter(workload.rejected)
+    place, kept = array("i"), array("i")
+    output, shortened = array("i"), 0
+    for i, (prompt, out) in enumerate(zip(workload.prompt, workload.output, strict=True)):
+        most = max_model_len - prompt
+        before = -1 if workload.after is None else workload.after[i]
+        why = ""
+        if most < 1:
+            why = TOO_LONG
+        elif prompt + min(out, most) - 1 > tokens:
+            why = NEVER_FITS
+        elif before >= 0 and place[before] < 0:
+            why = LOST_TURN
+        if why:
+            rejected[why] += 1
+            place.append(-1)
+            continue
+        shortened += out > most
+        place.append(len(kept))
+        kept.append(i)
+        output.append(min(out, most))
+    return Accepted(_chosen(workload, kept, output, place), dict(rejected), shortened)
+
+
+def _chosen(of: Workload, kept: array[int], output: array[int], place: array[int]) -> Workload:
+    """Some of the requests; `place` says where each stands then."""
+    everything = len(kept) == len(of)
+
+    def floats(column: array[float]) -> array[float]:
+        return column if everything else array("d", (column[i] for i in kept))
+
+    def ints(column: array[int]) -> array[int]:
+        return column if everything else array("i", (column[i] for i in kept))
+
+    chains = of.chains
+    if chains is not None and not everything:
+        chains = [chains[i] for i in kept]
+    after = None
+    if of.after is not None:
+        after = array("i", (-1 if of.after[i] < 0 else place[of.after[i]] for i in kept))
+    return Workload(
+        of.name,
+        floats(of.arrival),
+        ints(of.prompt),
+        output,
+        chains,
+        after,
+        None if of.session is None else ints(of.session),
+        of.concurrency,
+        of.rejected,
+        of.stages,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """What became of each request; seconds since the run began, nan where it did not happen."""
+
+    arrival: array[float]
+    """When it reached the cluster."""
+    scheduled: array[float]
+    """When an engine first computed something of it."""
+    first: array[float]
+    """When its first token was there."""
+    finish: array[float]
+    engine: array[int]
+    """The engine's number, or -1."""
+    cached: array[int]
+    """Prompt tokens that were in the cache when it was scheduled first."""
+    preempted: array[int]
+    """How many times."""
+
+    @classmethod
+    def of(cls, requests: int) -> Records:
+        """Nothing has happened yet."""
+        nan, zero = array("d", [float("nan")]), array("i", [0])
+        return cls(
+            nan * requests,
+            nan * requests,
+            nan * requests,
+            nan * requests,
+            array("i", [-1]) * requests,
+            zero * requests,
+            zero * requests,
+        )

@@ -1,0 +1,99 @@
+"""Which engine a request goes to. A router is one class with one method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stagewright.serve.engine import Engine
+from stagewright.serve.requests import NO_CHAIN, Workload
+
+
+class Router(Protocol):
+    """Chooses an engine for each request as it arrives."""
+
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """The place of an engine; engines stand where they are when the request arrives."""
+        ...
+
+
+@dataclass
+class RoundRobin:
+    """One engine after the other."""
+
+    _next: int = 0
+
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """The next one."""
+        at, self._next = self._next, (self._next + 1) % len(engines)
+        return at
+
+
+class LeastLoaded:
+    """The engine with the fewest requests that wait or run; of several, the first."""
+
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """The least loaded one."""
+        loads = [len(e.running) + len(e.waiting) + len(e.inbox) for e in engines]
+        return loads.index(min(loads))
+
+
+@dataclass
+class BySession:
+    """Requests of one session go to one engine: where its first one went, one after the other."""
+
+    _homes: dict[int, int]
+    _next: int = 0
+
+    @classmethod
+    def new(cls) -> BySession:
+        """No session is known yet."""
+        return cls({})
+
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """The session's engine; a request without a session is its own."""
+        session = ~request if workload.session is None else workload.session[request]
+        home = self._homes.get(session)
+        if home is None:
+            home, self._next = self._next, (self._next + 1) % len(engines)
+            self._homes[session] = home
+        return home
+
+
+@dataclass(frozen=True)
+class KvAware:
+    """The engine of least cost: blocks of the prompt that its cache lacks, and blocks in use.
+
+    The cost is that of Dynamo's KV router (ai-dynamo/dynamo, `docs/router`): `overlap_weight` x
+    blocks to prefill + blocks in use; of equal ones, the first. Caches are looked at as they are;
+    what waits in queues counts as blocks to come.
+    """
+
+    overlap_weight: float = 1.0
+
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """The cheapest one."""
+        size = engines[0].block_size
+        keys, ends = NO_CHAIN if workload.chains is None else workload.chains[request]
+        prompt = workload.prompt[request]
+        wanted, limit = -(-prompt // size), (prompt - 1) // size
+        best, least = 0, float("inf")
+        for nth, engine in enumerate(engines):
+            blocks = engine.blocks
+            queue = sum(-(-workload.prompt[i] // size) for i in (*engine.waiting, *engine.inbox))
+            lacking = wanted - (blocks.find(keys, ends, limit).blocks if keys else 0)
+            cost = self.overlap_weight * lacking + blocks.size - blocks.free + queue
+            if cost < least:
+                best, least = nth, cost
+        return best
+
+
+ROUTERS = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "session": BySession.new,
+    "kv_aware": KvAware,
+}
+STATIC = (RoundRobin, BySession)
+"""Routers that do not look at engines."""

@@ -1,0 +1,1 @@
+"""Schedulers of serving engines, a module each: a class with one method (`engine.Scheduler`)."""

@@ -1,0 +1,234 @@
+"""Requests that are drawn: when they arrive, how long they are, and what they have in common.
+
+All draws are Python's Mersenne Twister, whose `random()` is the same for a seed in every version:
+the same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from stagewright.errors import UserError
+from stagewright.run.sections.declare import LARGEST
+from stagewright.serve.requests import Chain, Workload
+
+MOST_REQUESTS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of prompts and outputs: uniform in [ratio, 1] of the longest, as InferenceX's are."""
+
+    isl: int
+    osl: int
+    range_ratio: float = 1.0
+    """InferenceX: 0.8 (SemiAnalysisAI/InferenceX, `random_range_ratio`); 1: all are as long."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no length."""
+        for name, value in (("--isl", self.isl), ("--osl", self.osl)):
+            if not 1 <= value <= LARGEST:
+                raise UserError(f"{name} is {value}, wanted tokens from 1 to {LARGEST}")
+        if not 0 < self.range_ratio <= 1:
+            raise UserError(f"--range-ratio is {self.range_ratio}, wanted more than 0, at most 1")
+
+    def draw(self, random: Random) -> tuple[int, int]:
+        """Tokens of a prompt and of its output."""
+        return self._one(self.isl, random), self._one(self.osl, random)
+
+    def _one(self, longest: int, random: Random) -> int:
+        if self.range_ratio == 1:
+            return longest
+        least = max(1, math.floor(longest * self.range_ratio))
+        return least + int(random.random() * (longest - least + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """How requests of an open loop arrive."""
+
+    rate: float
+    """Requests per second."""
+    process: Literal["poisson", "gamma", "constant"] = "poisson"
+    burstiness: float = 1.0
+    """The shape of gamma's gaps, vLLM's word (`vllm bench serve --burstiness`): below 1, requests
+    come in bursts; 1 is Poisson."""
+    burst_size: int = 1
+    """Requests that arrive at one moment; the moments are that much rarer."""
+
+    def __post_init__(self) -> None:
+        """Refuse rates and shapes that are none."""
+        if not (0 < self.rate < math.inf):
+            raise UserError(f"--rate is {self.rate:g}, wanted requests per second, more than 0")
+        if not (0 < self.burstiness < math.inf):
+            raise UserError(
+                f"--burstiness is {self.burstiness:g}, wanted more than 0; 1 is Poisson"
+            )
+        if self.burst_size < 1:
+            raise UserError(f"--burst-size is {self.burst_size}, wanted at least 1")
+
+    def gap(self, random: Random) -> float:
+        """Seconds between two moments of arrival."""
+        mean = self.burst_size / self.rate
+        match self.process:
+            case "constant":
+                return mean
+            case "gamma":
+                return random.gammavariate(self.burstiness, mean / self.burstiness)
+            case _:
+                return -math.log(1.0 - random.random()) * mean
+
+
+def check_count(requests: int) -> int:
+    """A number of requests; raises UserError for one that nobody can wait for."""
+    if not 1 <= requests <= MOST_REQUESTS:
+        raise UserError(f"--num-requests is {requests}, wanted 1 to {MOST_REQUESTS}")
+    return requests
+
+
+def open_loop(requests: int, arrivals: Arrivals, lengths: Lengths, seed: int = 0) -> Workload:
+    """Requests that arrive whatever the engines do; no two have a prefix in common.
+
+    >>> work = open_loop(3, Arrivals(rate=10), Lengths(isl=1024, osl=256), seed=7)
+    >>> [round(t, 4) for t in work.arrival], list(work.prompt)
+    ([0.0, 0.0391, 0.0555], [1024, 1024, 1024])
+    """
+    random = Random(seed)
+    at, when = 0.0, array("d")
+    prompt, output = array("i"), array("i")
+    for nth in range(check_count(requests)):
+        if nth and nth % arrivals.burst_size == 0:
+            at += arrivals.gap(random)
+        when.append(at)
+        isl, osl = lengths.draw(random)
+        prompt.append(isl)
+        output.append(osl)
+    name = f"{arrivals.process}, {arrivals.rate:g} requests/s"
+    return Workload(name, when, prompt, output)
+
+
+def closed_loop(requests: int, concurrency: int, lengths: Lengths, seed: int = 0) -> Workload:
+    """So many users, each of whom sends the next request when one is done (InferenceX's client)."""
+    if not 1 <= concurrency <= LARGEST:
+        raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
+    random = Random(seed)
+    prompt, output = array("i"), array("i")
+    for _ in range(check_count(requests)):
+        isl, osl = lengths.draw(random)
+        prompt.append(isl)
+        output.append(osl)
+    arrival = array("d", bytes(8 * requests))
+    return Workload(f"{concurrency} users", arrival, prompt, output, concurrency=concurrency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Sessions of several turns: each prompt is all that was said before, and something new."""
+
+    turns: int
+    think_time: float = 0.0
+    """Mean seconds between an answer and the next question (exponential)."""
+    system_prompt: int = 0
+    """Tokens that all sessions begin with."""
+
+
+def sessions(
+    count: int, arrivals: Arrivals, lengths: Lengths, of: Conversations, seed: int = 0
+) -> Workload:
+    """`count` sessions; isl is the tokens of a question, osl those of an answer.
+
+    >>> work = sessions(1, Arrivals(rate=1), Lengths(isl=10, osl=5), Conversations(turns=2))
+    >>> list(work.prompt), list(work.after)
+    ([10, 25], [-1, 0])
+    """
+    if of.turns < 1 or not 0 <= of.think_time < math.inf or of.system_prompt < 0:
+        raise UserError("--turns, --think-time and --system-prompt: wanted 1, 0 and 0 or more")
+    random = Random(seed)
+    begin = 0.0
+    rows: list[tuple[float, int, int, Chain, int, int]] = []
+    for session in range(check_count(count * of.turns) // of.turns):
+        begin += arrivals.gap(random) if session and session % arrivals.burst_size == 0 else 0.0
+        keys, ends, before, past = (0,), (of.system_prompt,), -1, of.system_prompt
+        for turn in range(of.turns):
+            isl, osl = lengths.draw(random)
+            think = 0.0 if not turn else -math.log(1.0 - random.random()) * of.think_time
+            key = 1 + len(rows) * 2
+            keys = (*keys, key, key + 1)
+            ends = (*ends, past + isl, past + isl + osl)
+            at = begin if not turn else think
+            rows.append((at, past + isl, osl, (keys, ends), before, session))
+            before, past = len(rows) - 1, past + isl + osl
+    when, prompt, output, chains, after, session_of = zip(*rows, strict=True)
+    return Workload(
+        f"{count} sessions of {of.turns} turns",
+        array("d", when),
+        array("i", prompt),
+        array("i", output),
+        chains,
+        array("i", after),
+        array("i", session_of),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStage:
+    """A stage of load: requests at a constant rate, for so many seconds."""
+
+    rate: float
+    duration: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefix:
+    """Prompts of inference-perf's `shared_prefix`: groups, each with a system prompt of its own."""
+
+    num_unique_system_prompts: int
+    num_users_per_system_prompt: int
+    system_prompt_len: int
+    question_len: int
+    output_len: int
+
+
+def staged(
+    stages: tuple[LoadStage, ...], of: SharedPrefix, poisson: bool, seed: int = 0
+) -> Workload:
+    """Requests of inference-perf (kubernetes-sigs/inference-perf): the users' prompts in turn.
+
+    Each user has one question; requests go through all users in a shuffled order, again and again
+    (`SharedPrefixDataGenerator`). So a prompt that comes again is cached, if it has been kept.
+    """
+    random = Random(seed)
+    users = [
+        (group, user)
+        for group in range(of.num_unique_system_prompts)
+        for user in range(of.num_users_per_system_prompt)
+    ]
+    random.shuffle(users)
+    head, whole = of.system_prompt_len, of.system_prompt_len + of.question_len
+    chains: list[Chain] = [
+        ((group, len(users) + nth), (head, whole)) for nth, (group, _) in enumerate(users)
+    ]
+    when, begin, begins = array("d"), 0.0, list[float]()
+    for stage in stages:
+        begins.append(begin)
+        count = round(stage.rate * stage.duration)
+        gap = stage.duration / count if count else 0.0
+        at = begin
+        for nth in range(count):
+            at = at - math.log(1.0 - random.random()) * gap if poisson else begin + nth * gap
+            when.append(at)
+        begin += stage.duration
+    count = check_count(len(when))
+    return Workload(
+        "stages of " + ", ".join(f"{s.rate:g}" for s in stages) + " requests/s",
+        when,
+        array("i", [whole]) * count,
+        array("i", [of.output_len]) * count,
+        [chains[nth % len(users)] for nth in range(count)],
+        session=array("i", (nth % len(users) for nth in range(count))),
+        stages=tuple(begins),
+    )

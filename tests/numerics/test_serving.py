@@ -1,0 +1,110 @@
+"""Engines that go from change to change do what stepping does."""
+
+import random
+from array import array
+from itertools import accumulate, pairwise
+
+import pytest
+
+from effort import times
+from stagewright.serve.blocks import KvBlocks
+from stagewright.serve.cluster import in_blocks, serve
+from stagewright.serve.engine import Engine
+from stagewright.serve.requests import Workload
+from stagewright.serve.routers import RoundRobin
+from stagewright.serve.schedulers.vllm import Vllm
+from stagewright.serve.times import LinearTimes
+from stepping import Request, Stepping
+
+
+def drawn(draw: random.Random):
+    """Rules, a cache and a workload, in which there are queues, chunks, preemption and hits."""
+    size = draw.choice((1, 4, 16))
+    budget = draw.choice((24, 64, 512))
+    rules = Vllm(
+        max_num_batched_tokens=budget,
+        max_num_seqs=draw.randint(1, 24),
+        enable_chunked_prefill=draw.random() < 0.8,
+        scheduler_reserve_full_isl=draw.random() < 0.6,
+        long_prefill_token_threshold=draw.choice((0, 0, 0, 10)),
+    )
+    most = budget - 1 if not rules.enable_chunked_prefill else draw.choice((40, 200))
+    count = draw.randint(1, 60)
+    gaps = [draw.choice((0, draw.expovariate(draw.choice((1, 10))))) for _ in range(count)]
+    shared = draw.random() < 0.6 and not rules.long_prefill_token_threshold
+    prompts, outputs, chains = [], [], []
+    tree: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for _ in range(count):
+        keys, ends = draw.choice(tree)
+        more = draw.randint(0, 3)
+        for _ in range(more):
+            end = (ends[-1] if ends else 0) + draw.randint(1, 30)
+            if end < most:
+                keys, ends = (*keys, len(tree) * 1000 + len(keys)), (*ends, end)
+        tree.append((keys, ends))
+        prompt = draw.randint(ends[-1] if ends else 1, most)
+        prompts.append(prompt + (prompt % size == 0 and shared))
+        outputs.append(draw.randint(1, 60))
+        chains.append((keys, ends))
+    longest = max(p + o for p, o in zip(prompts, outputs, strict=True))
+    blocks = -(-longest // size) + draw.choice((0, 3, 100, 1000))
+    if not rules.enable_chunked_prefill:  # what was preempted must fit into a step again
+        blocks = 10_000
+    work = Workload(
+        "random",
+        array("d", accumulate(gaps)),
+        array("i", prompts),
+        array("i", outputs),
+        chains if shared else None,
+    )
+    seconds = LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3, draw.choice((0.0, 1e-5)))
+    return rules, seconds, KvBlocks(blocks, size, draw.random() < 0.8), work
+
+
+def test_changes_equal_steps():
+    for seed in range(8):
+        equal_to_stepping(seed)
+
+
+@pytest.mark.slow
+def test_changes_equal_steps_on_many_workloads():
+    for seed in range(100, 100 + times(40)):
+        equal_to_stepping(seed)
+
+
+def equal_to_stepping(seed: int):
+    rules, seconds, cache, work = drawn(random.Random(seed))
+    requests = [
+        Request(i, work.arrival[i], work.prompt[i], work.output[i],
+                ((), ()) if work.chains is None else work.chains[i])
+        for i in range(len(work))
+    ]  # fmt: skip
+    oracle = Stepping(requests, rules, seconds, cache.size, cache.block_size, cache.caching).run()
+
+    def engine(nth, workload, records):
+        return Engine(workload, records, cache, rules, seconds, 0.37)
+
+    done = serve(in_blocks(work, cache.block_size), engine, 1, RoundRobin())
+    records, (ran,) = done.records, done.engines
+    near = lambda column: pytest.approx(list(column), rel=1e-9)  # noqa: E731
+    assert [r.preempted for r in requests] == list(records.preempted)
+    assert [r.cached for r in requests] == list(records.cached)
+    assert [r.scheduled for r in requests] == near(records.scheduled)
+    assert [r.tokens_at[0] for r in requests] == near(records.first)
+    assert [r.tokens_at[-1] for r in requests] == near(records.finish)
+    assert cache.free == cache.size
+
+    gaps = sorted(b - a for r in requests for a, b in pairwise(r.tokens_at))
+    ours = []
+    for first, last, steps, n in zip(
+        ran.gaps.first, ran.gaps.last, ran.gaps.steps, ran.gaps.requests, strict=True
+    ):
+        for step in range(steps):
+            ours += [first + (last - first) * step / max(1, steps - 1)] * n
+    assert gaps == near(sorted(ours))
+
+    for at, waiting, running, blocks in zip(*ran.samples, strict=True):
+        found = [step for step in oracle.steps if step[0] < at <= step[1]]
+        if found:
+            late = sum(found[0][0] < r.arrival <= at for r in requests)
+            assert (waiting, running, blocks) == (found[0][2] + late, *found[0][3:])

@@ -1,0 +1,189 @@
+"""An engine that takes one step after the other with vLLM's rules, block by block: the oracle of
+`stagewright.serve`, which goes from change to change and counts blocks.
+
+It shares no code with it. Blocks have hashes, reference counts and places in a queue, as in vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Block:
+    holders: int = 0
+    hash: object = None
+
+
+@dataclass
+class Pool:
+    """vLLM's BlockPool."""
+
+    size: int
+    caching: bool
+
+    def __post_init__(self):
+        self.blocks = [Block() for _ in range(self.size)]
+        self.queue = dict.fromkeys(range(self.size))  # free ones, the next to hand out first
+        self.cached: dict[object, dict[int, None]] = {}
+
+    def take(self, count: int) -> list[int]:
+        taken = []
+        for _ in range(count):
+            nth = next(iter(self.queue))
+            del self.queue[nth]
+            block = self.blocks[nth]
+            if block.hash is not None:
+                del self.cached[block.hash][nth]
+                if not self.cached[block.hash]:
+                    del self.cached[block.hash]
+                block.hash = None
+            block.holders = 1
+            taken.append(nth)
+        return taken
+
+    def touch(self, nth: int):
+        if not self.blocks[nth].holders:
+            del self.queue[nth]
+        self.blocks[nth].holders += 1
+
+    def free(self, held: list[int]):
+        for nth in reversed(held):
+            self.blocks[nth].holders -= 1
+            if not self.blocks[nth].holders:
+                self.queue[nth] = None
+
+    def name(self, nth: int, hash_: object):
+        if self.caching and self.blocks[nth].hash is None:
+            self.blocks[nth].hash = hash_
+            self.cached.setdefault(hash_, {})[nth] = None
+
+
+@dataclass
+class Request:
+    number: int
+    arrival: float
+    prompt: int
+    output: int
+    chain: tuple = ((), ())
+    computed: int = 0
+    got: int = 0
+    blocks: list = field(default_factory=list)
+    tokens_at: list = field(default_factory=list)
+    scheduled: float | None = None
+    cached: int = 0
+    preempted: int = 0
+
+    @property
+    def tokens(self):
+        return self.prompt + self.got
+
+    def hash(self, nth: int, size: int):
+        """What the nth block's hash stands for: the segment of its last token, or nobody else's."""
+        last = (nth + 1) * size
+        for key, end in zip(*self.chain, strict=True):
+            if last <= end:
+                return key, nth
+        return "own", self.number, nth
+
+
+class Stepping:
+    """One engine."""
+
+    def __init__(self, requests, rules, times, blocks, size, caching=True):
+        self.todo = sorted(requests, key=lambda r: (r.arrival, r.number))
+        self.rules, self.times, self.size = rules, times, size
+        self.pool = Pool(blocks, caching)
+        self.waiting, self.running, self.now = [], [], 0.0
+        self.steps = []  # start, end, waiting, running, blocks held
+
+    def run(self):
+        while self.todo or self.waiting or self.running:
+            if not self.waiting and not self.running:
+                self.now = max(self.now, self.todo[0].arrival)
+            while self.todo and self.todo[0].arrival <= self.now:
+                self.waiting.append(self.todo.pop(0))
+            batch = self.schedule()
+            tokens = sum(n for _, n in batch)
+            keys = sum(r.computed + n for r, n in batch)
+            pairs = sum(n * r.computed + n * (n + 1) // 2 for r, n in batch)
+            decoding = sum(r.got > 0 and r.computed == r.tokens - 1 for r, _ in batch)
+            begin = self.now
+            if decoding == len(batch):
+                self.now += self.times.decode(len(batch), keys)
+            else:
+                self.now += self.times.step(tokens, pairs, keys, len(batch), decoding)
+            held = self.pool.size - len(self.pool.queue)
+            self.steps.append((begin, self.now, len(self.waiting), len(self.running), held))
+            for request, n in batch:
+                request.computed += n
+                if request.computed == request.tokens:
+                    request.got += 1
+                    request.tokens_at.append(self.now)
+                    if request.got == request.output:
+                        self.running.remove(request)
+                        self.pool.free(request.blocks)
+        return self
+
+    def schedule(self):
+        rules, budget = self.rules, self.rules.max_num_batched_tokens
+        threshold = rules.long_prefill_token_threshold
+        batch, preempted, at = [], False, 0
+        while at < len(self.running) and budget > 0:
+            request = self.running[at]
+            n = min(request.tokens - request.computed, threshold or budget, budget)
+            while not self.allocate(request, n):
+                last = self.running.pop()
+                self.pool.free(last.blocks)
+                last.blocks, last.computed, preempted = [], 0, True
+                last.preempted += 1
+                self.waiting.insert(0, last)
+                if last is request:
+                    return batch
+            batch.append((request, n))
+            budget -= n
+            at += 1
+        while self.waiting and budget > 0 and not preempted:
+            if len(self.running) == rules.max_num_seqs:
+                break
+            request = self.waiting[0]
+            hits = self.hits(request)
+            n = request.tokens - len(hits) * self.size
+            n = min(n, threshold or n)
+            if n > budget and not rules.enable_chunked_prefill:
+                break
+            n = min(n, budget)
+            idle = sum(not self.pool.blocks[nth].holders for nth in hits)
+            whole = (
+                request.tokens if rules.scheduler_reserve_full_isl else len(hits) * self.size + n
+            )
+            if -(-whole // self.size) - len(hits) + idle > len(self.pool.queue):
+                break
+            for nth in hits:
+                self.pool.touch(nth)
+            request.blocks, request.computed = hits, len(hits) * self.size
+            assert self.allocate(request, n)
+            if request.scheduled is None:
+                request.scheduled, request.cached = self.now, request.computed
+            self.running.append(self.waiting.pop(0))
+            batch.append((request, n))
+            budget -= n
+        return batch
+
+    def hits(self, request):
+        found = []
+        for nth in range((request.tokens - 1) // self.size):
+            of = self.pool.cached.get(request.hash(nth, self.size))
+            if not of:
+                break
+            found.append(next(iter(of)))
+        return found
+
+    def allocate(self, request, n):
+        lacking = -(-(request.computed + n) // self.size) - len(request.blocks)
+        if lacking > len(self.pool.queue):
+            return False
+        request.blocks += self.pool.take(lacking)
+        for nth in range((request.computed + n) // self.size):
+            self.pool.name(request.blocks[nth], request.hash(nth, self.size))
+        return True

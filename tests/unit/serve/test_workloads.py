@@ -1,0 +1,164 @@
+"""Traces that are read, and requests that are drawn."""
+
+import gzip
+import hashlib
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.serve.requests import LOST_TURN, NEVER_FITS, TOO_LONG, accept
+from stagewright.serve.workloads import traces
+from stagewright.serve.workloads.synthetic import (
+    Arrivals,
+    Conversations,
+    Lengths,
+    LoadStage,
+    SharedPrefix,
+    closed_loop,
+    open_loop,
+    sessions,
+    staged,
+)
+
+LENGTHS = Lengths(isl=100, osl=10)
+
+
+def written(tmp_path, text: str, name: str = "trace.jsonl"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_mooncake(tmp_path):
+    text = (
+        '{"timestamp": 2000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}\n'
+        '{"timestamp": 1000, "input_length": 512, "output_length": 3, "hash_ids": [7]}\n'
+    )
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(text.encode()))
+    for path in (written(tmp_path, text), packed):
+        of = traces.read(path)
+        assert list(of.arrival) == [0.0, 1.0]
+        assert list(of.prompt) == [512, 600]
+        assert of.chains == [((7,), (512,)), ((7, 9), (512, 600))]
+    assert list(traces.read(packed, speed=2).arrival) == [0.0, 0.5]
+
+
+def test_azure(tmp_path):
+    of = traces.read(
+        written(
+            tmp_path,
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n",
+            "azure.csv",
+        )
+    )
+    assert list(of.arrival) == pytest.approx([0, 4.314579], abs=1e-6)
+    assert (list(of.prompt), list(of.output)) == ([374, 396], [44, 109])
+
+
+def test_rows_that_are_no_requests_are_counted(tmp_path):
+    rows = ["arrival,isl,osl,session", "1,0,5,a", "-1,5,5,a", "3,5,5,b", "2,5,1,a"]
+    of = traces.read(written(tmp_path, "\n".join(rows), "t.csv"))
+    assert of.rejected == {traces.NO_TOKENS: 1, traces.NEGATIVE: 1}
+    assert list(of.arrival) == [0, 1]
+    assert of.session is not None
+    assert list(of.session) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no requests"),
+        ("arrival,isl,osl\n1,2\n", "line 2: has 2 cells, wanted 3"),
+        ("arrival,isl,osl\nx,2,3\n", "line 2: arrival is 'x', wanted a time"),
+        ("arrival,isl,osl\nnan,2,3\n", "arrival is 'nan'"),
+        ("arrival,isl,osl\n1,2.5,3\n", "isl is '2.5', wanted a whole number"),
+        ("arrival,isl,osl\n1,1e99,3\n", "isl is '1e99'"),
+        ("arrival,isl\n1,2\n", "wanted output, osl"),
+        ('{"arrival": 1, "isl": 2, "osl": 3', "line 1: not JSON"),
+        ('{"arrival": true, "isl": 2, "osl": 3}', "arrival is True"),
+        ('{"arrival": 1, "isl": 2, "osl": 3, "hash_ids": [1, 2.5]}', "hash_ids is [1, 2.5]"),
+        ('{"arrival": 1, "isl": 600, "osl": 3, "hash_ids": [1]}', "hash_ids has 1 ids, wanted 2"),
+        ("arrival,isl,osl\n1,0,3\n", "1 rows with no prompt tokens"),
+    ],
+)
+def test_bad_traces_are_one_line(tmp_path, text: str, says: str):
+    with pytest.raises(UserError) as error:
+        traces.read(written(tmp_path, text))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_seed_gives_the_same_bytes():
+    def drawn(seed: int) -> str:
+        work = open_loop(
+            500,
+            Arrivals(rate=3, process="gamma", burstiness=0.3),
+            Lengths(isl=100, osl=50, range_ratio=0.8),
+            seed,
+        )
+        of = work.arrival.tobytes() + work.prompt.tobytes() + work.output.tobytes()
+        return hashlib.sha256(of).hexdigest()[:12]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize("process", ["poisson", "gamma", "constant"])
+def test_rates(process):
+    work = open_loop(4000, Arrivals(rate=5, process=process, burst_size=2), LENGTHS)
+    assert 4000 / work.arrival[-1] == pytest.approx(5, rel=0.1)
+    assert work.arrival[0] == work.arrival[1]
+
+
+def test_lengths_of_a_closed_loop():
+    work = closed_loop(2000, 8, Lengths(isl=1000, osl=100, range_ratio=0.8))
+    assert (min(work.prompt), max(work.prompt)) == (800, 1000)
+    assert work.concurrency == 8
+
+
+def test_stages_with_shared_prefixes():
+    prefix = SharedPrefix(
+        num_unique_system_prompts=3, num_users_per_system_prompt=2,
+        system_prompt_len=100, question_len=50, output_len=7,
+    )  # fmt: skip
+    work = staged((LoadStage(2, 10), LoadStage(4, 10)), prefix, poisson=False)
+    assert len(work) == 60
+    assert work.stages == (0, 10)
+    assert list(work.arrival[20:23]) == [10, 10.25, 10.5]
+    assert work.chains is not None
+    assert {chain[0][0] for chain in work.chains} == {0, 1, 2}
+    assert work.chains[0] == work.chains[6]
+
+
+def test_what_no_engine_can_serve():
+    work = sessions(2, Arrivals(rate=1), LENGTHS, Conversations(turns=3))
+    assert list(work.prompt) == [100, 210, 320] * 2
+    found = accept(work, max_model_len=215, tokens=10_000)
+    assert found.rejected == {TOO_LONG: 2}
+    assert found.shortened == 2
+    assert list(found.workload.output) == [10, 5] * 2
+    assert found.workload.after is not None
+    assert list(found.workload.after) == [-1, 0, -1, 2]
+    found = accept(work, max_model_len=1000, tokens=215)
+    assert found.rejected == {NEVER_FITS: 4}
+    uneven = accept(work, max_model_len=1000, tokens=10_000)
+    assert uneven.rejected == {}
+    assert uneven.workload.prompt is work.prompt
+    assert LOST_TURN
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Arrivals(rate=0),
+        lambda: Arrivals(rate=float("nan")),
+        lambda: Lengths(isl=0, osl=1),
+        lambda: Lengths(isl=1, osl=1, range_ratio=2),
+        lambda: open_loop(0, Arrivals(rate=1), LENGTHS),
+        lambda: closed_loop(5, 0, LENGTHS),
+    ],
+)
+def test_bad_options_are_refused(make):
+    with pytest.raises(UserError):
+        make()
