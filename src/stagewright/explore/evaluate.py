@@ -84,7 +84,7 @@ class _PlacedLot(NamedTuple):
     at: Int
 
 
-class _Pipelined(NamedTuple):
+class _PlayedAlike(NamedTuple):
     """Candidates of one structure in one pipeline."""
 
     tuples: Int
@@ -112,9 +112,9 @@ class _JoinedTemplates:
         self.begin: dict[int, int] = {}
         self.parts: list[TemplateFigures] = []
         self.count = 0
-        self.batches: dict[_PipelineShape, list[_Pipelined]] = {}
+        self.batches: dict[_PipelineShape, list[_PlayedAlike]] = {}
 
-    def add(self, of: TemplateFigures, shape: _PipelineShape, batch: _Pipelined) -> None:
+    def add(self, of: TemplateFigures, shape: _PipelineShape, batch: _PlayedAlike) -> None:
         """Candidates whose tuples are those of `of`."""
         if id(of) not in self.begin:
             self.begin[id(of)] = self.count
@@ -190,7 +190,7 @@ class _Evaluation:
                         table = self.tables.setdefault(
                             (found.responses.form, machine.tiers), _JoinedTemplates(machine)
                         )
-                        mine_at = _Pipelined(of.index[some], batch[some], of.candidates[some])
+                        mine_at = _PlayedAlike(of.index[some], batch[some], of.candidates[some])
                         table.add(found, _shape(plan), mine_at)
         return left
 
@@ -238,7 +238,7 @@ class _Evaluation:
         for table in self.tables.values():
             figures = TemplateFigures.joined(table.parts)
             for shape, batches in table.batches.items():
-                every = _Pipelined(*map(np.concatenate, zip(*batches, strict=True)))
+                every = _PlayedAlike(*map(np.concatenate, zip(*batches, strict=True)))
                 for pipeline, lot in _lots(shape, table.machine, figures, every):
                     lots.setdefault(pipeline, []).append(lot)
                 self._remember(shape, figures.peaks, every)
@@ -246,7 +246,7 @@ class _Evaluation:
             for place, found in zip(some, steps(pipeline, [p.lot for p in some]), strict=True):
                 self._record(place.at, found)
 
-    def _remember(self, shape: _PipelineShape, peaks: Peaks, every: _Pipelined) -> None:
+    def _remember(self, shape: _PipelineShape, peaks: Peaks, every: _PlayedAlike) -> None:
         """The memory of candidates of one pipeline."""
         distinct, of_row = np.unique(every.microbatches, return_inverse=True)
         own = shape.schedule, shape.pp, shape.vpp
@@ -289,7 +289,7 @@ def _shape(plan: _StagePlan) -> _PipelineShape:
 
 
 def _lots(
-    shape: _PipelineShape, machine: Machine, figures: TemplateFigures, every: _Pipelined
+    shape: _PipelineShape, machine: Machine, figures: TemplateFigures, every: _PlayedAlike
 ) -> Iterator[tuple[Pipeline, _PlacedLot]]:
     """Candidates of one pipeline by the microbatches that are played of them."""
     schedule, pp, vpp, group, by_variant = shape
