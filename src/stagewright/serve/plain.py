@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from operator import mul
 from typing import NamedTuple
 
 from stagewright.model.layers import Reach
 from stagewright.serve.means import mean_sums
 from stagewright.serve.tables import StepTable
-from stagewright.serve.terms import Attention, Term
+from stagewright.serve.terms import Term
 
 
 class PlainWay(NamedTuple):
@@ -40,9 +41,8 @@ class BatchTotals(NamedTuple):
 class PlainTable:
     """The table of a step as plain numbers."""
 
-    def __init__(self, of: StepTable, most_tokens: int, drafts: int) -> None:
+    def __init__(self, of: StepTable, drafts: int) -> None:
         """Each decoding request has one token and so many `drafts` in a step."""
-        self.most = most_tokens
         self.terms: list[Term] = [term for term, _ in of.terms]
         self.reaches: list[Reach] = [reach for _, reach in of.terms]
         self.new = 1 + drafts
@@ -54,15 +54,16 @@ class PlainTable:
             )
             for rank in of.ranks
         ]
-        first = self.ranks[0]
-        self.simple = (
-            len(self.ranks) == len(first.ways) == len(self.terms) == 1
-            and isinstance(self.terms[0], Attention)
-            and not self.reaches[0].kind
+        one = self.ranks[0]
+        self.head = one.head
+        self.ways = (
+            one.ways if len(self.ranks) == 1 and not any(r.kind for r in self.reaches) else []
         )
-        self.linear, self.head = first.ways[0].seconds, first.head
-        self.count = first.ways[0].counts[0] if self.terms else 0.0
-        self.term = self.terms[0] if self.terms else None
+        """Those of the only rank, where all terms are of attention to everything."""
+        self.single: list[tuple[list[float], float]] = []
+        """The same where there is but one term: seconds by tokens, and how often the term runs."""
+        if len(self.terms) == 1:
+            self.single = [(way.seconds, way.counts[0]) for way in self.ways]
 
     def values(self, sums: BatchTotals) -> list[float]:
         """Seconds of each term."""
@@ -90,21 +91,21 @@ class PlainTable:
     def ranks_seconds(self, sums: BatchTotals, logits: int) -> list[float]:
         """Seconds of each pipeline rank."""
         values, tokens = self.values(sums), int(sums.tokens)
-        found: list[float] = []
-        for ways, head, _ in self.ranks:
-            longest = 0.0
-            for seconds, counts in ways:
-                here = entry(seconds, tokens)
-                for n, value in zip(counts, values, strict=True):
-                    here += n * value
-                if here > longest:
-                    longest = here
-            found.append(longest + entry(head, logits))
-        return found
+        return [longest(ways, tokens, values) + entry(head, logits) for ways, head, _ in self.ranks]
 
     def messages(self, tokens: int) -> float:
         """Seconds of the messages between all pipeline ranks, and of tokens back to the first."""
         return sum(entry(rank.message, tokens) for rank in self.ranks)
+
+
+def longest(ways: list[PlainWay], tokens: int, values: list[float]) -> float:
+    """Seconds of the longest way, with these seconds of terms."""
+    found = 0.0
+    for seconds, counts in ways:
+        here = entry(seconds, tokens) + sum(map(mul, counts, values))
+        if here > found:
+            found = here
+    return found
 
 
 def entry(by_number: list[float], n: int) -> float:

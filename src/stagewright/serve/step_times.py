@@ -22,7 +22,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serve.batches import BatchSums, TimedBatches
 from stagewright.serve.means import mean_sums
-from stagewright.serve.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry
+from stagewright.serve.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry, longest
 from stagewright.serve.tables import KnownTerms, StepTable, table
 from stagewright.time.network import Machine
 
@@ -158,10 +158,16 @@ class StepTimes:
             return self.decode(decoding, decoding_keys or keys)
         steps = self._decode if decoding else self._prompts if keys > tokens else self._fresh
         logits = requests + decoding * (steps.new - 1)
-        if steps.simple and tokens <= self.most_tokens:
-            assert steps.term is not None
-            found = steps.linear[tokens] + steps.count * steps.term(tokens, requests, pairs, keys)
+        if steps.single and tokens <= self.most_tokens:
+            value, found = steps.terms[0](tokens, requests, pairs, keys), 0.0
+            for seconds, count in steps.single:
+                way = seconds[tokens] + count * value
+                if way > found:
+                    found = way
             found += entry(steps.head, logits)
+        elif steps.ways:
+            values = [term(tokens, requests, pairs, keys) for term in steps.terms]
+            found = longest(steps.ways, tokens, values) + entry(steps.head, logits)
         else:
             sums = BatchTotals(tokens, requests, pairs, keys, decoding, decoding_keys)
             found = self._general(steps, sums, logits)
@@ -182,16 +188,12 @@ class StepTimes:
         prompts = int(sums.requests - sums.decoding)
         batches = max(1, min(len(steps.ranks), int(sums.requests)))
         if not sums.decoding:
-            # Prompts alone drain the pipeline: each batch goes through all ranks.
-            share = math.ceil(prompts / batches) / prompts
-            one = BatchTotals(*(share * x for x in sums))
-            each = steps.ranks_seconds(one, max(1, math.ceil(logits * share)))
-            drained = sum(each) + steps.messages(int(one.tokens))
-            return drained + (batches - 1) * max(each)
+            return self._drained(steps, sums, prompts, batches)
         new = sums.decoding * steps.new
+        own = sums.decoding_keys * steps.new - new * (steps.new - 1) / 2
         part = BatchTotals(
             new / batches, sums.decoding / batches,
-            sums.decoding_keys * steps.new / batches, sums.decoding_keys / batches,
+            own / batches, sums.decoding_keys / batches,
             sums.decoding / batches, sums.decoding_keys / batches,
         )  # fmt: skip
         rest = 1 - 1 / batches
@@ -204,6 +206,20 @@ class StepTimes:
         much = steps.ranks_seconds(full, max(1, prompts + round(new / batches)))
         through = sum(much) + steps.messages(int(full.tokens))
         return max(through, *(a + (batches - 1) * b for a, b in zip(much, few, strict=True)))
+
+    def _drained(self, steps: PlainTable, sums: BatchTotals, prompts: int, batches: int) -> float:
+        """Prompts alone drain a pipeline: its batches go through all ranks behind each other."""
+        few, more = divmod(prompts, batches)
+        total = 0.0
+        for many, count in ((few + 1, more), (few, batches - more)):
+            if not count:
+                continue
+            one = BatchTotals(*(x * many / prompts for x in sums))
+            each = steps.ranks_seconds(one, many)
+            if not total:
+                total = sum(each) + steps.messages(int(one.tokens)) - max(each)
+            total += count * max(each)
+        return total
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -295,7 +311,7 @@ def step_times(
         of = batch_run(run, [Group(many, g.context_length, g.new_tokens) for g in groups])
         timed = TimedBatches.of(of.resolved(model), model, machine, how)
         made = table(timed, most_tokens, most_requests * (1 + drafts), known)
-        return PlainTable(made, most_tokens, drafts), made
+        return PlainTable(made, drafts), made
 
     decode, of_decode = steps([Group(1, 1024, new)], run.num_speculative_tokens)
     latent = bool(model.kv_lora_rank)
