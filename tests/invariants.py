@@ -133,7 +133,8 @@ def check_columns(c: RankClass) -> None:
         "a collective where there is none": (kind != COLLECTIVE) & (t.collective != -1),
         "a tag out of range": message & ((t.tag < 0) | (t.tag >= MAX_TAG)),
         "a tag where none belongs": ~message & (t.tag != -1),
-        "a partner where none belongs": (compute | copies) & (t.slot != -1),
+        "a partner where none belongs": copies & (t.slot != -1),
+        "a kernel on no stream": compute & ~np.isin(t.slot, [-1, *t.slot[kind == COLLECTIVE]]),
         "no partner": moves & ~copies & (t.slot < 0),
     }
     for text, bad in rules.items():
@@ -165,15 +166,15 @@ def check_order(c: RankClass, streams: str) -> None:
 def chains(t: Tasks, streams: str) -> dict[str, np.ndarray]:
     """The rows that must be totally ordered by dependencies, by what they are."""
     moves = np.isin(t.kind, (COLLECTIVE, SEND, LOAD, STORE))
-    found = {
-        "kernels": np.flatnonzero(t.kind == COMPUTE),
-    }
+    kernels = t.kind == COMPUTE
     if streams == "one":
-        return found | {"collectives, sends and copies": np.flatnonzero(moves)}
+        moved = {"collectives, sends and copies": np.flatnonzero(moves)}
+        return {"kernels": np.flatnonzero(kernels)} | moved
+    found = {"kernels": np.flatnonzero(kernels & (t.slot < 0))}
     for label, kind in (("sends", SEND), ("loads", LOAD), ("stores", STORE)):
         found[label] = np.flatnonzero(t.kind == kind)
     for slot in np.unique(t.slot[t.kind == COLLECTIVE]):
-        mine = (t.kind == COLLECTIVE) & (t.slot == slot)
+        mine = ((t.kind == COLLECTIVE) | kernels) & (t.slot == slot)
         found[f"collectives of communicator {slot}"] = np.flatnonzero(mine)
     return found
 
@@ -187,9 +188,14 @@ def check_microbatches(c: RankClass) -> None:
     # FSDP2's pipelines gather again only what a forward has freed since the last backward.
     stranger &= ~makes_weights(t)[t.data]
     fault(c, "reads a value of another microbatch", row[stranger])
-    # The stage before or after this one may be on the same rank: then nothing is sent.
-    far = np.abs(t.stage[row] - t.stage[t.data]) > 1
-    fault(c, "reads a value of another stage", row[within & far])
+    # The stage before or after this one may be on the same rank: then nothing is sent. Stages
+    # without tasks of a phase hand on what they get.
+    forward = t.phase == PHASES.index("forward")
+    low, high = np.sort([t.stage[row], t.stage[t.data]], axis=0)
+    for phase in (forward, ~forward):
+        there = np.unique(t.stage[phase])
+        far = np.searchsorted(there, high) > np.searchsorted(there, low, "right")
+        fault(c, "reads a value of another stage", row[within & far & phase[t.data]])
     step = t.phase == PHASES.index("optimizer")
     fault(c, "is of a microbatch", np.flatnonzero(step & (t.microbatch >= 0)))
 

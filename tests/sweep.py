@@ -406,7 +406,7 @@ def written(compiled: CompiledRun, folder: Path, *, whole: bool) -> None:
     run = compiled.run
     if run.cpu_offloading_num_layers or run.optimizer_cpu_offload or run.recompute_save_on_host:
         expected |= {"memory-node"}
-    if run.schedule in SCHEDULES and SCHEDULES[run.schedule].shares_ends:
+    if run.schedule in SCHEDULES and SCHEDULES[run.schedule].ends:
         expected |= {"broadcast"}
     assert {found.code for found in report.findings} <= expected, report.findings
     assert report.ok

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagewright.blocks.builder import Block
-from stagewright.blocks.ends import ORIGINAL, embedding, head, positions, tied
+from stagewright.blocks.ends import (
+    GROUP_LSE,
+    GROUP_PICKED,
+    ORIGINAL,
+    embedding,
+    head,
+    loss,
+    output,
+    positions,
+    tied,
+)
 from stagewright.blocks.families.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.blocks.families.encoder_decoder import (
     decoder_layer,
@@ -46,6 +56,11 @@ BLOCKS: dict[str, Make] = {
     "final_norm": final_norm,
     "mtp": mtp,
     "head": lambda config, recipe, _: head(config, recipe),
+    "output": lambda config, recipe, _: output(config, recipe),
+    "output_with_gradient": lambda config, recipe, _: output(
+        config, recipe, gradient_in_forward=True
+    ),
+    "loss": lambda config, recipe, _: loss(config, recipe),
     "patches": patches,
     "classifier": classifier,
     "tower.patches": _in_tower(patches),
@@ -132,6 +147,8 @@ def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
         return bias if block == "encoder_layer" else ("memory", *bias)
     if block == "head":
         return tuple(mtp_name(k + 1) for k in range(config.mtp_num_layers))
+    if block == "loss":
+        return GROUP_LSE, GROUP_PICKED
     if layer.mixer == "index_shared":
         return (CHOSEN,)
     return (ORIGINAL,) if layer.block else ()

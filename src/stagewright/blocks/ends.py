@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder, stream
 from stagewright.blocks.families.streams import collapsed, copied, stream_dims
 from stagewright.blocks.inference import gathered, last_tokens
@@ -18,7 +22,7 @@ from stagewright.graph.make import (
     leaf,
 )
 from stagewright.graph.node import Node
-from stagewright.graph.roles import Binding, Role
+from stagewright.graph.roles import SUMS, Binding, Role
 from stagewright.model.config import ModelConfig
 
 
@@ -99,6 +103,64 @@ def head(config: ModelConfig, recipe: Recipe) -> Block:
     return finish("head", b, x, loss, is_loss=True)
 
 
+GROUP_LSE, GROUP_PICKED = "group_lse", "group_picked"
+"""Per token, of each rank's group of the vocabulary: the logarithm of the sum of the exponentials
+of its logits, and the logit of the label, 0 where the label is in another group."""
+GROUPS = "VocabularyGroups"
+"""How many ranks share the vocabulary."""
+
+
+def output(config: ModelConfig, recipe: Recipe, *, gradient_in_forward: bool = False) -> Block:
+    """Hidden states to what the loss needs of each rank's group of the vocabulary.
+
+    The output layer between its two sums over ranks (arXiv 2411.05288, algorithm 1): the forward is
+    pass S, the backward is pass T. `gradient_in_forward` (algorithm 2): forward multiplies the
+    softmax of each group with the table, too, so that the gradient of the hidden states follows
+    from the sums over ranks alone; what is left to pass T is the gradient of the table.
+    """
+    b = Builder(config, recipe)
+    # The gradient of hidden states is made where the scope of these says.
+    x = stream(("B", "S", "M"), b.dtype, scope=SUMS if gradient_in_forward else "head")
+    labels = _labels(("B", "S"))
+    h = identity(x, "hidden", detached=True) if gradient_in_forward else x
+    groups = (*x.shape[:2], size(GROUPS))
+    logits = cast(_logits(b, h), "fp32", name="logits32")
+    top = apply("max", "bs(gv)->bsg", logits, out=groups, name="group_max")
+    summed = apply("exp_sum", "bs(gv),bsg->bsg", logits, top, name="group_sum")
+    lse = elementwise("log_sum_exp", top, summed, name=GROUP_LSE)
+    picked = apply("pick", "bs(gv),bs->bsg", logits, labels, out=groups, name=GROUP_PICKED)
+    if gradient_in_forward:
+        w = b.used["lm_head"]
+        shares = apply("softmax_of_group", "bs(gv),bsg->bs(gv)", logits, lse, name="softmax")
+        shares = cast(shares, b.dtype, name="softmax")
+        whole = (*groups, size("M"))
+        of_lse = einsum("bs(gv),(gv)m->bsgm", shares, w, out=whole, name="mean_row")
+        of_picked = apply(
+            "embedding", "bs,(gv)m->bsgm", labels, w, out=whole, dtype=b.dtype, name="label_row"
+        )
+        own: dict[str, Any] = {"scope": SUMS, "out": groups}
+        lse = apply("with_gradient", "bsg,bsM,bsgM->bsg", lse, x, of_lse, **own)
+        picked = apply("with_gradient", "bsg,bsM,bsgM->bsg", picked, x, of_picked, **own)
+    b.make(GROUP_LSE, lse)
+    b.make(GROUP_PICKED, picked)
+    return finish("output", b, x, None)
+
+
+def loss(config: ModelConfig, recipe: Recipe) -> Block:
+    """The sums over the groups of the vocabulary, and cross-entropy of them."""
+    b = Builder(config, recipe)
+    lse, picked = (
+        b.take(name, "B", "S", GROUPS, dtype="fp32") for name in (GROUP_LSE, GROUP_PICKED)
+    )
+    own: dict[str, Any] = {"scope": SUMS}
+    top = identity(apply("max", "bsg->bs", lse, name="max", **own), "max")
+    summed = apply("exp_sum", "bsg,bs->bs", lse, top, name="exp_sum", **own)
+    summed = identity(summed, "exp_sum")
+    label = identity(apply("sum", "bsg->bs", picked, name="picked", **own), "picked")
+    each = elementwise("nll", top, summed, label, name="nll")
+    return finish("loss", b, None, apply("mean", "bs->", each, name="loss"), is_loss=True)
+
+
 def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
     """Cross-entropy of the logits of hidden states [B, S, M]."""
     logits = _logits(b, h)
@@ -162,6 +224,12 @@ def _pooler(b: Builder, h: Node) -> Node:
     return apply("mean", "bn->", pooled, name="pooled_mean")
 
 
+def _labels(shape: Sequence[Size | str], name: str = "labels") -> Node:
+    """The numbers of the tokens to predict."""
+    bound = Binding(like="labels")
+    return leaf("input", tuple(shape), "int64", name, scope="head", binding=bound)
+
+
 def _picked(log_probs: Node, labels: Node, t: str) -> Node:
     """The mean of the negative log-probabilities of the labels."""
     log_prob = apply("pick", f"{t}v,{t}->{t}", log_probs, labels, name="picked")
@@ -175,8 +243,7 @@ def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Nod
     `eager`: as PyTorch's log_softmax and nll_loss compute it, on "whole" logits, or on logits that
     may be "split" over the vocabulary.
     """
-    bound = Binding(like="labels")
-    labels = leaf("input", logits.shape[:-1], "int64", name, scope="head", binding=bound)
+    labels = _labels(logits.shape[:-1], name)
     t = "bs"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
     if eager == "whole":

@@ -91,6 +91,11 @@ CHOSEN = "chosen"
 """The live value with the keys that the last indexer has chosen, which layers behind may use."""
 
 
+SUMS = "head.sums"
+"""The scope of what ranks that share the output layer add up between its two passes: frameworks run
+these small kernels on the stream of the collectives that they stand between."""
+
+
 class Asked(NamedTuple):
     """A collective that a user's module names: checked against the layouts, and placed there."""
 

@@ -10,7 +10,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.run import requests
 from stagewright.run.settings import Run
-from stagewright.schedule.schedules import shares_ends
+from stagewright.schedule.schedules import shared_ends
 
 OPTIMIZER_READS = {"adamw": 3, "sgd": 1}
 """How often PyTorch's optimizers read a gradient: `lerp_` once and `addcmul_` twice; `add_`."""
@@ -123,9 +123,10 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
     In inference, the sizes that depend on a batch are not among them. `replicas` is how often the
     schedule holds each stage, each time with a microbatch of its own.
     """
-    parts = run.tp * (run.pp if shares_ends(run.schedule) else 1)
+    parts = run.tp * (run.pp if shared_ends(run.schedule) else 1)
     multiple = run.make_vocab_size_divisible_by * parts
-    sizes = nn.sizes(model) | {"V": -(-model.vocab_size // multiple) * multiple}
+    padded = -(-model.vocab_size // multiple) * multiple
+    sizes = nn.sizes(model) | {"V": padded, "VocabularyGroups": parts}
     of_modules = {name: number for m in model.modules for name, number in m.sizes.items()}
     if run.mode != "train":
         experts = model.num_experts + run.num_redundant_experts

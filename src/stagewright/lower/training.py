@@ -77,7 +77,8 @@ class TrainingStep:
         """The graph of a block as each rank executes it."""
         plan = self.plan
         if variant.shared:
-            plan = replace(plan, vocabulary=("pp", *plan.tensor))
+            # Groups of the vocabulary are split by all of these axes, none is within a group.
+            plan = replace(plan, vocabulary=("pp", *plan.tensor), inner=frozenset())
         return shard_block(variant, self.run, self.model, plan, self.sizes, self.recipe)
 
     @property

@@ -16,7 +16,8 @@ from stagewright.model.layers import Layer
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.places import places
-from stagewright.schedule.schedules import shares_ends
+from stagewright.schedule.schedules import shared_ends
+from stagewright.schedule.vocabulary import SharedEnds
 from stagewright.stored import Storage
 
 
@@ -141,23 +142,29 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
             [(v._replace(weights=storage(run, model, v.block, i)), i) for v, i in stage]
             for stage in stages
         ]
-    if shares_ends(run.schedule):
-        stages = _share_ends(stages)
+    ends = shared_ends(run.schedule)
+    if ends is not None:
+        stages = _share_ends(stages, ends)
     return [_move_states(run, stage) for stage in _mark_first_and_last_users(stages, model)]
 
 
-def _share_ends(stages: Sequence[Sequence[PlacedVariant]]) -> list[list[PlacedVariant]]:
-    """The embedding and the output layer as stages that all ranks share, without their neighbours.
+def _share_ends(
+    stages: Sequence[Sequence[PlacedVariant]], ends: SharedEnds
+) -> list[list[PlacedVariant]]:
+    """The embedding and the output layer in stages that all ranks share, without their neighbours.
 
     Positions, and the last norm, stay on the first and on the last rank.
     """
     blocks = [placed for stage in stages for placed in stage]
-    ends = [[(v._replace(shared=True), i)] for v, i in (blocks[0], blocks[-1])]
     inner = [[p for p in stage if p not in (blocks[0], blocks[-1])] for stage in stages]
     first, last = [(BlockVariant("positions"), -1)], [(BlockVariant("final_norm"), -1)]
     inner = [first + inner[0], *inner[1:]]
     inner = [*inner[:-1], inner[-1] + last]
-    return [ends[0], *inner, ends[1]]
+    before, behind = (
+        [[(of._replace(block=name, shared=True), -1)] if name else [] for name in names]
+        for (of, _), names in ((blocks[0], ends.before), (blocks[-1], ends.behind))
+    )
+    return [*before, *inner, *behind]
 
 
 def _mark_first_and_last_users(

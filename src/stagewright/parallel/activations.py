@@ -50,6 +50,9 @@ def activation_rows(plan: Plan) -> dict[str, Dims]:
     }
     # What goes through an adapter's narrow channels is on every rank of tp.
     rows |= {"lora_low": gathered} | ({"lora_out": gathered} if plan.gather_adapters else {})
+    of_groups = (*gathered[:2], plan.vocabulary)
+    for name in ("group_lse", "group_picked"):
+        rows |= {name: of_groups, f"d_{name}": of_groups}
     if plan.embedding_all_reduce and plan.sequence_parallel:
         rows |= {"word": gathered, "d_scatter": gathered}
     return rows | _recommendation(plan) | _cache(plan) | expert_rows(plan) | context_rows(plan)

@@ -71,6 +71,9 @@ class Tasks:
     this rank), or of a message. All members of a group have the same `comm_bytes`; of an uneven
     exchange it is the size of the even exchange that takes as long (see `local_bytes`).
 
+    Kernels run on one stream, slot -1, but for small ones whose slot is that of a communicator:
+    they stand between its collectives and run on the stream of these.
+
     Dependencies are CSR: row `i` reads the results of rows `data[data_ptr[i]:data_ptr[i + 1]]`, and
     likewise waits for the rows in `order` so that the schedule holds: one compute stream, one or
     several communication streams.
@@ -88,7 +91,7 @@ class Tasks:
     collective: NDArray[np.int8]  # index into COLLECTIVES, -1 unless COLLECTIVE
     dtype: NDArray[np.int8]  # index into dtypes: what is computed in or sent
     comm_bytes: Int  # 0 for COMPUTE
-    slot: NDArray[np.int16]  # COLLECTIVE: communicator; SEND, RECV: peer; else -1
+    slot: NDArray[np.int16]  # COLLECTIVE: communicator; SEND, RECV: peer; COMPUTE: see below
     tag: NDArray[np.int32]  # SEND, RECV: equal on both ends; else -1
     shape: NDArray[np.int32]  # COMPUTE: index into shapes; -1: has none
     data_ptr: Int

@@ -166,7 +166,7 @@ RECOMPUTE_AND_OFFLOAD = (
 
 
 def _shares(run: Run) -> bool:
-    return schedules.shares_ends(run.schedule)
+    return schedules.shared_ends(run.schedule) is not None
 
 
 _SHARES = "schedule={run.schedule} splits the vocabulary over the ranks of the pipeline, "

@@ -18,7 +18,8 @@ class Place(NamedTuple):
     after: int | None
     shared: bool = False
     """Whether every rank holds a part of the stage. What comes to such a stage from one rank, all
-    ranks get; what it hands to the stages around it, their rank has at hand."""
+    ranks get; what it hands to the stages around it, their rank has at hand. Between two such
+    stages each rank hands on its own."""
 
 
 def places(order: Order) -> list[Place]:
@@ -54,8 +55,8 @@ def places(order: Order) -> list[Place]:
     holder = {stage: rank for (stage, _), rank in home.items()}
     for stage in shared:
         for rank in range(len(order)):
-            place = Place(stage, rank, holder.get(stage - 1), holder.get(stage + 1), shared=True)
-            by_stage[rank, stage] = place, 0
+            before, after = (rank if n in shared else holder.get(n) for n in (stage - 1, stage + 1))
+            by_stage[rank, stage] = Place(stage, rank, before, after, shared=True), 0
     return [by_stage[key][0] for key in sorted(by_stage)]
 
 

@@ -23,7 +23,15 @@ from stagewright.schedule.generators import (
 )
 from stagewright.schedule.text import MOST_BYTES, from_csv
 from stagewright.schedule.validate import validate
-from stagewright.schedule.vocabulary import interlaced
+from stagewright.schedule.vocabulary import (
+    ONE_BARRIER,
+    STOPS,
+    TWO_BARRIERS,
+    SharedEnds,
+    interlaced,
+    vocab_1,
+    vocab_2,
+)
 
 
 class Schedule(NamedTuple):
@@ -41,8 +49,8 @@ class Schedule(NamedTuple):
     fills: int = 1
     """With this many times pp microbatches the pipeline has been full: each further microbatch adds
     nearly the same time."""
-    shares_ends: bool = False
-    """Whether all ranks share the embedding and the output layer (`schedule.vocabulary`)."""
+    ends: SharedEnds | None = None
+    """The stages before and behind layers that all ranks share; None: they share none."""
     holds_sent_gradients: bool = False
     """Whether PyTorch's class of the schedule waits for the send of a gradient only at the next
     one, and so holds the gradient until then. Schedules with several stages, and orders from files,
@@ -95,7 +103,9 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipe": Schedule(
         dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True, fills=2
     ),
-    "interlaced": Schedule(interlaced, shares_ends=True, fills=2),
+    "interlaced": Schedule(interlaced, ends=STOPS, fills=2),
+    "vocab-1": Schedule(vocab_1, ends=TWO_BARRIERS, fills=3),
+    "vocab-2": Schedule(vocab_2, ends=ONE_BARRIER, fills=3),
 }
 
 
@@ -196,9 +206,9 @@ def make(name: str, pp: int, microbatches: int, vpp: int = 1, *, group: int | No
     return schedule.order(pp, microbatches, *chunked, **grouped)
 
 
-def shares_ends(name: str | None) -> bool:
-    """Whether all ranks share the model's first and last block in the schedule of this name."""
-    return name in SCHEDULES and SCHEDULES[name].shares_ends
+def shared_ends(name: str | None) -> SharedEnds | None:
+    """The stages that all ranks share in the schedule of this name; None: they share none."""
+    return SCHEDULES[name].ends if name in SCHEDULES else None
 
 
 def fewest(name: str, pp: int) -> int:

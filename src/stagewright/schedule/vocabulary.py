@@ -1,27 +1,54 @@
 """Schedules in which all ranks share the embedding and the output layer: vocabulary parallelism.
 
-The vocabulary is split over the pipeline's ranks (arXiv 2411.05288). The embedding is stage 0, the
-layers are stages 1 to pp, the output layer is stage pp + 1: all ranks run the first and the last.
+The vocabulary is split over the pipeline's ranks (arXiv 2411.05288). All ranks run the stages
+before and behind those of layers (`SharedEnds`).
 """
 
 from __future__ import annotations
 
-from stagewright.schedule.actions import Action, Order
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from stagewright.schedule.actions import Action, Order, flat
+from stagewright.schedule.generators import one_f_one_b
+from stagewright.schedule.play import play
 
 
-def shared_ends(pp: int) -> frozenset[int]:
-    """The stages that all ranks share."""
-    return frozenset({0, pp + 1})
+class SharedEnds(NamedTuple):
+    """The stages that all ranks of a pipeline share, each by its blocks.
+
+    A stage without blocks hands on what it gets: what one rank has, it brings to all of them, as an
+    action of its own, so that this takes place while ranks work on layers.
+    """
+
+    before: tuple[str, ...]
+    """The block of each stage before those of layers; empty: none."""
+    behind: tuple[str, ...]
+    """The same behind them."""
+
+    def stages(self, of_layers: int) -> frozenset[int]:
+        """Their numbers, where so many stages of layers stand between them."""
+        first, last = len(self.before), len(self.behind)
+        return frozenset({*range(first), *range(first + of_layers, first + of_layers + last)})
+
+
+STOPS = SharedEnds(("embedding",), ("head",))
+"""Ranks stop for the output layer, and go on together."""
+TWO_BARRIERS = SharedEnds(("embedding", ""), ("", "output", "loss"))
+"""Ranks do the output layer in two passes, and layers while their results are added up."""
+ONE_BARRIER = SharedEnds(("embedding", ""), ("", "output_with_gradient", "loss"))
+"""As `TWO_BARRIERS`, but the first pass makes all that the gradient of hidden states needs."""
 
 
 def interlaced(pp: int, microbatches: int) -> Order:
     """All ranks stop for the output layer of each microbatch, and go on together.
 
-    The interlaced pipeline of nnScaler (OSDI 2024), as `--use-interlaced-schedule` of
-    sail-sg/VocabularyParallelism has it (arXiv 2411.05288, section 6.1): between two stops every
-    rank does one forward and one backward of its layers, and neighbours by turns begin with either.
-    Then no rank waits for another where a backward takes as long as two forwards, and a microbatch
-    is alive for half as many stops more than in 1F1B: rank 0 keeps 1.5 pp microbatches.
+    Embedding and output layer are stages 0 and pp + 1. The interlaced pipeline of nnScaler (OSDI
+    2024), as `--use-interlaced-schedule` of sail-sg/VocabularyParallelism has it (arXiv 2411.05288,
+    section 6.1): between two stops every rank does one forward and one backward of its layers, and
+    neighbours by turns begin with either. Then no rank waits for another where a backward takes as
+    long as two forwards, and a microbatch is alive for half as many stops more than in 1F1B: rank 0
+    keeps 1.5 pp microbatches.
 
     >>> interlaced(2, 1)[0]
     (0F0, 1F0, 3F0, 3B0, 1B0, 0B0)
@@ -60,3 +87,120 @@ def _layers(
     wanted = [Action(stage, "F", stop - forward), Action(stage, "B", stop - backward)]
     ordered = wanted if begins else wanted[::-1]
     return [action for action in ordered if 0 <= action.microbatch < microbatches]
+
+
+# ---- without stops -------------------------------------------------------------------------------
+
+_INTERVAL = 3  # forwards between a microbatch and the next, where a backward takes two
+
+
+def vocab_1(pp: int, microbatches: int) -> Order:
+    """1F1B with the output layer in two passes, each followed by a sum over all ranks.
+
+    Vocab-1 of arXiv 2411.05288 (sections 4 and 5). All ranks do pass S of a microbatch and pass T
+    of the one before together, at the first pause after the last layer's forward; while the sums
+    are under way they do layers. The last rank's backward waits for two sums: two microbatches more
+    than in 1F1B are alive.
+
+    >>> vocab_1(2, 1)[0]
+    (0F0, 1F0, 2F0, 4F0, 5F0, 6F0, 6B0, 5B0, 4B0, 2B0, 1B0, 0B0)
+    """
+    return _without_stops(pp, microbatches, barriers=2)
+
+
+def vocab_2(pp: int, microbatches: int) -> Order:
+    """As vocab-1 with one sum: pass S makes the gradients of hidden states, pass T of the table.
+
+    Vocab-2 of arXiv 2411.05288: one microbatch more than in 1F1B is alive.
+
+    >>> vocab_2(2, 1)[0]
+    (0F0, 1F0, 2F0, 4F0, 5F0, 6F0, 6B0, 5I0, 4B0, 2B0, 5W0, 1B0, 0B0)
+    """
+    return _without_stops(pp, microbatches, barriers=1)
+
+
+class _Meeting(NamedTuple):
+    """Actions that all ranks run once they have begun, or ended, what begins or ends by a time.
+
+    What an action needs has ended when the action begins. So what ranks do before a meeting needs
+    nothing from behind it, and ranks cannot wait for each other in a circle.
+    """
+
+    time: float
+    ended: bool
+    actions: tuple[Action, ...]
+
+    def is_behind(self, begin: float, end: float) -> bool:
+        """Whether ranks run an action of these times before."""
+        return (end if self.ended else begin) <= self.time
+
+
+Times = dict[Action, tuple[float, float]]
+
+
+def _without_stops(pp: int, microbatches: int, *, barriers: int) -> Order:
+    """1F1B whose ranks do passes of the vocabulary between two actions of layers.
+
+    The order of layers is that of 1F1B with a further stage for each barrier, which takes as long
+    as all ranks need to come to a pause: an interval between microbatches.
+    """
+    longer = one_f_one_b(pp + barriers, microbatches)
+    kinds, further = {"F": 1, "B": 2}, {"F": _INTERVAL, "B": 0}
+    times = play(longer, lambda a: (kinds if a.stage < pp else further)[a.kind])
+    meetings = _meetings(pp, microbatches, times, barriers=barriers)
+    return tuple(
+        tuple(_with_meetings(flat(steps), times, meetings, shift=len(TWO_BARRIERS.before)))
+        for steps in longer[:pp]
+    )
+
+
+def _meetings(stages: int, microbatches: int, times: Times, *, barriers: int) -> list[_Meeting]:
+    """When ranks do which passes, from the `times` of stages of layers, and of one behind them.
+
+    Stages of layers are numbered from 0; the stage behind begins when pass S may.
+    """
+    first = len(TWO_BARRIERS.before)
+    embedding, found = range(first)
+    handed, output, loss = range(first + stages, first + stages + len(TWO_BARRIERS.behind))
+    every = range(microbatches)
+    passes = [times[Action(stages, "F", m)][0] for m in every]
+    starts = [times[Action(0, "F", m)][0] for m in every]
+    ends = [times[Action(0, "B", m)][1] for m in every]
+    while passes[-1] < ends[-1]:  # ranks meet until the last microbatch has come back
+        passes.append(passes[-1] + _INTERVAL)
+    # Pass T of a microbatch, at the next meeting; the gradient of hidden states may come sooner.
+    gradient = [(output, "B"), (handed, "B")] if barriers == 2 else [(output, "W")]
+    sums = [(loss, "F"), (loss, "B")]
+    sums += [(output, "I"), (handed, "B")] if barriers == 1 else []
+    # Embeddings are made an interval ahead of the first layer, the first ones before all.
+    ahead = [0, *(sum(start < time + 2 * _INTERVAL for start in starts) for time in passes)]
+    back = [0, *(sum(end <= time for end in ends) for time in passes)]
+
+    def actions(of: Iterable[tuple[int, str]], some: Iterable[int]) -> list[Action]:
+        return [Action(stage, kind, m) for m in some if m in every for stage, kind in of]
+
+    embed = [(embedding, "F"), (found, "F")]
+    meetings = [_Meeting(-1, True, tuple(actions(embed, range(ahead[1]))))]
+    for nth, time in enumerate(passes):
+        returned, made = range(back[nth], back[nth + 1]), range(ahead[max(nth, 1)], ahead[nth + 1])
+        sent = actions([(handed, "F")], [nth]) + actions([(found, "B")], returned)
+        now = actions(gradient, [nth - 1]) + actions([(output, "F"), *sums], [nth])
+        now += actions([(embedding, "B")], returned) + actions(embed, made)
+        meetings += [_Meeting(time, True, tuple(sent)), _Meeting(time, False, tuple(now))]
+    return meetings
+
+
+def _with_meetings(
+    actions: Iterable[Action], times: Times, meetings: Iterable[_Meeting], *, shift: int
+) -> Iterator[Action]:
+    """The actions of a rank's layers, their stages renumbered, with those of meetings between."""
+    left = [*actions][::-1]
+    for meeting in meetings:
+        while left and meeting.is_behind(*times[left[-1]]):
+            yield _later(left.pop(), shift)
+        yield from meeting.actions
+    yield from (_later(action, shift) for action in reversed(left))
+
+
+def _later(action: Action, shift: int) -> Action:
+    return action._replace(stage=action.stage + shift)

@@ -29,7 +29,7 @@ from stagewright.graph.verify import verify
 SIZES = (
     dict.fromkeys("BSQKMFAVPXJ", 12)
     | {"G": 6, "D": 6, "E": 6, "R": 72, "N": 4, "Z": 2}
-    | {"I": 4, "O": 12, "L": 4, "H": 6}
+    | {"I": 4, "O": 12, "L": 4, "H": 6, "W": 24}
 )
 SIZES["T"] = 3
 
@@ -59,6 +59,9 @@ BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "tanh")
 COMPRESSED = BOTH | {"causal": True, "window": 3, "compressed": True, "compress": 4}
 SINKS = BOTH | {"sinks": True, "softcap": 1.5}
+# Dims of one or two indices. Groups of a vocabulary are as many as all ranks can share.
+NAMES = {("g", "r"): "A"}
+NAMES_OF_GROUPS = {("g", "v"): "W", ("g",): "J"}
 TOPK, GATES = {"top_k": 3}, ("softmax", "sigmoid")
 TOKENS, LABELS = ("tokens", ""), ("", "labels")
 SLOTS = ("", "", "", "token_slots", "block_table")
@@ -275,8 +278,15 @@ EXAMPLES = [
     Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
     Example("embedding", "s,vm->sm", fixed=(0,), integers=("positions", "")),
     Example("max", "bsv->bs", fixed=(0,)),
+    Example("max", "bs(gv)->bsg", fixed=(0,), out="BSJ"),
     Example("exp_sum", "bsv,bs->bs", fixed=(1,)),
+    Example("exp_sum", "bs(gv),bsg->bsg", fixed=(1,)),
+    Example("log_sum_exp", "bs,bs->bs", fixed=(0,), positive=(1,)),
+    Example("softmax_of_group", "bs(gv),bsg->bs(gv)", fixed=(0, 1)),
     Example("pick", "bsv,bs->bs", fixed=(1,), integers=LABELS),
+    Example("pick", "bs(gv),bs->bsg", fixed=(1,), integers=LABELS, out="BSJ"),
+    Example("embedding", "bs,(gv)m->bsgm", fixed=(0,), integers=TOKENS, out="BSJM"),
+    Example("sum", "bsg->bs"),
     Example("log_softmax", "bsV->bsV"),
     Example("log_probs", "bsv,bs,bs->bsv", positive=(2,)),
     Example("repeat", "bsgd->bs(gr)d", out="BSAD"),
@@ -297,7 +307,8 @@ def built(example: Example) -> Built:
     srcs: list[Node] = []
     for i, dims in enumerate(spec.ins):
         named = example.integers[i] if example.integers else ""
-        names = tuple("A" if d == ("g", "r") else d[0].upper() for d in dims)
+        known = NAMES_OF_GROUPS if ("g", "v") in (*itertools.chain(*spec.ins), *spec.out) else NAMES
+        names = tuple(known.get(d, d[0].upper()) for d in dims)
         dtype = "int64" if named else "fp32"
         srcs.append(leaf("input", names, dtype, named or f"x{i}"))
     shape = tuple(size(d) for d in example.out) or None
@@ -365,7 +376,8 @@ def test_any_layouts(example: Example) -> None:
     truth = single(graph, SIZES, values)
     for seed in range(times(6)):
         draw = RandomLayouts(random.Random(seed), SIZES)
-        sharded = shard(graph, draw.want, primal, inner=draw.inner)
+        inner = draw.inner if "(gr)" in example.spec else frozenset[str]()
+        sharded = shard(graph, draw.want, primal, inner=inner)
         verify(sharded)
         check(graph, sharded, draw.mesh, SIZES, values, truth)
 
@@ -377,7 +389,7 @@ def test_every_row_is_tried() -> None:
     of_blocks = {"accumulate", "tie", "norm2", "adamw", "sgd", "spread", "divide"}
     # Likewise what is made of operands that are differentiated in its stead.
     of_blocks |= {"delta_inverse", "delta_scores", "inverse_norm", "unit", "unit_bwd"}
-    of_blocks |= {"index_loss", "index_loss_bwd"}
+    of_blocks |= {"index_loss", "index_loss_bwd", "with_gradient"}
     of_blocks |= {"aux_loss", "aux_loss_bwd", "z_loss", "z_loss_bwd"}
     of_blocks |= {"count", "splits", "bias_update", "log_probs_bwd"}
     of_blocks |= {"conv1d_served", "scan_served", "linear_attention_served", "delta_rule_served"}
@@ -407,7 +419,7 @@ def test_log_probs_of_the_own_maximum_and_sum_have_the_gradient_of_log_softmax()
 @pytest.mark.parametrize("op", [op for op, row in OPS.items() if row.linear])
 def test_linear_rows_are_linear(op: str) -> None:
     examples = [e for e in EXAMPLES if e.op == op and not e.integers]
-    alone = ("sum", "tie", "accumulate", "pad", "triangle_bwd", "own_experts_bwd", "repeat_bwd")
+    alone = ("expand", "tie", "accumulate", "pad", "triangle_bwd", "own_experts_bwd", "repeat_bwd")
     assert examples or op in alone
     for example in examples:
         graph, _, values = built(example)

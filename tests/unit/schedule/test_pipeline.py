@@ -49,7 +49,7 @@ from stagewright.schedule.play import bubble, idle, play
 from stagewright.schedule.schedules import SCHEDULES, fewest, make
 from stagewright.schedule.text import from_csv, text, to_csv
 from stagewright.schedule.validate import validate
-from stagewright.schedule.vocabulary import interlaced, shared_ends
+from stagewright.schedule.vocabulary import STOPS, interlaced
 
 PUBLISHED = DATA / "schedules"
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 5, 16)]
@@ -295,13 +295,33 @@ def test_interlaced_takes_as_long_as_1f1b(p: int, m: int) -> None:
     """If B = 2F, ranks that stop together never wait; rank 0 keeps 1.5 pp microbatches alive."""
     kinds = {"F": 1, "B": 2}
     order = interlaced(p, m)
-    times = play(order, lambda a: 0 if a.stage in shared_ends(p) else kinds[a.kind])
+    times = play(order, lambda a: 0 if a.stage in STOPS.stages(p) else kinds[a.kind])
     assert max(end for _, end in times.values()) == 3 * (m + p - 1)
     alive, most = 0, 0
     for a in flat(order[0]):
         alive += (a.kind == "F") - (a.kind == "B") if a.stage == 1 else 0
         most = max(most, alive)
     assert most == min(m, p + p // 2)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 7), (3, 9), (4, 3), (5, 12), (8, 32)])
+@pytest.mark.parametrize(("schedule", "barriers"), [("vocab-1", 2), ("vocab-2", 1)])
+def test_a_barrier_keeps_a_microbatch_alive(schedule: str, barriers: int, p: int, m: int) -> None:
+    """Table 1 of arXiv 2411.05288's repository: p + 2 and p + 1 microbatches on the first rank."""
+    order = make(schedule, p, m)
+    for rank, steps in enumerate(order):
+        layers = [a for a in flat(steps) if a.stage == 2 + rank]
+        alive = itertools.accumulate(1 if a.kind == "F" else -1 for a in layers)
+        assert max(alive) == min(m, p + barriers - rank)
+    # What the last rank does for a microbatch between its forward and its backward.
+    last, done = p + 1, flat(order[-1])
+    handed, output, loss = last + 1, last + 2, last + 3
+    gradient = {2: "B", 1: "I"}[barriers]
+    wanted = [(handed, "F"), (output, "F"), (loss, "F"), (loss, "B"), (output, gradient)]
+    wanted += [(handed, "B"), (last, "B")]
+    for microbatch in range(m):
+        mine = [(a.stage, a.kind) for a in done if a.microbatch == microbatch and a.stage >= last]
+        assert [step for step in mine if step[1] != "W"] == [(last, "F"), *wanted]
 
 
 def test_ranks_that_share_a_stage_must_meet_in_one_order() -> None:
@@ -311,7 +331,7 @@ def test_ranks_that_share_a_stage_must_meet_in_one_order() -> None:
     swapped[first], swapped[second] = swapped[second], swapped[first]
     message = "all ranks share stage 0, and rank 1 has 0F1 where rank 0 has 0F0"
     with pytest.raises(UserError, match=message):
-        validate((order[0], tuple(swapped)), 4, 2, shared_ends(2))
+        validate((order[0], tuple(swapped)), 4, 2, STOPS.stages(2))
     with pytest.raises(UserError, match="wanted one rank for a stage and microbatch"):
         validate(order, 4, 2)
     with pytest.raises(UserError, match=r"deadlock.*rank 0 has not reached: it waits at 0F0"):
@@ -329,9 +349,10 @@ def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
     p += p % 2 if name == "dualpipe" else 0
     m = next(n for n in range(m, 100) if schedule.takes(p, n))
     order = make(name, p, m, chunks)
-    if schedule.shares_ends:
-        validate(order, p + 2, m, shared_ends(p))
-        assert shared_stages(order) == (shared_ends(p) if p > 1 else set())
+    if schedule.ends:
+        shared = schedule.ends.stages(p)
+        validate(order, p + len(shared), m, shared)
+        assert shared_stages(order) == (shared if p > 1 else set())
         return
     validate(order, p * chunks, m)
     for rank, steps in enumerate(order):
@@ -571,7 +592,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("zbv", 4, 8),
             "schedule zbv has 2 stages per rank, got vpp=1; use vpp=2, or schedule gpipe, 1f1b, "
-            "interleaved, looped-bfs, zb-h1, zb-h2, dualpipe or interlaced",
+            "interleaved, looped-bfs, zb-h1, zb-h2, dualpipe, interlaced, vocab-1 or vocab-2",
         ),
         (
             ("dualpipe", 3, 8),

@@ -131,6 +131,11 @@ def _rope_vjp(n: Node, g: Node) -> Grads:
     return (back, *[None] * len(at))
 
 
+def _sum_vjp(n: Node, g: Node) -> Grads:
+    whole, out = str(n["spec"]).split("->")
+    return (apply("expand", f"{out}->{whole}", g, out=n.srcs[0].shape, phase="backward"),)
+
+
 def _mean_vjp(n: Node, g: Node) -> Grads:
     return (apply("spread", "->" + letters(n.srcs[0]), g, out=n.srcs[0].shape, phase="backward"),)
 
@@ -219,7 +224,8 @@ ROWS: dict[str, Op] = {
         attrs=_PRODUCT,
         summary="As einsum, element-wise: in one kernel with its neighbours.",
     ),
-    "sum": Op(meaning.total, linear=True, fuses=True),
+    "sum": Op(meaning.total, _sum_vjp, linear=True, fuses=True),
+    "expand": Op(meaning.expand, flops=0, linear=True, fuses=True),
     "mean": Op(meaning.mean, _mean_vjp, linear=True, fuses=True),
     "spread": Op(meaning.spread, flops=0, fuses=True),
     "identity": Op(

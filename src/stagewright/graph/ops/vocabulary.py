@@ -7,6 +7,7 @@ from typing import Any
 from stagewright.graph.make import apply, elementwise, elementwise_whole
 from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import no_gradient, sum_to
+from stagewright.graph.reference import shared
 from stagewright.graph.reference import vocabulary as meaning
 from stagewright.graph.table import Grads, Op, need
 
@@ -34,8 +35,9 @@ def _exp_sum_vjp(n: Node, g: Node) -> Grads:
 
 def _pick_vjp(n: Node, g: Node) -> Grads:
     logits, labels = n.srcs
-    x, t = str(n["spec"]).split("->")[0].split(",")
-    spec = f"{t},{t}->{x}"
+    ins, out = str(n["spec"]).split("->")
+    x, t = ins.split(",")
+    spec = f"{out},{t}->{x}"
     return (apply("pick_bwd", spec, g, labels, out=logits.shape, phase="backward"), None)
 
 
@@ -46,6 +48,18 @@ def _nll_vjp(n: Node, g: Node) -> Grads:
         elementwise("divide", g, total, phase="backward"),
         elementwise("scale", g, phase="backward", by=-1.0),
     )
+
+
+def _log_sum_exp_vjp(n: Node, g: Node) -> Grads:
+    return (None, elementwise("divide", g, n.srcs[1], phase="backward"))
+
+
+def _with_gradient_vjp(n: Node, g: Node) -> Grads:
+    """Of the value as it comes, and of `x` the product with the derivative that forward made."""
+    _, x, of_x = n.srcs
+    value, of, by = str(n["spec"]).lower().split("->")[0].split(",")
+    own: dict[str, Any] = {"phase": "backward", "dtype": x.dtype}
+    return (g, apply("times", f"{value},{by}->{of}", g, of_x, out=x.shape, **own), None)
 
 
 def _log_softmax_vjp(n: Node, g: Node) -> Grads:
@@ -89,5 +103,14 @@ ROWS: dict[str, Op] = {
     "exp_sum_bwd": Op(meaning.exp_sum_bwd, flops=3, fuses=True),
     "pick": Op(meaning.pick, _pick_vjp, flops=0, fuses=True),
     "pick_bwd": Op(meaning.pick_bwd, flops=0, fuses=True),
+    "log_sum_exp": Op(meaning.log_sum_exp, _log_sum_exp_vjp, flops=2, fuses=True),
+    "softmax_of_group": Op(meaning.softmax_of_group, no_gradient, flops=2, fuses=True),
+    "with_gradient": Op(
+        shared.first,
+        _with_gradient_vjp,
+        flops=0,
+        view=True,
+        summary="A value as it is. A second one gets its gradient times a third, the derivative.",
+    ),
     "nll": Op(meaning.nll, _nll_vjp, flops=3, fuses=True),
 }

@@ -56,6 +56,14 @@ def spread(ctx: Context, g: Any) -> Any:
     return np.full(ctx.shape, g / ctx.count)
 
 
+def expand(ctx: Context, x: Any) -> Any:
+    """The same value at every point of the dims that the operand lacks."""
+    spec = parse(ctx["spec"])
+    there = [d in spec.ins[0] for d in spec.out]
+    shape = [n if had else 1 for n, had in zip(ctx.shape, there, strict=True)]
+    return np.broadcast_to(x.reshape(shape), ctx.shape)
+
+
 def bias(ctx: Context, x: Any, b: Any) -> Any:
     """A value plus a vector, the same at every position."""
     return x + _fit(ctx, 1, b)

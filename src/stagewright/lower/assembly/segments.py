@@ -69,7 +69,10 @@ class Tables:
     """Of which rows are copies; columns of numbers have those of the first configuration."""
 
     def slot(self, t: Kernel) -> int:
-        """The number of the group or peer that a task communicates with; -1: none."""
+        """The number of the group or peer that a task communicates with, or of the group on whose
+        stream a kernel runs; -1: none."""
+        if t.kind == TaskKind.COMPUTE and t.axes:
+            return self.communicators(Communicator(t.axes))
         if t.kind == TaskKind.COLLECTIVE:
             # With two pipeline ranks, the replicas of a stage are all the ranks of the pipeline.
             pairs = "pp" if self.pipeline_ranks == 2 else MIRROR

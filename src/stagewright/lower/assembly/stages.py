@@ -166,7 +166,7 @@ class Stage:
     def _receive(self, action: ActionRows) -> None:
         """Rows that receive values, or gradients, from the neighbouring stage on another rank."""
         source = self.place.before if action.forward else self.place.after
-        if source is None or (source == self.place.rank and not self.place.shared):
+        if source is None or not self._is_message(forward=action.forward):
             return
         for nth, value in enumerate(self._messages(self.arriving, self.leaving, action)):
             if self.place.shared:
@@ -178,6 +178,14 @@ class Stage:
             received = LiveValue(value.name, not action.forward)
             buffers = self.habits.message_buffers()
             self.values.receive(received, name, t, action.at(row), buffers)
+
+    def _is_message(self, *, forward: bool) -> bool:
+        """Whether what comes to an action of the stage is a message, from one rank or to all."""
+        source = self.place.before if forward else self.place.after
+        if not self.place.shared:
+            return source != self.place.rank
+        near = self.on_rank.get(self.stage + (-1 if forward else 1))
+        return near is None or not near.place.shared
 
     def _broadcast(self, source: int, value: Crossing, action: ActionRows) -> tuple[int, Kernel]:
         """The row in which all ranks get a value, or a gradient, from the rank that has it."""
@@ -266,8 +274,7 @@ class Stage:
         nth = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
         if nth is None:
             return None
-        source = self.place.after if c.gradient else self.place.before
-        if source != self.place.rank or self.place.shared:
+        if self._is_message(forward=not c.gradient):
             return row, BACKWARD if c.gradient else FORWARD, self.stage, nth  # the message's row
         return self.on_rank[self.stage + (1 if c.gradient else -1)].handed_on(row, c)
 

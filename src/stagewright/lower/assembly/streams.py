@@ -2,7 +2,8 @@
 
 Kernels of a rank form one chain (one compute stream), collectives and sends another one or one per
 kind of group (communication streams), and what needs no data (a receive, a gather of weights) waits
-for the kernel before it. With these, any simulator that runs whatever is ready keeps the schedule.
+for the kernel before it. A kernel that names a group runs on that group's stream, where there is
+one. With these, any simulator that runs whatever is ready keeps the schedule.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ def order_by_streams(
     n = len(kind)
     rows = np.arange(n)
     compute = kind == TaskKind.COMPUTE
-    latest = np.maximum.accumulate(np.where(compute, rows, -1)) if n else rows
-    kernel_before = np.concatenate([[-1], latest[:-1]])
     copies = (kind == TaskKind.LOAD) | (kind == TaskKind.STORE)
     moves = (kind == TaskKind.COLLECTIVE) | (kind == TaskKind.SEND) | copies
     stream = np.zeros(n, dtype=np.int64)
     if streams == "separate":
         slot = np.asarray(columns["slot"], dtype=np.int64)
+        moves |= compute & (slot >= 0)
         stream = np.where(kind == TaskKind.SEND, -1, slot)
         # Copies to the host and back have an engine for each direction.
         stream = np.where(copies, -2 - kind.astype(np.int64), stream)
+    latest = np.maximum.accumulate(np.where(compute & ~moves, rows, -1)) if n else rows
+    kernel_before = np.concatenate([[-1], latest[:-1]])
     chain = np.full(n, -1, dtype=np.int64)
     for s in np.unique(stream[moves]):
         in_stream = np.flatnonzero(moves & (stream == s))
         chain[in_stream[1:]] = in_stream[:-1]
     ahead = (dependencies == 0) | (kind == TaskKind.LOAD)
-    waits = np.where(compute | ahead, kernel_before, -1)
+    waits = np.where((compute & ~moves) | ahead, kernel_before, -1)
     pairs = np.stack([waits, chain], axis=1)
     there = pairs >= 0
     pointer = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int64)

@@ -48,7 +48,9 @@ class Kernel:
     part: TaskPart
     flops: int = 0
     traffic: int = 0
-    axes: tuple[str, ...] = ()  # COLLECTIVE: outermost first; SEND, RECV: the one axis
+    # COLLECTIVE: outermost first; SEND, RECV: the one axis; COMPUTE: those of the communicator on
+    # whose stream the kernel runs, none for kernels on the stream of the model
+    axes: tuple[str, ...] = ()
     shift: int = 0  # SEND, RECV: distance to the peer along the axis
     twin: Kernel | None = None  # RECV: the SEND that a rank the other way issues for it
     comm_bytes: int = 0

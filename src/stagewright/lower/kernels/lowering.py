@@ -17,7 +17,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arithmetic import largest
 from stagewright.graph.cost import indices, traffic
 from stagewright.graph.node import BYTES, Graph, Node
-from stagewright.graph.roles import Role
+from stagewright.graph.roles import SUMS, Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import TIED, Dependency, Kernel, TaskPart
@@ -130,6 +130,7 @@ class _Lowering:
             and _fuses(n)
             and (n.phase, n.once) == (last.phase, last.once)
             and self.part(n) == self.part(last)
+            and (n.scope == SUMS) == (last.scope == SUMS)  # else on another stream
             and not any(s in behind for s in n.srcs)
             and any(s in cluster or any(s in m.srcs for m in cluster) for s in n.srcs)
         )
@@ -216,6 +217,7 @@ class _Lowering:
             kind=TaskKind.COMPUTE,
             phase=first.phase,
             part=self.part(first),
+            axes=("pp",) if first.scope == SUMS else (),
             flops=flops,
             # A launch without rows has a byte; elsewhere bytes are linear in the rows of experts.
             traffic=largest([int(first.phase == "optimizer"), sum(reads.values()) + written]),

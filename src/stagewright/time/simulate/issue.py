@@ -5,7 +5,8 @@ stream of their own (NCCL), messages to each peer on another. A task starts when
 before it on its stream and all tasks that it depends on have ended; a task without dependencies,
 such as a gather of weights or a posted receive, waits for the kernel issued before it.
 
-The order is that of the program, except for three habits of frameworks:
+A kernel that names a communicator runs on that communicator's stream: the program says so. The
+order is that of the program, except for three habits of frameworks:
 
 - sums of gradients that arrived reduced are added on the communication stream (FSDP2's
   `foreach_reduce` in its reduce-scatter stream), so that no kernel of the model waits for them;
@@ -60,8 +61,8 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     place[rows] = np.arange(len(rows))
     owner, needed = place[owner], place[needed]
     kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
-    kernel = (kind == TaskKind.COMPUTE) & ~aside[rows]
     stream = _stream(program, kind, slot, how)
+    kernel = (stream == 0) & ~aside[rows]
     if aside.any():
         stream = _with_aside_streams(stream, aside[rows], owner, needed)
     blocking = _blocking(program, tasks, how)[rows]
@@ -209,7 +210,8 @@ def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution
         stream = 1 + slot + np.where(kind == TaskKind.SEND, len(program.communicators), 0)
         stream[kind == TaskKind.LOAD] = streams_of(program) - 2
         stream[kind == TaskKind.STORE] = streams_of(program) - 1
-    stream[kind == TaskKind.COMPUTE] = 0
+    compute = kind == TaskKind.COMPUTE
+    stream[compute if how.streams == "one" else compute & (slot < 0)] = 0
     stream[kind == TaskKind.RECV] = -1
     return stream
 

@@ -106,10 +106,12 @@ EAGER_KERNELS: Mapping[str, int] = {
 """How many kernels make an op where operators are PyTorch's own; of all others: one."""
 
 
-_ASYNCHRONOUS = ("zb-h1", "zb-h2")
+_ASYNCHRONOUS = ("zb-h1", "zb-h2", "interlaced", "vocab-1", "vocab-2")
 """Schedules of one stage per rank that do not run in Megatron-LM's loop of 1F1B: the runtime of
 zero bubble posts messages of its own, for which streams wait and not the host
-(github.com/sail-sg/zero-bubble-pipeline-parallelism, pipeline_parallel/zerobubble/runtime.py)."""
+(github.com/sail-sg/zero-bubble-pipeline-parallelism, pipeline_parallel/zerobubble/runtime.py), and
+with `enable_vocab_parallel` messages are not synchronized with the host, either
+(github.com/sail-sg/VocabularyParallelism, pipeline_parallel/p2p_communication.py)."""
 
 _WHOLE_PROGRAMS = ("Google", "AWS")
 """Vendors whose compilers (XLA, Neuron) make one program of a step."""
