@@ -1,0 +1,116 @@
+"""The KV cache of a request on its way from the instance that computed it to the one that decodes.
+
+Decode ranks read from the prefill ranks that hold the keys and values of their layers and heads
+(`lower.inference.disaggregated`): every pair of ranks has bytes of its own, and all go at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from stagewright.lower.inference.disaggregated import messages
+from stagewright.model.config import ModelConfig
+from stagewright.run.lengths import Group
+from stagewright.run.settings import Run
+from stagewright.serve.step_times import batch_run
+from stagewright.time.collectives import message_seconds
+from stagewright.time.hardware import Hardware
+from stagewright.time.network import Machine, tier_of
+
+_TOKENS = (1 << 17, 1 << 18)
+"""Two lengths beyond all windows: bytes are linear between them, and taken to be so below."""
+
+
+class _Pair(NamedTuple):
+    """Bytes from one prefill rank to one decode rank."""
+
+    fixed: float
+    """Of windows and states, whatever the length."""
+    per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """A request's cache on its way; a rank's link is shared by all its messages."""
+
+    fixed: float
+    """Bytes of all ranks whatever the length: windows and states."""
+    per_token: float
+    """Bytes of a token on all ranks."""
+    links: tuple[_Pair, ...]
+    """Of the ranks that send or receive most."""
+    machines: tuple[Machine, ...]
+    """Both sides' networks: the slower one counts."""
+    level: int
+    """The tier in which both sides meet, from the GPU outwards."""
+
+    @classmethod
+    def between(
+        cls,
+        prefill: Run,
+        decode: Run,
+        model: ModelConfig,
+        hardware: tuple[Hardware, Hardware],
+    ) -> Self:
+        """From an instance that computes prompts to one that decodes, on nodes of their own.
+
+        Runs are not resolved. Raises UserError where they cannot be had.
+        """
+        alone = {"dp": 1, "ep": 1, "etp": None, "dcp": None, "batch_size": None}
+        first, second = (run.model_copy(update=alone) for run in (prefill, decode))
+        short, long = (_pairs(first, second, model, tokens) for tokens in _TOKENS)
+        pairs = {key: _line(short[key], long[key]) for key in short}
+        links: dict[tuple[int, int], _Pair] = {}
+        for ends, pair in pairs.items():
+            for side, rank in enumerate(ends):
+                old = links.get((side, rank), _Pair(0.0, 0.0))
+                links[side, rank] = _Pair(old.fixed + pair.fixed, old.per_token + pair.per_token)
+        most = {max(links.values(), key=lambda link, n=n: link[n]) for n in (0, 1)}
+        node = max(of.gpus_per_node for of in hardware)
+        begins = -(-first.tp * first.pp // node) * node
+        gpus = begins + -(-second.tp * second.pp // node) * node
+        distinct = {of.name: of for of in hardware}
+        machines = tuple(Machine.of(of, gpus=gpus) for of in distinct.values())
+        level = int(tier_of(machines[0], np.array([0]), np.array([begins]))[0])
+        return cls(
+            sum(pair.fixed for pair in pairs.values()),
+            sum(pair.per_token for pair in pairs.values()),
+            tuple(sorted(most)), machines, level,
+        )  # fmt: skip
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes of a request with so many tokens in its cache, on all ranks."""
+        return round(self.fixed + self.per_token * tokens)
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds of the request's cache alone on its links."""
+        return max(
+            message_seconds(round(link.fixed + link.per_token * tokens), self.level, machine)
+            for link in self.links
+            for machine in self.machines
+        )
+
+
+def _pairs(
+    first: Run, second: Run, model: ModelConfig, tokens: int
+) -> Mapping[tuple[int, int], int]:
+    """Bytes by prefill rank and decode rank, for one request with so many tokens."""
+    new = 1 + second.num_speculative_tokens
+    sides = (
+        batch_run(first, [Group(1, 0, tokens)]).resolved(model),
+        batch_run(second, [Group(1, tokens, new)]).resolved(model),
+    )
+    found: dict[tuple[int, int], int] = {}
+    for one in messages(*sides, model):
+        key = one.source, one.target
+        found[key] = found.get(key, 0) + one.size
+    return found
+
+
+def _line(short: int, long: int) -> _Pair:
+    per_token = (long - short) / (_TOKENS[1] - _TOKENS[0])
+    return _Pair(short - per_token * _TOKENS[0], per_token)
