@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from effort import pairs
 from invariants import check as check_program
 from spmd import BELOW, random_values, single
 from spmd import check as same_as_one_device
@@ -159,8 +160,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "settings"), pairs(MODELS, SETTINGS), ids=str)
 def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any]) -> None:
     config = MODELS[model]
     if config.encoder_num_layers:

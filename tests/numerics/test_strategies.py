@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from effort import times
+from effort import pairs, times
 from spmd import PLAIN, TINY, case, check, dims
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import PRECISIONS, Recipe, Tie
@@ -202,8 +202,9 @@ def test_experts(model: str, name: str) -> None:
     sharded(model, "layer", SETUPS[name])
 
 
-@pytest.mark.parametrize("model", sorted({*TINY} - {"llama", "gpt2", "falcon-mqa"}))
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize(
+    ("model", "name"), pairs(sorted({*TINY} - {"llama", "gpt2", "falcon-mqa"}), EVERYTHING)
+)
 def test_every_model(model: str, name: str) -> None:
     if not fits(model, SETUPS[name]):
         name = "tp with copied heads + cp"

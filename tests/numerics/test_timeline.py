@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 import eventsim
+from effort import pairs
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -58,13 +57,7 @@ def compare(
     return line
 
 
-HALF = [
-    pair for nth, pair in enumerate(itertools.product(RUNS, WAYS)) if (nth + nth // len(WAYS)) % 2
-]
-"""Every run in half of the ways, and every way of half of the runs."""
-
-
-@pytest.mark.parametrize(("run", "way"), HALF)
+@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 3))
 def test_timeline_is_that_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     for alike in (True, False) if way == "overlap" else (len(run + way) % 2 == 0,):
@@ -93,7 +86,7 @@ def launches(program: Program, ticks: list[Int], seed: int) -> list[tuple[Int, B
     return found
 
 
-@pytest.mark.parametrize(("run", "way"), HALF)
+@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 3))
 def test_launches_are_those_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     ticks = durations(program, 3, True)
