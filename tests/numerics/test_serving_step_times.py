@@ -9,6 +9,7 @@ from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.lengths import Group
 from stagewright.run.settings import Run
+from stagewright.serve.hosts import HostTimes
 from stagewright.serve.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -91,6 +92,24 @@ def test_runs_of_decode_steps_are_sums_of_steps():
             found = times.steps_within(requests, keys, seconds, steps)
             enough = [n for n in range(1, steps + 1) if sum(each[:n]) >= seconds * (1 + 1e-12)]
             assert found == (enough[0] if enough else steps)
+
+
+def test_an_engines_host_runs_behind_a_step_or_beside_it():
+    run = Run(model="llama3.1-8b", layers=2, mode="decode")
+    model = compile(batch_run(run, [Group(1, 100, 1)])).model
+    machine = Machine.of(resolve("h100-sxm"), gpus=1)
+    alone = step_times(run, model, machine, most_tokens=64, most_requests=64)
+    some = (9, 81, 900, 9), (40, 40 * 41 // 2, 40, 1), (48, 5000, 3000, 9, 8, 2900)
+    for beside in (False, True):
+        host = HostTimes(per_step=0.001, per_request_step=1e-5, beside=beside)
+        hosted = alone.with_host(host)
+        for batch in some:
+            gpu, wait = alone.step(*batch), 0.001 + 1e-5 * batch[3]
+            wanted = max(gpu, wait) if beside else gpu + wait
+            assert hosted.step(*batch) == pytest.approx(wanted, rel=1e-12)
+            n, keys = batch[3], batch[2]
+            wanted = max(alone.decode(n, keys), wait) if beside else alone.decode(n, keys) + wait
+            assert hosted.decode(n, keys) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_steps_without_a_table_are_refused():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serve.batches import BatchSums, TimedBatches
+from stagewright.serve.hosts import HostTimes
 from stagewright.serve.means import mean_sums
 from stagewright.serve.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry, longest
 from stagewright.serve.tables import KnownTerms, StepTable, table
@@ -80,7 +81,15 @@ class StepTimes:
     """By term of decode, its seconds for one request beside many, without launches: by knot."""
     _apart: bool
     """Whether prompts may run in steps of their own, where that is faster (latent attention)."""
+    host: HostTimes | None = None
+    """What the engine's host adds to each step."""
+    _without_host: StepTimes | None = None
     _pieces: dict[int, _Pieces] = field(default_factory=dict[int, _Pieces])
+
+    def with_host(self, host: HostTimes) -> StepTimes:
+        """These times with what an engine's host adds to each step."""
+        alone = self._without_host or self
+        return replace(alone, host=host, _without_host=alone, _pieces={})
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of a step in which so many requests get a token, and their drafts.
@@ -156,6 +165,17 @@ class StepTimes:
         """
         if decoding == requests:
             return self.decode(decoding, decoding_keys or keys)
+        found = self._on_gpu(tokens, pairs, keys, requests, decoding, decoding_keys)
+        host = self.host
+        if host is None:
+            return found
+        launched = host.per_step + host.per_request_step * requests
+        return max(found, launched) if host.beside else found + launched
+
+    def _on_gpu(
+        self, tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int
+    ) -> float:
+        """Seconds of a step with prompts, without the engine's host."""
         steps = self._decode if decoding else self._prompts if keys > tokens else self._fresh
         logits = requests + decoding * (steps.new - 1)
         if steps.single and tokens <= self.most_tokens:
@@ -174,10 +194,11 @@ class StepTimes:
         if decoding and self._apart:
             new = steps.new
             own = decoding_keys * new - decoding * new * (new - 1) // 2
-            apart = self.decode(decoding, decoding_keys) + self.step(
+            apart = self._on_gpu(
                 tokens - decoding * new, max(pairs - own, 1), keys - decoding_keys,
-                requests - decoding,
+                requests - decoding, 0, 0,
             )  # fmt: skip
+            apart += (self._without_host or self).decode(decoding, decoding_keys)
             return min(found, apart)
         return found
 
@@ -227,7 +248,7 @@ class StepTimes:
         """The pieces of decode steps of so many requests: the longest of all ways."""
         knots = self._knots
         values: list[list[float]] = []
-        for base, counts in self._ways(requests):
+        for base, counts in self._with_host(requests, self._ways(requests)):
             terms = [*zip(counts, self._terms, strict=True)]
             values.append([base + sum(n * of[k] for n, of in terms) for k in range(len(knots))])
         edges: list[float] = []
@@ -256,6 +277,17 @@ class StepTimes:
                 x, first = at, False
         self._pieces[requests] = _Pieces(edges, at_none, per_key)
         return self._pieces[requests]
+
+    def _with_host(
+        self, requests: int, ways: list[tuple[float, list[float]]]
+    ) -> list[tuple[float, list[float]]]:
+        """The ways with the engine's host behind each, or as a way of its own."""
+        if self.host is None:
+            return ways
+        host = self.host.step(requests)
+        if self.host.beside:
+            return [*ways, (host, [0.0] * len(self._terms))]
+        return [(base + host, counts) for base, counts in ways]
 
     def _ways(self, requests: int) -> list[tuple[float, list[float]]]:
         """Seconds that do not depend on keys, and how often each term counts for one request."""

@@ -1,0 +1,39 @@
+"""What an engine's host takes: for a step, and until a request's first token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """Seconds of an engine's host, one set per engine."""
+
+    per_step: float = 0.0
+    """Of scheduling a step and of what becomes of its tokens."""
+    per_request_step: float = 0.0
+    """For each request in the step."""
+    beside: bool = False
+    """While the GPU runs the step before, so that the longer of both counts; or after it."""
+    per_request: float = 0.0
+    """Until a request is in the engine's queue: HTTP, queues between processes."""
+    per_prompt_token: float = 0.0
+    """The tokenizer."""
+
+    def before_prefill(self, prompt_tokens: int) -> float:
+        """Seconds from a request's arrival to its place in the engine's queue."""
+        return self.per_request + self.per_prompt_token * prompt_tokens
+
+    def step(self, requests: int) -> float:
+        """Seconds of a step with so many requests."""
+        return self.per_step + self.per_request_step * requests
+
+
+HOSTS: Mapping[str, HostTimes] = {
+    "vllm": HostTimes(per_step=126e-6, per_request_step=4e-6, per_request=6.5e-3),
+}
+"""By engine. vLLM: 126 us for a step and 4 for a request in it, of Inference-Sim's fit to vLLM 0.15
+on H100 (github.com/inference-sim/inference-sim, docs/guide/latency-models.md). Until the queue:
+what the times to first tokens of its training data (vLLM 0.15.1, prompts of 570 to 790 tokens that
+are cached) leave beside the steps that a request waits for."""
