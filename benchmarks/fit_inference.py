@@ -8,8 +8,10 @@ TensorRT-LLM count alike. Of the rows of a table, 70% fit and 30% are held out, 
 shape. Errors: |predicted / measured - 1|. Needs scipy and pyarrow.
 
 Rows of products in few bits include the kernel that quantizes their input, where the engine runs
-one; those of TensorRT-LLM in fp8 also the search for its scale, which checkpoints give, and are
-left out. Of experts in nvfp4 there are kernels for few tokens and others; engines run the former.
+one; those of TensorRT-LLM in fp8 also the search for its scale, which checkpoints give. Tables of
+their own have the times of both kernels (`quantize`), which are taken off, and so is a kernel that
+casts to fp4, as long as it is predicted: TensorRT-LLM quantizes within the kernel before. Of
+experts in nvfp4 there are kernels for few tokens and others; engines run the former.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from stagewright.time.roofline import (
     CachedAttentionWork,
     cached_attention_seconds,
     gemm_seconds,
+    memory_seconds,
 )
 
 SYSTEMS = {
@@ -184,23 +187,33 @@ def experts(checkout: Path, on: Hardware, system: str) -> None:
 HEADS = ("batch_size", "num_heads", "num_key_value_heads", "head_dim", "isl", "step")
 
 
-def attention(checkout: Path, on: Hardware, system: str) -> None:
-    """Attention of a decode step over a cache of keys and values in bf16 or fp8."""
-    rows = [
+def attention_rows(checkout: Path, system: str) -> Rows:
+    """The rows of decode attention over keys and values in bf16 or fp8, without windows."""
+    return [
         r | {"kv": int(r["num_key_value_heads"]) or int(r["num_heads"])}
         for r in read(checkout, system, "attention", "generation_attention")
         if not int(r.get("window_size") or 0) and r["head_dim"] in (64, 128)
         and r["attn_dtype"] == "bfloat16"
     ]  # fmt: skip
 
+
+def attention_predicted(on: Hardware, constants: Constants, some: Rows) -> np.ndarray:
+    """Seconds of decode attention with other constants."""
+    b, h, kv, d = (column(some, n) for n in ("batch_size", "num_heads", "kv", "head_dim"))
+    keys = column(some, "isl") + column(some, "step")
+    width = np.array([1.0 if r["kv_cache_dtype"] == "fp8" else 2.0 for r in some])
+    moved = b * keys * kv * 2 * d * width + 2 * b * h * 2 * d
+    work = CachedAttentionWork(b * h, h / kv, b * h * keys, b * keys * kv, 4 * d, moved)
+    changed = with_inference(on, cached_attention=CachedAttentionFit(**constants))
+    return cached_attention_seconds(work, dtype="bf16", on=changed)
+
+
+def attention(checkout: Path, on: Hardware, system: str) -> None:
+    """Attention of a decode step over a cache of keys and values in bf16 or fp8."""
+    rows = attention_rows(checkout, system)
+
     def predict(constants: Constants, some: Rows) -> np.ndarray:
-        b, h, kv, d = (column(some, n) for n in ("batch_size", "num_heads", "kv", "head_dim"))
-        keys = column(some, "isl") + column(some, "step")
-        width = np.array([1.0 if r["kv_cache_dtype"] == "fp8" else 2.0 for r in some])
-        moved = b * keys * kv * 2 * d * width + 2 * b * h * 2 * d
-        work = CachedAttentionWork(b * h, h / kv, b * h * keys, b * keys * kv, 4 * d, moved)
-        changed = with_inference(on, cached_attention=CachedAttentionFit(**constants))
-        return cached_attention_seconds(work, dtype="bf16", on=changed)
+        return attention_predicted(on, constants, some)
 
     keep: Rows = []
     for engine in VERSIONS:
@@ -242,7 +255,88 @@ def all_reduce(checkout: Path, on: Hardware, system: str) -> None:
     told("all_reduce", predict(found, test), column(test, "latency") / 1e3)
 
 
-PARTS = (gemm, experts, attention, all_reduce)
+def _quantizing(checkout: Path, system: str) -> dict[tuple[int, int], float]:
+    """Milliseconds of TensorRT-LLM's search for a scale and of its cast to fp8, by m and k."""
+    release = VERSIONS["trtllm"][0]
+    folder = checkout / "aic-core/src/aiconfigurator_core/systems/data" / system / "quantize"
+    both: list[dict[tuple[int, int], float]] = []
+    for name in ("computescale", "scale_matrix"):
+        path = folder / "trtllm" / release / f"{name}_perf.parquet"
+        rows = parquet.read_table(path).to_pylist() if path.exists() else []
+        both.append({(r["m"], r["k"]): r["latency"] for r in rows})
+    return {size: both[0][size] + both[1][size] for size in both[0].keys() & both[1].keys()}
+
+
+def cast_ms(on: Hardware, m: int, k: int) -> float:
+    """Milliseconds that a kernel is predicted to take which casts m x k values to fp4."""
+    moved = np.array([(2 + ITEM["fp4"]) * m * k])
+    return float(memory_seconds(moved, np.zeros(1), on)[0]) * 1e3
+
+
+def engine_gemm(checkout: Path, on: Hardware, system: str, engine: str) -> None:
+    """Products in few bits of one engine alone."""
+    table = [r for r in read(checkout, system, "gemm", "gemm") if min(r["n"], r["k"]) >= 256]
+    table = [r for r in table if r["engine"] == engine and r["n"] * r["k"] < 2e8]
+    within = _quantizing(checkout, system) if engine == "trtllm" else {}
+    print("      gemm:")
+    for key, theirs in DTYPES.items():
+        rows = [r for r in table if r["gemm_dtype"] == theirs]
+        if key == "bf16" or not rows:
+            continue
+        if key == "fp8" and engine == "trtllm":
+            rows = [
+                r | {"latency": r["latency"] - within[r["m"], r["k"]]}
+                for r in rows
+                if (r["m"], r["k"]) in within
+            ]
+        if key == "fp4" and engine == "trtllm":
+            rows = [r | {"latency": r["latency"] - cast_ms(on, r["m"], r["k"])} for r in rows]
+        rows = [r for r in rows if r["latency"] > 0]
+        dtype = key.removesuffix("_block")
+
+        def predict(constants: Constants, some: Rows, dtype: str = dtype) -> np.ndarray:
+            changed = with_inference(on, gemm={dtype: InferenceGemmFit(**constants)})
+            m, n, k = (column(some, c) for c in "mnk")
+            traffic = ITEM[dtype] * (m * k + k * n) + 2 * m * n
+            return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed)
+
+        keep = even([r for r in rows if not held_out(r["m"], r["n"], r["k"])], "m", 250)
+        found = best(predict, keep, {"fraction": on.products(dtype).fraction})
+        block(key, found, 8)
+        test = [r for r in rows if held_out(r["m"], r["n"], r["k"])]
+        tested(f"gemm {key}", "m", test, lambda some, found=found, p=predict: p(found, some))
+
+
+def engine_attention(checkout: Path, on: Hardware, system: str, engine: str) -> None:
+    """Attention of one engine alone, over a cache in bf16 and in fp8."""
+    table = [r for r in attention_rows(checkout, system) if r["engine"] == engine]
+    print("      cached_attention:")
+    for key, theirs in (("bf16", "bfloat16"), ("fp8", "fp8")):
+        rows = [r for r in table if r["kv_cache_dtype"] == theirs]
+        if not rows:
+            continue
+        keep = sample([r for r in rows if not held_out(*(r[n] for n in HEADS))], 600)
+
+        def predict(constants: Constants, some: Rows) -> np.ndarray:
+            return attention_predicted(on, constants, some)
+
+        found = fit(dict(START_ATTENTION), predict, keep, column(keep, "latency") / 1e3,
+                    {"memory_fraction": (0.0, 0.98), "sharpness": (1.0, 16.0)})  # fmt: skip
+        block(key, found, 8)
+        test = [r for r in rows if held_out(*(r[n] for n in HEADS))]
+        told(f"attention {key}, {engine}", predict(found, test), column(test, "latency") / 1e3)
+
+
+def engines(checkout: Path, on: Hardware, system: str) -> None:
+    """Constants of each engine's own kernels."""
+    print("  engines:")
+    for engine in VERSIONS:
+        print(f"    {engine}:")
+        engine_gemm(checkout, on, system, engine)
+        engine_attention(checkout, on, system, engine)
+
+
+PARTS = (gemm, experts, attention, all_reduce, engines)
 
 
 def main(checkout: Path, wanted: Iterable[str]) -> None:

@@ -14,8 +14,8 @@ and Little's law gives the number of requests that get tokens: their rate times 
 take to get them. Where all requests are equally long and prompts run in steps of their own, users
 stay in step: all send their prompts at once, and while these run nobody gets a token. The first
 prompt's request waits for all others, the last one's for none: half of them on average, and half
-of their time counts until the first token. No constant is fitted to times per output token;
-what the host takes until the first token is (`HOST_MS`).
+of their time counts until the first token. Of times per output token only TensorRT-LLM's host is
+fitted (`STEP_HOST_MS`), and what hosts take until the first token (`HOST_MS`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from stagewright.evidence.measurements import run_of_values
 from stagewright.evidence.predictions import Prediction
@@ -36,6 +36,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import held_at_peak
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -54,6 +55,32 @@ ALONE = ("sglang",)
 KEPT_SHARE, KEPT_BYTES = 0.1, 2e9
 """Memory that engines keep for other things: a share (`gpu_memory_utilization` 0.9), and an
 allowance for activations and graphs."""
+
+
+class StepHost(NamedTuple):
+    """Milliseconds of an engine's host for a step."""
+
+    step: float
+    request: float
+    """For each request in the step."""
+    beside: bool
+    """While the GPU runs the step before, so that the longer of both counts; or after it."""
+
+    def seconds(self, step: float, requests: float) -> float:
+        """Seconds from a step to the next one, which takes the GPU `step`."""
+        host = (self.step + self.request * requests) * 1e-3
+        return max(step, host) if self.beside else step + host
+
+
+STEP_HOST_MS: Mapping[str, StepHost] = {
+    "vllm": StepHost(0.126, 0.004, beside=False),
+    "trtllm": StepHost(1.5, 0.1, beside=True),
+}
+"""What hosts of engines take for a step of decode. vLLM: 126 us for a step and 4 for a request, of
+Inference-Sim's fit to vLLM 0.15 on H100 (github.com/inference-sim/inference-sim,
+docs/guide/latency-models.md). TensorRT-LLM, whose scheduler prepares a step while the GPU runs the
+one before: fitted to 70% of the rows of dense models by `benchmarks/fit_requests.py`. SGLang's is
+not known."""
 HOST_MS: Mapping[str, tuple[float, float]] = {
     "vllm": (35.0, 12.0),
     "trtllm": (20.0, 2.0),
@@ -77,7 +104,7 @@ class ServedRow:
     hardware: str
     quantity: str
     measured: float
-    engine: str
+    engine: Literal["vllm", "sglang", "trtllm"]
     concurrency: float | None
     request_rate: float | None
     """Requests per second."""
@@ -120,7 +147,7 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
     return ServedRow(
         *(cells[name] for name in ("source", "row", "url", "hardware", "quantity")),
         measured=float(cells["measured"]),
-        engine=cells["engine"],
+        engine=cast('Literal["vllm", "sglang", "trtllm"]', cells["engine"]),
         concurrency=float(cells["concurrency"]) if cells["concurrency"] else None,
         request_rate=float(cells["request_rate"]) if cells["request_rate"] else None,
         isl=int(cells["isl"]),
@@ -232,12 +259,14 @@ def _steady(
     row: ServedRow, requests: float, chunks: int, decode: _TimedStep, both: _TimedStep
 ) -> Loaded:
     """The figures of `requests` on a rank of dp, which see prompts of other users only."""
+    host = STEP_HOST_MS.get(row.engine)
+    waited = host.seconds(decode.seconds, requests) if host else decode.seconds
     users = math.inf if row.concurrency is None else row.concurrency / row.settings.get("dp", 1)
     share = requests * max(0.0, 1 - 1 / users) * chunks / row.osl
     prompts = chunks * (both.seconds - decode.seconds)
     if _in_step(row):
         share /= 2
-    tpot = decode.seconds + share * (both.seconds - decode.seconds)
+    tpot = waited + share * (both.seconds - decode.seconds)
     joules = decode.joules + share * (both.joules - decode.joules)
     gpus = _gpus(row)
     if row.concurrency is not None and row.concurrency <= 1:
@@ -321,7 +350,7 @@ def _gpus(row: ServedRow) -> int:
 def _step(row: ServedRow, **more: Any) -> _TimedStep:
     compiled = _compiled(_key(row, **more))
     machine = Machine.of(resolve(row.hardware), gpus=compiled.run.world_size)
-    found = simulate(compiled, machine)
+    found = simulate(compiled, machine, Execution(serving_engine=row.engine))
     return _TimedStep(found.seconds, found.expense().joules)
 
 

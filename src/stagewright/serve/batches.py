@@ -20,7 +20,6 @@ from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.blocks import lower_block
 from stagewright.lower.inference.serving import ServingStep
 from stagewright.lower.variants import BlockVariant
-from stagewright.lower.weight_storage import in_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach
 from stagewright.program.columns import TaskKind, Tasks
@@ -32,8 +31,9 @@ from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only
 from stagewright.time.collectives import messages_seconds
 from stagewright.time.columns import Columns, MeshColumns
-from stagewright.time.experts.beside import MOST_TOKENS, beside_routed
+from stagewright.time.experts.beside import MOST_TOKENS
 from stagewright.time.network import Machine, tier_of
+from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.launches import host_work
 from stagewright.time.simulate.utilization import missing_rates
@@ -187,7 +187,7 @@ class TimedBatches:
         refuse_unknown(run, model, how)
         check(run, model)
         step = ServingStep.of(run, model, {}, loads(run, model).sizes)
-        machine = machine.for_inference(blocks=in_blocks(run, model))
+        machine = served_machine(run, model, machine, how.serving_engine)
         found = cls(step, machine, how)
         few = BatchSums.of_equal_requests(run, model, *(np.array([n]) for n in (1, 1, 1)))
         _, blocks = next(found.lowered_groups([*step.graphs], few))
@@ -264,13 +264,12 @@ class TimedBatches:
             machine,
         )
         hosts = host_work(program, run, self.how, machine.hardware)
+        in_engine = InEngine(run, self.step.model, self.how.serving_engine, machine.hardware)
         found: list[RankColumns] = []
         for nth, rank in enumerate(made.ranks):
             tasks = rank.of.tasks
             seconds = columns.of_rows(tasks, rank.kernel, meshes)
-            if run.mode == "decode":
-                traffic = columns.numbers[1][rank.kernel]
-                seconds = beside_routed(tasks, seconds, machine.hardware, traffic)
+            seconds = in_engine.seconds(tasks, seconds, columns.numbers[1][rank.kernel])
             message = np.zeros(len(sums))
             for row in np.flatnonzero(tasks.kind == TaskKind.SEND).tolist():
                 peers = program.peer_of(int(tasks.slot[row]))[rank.of.ranks]

@@ -60,6 +60,15 @@ class DirectAllReduce(FigureBlock):
     """Time to start the second of two passes: each GPU adds up a part, then all read the parts."""
 
 
+class EngineFit(FigureBlock):
+    """Constants of one engine's own kernels, in place of those that stand for all engines."""
+
+    gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
+    """By precision, or `BLOCKS`."""
+    cached_attention: Mapping[str, CachedAttentionFit] = Field(default_factory=dict)
+    """By the precision in which the cache is kept."""
+
+
 class InferenceFit(FigureBlock):
     """Constants of kernels that only inference runs, or runs otherwise than training."""
 
@@ -71,3 +80,14 @@ class InferenceFit(FigureBlock):
     all_reduce: DirectAllReduce | None = None
     routing_us: float | None = Field(ge=0, default=None)
     """Time of the kernels that sort tokens by expert; None: training's (`ExpertFit`)."""
+    engines: Mapping[str, EngineFit] = Field(default_factory=dict)
+    """By engine, in the words of `Execution.serving_engine`."""
+
+    def of_engine(self, engine: str | None, cache: str) -> InferenceFit:
+        """These constants with those of an engine, whose cache is kept in the precision `cache`."""
+        own = self.engines.get(engine or "")
+        if own is None:
+            return self
+        attention = own.cached_attention.get(cache, self.cached_attention)
+        products = {**self.gemm, **own.gemm}
+        return self.model_copy(update={"cached_attention": attention, "gemm": products})

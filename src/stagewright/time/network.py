@@ -137,29 +137,34 @@ class Machine:
             )
         return cls(hardware, gpus, tuple(tiers), algorithm)
 
-    def for_inference(self, *, blocks: bool = False) -> Self:
+    def for_inference(
+        self, *, blocks: bool = False, engine: str | None = None, cache: str = "bf16"
+    ) -> Self:
         """This machine with the kernels of inference, where its hardware has constants of them.
 
-        `blocks`: products in fp8 are of weights that are scaled by blocks.
+        `blocks`, `engine` and `cache` as in the function of the same name.
         """
         of = self.hardware.inference
         if of is None:
             return self
-        hardware = for_inference(self.hardware, blocks=blocks)
+        hardware = for_inference(self.hardware, blocks=blocks, engine=engine, cache=cache)
         return replace(self, hardware=hardware, direct_all_reduce=of.all_reduce)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.hardware.name}: " + ", ".join(map(str, self.tiers))
 
 
-def for_inference(hardware: Hardware, *, blocks: bool = False) -> Hardware:
+def for_inference(
+    hardware: Hardware, *, blocks: bool = False, engine: str | None = None, cache: str = "bf16"
+) -> Hardware:
     """The hardware with the constants of inference, where it has any, for products.
 
-    `blocks`: those in fp8 are of weights that are scaled by blocks.
+    `blocks`: those in fp8 are of weights that are scaled by blocks. `engine`: with the constants of
+    this engine's kernels, which keeps its cache in the precision `cache`.
     """
     if hardware.inference is None:
         return hardware
-    of = hardware.inference
+    of = hardware.inference.of_engine(engine, cache)
 
     def changed(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
         chosen = {dtype: fit for dtype, fit in fits.items() if dtype != BLOCKS}
@@ -176,7 +181,7 @@ def for_inference(hardware: Hardware, *, blocks: bool = False) -> Hardware:
         grouped = {**experts.gemm, **changed(of.experts_gemm)}
         experts = experts.model_copy(update={"routing_us": routing, "gemm": grouped})
     products = {**hardware.gemm, **changed(of.gemm)}
-    return hardware.model_copy(update={"gemm": products, "experts": experts})
+    return hardware.model_copy(update={"gemm": products, "experts": experts, "inference": of})
 
 
 def _per_domain(gpus: int, hardware: Hardware) -> int:

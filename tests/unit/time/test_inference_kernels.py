@@ -19,6 +19,7 @@ from stagewright.time.roofline import (
     bytes_per_second,
     cached_attention_seconds,
 )
+from stagewright.time.served import without_joined_launches
 
 H100 = resolve("h100-sxm")
 
@@ -137,3 +138,47 @@ def test_latents_and_queries_come_down_in_one_product() -> None:
     run = Run(model="deepseek-v3", layers=1, mode="decode", batch_size=8)
     down = [s for s in compile(run).program.classes[0].tasks.shapes if s.joint[:1] == ("kv_down",)]
     assert sorted(dict(shape.extents)["n"] for shape in down) == [64, 512, 1536]
+
+
+def test_an_engine_has_constants_of_its_own() -> None:
+    """TensorRT-LLM's attention over an fp8 cache: 64 requests of 8,192 tokens, 32 heads of 128 with
+    8 key-value heads on H200; and its products in fp8, whose operands the kernel before casts."""
+    h200 = resolve("h200")
+    own = for_inference(h200, engine="trtllm", cache="fp8")
+    assert own.inference is not None
+    assert h200.inference is not None
+    fits = h200.inference.engines["trtllm"]
+    assert own.inference.cached_attention == fits.cached_attention["fp8"]
+    assert own.gemm["fp8"].launch_us < for_inference(h200).gemm["fp8"].launch_us
+    assert for_inference(h200, engine="sglang") == for_inference(h200)
+    assert for_inference(h200, engine="trtllm").gemm["bf16"] == h200.gemm["bf16"]
+
+
+def launches(engine: str | None, model: str = "llama3.1-8b") -> tuple[float, float]:
+    """How many launches fewer a layer of decode has than its program, and one behind the last."""
+    found: list[float] = []
+    for layers in (2, 3):
+        run = Run(model=model, layers=layers, mode="decode", tp=2, weight_precision="fp8")
+        program, machine = compile(run).program, Machine.of(H100, gpus=2).for_inference()
+        tasks = program.classes[0].tasks
+        alone = task_seconds(program, machine)[0]
+        joined = without_joined_launches(tasks, alone, engine, machine.hardware)
+        found.append(float((alone - joined).sum()) / (H100.kernel_launch_us * 1e-6))
+    return found[1] - found[0], 3 * found[0] - 2 * found[1]
+
+
+def test_engines_join_kernels() -> None:
+    """Of a layer: writing keys and values, a cast behind attention, the sum that ends it. In
+    TensorRT-LLM also the rotation of queries and both norms, behind all_reduces; the first norm of
+    a layer has none before it, and is a norm and a cast. Dense Qwen3's norms stay apart."""
+    assert launches(None)[0] == pytest.approx(4)
+    assert launches("vllm") == pytest.approx(launches(None))
+    assert launches("trtllm")[0] == pytest.approx(7)
+    assert launches("trtllm", "qwen3-8b")[0] == pytest.approx(2)
+
+
+def test_unmeasured_hardware_launches_every_kernel() -> None:
+    program = compile(Run(model="llama3-8b", layers=1, mode="decode")).program
+    seconds = np.ones(len(program.classes[0].tasks))
+    on = resolve("mi300x")
+    assert without_joined_launches(program.classes[0].tasks, seconds, None, on) is seconds

@@ -14,6 +14,7 @@ from stagewright.cli.main import main
 from stagewright.program.columns import TaskKind
 from stagewright.time.collectives import message_seconds
 from stagewright.time.cost import task_seconds
+from stagewright.time.served import InEngine
 from stagewright.time.simulate.steady import TOKEN
 from stagewright.views.perfetto import write
 from trace_events import check
@@ -47,8 +48,11 @@ def test_a_step_takes_the_busiest_stage_or_the_way_round(
     assert batches == min(pp, requests)
     stages: list[list[float]] = []
     sent = 0.0
-    for of, seconds in zip(program.classes, task_seconds(program, machine), strict=True):
+    for of, alone in zip(program.classes, task_seconds(program, machine), strict=True):
         tasks = of.tasks
+        compiled = found.compiled
+        in_engine = InEngine(compiled.run, compiled.model, None, machine.hardware)
+        seconds = in_engine.seconds(tasks, alone)
         kernels = tasks.kind == TaskKind.COMPUTE
         each = [kernels & (tasks.microbatch == m) for m in range(batches)]
         stages.append([float(seconds[mine].sum()) for mine in each])

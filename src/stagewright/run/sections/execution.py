@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.run.sections.declare import AXES, Number, Switch, Without, idle_axes, setting
+from stagewright.run.sections.declare import (
+    AXES,
+    INFERENCE,
+    Number,
+    Switch,
+    Without,
+    idle_axes,
+    setting,
+)
 
 MOST_SLOWDOWN = 1.0
 """Kernels that share the GPU with a collective take twice as long at most: a collective occupies
@@ -63,6 +71,15 @@ class Execution:
     )
     """Not once for each expert: Megatron-LM's `--moe-token-dispatcher-type flex`. Durations follow
     it; traces have a copy for each expert."""
+    serving_engine: Literal["vllm", "sglang", "trtllm"] | None = setting(
+        None,
+        "Engine whose kernels serve: vLLM, SGLang or TensorRT-LLM.",
+        unset="constants that stand for all three",
+        modes=INFERENCE,
+        elsewhere="engines serve",
+    )
+    """Constants of an engine's own kernels, where the hardware has any, and what it does within one
+    kernel; see `time.served`."""
     launch_mode: Literal["eager", "compile", "cuda_graph", "ahead"] | None = setting(
         None,
         "How the host launches kernels: one by one, compiled, as CUDA graphs; ahead: in no time.",

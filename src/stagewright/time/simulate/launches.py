@@ -129,7 +129,9 @@ def launch_mode(run: Run, how: Execution, hardware: Hardware) -> str:
         return "ahead"
     if run.mode == "train":
         return {"megatron": "eager", "torchtitan": "compile"}[run.framework]
-    return "cuda_graph" if run.mode == "decode" else "compile"
+    # Graphs are captured for steps that decode alone: vLLM's whole ones (`FULL_AND_PIECEWISE`), and
+    # those of SGLang and TensorRT-LLM. A chunk of a prompt beside the tokens is launched.
+    return "cuda_graph" if run.mode == "decode" and not run.prompt_length else "compile"
 
 
 def host_work(

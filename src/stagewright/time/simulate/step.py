@@ -33,7 +33,6 @@ from stagewright.blocks.recipe import PRECISIONS
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import prefill_run
-from stagewright.lower.weight_storage import in_blocks
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
@@ -44,11 +43,11 @@ from stagewright.run.sections.execution import Execution
 from stagewright.time.cost import task_seconds
 from stagewright.time.expense.ownership import load as load_costs
 from stagewright.time.expense.power import Expense, expense
-from stagewright.time.experts.beside import beside_routed
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.measured import Counts
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
+from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.launches import host_work, launch_mode
@@ -367,13 +366,13 @@ def executed(
     """
     if how.overlap_moe_expert_parallel_comm:
         ep_overlap.check(compiled.run)
-    if compiled.run.mode != "train":
-        blocks = in_blocks(compiled.run, compiled.model)
-        machine = machine.for_inference(blocks=blocks)
+    engine = how.serving_engine
+    machine = served_machine(compiled.run, compiled.model, machine, engine)
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
     run = compiled.run
+    in_engine = InEngine(run, compiled.model, engine, machine.hardware)
     hidden = how.overlap_moe_expert_parallel_comm
     flex = how.moe_flex_dispatcher
     routed = Routed.of(run, compiled.model, hidden=hidden) if flex else None
@@ -381,9 +380,8 @@ def executed(
     def simulated(program: Program) -> Timeline:
         overlap = how.tp_comm_overlap
         seconds = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
-        if run.mode == "decode":
-            pairs = zip(program.classes, seconds, strict=True)
-            seconds = [beside_routed(of.tasks, alone, machine.hardware) for of, alone in pairs]
+        pairs = zip(program.classes, seconds, strict=True)
+        seconds = [in_engine.seconds(of.tasks, alone) for of, alone in pairs]
         hosts = host_work(program, run, how, machine.hardware)
         return timeline(program, seconds, how, factors, progress, hosts)
 
