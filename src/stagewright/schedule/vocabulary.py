@@ -119,7 +119,7 @@ def vocab_2(pp: int, microbatches: int) -> Order:
     return _without_stops(pp, microbatches, barriers=1)
 
 
-class _Meeting(NamedTuple):
+class _Rendezvous(NamedTuple):
     """Actions that all ranks run once they have begun, or ended, what begins or ends by a time.
 
     What an action needs has ended when the action begins. So what ranks do before a meeting needs
@@ -154,7 +154,7 @@ def _without_stops(pp: int, microbatches: int, *, barriers: int) -> Order:
     )
 
 
-def _meetings(stages: int, microbatches: int, times: Times, *, barriers: int) -> list[_Meeting]:
+def _meetings(stages: int, microbatches: int, times: Times, *, barriers: int) -> list[_Rendezvous]:
     """When ranks do which passes, from the `times` of stages of layers, and of one behind them.
 
     Stages of layers are numbered from 0; the stage behind begins when pass S may.
@@ -180,18 +180,18 @@ def _meetings(stages: int, microbatches: int, times: Times, *, barriers: int) ->
         return [Action(stage, kind, m) for m in some if m in every for stage, kind in of]
 
     embed = [(embedding, "F"), (found, "F")]
-    meetings = [_Meeting(-1, True, tuple(actions(embed, range(ahead[1]))))]
+    meetings = [_Rendezvous(-1, True, tuple(actions(embed, range(ahead[1]))))]
     for nth, time in enumerate(passes):
         returned, made = range(back[nth], back[nth + 1]), range(ahead[max(nth, 1)], ahead[nth + 1])
         sent = actions([(handed, "F")], [nth]) + actions([(found, "B")], returned)
         now = actions(gradient, [nth - 1]) + actions([(output, "F"), *sums], [nth])
         now += actions([(embedding, "B")], returned) + actions(embed, made)
-        meetings += [_Meeting(time, True, tuple(sent)), _Meeting(time, False, tuple(now))]
+        meetings += [_Rendezvous(time, True, tuple(sent)), _Rendezvous(time, False, tuple(now))]
     return meetings
 
 
 def _with_meetings(
-    actions: Iterable[Action], times: Times, meetings: Iterable[_Meeting], *, shift: int
+    actions: Iterable[Action], times: Times, meetings: Iterable[_Rendezvous], *, shift: int
 ) -> Iterator[Action]:
     """The actions of a rank's layers, their stages renumbered, with those of meetings between."""
     left = [*actions][::-1]
