@@ -33,6 +33,7 @@ from stagewright.run.rules import check
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time.hardware import resolve as hardware_of
 
 NEIGHBOURS = 8
@@ -147,6 +148,8 @@ def compare(runs: int, seed: int) -> tuple[Counter[str], list[str]]:
 # ---- memory --------------------------------------------------------------------------------------
 
 MODELS = ("llama3.1-8b", "llama3.1-405b", "gpt3-175b", "qwen3-32b")
+HALVED = ("zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "dualpipe")
+"""Schedules that do backwards in halves."""
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
 
 
@@ -156,6 +159,11 @@ def real(dice: random.Random) -> Run | None:
     model = resolve(name)
     tp, pp = dice.choice((1, 2, 4, 8)), dice.choice((1, 2, 3, 4, 8))
     vpp = dice.choice((1, 1, 2, 3)) if pp > 1 else 1
+    plain = dice.choice(("1f1b", "1f1b", "gpipe"))
+    schedule = "interleaved" if vpp > 1 else plain
+    if pp > 1 and dice.random() < 0.4:
+        schedule = dice.choice(HALVED)
+        vpp = SCHEDULES[schedule].chunks or 2
     settings: dict[str, Any] = {
         "model": name, "tp": tp, "pp": pp, "vpp": vpp,
         "layers": pp * vpp * dice.choice((2, 2, 3)) + model.first_dense_layers,
@@ -165,7 +173,7 @@ def real(dice: random.Random) -> Run | None:
         "micro_batch_size": dice.choice((1, 2)), "seq_length": dice.choice((2048, 8192)),
         "cp_comm_type": dice.choice(("p2p", "all_gather", "a2a")),
         "precision": dice.choice(("bf16", "bf16", "fp8")),
-        "schedule": "interleaved" if vpp > 1 else dice.choice(("1f1b", "1f1b", "gpipe")),
+        "schedule": schedule,
     }  # fmt: skip
     if name in EXPERTS:
         settings |= {"ep": dice.choice((1, 2, 4, 8)), "etp": dice.choice((1, tp))}

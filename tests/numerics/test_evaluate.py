@@ -1,5 +1,7 @@
 """Candidates in columns beside each of them compiled and simulated alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -77,3 +79,22 @@ def test_what_starts_before_a_message_is_there_and_gathers_behind_reductions():
     rows = [{"tp": 4, **dict(zip(names, row, strict=True))} for row in some]
     found = gaps(candidates(rows, model="llama2-7b", layers=28, global_batch_size=192))
     assert np.abs(found).max() < 1e-3
+
+
+def test_backwards_in_halves_stages_on_one_rank_and_actions_that_overlap():
+    some = ("zb-h1", 1, 2), ("zbv", 2, 1), ("dualpipe", 1, 1), ("dualpipev", 2, 2)
+    rows = [
+        {"schedule": name, "vpp": vpp, "pp": 2, "tp": tp, "sequence_parallel": tp > 1}
+        for name, vpp, tp in some
+    ]
+    found = gaps(candidates(rows, model="llama2-7b", layers=8, seq_length=2048, zero=1, dp=2,
+                            global_batch_size=12))  # fmt: skip
+    assert np.abs(found).max() < 0.015
+
+
+def test_gradients_that_are_reduced_behind_all_actions():
+    rows = [{"schedule": name, "vpp": 2, "pp": 2} for name in ("interleaved", "zbv")]
+    how = Execution(no_overlap=frozenset({"dp"}))
+    of = candidates(rows, model="llama2-7b", layers=16, dp=8, tp=2, zero=0, global_batch_size=32)
+    found = gaps(replace(of, base=replace(of.base, execution=how)))
+    assert np.abs(found).max() < 0.005

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
+from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.issue import Issue, axis_of, degree, issue, with_needs
 
-GPU, ASIDE, HOST, MESSAGE = range(4)
+GPU, ASIDE, HOST, MESSAGE, GRADIENT = range(5)
 INPUTS = 4
-"""Inputs of a `Response`, and how many there are."""
+"""Inputs of a `Response`, and how many there are; a forward and a backward that overlap have one
+more, since each waits for a message: `GRADIENT` is the backward's."""
 NEVER = -1e30
 """Seconds before every time; to add durations to it leaves it before every time."""
 LAUNCHES = "launches"
@@ -47,6 +49,8 @@ class Response(NamedTuple):
     chain: Float
     """All communication that runs on beside later actions has ended, if none waits but the first of
     each stream. With more layers this may come to be the longest of all ways through an action."""
+    sent_gradient: Float | None = None
+    """Of a forward and a backward that overlap, as `sent` for the backward; else None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,8 @@ class ClassRows:
     """By place: messages to another rank of the pipeline."""
     receives: Bool
     """By place: messages from another rank of the pipeline."""
+    backward: Bool
+    """By place: part of a backward."""
     count: int
     """Configurations."""
 
@@ -118,28 +124,32 @@ class ClassRows:
         waits = np.zeros(len(rows), dtype=bool) if host is None else host[1][rows]
         return cls(
             tasks, order, kind, [*seconds], launch, waits, [*axis], data,
-            sends, of_pipeline & (kind == TaskKind.RECV), seconds.shape[1],
+            sends, of_pipeline & (kind == TaskKind.RECV),
+            tasks.phase[rows] != PHASES.index("forward"), seconds.shape[1],
         )  # fmt: skip
 
-    def play(self, begin: int, end: int) -> ActionColumns:
-        """The places from `begin` to `end` as one action."""
+    def play(self, begin: int, end: int, *, pair: bool = False) -> ActionColumns:
+        """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
         order = self.issue
         pointer: list[int] = order.pointer.tolist()
         needs: list[int] = order.needs[: pointer[end]].tolist()
         main: list[bool] = (order.stream == 0).tolist()
         data: list[bool] = self.data.tolist()
         streams: list[int] = order.stream.tolist()
-        inputs = np.full((INPUTS, INPUTS, self.count), NEVER)
-        inputs[range(INPUTS), range(INPUTS)] = 0.0
+        count = INPUTS + pair
+        inputs = np.full((count, count, self.count), NEVER)
+        inputs[range(count), range(count)] = 0.0
         ends: list[Float] = []
-        kernel, aside, thread, message = inputs
+        kernel, aside, thread = inputs[:MESSAGE]
         chains: dict[int, Float] = {}
-        sent = last = np.full((INPUTS, self.count), NEVER)
+        never = np.full((count, self.count), NEVER)
+        sent, last = [never, never], never
         busy = np.zeros(self.count)
         waits: dict[str, Float] = {}
         for place in range(begin, end):
             mine = needs[pointer[place] : pointer[place + 1]]
-            start = np.full((INPUTS, self.count), NEVER)
+            start = np.full((count, self.count), NEVER)
+            way = int(pair and self.backward[place])
             for need in mine or [-1]:
                 before = inputs[ASIDE if need >= 0 and data[need] else GPU]
                 np.maximum(start, ends[need - begin] if need >= begin else before, out=start)
@@ -147,7 +157,7 @@ class ClassRows:
                 # Issue orders leave this out where kernels between imply it, here or there.
                 np.maximum(start, inputs[ASIDE], out=start)
             if self.receives[place]:
-                np.maximum(start, message, out=start)
+                np.maximum(start, inputs[MESSAGE + way], out=start)
             if self.launch:
                 thread = thread + self.launch[place]
                 np.maximum(start, thread, out=start)
@@ -170,12 +180,14 @@ class ClassRows:
                 before = chains.get(stream)
                 chains[stream] = done if before is None else before + self.seconds[place]
             if self.sends[place]:
-                sent = np.maximum(sent, done)
+                sent[way] = np.maximum(sent[way], done)
             last = np.maximum(last, done)
-        chain = np.full((INPUTS, self.count), NEVER)
+        chain = never
         for found in chains.values():
             chain = np.maximum(chain, found)
-        return ActionColumns(Response(kernel, aside, thread, sent, last, chain), busy, waits)
+        gradient = sent[1] if pair else None
+        found = Response(kernel, aside, thread, sent[0], last, chain, gradient)
+        return ActionColumns(found, busy, waits)
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:
@@ -201,12 +213,16 @@ def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, In
 # ---- which places are which action ---------------------------------------------------------------
 
 
-class ActionPlaces(NamedTuple):
-    """The places of an action: a forward or a backward of a microbatch."""
+StepKind: TypeAlias = "tuple[tuple[int, str], ...]"
+"""Stage and kind of an action (`schedule.actions`), or of a forward and a backward that overlap."""
 
-    stage: int
-    backward: bool
-    microbatch: int
+
+class StepPlaces(NamedTuple):
+    """The places of an action, or of two that overlap."""
+
+    kind: StepKind
+    complete: bool
+    """Whether it does what happens once per step."""
     begin: int
     end: int
 
@@ -223,33 +239,27 @@ class StageMeeting(NamedTuple):
 class Cuts(NamedTuple):
     """The actions of a rank in issue order, and the sections of what comes after all of them."""
 
-    actions: list[ActionPlaces]
+    steps: list[StepPlaces]
     sections: list[tuple[int, int]]
     meetings: list[StageMeeting]
     """One behind each section but the last."""
 
 
-def cuts(program: Program, rows: ClassRows) -> Cuts:
-    """Cut the places of a rank class into actions and what comes after these."""
+def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
+    """Cut the places of a rank class into actions and what comes after these.
+
+    Actions whose places are mixed, as the schedule or `time.simulate.ep_overlap` has them, are one.
+    """
     tasks, at = rows.tasks, rows.issue.rows
-    backward = tasks.phase[at] != PHASES.index("forward")
-    inside = np.flatnonzero(tasks.microbatch[at] >= 0)
-    key = np.stack([tasks.stage[at], backward, tasks.microbatch[at]], axis=1)[inside]
-    _, first = np.unique(key, axis=0, return_index=True)
-    begin = np.sort(inside[first])
-    begin[:1] = 0
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
     meets = (rows.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
+    meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
     step = np.flatnonzero(tasks.phase[at] == PHASES.index("optimizer"))
     met = np.flatnonzero(meets)
-    tail = min([*step[:1].tolist(), *met[:1].tolist(), len(at)])
-    edges = [*begin.tolist(), tail]
-    firsts = dict(zip(inside[first].tolist(), key[first].tolist(), strict=True))
-    named = [firsts[min(n for n in firsts if n >= b)] for b in begin.tolist()]
-    actions = [
-        ActionPlaces(stage, bool(back), microbatch, b, e)
-        for (stage, back, microbatch), b, e in zip(named, edges[:-1], edges[1:], strict=True)
-    ]
+    inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))
+    last = int(inside[-1]) + 1
+    late = last + np.flatnonzero(at[last:] < at[inside].max())  # issued behind all actions
+    tail = min([*step[:1].tolist(), *met[:1].tolist(), *late[:1].tolist(), len(at)])
     borders = [tail, *(met + 1).tolist()]
     ends = [*met.tolist(), len(at)]
     meetings: list[StageMeeting] = []
@@ -257,4 +267,34 @@ def cuts(program: Program, rows: ClassRows) -> Cuts:
         before = rows.issue.needs[rows.issue.pointer[place] : rows.issue.pointer[place + 1]]
         waits = bool(rows.data[before].any())
         meetings.append(StageMeeting(int(tasks.slot[at[place]]), waits, rows.seconds[place]))
-    return Cuts(actions, [*zip(borders, ends, strict=True)], meetings)
+    return Cuts(_steps(tasks, at, rank, tail), [*zip(borders, ends, strict=True)], meetings)
+
+
+def _steps(tasks: Tasks, at: Int, rank: RankRows, tail: int) -> list[StepPlaces]:
+    """The steps of a rank whose rows are issued as `at`, up to a place behind all of them."""
+    place = np.empty_like(at)
+    place[at] = np.arange(len(at))
+    complete = {action for (_, half), action in rank.once.items() if half != 1}
+    spans: list[tuple[int, int, int]] = []
+    for nth, action in enumerate(rank.actions):
+        rows: Int = rank.begin[nth] + rank.forms[int(rank.form_of[nth])].offset
+        mine = place[rows[tasks.microbatch[rows] >= 0]]
+        if action.kind != UNSHARD and len(mine):
+            spans.append((int(mine.min()), int(mine.max()), nth))
+    mixed: list[list[int]] = []
+    begin: list[int] = []
+    reached = -1
+    for first, last, nth in sorted(spans):
+        overlaps = mixed and rank.begin[nth] == rank.begin[mixed[-1][-1]]
+        if first > reached and not overlaps:
+            mixed.append([])
+            begin.append(first)
+        mixed[-1].append(nth)
+        reached = max(reached, last)
+    begin[:1] = [0]
+    found: list[StepPlaces] = []
+    for numbers, first, end in zip(mixed, begin, [*begin[1:], tail], strict=True):
+        actions = sorted((rank.actions[n] for n in numbers), key=lambda a: a.kind != "F")
+        kind = tuple((a.stage, a.kind) for a in actions)
+        found.append(StepPlaces(kind, not complete.isdisjoint(numbers), first, end))
+    return found

@@ -38,16 +38,14 @@ from stagewright.run.requests import read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.schedule.actions import Order
 from stagewright.schedule.in_flight import enough
-from stagewright.schedule.schedules import SCHEDULES, make
+from stagewright.schedule.schedules import make
 from stagewright.time.columns import Placed
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.utilization import sequence_flops
-
-PLAYED = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-"""Schedules whose steps are played in columns."""
 
 
 class LeftOut(NamedTuple):
@@ -129,6 +127,8 @@ class _StagePlan:
     """The blocks of a pipeline: which stage holds what."""
 
     run: Run
+    order: Order
+    """With few microbatches."""
     parts: Parts | None
     layers: Int
 
@@ -178,14 +178,14 @@ class _Evaluation:
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
                 plan = self._plan(own, int(rows[0]))
-                why = _not_played(plan)
+                why = unlike(plan.run, plan.order, plan.parts, plan.layers)
                 if why or plan.parts is None:
                     left.append(LeftOut(of.candidates[rows], why, True))
                     continue
                 for several in (False, True):
                     some = rows[(batch[rows] > 1) == several]
                     if len(some):
-                        kind = Kind(plan.run.pp > 1, several, plan.parts)
+                        kind = Kind.of(plan.run, plan.order, plan.parts, several=several)
                         found = timing.figures(kind, plan.run)
                         table = self.tables.setdefault(
                             (found.responses.form, machine.tiers), _JoinedTemplates(machine)
@@ -293,9 +293,8 @@ def _lots(
 ) -> Iterator[tuple[Pipeline, _PlacedLot]]:
     """Candidates of one pipeline by the microbatches that are played of them."""
     schedule, pp, vpp, group, by_variant = shape
-    fills = SCHEDULES[schedule].fills
     distinct, of_row = np.unique(every.microbatches, return_inverse=True)
-    plans = [rounds(schedule, pp, m, fills) for m in distinct.tolist()]
+    plans = [rounds(schedule, pp, m) for m in distinct.tolist()]
     more = np.array([plan.more for plan in plans])
     layers = np.array(by_variant, dtype=np.int64)
     for played, before in sorted({(plan.played, plan.before) for plan in plans}):
@@ -307,15 +306,6 @@ def _lots(
         microbatches, rest = every.microbatches[mine], more[of_row[mine]]
         lot = Lot(figures.responses, tuples, layers, microbatches, rest, messages)
         yield Pipeline(schedule, pp, vpp, group, played, before), _PlacedLot(lot, every.at[mine])
-
-
-def _not_played(plan: _StagePlan) -> str:
-    """Why a pipeline is not played in columns; empty: it is."""
-    if plan.parts is None:
-        return "blocks between layers"
-    if str(plan.run.schedule) not in PLAYED:
-        return f"schedule {plan.run.schedule}"
-    return unlike(plan.run, plan.parts, plan.layers)
 
 
 def _unknown(how: Execution) -> str:
@@ -358,6 +348,5 @@ def _plan(run: Run, model: ModelConfig) -> _StagePlan:
     placed = tie_tables(place_blocks(run, model), order, model)
     stages = mark_trained(placed, run, model, recipe_of(run, model))
     parts = Parts.of(stages)
-    return _StagePlan(
-        run, parts, np.zeros((0, 0), dtype=np.int64) if parts is None else parts.counts(stages)
-    )
+    none = np.zeros((0, 0), dtype=np.int64)
+    return _StagePlan(run, order, parts, none if parts is None else parts.counts(stages))

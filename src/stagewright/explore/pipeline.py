@@ -7,8 +7,8 @@ few, and the rest is added.
 
 >>> from stagewright.schedule.schedules import make
 >>> one = np.ones(1)
->>> def given(a, complete):
-...     return plain(one * {"F": 1, "B": 2}[a.kind])
+>>> def given(step, complete):
+...     return plain(sum(one * {"F": 1, "B": 2}[kind] for stage, kind in step))
 >>> found = play(make("1f1b", 4, 8), given, lambda a, b: 0 * one)
 >>> float(max(of.gpu[0] for of in found.ranks))  # (microbatches + ranks - 1) x 3
 33.0
@@ -16,19 +16,28 @@ few, and the rest is added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.explore.actions import NEVER, Response
-from stagewright.schedule.actions import Action, Order, flat, halved, needs, stage_count
-from stagewright.schedule.places import places
-from stagewright.schedule.schedules import make
+from stagewright.explore.actions import GRADIENT, NEVER, Response, StepKind
+from stagewright.schedule.actions import (
+    Action,
+    Order,
+    ScheduleStep,
+    flat,
+    halved,
+    needs,
+    parts,
+    stage_count,
+)
+from stagewright.schedule.schedules import SCHEDULES, make
 
-Part: TypeAlias = "tuple[Float | None, Float | None, Float | None, Float | None]"
+Part: TypeAlias = "tuple[Float | None, ...]"
 """By input of a `Response` the seconds from it, [configurations]; None: it has no effect."""
 
 
@@ -38,24 +47,27 @@ class Effect(NamedTuple):
     gpu: Part
     aside: Part
     host: Part
-    sent: Part
+    sent: tuple[Part, ...]
+    """By action of a step."""
 
 
 def plain(seconds: Float) -> Effect:
-    """An action that takes so long, and whose launches take no time."""
-    ends = seconds, None, None, seconds
-    none = None, None, None, None
-    return Effect(ends, none, none, ends)
+    """A step that takes so long, and whose launches take no time."""
+    ends = seconds, None, None, seconds, seconds
+    none = (None,) * len(ends)
+    return Effect(ends, none, none, (ends, ends))
 
 
 def effect(of: Response) -> Effect:
     """The parts of a response that are not `NEVER`."""
 
     def part(columns: Float) -> Part:
-        a, b, c, d = (column if (column > NEVER / 2).any() else None for column in columns)
-        return a, b, c, d
+        found = [column if (column > NEVER / 2).any() else None for column in columns]
+        return *found, *[None] * (GRADIENT + 1 - len(found))
 
-    return Effect(part(of.gpu), part(np.maximum(of.aside, of.chain)), part(of.host), part(of.sent))
+    sent = [of.sent] if of.sent_gradient is None else [of.sent, of.sent_gradient]
+    late = np.maximum(of.aside, of.chain)
+    return Effect(part(of.gpu), part(late), part(of.host), tuple(map(part, sent)))
 
 
 class RankEnd(NamedTuple):
@@ -72,99 +84,142 @@ class Pipelined(NamedTuple):
     ranks: list[RankEnd]
 
 
-Given = Callable[[Action, bool], Effect]
-"""The effect of an action; and whether the action does what happens once per step."""
+Given = Callable[[StepKind, bool], Effect]
+"""The effect of a step; and whether the step does what happens once per step."""
 
 
-class _OrderedAction(NamedTuple):
-    """An action in an order of execution that every action's needs precede."""
+class _AwaitedMessage(NamedTuple):
+    """What a step waits for from another rank."""
+
+    action: int
+    """The number of the action that sends."""
+    source: int
+    target: int
+
+
+class _OrderedStep(NamedTuple):
+    """A step in an order of execution that every step's needs precede."""
 
     rank: int
-    action: Action
+    kind: StepKind
     complete: bool
-    source: int
-    """The action, by number, whose message is waited for; -1: none."""
-    source_rank: int
-    sends: bool
+    messages: tuple[_AwaitedMessage | None, ...]
+    """By action of the step."""
+    numbers: tuple[int, ...]
+    """By action of the step the number under which its message is waited for; -1: none is."""
+
+
+def step_kind(step: ScheduleStep) -> StepKind:
+    """The kind of a step: of two that overlap, the forward first."""
+    return tuple((a.stage, a.kind) for a in parts(step))
 
 
 @lru_cache(maxsize=256)
-def _steps(order: Order) -> tuple[_OrderedAction, ...]:
-    """The actions of all ranks, each behind what it needs."""
+def _steps(order: Order) -> tuple[_OrderedStep, ...]:
+    """The steps of all ranks, each behind what it needs."""
     stages, halves = stage_count(order), halved(order)
-    rank_of = {place.stage: place.rank for place in places(order)}
-    if len(rank_of) < sum(len({a.stage for a in flat(steps)}) for steps in order):
-        raise ValueError("a stage is on several ranks")
-    rows = [flat(steps) for steps in order]
-    complete: set[Action] = set()
-    for row in rows:
-        firsts: dict[int, Action] = {}
-        lasts: dict[int, Action] = {}
-        for a in row:
-            if a.kind == "F":
-                firsts.setdefault(a.stage, a)
-            elif a.kind in "BW":
-                lasts[a.stage] = a
-        complete |= {*firsts.values(), *lasts.values()}
+    rank_of = {(a.stage, a.microbatch): r for r, steps in enumerate(order) for a in flat(steps)}
+    complete = {a for steps in order for a in once_per_step(steps)}
+    every = [a for steps in order for a in flat(steps)]
+    if len({*every}) < len(every):
+        raise ValueError("several ranks do the same action")
+    away: dict[Action, Action] = {}
+    for a in every:
+        for need in needs(a, stages, halves):
+            if rank_of[need.stage, need.microbatch] != rank_of[a.stage, a.microbatch]:
+                away[a] = need
+    wanted = {*away.values()}
     number: dict[Action, int] = {}
-    found: list[_OrderedAction] = []
-    reached = [0] * len(rows)
+    found: list[_OrderedStep] = []
+    reached = [0] * len(order)
     waiting: dict[Action, list[int]] = {}
-    runnable = [*range(len(rows))]
-    wanted: set[Action] = set()
+    runnable = [*range(len(order))]
     while runnable:
         rank = runnable.pop()
-        row = rows[rank]
+        row = order[rank]
         while reached[rank] < len(row):
-            a = row[reached[rank]]
-            missing = [need for need in needs(a, stages, halves) if need not in number]
+            actions = parts(row[reached[rank]])
+            needed = [need for a in actions for need in needs(a, stages, halves)]
+            missing = [need for need in needed if need not in number]
             if missing:
                 waiting.setdefault(missing[0], []).append(rank)
                 break
-            away = [n for n in needs(a, stages, halves) if rank_of[n.stage] != rank]
-            wanted |= {*away}
-            source = number[away[0]] if away else -1
-            number[a] = len(found)
-            source_rank = rank_of[away[0].stage] if away else -1
-            found.append(_OrderedAction(rank, a, a in complete, source, source_rank, False))
+            messages: list[_AwaitedMessage | None] = []
+            for a in actions:
+                number[a] = len(number)
+                source = away.get(a)
+                home = -1 if source is None else rank_of[source.stage, source.microbatch]
+                messages.append(
+                    None if source is None else _AwaitedMessage(number[source], home, rank)
+                )
+            numbers = tuple(number[a] if a in wanted else -1 for a in actions)
+            kind, once = step_kind(row[reached[rank]]), not complete.isdisjoint(actions)
+            found.append(_OrderedStep(rank, kind, once, tuple(messages), numbers))
             reached[rank] += 1
-            runnable += waiting.pop(a, [])
+            for a in actions:
+                runnable += waiting.pop(a, [])
     if waiting:
         raise ValueError("the order cannot complete")
-    return tuple(step._replace(sends=step.action in wanted) for step in found)
+    return tuple(found)
+
+
+def once_per_step(steps: Iterable[ScheduleStep]) -> set[Action]:
+    """The actions of a rank that do what happens once per step: the first forward of each stage and
+    its last backward."""
+    firsts: dict[int, Action] = {}
+    lasts: dict[int, Action] = {}
+    for a in flat(steps):
+        if a.kind == "F":
+            firsts.setdefault(a.stage, a)
+        elif a.kind in "BW":
+            lasts[a.stage] = a
+    return {*firsts.values(), *lasts.values()}
+
+
+StepCounts: TypeAlias = "Mapping[tuple[StepKind, bool], int]"
+
+
+@lru_cache(maxsize=256)
+def step_counts(order: Order) -> tuple[StepCounts, ...]:
+    """By rank how many steps there are of each kind, complete and not."""
+    found: list[StepCounts] = []
+    for steps in order:
+        once = once_per_step(steps)
+        found.append(Counter((step_kind(s), not once.isdisjoint(parts(s))) for s in steps))
+    return tuple(found)
 
 
 def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pipelined:
     """Play an order: `message` are the seconds of a message from one rank to another.
 
-    An action starts when its rank's kernels before it have ended, its message has arrived, and the
-    host has launched it.
+    A step starts when its rank's kernels before it have ended, its message has arrived, and the
+    host has launched it. Of two actions that overlap, each waits for a message of its own.
     """
-    known: dict[tuple[int, str, bool], Effect] = {}
+    known: dict[tuple[StepKind, bool], Effect] = {}
     zero = 0 * message(0, 0)
     gpu: list[Float] = [zero] * len(order)
     host: list[Float] = [zero] * len(order)
     aside: list[Float] = [zero] * len(order)
     sent: dict[int, Float] = {}
-    messages: dict[tuple[int, int], Float] = {}
-    for nth, (rank, a, complete, source, source_rank, sends) in enumerate(_steps(order)):
-        key = a.stage, a.kind, complete
-        of = known.get(key)
+    way: dict[tuple[int, int], Float] = {}
+    for rank, kind, complete, messages, numbers in _steps(order):
+        of = known.get((kind, complete))
         if of is None:
-            of = known[key] = given(a, complete)
-        arrival = None
-        if source >= 0:
-            way = source_rank, rank
-            if way not in messages:
-                messages[way] = message(*way)
-            arrival = sent.pop(source) + messages[way]
-        inputs = gpu[rank], aside[rank], host[rank], arrival
+            of = known[kind, complete] = given(kind, complete)
+        arrivals: list[Float | None] = [None, None]
+        for nth, each in enumerate(messages):
+            if each is not None:
+                if each[1:] not in way:
+                    way[each[1:]] = message(*each[1:])
+                arrivals[nth] = sent.pop(each.action) + way[each[1:]]
+        inputs = gpu[rank], aside[rank], host[rank], *arrivals
         end = _latest(of.gpu, inputs)
         late, launched = _latest(of.aside, inputs), _latest(of.host, inputs)
-        if sends:
-            out = _latest(of.sent, inputs)
-            assert out is not None, "what is sent has been made from something"
-            sent[nth] = out
+        for nth, number in enumerate(numbers):
+            if number >= 0:
+                out = _latest(of.sent[nth], inputs)
+                assert out is not None, "what is sent has been made from something"
+                sent[number] = out
         gpu[rank] = gpu[rank] if end is None else end
         aside[rank] = aside[rank] if late is None else np.maximum(aside[rank], late)
         host[rank] = host[rank] if launched is None else launched
@@ -191,12 +246,13 @@ class Rounds(NamedTuple):
     """Rounds that are added."""
 
 
-def rounds(schedule: str, pp: int, microbatches: int, fills: int) -> Rounds:
+def rounds(schedule: str, pp: int, microbatches: int) -> Rounds:
     """The microbatches to play: at most so many times pp that a round adds the same time."""
-    most = (fills + 2) * pp
-    if microbatches <= most or schedule.endswith(".csv"):
+    of = SCHEDULES.get(schedule)
+    if of is None or microbatches <= (of.fills + 2) * pp:
         return Rounds(microbatches, 0, 0.0)
-    step = 2 * pp if schedule == "dualpipe" else pp
+    most = (of.fills + 2) * pp
+    step = 2 * pp if of.pairs_ranks else pp
     played = most - step + (microbatches - most) % step
     played += step if played <= most - step else 0
     return Rounds(played, played - step, (microbatches - played) / step)

@@ -21,16 +21,14 @@ from stagewright.explore.actions import (
     Cuts,
     Response,
     StageMeeting,
+    StepKind,
     cuts,
 )
 from stagewright.explore.templates import StructureTemplate
-from stagewright.program.columns import Program
+from stagewright.lower.assembly.assemble import Assembly
 from stagewright.run.sections.execution import Execution
-from stagewright.schedule.actions import flat
 
-FIELDS = len(Response._fields)
-BUSY = FIELDS * INPUTS
-"""Row of the seconds that kernels run; those of waits by axis follow, see `Responses.axes`."""
+FIELDS = len(Response._fields) - 1
 
 Timed = Sequence[tuple[Float, tuple[Float, np.ndarray] | None]]
 """By class of a program the seconds of its rows [rows, tuples], and what its host does: the seconds
@@ -41,8 +39,8 @@ of launches and whether the host waits."""
 class LinearResponse:
     """An action's response as a function of the layers of its stage: [rows, tuples].
 
-    Rows are the fields of `Response` by input, the seconds that kernels run (`BUSY`), and those
-    that they wait, by axis.
+    Rows are the fields of `Response` by input, the seconds that kernels run, and those that they
+    wait, by axis.
     """
 
     base: Float
@@ -51,7 +49,7 @@ class LinearResponse:
     layers: int
     """Layers of each variant that the base has."""
 
-    def at(self, tuples: Int, layers: Int) -> Float:
+    def at(self, tuples: Int, layers: Float) -> Float:
         """[rows, candidates]: of some tuples, with so many layers of each variant."""
         found = self.base[:, tuples]
         for each, count in zip(self.more, layers.tolist(), strict=True):
@@ -61,8 +59,10 @@ class LinearResponse:
 
 
 def response(rows: Float) -> Response:
-    """The response among the rows of a `LinearResponse`."""
-    fields = [rows[n * INPUTS : (n + 1) * INPUTS] for n in range(FIELDS)]
+    """The response among the rows of a `LinearResponse`: of an action, or of a pair of them."""
+    pair = len(rows) > FIELDS * INPUTS
+    inputs = INPUTS + pair
+    fields = [rows[n * inputs : (n + 1) * inputs] for n in range(FIELDS + pair)]
     return Response(*fields)
 
 
@@ -80,9 +80,10 @@ class Responses:
     An action is complete if it does what happens once per step.
     """
 
-    actions: Mapping[tuple[int, str, bool], LinearResponse]
+    actions: Mapping[tuple[StepKind, bool], LinearResponse]
+    """In the place of a stage stands its kind (`templates.FIRST`)."""
     tails: Mapping[int, RankTail]
-    """By kind of the rank: where it is in the pipeline (`templates.kind_of`)."""
+    """By kind of the rank: where it is in the pipeline (`templates.Kinds`)."""
     axes: tuple[str, ...]
 
     @property
@@ -100,7 +101,7 @@ class Responses:
         """Those of several structures of one form: their tuples behind each other."""
         axes = tuple(dict.fromkeys(axis for part in parts for axis in part.axes))
         first = parts[0]
-        places = [_places(part.axes, axes) for part in parts]
+        places = [[axes.index(axis) for axis in part.axes] for part in parts]
         actions = {
             key: _joined([part.actions[key] for part in parts], places, len(axes))
             for key in first.actions
@@ -122,20 +123,58 @@ class Responses:
         }
         return cls(actions, tails, axes)
 
+    def moments(self, rows: Float) -> Float:
+        """The rows that are those of a response (`response`)."""
+        return rows[: len(rows) - 1 - len(self.axes)]
 
-def _places(axes: Sequence[str], among: Sequence[str]) -> Int:
-    """The rows of responses with some axes among the rows of those with more axes."""
-    own = [BUSY + 1 + among.index(axis) for axis in axes]
-    return np.array([*range(BUSY + 1), *own], dtype=np.int64)
+    def sums(self, rows: Float) -> Float:
+        """The other rows: the seconds that kernels run, and those that they wait, by axis."""
+        return rows[len(rows) - 1 - len(self.axes) :]
+
+    def at(self, kind: StepKind, complete: bool, tuples: Int, layers: Int) -> Float:
+        """The rows of a step by the kinds of its stages: [rows, candidates].
+
+        `layers` are those of each variant on the stage of each action: [variants, actions].
+        """
+        of = self._of(kind, complete)
+        found = of.at(tuples, layers.mean(axis=1))
+        if len(kind) > 1 and (layers[:, 0] != layers[:, 1]).any():
+            # Templates of pairs have equal stages: a layer more here and less there is what the
+            # actions alone have of it.
+            forward, backward = (
+                self._layers(stage, letter)[:, :, tuples] for stage, letter in kind
+            )
+            apart = (layers[:, 0] - layers[:, 1]) / 2
+            alone = np.tensordot(apart, forward - backward, axes=1)
+            moments, sums = self.moments(found), self.sums(found)
+            moments += np.where(moments > NEVER / 2, alone[0], 0.0)
+            sums += alone[1:]
+        return found
+
+    def _of(self, kind: StepKind, complete: bool) -> LinearResponse:
+        found = self.actions.get((kind, complete))
+        return self.actions[kind, False] if found is None else found
+
+    def _layers(self, stage: int, letter: str) -> Float:
+        """What one layer more of each variant adds to an action: the seconds until its last kernel
+        ends, and its sums: [variants, rows, tuples]."""
+        whole = ((stage, letter),) in {kind for kind, _ in self.actions}
+        parts = [self._of(((stage, x),), False) for x in (letter if whole else "IW")]
+        rows = [0, *range(-1 - len(self.axes), 0)]
+        return np.sum([of.more[:, rows] for of in parts], axis=0)
 
 
-def _joined(parts: Sequence[LinearResponse], places: Sequence[Int], axes: int) -> LinearResponse:
-    """Responses behind each other; `places` are the rows of each among those with all axes."""
-    rows, tuples = BUSY + 1 + axes, sum(part.base.shape[1] for part in parts)
+def _joined(
+    parts: Sequence[LinearResponse], places: Sequence[Sequence[int]], axes: int
+) -> LinearResponse:
+    """Responses behind each other; `places` are the axes of each among all axes."""
+    others = len(parts[0].base) - len(places[0])  # rows before those of axes
+    rows, tuples = others + axes, sum(part.base.shape[1] for part in parts)
     base, more = np.zeros((rows, tuples)), np.zeros((len(parts[0].more), rows, tuples))
     begin = 0
-    for part, place in zip(parts, places, strict=True):
+    for part, own in zip(parts, places, strict=True):
         end = begin + part.base.shape[1]
+        place = [*range(others), *(others + axis for axis in own)]
         base[place, begin:end] = part.base
         more[:, place, begin:end] = part.more
         begin = end
@@ -145,7 +184,7 @@ def _joined(parts: Sequence[LinearResponse], places: Sequence[Int], axes: int) -
 def responses(of: StructureTemplate, timed: Sequence[Timed], how: Execution) -> Responses:
     """The responses of a template; `timed` by program, the base first."""
     every = [
-        _played(of, assembly.program, seconds, how)
+        _played(of, assembly, seconds, how)
         for assembly, seconds in zip((of.base, *of.more), timed, strict=True)
     ]
     names = dict.fromkeys(
@@ -160,7 +199,7 @@ def responses(of: StructureTemplate, timed: Sequence[Timed], how: Execution) -> 
         key: _linear(each, [other[0][key] for other in more], axes, of.layers)
         for key, each in base[0].items()
     }
-    chunks = of.stages // of.run.pp
+    chunks = of.stages * (2 if of.kind_of.traits.doubled else 1) // of.run.pp
     tails = {
         kind: RankTail(
             [
@@ -190,48 +229,55 @@ def _linear(
 def _rows(played: ActionColumns, axes: Sequence[str]) -> Float:
     zero = np.zeros_like(played.busy)
     waits = [played.waits.get(axis, zero) for axis in axes]
-    return np.concatenate([*played.response, np.stack([played.busy, *waits])])
+    moments = [field for field in played.response if field is not None]
+    return np.concatenate([*moments, np.stack([played.busy, *waits])])
 
 
-_Actions = dict[tuple[int, str, bool], ActionColumns]
+_Actions = dict[tuple[StepKind, bool], ActionColumns]
 _Tails = dict[int, tuple[list[ActionColumns], list[StageMeeting]]]
 
 
 def _played(
-    of: StructureTemplate, program: Program, timed: Timed, how: Execution
+    of: StructureTemplate, assembly: Assembly, timed: Timed, how: Execution
 ) -> tuple[_Actions, _Tails]:
     """The actions of a program of the template, one of each kind, and what follows them."""
     actions: _Actions = {}
     tails: _Tails = {}
     slots: dict[int, int] = {}  # numbered as they are met, so that structures compare
     for rank, (seconds, host) in enumerate(timed):
-        rows = ClassRows.of(program, rank, seconds, host, how)
-        found = cuts(program, rows)
-        chosen = _chosen(of, rank, found)
+        rows = ClassRows.of(assembly.program, rank, seconds, host, how)
+        found = cuts(assembly.program, rows, assembly.ranks[rank].rows)
+        chosen = _chosen(of, found)
         for (kind, complete), (begin, end) in sorted(chosen.items(), key=lambda item: item[0][1]):
-            stage, letter = kind
-            key = of.kind(stage), letter, complete
-            usual = chosen[kind, False]
-            if complete and end - begin == usual[1] - usual[0]:  # nothing happens once
-                actions[key] = actions[of.kind(stage), letter, False]
+            if (kind, complete) in actions:  # of a rank that does the same
+                continue
+            usual = chosen.get((kind, False))
+            if complete and usual and end - begin == usual[1] - usual[0]:  # nothing happens once
+                actions[kind, complete] = actions[kind, False]
             else:
-                actions[key] = rows.play(begin, end)
-        sections = [rows.play(begin, end) for begin, end in found.sections]
+                actions[kind, complete] = rows.play(begin, end, pair=len(kind) > 1)
+        place = of.kind_of.rank(rank)
         meetings = [m._replace(slot=slots.setdefault(m.slot, len(slots))) for m in found.meetings]
-        tails[of.kind(rank)] = sections, meetings
+        if place not in tails:
+            tails[place] = [rows.play(begin, end) for begin, end in found.sections], meetings
     return actions, tails
 
 
-def _chosen(
-    of: StructureTemplate, rank: int, found: Cuts
-) -> dict[tuple[tuple[int, str], bool], tuple[int, int]]:
-    """One action of each stage and kind on a rank, complete and not: its places."""
-    kinds = {(a.stage, a.kind) for a in flat(of.order[rank])}
-    chosen: dict[tuple[tuple[int, str], bool], tuple[int, int]] = {}
-    for stage, kind in sorted(kinds):
-        mine = [c for c in found.actions if c.stage == stage and c.backward == (kind != "F")]
-        complete = mine[0] if kind == "F" else mine[-1]
-        usual = mine[min(1, len(mine) - 1)]
-        chosen[(stage, kind), True] = complete.begin, complete.end
-        chosen[(stage, kind), False] = usual.begin, usual.end
+def _chosen(of: StructureTemplate, found: Cuts) -> dict[tuple[StepKind, bool], tuple[int, int]]:
+    """The places of one step of each kind on a rank, complete and not.
+
+    The first forward that is not complete is behind another one; of other steps the second is
+    taken, which is.
+    """
+    alike: dict[tuple[StepKind, bool], list[tuple[int, int]]] = {}
+    for step in found.steps:
+        kind = tuple((of.kind_of.stage(stage), letter) for stage, letter in step.kind)
+        alike.setdefault((kind, step.complete), []).append((step.begin, step.end))
+    chosen = {
+        key: places[0 if key[0][-1][1] == "F" else min(1, len(places) - 1)]
+        for key, places in alike.items()
+    }
+    for (kind, complete), place in [*chosen.items()]:
+        if complete:  # of one microbatch
+            chosen.setdefault((kind, False), place)
     return chosen

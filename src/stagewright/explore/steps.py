@@ -10,11 +10,20 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES
-from stagewright.explore.pipeline import Effect, RankEnd, effect, order_of, play, slowest_loop
-from stagewright.explore.responses import BUSY, RankTail, Responses, response
-from stagewright.explore.templates import kind_of
-from stagewright.schedule.actions import Action, Order, flat
+from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, StepKind
+from stagewright.explore.pipeline import (
+    Effect,
+    RankEnd,
+    StepCounts,
+    effect,
+    order_of,
+    play,
+    slowest_loop,
+    step_counts,
+)
+from stagewright.explore.responses import RankTail, Responses, response
+from stagewright.explore.templates import Kinds
+from stagewright.schedule.actions import Order
 from stagewright.schedule.places import places
 from stagewright.time.collectives import messages_seconds
 from stagewright.time.network import Machine
@@ -37,9 +46,20 @@ class Pipeline:
         return order_of(self.schedule, self.pp, microbatches, self.vpp, self.group)
 
     @property
-    def stages(self) -> int:
-        """Virtual stages of the model."""
-        return 1 + max(a.stage for row in self.order(self.played) for a in flat(row))
+    def kinds(self) -> Kinds:
+        """The kinds of its stages and ranks."""
+        return Kinds.of(self.order(self.played))
+
+    def counts(self) -> tuple[StepCounts, ...]:
+        """Steps of each kind by rank, of the microbatches that are played."""
+        return step_counts(self.order(self.played))
+
+    def added(self) -> list[StepCounts]:
+        """Steps that a round of microbatches adds; none where all are played."""
+        if not self.before:
+            return [{} for _ in range(self.pp)]
+        pairs = zip(self.counts(), step_counts(self.order(self.before)), strict=True)
+        return [{of: n - before.get(of, 0) for of, n in now.items()} for now, before in pairs]
 
 
 class NeighbourMessages(NamedTuple):
@@ -126,7 +146,7 @@ class _PlayedLots:
 
     def __init__(self, of: Pipeline, lots: Sequence[Lot]) -> None:
         self.of, self.lots = of, lots
-        self.stages = of.stages
+        self.kinds = of.kinds
         self.edges = np.cumsum([0, *(len(lot.tuples) for lot in lots)])
         self._rows: list[dict[tuple[object, ...], Float]] = [{} for _ in lots]
         self._effects: dict[tuple[object, ...], Effect] = {}
@@ -135,24 +155,27 @@ class _PlayedLots:
 
     def _key(self, nth: int, stage: int) -> tuple[int, tuple[int, ...]]:
         """What the actions of a stage are the same for, in one lot."""
-        return kind_of(stage, self.stages), tuple(self.lots[nth].layers[:, stage].tolist())
+        return self.kinds.stage(stage), tuple(self.lots[nth].layers[:, stage].tolist())
 
-    def _action(self, nth: int, stage: int, kind: str, complete: bool) -> Float:
-        """The rows of an action (`responses.LinearResponse`) for a lot: [rows, configurations]."""
-        lot, of = self.lots[nth], self._key(nth, stage)
-        key = (*of, kind, complete)
+    def _step(self, nth: int, step: StepKind, complete: bool) -> Float:
+        """The rows of a step (`responses.LinearResponse`) for a lot: [rows, configurations]."""
+        lot = self.lots[nth]
+        key = *((self._key(nth, stage), letter) for stage, letter in step), complete
         if key not in self._rows[nth]:
-            linear = lot.responses.actions[of[0], kind, complete]
-            self._rows[nth][key] = linear.at(lot.tuples, lot.layers[:, stage])
+            kind = tuple((self.kinds.stage(stage), letter) for stage, letter in step)
+            layers = lot.layers[:, [stage for stage, _ in step]]
+            self._rows[nth][key] = lot.responses.at(kind, complete, lot.tuples, layers)
         return self._rows[nth][key]
 
-    def _given(self, a: Action, complete: bool) -> Effect:
-        key = (*(self._key(nth, a.stage) for nth in range(len(self.lots))), a.kind, complete)
+    def _moments(self, nth: int, step: StepKind, complete: bool) -> Float:
+        return self.lots[nth].responses.moments(self._step(nth, step, complete))
+
+    def _given(self, step: StepKind, complete: bool) -> Effect:
+        lots = range(len(self.lots))
+        of = tuple((tuple(self._key(nth, stage) for nth in lots), letter) for stage, letter in step)
+        key = of, complete
         if key not in self._effects:
-            every = [
-                self._action(nth, a.stage, a.kind, complete)[:BUSY]
-                for nth in range(len(self.lots))
-            ]  # fmt: skip
+            every = [self._moments(nth, step, complete) for nth in lots]
             self._effects[key] = effect(response(np.concatenate(every, axis=1)))
         return self._effects[key]
 
@@ -174,22 +197,22 @@ class _PlayedLots:
         """Seconds that a microbatch adds to many, at least: those of the busiest rank; and those of
         its host, or of its communication along dp."""
         pp, lot = self.of.pp, self.lots[nth]
-        kinds = [
-            sorted({(a.stage, a.kind) for a in flat(row)}) for row in self.of.order(self.of.played)
-        ]
         zero = np.zeros(len(lot.tuples))
-        every = [[response(self._action(nth, *k, False)[:BUSY]) for k in of] for of in kinds]
-        both = [sum((a.gpu[GPU] for a in of), zero) for of in every]
-        sums = [
-            sum((np.maximum(column, 0) for column in columns), zero)
-            for of in every
-            for columns in ([a.host[HOST] for a in of], [a.aside[ASIDE] for a in of])
-        ]
-        host = _latest(sums)
+        both: list[Float] = []
+        beside: list[Float] = []
+        for counts in self.of.added():
+            every = [
+                (count / (self.of.played - self.of.before), response(self._moments(nth, *of)))
+                for of, count in counts.items()
+                if count
+            ]
+            both.append(sum((n * of.gpu[GPU] for n, of in every), zero))
+            beside.append(sum((n * np.maximum(of.host[HOST], 0) for n, of in every), zero))
+            beside.append(sum((n * np.maximum(of.aside[ASIDE], 0) for n, of in every), zero))
         if self.of.schedule != "1f1b":
-            return _latest(both), host
+            return _latest(both), _latest(beside)
         there = [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
-        return slowest_loop(both, there), host
+        return slowest_loop(both, there), _latest(beside)
 
     # ---- after all actions -----------------------------------------------------------------------
 
@@ -200,13 +223,13 @@ class _PlayedLots:
         return [[p.stage for p in found if p.rank == rank] for rank in range(self.of.pp)]
 
     def _tail(self, nth: int, rank: int) -> RankTail:
-        return self.lots[nth].responses.tails[kind_of(rank, self.of.pp)]
+        return self.lots[nth].responses.tails[self.kinds.rank(rank)]
 
     def _sections(self, nth: int, rank: int) -> list[Float]:
         """The rows of what a rank does after all actions, by section."""
         lot = self.lots[nth]
         held = lot.layers[:, self._held[rank]].sum(axis=1)
-        kind = kind_of(rank, self.of.pp)
+        kind = self.kinds.rank(rank)
         found: list[Float] = []
         for n, section in enumerate(self._tail(nth, rank).sections):
             key = kind, tuple(held.tolist()), n
@@ -223,7 +246,8 @@ class _PlayedLots:
         last = [np.maximum(of.gpu, of.aside) for of in state]
         reached = [0] * self.of.pp
         for rank in ranks:
-            state[rank], last[rank] = _after(state[rank], sections[rank][0], last[rank])
+            section = lot.responses.moments(sections[rank][0])
+            state[rank], last[rank] = _after(state[rank], section, last[rank])
         for meeting in max(meetings, key=len):
             met = [
                 rank for rank in ranks
@@ -239,7 +263,8 @@ class _PlayedLots:
             for rank in met:
                 reached[rank] += 1
                 after = state[rank]._replace(gpu=at)
-                state[rank], last[rank] = _after(after, sections[rank][reached[rank]], last[rank])
+                section = lot.responses.moments(sections[rank][reached[rank]])
+                state[rank], last[rank] = _after(after, section, last[rank])
         return _latest(last)
 
     # ---- where the time goes ---------------------------------------------------------------------
@@ -248,12 +273,12 @@ class _PlayedLots:
         """The parts of steps that take so long: of the mean rank."""
         lot, axes = self.lots[nth], self.lots[nth].responses.axes
         sums = np.zeros((1 + len(axes), len(lot.tuples)))
-        for rank, row in enumerate(self.of.order(self.of.played)):
-            for stage, kind in sorted({(a.stage, a.kind) for a in flat(row)}):
-                sums += self._action(nth, stage, kind, True)[BUSY:]
-                sums += (lot.microbatches - 1) * self._action(nth, stage, kind, False)[BUSY:]
+        for rank, (counts, added) in enumerate(zip(self.of.counts(), self.of.added(), strict=True)):
+            for step, count in counts.items():
+                times = count + lot.more * added.get(step, 0)
+                sums += times * lot.responses.sums(self._step(nth, *step))
             for section in self._sections(nth, rank):
-                sums += section[BUSY:]
+                sums += lot.responses.sums(section)
         sums /= self.of.pp
         waits = dict(zip(axes, sums[1:], strict=True))
         launches = waits.pop(LAUNCHES, np.zeros(len(lot.tuples)))
@@ -274,7 +299,7 @@ def _latest(times: Sequence[Float]) -> Float:
 
 def _after(state: RankEnd, section: Float, last: Float) -> tuple[RankEnd, Float]:
     """A rank's moments after a section, and its last end."""
-    of = response(section[:BUSY])
+    of = response(section)
     inputs = (GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host)
 
     def latest(field: Float) -> Float:

@@ -26,6 +26,7 @@ from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
 from stagewright.varying import Cases, Number
 
 _Made = TypeVar("_Made")
@@ -227,7 +228,7 @@ def _alike_but_for_numbers(candidates: Candidates) -> Iterator[Int]:
 
 def _holds_twice(schedule: str | None) -> bool:
     """Whether a schedule holds every stage twice, as DualPipe does."""
-    return schedule == "dualpipe"
+    return schedule in SCHEDULES and SCHEDULES[schedule].pairs_ranks
 
 
 class _SameButNumbers:
@@ -238,7 +239,7 @@ class _SameButNumbers:
     ) -> None:
         self.candidates, self.members, self.variants = candidates, members, variants
         self.own = candidates.take(members)
-        names = [n for n in NUMBERS if n in candidates.columns]
+        names = [n for n in NUMBERS if n in candidates.columns] or ["tp"]
         tuples = self.own.distinct(*names)
         self.index = tuples.of
         self.numbers = {n: self.own.numbers(n)[tuples.first] for n in names}

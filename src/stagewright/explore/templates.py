@@ -3,14 +3,14 @@
 What an action takes is linear in the layers of its stage, once there are a few. So a structure is
 assembled with few layers for each stage (`lower.assembly`), and again with one layer more of each
 variant; any pipeline's actions follow from the differences (`explore.responses`). The template has
-three ranks, or one where the model is not split.
+three ranks, or one where the model is not split, and a schedule of the same shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -22,12 +22,14 @@ from stagewright.lower.training import TrainingStep
 from stagewright.lower.variants import BlockVariant, PlacedVariant
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import Order
-from stagewright.schedule.schedules import make
+from stagewright.schedule.actions import Order, stage_count
+from stagewright.schedule.places import mirrored
+from stagewright.schedule.schedules import SCHEDULES, fewest, make
+from stagewright.schedule.traits import OrderTraits, traits_of
 
-ONLY, FIRST, MIDDLE, LAST = range(4)
-"""Kinds of stages: the whole model, or which part of it."""
-RANKS = 3
+ONLY, FIRST, MIDDLE, LAST, TURN, RETURN = range(6)
+"""Kinds of stages: the whole model, or which part of it; where a V turns, its last stage on the way
+out and its first one back, which are on one rank. Kinds of ranks are the first four."""
 _LAYERS = 2
 """Layers of each variant on each stage of the base template."""
 
@@ -84,23 +86,53 @@ class StructureTemplate:
         """Layers of each variant on each stage of the base."""
         return _LAYERS
 
-    def kind(self, stage: int) -> int:
-        """The kind of one of the template's stages."""
-        return kind_of(stage, self.stages)
+    @property
+    def kind_of(self) -> Kinds:
+        """The kinds of the template's stages and ranks."""
+        return Kinds.of(self.order)
 
 
-def kind_of(stage: int, stages: int) -> int:
-    """Which part of a model a stage of so many is."""
-    if stages == 1:
-        return ONLY
-    return FIRST if stage == 0 else LAST if stage == stages - 1 else MIDDLE
+class Kinds(NamedTuple):
+    """The kinds of stages and ranks of a pipeline."""
+
+    traits: OrderTraits
+    pp: int
+    stages: int
+
+    @classmethod
+    def of(cls, order: Order) -> Self:
+        """Those of an order's pipeline."""
+        return cls(traits_of(order), len(order), stage_count(order))
+
+    def stage(self, stage: int) -> int:
+        """The kind of a stage."""
+        if self.stages == 1:
+            return ONLY
+        if self.traits.folded and stage in (self.pp - 1, self.pp):
+            return TURN if stage < self.pp else RETURN
+        return FIRST if stage == 0 else LAST if stage == self.stages - 1 else MIDDLE
+
+    def rank(self, rank: int) -> int:
+        """The kind of a rank of the pipeline."""
+        if self.pp == 1:
+            return ONLY
+        if rank == 0 or (self.traits.doubled and rank == self.pp - 1):
+            return FIRST
+        return LAST if rank == self.pp - 1 and not self.traits.doubled else MIDDLE
 
 
-def unlike(run: Run, parts: Parts, layers: Int) -> str:
+def unlike(run: Run, order: Order, parts: Parts | None, layers: Int) -> str:
     """Why a template does not stand for the pipeline of a resolved run; empty: it does.
 
     `layers` are those of each variant on each stage.
     """
+    if parts is None:
+        return "blocks between layers"
+    of = traits_of(order)
+    if run.schedule not in SCHEDULES or of.shared:
+        return f"schedule {run.schedule}"
+    if of.folded and run.pp == 1:
+        return f"schedule {run.schedule} on one rank"
     if run.pipeline_caches and run.pp > 1:
         return "pipeline_caches: buffers for each microbatch"
     if run.ddp_bucket_cap_mb and not run.zero and run.dp * run.cp > 1:
@@ -115,11 +147,45 @@ def unlike(run: Run, parts: Parts, layers: Int) -> str:
 class Kind(NamedTuple):
     """What the pipelines of a structure must have in common to share a template."""
 
-    splits: bool
-    """Whether the model is split into stages."""
+    schedule: str
+    """A schedule of the same shape (`alike`)."""
+    ranks: int
     several: bool
     """Whether there are several microbatches."""
     parts: Parts
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return SCHEDULES[self.schedule].chunks or 1
+
+    @property
+    def microbatches(self) -> int:
+        """As many as it takes for every kind of action to occur behind another one."""
+        if not self.several:
+            return 1
+        if self.schedule == "1f1b":
+            return 3
+        # The half of a backward that makes gradients of weights also occurs before the last half of
+        # the other kind, and each pair of actions twice.
+        least = fewest(self.schedule, self.ranks)
+        return max(4, least + (1 if least == self.ranks else 2))
+
+    @classmethod
+    def of(cls, run: Run, order: Order, parts: Parts, *, several: bool) -> Self:
+        """The kind of template for a resolved run with this order, or one of fewer microbatches."""
+        of = traits_of(order)
+        # With fewer ranks, some kinds of actions would only occur once, or not at all.
+        schedule, most = "1f1b", 3
+        if of.halves:
+            schedule = "zb-h1"
+        if of.folded:
+            schedule, most = ("dualpipev", 4) if of.overlaps else ("zbv", 3)
+        if of.doubled:
+            schedule, most = "dualpipe", 6
+        two = of.doubled and run.pp == 2  # both ranks hold all stages
+        ranks = run.pp if run.pp == 1 or two else most
+        return cls(schedule, ranks, several, parts)
 
 
 def template(
@@ -129,19 +195,20 @@ def template(
 
     `step` is that of any pipeline of these blocks, with numbers of one configuration or of many.
     """
-    pp, microbatches = RANKS if of.splits else 1, 3 if of.several else 1
-    run = step.run
-    batch = (run.micro_batch_size or 1) * run.dp * microbatches
-    changed = {"pp": pp, "vpp": 1, "global_batch_size": batch, "schedule": "1f1b"}
-    run = run.model_copy(update=changed | {"microbatch_group_size_per_vp_stage": None})
-    order = make("1f1b", pp, microbatches)
-    mesh, _ = parallelization(run, step.model)
+    run, stages = step.run, of.ranks * of.chunks
+    batch = (run.micro_batch_size or 1) * run.dp * of.microbatches
+    changed = {"pp": of.ranks, "vpp": of.chunks, "global_batch_size": batch}
+    changed |= {"schedule": of.schedule, "microbatch_group_size_per_vp_stage": None}
+    run = run.model_copy(update=changed)
+    order = make(of.schedule, of.ranks, of.microbatches, of.chunks)
+    mesh, _ = parallelization(run, step.model, mirrored=mirrored(order))
 
     def assembly(more: BlockVariant | None) -> Assembly:
-        placed = of.parts.stages(pp, more)
+        placed = of.parts.stages(stages, more)
         placed[-1] += of.parts.after
         habits = Habits.of(run, order)
         small = replace(step, run=run, order=order, mesh=mesh, stages=placed, habits=habits)
         return small.assemble(blocks)
 
-    return StructureTemplate(run, order, pp, assembly(None), tuple(map(assembly, of.parts.layers)))
+    every = tuple(map(assembly, of.parts.layers))
+    return StructureTemplate(run, order, stages, assembly(None), every)

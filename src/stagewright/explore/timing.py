@@ -18,7 +18,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.columns import Columns, Known, MeshColumns, Placed
 from stagewright.time.network import Machine
-from stagewright.time.simulate.launches import HostWork, host_work
+from stagewright.time.simulate.launches import ASYNCHRONOUS, HostWork, host_work
 
 
 class TemplateFigures(NamedTuple):
@@ -71,13 +71,13 @@ class MachineTiming:
         self.templates, self.machine, self.how, self.placed = templates, machine, how, placed
         self.of = templates.of
         self.durations = Known.none()
-        self._known: dict[tuple[Kind, bool], TemplateFigures] = {}
+        self._known: dict[tuple[Kind, bool, bool], TemplateFigures] = {}
         self._figures: dict[tuple[object, ...], TemplateFigures] = {}
         self._seconds: dict[Kind, list[list[Float]]] = {}
 
     def figures(self, of: Kind, run: Run) -> TemplateFigures:
         """Those of a resolved run's pipeline, and of all of its kind."""
-        alike = of, run.vpp > 1
+        alike = of, run.vpp > 1, run.schedule in ASYNCHRONOUS
         if alike not in self._known:
             self._known[alike] = self._found(of, run)
         return self._known[alike]
@@ -98,7 +98,7 @@ class MachineTiming:
 
     def _hosts(self, of: StructureTemplate, assembly: Assembly, run: Run) -> list[HostWork] | None:
         """What the hosts do; they wait for messages or not as the schedule of the run has it."""
-        small = of.run.model_copy(update={"vpp": run.vpp})
+        small = of.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
         return host_work(assembly.program, small, self.how, self.machine.hardware)
 
     def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[Float]]:

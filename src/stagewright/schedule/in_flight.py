@@ -1,7 +1,7 @@
 """How many microbatches a rank has in flight while it does what: by schedule.
 
->>> [state for state in states("1f1b", 2, 1, 4, None)[0] if state.moment == BACKWARD]
-[InFlight(stage=0, moment='backward', others=((0, 1),))]
+>>> [state for state in states("1f1b", 2, 1, 4, None)[0] if state.at == ((0, BACKWARD),)]
+[InFlight(at=((0, 'backward'),), others=((0, 1, 0),))]
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from stagewright.schedule.actions import Action, Order, Overlap, flat
-from stagewright.schedule.places import places
-from stagewright.schedule.schedules import make
+from stagewright.schedule.actions import ScheduleStep, flat, parts
+from stagewright.schedule.schedules import SCHEDULES, make
+from stagewright.schedule.traits import traits_of
 
-FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD, STEP = (
-    "first forward", "forward", "backward", "last backward", "step",
+FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = (
+    "first forward", "forward", "backward", "last backward",
 )  # fmt: skip
+INPUT_HALF, WEIGHT_HALF, LAST_WEIGHT_HALF = "input half", "weight half", "last weight half"
+STEP = "step"
 """Moments of a stage: actions whose rows differ, and the rows after all actions."""
 
 
 class InFlight(NamedTuple):
     """What a rank is at, and how many other microbatches each of its stages has in flight."""
 
-    stage: int
-    """The stage whose rows run; -1: the rank's rows after all actions."""
-    moment: str
-    others: tuple[tuple[int, int], ...]
-    """Stage, microbatches in flight but for the one whose action runs."""
+    at: tuple[tuple[int, str], ...]
+    """The stage whose rows run, and its moment; two where actions overlap, and none while the
+    rank's rows after all actions run."""
+    others: tuple[tuple[int, int, int], ...]
+    """Stage; microbatches between its forward and its backward, and between the halves of its
+    backward, but for those whose actions run."""
 
 
 @lru_cache(maxsize=512)
@@ -36,53 +39,51 @@ def states(
 ) -> tuple[tuple[InFlight, ...], ...] | None:
     """The states of each pipeline rank, without those with less in flight than another one.
 
-    None: the schedule overlaps actions, splits backwards, holds stages twice or has neighbouring
-    stages on one rank.
+    None: all ranks share stages.
     """
     order = make(schedule, pp, enough(schedule, pp, vpp, microbatches, group), vpp, group=group)
-    if not _is_plain(order):
+    if traits_of(order).shared:
         return None
-    return tuple(_of_rank([*flat(steps)]) for steps in order)
+    return tuple(_of_rank(steps) for steps in order)
 
 
 def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | None) -> int:
     """Microbatches after which a schedule that alternates has no more of them in flight."""
-    if schedule not in ("1f1b", "interleaved") or group is not None:
+    of = SCHEDULES.get(schedule)
+    if of is None or of.forwards_first or group is not None:
         return microbatches
-    rounds = 2 * (vpp + 1)
-    return min(microbatches, rounds * pp + microbatches % pp)
+    most = max(2 * (vpp + 1), of.fills + 2)
+    return min(microbatches, most * pp + microbatches % (2 * pp if of.pairs_ranks else pp))
 
 
-def _is_plain(order: Order) -> bool:
-    if any(isinstance(step, Overlap) for steps in order for step in steps):
-        return False
-    if any(a.kind not in "FB" for steps in order for a in flat(steps)):
-        return False
-    home = places(order)
-    if len({p.stage for p in home}) < len(home):
-        return False
-    return len(order) == 1 or all(p.rank not in (p.before, p.after) for p in home)
-
-
-def _of_rank(actions: Sequence[Action]) -> tuple[InFlight, ...]:
+def _of_rank(steps: Sequence[ScheduleStep]) -> tuple[InFlight, ...]:
+    actions = flat(steps)
     stages = sorted({a.stage for a in actions})
-    first = {a.stage: i for i, a in reversed([*enumerate(actions)]) if a.kind == "F"}
-    last = {a.stage: i for i, a in enumerate(actions) if a.kind == "B"}
-    flight = dict.fromkeys(stages, 0)
-    found: dict[tuple[int, str], set[tuple[int, ...]]] = {}
-    for i, a in enumerate(actions):
-        if a.kind == "B":
-            flight[a.stage] -= 1
-            moment = LAST_BACKWARD if last[a.stage] == i else BACKWARD
-        else:
-            moment = FIRST_FORWARD if first[a.stage] == i else FORWARD
-        found.setdefault((a.stage, moment), set()).add(tuple(flight.values()))
-        if a.kind == "F":
-            flight[a.stage] += 1
-    found[-1, STEP] = {(0,) * len(stages)}
+    first = {a.stage: a for a in reversed(actions) if a.kind == "F"}
+    last = {a.stage: a for a in actions if a.kind in "BW"}
+    moments = {"B": (BACKWARD, LAST_BACKWARD), "W": (WEIGHT_HALF, LAST_WEIGHT_HALF)}
+    flight, halved = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    found: dict[tuple[tuple[int, str], ...], set[tuple[int, ...]]] = {}
+    for step in steps:
+        at: list[tuple[int, str]] = []
+        for a in parts(step):
+            if a.kind == "F":
+                at.append((a.stage, FIRST_FORWARD if first[a.stage] == a else FORWARD))
+            elif a.kind == "I":
+                flight[a.stage] -= 1
+                at.append((a.stage, INPUT_HALF))
+            else:
+                (flight if a.kind == "B" else halved)[a.stage] -= 1
+                at.append((a.stage, moments[a.kind][last[a.stage] == a]))
+        found.setdefault(tuple(at), set()).add((*flight.values(), *halved.values()))
+        for a in parts(step):
+            flight[a.stage] += a.kind == "F"
+            halved[a.stage] += a.kind == "I"
+    found[()] = {(0,) * 2 * len(stages)}
+    count = len(stages)
     return tuple(
-        InFlight(stage, moment, tuple(zip(stages, others, strict=True)))
-        for (stage, moment), some in found.items()
+        InFlight(at, tuple(zip(stages, others[:count], others[count:], strict=True)))
+        for at, some in found.items()
         for others in largest(some)
     )
 

@@ -49,6 +49,8 @@ class Schedule(NamedTuple):
     fills: int = 1
     """With this many times pp microbatches the pipeline has been full: each further microbatch adds
     nearly the same time."""
+    forwards_first: bool = False
+    """Whether a rank goes through the forwards of all microbatches before the first backward."""
     ends: SharedEnds | None = None
     """The stages before and behind layers that all ranks share; None: they share none."""
     holds_sent_gradients: bool = False
@@ -85,13 +87,13 @@ def _full_both_ways(pp: int, microbatches: int) -> bool:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe, one_stage=True),
+    "gpipe": Schedule(gpipe, one_stage=True, forwards_first=True),
     "1f1b": Schedule(one_f_one_b, one_stage=True, holds_sent_gradients=True),
     # Megatron-LM's groups are of pp unless their size is given; torch takes any equal groups.
     "interleaved": Schedule(
         interleaved, None, "be divisible by pp", _groups_of_pp, instead="1f1b", in_groups=True
     ),
-    "looped-bfs": Schedule(looped_bfs, None),
+    "looped-bfs": Schedule(looped_bfs, None, forwards_first=True),
     "zb-h1": Schedule(
         zb_h1, None, "pass in equal groups of pp or few more", _equal_groups, fills=2
     ),

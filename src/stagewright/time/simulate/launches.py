@@ -106,7 +106,7 @@ EAGER_KERNELS: Mapping[str, int] = {
 """How many kernels make an op where operators are PyTorch's own; of all others: one."""
 
 
-_ASYNCHRONOUS = ("zb-h1", "zb-h2", "interlaced", "vocab-1", "vocab-2")
+ASYNCHRONOUS = ("zb-h1", "zb-h2", "interlaced", "vocab-1", "vocab-2")
 """Schedules of one stage per rank that do not run in Megatron-LM's loop of 1F1B: the runtime of
 zero bubble posts messages of its own, for which streams wait and not the host
 (github.com/sail-sg/zero-bubble-pipeline-parallelism, pipeline_parallel/zerobubble/runtime.py), and
@@ -323,6 +323,6 @@ def _waits(tasks: Tasks, run: Run) -> Bool:
     if run.framework == "megatron":
         clip = np.array(["divide" in ops_of(name) for name in tasks.ops])[tasks.op]
         waits |= clip & (tasks.phase == _OPTIMIZER) & (tasks.kind == TaskKind.COMPUTE)
-        if run.vpp == 1 and run.schedule not in _ASYNCHRONOUS:
+        if run.vpp == 1 and run.schedule not in ASYNCHRONOUS:
             waits |= tasks.kind == TaskKind.RECV
     return waits

@@ -1,0 +1,319 @@
+"""What the stages of a template hold, and when: the bytes of a structure's tuples in columns.
+
+The live ranges are those of the template's program. What is there while an action runs has its peak
+in the first or in the last layer of a kind, or outside of the layers (`Spot`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.explore.templates import RETURN, StructureTemplate
+from stagewright.lower.assembly.assemble import AssembledRank
+from stagewright.program.columns import CATEGORIES
+from stagewright.schedule.actions import Action
+from stagewright.schedule.in_flight import (
+    BACKWARD,
+    FIRST_FORWARD,
+    FORWARD,
+    INPUT_HALF,
+    LAST_BACKWARD,
+    LAST_WEIGHT_HALF,
+    STEP,
+    WEIGHT_HALF,
+)
+
+Spot = tuple[str, int, int]
+"""Where in a step: in the first or in the last layer of a variant (`first`, `last`, its number, and
+which of two actions that overlap), or before, between or after all layers."""
+NOWHERE: Spot = ("", 0, 0)
+"""The place of what is held at no place of an action."""
+KEPT, HALVED, HELD, UPDATED = "kept", "halved", "held", "updated"
+PAIR = "pair"
+"""The moment of a forward and a backward that overlap."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageBytes:
+    """Bytes of a template's stage by category and tuple: [categories, tuples] each."""
+
+    kept: Float
+    """What a microbatch in flight keeps between its forward and its backward."""
+    halved: Float
+    """What a microbatch keeps between the halves of its backward."""
+    held: Float
+    """What the stage holds all the time, and for all microbatches."""
+    updated: Float
+    """What it holds while other stages of the rank are updated."""
+    peaks: Mapping[tuple[str, Spot], Float]
+    """By moment and place: the most that is there, without that of other microbatches."""
+
+    def held_at(self) -> dict[tuple[str, Spot], Float]:
+        """All of them, by what is held and at which place."""
+        beside = {KEPT: self.kept, HALVED: self.halved, HELD: self.held, UPDATED: self.updated}
+        return {(what, NOWHERE): held for what, held in beside.items()} | {**self.peaks}
+
+
+class Sizes:
+    """Sizes of values, each once: their bytes [tuples], by number."""
+
+    def __init__(self, tuples: int) -> None:
+        """Of so many tuples, none yet."""
+        self.tuples = tuples
+        self.numbers: dict[tuple[int, bytes], int] = {}
+        self.rows: list[Float] = []
+        self.category: list[int] = []
+
+    def of(self, rank: AssembledRank) -> Int:
+        """The number of each value's size and category."""
+        known: dict[tuple[int, int], int] = {}
+        found: list[int] = []
+        for v in rank.values:
+            category = CATEGORIES.index(v.category)
+            key = category, id(v.size)
+            if key not in known:
+                known[key] = self._number(category, v.size)
+            found.append(known[key])
+        return np.array(found, dtype=np.int64)
+
+    def _number(self, category: int, size: Any) -> int:
+        bytes_ = np.broadcast_to(np.asarray(size, dtype=np.float64), self.tuples)
+        key = category, bytes_.tobytes()
+        if key not in self.numbers:
+            self.numbers[key] = len(self.rows)
+            self.rows.append(bytes_)
+            self.category.append(category)
+        return self.numbers[key]
+
+    def bytes(self, counts: Int) -> Float:
+        """Bytes by category of counts [rows, sizes]: [rows, categories, tuples]."""
+        size = np.stack(self.rows)
+        found = np.zeros((len(counts), len(CATEGORIES), self.tuples))
+        category = np.array(self.category)
+        for nth in range(len(CATEGORIES)):
+            mine = np.flatnonzero(category == nth)
+            mine = mine[mine < counts.shape[1]]
+            if len(mine):
+                found[:, nth] = counts[:, mine].astype(np.float64) @ size[mine]
+        return found
+
+
+class TemplateRank:
+    """A rank of a template's program: its stages, and what is live when."""
+
+    def __init__(self, rank: AssembledRank, template: StructureTemplate, sizes: Sizes) -> None:
+        """A rank of one of a template's programs; `sizes` has the sizes of all of its values."""
+        self.rank, self.sizes = rank, sizes
+        self.kinds = template.kind_of
+        self.live = _Live(rank, sizes.of(rank), len(sizes.rows))
+        rows = rank.rows
+        self.actions = rows.actions
+        self.begin = [int(b) for b in rows.begin]
+        later = *self.begin, rows.end
+        self.ends = [next(b for b in later[i:] if b > begin) for i, begin in enumerate(self.begin)]
+        self.variants: dict[int, list[Int]] = {}
+        """By stage the layers of each variant."""
+        for number, stage in rows.stages.items():
+            layers: dict[int, list[int]] = {}
+            for placed in stage.blocks:
+                if placed.layer >= 0:
+                    layers.setdefault(id(placed.block), []).append(placed.layer)
+            self.variants[number] = [np.array(of) for of in layers.values()]
+
+    def _numbers(self, stage: int, kind: str) -> list[int]:
+        """The actions of a kind of a stage."""
+        of = enumerate(self.actions)
+        return [i for i, a in of if a.stage == stage and a.kind == kind]
+
+    def _action(self, stage: int, kind: str, microbatch: int) -> int:
+        """The number of an action."""
+        return self.actions.index(Action(stage, kind, microbatch))
+
+    def _usual(self, stage: int) -> int:
+        """A microbatch whose actions do nothing that happens once per step, if there is one."""
+        forward = self._numbers(stage, "F")
+        return self.actions[forward[min(1, len(forward) - 1)]].microbatch
+
+    def _backward(self, stage: int) -> int:
+        """The backward of the usual microbatch, or its first half."""
+        m = self._usual(stage)
+        return next(
+            i for i, a in enumerate(self.actions)
+            if (a.stage, a.microbatch) == (stage, m) and a.kind in "BI"
+        )  # fmt: skip
+
+    def _moments(self, stage: int) -> dict[str, int]:
+        """An action for each moment of a stage that there is, but for those that overlap."""
+        alone = {i for i, b in enumerate(self.begin) if self.begin.count(b) == 1}
+        found: dict[str, int] = {}
+        kinds = {
+            "F": (FIRST_FORWARD, FORWARD), "B": (BACKWARD, LAST_BACKWARD), "I": (INPUT_HALF, ""),
+            "W": (WEIGHT_HALF, LAST_WEIGHT_HALF),
+        }  # fmt: skip
+        complete = {i for (_, half), i in self.rank.rows.once.items() if half != 1}
+        for kind, names in kinds.items():
+            mine = [i for i in self._numbers(stage, kind) if i in alone]
+            usual = [i for i in mine if i not in complete]
+            once = [i for i in mine if i in complete]
+            if kind == "F":
+                found |= dict(zip(names, [*once, *usual][:2], strict=False))
+                continue
+            if kind == "W":  # what all microbatches use is still there
+                last = max(self._numbers(stage, "I"), default=-1)
+                usual = [i for i in usual if i < last] or usual
+            if usual:
+                found[names[0]] = usual[min(1, len(usual) - 1)]
+            if once:
+                found[names[1]] = once[-1]
+        return found
+
+    def _mates(self, stage: int) -> list[int]:
+        """The stage itself, and the one that hands it values on the same rank."""
+        return [stage, stage - 1] if self.kinds.stage(stage) == RETURN else [stage]
+
+    def _kept(self, stage: int) -> Int:
+        """What a microbatch keeps between its forward and its backward: instances by size."""
+        m = self._usual(stage)
+        forward, backward = self._action(stage, "F", m), self._backward(stage)
+        mates = self._mates(stage)
+        return self.live.through(self.ends[forward] - 1, self.begin[backward], m, mates) - sum(
+            (self._kept(mate) for mate in mates[1:]), 0 * self.live.none
+        )
+
+    def _halved(self, stage: int) -> Int:
+        """What a microbatch keeps between the halves of its backward: instances by size."""
+        inputs = self._numbers(stage, "I")
+        if not inputs:
+            return self.live.none
+        i = inputs[min(1, len(inputs) - 1)]
+        m = self.actions[i].microbatch
+        weights = self._action(stage, "W", m)
+        return self.live.through(self.ends[i] - 1, self.begin[weights], m, [stage])
+
+    @property
+    def stages(self) -> Sequence[tuple[int, ...]]:
+        """The stages of the rank, and those of each pair of actions that overlap."""
+        pairs = dict.fromkeys((a.stage, b.stage) for _, a, b in self._pairs())
+        return [*((stage,) for stage in self.variants), *pairs]
+
+    def held_at(self, stages: tuple[int, ...]) -> Mapping[tuple[str, Spot], Float]:
+        """What one of `stages` holds, by what that is and at which place."""
+        return self._stage(*stages).held_at() if len(stages) == 1 else self._pair(*stages)
+
+    def _stage(self, stage: int) -> StageBytes:
+        """The bytes of a stage."""
+        live, rows = self.live, self.rank.rows
+        peaks: dict[tuple[str, Spot], Float] = {}
+        for moment, i in self._moments(stage).items():
+            mates = self._mates(stage)
+            mine = [(mate, self.actions[i].microbatch) for mate in mates]
+            counts = live.counts(self.begin[i], self.ends[i], mine)
+            for mate in mates[1:]:  # counted with those that are in flight
+                counts = counts - self._kept(mate) - live.always(self.begin[i], mate)
+            held = self.sizes.bytes(counts)
+            peaks |= self._peaks(moment, self.begin[i], held, (stage,))
+        total = len(self.rank.of.tasks)
+        if total > rows.end:
+            counts = live.counts(rows.end, total, [(stage, None)])
+            peaks |= self._peaks(STEP, rows.end, self.sizes.bytes(counts), (stage,))
+        first, last = self._action(stage, "F", self._usual(stage)), self._backward(stage)
+        held = live.through(self.begin[first], self.ends[last] - 1, -1, [stage])
+        updated = live.through(rows.end, total - 1, None, [stage]) if total > rows.end else held
+        of = self.sizes.bytes(np.stack([self._kept(stage), self._halved(stage), held, updated]))
+        return StageBytes(of[0], of[1], of[2], of[3], peaks)
+
+    def _pairs(self) -> Iterator[tuple[int, Action, Action]]:
+        """The forwards and backwards that overlap, and the number of the first of the two."""
+        for i, (a, b) in enumerate(itertools.pairwise(self.actions)):
+            if self.begin[i] == self.begin[i + 1]:
+                yield i, a, b
+
+    def _pair(self, *stages: int) -> dict[tuple[str, Spot], Float]:
+        """The peaks of the last pair of actions of two stages."""
+        *_, (i, a, b) = (of for of in self._pairs() if (of[1].stage, of[2].stage) == stages)
+        of = [(s, x.microbatch) for x in (a, b) for s in self._mates(x.stage)]
+        counts = self.live.counts(self.begin[i], self.ends[i], of)
+        for x in (a, b):
+            for mate in self._mates(x.stage)[1:]:
+                counts = counts - self._kept(mate)
+        return self._peaks(PAIR, self.begin[i], self.sizes.bytes(counts), stages)
+
+    def _peaks(
+        self, moment: str, begin: int, held: Float, stages: Sequence[int]
+    ) -> dict[tuple[str, Spot], Float]:
+        """The most that is held at each place of some rows, by category: [categories, tuples]."""
+        tasks = self.rank.of.tasks
+        layer = tasks.layer[begin : begin + len(held)]
+        mine = np.isin(tasks.stage[begin : begin + len(held)], stages)
+        inside = np.flatnonzero((layer >= 0) & mine)
+        row = np.arange(len(held))
+        spots: dict[Spot, Bool] = {}
+        for of, stage in enumerate(stages):
+            for nth, layers in enumerate(self.variants[stage]):
+                spots["first", nth, of] = layer == layers.min()
+                spots["last", nth, of] = layer == layers.max()
+        if len(inside):
+            spots["before", 0, 0] = mine & (row < inside[0])
+            spots["between", 0, 0] = mine & (layer < 0) & (row > inside[0]) & (row < inside[-1])
+            spots["after", 0, 0] = mine & (row > inside[-1])
+        else:
+            spots["before", 0, 0] = mine & (layer < 0)
+        total = held.sum(axis=1)
+        found: dict[tuple[str, Spot], Float] = {}
+        for spot, there in spots.items():
+            rows = np.flatnonzero(there)
+            if len(rows):
+                most = rows[total[rows].argmax(axis=0)]
+                found[moment, spot] = held[most, :, np.arange(held.shape[2])].T
+        return found
+
+
+class _Live:
+    """Which instances of values are there when."""
+
+    def __init__(self, rank: AssembledRank, number: Int, count: int) -> None:
+        values = rank.of.values
+        self.number, self.count = number[values.value], count
+        self.stage = values.stage[values.value]
+        self.microbatch = values.microbatch
+        self.first, self.last = values.first.astype(np.int64), values.last.astype(np.int64)
+
+    @property
+    def none(self) -> Int:
+        """No instances of any size."""
+        return np.zeros(self.count, dtype=np.int64)
+
+    def counts(self, begin: int, end: int, of: Sequence[tuple[int, int | None]]) -> Int:
+        """Live instances of each size while each row runs: [rows, sizes].
+
+        They are those of microbatches of stages, and what these stages have for all of them; of the
+        microbatch None, all instances.
+        """
+        mine = np.zeros(len(self.number), dtype=bool)
+        for stage, microbatch in of:
+            same = self.microbatch == microbatch if microbatch is not None else self.first >= -1
+            mine |= (self.stage == stage) & (same | (self.microbatch < 0))
+        there = mine & (self.first < end) & (self.last >= begin)
+        number = self.number[there]
+        change = np.zeros((end - begin + 1, self.count), dtype=np.int64)
+        np.add.at(change, (np.maximum(self.first[there], begin) - begin, number), 1)
+        np.add.at(change, (np.minimum(self.last[there] + 1, end) - begin, number), -1)
+        return change[:-1].cumsum(axis=0)
+
+    def always(self, row: int, stage: int) -> Int:
+        """Instances of each size that a stage has for all microbatches while a row runs."""
+        return self.through(row, row, -1, [stage])
+
+    def through(self, begin: int, end: int, microbatch: int | None, stages: Sequence[int]) -> Int:
+        """Instances of each size that are live from one row to another; those of a microbatch
+        without those for all."""
+        mine = self.microbatch == microbatch if microbatch is not None else self.first >= -1
+        mine = mine & np.isin(self.stage, stages)
+        there = mine & (self.first <= begin) & (self.last >= end)
+        return np.bincount(self.number[there], minlength=self.count)
