@@ -38,6 +38,7 @@ from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import held_at_peak
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.time.expense.power import idle_watts
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
@@ -122,6 +123,9 @@ class ServedRow:
     """Of `checkpoints.yaml`: how the weights are stored, where not as the preset's; or empty."""
     settings: Mapping[str, Any]
     reason: str
+    busy: float = 1.0
+    """Share of the time of a power measurement in which the GPU ran kernels, as its driver says:
+    measurements begin before a run and end after it."""
 
 
 class Loaded(NamedTuple):
@@ -158,6 +162,7 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
         chunk=int(cells["max_num_batched_tokens"] or TOKENS_OF_A_STEP),
         settings=settings,
         reason=cells["reason"],
+        busy=float(cells["busy"] or 1),
     )
 
 
@@ -207,7 +212,7 @@ def _predicted(task: tuple[int, ServedRow]) -> tuple[int, float]:
     values = {
         "tpot_ms": server.tpot * 1e3,
         "ttft_ms": server.ttft * 1e3,
-        "watts": server.watts,
+        "watts": row.busy * server.watts + (1 - row.busy) * idle_watts(resolve(row.hardware)),
     }
     return nth, values[row.quantity]
 

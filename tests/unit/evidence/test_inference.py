@@ -132,6 +132,14 @@ def test_rows_that_the_package_carries_can_be_read() -> None:
     assert all(row.url.startswith("https://") and row.measured > 0 for row in every)
 
 
+def test_power_of_a_run_is_that_of_its_busy_and_its_idle_time() -> None:
+    """An idle H100 draws a fifth of its TDP."""
+    row = dataclasses.replace(ROW, quantity="watts")
+    busy = inference._predicted((0, row))[1]
+    half = inference._predicted((0, dataclasses.replace(row, busy=0.5)))[1]
+    assert half == pytest.approx((busy + 140) / 2)
+
+
 @pytest.mark.slow
 def test_servers_under_load_are_near() -> None:
     """vLLM under a constant rate: 9 of 10 stages within 6%, the median within 4%."""

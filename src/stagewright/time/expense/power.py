@@ -56,6 +56,12 @@ class Expense(NamedTuple):
     """None without a price."""
 
 
+def idle_watts(hardware: Hardware) -> float:
+    """Power of a GPU that waits."""
+    given = hardware.idle_w
+    return IDLE_FRACTION * hardware.tdp_w if given is None else given
+
+
 def kernel_shares(bandwidth: Float, compute: Float) -> Float:
     """Power over TDP of kernels, from the shares of the bandwidth and of the peak that they use."""
     used = MEMORY_FRACTION * np.minimum(bandwidth, 1) + COMPUTE_FRACTION * np.minimum(compute, 1)
@@ -94,8 +100,7 @@ def expense(
     communication included. `drawn`: the mean over the step of the power of these kernels over TDP.
     `price` is in USD per GPU and hour; None takes the hardware's.
     """
-    idle = hardware.idle_w if hardware.idle_w is not None else IDLE_FRACTION * hardware.tdp_w
-    watts = idle * (1 - running) + hardware.tdp_w * drawn + hardware.node_overhead_w
+    watts = idle_watts(hardware) * (1 - running) + hardware.tdp_w * drawn + hardware.node_overhead_w
     joules = watts * gpus * seconds
     price = hardware.price_usd_per_gpu_hour if price is None else price
     usd = None if price is None else price * gpus * seconds / 3600 / tokens * 1e6
