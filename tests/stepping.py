@@ -110,7 +110,7 @@ class Stepping:
             decoding = sum(r.got > 0 and r.computed == r.tokens - 1 for r, _ in batch)
             begin = self.now
             if decoding == len(batch):
-                self.now += self.times.decode(len(batch), keys)
+                self.now += self.times.line(len(batch), keys)[0]
             else:
                 self.now += self.times.step(tokens, pairs, keys, len(batch), decoding)
             held = self.pool.size - len(self.pool.queue)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stagewright.api.generated import generate
     from stagewright.api.reported import report
     from stagewright.api.searched import Search, search
+    from stagewright.api.served import Serving, serve
     from stagewright.api.simulated import Simulation, simulate
     from stagewright.errors import UserError
     from stagewright.model.catalog import resolve
@@ -32,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "Run",
     "Search",
+    "Serving",
     "Simulation",
     "Table",
     "UserError",
@@ -42,6 +44,7 @@ __all__ = [
     "report",
     "resolve",
     "search",
+    "serve",
     "simulate",
 ]
 
@@ -52,6 +55,7 @@ _HOME = {
     "ModelConfig": "model.config",
     "Run": "run.settings",
     "Search": "api.searched",
+    "Serving": "api.served",
     "Simulation": "api.simulated",
     "Table": "texttable",
     "UserError": "errors",
@@ -61,6 +65,7 @@ _HOME = {
     "report": "api.reported",
     "resolve": "model.catalog",
     "search": "api.searched",
+    "serve": "api.served",
     "simulate": "api.simulated",
 }
 

@@ -1,5 +1,6 @@
 """Engines that go from change to change do what stepping does."""
 
+import json
 import random
 from array import array
 from itertools import accumulate, pairwise
@@ -7,13 +8,15 @@ from itertools import accumulate, pairwise
 import pytest
 
 from effort import times
+from stagewright.cli.main import main
 from stagewright.serve.blocks import KvBlocks
 from stagewright.serve.cluster import in_blocks, serve
 from stagewright.serve.engine import Engine
-from stagewright.serve.requests import Workload
+from stagewright.serve.requests import TOO_LONG, Workload
 from stagewright.serve.routers import RoundRobin
 from stagewright.serve.schedulers.vllm import Vllm
 from stagewright.serve.times import LinearTimes
+from stagewright.serve.workloads.traces import NO_TOKENS
 from stepping import Request, Stepping
 
 
@@ -81,7 +84,7 @@ def equal_to_stepping(seed: int):
     ]  # fmt: skip
     oracle = Stepping(requests, rules, seconds, cache.size, cache.block_size, cache.caching).run()
 
-    def engine(nth, workload, records):
+    def engine(workload, records):
         return Engine(workload, records, cache, rules, seconds, 0.37)
 
     done = serve(in_blocks(work, cache.block_size), engine, 1, RoundRobin())
@@ -108,3 +111,59 @@ def equal_to_stepping(seed: int):
         if found:
             late = sum(found[0][0] < r.arrival <= at for r in requests)
             assert (waiting, running, blocks) == (found[0][2] + late, *found[0][3:])
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+MODEL = ("llama3.1-8b", "--hardware", "h100-sxm", "--layers", "2")
+
+
+def code(*words: str):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *MODEL, *words])
+    return end.value.code
+
+
+def printed(capfd, *words: str) -> str:
+    assert not code(*words)
+    return capfd.readouterr().out
+
+
+def test_the_command(capfd, tmp_path):
+    words = ("--rate", "50", "--isl", "256", "--osl", "16", "--num-requests", "40")
+    text = printed(capfd, *words, "--instances", "2", "--ttft", "1000")
+    assert "40 requests in" in text
+    assert "goodput" in text
+    found = json.loads(printed(capfd, *words, "--json", "--out", str(tmp_path / "a.csv")))
+    assert found["requests"] == 40
+    assert found["ttft"]["p99"] >= found["ttft"]["p50"] > 0
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 41
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,prompt,output\n0,200000,5\n1,100,5\n2,0,5\n")
+    assert not code("--requests", str(trace), "--json")
+    out, err = capfd.readouterr()
+    assert json.loads(out)["rejected"] == {TOO_LONG: 1, NO_TOKENS: 1}
+    assert "1 request rejected" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "give one of --requests"),
+        (("--rate", "1"), "give --isl and --osl"),
+        (("--rate", "0", "--isl", "1", "--osl", "1"), "rate"),
+        (("--rate", "1", "--isl", "1", "--osl", "1", "--router", "round"), "--router"),
+        (("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "vlm"), "did you mean 'vllm'"),
+        (("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "no:no"), "--scheduler no:no"),
+        (("--rate", "1", "--isl", "200000", "--osl", "1"), "no request can be served"),
+        (("--rate", "1", "--isl", "1", "--osl", "1", "--max-num-seqs", "9000"), "max-num-seqs"),
+        (("--rate", "1", "--isl", "1", "--osl", "1", "--tp", "3"), "tp"),
+    ],
+)
+def test_bad_options_are_one_line(capfd, words, says):
+    assert code(*words) == 2
+    out, err = capfd.readouterr()
+    assert not out
+    assert says in err
+    assert len(err.strip().splitlines()) == 1

@@ -52,6 +52,28 @@ def experiment_options(*shown: str, lists: bool = False) -> Callable[[_Command],
     return note
 
 
+def serving_options(command: _Command) -> _Command:
+    """Give a command the settings of requests over time, of engines, and of a run in inference."""
+    command.__dict__["settings"] = _serving_parameters
+    return command
+
+
+def _serving_parameters() -> list[click.Parameter]:
+    from stagewright.run.sections import EXPERIMENT
+    from stagewright.run.sections.declare import INFERENCE
+    from stagewright.run.sections.serving import OF_ONE_STEP, SERVING
+
+    own = [option_of(of) for of in SERVING.values()]
+    taken = {flag for option in own for flag in (*option.opts, *option.secondary_opts)}
+    trains = {name for name, of in EXPERIMENT.items() if not {*of.modes} & {*INFERENCE}}
+    rest = [
+        parameter
+        for parameter in _parameters(("hardware",), option_of)
+        if parameter.name not in OF_ONE_STEP | trains and not taken & {*parameter.opts}
+    ]
+    return [*rest[:3], *own, *rest[3:]]
+
+
 def _parameters(
     shown: Sequence[str], option_of: Callable[[Setting], SectionOption]
 ) -> list[click.Parameter]:
@@ -106,6 +128,7 @@ def _other_option(
 def option_of(setting: Setting) -> SectionOption:
     """The option of a setting; the command gets None where the option is not given."""
     from stagewright.run.sections import SECTIONS
+    from stagewright.run.sections.serving import SERVING_SECTIONS
 
     own = setting.flag[2:]
     flags = [setting.flag, *(f"--{name}" for name in setting.names if name != own)]
@@ -125,7 +148,7 @@ def option_of(setting: Setting) -> SectionOption:
     short = [setting.short] if setting.short else []
     return SectionOption(
         [*flags, *short, setting.name],
-        section=SECTIONS[setting.section][0],
+        section={**SECTIONS, **SERVING_SECTIONS}[setting.section][0],
         rare=setting.rare,
         default=None,
         help=setting.text,

@@ -14,10 +14,11 @@ from stagewright.run.files import settings_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.serving import SERVING, EngineSection, WorkloadSection
 from stagewright.run.settings import Run
 from stagewright.run.validation import invalid
 
-_Section = TypeVar("_Section", ClusterSection, Execution)
+_Section = TypeVar("_Section", ClusterSection, Execution, WorkloadSection, EngineSection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def section_of(
     try:
         return TypeAdapter(section).validate_python(given)
     except ValidationError as error:
-        raise invalid(error, EXPERIMENT, path, overrides or {}) from None
+        raise invalid(error, {**EXPERIMENT, **SERVING}, path, overrides or {}) from None
 
 
 def with_settings(section: _Section, values: Mapping[str, Any]) -> _Section:

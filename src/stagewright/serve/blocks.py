@@ -46,11 +46,18 @@ class KvBlocks:
     """
 
     __slots__ = (
-        *("_held", "_idle", "_idle_blocks", "_resident", "block_size", "caching", "free", "size"),
+        *("_held", "_idle", "_idle_blocks", "_resident"),
+        *("block_size", "caching", "free", "per_request", "size"),
     )
 
-    def __init__(self, size: int, block_size: int = 16, caching: bool = True) -> None:
-        """`size` blocks of so many tokens; with `caching`, their contents outlive a request."""
+    def __init__(
+        self, size: int, block_size: int = 16, caching: bool = True, per_request: int = 0
+    ) -> None:
+        """`size` blocks of so many tokens; with `caching`, their contents outlive a request.
+
+        `per_request` blocks more are each running request's, however long (states, windows).
+        """
+        self.per_request = per_request
         self.size, self.free, self.block_size, self.caching = size, size, block_size, caching
         self._resident: dict[int, list[int]] = {}  # by key: blocks, requests that hold them
         self._idle: OrderedDict[int, None] = OrderedDict()  # keys nobody holds, oldest first
@@ -167,6 +174,7 @@ class KvBlocks:
 
     def release(self, request: int, keys: Sequence[int], ends: Sequence[int], blocks: int) -> None:
         """Give back a request's `blocks`; those of its own can be found again by `resume`."""
+        self.free += self.per_request
         if not self.caching:
             self.free += blocks
             return

@@ -31,18 +31,18 @@ class Outcome:
 
 def serve(
     workload: Workload,
-    engines: Callable[[int, Workload, Records], Engine],
+    engine: Callable[[Workload, Records], Engine],
     count: int,
     router: Router,
     heard: Heard | None = None,
 ) -> Outcome:
-    """Serve a workload on `count` engines, which `engines` makes by number.
+    """Serve a workload on `count` engines, each of which `engine` makes.
 
     Requests that do not depend on others go to their engines at once where the router does not look
     at engines; each engine is then moved on by itself. Otherwise all events are in one order.
     """
     records = Records.of(len(workload))
-    made = [engines(nth, workload, records) for nth in range(count)]
+    made = [engine(workload, records) for _ in range(count)]
     alone = workload.after is None and workload.concurrency is None
     stopped = False
     try:

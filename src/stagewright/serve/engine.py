@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from stagewright.serve.blocks import KvBlocks
 from stagewright.serve.requests import Records, Workload
 from stagewright.serve.state import EngineState
-from stagewright.serve.times import BatchTimes
+from stagewright.serve.times import BatchTimes, series, terms_within
 
 FOREVER = 1 << 60
 
@@ -52,7 +52,7 @@ class Engine(EngineState):
     """An engine; `advance` moves it on in time."""
 
     __slots__ = (
-        *("_decision", "_decoders", "_next_sample", "_sample_every", "_steps"),
+        *("_decision", "_decoders", "_first", "_grows", "_next_sample", "_sample_every", "_steps"),
         *("end", "scheduler", "times"),
     )
 
@@ -71,7 +71,9 @@ class Engine(EngineState):
         self._next_sample, self._sample_every = sample_every, sample_every
         self.end = math.inf
         """When the batch that is under way ends, or something arrives."""
-        self._decision, self._decoders, self._steps = Decision(), 0, 0
+        self._decision, self._decoders = Decision(), 0
+        # Steps of the batch; of several, the length of the first and by how much each one grows.
+        self._steps, self._first, self._grows = 0, 0.0, 0.0
 
     def push(self, request: int) -> None:
         """A request arrives, not before what has arrived already and not before `now`.
@@ -86,11 +88,10 @@ class Engine(EngineState):
 
     def _cut(self, arrival: float) -> None:
         """End a run of steps with the one in which a request arrives."""
-        n, keys = self._decoders, self.context + self._decoders
-        steps = self.times.steps_within(n, keys, arrival - self.now, self._steps)
+        steps = terms_within(self._first, self._grows, arrival - self.now, self._steps)
         if steps < self._steps:
-            self._steps = steps = max(steps, 1)
-            self.end = self.now + self.times.decode_run(n, keys, steps)
+            self._steps = steps
+            self.end = self.now + series(self._first, self._grows, steps)
 
     def advance(self, until: float) -> None:
         """Carry out all that ends by then; the batch that is under way then has been decided."""
@@ -142,11 +143,17 @@ class Engine(EngineState):
             steps = decision.repeats
         if n * (steps // self.block_size + 1) > self.blocks.free:
             steps = self._steps_in_memory(steps)
+        first, grows, linear = self.times.line(n, keys)
+        if linear < steps:
+            steps = linear
+        seconds = steps * (first + grows * (steps - 1) * 0.5)
         if steps > 1 and decision.open and self.inbox:
             gap = self.arrival[self.inbox[0]] - self.now
-            steps = self.times.steps_within(n, keys, gap, steps) or 1
-        self._steps = steps
-        self.end = self.now + self.times.decode_run(n, keys, steps)
+            if gap < seconds:
+                steps = terms_within(first, grows, gap, steps)
+                seconds = steps * (first + grows * (steps - 1) * 0.5)
+        self._first, self._grows, self._steps = first, grows, steps
+        self.end = self.now + seconds
 
     def _steps_in_memory(self, most: int) -> int:
         """Steps for which blocks suffice; those of the first one are taken."""
@@ -199,11 +206,9 @@ class Engine(EngineState):
 
     def _note_gaps(self, start: float, end: float, steps: int, n: int) -> None:
         """Note how long decoding requests have waited for their tokens."""
-        if steps == 1:
-            first = last = end - start
-        else:
-            first = self.times.decode(n, self.context + n)
-            last = 2 * (end - start) / steps - first  # of an arithmetic series
+        first = last = end - start
+        if steps > 1:
+            first, last = self._first, self._first + self._grows * (steps - 1)
         stalled = start - self._token_time
         if not (stalled or self._fresh or self._decision.skipped):
             self.gaps.add(first, last, steps, n)
@@ -261,12 +266,12 @@ class Engine(EngineState):
 
     def _sample(self) -> None:
         """Note the state at the moments that lie within the batch."""
-        n, growth, size = self._decoders, self._growth, self.block_size
+        growth, size = self._growth, self.block_size
         used, steps = self.blocks.size - self.blocks.free, 1
         while self._next_sample <= self.end:
             at = self._next_sample
             if self._steps > 1:
-                within = self.times.steps_within(n, self.context + n, at - self.now, self._steps)
+                within = terms_within(self._first, self._grows, at - self.now, self._steps)
                 while steps < within:
                     used += growth[-(self.step + steps) % size]
                     steps += 1

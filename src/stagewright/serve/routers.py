@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stagewright.errors import UserError, did_you_mean, either
 from stagewright.serve.engine import Engine
 from stagewright.serve.requests import NO_CHAIN, Workload
 
@@ -95,5 +96,15 @@ ROUTERS = {
     "session": BySession.new,
     "kv_aware": KvAware,
 }
+
+
+def router_of(name: str) -> Router:
+    """A router by its name, as it is before the first request."""
+    if name not in ROUTERS:
+        hint = did_you_mean(name, ROUTERS)
+        raise UserError(f"--router is {name!r}, wanted {either(ROUTERS)}{hint}")
+    return ROUTERS[name]()
+
+
 STATIC = (RoundRobin, BySession)
 """Routers that do not look at engines."""

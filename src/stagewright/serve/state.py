@@ -122,6 +122,7 @@ class EngineState:
             n = most
         done = found * size + n
         need = -(-(tokens if whole_prompt else done) // size) - hit.blocks + hit.idle
+        need += blocks.per_request
         if need > blocks.free:
             return 0
         if again is not None:
@@ -131,7 +132,7 @@ class EngineState:
             self.records.cached[request] = found * size
         if hit.segments:
             blocks.hold(request, keys, hit)
-        blocks.free -= -(-done // size) - found
+        blocks.free -= -(-done // size) - found + blocks.per_request
         if keys:
             blocks.extend(request, keys, ends, done // size)
         self.waiting.popleft()

@@ -100,6 +100,16 @@ class StepTimes:
         n = bisect_right(pieces.edges, keys)
         return pieces.at_none[n] + pieces.per_key[n] * keys
 
+    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Seconds of the next decode step, by how much each further one is longer, and for how many
+        steps that holds, the next one included."""
+        pieces = self._pieces.get(requests) or self._made(requests)
+        edges = pieces.edges
+        n = bisect_right(edges, keys)
+        slope = pieces.per_key[n]
+        steps = -int((keys - edges[n]) // requests) if n < len(edges) else 1 << 60
+        return pieces.at_none[n] + slope * keys, slope * requests, steps
+
     def decode_run(self, requests: int, keys: int, steps: int, grow: int | None = None) -> float:
         """Seconds of several steps of the same requests, whose keys grow by `grow` with each.
 

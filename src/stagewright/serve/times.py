@@ -14,16 +14,12 @@ class BatchTimes(Protocol):
     `pairs` are those of a query and a key: `new * context + new * (new + 1) / 2` of each request.
     """
 
-    def decode(self, requests: int, keys: int) -> float:
-        """A step in which each request gets a token."""
-        ...
+    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Seconds of the next step if each request gets a token in it and in those that follow.
 
-    def decode_run(self, requests: int, keys: int, steps: int) -> float:
-        """The sum of `decode(requests, keys + n * requests)` for n from 0 to `steps` - 1."""
-        ...
-
-    def steps_within(self, requests: int, keys: int, seconds: float, most: int) -> int:
-        """The least n for which `decode_run(requests, keys, n) >= seconds`, at most `most`."""
+        Returns also by how much each further step is longer, and for how many steps that holds, the
+        next one included: at least 1.
+        """
         ...
 
     def step(
@@ -46,11 +42,9 @@ class BatchTimes(Protocol):
 class LinearTimes:
     """A step takes `base` seconds, and so many more for each token, request and cached key.
 
-    >>> of = LinearTimes(0.005, per_key=1e-9)
-    >>> round(of.decode_run(2, 100, 3) - sum(of.decode(2, 100 + 2 * n) for n in range(3)), 15)
-    0.0
-    >>> of.steps_within(2, 100, 0.012, most=9)
-    3
+    >>> first, grows, _ = LinearTimes(0.005, per_key=1e-6).line(2, 100)
+    >>> round(first, 6), round(grows, 6)
+    (0.0051, 2e-06)
     """
 
     base: float
@@ -58,25 +52,10 @@ class LinearTimes:
     per_request: float = 0.0
     per_key: float = 0.0
 
-    def decode(self, requests: int, keys: int) -> float:
-        """A step in which each request gets a token."""
-        return self.base + (self.per_token + self.per_request) * requests + self.per_key * keys
-
-    def decode_run(self, requests: int, keys: int, steps: int) -> float:
-        """The sum of steps, in closed form: their times are an arithmetic series."""
-        grows = self.per_key * requests
-        return steps * (self.decode(requests, keys) + grows * (steps - 1) / 2)
-
-    def steps_within(self, requests: int, keys: int, seconds: float, most: int) -> int:
-        """The least number of steps that take as long, by the series' quadratic equation."""
-        first, grows = self.decode(requests, keys), self.per_key * requests
-        linear = first - grows / 2
-        n = math.ceil(2 * seconds / (linear + math.sqrt(linear * linear + 2 * grows * seconds)))
-        while n > 0 and self.decode_run(requests, keys, n - 1) >= seconds:
-            n -= 1
-        while n < most and self.decode_run(requests, keys, n) < seconds:
-            n += 1
-        return min(n, most)
+    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Steps in which each request gets a token: their times are an arithmetic series."""
+        first = self.base + (self.per_token + self.per_request) * requests + self.per_key * keys
+        return first, self.per_key * requests, 1 << 60
 
     def step(
         self,
@@ -90,3 +69,24 @@ class LinearTimes:
         """A step of any requests; pairs cost nothing besides their tokens and keys."""
         alone = self.base + self.per_token * tokens
         return alone + self.per_request * requests + self.per_key * keys
+
+
+def series(first: float, grows: float, steps: int) -> float:
+    """The sum of an arithmetic series of so many terms."""
+    return steps * (first + grows * (steps - 1) * 0.5)
+
+
+def terms_within(first: float, grows: float, total: float, most: int) -> int:
+    """The least number of terms of a series, at least 1, whose sum is `total` or more; or `most`.
+
+    >>> [terms_within(2.0, 1.0, total, most=9) for total in (5.0, 5.1, 99.0)]
+    [2, 3, 9]
+    """
+    half = first - grows * 0.5
+    guess = int(2.0 * total / (half + math.sqrt(half * half + 2.0 * grows * total)))
+    steps = min(max(guess, 1), most)
+    while steps > 1 and series(first, grows, steps - 1) >= total:
+        steps -= 1
+    while steps < most and series(first, grows, steps) < total:
+        steps += 1
+    return steps

@@ -27,7 +27,7 @@ TIMES = LinearTimes(0.01, 1e-5, 1e-5, 1e-9)
 
 
 def served(work: Workload, count: int = 1, router: str = "round_robin", blocks: int = 10_000):
-    def engine(nth, workload, records):
+    def engine(workload, records):
         return Engine(workload, records, KvBlocks(blocks), Vllm(), TIMES, 1.0)
 
     return serve(in_blocks(work, 16), engine, count, ROUTERS[router]())

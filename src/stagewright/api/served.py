@@ -1,0 +1,184 @@
+"""Requests served over time: what `stagewright.serve` returns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import UserError
+from stagewright.files import write_text
+from stagewright.model.catalog import resolve as model_of
+from stagewright.model.config import ModelConfig
+from stagewright.run.experiment import Experiment, section_of
+from stagewright.run.sections.other_names import setting_of
+from stagewright.run.sections.serving import OF_ONE_STEP, SERVING, EngineSection, WorkloadSection
+from stagewright.serve.cluster import Heard
+from stagewright.serve.instances import instance
+from stagewright.serve.metrics import Slo
+from stagewright.serve.requests import Workload
+from stagewright.serve.routers import router_of
+from stagewright.serve.schedulers.named import batch_limits, scheduler_of
+from stagewright.serve.service import ServedRun, Service, slo_of
+from stagewright.serve.workloads.asked import workload_of
+from stagewright.texttable import Table
+from stagewright.time.hardware import Hardware
+from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.network import Machine
+from stagewright.views import serving as tables
+
+
+@dataclass(frozen=True, eq=False)
+class Serving(ServedRun):
+    """A workload that was served, with its views."""
+
+    service: Service
+    slo: Slo
+
+    def describe(self) -> str:
+        """What was served, and on what, in words."""
+        of = self.service
+        layout = self.layout
+        count = of.engines.instances
+        many = f"{count} instances, each " if count > 1 else ""
+        return f"{self.outcome.workload.name}: {many}{layout} on {of.instance.machine}"
+
+    @property
+    def layout(self) -> str:
+        """The model, and what of its run is not as by default."""
+        return self.service.instance.run.model_copy(update={"mode": "train"}).describe()
+
+    def __repr__(self) -> str:
+        return f"<{self.summary.requests} requests served: {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        return self.latencies()._repr_html_()  # pyright: ignore[reportPrivateUsage]
+
+    def latencies(self) -> Table:
+        """Times of requests: mean and percentiles."""
+        return tables.latencies(self.summary)
+
+    def engines(self) -> Table:
+        """Requests, preemptions and use of the cache of each engine."""
+        return tables.per_engine(self)
+
+    def requests(self) -> Table:
+        """A row for each request that is done."""
+        return tables.requests(self, self.slo)
+
+    def values(self) -> dict[str, Any]:
+        """The numbers as one object for JSON: seconds, tokens, shares of 1."""
+        of = self.service
+        return {
+            "workload": self.outcome.workload.name,
+            "run": self.layout,
+            "instances": of.engines.instances,
+            "kv_blocks": of.blocks,
+            "kv_block_size": of.instance.cache.block_size,
+            "max_num_batched_tokens": of.limits.tokens,
+            "max_num_seqs": of.limits.requests,
+            "stopped": self.outcome.stopped,
+            **self.summary.values(),
+        }
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the requests (.csv), or the numbers and the requests (.json)."""
+        path = os.fspath(path)
+        check_ending(path)
+        if Path(path).suffix.lower() == ".csv":
+            text = io.StringIO()
+            writer = csv.writer(text, lineterminator="\n")
+            table = self.requests()
+            writer.writerow(table.columns)
+            writer.writerows(zip(*table.columns.values(), strict=True))
+            write_text(path, text.getvalue())
+        else:
+            found = self.values() | {"rows": self.requests().rows}
+            write_text(path, json.dumps(found, indent=1) + "\n")
+
+
+def check_ending(path: str) -> None:
+    """Raise a UserError for the name of a file of which the ending does not say what to write."""
+    if Path(path).suffix.lower() not in (".csv", ".json"):
+        raise UserError(f"{path}: wanted a name that ends in .csv or .json")
+
+
+def serve(
+    model: str | os.PathLike[str],
+    hardware: str | os.PathLike[str] | Hardware,
+    *,
+    workload: Workload | None = None,
+    config: ModelConfig | None = None,
+    progress: Heard | None = None,
+    **settings: Any,
+) -> Serving:
+    """Requests over time on engines with a layout of a model.
+
+    `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
+    a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
+    execution. `workload` replaces what settings say of requests; `config` replaces the
+    configuration that the model's name stands for.
+    Raises `UserError` for settings that cannot be combined, and where no request can be served.
+
+    >>> import stagewright as sw
+    >>> found = sw.serve("llama3.1-8b", "h100-sxm", rate=4, isl=512, osl=64, num_requests=100)
+    >>> found.summary.requests, found.summary.preemptions
+    (100, 0)
+    """
+    of = hardware if isinstance(hardware, Hardware) else hardware_of(os.fspath(hardware))
+    own = {name: value for name, value in settings.items() if name in SERVING}
+    others = {name: value for name, value in settings.items() if name not in SERVING}
+    for name in sorted(map(setting_of, others)):
+        if name in OF_ONE_STEP:
+            raise UserError(f"{name} is of one step; requests over time are --requests or --rate")
+    experiment = Experiment.of({}, {"model": os.fspath(model), **others, "mode": "decode"})
+    work = section_of(WorkloadSection, own)
+    return served(
+        experiment,
+        of,
+        work if workload is None else replace(work, requests=None),
+        section_of(EngineSection, own),
+        workload=workload,
+        config=config,
+        heard=progress,
+    )
+
+
+def served(
+    experiment: Experiment,
+    hardware: Hardware,
+    asked: WorkloadSection,
+    engines: EngineSection,
+    *,
+    workload: Workload | None = None,
+    config: ModelConfig | None = None,
+    heard: Heard | None = None,
+) -> Serving:
+    """The requests that are asked for, or those of `workload`, on engines of an experiment."""
+    work = workload_of(asked) if workload is None else workload
+    run, cluster = experiment.run, experiment.cluster
+    machine = Machine.of(
+        hardware, gpus=run.world_size, topology=cluster.topology, algorithm=cluster.algorithm
+    )
+    model = (config or model_of(run.model, run.as_family or "")).with_overrides(
+        num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
+    )
+    limits = batch_limits(engines, hardware)
+    scheduler = scheduler_of(engines, limits)
+    router_of(engines.router)
+    made = instance(
+        run,
+        model,
+        machine,
+        experiment.execution,
+        most_tokens=limits.tokens,
+        most_requests=limits.requests,
+        gpu_memory_utilization=engines.gpu_memory_utilization,
+    )
+    service, slo = Service(made, engines, limits, scheduler), slo_of(asked)
+    found = service.serve(work, slo, heard)
+    return Serving(found.outcome, found.summary, service, slo)

@@ -1,0 +1,130 @@
+"""The command that serves requests over time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
+from stagewright.cli.options import JSON, serving_options
+from stagewright.cli.progress import shown
+from stagewright.cli.writing import output_file
+from stagewright.errors import UserError
+from stagewright.numbers import duration, plural, quantity
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stagewright.api.served import Serving
+
+_INTERRUPTED = 130
+
+
+@command
+@serving_options
+@output_file("-o", "--out", help="Write the requests (.csv), or numbers and requests (.json).")
+@JSON
+def serve(
+    model: str | None, config: str | None, out: str | None, as_json: bool, **settings: Any
+) -> int:
+    """Serve requests over time: TTFT, TPOT, goodput, queues and use of the cache.
+
+    MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
+    of the hub that is in its local cache. Requests are a trace (--requests), arrive at a rate
+    (--rate) or come from users who wait for their answers (--concurrency). Ctrl-C prints what is
+    known so far.
+    """
+    from stagewright.api.served import check_ending, served
+    from stagewright.run.experiment import section_of
+    from stagewright.run.sections.serving import SERVING, EngineSection, WorkloadSection
+    from stagewright.time.hardware import resolve
+
+    if out is not None:
+        check_ending(out)
+    given = {name: value for name, value in settings.items() if value is not None}
+    own = {name: given.pop(name) for name in [*given] if name in SERVING}
+    asked, engines = section_of(WorkloadSection, own), section_of(EngineSection, own)
+    experiment = shared.load_experiment(model, config, given | {"mode": "decode"})
+    if experiment.cluster.hardware is None:
+        raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
+    with shown("requests") as bar:
+        result = served(experiment, resolve(experiment.cluster.hardware), asked, engines, heard=bar)
+    shared.show_notes(_notes(result))
+    if as_json:
+        shared.print_json(result.values())
+    else:
+        report(result, shared.console())
+    if out is not None:
+        result.write(out)
+    return _INTERRUPTED if result.outcome.stopped else 0
+
+
+def _notes(of: Serving) -> list[str]:
+    """What was left out, cut short or assumed."""
+    found = of.summary
+    notes = [
+        f"{plural(n, 'request', 'requests')} rejected: {why}" for why, n in found.rejected.items()
+    ]
+    if found.shortened:
+        most = of.service.max_model_len
+        notes.append(f"{plural(found.shortened, 'output', 'outputs')} cut at max_model_len {most}")
+    if of.outcome.stopped:
+        notes.append(f"stopped: {found.unfinished} requests were not done")
+    elif found.unfinished:
+        notes.append(
+            f"{found.unfinished} requests were never done: the scheduler left them waiting"
+        )
+    if of.service.instance.barrier:
+        notes.append("ranks of dp step on their own here, as if all had as many tokens at a time")
+    return notes
+
+
+def report(of: Serving, out: Console) -> None:
+    """Print what came out, for people."""
+    from stagewright.texttable import print_table
+
+    found, service = of.summary, of.service
+    out.print(of.describe())
+    blocks = service.blocks
+    size = service.instance.cache.block_size
+    out.print(
+        f"KV cache of an engine: {quantity(blocks * size, 'tokens')} ({blocks:,} blocks of {size});"
+        f" a step: at most {service.limits.tokens:,} tokens, {service.limits.requests:,} requests"
+    )
+    out.print(
+        f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}: "
+        f"{found.request_rate:,.2f} requests/s, {found.output_rate:,.1f} output tokens/s, "
+        f"{found.output_rate / found.gpus:,.1f} per GPU, {found.user_rate:,.1f} per user"
+    )
+    print_table(of.latencies(), out)
+    if any(limit is not None for limit in (of.slo.ttft, of.slo.tpot, of.slo.e2e)):
+        out.print(
+            f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of all requests keep "
+            f"{_limits(of)}"
+        )
+    out.print(
+        f"queue: {found.mean_waiting:,.2f} requests wait and {found.mean_running:,.2f} run, on "
+        f"average; {plural(found.preemptions, 'preemption', 'preemptions')}"
+    )
+    out.print(
+        f"KV cache: {found.kv_mean:.1%} in use on average, {found.kv_peak:.1%} at most; "
+        f"{found.hit_rate:.1%} of prompt tokens were in it"
+    )
+    if len(of.outcome.engines) > 1:
+        print_table(of.engines(), out)
+
+
+def _limits(of: Serving) -> str:
+    limits = {"TTFT": of.slo.ttft, "TPOT": of.slo.tpot, "E2E": of.slo.e2e}
+    return ", ".join(f"{name} <= {duration(s)}" for name, s in limits.items() if s is not None)
+
+
+ENTRY = Entry(
+    45,
+    serve,
+    (
+        "stagewright serve llama3.1-8b --hardware h100-sxm --rate 10 --isl 1024 --osl 256",
+        "stagewright serve llama3.1-70b --tp 4 --hardware h100-sxm --concurrency 32 --isl 2048 "
+        "--osl 512 --num-requests 320 --ttft 500 --tpot 30",
+    ),
+)

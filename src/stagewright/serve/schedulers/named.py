@@ -1,0 +1,75 @@
+"""Schedulers by name, with an engine's defaults; a user's own by the module that has it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, cast
+
+from stagewright.errors import UserError, did_you_mean, either
+from stagewright.run.sections.serving import EngineSection
+from stagewright.serve.engine import Scheduler
+from stagewright.serve.schedulers.vllm import Vllm
+from stagewright.time.hardware import Hardware
+
+SCHEDULERS: Mapping[str, type[Any]] = {"vllm": Vllm}
+
+_LARGE = 70 * 2**30
+
+
+class BatchLimits(NamedTuple):
+    """The most that a step may hold."""
+
+    tokens: int
+    requests: int
+
+
+def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
+    """What settings say, else vLLM's defaults of a server.
+
+    From 70 GiB on, but for the A100, 8,192 tokens and 1,024 requests, else 2,048 and 256
+    (vllm-project/vllm@00024d31 `vllm/engine/arg_utils.py`, `get_batch_defaults`; it, too, knows the
+    A100 by its name).
+    """
+    large = hardware.memory >= _LARGE and "a100" not in hardware.name.lower()
+    tokens = asked.max_num_batched_tokens or (8192 if large else 2048)
+    requests = asked.max_num_seqs or min(1024 if large else 256, tokens)
+    if tokens < requests:
+        raise UserError(
+            f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {requests}: in a step "
+            "each request gets at least a token; raise the first or lower the second"
+        )
+    return BatchLimits(tokens, requests)
+
+
+def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
+    """The scheduler that settings name, with those of its fields that are settings.
+
+    `MODULE:CLASS` is the user's own; a dataclass gets the settings that it has fields for.
+    """
+    made: Any = SCHEDULERS.get(asked.scheduler) or _imported(asked.scheduler)
+    values = {of.name: getattr(asked, of.name) for of in fields(asked)}
+    values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
+    names = {of.name for of in fields(made)} if is_dataclass(made) else set[str]()
+    make = cast("Callable[..., Scheduler]", made)
+    try:
+        return make(**{name: values[name] for name in names & values.keys()})
+    except TypeError as error:
+        raise UserError(f"--scheduler {asked.scheduler}: cannot be made: {error}") from None
+
+
+def _imported(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        hint = did_you_mean(name, SCHEDULERS)
+        raise UserError(
+            f"--scheduler is {name!r}, wanted {either(SCHEDULERS)}, or MODULE:CLASS{hint}"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--scheduler {name}: {error}; wanted the class of a module") from None
+    if not callable(getattr(found, "schedule", None)):
+        raise UserError(f"--scheduler {name}: has no method schedule(engine)")
+    return found

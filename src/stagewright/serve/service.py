@@ -1,0 +1,101 @@
+"""Settings become engines, and engines serve a workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagewright.errors import UserError
+from stagewright.run.sections.serving import EngineSection, WorkloadSection
+from stagewright.serve.blocks import KvBlocks
+from stagewright.serve.cluster import Heard, Outcome, in_blocks, serve
+from stagewright.serve.engine import Engine, Scheduler
+from stagewright.serve.instances import Instance
+from stagewright.serve.metrics import ServingSummary, Slo, summarize
+from stagewright.serve.requests import Records, Workload, accept
+from stagewright.serve.routers import router_of
+from stagewright.serve.schedulers.named import BatchLimits
+
+SAMPLES = 200
+"""Moments at which the state of each engine is noted, while requests arrive."""
+
+
+@dataclass(frozen=True, eq=False)
+class Service:
+    """Instances that are alike, and how they serve."""
+
+    instance: Instance
+    engines: EngineSection
+    limits: BatchLimits
+    scheduler: Scheduler
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all instances."""
+        return self.instance.gpus * self.engines.instances
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request."""
+        return self.instance.run.max_model_len or self.instance.model.max_position_embeddings
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cache of one engine; vLLM keeps one that stands for none (`null_block`)."""
+        return self.engines.num_gpu_blocks or self.instance.cache.blocks - 1
+
+    def check(self) -> None:
+        """Raise UserError for what this service cannot be."""
+        asked = self.engines
+        if not asked.enable_chunked_prefill and self.limits.tokens < self.max_model_len:
+            raise UserError(
+                f"--no-enable-chunked-prefill: a prompt may have {self.max_model_len} tokens, a "
+                f"step {self.limits.tokens}; lower --max-model-len, or raise "
+                "--max-num-batched-tokens"
+            )
+
+    def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
+        """Serve a workload to its end."""
+        self.check()
+        cache = self.instance.cache
+        room = (self.blocks - cache.blocks_per_request) * cache.block_size
+        accepted = accept(workload, self.max_model_len, room)
+        if not len(accepted.workload):
+            why = "; ".join(f"{count} x {what}" for what, count in accepted.rejected.items())
+            raise UserError(
+                f"no request can be served: {why} (max_model_len {self.max_model_len}, KV cache of "
+                f"{room} tokens)"
+            )
+        of = in_blocks(accepted.workload, cache.block_size)
+        last = max(of.arrival)
+
+        def engine(workload: Workload, records: Records) -> Engine:
+            blocks = KvBlocks(
+                self.blocks,
+                cache.block_size,
+                self.engines.enable_prefix_caching,
+                cache.blocks_per_request,
+            )
+            every = max(last / SAMPLES, 0.05)
+            return Engine(workload, records, blocks, self.scheduler, self.instance.times, every)
+
+        count = self.engines.instances * self.instance.replicas
+        outcome = serve(of, engine, count, router_of(self.engines.router), heard)
+        summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
+        return ServedRun(outcome, summary)
+
+
+def slo_of(asked: WorkloadSection) -> Slo:
+    """The limits that are asked for, in seconds."""
+
+    def seconds(milliseconds: float | None) -> float | None:
+        return None if milliseconds is None else milliseconds / 1000
+
+    return Slo(ttft=seconds(asked.ttft), tpot=seconds(asked.tpot), e2e=seconds(asked.e2e))
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRun:
+    """What became of a workload, and its numbers."""
+
+    outcome: Outcome
+    summary: ServingSummary

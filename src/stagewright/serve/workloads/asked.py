@@ -1,0 +1,123 @@
+"""The workload that settings ask for: a trace, a profile of inference-perf, or drawn requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, cast
+
+from stagewright.errors import UserError
+from stagewright.files import from_yaml, read_text
+from stagewright.run.sections.serving import WorkloadSection
+from stagewright.serve.requests import Workload
+from stagewright.serve.workloads import traces
+from stagewright.serve.workloads.synthetic import (
+    Arrivals,
+    Conversations,
+    Lengths,
+    LoadStage,
+    SharedPrefix,
+    closed_loop,
+    open_loop,
+    sessions,
+    staged,
+)
+
+REQUESTS = 1000
+"""Drawn where nothing says how many."""
+
+
+def workload_of(asked: WorkloadSection) -> Workload:
+    """The requests that are asked for; raises UserError where settings contradict each other."""
+    if asked.requests is not None:
+        _refuse_beside_trace(asked)
+        if Path(asked.requests).suffix in (".yaml", ".yml"):
+            return profile(asked.requests, asked.seed)
+        return traces.read(asked.requests, speed=asked.speed, limit=asked.num_requests)
+    if (asked.rate is None) == (asked.concurrency is None):
+        raise UserError(
+            "give one of --requests FILE, --rate R (requests per second), --concurrency N (users)"
+        )
+    if asked.isl is None or asked.osl is None:
+        raise UserError("give --isl and --osl: tokens of a prompt and of its output")
+    lengths = Lengths(isl=asked.isl, osl=asked.osl, range_ratio=asked.range_ratio)
+    count = asked.num_requests or REQUESTS
+    if asked.rate is None:
+        assert asked.concurrency is not None
+        if asked.turns > 1:
+            raise UserError("--turns is for --rate (of sessions per second), not for --concurrency")
+        return closed_loop(count, asked.concurrency, lengths, asked.seed)
+    arrivals = Arrivals(
+        rate=asked.rate,
+        process=asked.arrival,
+        burstiness=asked.burstiness,
+        burst_size=asked.burst_size,
+    )
+    if asked.turns > 1 or asked.system_prompt:
+        of = Conversations(
+            turns=asked.turns, think_time=asked.think_time, system_prompt=asked.system_prompt
+        )
+        return sessions(count, arrivals, lengths, of, asked.seed)
+    return open_loop(count, arrivals, lengths, asked.seed)
+
+
+def _refuse_beside_trace(asked: WorkloadSection) -> None:
+    for name in ("rate", "concurrency", "isl", "osl"):
+        if getattr(asked, name) is not None:
+            raise UserError(
+                f"--requests and --{name} both say which requests come; give one of the two"
+            )
+
+
+def profile(path: str, seed: int = 0) -> Workload:
+    """A profile of inference-perf (kubernetes-sigs/inference-perf) with `data.type: shared_prefix`:
+    `load.stages` of `rate` and `duration`, `load.type` constant or poisson."""
+    values = from_yaml(read_text(path, "a profile of inference-perf"), path)
+    load, data = _mapping(values, "load", path), _mapping(values, "data", path)
+    if data.get("type") != "shared_prefix":
+        raise UserError(
+            f"{path}: data.type is {shown(data.get('type'))}, wanted shared_prefix; for other "
+            "lengths give --rate, --isl and --osl"
+        )
+    if load.get("type", "constant") not in ("constant", "poisson"):
+        raise UserError(f"{path}: load.type is {shown(load['type'])}, wanted constant or poisson")
+    listed = load.get("stages")
+    stages = cast("list[Any]", listed) if isinstance(listed, list) else []
+    if not stages:
+        raise UserError(f"{path}: load.stages is {shown(stages)}, wanted rows of rate and duration")
+    lengths = _mapping(data, "shared_prefix", path)
+    counts = {
+        of.name: int(_number(lengths, of.name, f"{path}: shared_prefix", whole=True))
+        for of in fields(SharedPrefix)
+    }
+    return staged(
+        tuple(_stage(each, path) for each in stages),
+        SharedPrefix(**counts),
+        load.get("type") == "poisson",
+        seed,
+    )
+
+
+def _stage(value: Any, path: str) -> LoadStage:
+    where = f"{path}: load.stages"
+    if not isinstance(value, dict):
+        raise UserError(f"{where} has {shown(value)}, wanted rate and duration")
+    row = cast("dict[str, Any]", value)
+    return LoadStage(_number(row, "rate", where), _number(row, "duration", where))
+
+
+def _mapping(values: Any, name: str, path: str) -> Mapping[str, Any]:
+    found = cast("dict[str, Any]", values).get(name) if isinstance(values, dict) else None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: {name} is {shown(found)}, wanted a section of inference-perf's")
+    return cast("dict[str, Any]", found)
+
+
+def _number(values: Mapping[str, Any], name: str, where: str, *, whole: bool = False) -> float:
+    value: Any = values.get(name)
+    kinds = (int,) if whole else (int, float)
+    if type(value) in kinds and 0 < value <= 1e9:
+        return value
+    raise UserError(f"{where}: {name} is {shown(value)}, wanted a number above 0")

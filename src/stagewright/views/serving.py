@@ -1,0 +1,92 @@
+"""What a cluster that serves requests does, as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from stagewright.serve.metrics import RequestTimes, ServingSummary, Slo
+from stagewright.serve.service import ServedRun
+from stagewright.texttable import Table
+
+_TIMES = {
+    "queue": "until the first step",
+    "ttft": "to the first token",
+    "tpot": "per token behind it",
+    "itl": "between two tokens",
+    "e2e": "to the last token",
+}
+
+
+def latencies(of: ServingSummary) -> Table:
+    """Times of requests, a row for each kind."""
+    columns: dict[str, list[Any]] = {"time": [], "": []}
+    names = ("mean", "p50", "p90", "p99")
+    columns |= {name: [] for name in names}
+    for time, words in _TIMES.items():
+        spread = getattr(of, time)
+        if spread.mean != spread.mean:  # none: all outputs have one token
+            continue
+        columns["time"].append(time.upper() if time != "queue" else time)
+        columns[""].append(words)
+        for name in names:
+            columns[name].append(getattr(spread, name))
+    return Table("Times of requests", columns, dict.fromkeys(names, "s"))
+
+
+def per_engine(of: ServedRun) -> Table:
+    """Requests, preemptions and use of the cache, a row for each engine."""
+    records = of.outcome.records
+    engine = np.array(records.engine)
+    preempted, cached = np.array(records.preempted), np.array(records.cached)
+    prompt = np.array(of.outcome.workload.prompt)
+    finish = np.array(records.finish)
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in ("engine", "requests", "done", "preempted", "hits", "KV mean", "KV peak")
+    }
+    for nth, each in enumerate(of.outcome.engines):
+        mine = engine == nth
+        share = np.array(each.samples.blocks) / each.blocks.size
+        row = (
+            nth,
+            int(mine.sum()),
+            int(np.isfinite(finish[mine]).sum()),
+            int(preempted[mine].sum()),
+            float(cached[mine].sum() / max(1, prompt[mine].sum())),
+            float(share.mean()) if len(share) else 0.0,
+            float(share.max()) if len(share) else 0.0,
+        )
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    units = {"requests": "", "done": "", "preempted": "", "hits": "share"}
+    return Table("Engines", columns, units | {"KV mean": "share", "KV peak": "share"})
+
+
+def requests(of: ServedRun, slo: Slo) -> Table:
+    """A row for each request that is done; seconds, tokens."""
+    times = RequestTimes.of(of.outcome)
+    work, records = of.outcome.workload, of.outcome.records
+    rows = times.number
+
+    def chosen(column: Any) -> list[Any]:
+        return np.array(column)[rows].tolist()
+
+    columns: dict[str, list[Any]] = {
+        "request": rows.tolist(),
+        "engine": chosen(records.engine),
+        "arrival": chosen(records.arrival),
+        "prompt": chosen(work.prompt),
+        "output": chosen(work.output),
+        "cached": chosen(records.cached),
+        "preempted": chosen(records.preempted),
+        "queue": times.queue.tolist(),
+        "ttft": times.ttft.tolist(),
+        "tpot": [None if t != t else t for t in times.tpot.tolist()],
+        "e2e": times.e2e.tolist(),
+        "good": times.good(slo).tolist(),
+    }
+    units: dict[str, str] = dict.fromkeys(("prompt", "output", "cached", "preempted"), "")
+    units |= dict.fromkeys(("queue", "ttft", "tpot", "e2e"), "s")
+    return Table("Requests", columns, units)
