@@ -9,14 +9,14 @@ import pytest
 
 from effort import times
 from stagewright.cli.main import main
-from stagewright.serve.blocks import KvBlocks
-from stagewright.serve.cluster import in_blocks, serve
-from stagewright.serve.engine import Engine
-from stagewright.serve.requests import TOO_LONG, Workload
-from stagewright.serve.routers import RoundRobin
-from stagewright.serve.schedulers.vllm import Vllm
-from stagewright.serve.times import LinearTimes
-from stagewright.serve.workloads.traces import NO_TOKENS
+from stagewright.serving.blocks import KvBlocks
+from stagewright.serving.cluster import in_blocks, serve
+from stagewright.serving.engine import Engine
+from stagewright.serving.requests import TOO_LONG, Workload
+from stagewright.serving.routers import RoundRobin
+from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.times import LinearTimes
+from stagewright.serving.workloads.traces import NO_TOKENS
 from stepping import Request, Stepping
 
 

@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
 from stagewright.files import write_text
@@ -17,14 +17,15 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment, section_of
 from stagewright.run.sections.other_names import setting_of
 from stagewright.run.sections.serving import OF_ONE_STEP, SERVING, EngineSection, WorkloadSection
-from stagewright.serve.cluster import Heard
-from stagewright.serve.instances import instance
-from stagewright.serve.metrics import Slo
-from stagewright.serve.requests import Workload
-from stagewright.serve.routers import router_of
-from stagewright.serve.schedulers.named import batch_limits, scheduler_of
-from stagewright.serve.service import ServedRun, Service, slo_of
-from stagewright.serve.workloads.asked import workload_of
+from stagewright.serving.cluster import Heard
+from stagewright.serving.engine import Scheduler
+from stagewright.serving.instances import instance
+from stagewright.serving.metrics import Slo
+from stagewright.serving.requests import Workload
+from stagewright.serving.routers import router_of
+from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.service import ServedRun, Service, slo_of
+from stagewright.serving.workloads.asked import workload_of
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
@@ -107,6 +108,14 @@ def check_ending(path: str) -> None:
         raise UserError(f"{path}: wanted a name that ends in .csv or .json")
 
 
+class Given(NamedTuple):
+    """What is given as an object in place of settings."""
+
+    workload: Workload | None = None
+    scheduler: Scheduler | None = None
+    config: ModelConfig | None = None
+
+
 def serve(
     model: str | os.PathLike[str],
     hardware: str | os.PathLike[str] | Hardware,
@@ -120,8 +129,8 @@ def serve(
 
     `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
     a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
-    execution. `workload` replaces what settings say of requests; `config` replaces the
-    configuration that the model's name stands for.
+    execution; `scheduler` may also be an object with a method `schedule`. `workload` replaces what
+    settings say of requests; `config` replaces the configuration that the model's name stands for.
     Raises `UserError` for settings that cannot be combined, and where no request can be served.
 
     >>> import stagewright as sw
@@ -130,6 +139,9 @@ def serve(
     (100, 0)
     """
     of = hardware if isinstance(hardware, Hardware) else hardware_of(os.fspath(hardware))
+    scheduler = settings.pop("scheduler", "vllm")
+    if isinstance(scheduler, str):
+        settings["scheduler"], scheduler = scheduler, None
     own = {name: value for name, value in settings.items() if name in SERVING}
     others = {name: value for name, value in settings.items() if name not in SERVING}
     for name in sorted(map(setting_of, others)):
@@ -142,9 +154,8 @@ def serve(
         of,
         work if workload is None else replace(work, requests=None),
         section_of(EngineSection, own),
-        workload=workload,
-        config=config,
-        heard=progress,
+        Given(workload, scheduler, config),
+        progress,
     )
 
 
@@ -153,22 +164,21 @@ def served(
     hardware: Hardware,
     asked: WorkloadSection,
     engines: EngineSection,
-    *,
-    workload: Workload | None = None,
-    config: ModelConfig | None = None,
+    given: Given | None = None,
     heard: Heard | None = None,
 ) -> Serving:
-    """The requests that are asked for, or those of `workload`, on engines of an experiment."""
-    work = workload_of(asked) if workload is None else workload
+    """The requests that are asked for, on engines with the layout of an experiment."""
+    given = given or Given()
+    work = given.workload or workload_of(asked)
     run, cluster = experiment.run, experiment.cluster
     machine = Machine.of(
         hardware, gpus=run.world_size, topology=cluster.topology, algorithm=cluster.algorithm
     )
-    model = (config or model_of(run.model, run.as_family or "")).with_overrides(
+    model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
         num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
     )
     limits = batch_limits(engines, hardware)
-    scheduler = scheduler_of(engines, limits)
+    scheduler = given.scheduler or scheduler_of(engines, limits)
     router_of(engines.router)
     made = instance(
         run,

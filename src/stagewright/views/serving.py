@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.serve.metrics import RequestTimes, ServingSummary, Slo
-from stagewright.serve.service import ServedRun
+from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
+from stagewright.serving.service import ServedRun
 from stagewright.texttable import Table
 
 _TIMES = {

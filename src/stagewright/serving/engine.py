@@ -14,10 +14,10 @@ from heapq import heappop, heappush
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from stagewright.serve.blocks import KvBlocks
-from stagewright.serve.requests import Records, Workload
-from stagewright.serve.state import EngineState
-from stagewright.serve.times import BatchTimes, series, terms_within
+from stagewright.serving.blocks import KvBlocks
+from stagewright.serving.requests import Records, Workload
+from stagewright.serving.state import EngineState
+from stagewright.serving.times import BatchTimes, series, terms_within
 
 FOREVER = 1 << 60
 

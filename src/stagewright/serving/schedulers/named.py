@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.serving import EngineSection
-from stagewright.serve.engine import Scheduler
-from stagewright.serve.schedulers.vllm import Vllm
+from stagewright.serving.engine import Scheduler
+from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.time.hardware import Hardware
 
 SCHEDULERS: Mapping[str, type[Any]] = {"vllm": Vllm}

@@ -11,9 +11,9 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serve.requests import Workload
-from stagewright.serve.workloads import traces
-from stagewright.serve.workloads.synthetic import (
+from stagewright.serving.requests import Workload
+from stagewright.serving.workloads import traces
+from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
     Lengths,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from stagewright.serve.blocks import KvBlocks
-from stagewright.serve.observed import EngineSamples, Gaps
-from stagewright.serve.requests import NO_CHAIN, Chain, Records, Workload
+from stagewright.serving.blocks import KvBlocks
+from stagewright.serving.observed import EngineSamples, Gaps
+from stagewright.serving.requests import NO_CHAIN, Chain, Records, Workload
 
 
 class EngineState:

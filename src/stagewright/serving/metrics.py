@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.serve.cluster import Outcome
-from stagewright.serve.observed import Gaps
+from stagewright.serving.cluster import Outcome
+from stagewright.serving.observed import Gaps
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 

@@ -4,7 +4,7 @@ import pytest
 
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.settings import Run
-from stagewright.serve.transfers import KvTransfer
+from stagewright.serving.transfers import KvTransfer
 from stagewright.time.hardware import resolve
 
 

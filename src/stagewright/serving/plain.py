@@ -6,9 +6,9 @@ from operator import mul
 from typing import NamedTuple
 
 from stagewright.model.layers import Reach
-from stagewright.serve.means import mean_sums
-from stagewright.serve.tables import StepTable
-from stagewright.serve.terms import Term
+from stagewright.serving.means import mean_sums
+from stagewright.serving.tables import StepTable
+from stagewright.serving.terms import Term
 
 
 class PlainWay(NamedTuple):

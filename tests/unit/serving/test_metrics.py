@@ -5,16 +5,16 @@ from array import array
 import numpy as np
 import pytest
 
-from stagewright.serve.blocks import KvBlocks
-from stagewright.serve.cluster import in_blocks, serve
-from stagewright.serve.engine import Engine
-from stagewright.serve.metrics import Slo, gaps_spread, summarize
-from stagewright.serve.observed import Gaps
-from stagewright.serve.requests import Workload
-from stagewright.serve.routers import ROUTERS
-from stagewright.serve.schedulers.vllm import Vllm
-from stagewright.serve.times import LinearTimes
-from stagewright.serve.workloads.synthetic import (
+from stagewright.serving.blocks import KvBlocks
+from stagewright.serving.cluster import in_blocks, serve
+from stagewright.serving.engine import Engine
+from stagewright.serving.metrics import Slo, gaps_spread, summarize
+from stagewright.serving.observed import Gaps
+from stagewright.serving.requests import Workload
+from stagewright.serving.routers import ROUTERS
+from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.times import LinearTimes
+from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
     Lengths,

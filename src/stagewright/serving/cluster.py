@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from stagewright.serve.engine import Engine
-from stagewright.serve.requests import Chain, Records, Workload
-from stagewright.serve.routers import STATIC, Router
+from stagewright.serving.engine import Engine
+from stagewright.serving.requests import Chain, Records, Workload
+from stagewright.serving.routers import STATIC, Router
 
 FAR = sys.float_info.max
 

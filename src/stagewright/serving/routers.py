@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stagewright.errors import UserError, did_you_mean, either
-from stagewright.serve.engine import Engine
-from stagewright.serve.requests import NO_CHAIN, Workload
+from stagewright.serving.engine import Engine
+from stagewright.serving.requests import NO_CHAIN, Workload
 
 
 class Router(Protocol):

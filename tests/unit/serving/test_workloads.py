@@ -6,9 +6,9 @@ import hashlib
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.serve.requests import LOST_TURN, NEVER_FITS, TOO_LONG, accept
-from stagewright.serve.workloads import traces
-from stagewright.serve.workloads.synthetic import (
+from stagewright.serving.requests import LOST_TURN, NEVER_FITS, TOO_LONG, accept
+from stagewright.serving.workloads import traces
+from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
     Lengths,

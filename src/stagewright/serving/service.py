@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import EngineSection, WorkloadSection
-from stagewright.serve.blocks import KvBlocks
-from stagewright.serve.cluster import Heard, Outcome, in_blocks, serve
-from stagewright.serve.engine import Engine, Scheduler
-from stagewright.serve.instances import Instance
-from stagewright.serve.metrics import ServingSummary, Slo, summarize
-from stagewright.serve.requests import Records, Workload, accept
-from stagewright.serve.routers import router_of
-from stagewright.serve.schedulers.named import BatchLimits
+from stagewright.serving.blocks import KvBlocks
+from stagewright.serving.cluster import Heard, Outcome, in_blocks, serve
+from stagewright.serving.engine import Engine, Scheduler
+from stagewright.serving.instances import Instance
+from stagewright.serving.metrics import ServingSummary, Slo, summarize
+from stagewright.serving.requests import Records, Workload, accept
+from stagewright.serving.routers import router_of
+from stagewright.serving.schedulers.named import BatchLimits
 
 SAMPLES = 200
 """Moments at which the state of each engine is noted, while requests arrive."""

@@ -20,11 +20,11 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serve.batches import BatchSums, TimedBatches
-from stagewright.serve.hosts import HostTimes
-from stagewright.serve.means import mean_sums
-from stagewright.serve.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry, longest
-from stagewright.serve.tables import KnownTerms, StepTable, table
+from stagewright.serving.batches import BatchSums, TimedBatches
+from stagewright.serving.hosts import HostTimes
+from stagewright.serving.means import mean_sums
+from stagewright.serving.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry, longest
+from stagewright.serving.tables import KnownTerms, StepTable, table
 from stagewright.time.network import Machine
 
 MANY = 256
