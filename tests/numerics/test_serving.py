@@ -9,9 +9,9 @@ import pytest
 
 from effort import times
 from stagewright.cli.main import main
-from stagewright.serving.blocks import KvBlocks
 from stagewright.serving.cluster import in_blocks, serve
-from stagewright.serving.engine import Engine
+from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.engine import Engine
 from stagewright.serving.requests import TOO_LONG, Workload
 from stagewright.serving.routers import RoundRobin
 from stagewright.serving.schedulers.vllm import Vllm

@@ -18,7 +18,7 @@ from stagewright.run.experiment import Experiment, section_of
 from stagewright.run.sections.other_names import setting_of
 from stagewright.run.sections.serving import OF_ONE_STEP, SERVING, EngineSection, WorkloadSection
 from stagewright.serving.cluster import Heard
-from stagewright.serving.engine import Scheduler
+from stagewright.serving.engines.engine import Scheduler
 from stagewright.serving.instances import instance
 from stagewright.serving.metrics import Slo
 from stagewright.serving.requests import Workload

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from stagewright.serving.engine import Engine
+from stagewright.serving.engines.engine import Engine
 from stagewright.serving.requests import Chain, Records, Workload
 from stagewright.serving.routers import STATIC, Router
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.serving.cluster import Outcome
-from stagewright.serving.observed import Gaps
+from stagewright.serving.engines.observed import Gaps
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 

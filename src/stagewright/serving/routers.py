@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stagewright.errors import UserError, did_you_mean, either
-from stagewright.serving.engine import Engine
+from stagewright.serving.engines.engine import Engine
 from stagewright.serving.requests import NO_CHAIN, Workload
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import EngineSection, WorkloadSection
-from stagewright.serving.blocks import KvBlocks
 from stagewright.serving.cluster import Heard, Outcome, in_blocks, serve
-from stagewright.serving.engine import Engine, Scheduler
+from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.engine import Engine, Scheduler
 from stagewright.serving.instances import Instance
 from stagewright.serving.metrics import ServingSummary, Slo, summarize
 from stagewright.serving.requests import Records, Workload, accept

@@ -5,11 +5,11 @@ from array import array
 import numpy as np
 import pytest
 
-from stagewright.serving.blocks import KvBlocks
 from stagewright.serving.cluster import in_blocks, serve
-from stagewright.serving.engine import Engine
+from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engines.observed import Gaps
 from stagewright.serving.metrics import Slo, gaps_spread, summarize
-from stagewright.serving.observed import Gaps
 from stagewright.serving.requests import Workload
 from stagewright.serving.routers import ROUTERS
 from stagewright.serving.schedulers.vllm import Vllm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.serving.engine import FOREVER, Decision, Engine
+from stagewright.serving.engines.engine import FOREVER, Decision, Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from heapq import heappop, heappush
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from stagewright.serving.blocks import KvBlocks
+from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.state import EngineState
 from stagewright.serving.requests import Records, Workload
-from stagewright.serving.state import EngineState
 from stagewright.serving.times import BatchTimes, series, terms_within
 
 FOREVER = 1 << 60

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from stagewright.serving.blocks import KvBlocks
-from stagewright.serving.observed import EngineSamples, Gaps
+from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.observed import EngineSamples, Gaps
 from stagewright.serving.requests import NO_CHAIN, Chain, Records, Workload
 
 

@@ -1,0 +1,45 @@
+"""Engines: how many there are, and how each decides what to compute; names are vLLM's."""
+
+from dataclasses import dataclass
+
+from stagewright.run.sections.declare import Count, Number, Share, Switch, Text, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSection:
+    """How many engines there are, and how each decides what to compute."""
+
+    instances: Count = setting(1, "Engines, each with all ranks of the layout.")
+    router: Text = setting(
+        "round_robin",
+        "Which engine a request goes to: round_robin, least_loaded, session or kv_aware.",
+    )
+    scheduler: Text = setting(
+        "vllm", "What steps compute: vllm, or your own as MODULE:CLASS.", metavar="NAME"
+    )
+    max_num_batched_tokens: Count | None = setting(
+        None, "Most tokens of a step.", unset="8192 from 70 GiB on, A100 but 2048; else 2048"
+    )
+    max_num_seqs: Count | None = setting(
+        None, "Most requests of a step.", unset="1024 from 70 GiB on, A100 but 256; else 256"
+    )
+    long_prefill_token_threshold: Number = setting(
+        0, "Most tokens of one prompt in a step; 0: any.", rare=True
+    )
+    enable_chunked_prefill: Switch = setting(
+        True, "Whether a prompt may be computed in several steps.", rare=True
+    )
+    scheduler_reserve_full_isl: Switch = setting(
+        True, "Whether a request is admitted only if blocks suffice for its prompt.", rare=True
+    )
+    enable_prefix_caching: Switch = setting(
+        True, "Whether what prompts have in common is computed once."
+    )
+    gpu_memory_utilization: Share = setting(0.9, "Share of a GPU's memory that an engine takes.")
+    num_gpu_blocks: Count | None = setting(
+        None,
+        "Blocks of the KV cache.",
+        unset="as many as fit",
+        names=("num-gpu-blocks-override",),
+        rare=True,
+    )
