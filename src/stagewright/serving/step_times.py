@@ -70,7 +70,9 @@ class StepTimes:
     most_tokens: int
     most_requests: int
     _decode: PlainTable
-    """Steps in which requests decode, and prompts beside them."""
+    """Steps in which requests decode."""
+    _beside: PlainTable | None
+    """Steps in which prompts are computed beside requests that decode; None: there are none."""
     _prompts: PlainTable
     """Steps of prompts alone."""
     _fresh: PlainTable
@@ -80,7 +82,8 @@ class StepTimes:
     _terms: list[list[float]]
     """By term of decode, its seconds for one request beside many, without launches: by knot."""
     _apart: bool
-    """Whether prompts may run in steps of their own, where that is faster (latent attention)."""
+    """Whether prompts may run in steps of their own where that is faster: latent attention, whose
+    form differs, and layers with a state, which have no steps of both."""
     host: HostTimes | None = None
     """What the engine's host adds to each step."""
     _without_host: StepTimes | None = None
@@ -186,7 +189,9 @@ class StepTimes:
         self, tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int
     ) -> float:
         """Seconds of a step with prompts, without the engine's host."""
-        steps = self._decode if decoding else self._prompts if keys > tokens else self._fresh
+        steps = self._beside if decoding else self._prompts if keys > tokens else self._fresh
+        if steps is None:
+            return self._one_after_the_other(tokens, pairs, keys, requests, decoding, decoding_keys)
         logits = requests + decoding * (steps.new - 1)
         if steps.single and tokens <= self.most_tokens:
             value, found = steps.terms[0](tokens, requests, pairs, keys), 0.0
@@ -202,15 +207,23 @@ class StepTimes:
             sums = BatchTotals(tokens, requests, pairs, keys, decoding, decoding_keys)
             found = self._general(steps, sums, logits)
         if decoding and self._apart:
-            new = steps.new
-            own = decoding_keys * new - decoding * new * (new - 1) // 2
-            apart = self._on_gpu(
-                tokens - decoding * new, max(pairs - own, 1), keys - decoding_keys,
-                requests - decoding, 0, 0,
-            )  # fmt: skip
-            apart += (self._without_host or self).decode(decoding, decoding_keys)
+            apart = self._one_after_the_other(
+                tokens, pairs, keys, requests, decoding, decoding_keys
+            )
             return min(found, apart)
         return found
+
+    def _one_after_the_other(
+        self, tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int
+    ) -> float:
+        """Seconds of a step of decode and one of prompts."""
+        new = self._decode.new
+        own = decoding_keys * new - decoding * new * (new - 1) // 2
+        prompts = self._on_gpu(
+            tokens - decoding * new, max(pairs - own, 1), keys - decoding_keys,
+            requests - decoding, 0, 0,
+        )  # fmt: skip
+        return prompts + (self._without_host or self).decode(decoding, decoding_keys)
 
     def _general(self, steps: PlainTable, sums: BatchTotals, logits: int) -> float:
         """With a pipeline, prompts are in one of its batches, and decoding requests in all."""
@@ -347,21 +360,26 @@ def step_times(
     new = 1 + run.num_speculative_tokens
     known = KnownTerms()
 
-    def steps(groups: Sequence[Group], drafts: int) -> tuple[PlainTable, StepTable]:
+    def steps(groups: Sequence[Group], drafts: int, tokens: int) -> tuple[PlainTable, StepTable]:
         # As many requests as replicas have at least one in every batch of a pipeline.
         many = run.dp * run.pp
         of = batch_run(run, [Group(many, g.context_length, g.new_tokens) for g in groups])
         timed = TimedBatches.of(of.resolved(model), model, machine, how)
-        made = table(timed, most_tokens, most_requests * (1 + drafts), known)
+        made = table(timed, tokens, most_requests * (1 + drafts), known)
         return PlainTable(made, drafts), made
 
-    decode, of_decode = steps([Group(1, 1024, new)], run.num_speculative_tokens)
-    latent = bool(model.kv_lora_rank)
-    prompts, _ = steps([Group(1, 1024, 512)], 0)
-    fresh = steps([Group(1, 0, 512)], 0)[0] if latent else prompts
+    drafts, latent = run.num_speculative_tokens, bool(model.kv_lora_rank)
+    decoding, chunk = Group(1, 1024, new), Group(1, 1024, 512)
+    decode, of_decode = steps([decoding], drafts, most_requests * new)
+    beside = None
+    if model.state_space is None:  # as `run.serving_rules` has it
+        beside, _ = steps([decoding, chunk], drafts, most_tokens)
+    prompts, _ = steps([chunk], 0, most_tokens)
+    fresh = steps([Group(1, 0, 512)], 0, most_tokens)[0] if latent else prompts
     knots, values = _decode_terms(of_decode, new)
+    apart = latent or beside is None
     return StepTimes(
-        most_tokens, most_requests, decode, prompts, fresh, knots, values, _apart=latent
+        most_tokens, most_requests, decode, beside, prompts, fresh, knots, values, apart
     )
 
 

@@ -35,6 +35,7 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.table import OPS, Timing
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
+from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
@@ -131,7 +132,13 @@ def launch_mode(run: Run, how: Execution, hardware: Hardware) -> str:
         return {"megatron": "eager", "torchtitan": "compile"}[run.framework]
     # Graphs are captured for steps that decode alone: vLLM's whole ones (`FULL_AND_PIECEWISE`), and
     # those of SGLang and TensorRT-LLM. A chunk of a prompt beside the tokens is launched.
-    return "cuda_graph" if run.mode == "decode" and not run.prompt_length else "compile"
+    return "cuda_graph" if run.mode == "decode" and not _computes_prompts(run) else "compile"
+
+
+def _computes_prompts(run: Run) -> bool:
+    """Whether a resolved decode step computes chunks of prompts besides."""
+    tokens = 1 + run.num_speculative_tokens
+    return any((group.new_tokens or 0) > tokens for group in groups(run))
 
 
 def host_work(
