@@ -280,6 +280,7 @@ def _habits(dice: Dice) -> dict[str, Any]:
         "fsdp_reduce": ("microbatch", "last"),
         "fsdp_shard_dim": ("best", "first", "few_experts_second"),
         "ddp_bucket_cap_mb": (None, 1, 25),
+        "bucket": ("layer", "parameter", "rank"),
         "loss_parallel": (False, True),
         "input_grad_reduce": ("shared", "linear"),
         "whole_embedding_grad": (False, True),

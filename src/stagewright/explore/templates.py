@@ -135,6 +135,8 @@ def unlike(run: Run, order: Order, parts: Parts | None, layers: Int) -> str:
         return f"schedule {run.schedule} on one rank"
     if run.pipeline_caches and run.pp > 1:
         return "pipeline_caches: buffers for each microbatch"
+    if run.bucket == "rank" and run.dp * run.cp > 1:
+        return "bucket=rank: gradients of all layers in one message"
     if run.ddp_bucket_cap_mb and not run.zero and run.dp * run.cp > 1:
         return "ddp_bucket_cap_mb: buckets across layers"
     if len({variant.training for variant in parts.layers}) > 1:

@@ -9,6 +9,7 @@ add a habit: a setting in `run.sections.habits`, and a class here, in `HABITS`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Self
 
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
-from stagewright.lower.assembly.buckets import Item, Row, in_buckets
+from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets, one_by_one
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import NEXT
@@ -144,6 +145,29 @@ class GradientBuckets(Habit):
         return None if forward else in_buckets(items, self.cap, self.FIRST)
 
 
+# ---- nanotron: FP32GradientAccumulator, ZeroDistributedOptimizer ---------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OneBucket(Habit):
+    """A rank's gradients are reduced at once, and its updated parameters gathered at once."""
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """By `bucket`."""
+        return cls() if run.bucket == "rank" else None
+
+    def arrange(
+        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
+    ) -> Sequence[Row] | None:
+        """Gradients are reduced behind backward, when all are made."""
+        return None if forward else in_buckets(items, sys.maxsize, sys.maxsize)
+
+    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row]:
+        """Gathers are last, one for all parameters of a data type."""
+        return gathered_last(items)
+
+
 # ---- PyTorch: torch.distributed.pipelining -------------------------------------------------------
 
 
@@ -221,6 +245,7 @@ HABITS: tuple[type[Habit], ...] = (
     GradientsSetToNone,
     EagerOperators,
     GradientBuckets,
+    OneBucket,
     PipelineCaches,
     RootUnit,
     RingAttention,
@@ -280,6 +305,11 @@ class Habits(Habit):
         """As the first habit has it that changes the order."""
         arranged = (habit.arrange(items, root, forward=forward) for habit in self.habits)
         return next((rows for rows in arranged if rows is not None), None)
+
+    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row]:
+        """As the last habit has it that merges some."""
+        arranged = [habit.arrange_updates(items) for habit in self.habits]
+        return next((rows for rows in arranged if len(rows) < len(items)), one_by_one(items))
 
     def prolong(self, values: StageValues, action: ActionRows) -> None:
         """All habits prolong what they hold."""

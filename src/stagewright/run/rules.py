@@ -157,7 +157,7 @@ _TRAINING = (
     ),
     RunCheck(
         "dp_shard divides dp, and something is sharded",
-        ("dp", "dp_shard", "zero", "reshard_after_forward"),
+        ("dp", "dp_shard", "zero", "reshard_after_forward", "bucket"),
         _all(training_rules.STATE),
     ),
     RunCheck(

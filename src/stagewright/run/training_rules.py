@@ -131,6 +131,11 @@ STATE = (
         "reshard_after_forward=False is about the parameters that zero=3 gathers, got "
         "zero={run.zero}; set zero=3, or drop it",
     ),
+    Refuse(
+        lambda run, model: run.bucket == "rank" and run.zero > 1,
+        "bucket=rank sums whole gradients when all microbatches are done, of which zero={run.zero} "
+        "keeps parts; use zero=0 or 1",
+    ),
 )
 
 RECOMPUTE_AND_OFFLOAD = (

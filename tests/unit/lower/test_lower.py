@@ -545,6 +545,32 @@ def test_overlapping_actions_take_turns() -> None:
     assert hidden > 8 * exposed
 
 
+def test_a_rank_reduces_at_once_and_gathers_at_once() -> None:
+    """As nanotron's ZeRO-1: whole gradients behind backward, parameters behind the last update."""
+    settings = LLAMA | {"dp": 4, "zero": 1, "global_batch_size": 8}
+    (one, each) = (
+        compiled(**settings, bucket=bucket).program.classes[0].tasks for bucket in ("rank", "layer")
+    )
+
+    def moved(t: Tasks, of: str, phase: int) -> list[int]:
+        found = (t.collective == COLLECTIVES.index(of)) & (t.phase == phase) & (t.comm_bytes > 4)
+        return t.comm_bytes[found].tolist()
+
+    (whole,), parts = moved(one, "all_reduce", BACKWARD), moved(each, "reduce_scatter", BACKWARD)
+    assert whole == sum(parts)
+    assert not moved(one, "reduce_scatter", BACKWARD)
+    (gathered,), several = moved(one, "all_gather", OPTIMIZER), moved(each, "all_gather", OPTIMIZER)
+    assert gathered == sum(several)
+    row = int(np.flatnonzero(one.comm_bytes == whole)[0])
+    products = (one.kind == TaskKind.COMPUTE) & (one.phase == BACKWARD)
+    assert row > np.flatnonzero(products)[-1]
+
+
+def test_what_a_rank_keeps_in_parts_is_not_reduced_at_once() -> None:
+    with pytest.raises(UserError, match="bucket=rank sums whole gradients"):
+        compiled(**LLAMA, dp=4, zero=2, bucket="rank")
+
+
 # ---- what cannot be lowered ----------------------------------------------------------------------
 
 

@@ -152,6 +152,18 @@ def test_a_collective_that_is_checked_takes_the_host_as_long_as_its_group_has_ra
     assert set(np.round(more[collective], 3)) == {tp, dp}
 
 
+def test_parts_of_a_gather_of_all_parameters_are_copied_one_by_one() -> None:
+    """Those of four ranks, of six weights of a layer, the table, the last norm and the head."""
+    settings = {**SMALL, "dp": 4, "zero": 1}
+    (t, one), (_, each) = (launched(bucket=bucket, **settings) for bucket in ("rank", "layer"))
+    gather = (t.kind == TaskKind.COLLECTIVE) & (t.phase == PHASES.index("optimizer"))
+    gather &= np.array([op == "all_gather" for op in t.ops])[t.op]
+    assert gather.sum() == 1
+    parameters = 2 * 6 + 3
+    assert one.seconds[gather][0] == pytest.approx(60e-6 + 4 * parameters * 13.5e-6)
+    assert each.seconds.max() < 1e-3
+
+
 def test_hosts_that_send_metadata_take_the_time_for_each_message() -> None:
     settings = {**SMALL, "pp": 2, "global_batch_size": 4}
     tasks, free = launched(**settings)

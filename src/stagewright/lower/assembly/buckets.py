@@ -15,6 +15,8 @@ from stagewright.program.columns import TaskKind
 
 ADDED_CAST = "cast+accumulate"
 """The op of a kernel that adds a gradient to those of microbatches before, in another precision."""
+_MERGED = {TaskPart.REDUCE_ONCE: "bucket", TaskPart.UPDATE: "updated"}
+"""How names of merged messages begin; of others, those of FSDP's root unit."""
 Item = tuple[int, Kernel]
 """A block of the stage, and one of its tasks."""
 Row = list[Item]
@@ -106,12 +108,25 @@ def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:
     return [*rows, *([bucket] if bucket else []), *one_by_one(behind)]
 
 
+def gathered_last(items: Sequence[Item]) -> list[Row]:
+    """The items in order, and behind them one message for the gathers of each group and data type.
+
+    What depends on a gather comes after all of them.
+    """
+    late: set[Kernel] = set()
+    for _, t in items:
+        if t.op == "all_gather" or not late.isdisjoint(d for d in t.deps if isinstance(d, Kernel)):
+            late.add(t)
+    early = [item for item in items if item[1] not in late]
+    return [*one_by_one(early), *_merged([item for item in items if item[1] in late])]
+
+
 def merge_messages(row: Row) -> Kernel:
     """The task of a row: one message in place of several, or the only task as it is."""
     first = row[0][1]
     if len(row) == 1:
         return first
-    name = f"{'bucket' if first.part is TaskPart.REDUCE_ONCE else 'root'}.{first.op}"
+    name = f"{_MERGED.get(first.part, 'root')}.{first.op}"
     size = sum(t.comm_bytes for _, t in row)
     return Kernel(name, first.op, first.kind, first.phase, first.part, axes=first.axes,
                   comm_bytes=size, dtype=first.dtype)  # fmt: skip

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from stagewright.graph.node import BYTES
 from stagewright.graph.roles import CLIP
+from stagewright.lower.assembly.buckets import merge_messages, one_by_one
 from stagewright.lower.assembly.segments import STEP, Segment, SegmentBuilder
 from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
@@ -55,13 +56,18 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
             for c, s in enumerate(stages)
             for i in range(len(s.blocks))
         ]
+        items = [(n, t) for n, (*_, tasks) in enumerate(work) for t in tasks]
         if part is TaskPart.TIE:  # ranks that hold several tables reduce them in one order
-            one_by_one = [(c, s, i, (t,)) for c, s, i, tasks in work for t in tasks]
-            work = sorted(one_by_one, key=lambda item: item[3][0].axes)
-        for c, s, i, tasks in work:
-            placed = s.blocks[i]
-            for t in tasks:
-                row = segment.add(t, placed.label, placed.layer, s.stage)
+            items.sort(key=lambda item: item[1].axes)
+        updates = part is TaskPart.UPDATE
+        rows = stages[0].habits.arrange_updates(items) if updates else one_by_one(items)
+        for merged in rows:
+            _, s, i, _ = work[merged[0][0]]
+            block = s.blocks[i]
+            label, layer = ("", -1) if len(merged) > 1 else (block.label, block.layer)
+            row = segment.add(merge_messages(merged), label, layer, s.stage)
+            for n, t in merged:
+                c, s, i, tasks = work[n]
                 row_of[c, i, t] = row
                 s.values.touch(i, t, (STEP, -1, row))
                 for d in t.deps:
@@ -72,8 +78,8 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
                         segment.deps.append((row, STEP, -1, row_of[c, i, d]))
                     else:
                         segment.deps.append(s.once_per_step(row, i, d))
-            if part is TaskPart.NORM and tasks:
-                norms.append(len(segment.rows) - 1)
+                if part is TaskPart.NORM and t is tasks[-1]:
+                    norms.append(row)
     return segment.finish((STEP, -1))
 
 

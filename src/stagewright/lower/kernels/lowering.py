@@ -34,7 +34,7 @@ class KernelRules(NamedTuple):
     """Consecutive element-wise ops are one kernel."""
     bucket: str = "layer"
     """Which reductions of a block are one message; "step" is "layer", but for gradients that are
-    reduced once per step."""
+    reduced once per step, and "rank" is "layer", but these are all_reduces."""
     key_grads: str = "reduce_scatter"
     """How gradients of gathered keys return to their ranks: `cp_grad_comm_type`."""
     adds_casts: bool = False
@@ -250,7 +250,9 @@ class _Lowering:
             before.made = [n]
             self.at[n] = before
             return []
-        task = self.message(n, n.op, axes)
+        whole = self.rules.bucket == "rank" and n.op == "reduce_scatter"
+        once = self.part(n) is TaskPart.REDUCE_ONCE
+        task = self.message(n, "all_reduce" if whole and once else n.op, axes)
         own = self.rules.bucket == "parameter" or (
             self.rules.bucket == "step" and task.part is TaskPart.REDUCE_ONCE
         )

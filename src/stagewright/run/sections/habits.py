@@ -219,9 +219,13 @@ class HabitSection:
         elsewhere=NO_BACKWARD,
         habits={"torchtitan": "keep"},
     )
-    bucket: Literal["layer", "parameter"] = habit(
+    bucket: Literal["layer", "parameter", "rank"] = habit(
         "layer",
-        "What one collective over dp carries: a layer's gradients, or one parameter's.",
+        "What one collective over dp carries: a layer's gradients, one parameter's, or a rank's.",
         idle=(idle_axes("tp", "dp", "cp"),),
         elsewhere=_NO_GRADIENTS,
     )
+    """`rank`: gradients are summed whole when backward is done, and updated parameters are gathered
+    at once, as nanotron's ZeRO-1 has it: `FP32GradientAccumulator` all-reduces one buffer
+    (`reduce_scatter=False` in src/nanotron/trainer.py), and `_all_gather_params` of
+    `ZeroDistributedOptimizer` flattens the parts of all parameters."""

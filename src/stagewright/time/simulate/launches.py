@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.table import OPS, Timing
-from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
 from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
@@ -80,6 +80,11 @@ LAUNCH_COSTS: Mapping[str, LaunchCost] = {
 TENSOR_LAUNCH = 1.3
 """Microseconds of each further launch in a loop in C++: `cuLaunchKernel` on a host with an x86 CPU
 (github.com/meta-pytorch/tritonbench, pull request 1016)."""
+
+PART_COPY = 13.5
+"""Microseconds to copy a part of a parameter from a buffer that holds those of one rank, called
+from Python: as an operator of PyTorch on DGX H100 (`torch.nn.Linear`: Transformer Engine, issue
+2053). Rows of nanotron with 6,000 parts and more miss 8 to 18 us for each without it."""
 
 COLLECTIVE_CHECK: Mapping[str, float] = {"node": 192.0, "network": 284.0}
 """Microseconds for each rank of its group that a collective's check takes on every host of the
@@ -159,13 +164,42 @@ def host_work(
         _of_class(of.tasks, each, run, how, hardware)
         for of, each in zip(program.classes, modes, strict=True)
     ]
-    if not how.collective_checks:
-        return work
-    checks = _checks(program, hardware)
-    return [
-        each._replace(seconds=(each.seconds.T + _of_collectives(of.tasks, checks)).T)
-        for of, each in zip(program.classes, work, strict=True)
-    ]
+    if how.collective_checks:
+        checks = _checks(program, hardware)
+        work = [
+            each._replace(seconds=(each.seconds.T + _of_collectives(of.tasks, checks)).T)
+            for of, each in zip(program.classes, work, strict=True)
+        ]
+    if run.bucket == "rank" and run.zero:
+        sizes = np.array([*(group.size for group in _groups(program)), 0])
+        seconds = PART_COPY * 1e-6 * hardware.host_factor * sizes
+        work = [
+            each._replace(seconds=(each.seconds.T + _of_parts(of.tasks, seconds)).T)
+            for of, each in zip(program.classes, work, strict=True)
+        ]
+    return work
+
+
+def _groups(program: Program) -> list[Int]:
+    """By communicator the ranks of the group of rank 0."""
+    first = np.zeros(1, np.int64)
+    return [program.members(slot, first) for slot in range(len(program.communicators))]
+
+
+def _of_parts(tasks: Tasks, by_slot: Float) -> Float:
+    """The seconds of copying what one gather of all updated parameters brings.
+
+    nanotron's `all_gather_coalesced` copies the part that each rank of the group has of each
+    parameter. Weights that are one product are one parameter.
+    """
+    gathers = tasks.collective == COLLECTIVES.index("all_gather")
+    updates = np.array(["adamw" in ops_of(op) or "sgd" in ops_of(op) for op in tasks.ops])[tasks.op]
+    joint = joint_rows(replace(tasks, duration=None))
+    once = (tasks.phase[joint.rows] == _FORWARD) & (tasks.microbatch[joint.rows] == 0)
+    merged = int(once.sum()) - len(np.unique(joint.whole[once]))
+    parameters = int(updates.sum()) - merged
+    inside = gathers & (tasks.phase == _OPTIMIZER)
+    return np.where(inside, by_slot[tasks.slot] * parameters, 0.0)
 
 
 def _of_collectives(tasks: Tasks, by_slot: Float) -> Float:
@@ -174,8 +208,7 @@ def _of_collectives(tasks: Tasks, by_slot: Float) -> Float:
 
 def _checks(program: Program, hardware: Hardware) -> Float:
     """By communicator the seconds that its hosts compare a collective before it runs."""
-    first = np.zeros(1, np.int64)
-    groups = [program.members(slot, first) for slot in range(len(program.communicators))]
+    groups = _groups(program)
     nodes = [group // hardware.gpus_per_node for group in groups]
     micros = [
         group.size * COLLECTIVE_CHECK["node" if np.ptp(at) == 0 else "network"]
