@@ -60,6 +60,17 @@ def test_megatron_launches_a_kernel_for_each_expert() -> None:
     assert compiled.seconds.max() < 1e-4
 
 
+@pytest.mark.parametrize(("recipe", "launches"), [("tensorwise", 4), ("blockwise", 2)])
+def test_scales_of_today_are_made_by_kernels_of_their_own(recipe: str, launches: int) -> None:
+    """Transformer Engine's current scaling: zero, maximum, scale, cast, for each expert."""
+    t, work = launched(**EXPERTS, precision="fp8", fp8_recipe=recipe)
+    casts = np.array([op == "cast" for op in t.ops])[t.op] & (t.phase == PHASES.index("forward"))
+    of = LAUNCH_COSTS["eager"]
+    assert work.seconds[casts].max() == pytest.approx(
+        1e-6 * (of.call + (launches * 16 - 1) * of.kernel)
+    )
+
+
 def test_the_host_waits_for_the_tokens_of_experts_and_the_norm_of_gradients() -> None:
     tasks, work = launched(**EXPERTS)
     names = [tasks.names[int(tasks.name[row])] for row in np.flatnonzero(work.waits)]
