@@ -218,14 +218,14 @@ def tie_tables(
     Copies on one rank are one tensor; copies on several ranks exchange their gradients. Raises
     UserError where an order of a rank completes a tensor's gradient too late.
     """
-    ranks: dict[int, frozenset[int]] = {}  # stage -> pipeline ranks that hold it
-    for place in places(order):
-        ranks[place.stage] = ranks.get(place.stage, frozenset()) | {place.rank}
     copies_of: dict[str, list[tuple[int, int]]] = {}  # table -> stage, block
     for s, stage in enumerate(stages):
         for i, (variant, _) in enumerate(stage):
             for name in tied_tables(model, variant.block, variant.layer, variant.begins):
                 copies_of.setdefault(name, []).append((s, i))
+    ranks: dict[int, frozenset[int]] = {}  # stage -> pipeline ranks that hold it
+    for place in places(order) if copies_of else ():
+        ranks[place.stage] = ranks.get(place.stage, frozenset()) | {place.rank}
     ties: dict[tuple[int, int], list[nn.Tie]] = {}
     for name, copies in copies_of.items():
         for at, tie in _ties(name, copies, ranks).items():
