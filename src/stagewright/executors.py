@@ -55,6 +55,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class InTurn:
+    """One job after the other, in this process."""
+
+    def run(
+        self,
+        function: Callable[[Job], Result],
+        jobs: Iterable[Job],
+        done: Callable[[Result], None],
+    ) -> None:
+        """As `Executor.run`; results are heard in the order of the jobs."""
+        for job in jobs:
+            done(function(job))
+
+
 class Threads:
     """Threads of this process."""
 

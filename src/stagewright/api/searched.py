@@ -191,7 +191,7 @@ def search(
     alone = isinstance(hardware, str | Hardware)
     several = ([hardware] if hardware else []) if alone else [*hardware]
     sample = settings.pop("sample", None)
-    wanted = _wanted(settings)
+    how = wanted(settings)
     of = asked(
         {"model": os.fspath(model), **settings},
         hardware=several,
@@ -199,16 +199,17 @@ def search(
         vary=vary,
         model=config,
     )
-    return searched(of, wanted, sample, executor)
+    return searched(of, how, sample, executor)
 
 
-def _wanted(settings: dict[str, Any]) -> Wanted:
+def wanted(settings: dict[str, Any]) -> Wanted:
     """What is asked of a search, taken out of the settings."""
     objective: str | Sequence[str] = settings.pop("objective", "time")
     names = [objective] if isinstance(objective, str) else [*objective]
+    top: int | None = settings.pop("top", None)
     return Wanted(
         known(names),
-        settings.pop("top", TOP),
+        TOP if top is None else top,
         settings.pop("most", None),
         settings.pop("exact", False),
         settings.pop("allow_oom", False),

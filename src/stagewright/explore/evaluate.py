@@ -16,6 +16,7 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.blocks.recipe import PRECISIONS
+from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks, occupancy
@@ -70,7 +71,10 @@ def evaluate(candidates: Candidates) -> Evaluated:
     left = [LeftOut(*refused) for refused in grouped.refused]
     work = _Evaluation(candidates)
     for structure in grouped.found:
-        left += work.add(structure)
+        try:
+            left += work.add(structure)
+        except UserError as error:
+            left.append(LeftOut(structure.candidates, str(error), True))
     work.run()
     return Evaluated(work.figures(), left)
 
@@ -236,7 +240,7 @@ class _Evaluation:
         """Play all pipelines, and find what their ranks hold."""
         lots: dict[Pipeline, list[_PlacedLot]] = {}
         for table in self.tables.values():
-            figures = TemplateFigures.joined(table.parts)
+            figures = TemplateFigures.concatenated(table.parts)
             for shape, batches in table.batches.items():
                 every = _PlayedAlike(*map(np.concatenate, zip(*batches, strict=True)))
                 for pipeline, lot in _lots(shape, table.machine, figures, every):

@@ -14,7 +14,7 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.errors import UserError
-from stagewright.executors import Executor
+from stagewright.executors import Executor, InTurn
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.figures import Figures
 from stagewright.lower.compile import compile
@@ -68,11 +68,7 @@ def exact(
     stopped = False
     try:
         jobs = (_Job(row, candidates.take(slice(row, row + 1))) for row in range(len(candidates)))
-        if executor is None:
-            for job in jobs:
-                keep(_simulated(job))
-        else:
-            executor.run(_simulated, jobs, keep)
+        (executor or InTurn()).run(_simulated, jobs, keep)
     except KeyboardInterrupt:
         if not done:
             raise

@@ -1,7 +1,8 @@
 """Candidates evaluated in columns lot by lot: in this process, in several, or on a Ray cluster.
 
-A lot holds the candidates that agree in whatever decides the graphs of blocks, so that no block is
-built in two lots. Lots do not depend on who evaluates them: the figures are the same to the byte.
+Candidates that agree in whatever decides the graphs of blocks are of one kind, and in one lot, so
+that no block is built in two lots. Pipelines are played once for all kinds of a lot. Lots do not
+depend on who evaluates them: the figures are the same to the byte.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.errors import UserError
-from stagewright.executors import Executor
+from stagewright.executors import Executor, InTurn
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
 from stagewright.explore.exact import Heard, unknown
@@ -23,6 +24,12 @@ from stagewright.run.sections import SETTINGS
 
 STOPPED = "left out by Ctrl-C"
 """The reason of candidates whose lots had not been evaluated when the user stopped the search."""
+
+
+_KINDS = 8
+"""Most kinds of candidates in a lot: they share what pipelines have in common."""
+_LOTS = 4
+"""Lots that there are at least, so that several processes are busy, unless kinds are fewer."""
 
 
 class _NumberedLot(NamedTuple):
@@ -60,11 +67,8 @@ def in_lots(
 
     lots = _lots(candidates)
     try:
-        if executor is None or len(lots) == 1:
-            for lot in lots:
-                keep(_evaluated(lot))
-        else:
-            executor.run(_evaluated, lots, keep)
+        runs = executor if executor is not None and len(lots) > 1 else InTurn()
+        runs.run(_evaluated, lots, keep)
     except KeyboardInterrupt:
         if not done:
             raise
@@ -83,12 +87,13 @@ def in_lots(
 
 
 def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
-    """Candidates that agree in all settings but numbers, and those of the pipeline."""
+    """Candidates by what they agree in: all settings but numbers, and those of the pipeline."""
     apart = {*NUMBERS, *PIPELINE}
     names = [name for name in candidates.columns if name in SETTINGS and name not in apart]
     alike = candidates.distinct(*names)
-    order = np.argsort(alike.of, kind="stable")
-    ends = np.cumsum(np.bincount(alike.of, minlength=len(alike)))[:-1]
+    lot = alike.of // min(_KINDS, max(1, len(alike) // _LOTS))
+    order = np.argsort(lot, kind="stable")
+    ends = np.cumsum(np.bincount(lot))[:-1]
     return [_NumberedLot(at, candidates.take(at)) for at in np.split(order, ends)]
 
 

@@ -188,7 +188,7 @@ class Peaks:
         return cls(stages, np.full(tuples, allowance))
 
     @classmethod
-    def joined(cls, parts: Sequence[Peaks]) -> Peaks:
+    def concatenated(cls, parts: Sequence[Peaks]) -> Peaks:
         """Those of several structures with as many variants: their tuples behind each other."""
         kinds = {
             kind: dict.fromkeys(at for part in parts for at in part.stages[kind])

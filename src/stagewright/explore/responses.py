@@ -97,19 +97,19 @@ class Responses:
         return frozenset(self.actions), tuple(tails), len(some.more), some.layers
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
         """Those of several structures of one form: their tuples behind each other."""
         axes = tuple(dict.fromkeys(axis for part in parts for axis in part.axes))
         first = parts[0]
         places = [[axes.index(axis) for axis in part.axes] for part in parts]
         actions = {
-            key: _joined([part.actions[key] for part in parts], places, len(axes))
+            key: _concat([part.actions[key] for part in parts], places, len(axes))
             for key in first.actions
         }
         tails = {
             kind: RankTail(
                 [
-                    _joined([part.tails[kind].sections[n] for part in parts], places, len(axes))
+                    _concat([part.tails[kind].sections[n] for part in parts], places, len(axes))
                     for n in range(len(tail.sections))
                 ],
                 [
@@ -164,7 +164,7 @@ class Responses:
         return np.sum([of.more[:, rows] for of in parts], axis=0)
 
 
-def _joined(
+def _concat(
     parts: Sequence[LinearResponse], places: Sequence[Sequence[int]], axes: int
 ) -> LinearResponse:
     """Responses behind each other; `places` are the axes of each among all axes."""

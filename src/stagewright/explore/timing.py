@@ -32,13 +32,13 @@ class TemplateFigures(NamedTuple):
     """Distance between the ranks of two neighbouring stages: [tuples]."""
 
     @classmethod
-    def joined(cls, parts: list[TemplateFigures]) -> TemplateFigures:
+    def concatenated(cls, parts: list[TemplateFigures]) -> TemplateFigures:
         """Those of several structures of one form: their tuples behind each other."""
         if len(parts) == 1:
             return parts[0]
         return TemplateFigures(
-            Responses.joined([of.responses for of in parts]),
-            Peaks.joined([of.peaks for of in parts]),
+            Responses.concatenated([of.responses for of in parts]),
+            Peaks.concatenated([of.peaks for of in parts]),
             np.concatenate([of.message for of in parts]),
             np.concatenate([of.stride for of in parts]),
         )
@@ -79,10 +79,10 @@ class MachineTiming:
         """Those of a resolved run's pipeline, and of all of its kind."""
         alike = of, run.vpp > 1, run.schedule in ASYNCHRONOUS
         if alike not in self._known:
-            self._known[alike] = self._found(of, run)
+            self._known[alike] = self._of_kind(of, run)
         return self._known[alike]
 
-    def _found(self, of: Kind, run: Run) -> TemplateFigures:
+    def _of_kind(self, of: Kind, run: Run) -> TemplateFigures:
         made, peaks = self.templates.template(of, run)
         hosts = [self._hosts(made, each, run) for each in (made.base, *made.more)]
         key = of, *(_content(each) for each in hosts)

@@ -24,7 +24,14 @@ from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.program.communicators import Communication, Communicator, Peer
 from stagewright.time.collectives import collectives_seconds, messages_seconds
 from stagewright.time.cost import Kernels, kernels_seconds
-from stagewright.time.experts.kernels import Added, biasing, copying, trains, weighed_within
+from stagewright.time.experts.kernels import (
+    Added,
+    biasing,
+    copying,
+    slots_of_tokens,
+    trains,
+    weighed_within,
+)
 from stagewright.time.fused_products import FusedGemms, Gemms, Joint, fuse, joint_rows, without_sums
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements
@@ -123,11 +130,13 @@ class Known(NamedTuple):
     """Seconds of a kernel alone."""
     joint: dict[tuple[Kernel, ...], tuple[Float, Bool, Float]]
     """By the parts of a product: seconds of each, whether the product is a sum, its bytes."""
+    moved: dict[tuple[Kernel, Communicator], Float]
+    """Seconds of a collective among ranks of the meshes of these programs, which are the same."""
 
     @classmethod
     def none(cls) -> Self:
         """Nothing is known."""
-        return cls({}, {})
+        return cls({}, {}, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,13 +281,7 @@ class Columns:
 
     def _add_copying(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         program = meshes.program
-        exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
-        degree_of = program.mesh.degree_of
-        sharing = [
-            program.communicators[int(s)].axes
-            for s in exchanges
-            if any("ep" in map(degree_of, names) for names in program.degrees_of(int(s)))
-        ]
+        sharing = [program.communicators[s].axes for s in slots_of_tokens(program, tasks)]
         if not sharing:
             return
         ranks = np.max([meshes.size(axes) for axes in sharing], axis=0).astype(np.float64)
@@ -294,15 +297,23 @@ class Columns:
         for slot, op in pairs:
             rows = moves[(keys[0] == slot) & (keys[1] == op)]
             mine, back = np.unique(kernel[rows], return_inverse=True)
-            sizes = self.numbers[2][mine]
-            took = np.zeros_like(sizes)
-            for tuples, places in meshes.groups_of(meshes.program.communicators[slot]):
-                for place in places:
-                    found = collectives_seconds(
-                        COLLECTIVES[op], sizes[:, tuples], place, meshes.machine
-                    )
-                    took[:, tuples] = np.maximum(took[:, tuples], found)
-            seconds[rows] = took[back.ravel()]
+            who = meshes.program.communicators[slot]
+            numbers: list[int] = mine.tolist()
+            asked = [(self.kernels[n], who) for n in numbers]
+            new = [nth for nth, key in enumerate(asked) if key not in self.known.moved]
+            if new:
+                took = self._among(COLLECTIVES[op], self.numbers[2][mine[new]], who, meshes)
+                self.known.moved.update(zip([asked[nth] for nth in new], took, strict=True))
+            seconds[rows] = np.stack([self.known.moved[key] for key in asked])[back.ravel()]
+
+    def _among(self, op: str, sizes: Float, who: Communicator, meshes: MeshColumns) -> Float:
+        """Seconds of collectives of some sizes [collectives, configurations]."""
+        took = np.zeros_like(sizes)
+        for tuples, places in meshes.groups_of(who):
+            for place in places:
+                found = collectives_seconds(op, sizes[:, tuples], place, meshes.machine)
+                took[:, tuples] = np.maximum(took[:, tuples], found)
+        return took
 
     def _messages(self, seconds: Float, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         """Seconds of messages along other axes than the pipeline's: those lie as groups do."""

@@ -26,8 +26,10 @@ from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowed_beside
 from stagewright.time.experts.kernels import (
+    among_experts,
     bias_seconds,
     copying_seconds,
+    slots_of_tokens,
     trains,
     weighed_within,
 )
@@ -98,11 +100,6 @@ class Placements:
         groups = len(wanted[wanted > 0])
         return placements(self.machine, ranks.reshape(groups, -1).astype(np.int64))
 
-    def of_experts(self, slot: int) -> bool:
-        """Whether a communicator belongs to expert parallelism."""
-        degree_of = self.program.mesh.degree_of
-        return any("ep" in map(degree_of, names) for names in self.program.degrees_of(slot))
-
     def routed(self, which: RankClass, routed: Routed | None) -> Routed | None:
         """`routed` as the ranks of a class send tokens: those that prefill, in large messages."""
         mesh = self.program.mesh
@@ -113,8 +110,7 @@ class Placements:
     def copying_seconds(self, which: RankClass) -> Seconds:
         """Seconds of copying rows around all-to-alls of experts, by task of a rank class."""
         tasks, mesh = which.tasks, self.program.mesh
-        exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
-        sharing = [int(s) for s in exchanges if self.of_experts(int(s))]
+        sharing = slots_of_tokens(self.program, tasks)
         if not sharing:
             return np.zeros(len(tasks))
         ranks = max(mesh.size(*self.program.communicators[slot].axes) for slot in sharing)
@@ -151,7 +147,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
 
     def moved(i: int, group: Placement) -> float:
         op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
-        if routed and op == "all_to_all" and placed.of_experts(int(tasks.slot[i])):
+        if routed and op == "all_to_all" and among_experts(placed.program, int(tasks.slot[i])):
             # Gates, one number for each row, are sent with the tokens.
             return dispatch_seconds(size, group, machine, routed) if 16 * size > most else 0.0
         return collective_seconds(op, size, group, machine)[0]

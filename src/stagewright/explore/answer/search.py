@@ -255,12 +255,13 @@ def _simulate_best(state: _SearchState, seen: Bool) -> None:
 
 def _simulate_blind(state: _SearchState, blind: Int, bounds: Float) -> None:
     """Simulate the most promising of candidates that columns cannot evaluate."""
-    per_token = bounds / _step_tokens(state.rows)
+    tokens = _step_tokens(state.rows)
+    per_token = bounds / tokens
     order = blind[np.argsort(per_token[blind], kind="stable")]
     best = state.ranked()
     if len(best) and state.how.objectives[0] in ("time", "mfu"):
         winner = int(best[0])
-        least = float(state.figures().seconds[winner]) / _step_tokens(state.rows)[winner]
+        least = float(state.figures().seconds[winner]) / tokens[winner]
         order = order[per_token[order] < least]
     usual = TOP if len(blind) < len(state.rows) else MOST
     state.simulate(order[: usual if state.how.most is None else state.how.most])
@@ -278,10 +279,10 @@ def _prove(state: _SearchState, bounds: Float) -> None:
     """Simulate all candidates whose lower bounds are below the best, the lowest first."""
     if state.rows.base.cluster.durations is not None:
         raise UserError("--exact needs durations by formula; drop --durations")
-    per_token = bounds / _step_tokens(state.rows)
+    tokens = _step_tokens(state.rows)
+    per_token = bounds / tokens
     order = np.argsort(per_token, kind="stable")
     order = order[~state.done[order]]
-    tokens = _step_tokens(state.rows)
     step = max(state.how.top, 1)
     for begin in range(0, len(order), step):
         best = state.ranked()

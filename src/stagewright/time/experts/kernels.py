@@ -21,7 +21,7 @@ import numpy as np
 from stagewright.arrays import Bool, Float
 from stagewright.graph.node import BYTES, LOW
 from stagewright.graph.table import OPS, Timing
-from stagewright.program.columns import PHASES, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, copies_seconds, memory_seconds
@@ -35,6 +35,18 @@ written in 4 and added up, each; less the 4 that the graph counts."""
 _ACTIVATIONS = {"glu", "glu_bwd", "act", "act_bwd"}
 _WEIGHS = {"weigh", "weigh_bwd"}
 _COPIES = (Timing.TO_EXPERTS, Timing.FROM_EXPERTS)
+
+
+def among_experts(program: Program, slot: int) -> bool:
+    """Whether a communicator belongs to expert parallelism."""
+    degree_of = program.mesh.degree_of
+    return any("ep" in map(degree_of, names) for names in program.degrees_of(slot))
+
+
+def slots_of_tokens(program: Program, tasks: Tasks) -> list[int]:
+    """The communicators over which tasks exchange experts' tokens."""
+    exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
+    return [int(slot) for slot in exchanges if among_experts(program, int(slot))]
 
 
 def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
-    from stagewright.explore.answer.search import Wanted
     from stagewright.explore.exact import Heard
     from stagewright.explore.figures import Figures
     from stagewright.explore.space.asked import SearchRequest
@@ -46,11 +45,11 @@ def search(
     1:64:x2 (each twice the one before). What is not given is tried by default. A run file given by
     --config may hold lists, too. `--as megatron` (or torchtitan) prints the flags of the best.
     """
-    from stagewright.api.searched import searched
+    from stagewright.api.searched import searched, wanted
     from stagewright.views.search import left
 
     _check(out, settings)
-    wanted, place, sample = _wanted(settings), settings.pop("place"), settings.pop("sample")
+    how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = settings["as_family"] if settings["as_family"] in _TOOLS else None
     if tool:
@@ -62,7 +61,7 @@ def search(
         bar.say("constraints ")
         found = request.space.candidates(sample)
         _tell_space(found)
-        result = searched(request, wanted, executor=executor, progress=_heard(bar), found=found)
+        result = searched(request, how, executor=executor, progress=_heard(bar), found=found)
     shared.show_notes(left(result.ranking))
     if as_json:
         shared.print_json(result.summary())
@@ -90,17 +89,6 @@ def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:
     for path in out:
         check_ending(path)
         check_output_file(path, force=force)
-
-
-def _wanted(settings: dict[str, Any]) -> Wanted:
-    """What is asked of the search, taken out of the settings."""
-    from stagewright.explore.answer.objectives import known
-    from stagewright.explore.answer.search import TOP, Wanted
-
-    return Wanted(
-        known(settings.pop("objective")), settings.pop("top") or TOP, settings.pop("most"),
-        settings.pop("exact"), settings.pop("allow_oom"),
-    )  # fmt: skip
 
 
 def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:
