@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stagewright.api.served import Serving, serve
     from stagewright.api.simulated import Simulation, simulate
     from stagewright.errors import UserError
+    from stagewright.imports.module import from_torch
     from stagewright.model.catalog import resolve
     from stagewright.model.config import ModelConfig
     from stagewright.run.settings import Run
@@ -39,6 +40,7 @@ __all__ = [
     "UserError",
     "__version__",
     "compile",
+    "from_torch",
     "generate",
     "load_run",
     "report",
@@ -60,6 +62,7 @@ _HOME = {
     "Table": "texttable",
     "UserError": "errors",
     "compile": "api.compiled",
+    "from_torch": "imports.module",
     "generate": "api.generated",
     "load_run": "api.experiments",
     "report": "api.reported",

@@ -30,9 +30,10 @@ from stagewright.blocks.families.shared import shared_tables
 from stagewright.blocks.families.vision import classifier, patches, projector, tower
 from stagewright.blocks.layers import layer
 from stagewright.blocks.recipe import Recipe
+from stagewright.blocks.text.modules import chained, module_named
 from stagewright.graph.roles import CHOSEN
 from stagewright.model.config import ModelConfig
-from stagewright.model.layers import Layer
+from stagewright.model.layers import ChainLink, Layer
 
 Make = Callable[[ModelConfig, Recipe, Layer], Block]
 
@@ -46,7 +47,9 @@ def _in_tower(make: Make) -> Make:
 
 
 BLOCKS: dict[str, Make] = {
-    "embedding": lambda config, recipe, _: embedding(config, recipe),
+    "embedding": lambda config, recipe, what: (
+        chained(config, recipe, what) if what.module else embedding(config, recipe)
+    ),
     "positions": lambda config, recipe, _: positions(config, recipe),
     "layer": layer,
     "source_embedding": source_embedding,
@@ -55,7 +58,9 @@ BLOCKS: dict[str, Make] = {
     "decoder_layer": decoder_layer,
     "final_norm": final_norm,
     "mtp": mtp,
-    "head": lambda config, recipe, _: head(config, recipe),
+    "head": lambda config, recipe, what: (
+        chained(config, recipe, what) if what.module else head(config, recipe)
+    ),
     "output": lambda config, recipe, _: output(config, recipe),
     "output_with_gradient": lambda config, recipe, _: output(
         config, recipe, gradient_in_forward=True
@@ -70,6 +75,7 @@ BLOCKS: dict[str, Make] = {
     "conditioned_layer": conditioned_layer,
     "denoiser": denoiser,
     "ranking": ranking,
+    "module": chained,
 }
 """The kinds of blocks that a model is a chain of, by name."""
 
@@ -90,6 +96,8 @@ def chain(config: ModelConfig) -> list[PlacedBlock]:
     """The blocks of a model in order."""
     if config.recommendation:
         return [PlacedBlock("ranking", 0)]
+    if config.chain:
+        return _of_modules(config)
     tower = config.tower
     first = tower.num_layers if tower else 0
     if config.encoder_num_layers:
@@ -123,6 +131,26 @@ def chain(config: ModelConfig) -> list[PlacedBlock]:
     return [*begin, *layers, *end]
 
 
+def _of_modules(config: ModelConfig) -> list[PlacedBlock]:
+    """The blocks of a chain of modules; the first and the last one are the model's ends, unless
+    they are its layers."""
+    links = [ChainLink.read(text) for text in config.chain]
+    if not any(link.layers for link in links):
+        alone, *behind = links
+        links = [alone._replace(layers=1), *behind]
+    placed: list[PlacedBlock] = []
+    number = 0
+    for i, link in enumerate(links):
+        name = "embedding" if i == 0 else "head" if i == len(links) - 1 else "module"
+        if not link.layers:
+            placed.append(PlacedBlock(name, layer=Layer(module=link.module)))
+        for _ in range(link.layers):
+            what = config.layer(number)._replace(module=link.module)
+            placed.append(PlacedBlock("layer", number, what))
+            number += 1
+    return placed
+
+
 def _encoder_decoder(config: ModelConfig) -> list[PlacedBlock]:
     """The blocks of the encoder and then of the decoder."""
     first = config.encoder_num_layers
@@ -140,6 +168,10 @@ MADE_ON_EACH_STAGE = frozenset({"encoder_bias", "decoder_bias"})
 
 def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
     """The values that a block takes from blocks before it, besides the stream."""
+    if layer.module:
+        handed = {name for module in config.modules for name in module.hands}
+        module = module_named(config, layer.module)
+        return tuple(name for name, _, _ in module.inputs if name in handed)
     if block == "mtp":
         return (mtp_name(layer.ahead - 1),) if layer.ahead > 1 else ()
     if block in ("encoder_layer", "decoder_layer"):
@@ -156,6 +188,8 @@ def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
 
 def tied_tables(config: ModelConfig, block: str, layer: Layer, begins: frozenset[str]) -> list[str]:
     """The tables of which a block and other blocks have copies; `begins` as in `Recipe`."""
+    if layer.module:
+        return [*module_named(config, layer.module).shared]
     copies = {
         **dict.fromkeys(("embedding", "projector", "source_embedding"), tied(config)),
         "mtp": "wte",

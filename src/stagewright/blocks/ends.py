@@ -164,11 +164,16 @@ def loss(config: ModelConfig, recipe: Recipe) -> Block:
 def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
     """Cross-entropy of the logits of hidden states [B, S, M]."""
     logits = _logits(b, h)
+    return token_loss(b, logits, _labels(logits.shape[:-1], labels))
+
+
+def token_loss(b: Builder, logits: Node, labels: Node) -> Node:
+    """Cross-entropy as the recipe has it: of logits that are whole, gathered or split."""
     if b.recipe.logits == "gathered":
         logits = identity(logits, "logits_whole", role=Role.LOGITS)
     chain = "split" if b.recipe.logits == "split" else "whole"
     eager = chain if b.recipe.operators.eager else ""
-    return cross_entropy(logits, labels, eager=eager)
+    return _cross_entropy(logits, labels, eager)
 
 
 def tied(config: ModelConfig) -> str:
@@ -243,7 +248,10 @@ def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Nod
     `eager`: as PyTorch's log_softmax and nll_loss compute it, on "whole" logits, or on logits that
     may be "split" over the vocabulary.
     """
-    labels = _labels(logits.shape[:-1], name)
+    return _cross_entropy(logits, _labels(logits.shape[:-1], name), eager)
+
+
+def _cross_entropy(logits: Node, labels: Node, eager: str) -> Node:
     t = "bs"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
     if eager == "whole":

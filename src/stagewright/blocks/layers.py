@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from stagewright.algebra.size import Size, size
+from stagewright.algebra.size import Size
 from stagewright.blocks.attention import attention
 from stagewright.blocks.builder import Block, Builder, renamed, stream
 from stagewright.blocks.experts import experts
@@ -17,12 +17,12 @@ from stagewright.blocks.mlp import mlp
 from stagewright.blocks.recipe import Recipe
 from stagewright.blocks.sizes import own_numbers
 from stagewright.blocks.ssm import gated_delta, kimi_delta, lightning, mamba, mamba2
+from stagewright.blocks.text.modules import bare, chained, module_named, part_of_layer
 from stagewright.blocks.training import finish
-from stagewright.errors import UserError
-from stagewright.graph.make import add, identity, leaf
-from stagewright.graph.node import Node, toposort
+from stagewright.graph.make import add, identity
+from stagewright.graph.node import Node
 from stagewright.model.config import ModelConfig
-from stagewright.model.layers import ATTENTIONS, SIDE_BY_SIDE, Layer, Module
+from stagewright.model.layers import ATTENTIONS, SIDE_BY_SIDE, Layer
 
 Branch = Callable[[Builder, Node], Node]  # [B, S, M] -> [B, S, M]
 
@@ -63,9 +63,11 @@ def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
             return of.subs({s: f"{s}_of{what.sizes}" for s in of.symbols if s in own})
 
         return renamed(block, block.name, rename)
+    if what.module:
+        return chained(config, recipe, what)
     b = Builder(config, recipe)
     if config.bare:
-        return _bare(b, next(m for m in config.modules if m.name == what.mixer))
+        return bare(b, module_named(config, what.mixer))
     x = stream(stream_dims(config.residual_streams), b.dtype)
     return finish("layer", b, x, body(b, x, what))
 
@@ -74,7 +76,7 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
     """A layer's new residual stream [B, S, M], or streams [B, S, Streams, M]; `cross` is attention
     to another sequence, which follows the mixer."""
     config = b.config
-    own = {m.name: partial(_as_part_of_layer, m) for m in config.modules}
+    own = {m.name: partial(part_of_layer, m) for m in config.modules}
     mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
     place = config.norm_placement
     if config.parallel_block:
@@ -119,55 +121,3 @@ def _beside(b: Builder, x: Node, h: Node) -> Node:
     routed = b.norm(routed, "experts_post_norm", scope="mlp")
     dense = b.norm(mlp(b, h), "dense_post_norm", scope="mlp")
     return add(dense, routed, name="dense_and_experts", scope="mlp")
-
-
-def _as_part_of_layer(module: Module, b: Builder, h: Node) -> Node:
-    """A user's module as a mixer or an MLP: from [B, S, M] to what is added to the stream."""
-    (first, dims, _), *others = module.inputs
-    if others:
-        names = ", ".join(name for name, _, _ in others)
-        raise UserError(
-            f"module {module.name} has the inputs {names} besides {first}, wanted one input to be "
-            "part of a layer; make them in the module, or use it by itself"
-        )
-    if tuple(size(d) for d in dims) != h.shape:
-        shown = ", ".join(map(str, dims))
-        raise UserError(f"module {module.name}: {first} is [{shown}], wanted [B, S, M] in a layer")
-    y = _built(module, b, {first: identity(h, f"{module.name}.{first}")})
-    if y.shape != h.shape:
-        shown = ", ".join(map(str, y.shape))
-        raise UserError(f"module {module.name} yields [{shown}], wanted [B, S, M] in a layer")
-    return y
-
-
-def _built(module: Module, b: Builder, inputs: dict[str, Node]) -> Node:
-    """A module's output; a UserError names an input or parameter that it does not depend on."""
-    before = set(b.used)
-    y = module.build(b, inputs)
-    needed = set(toposort([y]))
-    own = {name: node for name, node in b.used.items() if name not in before}
-    idle = next((name for name, node in (inputs | own).items() if node not in needed), None)
-    if idle is not None:
-        raise UserError(
-            f"module {module.name}: {module.output} does not depend on {idle}; use it, or leave it "
-            "out"
-        )
-    return y
-
-
-def _bare(b: Builder, module: Module) -> Block:
-    """A module by itself: its inputs and the gradient of its output come from outside."""
-    values: dict[str, Node] = {}
-    for name, dims, dtype in module.inputs:
-        if values:
-            values[name] = leaf("input", dims, dtype or b.dtype, f"{module.name}.{name}")
-        else:
-            values[name] = stream(dims, dtype or b.dtype)
-    y = _built(module, b, values)
-    x, *others = values.values()
-    if b.config.num_layers > 1 and (x.shape, x.dtype) != (y.shape, y.dtype):
-        raise UserError(
-            f"module {module.name} makes {y} of {x}: layers of it cannot follow each other; use "
-            "--layers 1"
-        )
-    return finish("layer", b, x, y, others=[n for n in others if n.dtype == b.dtype])

@@ -20,6 +20,7 @@ from stagewright.model.layers import (
     OwnSizes,
     Reach,
     Recurrence,
+    module_of,
 )
 from stagewright.model.quantization import Quantization
 from stagewright.model.recommendation import Recommendation
@@ -243,7 +244,9 @@ class Architecture:
     """What works on each position in each layer, repeated over them: dense, experts or none. Empty:
     experts where `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
     modules: tuple[Module, ...] = ()
-    """Users' own parts of layers, which `mixers` and `mlps` name."""
+    """Users' own parts of layers, which `mixers` and `mlps` name, or the blocks of `chain`."""
+    chain: Annotated[tuple[str, ...], Excludes("shared blocks", "own sizes")] = ()
+    """Modules that are all blocks, in order: `embed`, `32 layer`, `head`; else: none."""
     shared_blocks: SharedBlocks | None = None
     """What some layers have before their mixers, and share."""
     own_sizes: Annotated[tuple[OwnSizes, ...], Excludes("shared blocks")] = ()
@@ -282,15 +285,14 @@ class Architecture:
     def layer(self, index: int) -> Layer:
         """What this layer is made of."""
         assert 0 <= index < self.num_layers, index
-        mixer = self.mixers[index % len(self.mixers)]
+        mixer, module = self.mixers[index % len(self.mixers)], module_of(self.chain, index)
         shared = self.shared_blocks.layers if self.shared_blocks else (0,)
         block = shared[index % len(shared)]
         sizes = self.layers_with_own_sizes[index % len(self.layers_with_own_sizes)]
-        if self.mlps:
-            return Layer(mixer, self.mlps[index % len(self.mlps)], block=block, sizes=sizes)
         after = index - self.first_dense_layers
         routed = self.num_experts > 0 and after >= 0 and after % self.moe_layer_freq == 0
-        return Layer(mixer, "experts" if routed else "dense", block=block, sizes=sizes)
+        mlps = self.mlps or ("experts" if routed else "dense",)
+        return Layer(mixer, mlps[index % len(mlps)], block=block, sizes=sizes, module=module)
 
     @property
     def head_counts(self) -> tuple[tuple[int, int], ...]:

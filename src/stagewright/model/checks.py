@@ -17,6 +17,7 @@ from stagewright.model.layers import (
     RECURRENCES,
     SIDE_BY_SIDE,
     Attention,
+    ChainLink,
     FeedForward,
     Layer,
     Module,
@@ -169,7 +170,8 @@ def _check_combinations(m: Architecture) -> None:
     _check_shared_blocks(m)
     _check_experts(m)
     _check_own_sizes(m)
-    if any(layer[:2] == ("none", "none") for layer in _layers(m)):
+    _check_chain(m)
+    if not m.chain and any(layer[:2] == ("none", "none") for layer in _layers(m)):
         raise _reject(m, "mlps", "something in every layer whose mixer is none")
     if m.norm_bias and m.norm == "rmsnorm":
         raise _reject(m, "norm_bias", "False: an rmsnorm has no bias")
@@ -189,6 +191,27 @@ def _check_combinations(m: Architecture) -> None:
         raise _reject(m, "attention_chunk_size", wanted)
     _check_indexer(m)
     _check_groups_of_heads(m)
+
+
+def _check_chain(m: Architecture) -> None:
+    """A model that is a chain of modules."""
+    known = {module.name for module in m.modules}
+    try:
+        links = [ChainLink.read(text) for text in m.chain]
+    except (ValueError, AttributeError):
+        links = [ChainLink("")]
+    if not links:
+        return
+    if any(link.module not in known for link in links):
+        wanted = "modules of this file, with a number before those that are layers: embed, 32 layer"
+        raise _reject(m, "chain", wanted)
+    if links[0].layers:
+        raise _reject(
+            m, "chain", "a first module without a number: it reads what comes from outside"
+        )
+    layers = sum(link.layers for link in links)
+    if m.num_layers != max(layers, 1):
+        raise _reject(m, "num_layers", f"the {max(layers, 1)} layers of the chain")
 
 
 def _check_groups_of_heads(m: Architecture) -> None:

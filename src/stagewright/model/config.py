@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from stagewright.model.architecture import Architecture
 from stagewright.model.checks import check
 from stagewright.model.fields import Excludes
-from stagewright.model.layers import Module
+from stagewright.model.layers import Module, shortened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,5 +72,7 @@ class ModelConfig(Architecture):
         """The same model with fewer or more layers, another vocabulary, more tokens predicted."""
         given = {"num_layers": num_layers, "vocab_size": vocab_size}
         given["mtp_num_layers"] = mtp_num_layers
-        others = {name: n for name, n in given.items() if n is not None}
+        others: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
+        if self.chain and num_layers is not None:
+            others["chain"] = shortened(self.chain, num_layers)
         return replace(self, **others) if others else self

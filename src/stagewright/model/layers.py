@@ -51,6 +51,61 @@ class Layer(NamedTuple):
     """The shared block before the mixer, counted from 1; 0: there is no shared block."""
     sizes: int = 0
     """The layer's own sizes, counted from 1 in the model's `own_sizes`; 0: those of the model."""
+    module: str = ""
+    """The module that is all of the block, in a model that is a chain of modules."""
+
+
+class ChainLink(NamedTuple):
+    """A module in a model that is a chain of modules, and how many layers are made of it.
+
+    >>> ChainLink.read("32 layer"), str(ChainLink("head"))
+    (ChainLink(module='layer', layers=32), 'head')
+    """
+
+    module: str
+    layers: int = 0
+    """0: the module stands there once, and is no layer."""
+
+    @classmethod
+    def read(cls, text: str) -> ChainLink:
+        """`32 layer` or `head`; a ValueError for anything else."""
+        *count, name = text.split()
+        if len(count) > 1 or not name.isidentifier() or (count and not count[0].isdecimal()):
+            raise ValueError(text)
+        return cls(name, int(count[0]) if count else 0)
+
+    def __str__(self) -> str:
+        return f"{self.layers} {self.module}" if self.layers else self.module
+
+
+def module_of(chain: tuple[str, ...], index: int) -> str:
+    """The module that a layer of a chain of modules is; nothing where there is no chain.
+
+    >>> module_of(("embed", "3 dense", "58 moe", "head"), 3)
+    'moe'
+    """
+    for link in map(ChainLink.read, chain):
+        if index < link.layers:
+            return link.module
+        index -= link.layers
+    return ""
+
+
+def shortened(chain: tuple[str, ...], layers: int) -> tuple[str, ...]:
+    """The chain with so many layers: the first ones, and more of the last kind where it has fewer.
+
+    >>> shortened(("embed", "3 dense", "58 moe", "head"), 5)
+    ('embed', '3 dense', '2 moe', 'head')
+    """
+    links = [ChainLink.read(text) for text in chain]
+    last = max((i for i, link in enumerate(links) if link.layers), default=-1)
+    made: list[str] = []
+    for i, link in enumerate(links):
+        count = layers if i == last else min(link.layers, layers)
+        layers -= count if link.layers else 0
+        if count or not link.layers:
+            made.append(str(link._replace(layers=count) if link.layers else link))
+    return tuple(made)
 
 
 class Reach(NamedTuple):
@@ -92,6 +147,11 @@ class Module:
     table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Layouts of the module's values and parameters, by full name."""
     output: str = "y"
+    hands: tuple[str, ...] = ()
+    """Further values that it makes for modules behind it in a chain, whose inputs have the names.
+    """
+    shared: tuple[str, ...] = ()
+    """Parameters that other modules of a chain have, too: one tensor, by its name."""
     text: str = ""
     """The text of the `.stg` file that defines the module."""
 

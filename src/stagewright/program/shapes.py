@@ -16,7 +16,7 @@ from typing import Any
 from stagewright.algebra.index import parse
 from stagewright.algebra.size import Size, size
 from stagewright.arithmetic import ceil, largest
-from stagewright.graph.cost import extents, indices
+from stagewright.graph.cost import extents, flops, indices
 from stagewright.graph.node import Node
 from stagewright.graph.table import OPS, Timing, heads
 from stagewright.program.columns import Shape
@@ -41,6 +41,8 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
         return Shape(GEMM, _gemm(n, sizes), joint)
+    if OPS[n.op].timing is Timing.PRODUCT:
+        return Shape(GEMM, _of_flops(n, sizes, flops(n, extent)))
     if OPS[n.op].timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
         return Shape(n.op, _attention(n, sizes))
     ops = "+".join(dict.fromkeys(m.op for m in cluster))
@@ -72,6 +74,17 @@ def _gemm(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
         (name, math.prod(size for x, size in sizes.items() if role.get(x, "k") == name))
         for name in ("batch", "m", "n", "k")
     )
+
+
+def _of_flops(n: Node, sizes: dict[str, int], work: Any) -> tuple[tuple[str, int], ...]:
+    """A convolution as a matrix product of equal FLOPs: the result's rows and columns are known."""
+    spec = parse(str(n["spec"]))
+    second = {x for dim in spec.ins[1] for x in dim}
+    kept = [x for dim in spec.out for x in dim]
+    columns = math.prod([sizes[x] for x in kept if x in second], start=1)
+    rows = math.prod([sizes[x] for x in kept if x not in second], start=1)
+    k = max(1, ceil(work) // max(1, 2 * rows * columns))
+    return (("batch", 1), ("m", rows), ("n", columns), ("k", k))
 
 
 def _attention(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:

@@ -23,7 +23,11 @@ from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
 from stagewright.run.settings import Run
 
 CONFIG = ROOT / "src/stagewright/data/configs/llama-3.1-70b.json"
-SLOW = {"stagewright validate --source korthikanti --json"}  # some 20 s
+SLOW = {
+    "stagewright validate --source korthikanti --json",  # some 20 s
+    "stagewright import model.py:factory -o model.stg",  # these need PyTorch
+    "stagewright import exported.pt2 -o model.stg --approximate",
+}
 
 
 def code(line: str) -> int:

@@ -74,6 +74,7 @@ INDEX = {name: value for name, value in SCORES.items() if name != "top"}
 GQA_BLOCKS = GQA.replace("k", "K").replace("->", ",bqgT->")
 BLOCKS, ALONE = {"top_block": 2}, {"weighed": False}
 OWN_BLOCK = INDEX | BLOCKS | {"local": True}
+WINDOW = {"stride": 1, "padding": 0, "dilation": 1, "transposed": False}
 QKV, DELTA = "bSgn,bSgn,bSghp", "bSgN,bSgN,bSghp"
 LINEAR = {"kernel": "linear", "chunk": 4, "scale": 0.5}
 
@@ -275,6 +276,16 @@ EXAMPLES = [
     Example("embedding", "bg,gvm->bgm", fixed=(0,), integers=TOKENS),
     *(Example("pscan", s, {"dim": 1}) for s in ("bSm,bSm->bSm", "bSfp,bSfp->bSfp")),
     Example("first_token", "bsm->bm"),
+    Example("shift", "bsm->bsm", {"by": 0.5}),
+    Example("conv", "bmH,fmT->bfP", WINDOW | {"padding": 1, "stride": 1}, out="BFP"),
+    Example("conv", "bmH,fmT->bfN", WINDOW | {"padding": 1, "stride": 3}, out="BFN"),
+    Example(
+        "conv", "bmN,fmT->bfO", WINDOW | {"transposed": True, "stride": 2, "padding": 1}, out="BFO"
+    ),
+    Example("conv", "bmHL,fmTI->bfPN", WINDOW | {"padding": 1}, out="BFPN"),
+    Example("conv", "bgdH,gndT->bgnP", WINDOW | {"padding": 1, "dilation": 1}, out="BGNP"),
+    Example("opaque", "bsm,mf->bsF", {"fn": "unknown"}),
+    Example("opaque", "bSm->bP", {"fn": "unknown"}, out="BP"),
     Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
     Example("embedding", "s,vm->sm", fixed=(0,), integers=("positions", "")),
     Example("max", "bsv->bs", fixed=(0,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from stagewright.algebra.index import parse as parse_spec
@@ -25,19 +26,37 @@ def read_degrees(text: Reference) -> tuple[str, ...]:
     return degrees
 
 
-def check_spec(op: str, text: Reference, *, shaped: bool) -> None:
-    """An index expression that can be read, of which the operands give every size."""
+def split_letters(spec: str, text: Reference) -> tuple[dict[str, Reference], str]:
+    """Sizes of letters of the result, as in `bsaD->bsaN; N=Plain, first=true`, and the rest."""
+    letters = {x for x in spec.partition("->")[2] if x.isalpha()}
+    sized: dict[str, Reference] = {}
+    rest: list[str] = []
+    for nth, part in parts(text.name, ","):
+        key, equals, word = (piece.strip() for piece in part.partition("="))
+        if equals and key in letters:
+            sized[key.lower()] = Reference(word, text.at + nth + part.index("=") + 1)
+        else:
+            rest.append(part)
+    return sized, ", ".join(rest) if sized else text.name
+
+
+def check_spec(
+    op: str, text: Reference, *, shaped: bool, sized: Container[str] = frozenset()
+) -> None:
+    """An index expression that can be read, of which the operands, or `sized`, give every size."""
     try:
         spec = parse_spec(text.name.strip())
     except ValueError as error:
         raise NotationError(f"{op}: {error}", text.at) from None
     known = {x for dims in spec.ins for dim in dims for x in dim}
-    for unknown in (x for dim in spec.out for x in dim if x not in known):
+    for unknown in (x for dim in spec.out for x in dim if x not in known and x not in sized):
         if not shaped:
             place = text.name.lower().index(unknown, text.name.index("->"))
             raise NotationError(
                 f"{op}: no operand has the index {unknown!r} of the result; use one of "
-                f"{', '.join(sorted(known))}, or name the value and its shape: y[B/dp, S, M] = ...",
+                f"{', '.join(sorted(known))}, or name the value and its shape: "
+                f"y[B/dp, S, M] = ..., or say its size: "
+                f"{op}[{text.name.strip()}; {unknown.upper()}=128]",
                 text.at + place,
             )
 

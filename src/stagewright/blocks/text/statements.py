@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from stagewright.algebra.index import bind
 from stagewright.algebra.index import parse as parse_spec
 from stagewright.algebra.notation import NotationError, Tensor, where
-from stagewright.algebra.size import Size
+from stagewright.algebra.size import Size, product
 from stagewright.blocks.builder import Builder
+from stagewright.blocks.ends import token_loss
+from stagewright.blocks.experts import experts
 from stagewright.errors import UserError
 from stagewright.graph.cost import flops
 from stagewright.graph.make import apply, identity, leaf, letters
@@ -46,7 +49,7 @@ class Reference(NamedTuple):
 
 
 class Call(NamedTuple):
-    """`op[spec; attributes](arguments)`, or `Collective[degrees](argument)`."""
+    """`op[spec; attributes](arguments)`, `Collective[degrees](argument)` or `part[word](...)`."""
 
     op: str
     at: int
@@ -54,6 +57,8 @@ class Call(NamedTuple):
     attributes: Mapping[str, Any]
     degrees: tuple[str, ...]
     arguments: tuple[Reference | Call, ...]
+    letters: Mapping[str, Size] = {}
+    """Sizes of letters of the result that no operand shows."""
 
 
 class Statement(NamedTuple):
@@ -62,6 +67,8 @@ class Statement(NamedTuple):
     name: str
     at: int
     value: Reference | Call | None
+    scope: str = ""
+    """The part of a layer that it belongs to, such as `attention`; empty: the module."""
 
 
 Input = tuple[str, tuple[Size, ...], str]
@@ -84,6 +91,41 @@ class Draft:
     shapes: dict[str, tuple[Size, ...]] = field(default_factory=dict[str, tuple[Size, ...]])
     known: set[str] = field(default_factory=set[str])
     output: str = ""
+    hands: list[str] = field(default_factory=list[str])
+    shared: list[str] = field(default_factory=list[str])
+    scope: str = ""
+
+    @property
+    def tables(self) -> frozenset[str]:
+        """The parameters whose rows are looked up by number."""
+        calls = [s.value for s in self.statements if isinstance(s.value, Call)]
+        made = (c.arguments[1] for c in calls if c.op == "embedding" and len(c.arguments) > 1)
+        return frozenset(of.name for of in made if isinstance(of, Reference))
+
+    def _is_linear(self, of: Call) -> bool:
+        """Whether a call is the product of a value with a parameter, in the usual precision."""
+        parameters = {s.name for s in self.statements if s.value is None}
+        return (
+            of.op == "einsum"
+            and not of.attributes.keys() - {"by"}
+            and len(of.arguments) == 2
+            and isinstance(of.arguments[0], Reference)
+            and of.arguments[0].name not in parameters
+            and isinstance(of.arguments[1], Reference)
+            and of.arguments[1].name in parameters
+        )
+
+    def _readers(self, of: Call) -> int:
+        """How many products with parameters read what this one reads."""
+        x = of.arguments[0]
+        name = x.name if isinstance(x, Reference) else ""
+        return sum(
+            1
+            for call in _calls(s.value for s in self.statements)
+            if self._is_linear(call)
+            and isinstance(call.arguments[0], Reference)
+            and call.arguments[0].name == name
+        )
 
     def place(self, name: str, layout: Tensor, shape: tuple[Size, ...]) -> None:
         """Say where a value lives, and its shape."""
@@ -97,6 +139,8 @@ class Draft:
                 made[s.name] = self._make(s, made, b)
             except NotationError as error:
                 raise UserError(f"{self.file}, {where(self.text, error.at)}: {error}") from None
+            if s.name in self.hands:
+                b.make(s.name, made[s.name])
         return made[self.output]
 
     def _make(self, s: Statement, made: Mapping[str, Node], b: Builder) -> Node:
@@ -104,9 +148,12 @@ class Draft:
         if s.value is None:
             pairs = zip(self.shapes[s.name], self.table[full].axes, strict=True)
             dims = ("/".join((str(dim), *axes)) if axes else dim for dim, axes in pairs)
-            return b.param(full, *dims, scope=self.name)
+            scope = s.scope or self.name
+            if s.name in self.shared:
+                return b.param(s.name, *dims, scope=scope, tied=s.name, rows=0)
+            return b.param(full, *dims, scope=scope, rows=0 if s.name in self.tables else -1)
         moves = isinstance(s.value, Call) and s.value.op in COLLECTIVES
-        value = self._value(s.value, made, full, None if moves else out)
+        value = self._value(s.value, made, full, s.scope or self.name, b, None if moves else out)
         if out is not None and value.shape != out:
             got, wanted = (", ".join(map(str, shape)) for shape in (value.shape, out))
             raise NotationError(f"{s.name} is [{got}] here, wanted [{wanted}] as written", s.at)
@@ -117,18 +164,30 @@ class Draft:
         of: Reference | Call,
         made: Mapping[str, Node],
         name: str,
+        scope: str,
+        b: Builder,
         out: tuple[Size, ...] | None = None,
     ) -> Node:
         """A value; what a call makes gets a name."""
         if isinstance(of, Reference):
             return made[of.name]
         xs = [
-            self._value(a, made, f"{name}.{i}" if i else f"{name}.in")
+            self._value(a, made, f"{name}.{i}" if i else f"{name}.in", scope, b)
             for i, a in enumerate(of.arguments)
         ]
+        if of.op in PARTS:
+            try:
+                return PARTS[of.op](b, of.spec, *xs)
+            except (ValueError, TypeError, AssertionError) as error:
+                raise NotationError(f"{of.op}: {error}", of.at) from None
         if of.op not in COLLECTIVES:
             try:
-                return self._apply(of, xs, name, out)
+                if self._is_linear(of) and b.config.chain:
+                    joint = f"{self.name}.{xs[0].name}" if self._readers(of) > 1 else ""
+                    x, w = xs
+                    return b.linear(of.spec, x, w, name, scope=scope, joint=joint)
+                own = {"dtype": b.dtype} if of.op == "embedding" else {}
+                return self._apply(of, xs, name, scope, out, {**own, **of.attributes})
             except (ValueError, AssertionError, IndexError) as error:
                 raise NotationError(f"{of.op}: {error}", of.at) from None
         # The argument under a name and a layout: the collective has to lead there.
@@ -138,7 +197,15 @@ class Draft:
         asked = Asked(COLLECTIVES[of.op], of.degrees, where(self.text, of.at))
         return identity(xs[0], name, binding=Binding(asked=asked))
 
-    def _apply(self, of: Call, xs: list[Node], name: str, out: tuple[Size, ...] | None) -> Node:
+    def _apply(
+        self,
+        of: Call,
+        xs: list[Node],
+        name: str,
+        scope: str,
+        out: tuple[Size, ...] | None,
+        attributes: Mapping[str, Any],
+    ) -> Node:
         dim = of.attributes.get("dim", 0)
         if not -len(xs[0].shape) <= dim < len(xs[0].shape):
             raise ValueError(f"no dim {dim} of [{', '.join(map(str, xs[0].shape))}]")
@@ -146,17 +213,66 @@ class Draft:
         parsed = parse_spec(spec)
         shown = {x for dims in parsed.ins for d in dims for x in d}
         hidden = out is not None and any(x not in shown for d in parsed.out for x in d)
+        if of.letters:
+            sizes = {**bind(parsed, [x.shape for x in xs]), **of.letters}
+            out, hidden = tuple(product(sizes[x] for x in d) for d in parsed.out), True
         if of.op in ("einsum", "attention") and len({x.dtype for x in xs}) > 1:
             raise NotationError(f"{of.op} of {', '.join(x.dtype for x in xs)}; cast first", of.at)
-        role = Role.CORE if of.op == "attention" else None
+        role = None
+        if of.op == "attention":
+            role, scope = Role.CORE, "attention.core"
+            xs = [
+                _operand_of_attention(x, which) for x, which in zip(xs, "qkv", strict=False)
+            ] + xs[3:]
         made = apply(
-            of.op, spec, *xs, out=out if hidden else None, scope=self.name, name=name, role=role,
-            **of.attributes,
+            of.op, spec, *xs, out=out if hidden else None, scope=scope, name=name, role=role,
+            **attributes,
         )  # fmt: skip
         if not _is_form(made):
             shapes = ", ".join(f"[{', '.join(map(str, x.shape))}]" for x in xs)
             raise ValueError(f"cannot be {spec} of {shapes}; the reference of ops has its form")
         return made
+
+
+def _calls(of: Iterable[Reference | Call | None]) -> Iterator[Call]:
+    """All calls in some values, and in their arguments."""
+    for each in of:
+        if isinstance(each, Call):
+            yield each
+            yield from _calls(each.arguments)
+
+
+def _operand_of_attention(x: Node, which: str) -> Node:
+    """Queries, keys or values where context parallelism has them for attention."""
+    place, role = f"{which}_core", None if which == "q" else Role.KEYS
+    return identity(x, x.name, role=role, binding=Binding(like=place)) if len(x.shape) == 4 else x
+
+
+def _at(b: Builder, place: str, x: Node) -> Node:
+    """A value where strategies have the value that is called `place`."""
+    if not place:
+        raise ValueError("which place? write a name such as at[branch](x)")
+    return identity(x, x.name, binding=Binding(like=place))
+
+
+def _experts(b: Builder, _: str, x: Node) -> Node:
+    """The model's mixture of experts, as its fields describe the experts."""
+    if not b.config.num_experts:
+        raise ValueError("the model has no num_experts")
+    return experts(b, x)
+
+
+def _cross_entropy(b: Builder, _: str, logits: Node, labels: Node) -> Node:
+    """The mean over tokens of the cross-entropy of logits over the last dim."""
+    return token_loss(b, logits, labels)
+
+
+PARTS: Mapping[str, Callable[..., Node]] = {
+    "at": _at,
+    "experts": _experts,
+    "cross_entropy": _cross_entropy,
+}
+"""What a text may write like an op, and is made of several: parts that presets have, too."""
 
 
 def _is_form(n: Node) -> bool:

@@ -23,10 +23,17 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.notation import DEGREES, NotationError, Tensor, parts, tensor, where
 from stagewright.algebra.size import Size, size
-from stagewright.blocks.text.brackets import check_spec, read_attributes, read_degrees, read_value
+from stagewright.blocks.text.brackets import (
+    check_spec,
+    read_attributes,
+    read_degrees,
+    read_value,
+    split_letters,
+)
 from stagewright.blocks.text.statements import (
     COLLECTIVES,
     OPS_OF_TEXTS,
+    PARTS,
     Call,
     Draft,
     Reference,
@@ -39,7 +46,7 @@ from stagewright.model.architecture import LIMITS
 from stagewright.model.checks import kinds
 from stagewright.model.config import ModelConfig
 from stagewright.model.fields import rules
-from stagewright.model.layers import Module
+from stagewright.model.layers import ChainLink, Module
 from stagewright.model.presets import PRESETS
 
 MOST_DEPTH = 100  # of calls in calls
@@ -88,9 +95,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*[*']?")
 _WORD = re.compile(r"[^\s#]+")
 """Anything without blanks: names of models have dots and dashes."""
 _REST = re.compile(r"[^\n#]*")
-_KEYWORDS = ("module", "model", "size", "input", "param", "output")
+_KEYWORDS = ("module", "model", "size", "input", "param", "output", "scope")
 _LINE_ENDS = ("", "\n")
 _KINDS = ("mixers", "mlps")
+_MANY = (*_KINDS, "chain")
 _FIELDS = sorted({*ModelConfig.__dataclass_fields__} - {"name", "source", "modules", "bare"})
 
 
@@ -169,6 +177,9 @@ class _Parser:
                     return self.begin_model()
                 case "size" | "input" | "param" | "output":
                     return self.declare(first.name)
+                case "scope":
+                    self.current().scope = self.match("a part of a layer, such as attention").name
+                    return None
                 case _:
                     raise NotationError(
                         f"cannot read {first.name!r}; wanted name = op(values), or one of "
@@ -197,6 +208,9 @@ class _Parser:
         name = self.match("the value that the module yields" if kind == "output" else f"a {kind}")
         if kind == "output":
             draft.output = self.known(name)
+            while self.peek() == ",":
+                self.at += 1
+                draft.hands.append(self.known(self.match("a further value that the module yields")))
             return
         if kind == "size":
             return self.size(draft, name)
@@ -212,7 +226,12 @@ class _Parser:
         if kind == "param":
             if not shape:
                 raise NotationError(f"parameter {name.name} has no dims; use [1]", at)
-            draft.statements.append(Statement(name.name, name.at, None))
+            draft.statements.append(Statement(name.name, name.at, None, draft.scope))
+            if self.peek() not in _LINE_ENDS:
+                word = self.match("shared, or the end of the line")
+                if word.name != "shared":
+                    raise NotationError(f"got {word.name!r}, wanted shared or nothing", word.at)
+                draft.shared.append(name.name)
             return
         dtype = None if self.peek() in _LINE_ENDS else self.match("a data type")
         if dtype and dtype.name not in BYTES:
@@ -246,7 +265,7 @@ class _Parser:
         self.new(draft, name)
         if placed:
             draft.place(name.name, *placed)
-        draft.statements.append(Statement(name.name, name.at, value))
+        draft.statements.append(Statement(name.name, name.at, value, draft.scope))
 
     def new(self, draft: Draft, name: Reference) -> None:
         if name.name in draft.known:
@@ -295,8 +314,8 @@ class _Parser:
             if len(bracket.name) > 2:
                 raise NotationError(f"{name.name} is given nothing; wanted (values)", self.at)
             return Reference(self.known(name), name.at)
-        if name.name not in COLLECTIVES and name.name not in OPS_OF_TEXTS:
-            hint = did_you_mean(name.name, (*OPS_OF_TEXTS, *COLLECTIVES))
+        if name.name not in {*COLLECTIVES, *OPS_OF_TEXTS, *PARTS}:
+            hint = did_you_mean(name.name, (*OPS_OF_TEXTS, *COLLECTIVES, *PARTS))
             hint = hint or "; `stagewright ops` lists those that there are"
             raise NotationError(f"no op {name.name!r}{hint}", name.at)
         self.take("(", "")
@@ -313,14 +332,19 @@ class _Parser:
             if len(arguments) != 1:
                 raise NotationError(f"{name.name} moves one value, got {len(arguments)}", name.at)
             return Call(*name, "", {}, read_degrees(inner), tuple(arguments))
+        if name.name in PARTS:
+            return Call(*name, inner.name.strip(), {}, (), tuple(arguments))
         spec, semicolon, more = inner.name.partition(";" if "->" in inner.name else "\n")
         if "->" not in inner.name:
             spec, more = "", inner.name
-        else:
-            check_spec(name.name, Reference(spec, inner.at), shaped=shaped)
         start = inner.at + len(spec) + len(semicolon)
+        sized, more = split_letters(spec, Reference(more, start))
+        if spec:
+            check_spec(name.name, Reference(spec, inner.at), shaped=shaped, sized={*sized})
         attributes = read_attributes(name, Reference(more, start))
-        return Call(*name, spec.strip(), attributes, (), tuple(arguments))
+        draft = self.current()
+        letters = {x: self.read_size(draft, *of) for x, of in sized.items()}
+        return Call(*name, spec.strip(), attributes, (), tuple(arguments), letters)
 
     def end_module(self) -> None:
         draft, self.draft = self.draft, None
@@ -335,7 +359,7 @@ class _Parser:
         draft.output = draft.output or made[-1].name
         self.modules[draft.name] = Module(
             draft.name, draft.build, tuple(draft.inputs), draft.numbers, draft.table,
-            draft.output, self.text,
+            draft.output, tuple(draft.hands), tuple(draft.shared), self.text,
         )  # fmt: skip
 
     # ---- the model -------------------------------------------------------------------------------
@@ -364,7 +388,7 @@ class _Parser:
         if key.name in _KINDS:
             self.words += [(key.name, Reference(*place)) for place in places]
         words = [read_value(word) for word, _ in places]
-        many = len(words) > 1 or key.name in _KINDS
+        many = len(words) > 1 or key.name in _MANY
         self.settings[key.name] = tuple(words) if many else words[0]
         self.places[key.name] = key.at
 
@@ -394,8 +418,11 @@ class _Parser:
         try:
             base = self.resolve(like.name) if like else ModelConfig(name=name.name, **_ONES)
             base = replace(base, name=name.name, modules=modules, source=self.path)
+            if "chain" in self.settings:
+                layers = sum(_layers(text) for text in self.settings["chain"])
+                self.settings.setdefault("num_layers", max(layers, 1))
             for key, value in self.settings.items():
-                at = self.places[key]
+                at = self.places.get(key, self.places.get("chain", name.at))
                 if rules(ModelConfig)[key].wanted(value):
                     replace(base, **{key: value})
             at = name.at
@@ -416,3 +443,11 @@ def _number(value: Size) -> int | None:
         return value.value({})
     except ValueError:
         return None
+
+
+def _layers(text: str) -> int:
+    """How many layers a link of a chain is; none where it cannot be read, which a check refuses."""
+    try:
+        return ChainLink.read(str(text)).layers
+    except ValueError:
+        return 0

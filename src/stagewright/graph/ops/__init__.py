@@ -8,6 +8,7 @@ from stagewright.graph.ops import (
     attention,
     dense,
     experts,
+    general,
     indexer,
     state,
     step,
@@ -16,7 +17,7 @@ from stagewright.graph.ops import (
 )
 from stagewright.graph.table import OPS
 
-FAMILIES = (dense, streams, attention, indexer, state, experts, vocabulary, step)
+FAMILIES = (dense, streams, attention, indexer, state, experts, vocabulary, general, step)
 """Modules of rows, in the order of the table."""
 
 for _family in FAMILIES:

@@ -1,0 +1,68 @@
+"""The command that writes a PyTorch module as the text of a model."""
+
+from __future__ import annotations
+
+import click
+
+from stagewright.cli import shared
+from stagewright.cli.help import Entry, command
+from stagewright.errors import UserError
+
+
+@command
+@click.argument("source", metavar="FILE.py:FACTORY")
+@click.option("-o", "--out", required=True, metavar="FILE.stg", help="The model as text.")
+@click.option("--static", is_flag=True, help="All sizes of inputs stay as in the example.")
+@click.option(
+    "--approximate",
+    is_flag=True,
+    help="Count operations that the table lacks by the bytes that they read and write.",
+)
+@click.option(
+    "--loss/--no-loss", default=None, help="Whether the output are scores: add their cross-entropy."
+)
+@click.option(
+    "--recording", metavar="FILE.json", help="Keep what was traced, too: SOURCE without PyTorch."
+)
+def import_(
+    source: str,
+    out: str,
+    static: bool,
+    approximate: bool,
+    loss: bool | None,
+    recording: str | None,
+) -> None:
+    """Write a PyTorch module as a model in text, which any command takes as MODEL.
+
+    FACTORY is a function of FILE.py that returns an nn.Module and its example inputs; both may be
+    on the meta device. A program saved with torch.export.save (.pt2) may stand in its place, or
+    what --recording has written (.json). Needs PyTorch: pip install 'stagewright[torch]'.
+    """
+    from stagewright.files import write_text
+    from stagewright.imports.module import model_of, recorded
+    from stagewright.imports.translate import Options, translate
+
+    if not out.endswith(".stg"):
+        raise UserError(f"--out is {out!r}, wanted a file that ends with .stg")
+    traced = recorded(source, static=static)
+    translated = translate(traced, Options(None, approximate, loss))
+    model = model_of(translated, traced.name)
+    write_text(out, translated.text)
+    if recording:
+        write_text(recording, traced.to_json())
+    for note in translated.notes:
+        shared.say(f"note: {note}")
+    modules = ", ".join(model.chain)
+    shared.say(f"{out}: {traced.parameters:,} parameters; {modules}")
+
+
+import_.name = "import"
+
+ENTRY = Entry(
+    28,
+    import_,
+    (
+        "stagewright import model.py:factory -o model.stg",
+        "stagewright import exported.pt2 -o model.stg --approximate",
+    ),
+)

@@ -1,0 +1,111 @@
+"""Attention in parts, `softmax(q k') v`, as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from stagewright.imports.calls import OpCall
+
+_BETWEEN = ("cast", "dropout", "view", "reshape", "scale", "shift")
+
+
+def fuse_attention(calls: dict[str, OpCall]) -> dict[str, OpCall]:
+    """The calls with one `attention` in place of two products and the softmax between them."""
+    readers: dict[str, list[OpCall]] = {}
+    for call in calls.values():
+        for name in call.operands:
+            readers.setdefault(name, []).append(call)
+    made = dict(calls)
+    for call in calls.values():
+        if call.op == "softmax":
+            found = _attention(calls, readers, call)
+            if found is not None:
+                made[found.name] = found
+    return made
+
+
+def _attention(
+    calls: Mapping[str, OpCall], readers: Mapping[str, list[OpCall]], softmax: OpCall
+) -> OpCall | None:
+    attrs: dict[str, Any] = {
+        "causal": bool(softmax.attrs.get("causal")),
+        "window": softmax.attrs.get("window", 0),
+    }
+    scores = _source(calls, softmax, attrs)
+    result = _last(readers, softmax)
+    if scores is None or result is None or len(scores.out) != len(softmax.shape):
+        return None
+    if calls[result.operands[0]].shape != softmax.shape or scores.shape != softmax.shape:
+        return None
+    for product, operand in ((scores, 0), (scores, 1), (result, 1)):
+        if calls[product.operands[operand]].op == "param":
+            return None
+    names: dict[object, int | str] = dict(zip(scores.out[:-3], range(9), strict=False))
+    names |= dict(zip(scores.out[-3:], "hqk", strict=True))
+    summed = [x for x in scores.ins[0] if x not in scores.out]
+    if len(summed) != 1 or len(scores.out) < 3:
+        return None
+    names[summed[0]] = "d"
+    q, k = (tuple(names.get(x, x) for x in labels) for labels in scores.ins)
+    back: dict[object, int | str] = dict(
+        zip(result.ins[0], (*range(len(scores.out) - 3), "h", "q", "k"), strict=True)
+    )
+    fresh = [x for x in result.ins[1] if x not in back]
+    if len(fresh) != 1:
+        return None
+    back[fresh[0]] = "v"
+    v, out = (tuple(back[x] for x in labels) for labels in (result.ins[1], result.out))
+    if "k" in out or "q" not in out:
+        return None
+    operands = (*scores.operands, result.operands[1])
+    return replace(
+        result, op="attention", operands=operands, ins=(q, k, v), out=out, attrs=attrs,
+        whole=frozenset({"d", "v"}),
+    )  # fmt: skip
+
+
+def _source(calls: Mapping[str, OpCall], softmax: OpCall, attrs: dict[str, Any]) -> OpCall | None:
+    """The product that scores are, behind scaling, a limit and a constant mask."""
+    at = calls[softmax.operands[0]]
+    for _ in range(10):
+        if at.op == "einsum":
+            return at
+        if at.op == "act" and at.attrs.get("fn") == "softcap":
+            attrs["softcap"] = at.attrs["cap"]
+        elif at.op == "add":
+            mask = calls[at.operands[1]]
+            while mask.op in ("view", "reshape"):
+                mask = calls[mask.operands[0]]
+            if mask.op != "constant" or mask.attrs.get("mask") not in ("causal", "all"):
+                return None
+            attrs["causal"] = mask.attrs["mask"] == "causal"
+            attrs["window"] = mask.attrs.get("window", 0)
+        elif at.op == "opaque" and at.attrs.get("fn") in ("masked_fill", "where"):
+            masks = [calls[n] for n in at.operands if calls[n].op == "constant"]
+            if len(masks) != 1 or masks[0].attrs.get("mask") not in ("causal", "all"):
+                return None
+            attrs["causal"] = masks[0].attrs["mask"] == "causal"
+            attrs["window"] = masks[0].attrs.get("window", 0)
+            at = next(calls[n] for n in at.operands if calls[n].op != "constant")
+            continue
+        elif at.op not in _BETWEEN:
+            return None
+        at = calls[at.operands[0]]
+    return None
+
+
+def _last(readers: Mapping[str, list[OpCall]], softmax: OpCall) -> OpCall | None:
+    """The product of the probabilities with values."""
+    at = softmax
+    for _ in range(8):
+        behind = [c for c in readers.get(at.name, ()) if c.op not in ("random_mask",)]
+        if len(behind) != 1:
+            return None
+        at = behind[0]
+        if at.op == "einsum":
+            return at if at.operands[0] != at.operands[1] else None
+        if at.op not in ("cast", "dropout", "view", "reshape"):
+            return None
+    return None

@@ -1,0 +1,272 @@
+"""What the dims of all values are made of: one index for each thing that varies by itself.
+
+A view from [B, S, A*D] to [B, S, A, D] says that the last dim was two things all along, in the
+value and in the parameter that made it. When all views are taken into account, none is left: every
+value is a list of axes, and reordering or joining them is no work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from stagewright.algebra.size import Size, is_whole, product, size
+from stagewright.errors import UserError
+from stagewright.imports.calls import LEAVES, Label, Labels, OpCall
+from stagewright.imports.trace.recording import Extent
+
+_ONE = size(1)
+
+
+def _quotient(a: Size, b: Size) -> Size:
+    return _ONE if a is b else a / b
+
+
+def _divides(b: Size, a: Size) -> bool:
+    """Whether `a` is a whole number of times `b`, whatever the symbols are."""
+    try:
+        return a is b or is_whole(a / b)
+    except ValueError:  # a sum divides nothing exactly but itself
+        return False
+
+
+class Axis:
+    """An index of values: its extent, and the axes that it turned out to be made of."""
+
+    __slots__ = ("extent", "joined", "parents", "parts")
+
+    def __init__(self, extent: Size) -> None:
+        """A new axis, equal to no other."""
+        self.extent = extent
+        self.joined: Axis | None = None
+        self.parts: list[Axis] = []
+        self.parents: list[Axis] = []
+
+    def known(self) -> Axis:
+        """The axis that stands for all that are equal to this one."""
+        at = self
+        while at.joined is not None:
+            at = at.joined
+        return at
+
+    def leaves(self) -> list[Axis]:
+        """What the axis is made of, outermost first."""
+        at = self.known()
+        return [leaf for part in at.parts for leaf in part.leaves()] if at.parts else [at]
+
+    def wholes(self) -> list[Axis]:
+        """The axis and all that it is a part of."""
+        found: dict[Axis, None] = {}
+        todo = [self.known()]
+        while todo:
+            at = todo.pop().known()
+            if at not in found:
+                found[at] = None
+                todo += at.parents
+        return [*found]
+
+
+Dims = list[list[Axis]]
+
+
+class AxisTable:
+    """The dims of all values of a model, in axes."""
+
+    def __init__(self, sizes: Mapping[str, str]) -> None:
+        """`sizes`: names for the symbols of the recording, such as B for `s72`."""
+        self.sizes = sizes
+        self.dims: dict[str, Dims] = {}
+        self.copies: dict[str, set[Axis]] = {}
+        """AxisTable of a value of which it has only one copy, repeated."""
+        self.base: dict[str, str] = {}
+        """Of a view, the value that it shows."""
+        self.labels: dict[str, dict[Label, list[Axis]]] = {}
+
+    def extent(self, of: Extent) -> Size:
+        """The size of a dim."""
+        if isinstance(of, int):
+            return size(of)
+        try:
+            return size(of).subs(self.sizes)
+        except ValueError:
+            raise UserError(
+                f"a dim is {of} in symbols of the trace, which is no size; fix this dim of the "
+                "example inputs (static=True, or --static)"
+            ) from None
+
+    # ---- relations -----------------------------------------------------------------------------
+
+    def _refine(self, whole: Axis, first: Size) -> tuple[Axis, Axis]:
+        """Cut a leaf in two, of which the outer has the extent `first`."""
+        outer, inner = Axis(first), Axis(_quotient(whole.extent, first))
+        whole.parts = [outer, inner]
+        outer.parents.append(whole)
+        inner.parents.append(whole)
+        return outer, inner
+
+    def _join(self, a: Axis, b: Axis) -> None:
+        a, b = a.known(), b.known()
+        if a is not b:
+            a.joined = b
+            b.parents += a.parents
+
+    def unify(self, a: Iterable[Axis], b: Iterable[Axis]) -> bool:
+        """Make two lists of axes the same; False where their extents have no common refinement."""
+        left = [leaf for axis in a for leaf in axis.leaves()]
+        right = [leaf for axis in b for leaf in axis.leaves()]
+        while left and right:
+            x, y = left.pop(0), right.pop(0)
+            if x is y:
+                continue
+            if x.extent is y.extent:
+                self._join(x, y)
+            elif _divides(y.extent, x.extent):
+                outer, inner = self._refine(x, y.extent)
+                self._join(outer, y)
+                left.insert(0, inner)
+            elif _divides(x.extent, y.extent):
+                outer, inner = self._refine(y, x.extent)
+                self._join(outer, x)
+                right.insert(0, inner)
+            else:
+                return False
+        return not left and not right
+
+    # ---- calls ---------------------------------------------------------------------------------
+
+    def add(self, call: OpCall) -> None:
+        """Give a call's value its dims, from those of its operands."""
+        shape = [self.extent(n) for n in call.shape]
+        if call.op in LEAVES:
+            self.dims[call.name] = [[] if n is _ONE else [Axis(n)] for n in shape]
+        elif call.op == "reshape":
+            self._reshape(call, shape)
+        else:
+            self._labelled(call, shape)
+
+    def _reshape(self, call: OpCall, shape: Sequence[Size]) -> None:
+        """Split and join dims, in order."""
+        (source,) = call.operands
+        leaves = [leaf for dim in self.dims[source] for axis in dim for leaf in axis.leaves()]
+        made: Dims = []
+        for extent in shape:
+            dim: list[Axis] = []
+            left = extent
+            while left is not _ONE:
+                if not leaves:
+                    raise self._mixed(call)
+                leaf = leaves.pop(0)
+                if _divides(leaf.extent, left):
+                    dim.append(leaf)
+                    left = _quotient(left, leaf.extent)
+                elif _divides(left, leaf.extent):
+                    outer, inner = self._refine(leaf, left)
+                    dim.append(outer)
+                    leaves.insert(0, inner)
+                    self._carry(source, leaf)
+                    left = _ONE
+                else:
+                    raise self._mixed(call)
+            made.append(dim)
+        self._show(call, source, made)
+
+    def _carry(self, source: str, leaf: Axis) -> None:
+        """A part of what is only repeated is only repeated, too."""
+        copies = self.copies.get(source, set())
+        if leaf in copies:
+            copies |= {*leaf.leaves()}
+
+    def _mixed(self, call: OpCall) -> UserError:
+        return UserError(
+            f"{call.source or call.path or call.name}: a view to {list(call.shape)} cuts across "
+            "dims; keep them apart in the module"
+        )
+
+    def _show(self, call: OpCall, source: str, made: Dims) -> None:
+        self.dims[call.name] = made
+        self.base[call.name] = self.base.get(source, source)
+        self.copies[call.name] = set(self.copies.get(source, ()))
+
+    def _labelled(self, call: OpCall, shape: Sequence[Size]) -> None:
+        """Dims by their labels: equal labels are equal axes."""
+        known: dict[Label, list[Axis]] = {}
+        for name, labels in zip(call.operands, call.ins, strict=True):
+            for label, dim in zip(labels, self.dims[name], strict=True):
+                if not dim:
+                    continue
+                if label in known and not self.unify(known[label], dim):
+                    raise self._mixed(call)
+                known.setdefault(label, dim)
+        made: Dims = []
+        fresh = set[Axis]()
+        for label, extent in zip(call.out, shape, strict=True):
+            if extent is _ONE:
+                made.append([])
+                continue
+            if label not in known:
+                known[label] = [Axis(extent)]
+                fresh |= {*known[label]}
+            made.append(known[label])
+        if call.op == "view":
+            (source,) = call.operands
+            self._show(call, source, made)
+            self.copies[call.name] |= fresh
+            return
+        self.dims[call.name] = made
+        self.labels[call.name] = known
+
+    # ---- units ---------------------------------------------------------------------------------
+
+    def flat(self, name: str) -> list[Axis]:
+        """The leaves of a value, in order; those that are only repeated are left out."""
+        copies = {leaf for axis in self.copies.get(name, ()) for leaf in axis.leaves()}
+        whole = [leaf for dim in self.dims[name] for axis in dim for leaf in axis.leaves()]
+        return [leaf for leaf in whole if leaf not in copies]
+
+    def label(self, call: str, label: Label) -> list[Axis]:
+        """The leaves of one label of a call."""
+        return [leaf for axis in self.labels[call].get(label, ()) for leaf in axis.leaves()]
+
+    def apart(self, calls: Iterable[OpCall]) -> set[Axis]:
+        """AxisTable of which some call reads a part by itself."""
+        banned = set[Axis]()
+        for call in calls:
+            if call.op in LEAVES or call.op in ("view", "reshape"):
+                continue
+            labels = {x for labels in (*call.ins, call.out) for x in labels}
+            here = {x: self.label(call.name, x) for x in labels}
+            values = [{*self.flat(name)} for name in (*call.operands, call.name)]
+            for leaves in here.values():
+                own = {*leaves}
+                for whole in {w for leaf in leaves for w in leaf.wholes()}:
+                    parts = {*whole.leaves()}
+                    if not parts <= own and any(parts <= value for value in values):
+                        banned.add(whole)
+        return banned
+
+    def units(self, leaves: Sequence[Axis], apart: set[Axis]) -> list[Axis]:
+        """Leaves as the largest axes that no call takes apart."""
+        made: list[Axis] = []
+        i = 0
+        while i < len(leaves):
+            best, length = leaves[i], 1
+            for whole in leaves[i].wholes():
+                parts = whole.leaves()
+                if (
+                    whole not in apart
+                    and len(parts) > length
+                    and [*leaves[i : i + len(parts)]] == parts
+                ):
+                    best, length = whole, len(parts)
+            made.append(best)
+            i += length
+        return made
+
+
+def extent_of(axes: Iterable[Axis]) -> Size:
+    """The product of the extents of axes."""
+    return product(axis.extent for axis in axes)
+
+
+def labels_of(call: OpCall, operand: int) -> Labels:
+    """The labels of an operand of a call."""
+    return call.ins[operand]

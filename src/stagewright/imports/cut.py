@@ -1,0 +1,117 @@
+"""Products that are only read in parts: several products, each with a part of the parameter.
+
+A fused projection of queries, keys and values becomes three, so that each has dims of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from stagewright.imports.axes import Axis, AxisTable
+from stagewright.imports.calls import OpCall
+from stagewright.imports.fold import Piece
+from stagewright.imports.text import leaves_and_views
+
+
+def cut(axes: AxisTable, leaves: dict[str, OpCall], piece: Piece) -> list[OpCall]:
+    """The piece's calls without views; `leaves` gets the parts of parameters."""
+    return _ProductsInParts(axes, leaves).calls(piece)
+
+
+class _ProductsInParts:
+    def __init__(self, axes: AxisTable, leaves: dict[str, OpCall]) -> None:
+        self.axes, self.leaves = axes, leaves
+
+    def calls(self, piece: Piece) -> list[OpCall]:
+        """The piece's calls without views; a product that is only read in parts is several."""
+        made = [call for call in piece.calls if not leaves_and_views(call.op)]
+        readers: dict[str, list[OpCall]] = {}
+        for call in made:
+            for name in call.operands:
+                readers.setdefault(self.axes.base.get(name, name), []).append(call)
+        by_name = {call.name: call for call in made}
+        replaced: dict[str, list[OpCall]] = {}
+        dropped = set[str]()
+        for name, users in readers.items():
+            product_ = self._product_of(by_name, readers, name)
+            if product_ is None or not all(u.op == "slice" for u in users):
+                continue
+            labels = {tuple(self.axes.label(u.name, u.ins[0][int(u.attrs["dim"])])) for u in users}
+            if len(labels) != 1 or name == piece.yields:
+                continue
+            (sliced,) = labels
+            product, bias = product_
+            if not {*sliced} <= {*self.axes.label(product.name, "o")}:
+                continue
+            for user in users:
+                replaced[user.name] = self._part_of_product(user, product, bias, sliced)
+            dropped |= {name, product.name}
+        return [
+            new
+            for call in made
+            if call.name not in dropped
+            for new in replaced.get(call.name, [call])
+        ]
+
+    def _product_of(
+        self, by_name: Mapping[str, OpCall], readers: Mapping[str, list[OpCall]], name: str
+    ) -> tuple[OpCall, str] | None:
+        """The product with a parameter that a value is, and the bias that is added to it."""
+        call, bias = by_name.get(name), ""
+        if call is not None and call.op == "add" and len(call.operands) == 2:
+            bias = self.axes.base.get(call.operands[1], call.operands[1])
+            if bias not in self.leaves or self.leaves[bias].op != "param":
+                return None
+            source = self.axes.base.get(call.operands[0], call.operands[0])
+            if len(readers.get(source, ())) != 1:
+                return None
+            call = by_name.get(source)
+        if call is None or call.op != "einsum" or "o" not in call.out:
+            return None
+        weight = self.axes.base.get(call.operands[1], call.operands[1])
+        is_parameter = weight in self.leaves and self.leaves[weight].op == "param"
+        return (call, bias) if is_parameter else None
+
+    def _part_of_product(
+        self, user: OpCall, product: OpCall, bias: str, sliced: Sequence[Axis]
+    ) -> list[OpCall]:
+        """A product with the part of the parameter that makes what one slice reads."""
+        own = self.axes.label(user.name, "p")
+        outward: list[Axis] = []
+        for leaf in self.axes.label(product.name, "o"):
+            if leaf in sliced:
+                outward += own if leaf is sliced[0] else []
+            else:
+                outward.append(leaf)
+        nth = int(user.attrs["start"])
+        dims = {"o": outward}
+        of_weight = [dims.get(str(x), self.axes.label(product.name, x)) for x in product.ins[1]]
+        weight = self._piece_of(product.operands[1], nth, of_weight)
+        name = f"{user.name}.product" if bias else user.name
+        made = replace(product, name=name, shape=user.shape, operands=(product.operands[0], weight))
+        self.axes.labels[name] = {**self.axes.labels[product.name], "o": outward}
+        if not bias:
+            return [made]
+        lead = [x for x in product.out if x != "o"]
+        self.axes.dims[name] = [
+            *(self.axes.label(product.name, x) for x in lead), outward,
+        ]  # fmt: skip
+        of_bias = self._piece_of(bias, nth, [outward])
+        total = replace(
+            user, op="add", operands=(name, of_bias), ins=((*lead, "o"), ("o",)), out=(*lead, "o"),
+            attrs={}, whole=frozenset(),
+        )  # fmt: skip
+        self.axes.labels[user.name] = {**self.axes.labels[name]}
+        return [made, total]
+
+    def _piece_of(self, name: str, nth: int, dims: list[list[Axis]]) -> str:
+        """A parameter that is a part of another."""
+        base = self.axes.base.get(name, name)
+        whole = self.leaves[base]
+        words = whole.path.split(".")
+        path = ".".join([*words[:-1], f"{words[-1]}_{nth}"])
+        own = f"{base}#{nth}"
+        self.leaves[own] = replace(whole, name=own, path=path)
+        self.axes.dims[own] = dims
+        return own

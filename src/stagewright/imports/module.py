@@ -1,0 +1,120 @@
+"""Import a module, a file that makes one, a saved program or a recording: what the API and the
+command do."""
+
+# What users hand over is of their own types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from stagewright.blocks.text import stg
+from stagewright.errors import UserError
+from stagewright.files import read_text
+from stagewright.imports.trace import record
+from stagewright.imports.trace.recording import Recording
+from stagewright.imports.translate import Options, Translated, translate
+from stagewright.model.config import ModelConfig
+
+Dims = Mapping[str, Sequence[str]]
+
+
+def from_torch(
+    module_or_factory: Any,
+    example_inputs: Any = None,
+    *,
+    dims: Dims | None = None,
+    name: str = "",
+    static: bool = False,
+    approximate: bool = False,
+    loss: bool | None = None,
+) -> ModelConfig:
+    """The model of a PyTorch module, of which no weight is read: it may be on the meta device.
+
+    `module_or_factory` is an `nn.Module`, or a function that returns one with its example inputs.
+    The inputs are a tensor, a tuple of tensors, or a mapping by the names of `forward`; `dims`
+    names their dims, as in `{"input_ids": ("B", "S")}`. The text of the model, a `.stg` file, is
+    `model.modules[0].text`.
+
+    `static` keeps all sizes of the inputs as they are in the example; `approximate` counts
+    operations without a row in the table by their bytes; `loss` says whether the module's output
+    are scores, to which the cross-entropy is added (None: where the output is a product with a
+    parameter). Raises UserError where the module cannot be traced, or holds what has no meaning
+    here.
+    """
+    module, inputs = _made(module_or_factory, example_inputs)
+    recording = record.record(module, inputs, name=name, static=static)
+    options = Options(dims, approximate, loss)
+    return model_of(translate(recording, options), recording.name)
+
+
+def model_of(translated: Translated, name: str) -> ModelConfig:
+    """The model that a text describes, with the notes of its import."""
+    model = stg.parse(translated.text, f"{name}.stg").model
+    return replace(model, notes=(*model.notes, *translated.notes))
+
+
+def recorded(source: str, *, static: bool = False) -> Recording:
+    """The recording of `file.py:factory`, of a saved program (`.pt2`) or in a file (`.json`)."""
+    path, colon, factory = source.rpartition(":")
+    if source.endswith(".pt2"):
+        return record.load(source)
+    if source.endswith(".json"):
+        return Recording.from_json(read_text(source, "a recording of a module"), source)
+    if not colon or not path.endswith(".py"):
+        raise UserError(
+            f"cannot import {source!r}; wanted file.py:factory, where the function factory returns "
+            "a module and its example inputs, a program saved as .pt2, or a recording as .json"
+        )
+    record.torch()
+    module, inputs = _made(_function(path, factory), None)
+    return record.record(module, inputs, name=factory, static=static)
+
+
+def _made(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
+    """A module and its example inputs, as `record` takes them."""
+    module: Any = module_or_factory
+    if not hasattr(module, "forward"):
+        if not callable(module):
+            raise UserError(f"got {type(module).__name__}, wanted an nn.Module or a function")
+        made: Any = module()
+        pair = isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2
+        module, inputs = made if pair else (made, inputs)
+    if not hasattr(module, "forward"):
+        raise UserError(
+            f"the factory returned {type(module).__name__}, wanted a module and its example inputs"
+        )
+    if inputs is None:
+        wanted = ", ".join(inspect.signature(module.forward).parameters)
+        raise UserError(f"no example inputs; wanted tensors for {wanted or 'forward'}")
+    if isinstance(inputs, Mapping | tuple | list):
+        return module, inputs if isinstance(inputs, Mapping) else tuple(inputs)
+    return module, (inputs,)
+
+
+def _function(path: str, name: str) -> Any:
+    """A function of a user's Python file."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; give a Python file and a function: {path}:{name}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(
+            f"{path}: {type(error).__name__}: {error}; it has to be importable"
+        ) from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UserError(
+            f"{path} has no function {name!r}; wanted one that returns a module and inputs"
+        )
+    return found

@@ -1,0 +1,126 @@
+"""Which degree splits which dims of an imported model's parameters: rules that a person reads.
+
+1. Heads of attention are split by tp; heads of keys that several query heads share, by as many
+ranks of tp as there are (`tp.kv`). 2. The rows of the table that tokens are looked up in, and the
+scores that a loss reads, by tp. 3. The width between two products with parameters, where what is
+between works on each element by itself and neither product has heads, by tp: columns of the first,
+rows of the second. 4. Experts are placed by the part `experts` of the text: by ep, and inside by
+etp.
+
+All other parameters are whole on every rank, but for ZeRO. A table of one's own goes before all of
+this, as for every model (`--strategy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from stagewright.imports.axes import Axis, AxisTable
+from stagewright.imports.calls import LEAVES, OpCall
+
+PRODUCTS = ("einsum", "conv")
+
+
+class PlacementRules:
+    """The degrees of the axes of parameters."""
+
+    def __init__(
+        self, axes: AxisTable, calls: Sequence[OpCall], leaves: Mapping[str, OpCall]
+    ) -> None:
+        """`calls` are those of one module of each kind."""
+        self.axes, self.calls, self.leaves = axes, calls, leaves
+        self.degree: dict[Axis, str] = {}
+        self.heads = self._heads()
+        self.vocabulary = self._vocabulary()
+        self.inner = self._inner()
+
+    def parameter(self, name: str) -> str:
+        """The parameter that a value shows, or nothing."""
+        base = self.axes.base.get(name, name)
+        return base if base in self.leaves and self.leaves[base].op == "param" else ""
+
+    def _heads(self) -> set[Axis]:
+        found = set[Axis]()
+        for call in self.calls:
+            if call.op != "attention":
+                continue
+            heads = self.axes.label(call.name, "h")
+            found |= {*heads}
+            keys = [leaf for leaf in heads if leaf in self.axes.flat(call.operands[1])]
+            for leaf in heads:
+                self.degree[leaf] = "tp"
+            if len(keys) < len(heads):
+                for leaf in keys:
+                    self.degree[leaf] = "tp.kv"
+        return found
+
+    def _vocabulary(self) -> set[Axis]:
+        found = set[Axis]()
+        for call in self.calls:
+            if call.op == "embedding" and self.leaves.get(call.operands[0], call).op == "input":
+                found |= {*self.axes.label(call.name, "v")}
+            if call.op == "cross_entropy":
+                found |= {*self.axes.label(call.name, "v")}
+        for leaf in found:
+            self.degree.setdefault(leaf, "tp")
+        return found
+
+    def products(self) -> Iterable[tuple[OpCall, list[Axis], list[Axis], list[Axis]]]:
+        """Products of a value with a parameter: what leads in, what leads out, and all of it."""
+        for call in self.calls:
+            if call.op not in PRODUCTS or len(call.operands) != 2:
+                continue
+            if not self.parameter(call.operands[1]):
+                continue
+            out = {*call.out}
+            of_value = {*call.ins[0]}
+            inward = [x for x in call.ins[1] if x not in out and x in of_value]
+            outward = [x for x in call.ins[1] if x in out and x not in of_value]
+            leaves = [
+                [a for x in of for a in self.axes.label(call.name, x)] for of in (inward, outward)
+            ]
+            yield call, leaves[0], leaves[1], self.axes.flat(call.operands[1])
+
+    def _inner(self) -> set[Axis]:
+        made, read = set[Axis](), set[Axis]()
+        for _, inward, outward, every in self.products():
+            if not any(leaf in self.heads or leaf in self.vocabulary for leaf in every):
+                made |= {*outward}
+                read |= {*inward}
+        streams = {leaf for leaf in made & read if self._is_stream(leaf)}
+        found = (made & read) - streams - self._needed_whole()
+        for leaf in found:
+            self.degree.setdefault(leaf, "tp")
+        return found
+
+    def _is_stream(self, leaf: Axis) -> bool:
+        """Whether an axis is that of the stream: something is added to it that it is made of."""
+        return any(
+            call.op in ("norm", "embedding") and leaf in self.axes.flat(call.name)
+            for call in self.calls
+        )
+
+    def _needed_whole(self) -> set[Axis]:
+        return {
+            leaf
+            for call in self.calls
+            if call.op not in LEAVES and call.op not in ("view", "reshape")
+            for label in call.whole
+            for leaf in self.axes.label(call.name, label)
+        }
+
+    def of(self, unit: Axis) -> str:
+        """The degree that splits a unit of a parameter, or nothing."""
+        degrees = [self.degree.get(leaf, "") for leaf in unit.leaves()]
+        if not degrees or not all(degrees):
+            return ""
+        return "tp.kv" if set(degrees) == {"tp.kv"} else "tp"
+
+    def row_parallel(self, call: OpCall) -> bool:
+        """Whether ranks of tp each have a part of what the product sums over."""
+        if call.op not in PRODUCTS or len(call.operands) != 2:
+            return False
+        out = {*call.out}
+        summed = [x for x in call.ins[1] if x not in out]
+        leaves = [a for x in summed for a in self.axes.label(call.name, x)]
+        return bool(self.parameter(call.operands[1])) and any(self.degree.get(a) for a in leaves)

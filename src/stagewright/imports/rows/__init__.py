@@ -1,0 +1,1 @@
+"""The table from operations of PyTorch to ops of Stagewright: a function for each operation."""

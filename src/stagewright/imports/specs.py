@@ -1,0 +1,175 @@
+"""Index expressions of calls: the letters of operands' axes, in the order in which they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from stagewright.imports.axes import Axis, AxisTable
+from stagewright.imports.calls import Label, OpCall
+
+Place = tuple[Label, Axis]
+"""A leaf of an operand, and the label of the call that it belongs to."""
+
+
+class CallSpec(NamedTuple):
+    """The index expression of a call, and what a text says besides."""
+
+    text: str
+    letters: Mapping[str, Axis]
+    """Letters of the result that no operand shows."""
+    order: tuple[Axis, ...]
+    """The leaves of the result in the order in which it lies."""
+    plain: bool
+    """Whether all operands and the result have the same axes, none of them whole."""
+
+
+class Layouts:
+    """In which order the axes of each value lie; views have that of what they show."""
+
+    def __init__(self, axes: AxisTable, apart: set[Axis]) -> None:
+        """`apart`: axes that some call takes apart."""
+        self.axes, self.apart = axes, apart
+        self.order: dict[str, tuple[Axis, ...]] = {}
+
+    def of(self, name: str) -> tuple[Axis, ...]:
+        """The leaves of a value as they lie."""
+        base = self.axes.base.get(name, name)
+        if base not in self.order:
+            self.order[base] = tuple(self.axes.flat(base))
+        return tuple(leaf for known in self.order[base] for leaf in known.leaves())
+
+    def units(self, leaves: Sequence[Axis]) -> list[Axis]:
+        """Leaves in the largest axes that stay together."""
+        return self.axes.units(leaves, self.apart)
+
+    def places(self, call: OpCall, operand: int) -> list[Place]:
+        """The leaves of an operand as they lie, each with its label."""
+        name, labels = call.operands[operand], call.ins[operand]
+        copies = {x for axis in self.axes.copies.get(name, ()) for x in axis.leaves()}
+        logical: list[Place] = []
+        for label, dim in zip(labels, self.axes.dims[name], strict=True):
+            logical += [
+                (label, leaf) for axis in dim for leaf in axis.leaves() if leaf not in copies
+            ]
+        placed: list[Place] = []
+        for leaf in self.of(name):
+            nth = next((i for i, (_, x) in enumerate(logical) if x is leaf), None)
+            if nth is not None:
+                placed.append(logical.pop(nth))
+        return [*placed, *logical]
+
+    def result(self, call: OpCall) -> list[Place]:
+        """The leaves of the result with their labels, in the order of the first operands."""
+        labels = dict.fromkeys(call.out)
+        wanted: list[Place] = [(x, leaf) for x in labels for leaf in self.axes.label(call.name, x)]
+        made: list[Place] = []
+        for i in range(len(call.operands)):
+            places = self.places(call, i)
+            if call.op in ("slice", "join", "conv", "opaque") and i == 0:
+                return _changed(places, wanted)
+            made += [p for p in places if p in wanted and p not in made]
+        return [*made, *(p for p in wanted if p not in made)]
+
+
+def _changed(places: Sequence[Place], wanted: Sequence[Place]) -> list[Place]:
+    """The places of an operand as the result has them; new dims stand where others were."""
+    new: list[Place] = [p for p in wanted if p not in places]
+    made: list[Place] = []
+    for place in places:
+        if place in wanted:
+            made.append(place)
+        elif new:
+            label: Label = new[0][0]
+            made += [p for p in new if p[0] == label]
+            new = [p for p in new if p[0] != label]
+    return [*made, *new]
+
+
+ATTENTION = {"q": "q", "k": "k", "d": "d", "v": "v", 0: "b"}
+"""The letters of attention's labels but for heads: the op's costs go by letters."""
+
+
+class Letters:
+    """The letters of one call."""
+
+    def __init__(self, layouts: Layouts, call: OpCall, names: Mapping[Axis, str]) -> None:
+        """`names`: of units, as sizes; their first letters are taken where they are free."""
+        self.layouts, self.call, self.names = layouts, call, names
+        self.letters: dict[tuple[Label, Axis], str] = {}
+        self.pieces: dict[Label, set[tuple[Axis, ...]]] = {}
+
+    def term(self, places: Sequence[Place], whole: frozenset[Label]) -> str:
+        """One operand of the index expression."""
+        units = self.layouts.units([leaf for _, leaf in places])
+        text, at = "", 0
+        for unit in units:
+            leaves = unit.leaves()
+            label = places[at][0]
+            at += len(leaves)
+            shown = [unit] if self._together(label, unit) else leaves
+            part = "".join(self._letter(label, each) for each in shown)
+            part = part.upper() if label in whole else part
+            text += f"({part})" if len(part) > 1 else part
+        return text
+
+    def note(self, places: Sequence[Place]) -> None:
+        """Tell in which units an operand has a label."""
+        at = 0
+        for unit in self.layouts.units([leaf for _, leaf in places]):
+            leaves = tuple(unit.leaves())
+            self.pieces.setdefault(places[at][0], set()).add(leaves)
+            at += len(leaves)
+
+    def _together(self, label: Label, unit: Axis) -> bool:
+        """Whether no operand has a part of the unit by itself under this label."""
+        own = {*unit.leaves()}
+        others = self.pieces.get(label, set())
+        return not any({*piece} < own for piece in others)
+
+    def _letter(self, label: Label, axis: Axis) -> str:
+        axis = axis.known()
+        key = (label, axis)
+        if key not in self.letters:
+            self.letters[key] = self._free(label, axis)
+        return self.letters[key]
+
+    def _free(self, label: Label, axis: Axis) -> str:
+        taken = set(self.letters.values())
+        if self.call.op == "attention":
+            if label == "v":
+                same = [
+                    x
+                    for (of, a), x in self.letters.items()
+                    if of == "d" and a.extent is axis.extent
+                ]
+                if same:
+                    return same[0]
+            if label == "h":
+                wide = len({len(p) for p in self.pieces["h"]}) > 1
+                return next(x for x in ("gr" if wide else "a") + "hn" if x not in taken)
+            if label in ATTENTION:
+                return ATTENTION[label]
+        wish = (self.names.get(axis) or str(axis.extent))[:1].lower()
+        if wish and wish.isalpha() and wish not in taken:
+            return wish
+        return next(x for x in "zyxwvutnpqrklijohgfcae" + "bsmd" if x not in taken)
+
+
+def spec_of(layouts: Layouts, call: OpCall, names: Mapping[Axis, str]) -> CallSpec:
+    """The index expression of a call, and the order of its result, which is noted."""
+    terms = [layouts.places(call, i) for i in range(len(call.operands))]
+    result = layouts.result(call)
+    letters = Letters(layouts, call, names)
+    for places in (*terms, result):
+        letters.note(places)
+    shown = [letters.term(places, call.whole) for places in terms]
+    out = letters.term(result, call.whole)
+    order = tuple(leaf for _, leaf in result)
+    layouts.order[call.name] = order
+    known = {x.lower() for term in shown for x in term}
+    fresh = {
+        x: axis for (_, axis), x in letters.letters.items() if x in out.lower() and x not in known
+    }
+    plain = all(term == out for term in shown) and out.islower()
+    return CallSpec(f"{','.join(shown)}->{out}", fresh, order, plain)

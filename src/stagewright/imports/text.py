@@ -1,0 +1,381 @@
+"""The text of a `.stg` file for a folded forward pass: a module for each kind of piece, and the
+model."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stagewright.algebra.size import Size, product
+from stagewright.graph.node import BYTES
+from stagewright.imports.axes import Axis, AxisTable
+from stagewright.imports.calls import LEAVES, VIEWS, OpCall
+from stagewright.imports.fold import Piece
+from stagewright.imports.placement import PlacementRules
+from stagewright.imports.specs import Layouts, spec_of
+from stagewright.imports.trace.recording import Extent
+
+RESERVED = frozenset({"module", "model", "size", "input", "param", "output", "scope", "shared"})
+IMPLIED = frozenset(
+    {"act", "glu", "add", "scale", "shift", "cast", "times", "random_mask", "dropout"}
+)
+"""Element-wise ops, whose index expression a text need not say where operands have one shape."""
+
+
+@dataclass(slots=True)
+class Model:
+    """What all modules of a text share."""
+
+    axes: AxisTable
+    layouts: Layouts
+    placement: PlacementRules
+    leaves: Mapping[str, OpCall]
+    sizes: dict[Axis, str]
+    """Names of units as sizes of the model."""
+    shared: frozenset[str]
+    """Parameters of several modules."""
+    handed: frozenset[str]
+    dtype: str
+    """The data type of most parameters, which stands for that of the run."""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    """Of values and parameters that modules share, in the text."""
+    own_sizes: dict[str, Size] = field(default_factory=dict[str, Size])
+
+
+class Writer:
+    """Writes one module."""
+
+    def __init__(self, model: Model, piece: Piece, name: str, calls: Sequence[OpCall]) -> None:
+        """`calls` are those of the piece, without views."""
+        self.model, self.piece, self.name, self.calls = model, piece, name, calls
+        self.lines: list[str] = []
+        self.body: list[str] = []
+        self.names: dict[str, str] = {}
+        self.taken = set[str]()
+        self.sizes: dict[str, Size] = {}
+        self.scope = ""
+        prefixes = [call.path for call in calls if re.search(r"\.\d+", call.path)]
+        self.prefix = _layer_path(prefixes) if piece.layer else ""
+
+    # ---- names and sizes -----------------------------------------------------------------------
+
+    def fresh(self, wish: str) -> str:
+        """A name that nothing else in the module has."""
+        wish = re.sub(r"\W+", "_", wish).strip("_") or "value"
+        wish = f"_{wish}" if wish[0].isdigit() else wish
+        wish = f"{wish}_" if wish in RESERVED or keyword.iskeyword(wish) else wish
+        name, n = wish, 1
+        while name in self.taken:
+            n += 1
+            name = f"{wish}_{n}"
+        self.taken.add(name)
+        return name
+
+    def size(self, unit: Axis) -> str:
+        """A unit's size in the text; a number gets a name of its own."""
+        known = self.model.sizes.get(unit.known())
+        if known:
+            return known
+        parts = unit.leaves()
+        named = [self.model.sizes.get(p) for p in parts]
+        if unit.extent.symbols:
+            return str(unit.extent)
+        if len(parts) > 1 and all(named):
+            return "*".join(map(str, named))
+        name = f"N{unit.extent}"
+        self.sizes[name] = unit.extent
+        return name
+
+    def shape(self, leaves: Sequence[Axis], *, degrees: bool) -> str:
+        """`[M, A/tp, D]`."""
+        dims: list[str] = []
+        for unit in self.model.layouts.units(leaves):
+            text = self.size(unit)
+            degree = self.model.placement.of(unit) if degrees else ""
+            if any("/tp" in dim for dim in dims):  # one dim of a parameter is split by tp
+                degree = ""
+            if not degrees and text == "B" and not dims:
+                degree = "dp"
+            dims.append(f"{text}/{degree}" if degree else text)
+        return f"[{', '.join(dims) or '1'}]"
+
+    # ---- values --------------------------------------------------------------------------------
+
+    def value(self, name: str) -> str:
+        """How the text calls a value; parameters and inputs are declared when first read."""
+        base = self.model.axes.base.get(name, name)
+        if base in self.names:
+            return self.names[base]
+        leaf = self.model.leaves.get(base)
+        if base in self.model.handed or leaf is None:
+            shown = self.model.names.setdefault(base, self.fresh("memory"))
+            self.taken.add(shown)
+            layout = self.shape(self.model.layouts.of(base), degrees=False)
+            self.lines.append(f"input {shown}{layout}")
+            self.names[base] = shown
+        elif leaf.op == "param":
+            self.names[base] = self._parameter(leaf)
+        else:
+            wish = _input_name(leaf)
+            shown = self.names[base] = self.fresh(wish)
+            dtype = _dtype(leaf.dtype, self.model.dtype)
+            layout = self.shape(self.model.layouts.of(base), degrees=False)
+            self.lines.append(f"input {shown}{layout}{' ' + dtype if dtype else ''}")
+        return self.names[base]
+
+    def _parameter(self, leaf: OpCall) -> str:
+        if leaf.name in self.model.shared:
+            shown = self.model.names.setdefault(leaf.name, _short(leaf.path, ""))
+            self.taken.add(shown)
+            shared = " shared"
+        else:
+            shown, shared = self.fresh(_short(leaf.path, self.prefix)), ""
+        layout = self.shape(self.model.layouts.of(leaf.name), degrees=True)
+        self.body.append(f"param {shown}{layout}{shared}")
+        return shown
+
+    # ---- statements ----------------------------------------------------------------------------
+
+    def write(self, number: int) -> str:
+        """The module's text."""
+        if number:
+            layout = self.shape(self.model.layouts.of(self.piece.reads), degrees=False)
+            self.names[self.model.axes.base.get(self.piece.reads, self.piece.reads)] = "x"
+            self.taken.add("x")
+            self.lines.append(f"input x{layout}")
+        last = len(self.calls) - 1
+        for i, call in enumerate(self.calls):
+            self._statement(call, is_last=i == last)
+        hands = [self.names[n] for n in self.names if n in self.model.handed and self._makes(n)]
+        result = self.value(self.piece.yields)
+        sizes = [f"size {name} = {value}" for name, value in self.sizes.items()]
+        output = f"output {', '.join([result, *hands])}"
+        return "\n".join([f"module {self.name}", *sizes, *self.lines, *self.body, output])
+
+    def _makes(self, name: str) -> bool:
+        return any(call.name == name for call in self.calls)
+
+    def _statement(self, call: OpCall, *, is_last: bool) -> None:
+        spec = spec_of(self.model.layouts, call, self.model.sizes)
+        start = len(self.body)
+        text = self._text(call, spec)
+        scope = self._scope(call)
+        if call.name in self.model.handed:
+            name = self.model.names.setdefault(call.name, self.fresh("memory"))
+            self.taken.add(name)
+        else:
+            name = self.fresh(self._wish(call))
+        if self._is_branch(call):
+            text = f"at[branch]({text})"
+        if call.op == "attention":
+            text = f"at[context]({text})"
+        self.names[call.name] = name
+        where = f"  # {call.source}" if call.source and call.op == "opaque" else ""
+        self.body.append(f"{name} = {text}{where}")
+        if scope != self.scope:
+            self.body.insert(start, f"scope {scope or self.name}")
+            self.scope = scope
+
+    def _scope(self, call: OpCall) -> str:
+        """The part of a layer: with attention in it, or a feed-forward."""
+        if not self.piece.layer:
+            return ""
+        at = self.calls.index(call)
+        cores = [i for i, c in enumerate(self.calls) if c.op == "attention"]
+        if not cores:
+            return "mlp" if any(c.op in ("glu", "experts") for c in self.calls) else ""
+        return "attention" if at <= self._end_of_attention(cores[-1]) else "mlp"
+
+    def _end_of_attention(self, core: int) -> int:
+        """The sum with the residual stream behind the core."""
+        for i in range(core, len(self.calls)):
+            if self.calls[i].op == "add":
+                return i
+        return core
+
+    def _wish(self, call: OpCall) -> str:
+        if call.op in ("glu", "act", "attention", "cross_entropy", "softmax"):
+            return {"cross_entropy": "loss", "glu": "gated"}.get(call.op, call.op)
+        words = [w for w in call.path.split(".") if w and not w.isdigit()]
+        if call.op == "rope":
+            return f"{self.value(call.operands[0])}_rope"
+        own = call.path.removeprefix(self.prefix).strip(".")
+        if call.op in ("einsum", "norm", "rope", "embedding", "conv", "experts"):
+            return words[-1] if words and own else call.op
+        return {"add": "sum", "times": "product", "opaque": str(call.attrs.get("fn"))}.get(
+            call.op, call.op
+        )
+
+    def _is_branch(self, call: OpCall) -> bool:
+        """Whether ranks of tp have partial sums here that are summed into the stream."""
+        if (
+            not self._partial(call)
+            or len(self.model.layouts.units(self.model.layouts.of(call.name))) != 3
+        ):
+            return False
+        users = [c for c in self.calls if call.name in _bases(self.model.axes, c)]
+        return not (len(users) == 1 and self._partial(users[0]))
+
+    def _partial(self, call: OpCall) -> bool:
+        if call.op == "add":
+            made = {c.name: c for c in self.calls}
+            operands = [made.get(n) for n in _bases(self.model.axes, call)]
+            return all(o is not None and self._partial(o) for o in operands)
+        return self.model.placement.row_parallel(call)
+
+    def _text(self, call: OpCall, spec: Any) -> str:
+        if call.op == "experts":
+            self.model.fields.update(call.attrs)
+            return f"experts({self.value(call.operands[0])})"
+        operands = [self.value(n) for n in call.operands]
+        if call.op == "embedding":
+            pass
+        op, attrs = call.op, dict(call.attrs)
+        if op == "cross_entropy":
+            return f"cross_entropy({', '.join(operands)})"
+        if op == "add" and not spec.plain:
+            return self._broadcast_sum(call, spec, operands)
+        if op == "slice":
+            return self._slice(call, spec, operands[0])
+        if op == "norm" and attrs.get("fn") == "rmsnorm":
+            attrs = {}
+        if not attrs.get("window"):
+            attrs.pop("window", None)
+        if op == "cast":
+            attrs["dtype"] = _dtype(call.dtype, "") or "fp32"
+        elif op == "random_mask":
+            attrs["dtype"] = "uint8"
+        elif op == "opaque" and call.dtype in ("int64", "bool", "int32", "uint8"):
+            attrs["dtype"] = _dtype(call.dtype, self.model.dtype)
+        words = [f"{x.upper()}={self.size(axis)}" for x, axis in spec.letters.items()]
+        words += [f"{k}={_word(v)}" for k, v in attrs.items() if (v is not None and v is not False)
+                  or k == "causal"]  # fmt: skip
+        shown = "" if spec.plain and op in IMPLIED else spec.text
+        if _usual(op, spec.text):
+            shown = ""
+        text = spec_text(shown, spec.letters, words)
+        return f"{op}{text}({', '.join(operands)})"
+
+    def _broadcast_sum(self, call: OpCall, spec: Any, operands: Sequence[str]) -> str:
+        """A value plus another that lacks some of its dims."""
+        terms, out = spec.text.split("->")
+        parts = terms.split(",")
+        if parts[1] == out and parts[0] != out:
+            parts, operands = parts[::-1], operands[::-1]
+        if parts[0] != out:
+            self.model.fields.setdefault("_outer", []).append(call.name)
+            return f"opaque[{spec.text}; fn=outer_sum]({', '.join(operands)})"
+        return f"bias[{parts[0]},{parts[1]}->{out}]({', '.join(operands)})"
+
+    def _slice(self, call: OpCall, spec: Any, operand: str) -> str:
+        """The elements of a dim from somewhere: as the first, or the last, or the last of the
+        first."""
+        dim, start = int(call.attrs["dim"]), int(call.attrs["start"])
+        (source,) = call.operands
+        places = self.model.layouts.places(call, 0)
+        label = call.ins[0][dim]
+        at = [i for i, (x, _) in enumerate(places) if x == label]
+        extent = product(a.extent for x, a in places if x == label)
+        width = product(a.extent for a in self.model.axes.label(call.name, "p"))
+        units = self.model.layouts.units([leaf for _, leaf in places])
+        before = len(units[: at[0]]) if at else 0
+        letters = dict(spec.letters)
+        words = [f"{x.upper()}={self.size(axis)}" for x, axis in letters.items()]
+        del source
+        if start == 0:
+            words += ["dim=" + str(before), "first=true"]
+            return f"part{spec_text(spec.text, letters, words)}({operand})"
+        total = extent.value({}) if not extent.symbols else None
+        if total is not None and not width.symbols and start + width.value({}) < total:
+            whole = spec.text.split("->")[0]
+            low = next(c for c in whole.split(",")[0] if c.isupper())
+            kept = next(c for c in "XYWKJ" if c.lower() not in spec.text.lower())
+            name = f"N{start + width.value({})}"
+            self.sizes[name] = extent - (total - start - width.value({}))
+            head = whole.replace(low, kept)
+            first = f"part[{whole}->{head}; {kept}={name}, dim={before}, first=true]({operand})"
+            rest = spec.text.replace(low, kept, 1)
+            words += ["dim=" + str(before), "first=false"]
+            return f"part{spec_text(rest, letters, words)}({first})"
+        words += ["dim=" + str(before), "first=false"]
+        return f"part{spec_text(spec.text, letters, words)}({operand})"
+
+
+def _usual(op: str, spec: str) -> bool:
+    """Whether a text implies this index expression."""
+    ins, out = spec.split("->")
+    terms = ins.split(",")
+    if op in ("norm", "softmax", "rope"):
+        m = out[-1]
+        return (
+            m.isupper() and out[:-1].islower() and terms[0] == out
+            and all(term == m for term in terms[1:])
+        )  # fmt: skip
+    return (
+        op == "embedding" and len(terms[1]) == 2 and terms[1][1] == out[-1] and terms[0] == out[:-1]
+    )
+
+
+def spec_text(spec: str, letters: Mapping[str, Axis], words: Sequence[str]) -> str:
+    """`[bsm->bsn; N=Inner]`, or nothing; letters whose sizes are said are upper case."""
+    if letters and spec:
+        ins, out = spec.split("->")
+        out = "".join(x.upper() if x in letters else x for x in out)
+        spec = f"{ins}->{out}"
+    inside = "; ".join(filter(None, (spec, ", ".join(words))))
+    return f"[{inside}]" if inside else ""
+
+
+def _bases(axes: AxisTable, call: OpCall) -> list[str]:
+    return [axes.base.get(n, n) for n in call.operands]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.17g}" if isinstance(value, float) else str(value)
+
+
+_TYPES = {"bool": "uint8", "fp16": "bf16", "fp64": "fp32", "int16": "int32", "int8": "int8"}
+
+
+def _dtype(dtype: str, of_run: str) -> str:
+    """A data type in the text; nothing for that of the run."""
+    if dtype == of_run:
+        return ""
+    shown = _TYPES.get(dtype, dtype)
+    return shown if shown in BYTES else "fp32"
+
+
+def _input_name(leaf: OpCall) -> str:
+    if leaf.op == "input":
+        return leaf.name
+    return "mask" if leaf.attrs.get("mask") else leaf.path.rpartition(".")[2] or "constant"
+
+
+def _layer_path(paths: Sequence[str]) -> str:
+    """What the names of a layer's modules begin with, `model.layers.3`."""
+    found = [re.match(r"(.*?\.\d+)(?:\.|$)", path) for path in paths]
+    words = [m.group(1) for m in found if m]
+    return max(set(words), key=words.count) if words else ""
+
+
+def _short(path: str, prefix: str) -> str:
+    """A parameter's name in its layer: `q_proj_weight` of `layers.3.self_attn.q_proj.weight`."""
+    own = path.removeprefix(prefix).strip(".") if prefix else path
+    words = [w for w in own.split(".") if w]
+    return "_".join(words[-2:]) if words else "weight"
+
+
+def numbers(shape: Sequence[Extent]) -> list[int]:
+    """The dims that are numbers."""
+    return [n for n in shape if isinstance(n, int)]
+
+
+def leaves_and_views(op: str) -> bool:
+    """Whether a call stands in no statement of a text."""
+    return op in LEAVES or op in VIEWS

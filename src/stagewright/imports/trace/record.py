@@ -1,0 +1,360 @@
+"""Record a PyTorch module: the only place of the package that imports torch, and that when used.
+
+`torch.export` runs the forward pass once on tensors without values, with symbols for the sizes that
+vary, and keeps the operations as the user's code calls them (attention and norms in one piece).
+What depends on shapes alone (positions, masks) is a constant; a mask of attention is computed for a
+small size, to see whether it is causal or a window.
+"""
+
+# torch has partial types: what comes from it is Any here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stagewright.errors import UserError
+from stagewright.imports.trace.masks import kind_of_mask
+from stagewright.imports.trace.recording import Extent, Recording, Ref, TracedNode
+
+
+def torch() -> Any:
+    """PyTorch, or a UserError that says how to get it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise UserError(
+            "importing a module needs PyTorch; run: pip install 'stagewright[torch]'"
+        ) from None
+
+
+def record(
+    module: Any, inputs: Sequence[Any] | Mapping[str, Any], *, name: str = "", static: bool = False
+) -> Recording:
+    """The forward pass of an `nn.Module` on example inputs, positional or by name.
+
+    All dims of inputs vary but those that the module's code fixes, or all are fixed if `static`.
+    Raises UserError where the module cannot be traced, with the reason that PyTorch gives.
+    """
+    pt = torch()
+    args = () if isinstance(inputs, Mapping) else tuple(inputs)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    notes: list[str] = []
+    program = None
+    kinds = ("static",) if static else ("dynamic", "auto", "static")
+    reasons: list[str] = []
+    for kind in kinds:
+        try:
+            program = _exported(pt, module, args, kwargs, kind)
+        except Exception as error:
+            reasons.append(_reason(error))
+            continue
+        if kind == "static" and not static:
+            notes.append(f"sizes of inputs are fixed as in the example: {reasons[0]}")
+        break
+    if program is None:
+        raise UserError(
+            f"cannot trace {type(module).__name__}: {reasons[-1]}; "
+            "control flow that depends on values of tensors cannot be recorded"
+        )
+    return of_program(program, name=name or type(module).__name__, notes=notes)
+
+
+def load(path: str) -> Recording:
+    """The recording of a program that `torch.export.save` has written."""
+    pt = torch()
+    try:
+        program = pt.export.load(path)
+    except Exception as error:
+        raise UserError(f"{path}: no saved torch.export program: {_reason(error)}") from None
+    return of_program(program, name=re.sub(r"\.pt2$", "", path.rpartition("/")[2]))
+
+
+def _exported(
+    pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
+) -> Any:
+    """The program that `torch.export` makes of a module."""
+    dim = {"dynamic": pt.export.Dim.DYNAMIC, "auto": pt.export.Dim.AUTO}.get(kind)
+
+    def sizes(value: Any) -> Any:
+        if isinstance(value, pt.Tensor):
+            return {i: dim for i, n in enumerate(value.shape) if n > 1}
+        if isinstance(value, list | tuple):
+            return type(value)(sizes(each) for each in value)
+        return {k: sizes(v) for k, v in value.items()} if isinstance(value, dict) else None
+
+    shapes = None if dim is None else (*map(sizes, args), *map(sizes, kwargs.values()))
+    if kwargs and shapes is not None:
+        shapes = {key: sizes(value) for key, value in kwargs.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pt.export.export(module, args, kwargs or None, dynamic_shapes=shapes, strict=False)
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of an error of PyTorch."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def of_program(program: Any, *, name: str, notes: Sequence[str] = ()) -> Recording:
+    """The recording of an exported program."""
+    return _Recorder(program, name, list(notes)).recording()
+
+
+class _Recorder:
+    """One pass over the graph of a program."""
+
+    def __init__(self, program: Any, name: str, notes: list[str]) -> None:
+        self.pt, self.program, self.name, self.notes = torch(), program, name, notes
+        self.nodes: list[TracedNode] = []
+        self.constants: set[str] = set()
+        self.used: set[str] = set()
+        self.names: dict[Any, str] = {}
+        """Of nodes whose recorded name is not their own: those of inlined graphs."""
+        self.returned: dict[Any, list[Any]] = {}
+        """The nodes that an inlined graph returns."""
+        self.masks: dict[str, tuple[str, int]] = {}
+        self.parameters: dict[str, str] = {}
+        """The node of each parameter, by the first of its names."""
+        self.tied = _tied(program)
+
+    def recording(self) -> Recording:
+        graph = self.program.graph_module.graph
+        leaves = self._leaves()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._leaf(node, *leaves.get(node.name, ("input", node.name)))
+            elif node.op == "call_function":
+                self._call(node, self.program.graph_module, "")
+        returned = [*graph.nodes][-1].args[0]
+        made = {
+            spec.arg.name
+            for spec in self.program.graph_signature.output_specs
+            if spec.kind.name == "USER_OUTPUT" and hasattr(spec.arg, "name")
+        }
+        outputs = [self._name(n) for n in _flat(returned) if n.name in made]
+        return Recording(self.name, self._needed(outputs), tuple(outputs), tuple(self.notes))
+
+    def _name(self, node: Any) -> str:
+        return self.names.get(node) or str(node.name)
+
+    def _leaves(self) -> dict[str, tuple[str, str]]:
+        """What each placeholder is, and its name in the module."""
+        kinds = {"PARAMETER": "param", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
+        found: dict[str, tuple[str, str]] = {}
+        for spec in self.program.graph_signature.input_specs:
+            kind = kinds.get(spec.kind.name, "input")
+            found[spec.arg.name] = kind, str(spec.target or spec.arg.name)
+        return found
+
+    def _leaf(self, node: Any, kind: str, target: str) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, self.pt.Tensor):
+            self.constants.add(node.name)
+            return
+        if kind == "buffer":
+            self.constants.add(node.name)
+        first = self.tied.get(target, target)
+        if kind == "param" and first in self.parameters:
+            self.names[node] = self.parameters[first]
+            return
+        self.parameters[first] = node.name
+        self.nodes.append(TracedNode(node.name, kind, _shape(value), _dtype(value), path=target))
+
+    def _call(self, node: Any, owner: Any, inside: str) -> None:
+        """Record a call, or note that it is a constant; `inside` begins names of inlined nodes."""
+        target, name = str(node.target), inside + node.name
+        self.names[node] = name
+        if target.startswith(("aten._assert", "aten.sym_")):
+            self.constants.add(name)
+            return
+        if "getitem" in target and node.args[0] in self.returned:
+            self.names[node] = self._name(self.returned[node.args[0]][node.args[1]])
+            return
+        operands = [self._name(n) for n in node.all_input_nodes if n.op != "get_attr"]
+        value = node.meta.get("val")
+        tensor = isinstance(value, self.pt.Tensor)
+        if all(n in self.constants for n in operands) and "rand" not in target:
+            self.constants.add(name)
+            if tensor:
+                self.nodes.append(
+                    TracedNode(name, "constant", _shape(value), _dtype(value), path=_path(node))
+                )
+            return
+        graphs = [a for a in node.args if getattr(a, "op", "") == "get_attr"]
+        if graphs:
+            self._inline(node, getattr(owner, graphs[0].target), name)
+            return
+        target = "getitem" if "getitem" in target else target
+        self.nodes.append(
+            TracedNode(
+                name,
+                target,
+                _shape(value) if tensor else (),
+                _dtype(value) if tensor else "",
+                tuple(self._argument(a) for a in node.args),
+                {k: self._argument(v) for k, v in node.kwargs.items() if k in _KEPT},
+                _path(node),
+                _source(node),
+            )
+        )
+        if "scaled_dot_product_attention" in target:
+            self._mask(node)
+            return
+        for operand in node.all_input_nodes:
+            self._note_mask(operand)
+
+    def _inline(self, node: Any, inner: Any, name: str) -> None:
+        """The calls of a graph that runs under `torch.no_grad` or autocast, in its place."""
+        given = [a for a in node.args if hasattr(a, "op") and a.op != "get_attr"]
+        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        for place, outer in zip(places, given, strict=True):
+            self.names[place] = self._name(outer)
+        for each in inner.graph.nodes:
+            if each.op == "call_function":
+                self._call(each, inner, f"{name}.")
+            elif each.op == "output":
+                self.returned[node] = _flat(each.args[0])
+
+    def _argument(self, value: Any) -> Any:
+        if hasattr(value, "op") and hasattr(value, "name"):
+            shown = value.meta.get("val")
+            tensor = isinstance(shown, self.pt.Tensor | tuple | list)
+            return Ref(self._name(value)) if tensor else _number(shown)
+        if isinstance(value, list | tuple):
+            return tuple(self._argument(each) for each in value)
+        if isinstance(value, int | float | str | bool | type(None)):
+            return value
+        if isinstance(value, self.pt.dtype):
+            return str(value).rpartition(".")[2]
+        return _number(value)
+
+    def _mask(self, node: Any) -> None:
+        """What a constant mask of attention lets queries see, as the call's own arguments."""
+        last = self.nodes[-1]
+        call = dict(zip(("query", "key", "value", "attn_mask", "dropout", "is_causal"), node.args,
+                        strict=False)) | node.kwargs  # fmt: skip
+        mask = call.get("attn_mask")
+        kind, window = ("causal" if call.get("is_causal") else "all"), 0
+        if mask is not None and self._name(mask) in self.constants:
+            kind, window = self.masks.get(self._name(mask)) or self._kind_of_mask(mask)
+            self.masks[self._name(mask)] = kind, window
+        elif mask is not None:
+            kind = "given"
+        own = {**last.kwargs, "mask": kind, "window": window}
+        self.nodes[-1] = replace(last, kwargs=own)
+
+    def _note_mask(self, node: Any) -> None:
+        """Say of a constant [..., n, n] that attention in parts may add which keys it hides."""
+        name, value = self._name(node), node.meta.get("val")
+        if (
+            name not in self.constants
+            or name in self.masks
+            or not isinstance(value, self.pt.Tensor)
+        ):
+            return
+        if value.dim() < 2 or str(value.shape[-1]) != str(value.shape[-2]) or value.shape[-1] == 1:
+            return
+        self.masks[name] = kind, window = self._kind_of_mask(node)
+        at = next(i for i, n in enumerate(self.nodes) if n.name == name)
+        self.nodes[at] = replace(self.nodes[at], kwargs={"mask": kind, "window": window})
+
+    def _kind_of_mask(self, mask: Any) -> tuple[str, int]:
+        """Compute a mask for few positions, or for some more than any number in its making."""
+        try:
+            return kind_of_mask(self.pt, mask)
+        except Exception as error:
+            self.notes.append(
+                f"the mask of attention in {_path(mask) or mask.name} could not be computed "
+                f"({_reason(error)}): taken as causal"
+            )
+            return "causal", 0
+
+    def _needed(self, outputs: Sequence[str]) -> tuple[TracedNode, ...]:
+        """The nodes that the outputs depend on, in order, and all inputs and parameters."""
+        by_name = {node.name: node for node in self.nodes}
+        fills: dict[str, list[str]] = {}  # by tensor, the calls that write into it
+        for node in self.nodes:
+            at = node
+            in_place = re.search(r"\.[a-z]\w*_\.", node.op) and node.args
+            while in_place and at.args and isinstance(at.args[0], Ref):
+                at = by_name[at.args[0].name]
+                fills.setdefault(at.name, []).append(node.name)
+                if at.op.split(".")[1:2] not in (["slice"], ["select"], ["view"]):
+                    break
+        needed, todo = set[str](), [*outputs]
+        while todo:
+            name = todo.pop()
+            if name in needed or name not in by_name:
+                continue
+            needed.add(name)
+            todo += [*by_name[name].operands(), *fills.get(name, ())]
+        kept = [n for n in self.nodes if n.name in needed or n.op in ("param", "input")]
+        return tuple(kept)
+
+
+_KEPT = frozenset({"scale", "is_causal", "enable_gqa", "dtype", "attn_mask", "dropout_p", "alpha",
+                   "approximate", "rounding_mode", "offs", "reduction"})  # fmt: skip
+"""Keywords of calls that say what is computed, and not where."""
+
+
+def _tied(program: Any) -> dict[str, str]:
+    """By name of a parameter, the first name of the same tensor."""
+    first: dict[Any, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in program.state_dict.items():
+        key = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape)
+        names[name] = first.setdefault(key, name)
+    return names
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [n for each in value for n in _flat(each)]
+    if isinstance(value, dict):
+        return [n for each in value.values() for n in _flat(each)]
+    return [value] if hasattr(value, "name") else []
+
+
+def _number(value: Any) -> Any:
+    """A number, or the text of an expression in symbols."""
+    node = getattr(value, "node", None)
+    expr = getattr(node, "expr", value)
+    try:
+        return int(expr) if float(expr) == int(expr) else float(expr)
+    except (TypeError, ValueError, OverflowError):
+        return str(expr)
+
+
+def _shape(value: Any) -> tuple[Extent, ...]:
+    return tuple(_number(dim) for dim in value.shape)
+
+
+_SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64",
+          "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}  # fmt: skip
+
+
+def _dtype(value: Any) -> str:
+    name = str(value.dtype).rpartition(".")[2]
+    return _SHORT.get(name, name)
+
+
+def _path(node: Any) -> str:
+    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+    path = str(stack[-1][0]) if stack else ""
+    return "" if path.startswith("_") else path
+
+
+def _source(node: Any) -> str:
+    """The innermost line of the user's code, as `file.py:12`."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(f, line) for f, line in found if "/torch/" not in f]
+    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""

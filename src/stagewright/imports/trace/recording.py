@@ -1,0 +1,162 @@
+"""What is kept of a traced forward pass: its operations, shapes, and where the code is from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+from stagewright.errors import UserError
+
+VERSION = 1
+"""Of the JSON of a recording; a reader refuses another one."""
+
+
+class Ref(NamedTuple):
+    """An operand: the name of another node."""
+
+    name: str
+
+
+Extent = int | str
+"""A dim: a number, or an expression in symbols of the trace such as `s72*s70`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedNode:
+    """One node of a trace.
+
+    `op` is "param", "buffer", "input" or "constant" for leaves (a constant depends on shapes
+    alone), else the name of the operation, such as `aten.linear.default`.
+    """
+
+    name: str
+    op: str
+    shape: tuple[Extent, ...] = ()
+    dtype: str = ""
+    args: tuple[Any, ...] = ()
+    """Numbers, words, None, tuples of these, and `Ref`s."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    path: str = ""
+    """The module that made it, such as `model.layers.0.mlp`; of a parameter its own name."""
+    source: str = ""
+    """File and line of the user's code."""
+
+    def operands(self) -> Iterator[str]:
+        """The names of the nodes that it reads, in order."""
+        yield from refs((*self.args, *self.kwargs.values()))
+
+    def renamed(self, names: Mapping[str, str]) -> TracedNode:
+        """The same node, reading others."""
+        return replace(
+            self,
+            args=cast("tuple[Any, ...]", mapped(self.args, names)),
+            kwargs={k: mapped(v, names) for k, v in self.kwargs.items()},
+        )
+
+
+def words(value: Any) -> tuple[Any, ...]:
+    """The items of an argument that is a tuple; none of anything else."""
+    return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else ()
+
+
+def argument(node: TracedNode, nth: int, default: Any = None) -> Any:
+    """An argument by its place, or `default` where the call has fewer."""
+    return node.args[nth] if nth < len(node.args) else default
+
+
+def refs(value: Any) -> Iterator[str]:
+    """The names of the nodes in an argument."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, tuple):
+        for each in cast("tuple[Any, ...]", value):
+            yield from refs(each)
+
+
+def mapped(value: Any, names: Mapping[str, str]) -> Any:
+    """An argument with other names of nodes."""
+    if isinstance(value, Ref):
+        return Ref(names.get(value.name, value.name))
+    if isinstance(value, tuple):
+        return tuple(mapped(each, names) for each in cast("tuple[Any, ...]", value))
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A traced forward pass: its nodes, each after those that it reads, and what it returns."""
+
+    name: str
+    nodes: tuple[TracedNode, ...]
+    outputs: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What was assumed while it was recorded."""
+
+    @property
+    def parameters(self) -> int:
+        """The number of values in all parameters, each tensor counted once."""
+        total = 0
+        for node in self.nodes:
+            if node.op == "param":
+                count = 1
+                for dim in node.shape:
+                    count *= int(dim)
+                total += count
+        return total
+
+    def to_json(self) -> str:
+        """The recording as text, a node a line."""
+        rows = [json.dumps(_node_to_json(node), separators=(",", ":")) for node in self.nodes]
+        head = {"version": VERSION, "name": self.name, "outputs": list(self.outputs)}
+        head["notes"] = list(self.notes)
+        return json.dumps(head)[:-1] + ', "nodes": [\n' + ",\n".join(rows) + "\n]}\n"
+
+    @classmethod
+    def from_json(cls, text: str, file: str = "recording") -> Recording:
+        """The recording of a text; a UserError for any other text."""
+        try:
+            data = json.loads(text)
+            if data["version"] != VERSION:
+                raise UserError(
+                    f"{file}: version {data['version']}, wanted {VERSION}; record again"
+                )
+            nodes = tuple(_node_from_json(row) for row in data["nodes"])
+            return cls(data["name"], nodes, tuple(data["outputs"]), tuple(data["notes"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{file}: no recording of a module: {error}; record again") from None
+
+
+def _node_to_json(node: TracedNode) -> list[Any]:
+    return [
+        node.name, node.op, list(node.shape), node.dtype, _to_json(node.args),
+        {k: _to_json(v) for k, v in node.kwargs.items()}, node.path, node.source,
+    ]  # fmt: skip
+
+
+def _node_from_json(row: list[Any]) -> TracedNode:
+    name, op, shape, dtype, args, kwargs, path, source = row
+    return TracedNode(
+        name, op, tuple(shape), dtype, _from_json(args),
+        {k: _from_json(v) for k, v in kwargs.items()}, path, source,
+    )  # fmt: skip
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return {"ref": value.name}
+    if isinstance(value, tuple):
+        return [_to_json(each) for each in cast("tuple[Any, ...]", value)]
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return {"float": str(value)}
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        given = cast("dict[str, str]", value)
+        return Ref(given["ref"]) if "ref" in given else float(given["float"])
+    if isinstance(value, list):
+        return tuple(_from_json(each) for each in cast("list[Any]", value))
+    return value

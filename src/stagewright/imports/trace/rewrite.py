@@ -1,0 +1,298 @@
+"""Parts of models that are written as chains of operations: norms, rotary positions, gates,
+experts.
+
+Each function reads a list of nodes and returns another in which the chains are one node, `our.norm`
+for example; what no pattern matches stays as it is. Nodes that nothing reads are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from stagewright.imports.trace.mixtures import experts
+from stagewright.imports.trace.nodes import (
+    CASTS,
+    TracedNodes,
+    activation_of,
+    operation,
+    other_factor,
+)
+from stagewright.imports.trace.recording import Ref, TracedNode, argument
+
+Rewrite = Callable[[TracedNodes], None]
+
+
+def rewritten(nodes: Sequence[TracedNode], outputs: Sequence[str]) -> TracedNodes:
+    """The nodes after all rewrites."""
+    graph = TracedNodes(_functional(nodes), outputs)
+    for rewrite in REWRITES:
+        rewrite(graph)
+        graph.prune()
+    return graph
+
+
+# ---- what changes nothing ------------------------------------------------------------------------
+
+
+def _functional(nodes: Sequence[TracedNode]) -> list[TracedNode]:
+    """Operations in place as operations with a result, which later readers read instead."""
+    latest: dict[str, str] = {}
+    parts: dict[
+        str, tuple[str, int, int]
+    ] = {}  # views of tensors that are filled: base, dim, start
+    filled: dict[str, dict[int, str]] = {}
+    dims: dict[str, int] = {}
+    made: list[TracedNode] = []
+    for old in nodes:
+        node = old.renamed(latest)
+        kind = operation(node)
+        first = node.args[0].name if node.args and isinstance(node.args[0], Ref) else ""
+        if kind in ("new_empty", "empty", "empty_like", "new_zeros", "zeros") or (
+            node.op == "constant" and not node.kwargs
+        ):
+            filled[node.name] = {}
+        elif kind == "slice" and first in filled:
+            parts[node.name] = first, int(node.args[1]), int(node.args[2] or 0)
+        if kind == "copy_" and first in parts:
+            base, dim, start = parts[first]
+            filled[base][start], dims[base] = node.args[1].name, dim
+            continue
+        for name in node.operands():
+            pieces = filled.get(name)
+            if pieces and node.name not in parts:
+                del filled[name]
+                base = next(n for n in made if n.name == name)
+                joined = tuple(Ref(pieces[start]) for start in sorted(pieces))
+                made.append(
+                    replace(base, name=f"{name}.cat", op="aten.cat.default",
+                            args=(joined, dims[name]), kwargs={})
+                )  # fmt: skip
+                latest[name] = f"{name}.cat"
+                node = node.renamed(latest)
+        if (
+            kind.endswith("_")
+            and not kind.startswith("_")
+            and first
+            and node.op.startswith("aten.")
+        ):
+            node = replace(node, op=node.op.replace(f".{kind}.", f".{kind[:-1]}."))
+            latest[first] = node.name
+        made.append(node)
+    return made
+
+
+def _drop_nothing(graph: TracedNodes) -> None:
+    """Leave out casts to the same type, dropout that is off, and slices of everything."""
+    names: dict[str, str] = {}
+    for node in graph.of.values():
+        kind, source = operation(node), graph.arg(node, 0)
+        if source is None:
+            continue
+        same = (node.shape, node.dtype) == (source.shape, source.dtype)
+        rate = argument(node, 1, 0.5)
+        off = kind == "dropout" and (not rate or not argument(node, 2, True))
+        nothing = (*CASTS, "contiguous", "clone", "alias", "detach", "slice", "expand", "reshape",
+                   "view", "pad", "lift_fresh_copy", "repeat_interleave")  # fmt: skip
+        if off or (same and kind in nothing and node.op != "our"):
+            names[node.name] = source.name
+    graph.same(names)
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _rms_norms(graph: TracedNodes) -> None:
+    """x * rsqrt(mean(x ** 2) + eps), in fp32, times a weight before or after the cast back."""
+    users = graph.users()
+    for node in [*graph.of.values()]:
+        if operation(node) != "rsqrt":
+            continue
+        x = _squared(graph, graph.arg(node, 0))
+        product = graph.of[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
+        if x is None or operation(product) != "mul":
+            continue
+        assert product is not None
+        if node.shape[-1:] != (1,):
+            continue
+        result, weight = product, None
+        while len(users.get(result.name, ())) == 1:
+            after = graph.of[users[result.name][0]]
+            if operation(after) in CASTS:
+                result = after
+                continue
+            other = other_factor(graph, after, result.name) if operation(after) == "mul" else None
+            base = _weight(graph, other)
+            if base is not None and weight is None:
+                result, weight = after, base
+                continue
+            break
+        source = x
+        while operation(source) in CASTS and graph.arg(source, 0) is not None:
+            source = graph.arg(source, 0) or source
+        operands = [source.name] + ([weight.name] if weight else [])
+        graph.put(result, "our.norm", *operands, fn="rmsnorm")
+
+
+def _squared(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+    """The x of mean(x ** 2) + eps."""
+    if operation(node) == "add":
+        node = graph.arg(node, 0) if node else None
+    if operation(node) != "mean" or node is None:
+        return None
+    power = graph.arg(node, 0)
+    if operation(power) == "pow" and power is not None and power.args[1] == 2:
+        return graph.arg(power, 0)
+    if operation(power) == "square" and power is not None:
+        return graph.arg(power, 0)
+    if operation(power) == "mul" and power is not None and power.args[0] == power.args[1]:
+        return graph.arg(power, 0)
+    return None
+
+
+def _weight(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+    """The parameter of a norm: itself, or in 1 + weight, as Gemma stores it."""
+    while node is not None and (operation(node) in CASTS or operation(node) == "add"):
+        if operation(node) == "add" and any(isinstance(a, Ref) for a in node.args[1:]):
+            return None
+        node = graph.arg(node, 0)
+    return node if node is not None and node.op == "param" and len(node.shape) == 1 else None
+
+
+# ---- rotary positions ----------------------------------------------------------------------------
+
+
+def _rotary(graph: TracedNodes) -> None:
+    """x * cos + rotate_half(x) * sin, and the same of even and odd channels."""
+    for node in [*graph.of.values()]:
+        x = _rotated_half(graph, node) or _rotated_pairs(graph, node)
+        if x is not None:
+            graph.put(node, "our.rope", x.name)
+
+
+def _constant(node: TracedNode | None) -> bool:
+    return node is not None and node.op in ("constant", "buffer")
+
+
+def _by_constant(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+    """The x of x * constant."""
+    if operation(node) != "mul" or node is None:
+        return None
+    a, b = graph.arg(node, 0), graph.arg(node, 1)
+    if _constant(graph.plain(b, "slice")):
+        return a
+    return b if _constant(graph.plain(a, "slice")) else None
+
+
+def _rotated_half(graph: TracedNodes, node: TracedNode) -> TracedNode | None:
+    if operation(node) != "add":
+        return None
+    terms = [_by_constant(graph, graph.arg(node, i)) for i in (0, 1)]
+    for x, turned in (terms, terms[::-1]):
+        if x is None or operation(turned) != "cat" or turned is None:
+            continue
+        halves = [graph.of[r.name] for r in turned.args[0]]
+        low = graph.arg(halves[0], 0) if operation(halves[0]) == "neg" else None
+        sources = [_part_of(graph, half) for half in (low, halves[-1])]
+        if all(s is not None and s.name == x.name for s in sources):
+            return x
+    return None
+
+
+def _part_of(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+    """What a slice, or a part of a split, is of."""
+    if operation(node) == "slice" and node is not None:
+        return graph.arg(node, 0)
+    if node is not None and node.op == "getitem":
+        whole = graph.arg(node, 0)
+        return graph.arg(whole, 0) if whole else None
+    return None
+
+
+def _rotated_pairs(graph: TracedNodes, node: TracedNode) -> TracedNode | None:
+    """cat(even * cos - odd * sin, odd * cos + even * sin), or stacked and flattened."""
+    if operation(node) != "cat" or len(node.args[0]) != 2:
+        return None
+    first, second = (graph.of[r.name] for r in node.args[0])
+    if (operation(first), operation(second)) != ("sub", "add"):
+        return None
+    parts = [_by_constant(graph, graph.arg(n, i)) for n in (first, second) for i in (0, 1)]
+    sources = {s.name for s in (_part_of(graph, part) for part in parts) if s is not None}
+    if None in parts or len(sources) != 1:
+        return None
+    (name,) = sources
+    return graph.of[name] if graph.of[name].shape == node.shape else None
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+def _new_gelu(graph: TracedNodes) -> None:
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) is gelu's approximation."""
+    users = graph.users()
+    for node in [*graph.of.values()]:
+        if operation(node) != "tanh":
+            continue
+        inner = graph.arg(node, 0)
+        found = {n.name for n in _behind(graph, inner, 4)}
+        cubes = [
+            graph.of[n]
+            for n in found
+            if operation(graph.of[n]) == "pow" and graph.of[n].args[1] == 3
+        ]
+        if not cubes:
+            continue
+        (x,) = cubes[0].operands()
+        plus = users.get(node.name, [])
+        last = users.get(plus[0], []) if len(plus) == 1 else []
+        if len(last) == 1 and operation(graph.of[last[0]]) == "mul":
+            graph.put(graph.of[last[0]], "our.act", x, fn="gelu_tanh")
+
+
+def _behind(graph: TracedNodes, node: TracedNode | None, depth: int) -> list[TracedNode]:
+    if node is None or not depth:
+        return []
+    return [node, *(n for o in node.operands() for n in _behind(graph, graph.of[o], depth - 1))]
+
+
+def _softcaps(graph: TracedNodes) -> None:
+    """tanh(x / cap) * cap."""
+    users = graph.users()
+    for node in [*graph.of.values()]:
+        divided, after = graph.arg(node, 0), users.get(node.name, [])
+        if operation(node) != "tanh" or len(after) != 1 or divided is None:
+            continue
+        product = graph.of[after[0]]
+        cap = product.args[1] if operation(product) == "mul" and len(product.args) > 1 else None
+        if operation(divided) == "div" and isinstance(cap, int | float) and divided.args[1] == cap:
+            graph.put(product, "our.act", divided.args[0].name, fn="softcap", cap=cap)
+
+
+def _gated(graph: TracedNodes) -> None:
+    """activation(a) * b, where nothing else reads the activation."""
+    users = graph.users()
+    for node in [*graph.of.values()]:
+        if operation(node) != "mul" or not all(isinstance(a, Ref) for a in node.args[:2]):
+            continue
+        a, b = graph.arg(node, 0), graph.arg(node, 1)
+        for gate, up in ((a, b), (b, a)):
+            fn = activation_of(gate)
+            if fn is None or gate is None or up is None or len(users[gate.name]) > 1:
+                continue
+            inner = next(iter(gate.operands()))
+            if graph.of[inner].shape == up.shape == node.shape and not _constant(up):
+                graph.put(node, "our.glu", inner, up.name, fn=fn)
+                break
+
+
+REWRITES: tuple[Rewrite, ...] = (
+    _drop_nothing,
+    _rms_norms,
+    _rotary,
+    _new_gelu,
+    _softcaps,
+    _gated,
+    experts,
+    _drop_nothing,
+)
+"""In order: later ones read what earlier ones made."""
