@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from stagewright.serving.engines.engine import Engine
+from stagewright.serving.hosts import HostTimes
 from stagewright.serving.requests import Chain, Records, Workload
 from stagewright.serving.routers import STATIC, Router
 
+NO_HOST = HostTimes()
 FAR = sys.float_info.max
 
 Heard = Callable[[int, int], None]
@@ -34,12 +36,14 @@ def serve(
     engine: Callable[[Workload, Records], Engine],
     count: int,
     router: Router,
+    host: HostTimes = NO_HOST,
     heard: Heard | None = None,
 ) -> Outcome:
     """Serve a workload on `count` engines, each of which `engine` makes.
 
     Requests that do not depend on others go to their engines at once where the router does not look
     at engines; each engine is then moved on by itself. Otherwise all events are in one order.
+    `host` is what lies between a user and an engine's queue.
     """
     records = Records.of(len(workload))
     made = [engine(workload, records) for _ in range(count)]
@@ -47,9 +51,9 @@ def serve(
     stopped = False
     try:
         if alone and isinstance(router, STATIC):
-            _apart(workload, records, made, router, heard)
+            _apart(workload, records, made, router, host, heard)
         else:
-            _together(workload, records, made, router, heard)
+            _together(_ToCome(workload, host), records, made, router, heard)
     except KeyboardInterrupt:
         stopped = True
     return Outcome(workload, records, made, stopped)
@@ -74,18 +78,24 @@ def _apart(
     records: Records,
     engines: Sequence[Engine],
     router: Router,
+    host: HostTimes,
     heard: Heard | None,
 ) -> None:
-    arrival = records.arrival
-    arrival[:] = workload.arrival
-    for request in range(len(workload)):
+    arrival, reached = workload.arrival, records.reached
+    records.arrival[:] = arrival
+    for request, prompt in enumerate(workload.prompt):
+        reached[request] = arrival[request] + host.before_prefill(prompt)
+    order = range(len(workload))
+    if host.per_prompt_token:
+        order = sorted(order, key=reached.__getitem__)
+    for request in order:
         nth = router.route(request, workload, engines)
         records.engine[request] = nth
         engines[nth].inbox.append(request)
     done = 0
     for engine in engines:
         if engine.inbox:
-            engine.end = arrival[engine.inbox[0]]
+            engine.end = reached[engine.inbox[0]]
         engine.advance(FAR)
         done += len(engine.completed)
         engine.completed.clear()
@@ -94,14 +104,14 @@ def _apart(
 
 
 def _together(
-    workload: Workload,
+    arrivals: _ToCome,
     records: Records,
     engines: Sequence[Engine],
     router: Router,
     heard: Heard | None,
 ) -> None:
     """One order of events: of arrivals, and of the ends of engines' batches."""
-    arrivals = _ToCome(workload)
+    total = len(arrivals.workload)
     ends: list[tuple[float, int]] = []
     done = 0
     while arrivals.heap or ends:
@@ -124,7 +134,7 @@ def _together(
             if engine.end < math.inf:
                 heappush(ends, (engine.end, nth))
             if heard is not None and done % 1000 == 0:
-                heard(done, len(workload))
+                heard(done, total)
 
 
 def _deal(
@@ -134,7 +144,8 @@ def _deal(
     dealt: list[int] = []
     while arrivals.heap and arrivals.heap[0][0] <= at:
         _, request = heappop(arrivals.heap)
-        records.arrival[request] = at
+        records.arrival[request] = at - arrivals.delay(request)
+        records.reached[request] = at
         nth = router.route(request, arrivals.workload, engines)
         records.engine[request] = nth
         engines[nth].push(request)
@@ -145,8 +156,8 @@ def _deal(
 class _ToCome:
     """Requests that are still to come, of which some wait for others to be done."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+    def __init__(self, workload: Workload, host: HostTimes) -> None:
+        self.workload, self.host = workload, host
         self.heap: list[tuple[float, int]] = []
         self._next: dict[int, list[int]] = {}
         self._queue = iter(list[int]())
@@ -160,14 +171,21 @@ class _ToCome:
         if workload.concurrency is not None:
             self._queue = iter(free[workload.concurrency :])
             free = free[: workload.concurrency]
-        self.heap.extend((workload.arrival[request], request) for request in free)
+        self.heap.extend((self._reaches(0.0, request), request) for request in free)
         heapify(self.heap)
+
+    def delay(self, request: int) -> float:
+        """Seconds from the user to the engine's queue."""
+        return self.host.before_prefill(self.workload.prompt[request])
+
+    def _reaches(self, after: float, request: int) -> float:
+        return after + self.workload.arrival[request] + self.delay(request)
 
     def done(self, request: int, at: float) -> None:
         """A request is done: those that have waited for it come."""
         for follower in self._next.pop(request, ()):
-            heappush(self.heap, (at + self.workload.arrival[follower], follower))
+            heappush(self.heap, (self._reaches(at, follower), follower))
         if self.workload.concurrency is not None and request not in self._next:
             following = next(self._queue, None)
             if following is not None:
-                heappush(self.heap, (at, following))
+                heappush(self.heap, (self._reaches(at, following), following))

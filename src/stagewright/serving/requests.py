@@ -122,7 +122,9 @@ class Records:
     """What became of each request; seconds since the run began, nan where it did not happen."""
 
     arrival: array[float]
-    """When it reached the cluster."""
+    """When the user sent it."""
+    reached: array[float]
+    """When it was in an engine's queue."""
     scheduled: array[float]
     """When an engine first computed something of it."""
     first: array[float]
@@ -140,6 +142,7 @@ class Records:
         """Nothing has happened yet."""
         nan, zero = array("d", [float("nan")]), array("i", [0])
         return cls(
+            nan * requests,
             nan * requests,
             nan * requests,
             nan * requests,

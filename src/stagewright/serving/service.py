@@ -9,6 +9,7 @@ from stagewright.run.sections.serving import EngineSection, WorkloadSection
 from stagewright.serving.cluster import Heard, Outcome, in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.engine import Engine, Scheduler
+from stagewright.serving.hosts import HOSTS, HostTimes
 from stagewright.serving.instances import Instance
 from stagewright.serving.metrics import ServingSummary, Slo, summarize
 from stagewright.serving.requests import Records, Workload, accept
@@ -43,6 +44,11 @@ class Service:
         """Blocks of the cache of one engine; vLLM keeps one that stands for none (`null_block`)."""
         return self.engines.num_gpu_blocks or self.instance.cache.blocks - 1
 
+    @property
+    def host(self) -> HostTimes:
+        """What the engine's host takes; nothing of a scheduler that nobody has measured."""
+        return HOSTS.get(self.engines.scheduler, HostTimes())
+
     def check(self) -> None:
         """Raise UserError for what this service cannot be."""
         asked = self.engines
@@ -67,6 +73,7 @@ class Service:
             )
         of = in_blocks(accepted.workload, cache.block_size)
         last = max(of.arrival)
+        times = self.instance.times.with_host(self.host)
 
         def engine(workload: Workload, records: Records) -> Engine:
             blocks = KvBlocks(
@@ -76,10 +83,10 @@ class Service:
                 cache.blocks_per_request,
             )
             every = max(last / SAMPLES, 0.05)
-            return Engine(workload, records, blocks, self.scheduler, self.instance.times, every)
+            return Engine(workload, records, blocks, self.scheduler, times, every)
 
         count = self.engines.instances * self.instance.replicas
-        outcome = serve(of, engine, count, router_of(self.engines.router), heard)
+        outcome = serve(of, engine, count, router_of(self.engines.router), self.host, heard)
         summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
         return ServedRun(outcome, summary)
 

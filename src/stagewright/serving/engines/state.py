@@ -32,7 +32,7 @@ class EngineState:
         """Nothing has arrived; what becomes of requests is written into `records`."""
         self.records, self.blocks = records, blocks
         self.block_size = blocks.block_size
-        self.prompt, self.output, self.arrival = workload.prompt, workload.output, records.arrival
+        self.prompt, self.output, self.arrival = workload.prompt, workload.output, records.reached
         self._chains = workload.chains
         self.inbox: deque[int] = deque()
         """Requests that will arrive, in order."""
