@@ -3,6 +3,7 @@
 import json
 import random
 from array import array
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -14,6 +15,9 @@ from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.requests import TOO_LONG, Workload
 from stagewright.serving.routers import RoundRobin
+from stagewright.serving.schedulers.sglang import SGLang
+from stagewright.serving.schedulers.static import Static
+from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.times import LinearTimes
 from stagewright.serving.workloads.traces import NO_TOKENS
@@ -99,11 +103,9 @@ def equal_to_stepping(seed: int):
 
     gaps = sorted(b - a for r in requests for a, b in pairwise(r.tokens_at))
     ours = []
-    for first, last, steps, n in zip(
-        ran.gaps.first, ran.gaps.last, ran.gaps.steps, ran.gaps.requests, strict=True
-    ):
-        for step in range(steps):
-            ours += [first + (last - first) * step / max(1, steps - 1)] * n
+    for first, last, steps, n in ran.gaps.series():
+        for step in range(int(steps)):
+            ours += [first + (last - first) * step / max(1, steps - 1)] * int(n)
     assert gaps == near(sorted(ours))
 
     for at, waiting, running, blocks in zip(*ran.samples, strict=True):
@@ -111,6 +113,43 @@ def equal_to_stepping(seed: int):
         if found:
             late = sum(found[0][0] < r.arrival <= at for r in requests)
             assert (waiting, running, blocks) == (found[0][2] + late, *found[0][3:])
+
+
+class OneStep:
+    """A scheduler that is asked anew for each step."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def schedule(self, engine):
+        return self.of.schedule(engine)._replace(repeats=1)
+
+
+SCHEDULERS = {
+    "sglang": lambda: SGLang(max_prefill_tokens=90, chunked_prefill_size=48, max_num_seqs=7),
+    "tensorrt-llm": lambda: TensorRtLlm(max_num_batched_tokens=300, max_num_seqs=7),
+    "static": lambda: Static(max_num_seqs=5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str):
+    preempted = 0
+    for seed in range(15):
+        _, seconds, drawn_cache, work = drawn(random.Random(seed))
+        ends = []
+        for scheduler in (SCHEDULERS[name](), OneStep(SCHEDULERS[name]())):
+            cache = KvBlocks(drawn_cache.size * 2, drawn_cache.block_size, drawn_cache.caching)
+            made = partial(Engine, blocks=cache, scheduler=scheduler, times=seconds)
+            ends.append(serve(in_blocks(work, cache.block_size), made, 1, RoundRobin()))
+            assert cache.free == cache.size
+        fast, slow = (done.records for done in ends)
+        assert all(at == at for at in fast.finish)
+        assert list(fast.first) == pytest.approx(list(slow.first), rel=1e-9)
+        assert list(fast.finish) == pytest.approx(list(slow.finish), rel=1e-9)
+        assert list(fast.preempted) == list(slow.preempted)
+        preempted += sum(fast.preempted)
+    assert preempted == 0 or name == "sglang"
 
 
 # ---- the command ---------------------------------------------------------------------------------

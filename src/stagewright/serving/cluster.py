@@ -63,13 +63,8 @@ def in_blocks(workload: Workload, block_size: int) -> Workload:
     """A workload whose chains count blocks: a block is of the segment that has its last token."""
     if workload.chains is None:
         return workload
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    chains: list[Chain] = []
-    for keys, ends in workload.chains:
-        found = known.get(ends)
-        if found is None:
-            known[ends] = found = tuple(end // block_size for end in ends)
-        chains.append((keys, found))
+    whole_blocks = block_size.__rfloordiv__  # of so many tokens
+    chains: list[Chain] = [(keys, tuple(map(whole_blocks, ends))) for keys, ends in workload.chains]
     return replace(workload, chains=chains)
 
 

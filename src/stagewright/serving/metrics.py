@@ -80,14 +80,8 @@ class RequestTimes:
 
 def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
     """Times between tokens, each token as likely: of series, without writing them out."""
-    first, last = (
-        np.concatenate([np.array(getattr(g, name)) for g in gaps] or [np.zeros(0)])
-        for name in ("first", "last")
-    )
-    steps, requests = (
-        np.concatenate([np.array(getattr(g, name), np.int64) for g in gaps] or [np.zeros(0, int)])
-        for name in ("steps", "requests")
-    )
+    rows = np.concatenate([each.series() for each in gaps])
+    first, last, steps, requests = rows.T
     weight = steps * requests
     total = int(weight.sum())
     if not total:

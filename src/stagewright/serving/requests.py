@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from stagewright.run.sections.declare import LARGEST
+
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
 """What requests have in common: keys of segments, and the tokens up to the end of each. Requests
 whose chains begin with equal keys have equal tokens up to the end of the last equal one."""
@@ -54,14 +56,18 @@ class Accepted(NamedTuple):
 
 TOO_LONG = "the prompt leaves no token below max_model_len"
 NEVER_FITS = "prompt and output need more blocks than the KV cache has"
+NOT_CUT = "the prompt has more tokens than a step, and is not computed in chunks"
 LOST_TURN = "an earlier turn of the session was rejected"
 
 
-def accept(workload: Workload, max_model_len: int, tokens: int) -> Accepted:
+def accept(
+    workload: Workload, max_model_len: int, tokens: int, most_prompt: int = LARGEST
+) -> Accepted:
     """Leave out what no engine could serve, as vLLM does when a request arrives.
 
-    `tokens` is the room of the KV cache. vLLM ends a request at `max_model_len`
-    (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`).
+    `tokens` is the room of the KV cache; `most_prompt`: what a step may have of a prompt. vLLM ends
+    a request at `max_model_len` (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`,
+    `check_stop`).
     """
     rejected = Counter(workload.rejected)
     place, kept = array("i"), array("i")
@@ -72,6 +78,8 @@ def accept(workload: Workload, max_model_len: int, tokens: int) -> Accepted:
         why = ""
         if most < 1:
             why = TOO_LONG
+        elif prompt > most_prompt:
+            why = NOT_CUT
         elif prompt + min(out, most) - 1 > tokens:
             why = NEVER_FITS
         elif before >= 0 and place[before] < 0:

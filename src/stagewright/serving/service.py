@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 from stagewright.errors import UserError
+from stagewright.run.sections.declare import LARGEST
 from stagewright.run.sections.serving import EngineSection, WorkloadSection
 from stagewright.serving.cluster import Heard, Outcome, in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
@@ -49,22 +51,16 @@ class Service:
         """What the engine's host takes; nothing of a scheduler that nobody has measured."""
         return HOSTS.get(self.engines.scheduler, HostTimes())
 
-    def check(self) -> None:
-        """Raise UserError for what this service cannot be."""
-        asked = self.engines
-        if not asked.enable_chunked_prefill and self.limits.tokens < self.max_model_len:
-            raise UserError(
-                f"--no-enable-chunked-prefill: a prompt may have {self.max_model_len} tokens, a "
-                f"step {self.limits.tokens}; lower --max-model-len, or raise "
-                "--max-num-batched-tokens"
-            )
+    def _most_prompt(self) -> int:
+        """Tokens of the longest prompt that a step may have; any, where prompts are cut."""
+        chunked: bool = getattr(self.scheduler, "enable_chunked_prefill", True)
+        return LARGEST if chunked else self.limits.tokens
 
     def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
         """Serve a workload to its end."""
-        self.check()
         cache = self.instance.cache
         room = (self.blocks - cache.blocks_per_request) * cache.block_size
-        accepted = accept(workload, self.max_model_len, room)
+        accepted = accept(workload, self.max_model_len, room, self._most_prompt())
         if not len(accepted.workload):
             why = "; ".join(f"{count} x {what}" for what, count in accepted.rejected.items())
             raise UserError(
@@ -83,7 +79,7 @@ class Service:
                 cache.blocks_per_request,
             )
             every = max(last / SAMPLES, 0.05)
-            return Engine(workload, records, blocks, self.scheduler, times, every)
+            return Engine(workload, records, blocks, copy(self.scheduler), times, every)
 
         count = self.engines.instances * self.instance.replicas
         outcome = serve(of, engine, count, router_of(self.engines.router), self.host, heard)

@@ -48,7 +48,7 @@ def test_one_request_in_closed_form():
 def test_gaps_as_if_written_out():
     gaps = Gaps()
     for row in ((1.0, 2.0, 11, 3), (0.5, 0.5, 1, 7), (3.0, 2.5, 6, 1)):
-        gaps.add(*row)
+        gaps.add(row)
     written = np.repeat(
         np.concatenate([np.linspace(1, 2, 11), [0.5], np.linspace(3, 2.5, 6)]),
         [3] * 11 + [7] + [1] * 6,

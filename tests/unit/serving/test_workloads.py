@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.serving.requests import LOST_TURN, NEVER_FITS, TOO_LONG, accept
+from stagewright.serving.requests import NEVER_FITS, NOT_CUT, TOO_LONG, accept
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
@@ -145,7 +145,9 @@ def test_what_no_engine_can_serve():
     uneven = accept(work, max_model_len=1000, tokens=10_000)
     assert uneven.rejected == {}
     assert uneven.workload.prompt is work.prompt
-    assert LOST_TURN
+    assert accept(work, 1000, 10_000, 250).rejected == {NOT_CUT: 2}
+    short = closed_loop(2, 1, Lengths(isl=5, osl=5))
+    assert accept(short, 1000, 10_000).rejected == {}
 
 
 @pytest.mark.parametrize(

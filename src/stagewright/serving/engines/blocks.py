@@ -146,15 +146,19 @@ class KvBlocks:
         segments, blocks, copies = held
         resident = self._resident
         nth = segments - 1 if segments and blocks < ends[segments - 1] else segments
-        while blocks < done and nth < len(keys):
-            start = ends[nth - 1] if nth else 0
-            end = min(ends[nth], done)
-            entry = resident.get(keys[nth])
+        count = len(keys)
+        while blocks < done and nth < count:
+            end = ends[nth]
+            if end > done:
+                end = done
+            key = keys[nth]
+            entry = resident.get(key)
             if entry is None:
-                resident[keys[nth]] = [end - start, 1]
+                resident[key] = [end - blocks, 1]
             else:
                 if nth >= segments:
-                    self._join(keys[nth], entry)
+                    self._join(key, entry)
+                start = ends[nth - 1] if nth else 0
                 added = max(0, end - start - max(entry[0], blocks - start))
                 copies += end - blocks - added
                 entry[0] += added
@@ -205,10 +209,12 @@ class KvBlocks:
         self._idle_blocks = self.free
         resident, idle = self._resident, self._idle
         while over > 0:
-            key = next(iter(idle))
+            key, _ = idle.popitem(last=False)
             entry = resident[key]
             if entry[0] > over:
                 entry[0] -= over
+                idle[key] = None
+                idle.move_to_end(key, last=False)
                 return
             over -= entry[0]
-            del resident[key], idle[key]
+            del resident[key]

@@ -172,7 +172,13 @@ class Engine(EngineState):
         self.now = end
         decision = self._decision
         if n:
-            self._note_gaps(start, end, steps, n)
+            if start != self._token_time or self._fresh or decision.skipped:
+                self._note_late(start, end, steps, n)
+            elif steps == 1:
+                self.gaps.add((end - start, end - start, 1, n))
+            else:
+                last = self._first + self._grows * (steps - 1)
+                self.gaps.add((self._first, last, steps, n))
             if steps > 1:
                 self._take_growth(steps)
             self.step += steps
@@ -204,23 +210,20 @@ class Engine(EngineState):
             need += growth[-nth % size]
         self.blocks.free -= need
 
-    def _note_gaps(self, start: float, end: float, steps: int, n: int) -> None:
-        """Note how long decoding requests have waited for their tokens."""
+    def _note_late(self, start: float, end: float, steps: int, n: int) -> None:
+        """Note gaps where some requests got their last tokens before the batch began."""
         first = last = end - start
         if steps > 1:
             first, last = self._first, self._first + self._grows * (steps - 1)
         stalled = start - self._token_time
-        if not (stalled or self._fresh or self._decision.skipped):
-            self.gaps.add(first, last, steps, n)
-            return
         late = [t for request, t in self._fresh.items() if request not in self._decision.skipped]
         for token_time in late:
-            self.gaps.add(start + first - token_time, start + first - token_time, 1, 1)
+            self.gaps.add((start + first - token_time, start + first - token_time, 1, 1))
         if n > len(late):
-            self.gaps.add(stalled + first, stalled + first, 1, n - len(late))
+            self.gaps.add((stalled + first, stalled + first, 1, n - len(late)))
         if steps > 1:
             second = first + (last - first) / (steps - 1)
-            self.gaps.add(second, last, steps - 1, n)
+            self.gaps.add((second, last, steps - 1, n))
         skipped = {r: self._fresh.get(r, self._token_time) for r in self._decision.skipped}
         self._fresh = skipped
 
@@ -243,7 +246,7 @@ class Engine(EngineState):
         if got == 1:
             self.records.first[request] = self.now
         else:
-            self.gaps.add(self.now - last, self.now - last, 1, 1)
+            self.gaps.add((self.now - last, self.now - last, 1, 1))
         if got == self.output[request]:
             self._complete(request, tokens)
             return

@@ -5,23 +5,26 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
+import numpy as np
+
+from stagewright.arrays import Float
+
 
 class Gaps:
     """Times between tokens as series: n requests, for steps whose length grows linearly."""
 
-    __slots__ = ("first", "last", "requests", "steps")
+    __slots__ = ("add", "numbers")
 
     def __init__(self) -> None:
         """Nothing yet."""
-        self.first, self.last = array("d"), array("d")
-        self.steps, self.requests = array("i"), array("i")
+        self.numbers = array("d")
+        """Four for each series: seconds of the first step and of the last, steps, requests."""
+        self.add = self.numbers.extend
+        """Adds a series: `add((first, last, steps, requests))`."""
 
-    def add(self, first: float, last: float, steps: int, requests: int) -> None:
-        """Steps from the `first` length to the `last`, in seconds, of so many requests."""
-        self.first.append(first)
-        self.last.append(last)
-        self.steps.append(steps)
-        self.requests.append(requests)
+    def series(self) -> Float:
+        """The series as rows."""
+        return np.array(self.numbers).reshape(-1, 4)
 
 
 class EngineSamples(NamedTuple):

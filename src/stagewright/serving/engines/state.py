@@ -7,10 +7,26 @@ and a request that has g of n tokens after step s ends with step s + n - g.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
-from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.blocks import Hit, KvBlocks
 from stagewright.serving.engines.observed import EngineSamples, Gaps
 from stagewright.serving.requests import NO_CHAIN, Chain, Records, Workload
+
+
+class Found(NamedTuple):
+    """What of a request is in the cache."""
+
+    tokens: int
+    """All that must be computed or be there."""
+    hit: Hit
+    kept: int
+    """Blocks of its own, of a request that was preempted."""
+
+    @property
+    def blocks(self) -> int:
+        """All blocks that are there."""
+        return self.hit.blocks + self.kept
 
 
 class EngineState:
@@ -87,6 +103,34 @@ class EngineState:
         done, size = self.done(request), self.block_size
         return -(-(done + tokens) // size) + (-done // size)
 
+    def decoders(self) -> list[int]:
+        """The requests that get a token in every step."""
+        return [*self._ends]
+
+    def most_blocks(self, request: int) -> int:
+        """Blocks that a request holds when it ends."""
+        most = self.prompt[request] + self.output[request] - 1
+        return -(-most // self.block_size) + self.blocks.per_request
+
+    def lacking(self, request: int) -> int:
+        """Blocks that a running request lacks to its end."""
+        return self.need(
+            request, self.prompt[request] + self.output[request] - 1 - self.done(request)
+        )
+
+    def look(self, request: int) -> Found:
+        """What of a waiting request is in the cache; its last token never counts."""
+        size, blocks = self.block_size, self.blocks
+        tokens = self.tokens(request)
+        keys, ends = self._chain(request)
+        limit = (tokens - 1) // size  # the last token is computed, for the next one
+        hit = blocks.find(keys, ends, limit)
+        kept = 0
+        again = self._last.get(request)
+        if again is not None and (not ends or hit.blocks >= min(ends[-1], limit)):
+            kept = min(blocks.kept(request), min(limit, again[1] // size) - hit.blocks)
+        return Found(tokens, hit, kept)
+
     # ---- what schedulers do ----------------------------------------------------------------------
 
     def reserve(self) -> bool:
@@ -106,14 +150,8 @@ class EngineState:
         """
         request = self.waiting[0]
         size, blocks = self.block_size, self.blocks
-        tokens = self.tokens(request)
         keys, ends = self._chain(request)
-        limit = (tokens - 1) // size  # the last token is computed, for the next one
-        hit = blocks.find(keys, ends, limit)
-        kept = 0
-        again = self._last.get(request)
-        if again is not None and (not ends or hit.blocks >= min(ends[-1], limit)):
-            kept = min(blocks.kept(request), min(limit, again[1] // size) - hit.blocks)
+        tokens, hit, kept = self.look(request)
         found = hit.blocks + kept
         n = tokens - found * size
         if n > most:
@@ -125,7 +163,7 @@ class EngineState:
         need += blocks.per_request
         if need > blocks.free:
             return 0
-        if again is not None:
+        if request in self._last:
             blocks.resume(request, kept)
         elif self.records.scheduled[request] != self.records.scheduled[request]:
             self.records.scheduled[request] = self.now
@@ -152,10 +190,11 @@ class EngineState:
             self.blocks.extend(request, keys, ends, self.done(request) // self.block_size)
         return True
 
-    def preempt(self, request: int | None = None) -> int:
+    def preempt(self, request: int | None = None, *, keep: bool = True) -> int:
         """Stop a running request, the last one if none is named; it waits again, first of all.
 
-        Its blocks are free; all of it that is not in the cache then is computed again.
+        Its blocks are free; all of it that is not in the cache then is computed again. Without
+        `keep` what was its own is not in the cache, and it waits behind all others.
         """
         if request is None:
             request, _ = self.running.popitem()
@@ -173,7 +212,11 @@ class EngineState:
             self._last[request] = (self._fresh.pop(request, self._token_time), done)
         keys, ends = self._chain(request)
         self.blocks.release(request, keys, ends, -(-done // self.block_size))
-        self.waiting.appendleft(request)
+        if keep:
+            self.waiting.appendleft(request)
+        else:
+            self.blocks.resume(request, 0)
+            self.waiting.append(request)
         self.records.preempted[request] += 1
         return request
 

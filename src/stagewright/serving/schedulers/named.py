@@ -10,12 +10,22 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.engines.engine import Scheduler
+from stagewright.serving.schedulers.sglang import SGLang
+from stagewright.serving.schedulers.static import Static
+from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.time.hardware import Hardware
 
-SCHEDULERS: Mapping[str, type[Any]] = {"vllm": Vllm}
+SCHEDULERS: Mapping[str, type[Any]] = {
+    "vllm": Vllm,
+    "sglang": SGLang,
+    "tensorrt-llm": TensorRtLlm,
+    "static": Static,
+}
 
 _LARGE = 70 * 2**30
+_CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
+"""SGLang's chunks below so many GiB (sglang 0.5.23, `arg_groups/memory_hook.py`)."""
 
 
 class BatchLimits(NamedTuple):
@@ -23,6 +33,8 @@ class BatchLimits(NamedTuple):
 
     tokens: int
     requests: int
+    prompt_tokens: int
+    """Of prompts in a step of SGLang."""
 
 
 def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
@@ -40,7 +52,8 @@ def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
             f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {requests}: in a step "
             "each request gets at least a token; raise the first or lower the second"
         )
-    return BatchLimits(tokens, requests)
+    prompts = next((n for gib, n in _CHUNKS if hardware.memory < gib * 2**30), 16384)
+    return BatchLimits(tokens, requests, asked.chunked_prefill_size or prompts)
 
 
 def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
@@ -51,6 +64,8 @@ def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
     made: Any = SCHEDULERS.get(asked.scheduler) or _imported(asked.scheduler)
     values = {of.name: getattr(asked, of.name) for of in fields(asked)}
     values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
+    values["chunked_prefill_size"] = limits.prompt_tokens
+    values = {name: value for name, value in values.items() if value is not None}
     names = {of.name for of in fields(made)} if is_dataclass(made) else set[str]()
     make = cast("Callable[..., Scheduler]", made)
     try:

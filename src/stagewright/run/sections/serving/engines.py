@@ -1,8 +1,11 @@
 """Engines: how many there are, and how each decides what to compute; names are vLLM's."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from stagewright.run.sections.declare import Count, Number, Share, Switch, Text, setting
+from stagewright.run.sections.declare import Count, Number, Real, Share, Switch, Text, setting
+
+Positive = Annotated[float, Real(gt=0, le=1e9)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +18,9 @@ class EngineSection:
         "Which engine a request goes to: round_robin, least_loaded, session or kv_aware.",
     )
     scheduler: Text = setting(
-        "vllm", "What steps compute: vllm, or your own as MODULE:CLASS.", metavar="NAME"
+        "vllm",
+        "What steps compute: vllm, sglang, tensorrt-llm, static, or your own as MODULE:CLASS.",
+        metavar="NAME",
     )
     max_num_batched_tokens: Count | None = setting(
         None, "Most tokens of a step.", unset="8192 from 70 GiB on, A100 but 2048; else 2048"
@@ -26,8 +31,23 @@ class EngineSection:
     long_prefill_token_threshold: Number = setting(
         0, "Most tokens of one prompt in a step; 0: any.", rare=True
     )
-    enable_chunked_prefill: Switch = setting(
-        True, "Whether a prompt may be computed in several steps.", rare=True
+    enable_chunked_prefill: Switch | None = setting(
+        None,
+        "Whether a prompt may be computed in several steps.",
+        unset="on; tensorrt-llm: off",
+        rare=True,
+    )
+    chunked_prefill_size: Count | None = setting(
+        None,
+        "sglang: most tokens of prompts in a step.",
+        unset="2048 below 20 GiB, 4096 below 60, 8192 below 160, else 16384",
+        rare=True,
+    )
+    max_prefill_tokens: Count = setting(
+        16384, "sglang: most tokens of prompts in a step, chunks or not.", rare=True
+    )
+    schedule_conservativeness: Positive = setting(
+        1.0, "sglang: how much of what requests may make is kept for them.", rare=True
     )
     scheduler_reserve_full_isl: Switch = setting(
         True, "Whether a request is admitted only if blocks suffice for its prompt.", rare=True

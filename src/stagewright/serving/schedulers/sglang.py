@@ -1,0 +1,115 @@
+"""SGLang's scheduler: prompts run in steps of their own; admission guesses what will be made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stagewright.serving.engines.engine import Decision, Engine
+
+CLIP = 4096
+"""Tokens that a request is taken to make at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`)."""
+RETRACT_STEPS = 20
+"""Tokens that a kept request is taken to make next (`SGLANG_RETRACT_DECODE_STEPS`)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SGLang:
+    """SGLang 0.5.23 without mixed chunks, first come first served (`sglang/srt/managers/`).
+
+    1. If a batch of prompts can be formed it runs alone, else all requests decode
+       (`scheduler.py`, `get_next_batch_to_run`).
+    2. A batch of prompts takes the prompt that has been begun, then waiting requests in order, up
+       to `max_prefill_tokens` and `chunked_prefill_size` tokens; one prompt at a time is cut
+       (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). A request needs room for
+       the tokens it lacks, those it will make (at most 4,096) and a page; the room is what is free
+       less `new_token_ratio` of what running requests will make. If it lacks room, nobody is
+       admitted before a request ends (`batch_is_full`).
+    3. The ratio is 0.7 x `schedule_conservativeness` and falls to 0.14 of that in 600 decode steps
+       (`new_token_ratio_tracker.py`).
+    4. Where a decode step lacks room, requests with the fewest tokens made are retracted, of equal
+       ones the longest prompt first, but for the last one (`schedule_batch.py`, `retract_decode`):
+       they wait behind all others, and what they had is not kept. The ratio is then (tokens made +
+       20 per request) / tokens that will have been made.
+    """
+
+    max_prefill_tokens: int = 16_384
+    chunked_prefill_size: int = 8192
+    max_num_seqs: int = 1024
+    """SGLang's `max_running_requests`."""
+    schedule_conservativeness: float = 1.0
+    _ratio: float = field(default=-1.0, init=False)
+    _since: int = field(default=0, init=False)  # the decode step of which that is the ratio
+    _full: bool = field(default=False, init=False)
+    _count: int = field(default=0, init=False)  # running requests when last seen
+
+    def schedule(self, engine: Engine) -> Decision:
+        """The next batch."""
+        if len(engine.running) < self._count or not engine.running:
+            self._full = False
+        chunks: list[tuple[int, int]] = []
+        if engine.left or (engine.waiting and not self._full):
+            self._prefill(engine, chunks)
+        self._count = len(engine.running)
+        if chunks:
+            return Decision(chunks, decodes=False)
+        if not engine.reserve():
+            self._retract(engine)
+            self._count = len(engine.running)
+        return Decision(open=not self._full)
+
+    def ratio(self, engine: Engine) -> float:
+        """The share of what requests may still make that is kept for them."""
+        first = min(0.7 * self.schedule_conservativeness, 1.0)
+        least = 0.14 * first
+        if self._ratio < 0:
+            self._ratio = first
+        fallen = (engine.step - self._since) * (first - least) / 600
+        return max(self._ratio - fallen, least)
+
+    def _prefill(self, engine: Engine, chunks: list[tuple[int, int]]) -> None:
+        page, waiting = engine.block_size, engine.waiting
+        made = sum(min(engine.output[i] - engine.got(i), CLIP) for i in engine.decoders())
+        room = engine.blocks.free * page - made * self.ratio(engine)
+        budget, chunk = self.max_prefill_tokens, self.chunked_prefill_size
+        for request, left in [*engine.left.items()]:
+            more = min(left, chunk)
+            if not engine.grow(request, more):
+                return
+            chunks.append((request, more))
+            budget, chunk = budget - more, chunk - more
+            room -= more + (min(engine.output[request], CLIP) if more == left else 0)
+        while waiting and budget > 0 and chunk > 0 and room > 0:
+            if len(engine.running) >= self.max_num_seqs:
+                self._full = True
+                return
+            request = waiting[0]
+            found = engine.look(request)
+            lacks = found.tokens - found.blocks * page
+            makes = min(engine.output[request] - engine.got(request), CLIP)
+            if lacks + makes + page >= room - found.hit.idle * page:
+                self._full = bool(chunks) or engine.decoding > 0
+                return
+            whole = lacks <= chunk
+            if (lacks >= budget and chunks) or (not whole and any(engine.left.values())):
+                return
+            more = engine.admit(lacks if whole else max(chunk // page * page, 1))
+            if not more:
+                self._full = bool(chunks) or engine.decoding > 0
+                return
+            chunks.append((request, more))
+            budget, chunk = budget - more, chunk - more
+            room -= more + page + (makes if whole else 0) + found.hit.idle * page
+
+    def _retract(self, engine: Engine) -> None:
+        """Retract requests until those that are left have room for a step."""
+        order = sorted(
+            engine.decoders(), key=lambda i: (engine.got(i), -engine.prompt[i]), reverse=True
+        )
+        while len(order) > 1:
+            engine.preempt(order.pop(), keep=False)
+            if engine.reserve():
+                break
+        made = sum(map(engine.got, order))
+        most = sum(engine.output[i] for i in order)
+        self._ratio = min(1.0, (made + RETRACT_STEPS * len(order)) / (most + 1))
+        self._since = engine.step
