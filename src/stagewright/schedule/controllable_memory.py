@@ -29,19 +29,23 @@ _FIRST_FORWARD, _SECOND_FORWARD, _SECOND_BACKWARD, _FIRST_BACKWARD, _WEIGHT = ra
 _Rank = list[list[int]]  # slots by pass and microbatch; behind the passes, those of all W
 
 
-def v_half(pp: int, microbatches: int) -> Order:
+def v_half(pp: int, microbatches: int, *, late: int = 0) -> Order:
     """V-Half: about half of what 1F1B's first rank holds, on all ranks (arXiv 2405.15362, 4.1).
+
+    Between the last stage's forward and backward of a microbatch lie so many more microbatches as
+    `late` says.
 
     >>> v_half(1, 2)
     ((0F0, 1F0, 1I0, 1W0, 0I0, 0W0, 0F1, 1F1, 1I1, 0I1, 1W1, 0W1),)
     """
-    gap = 0 if pp % 2 else 3
+    gap = (0 if pp % 2 else 3) + late * _PERIOD
     return _repeat(
         [
             (2 * r, 3 * pp - 2 - r, 3 * pp - 1 + gap + 2 * r, 6 * pp - 2 + gap - r)
             for r in range(pp)
         ],
         microbatches,
+        late,
     )
 
 
@@ -61,19 +65,19 @@ def v_min(pp: int, microbatches: int) -> Order:
     )
 
 
-def _repeat(block: Sequence[Sequence[int]], microbatches: int) -> Order:
+def _repeat(block: Sequence[Sequence[int]], microbatches: int, late: int = 0) -> Order:
     """The order of a building block, by rank and pass, for all microbatches.
 
     Between the ends every rank does the same for each microbatch, so that what it does for one,
     behind its forward of the first stage, can be repeated in an order of fewer microbatches.
     """
-    middle = 2 * len(block)
+    middle = 2 * (len(block) + late)
     few = middle + len(block) + 4
     if microbatches <= few:
-        return _pushed_together(block, microbatches)
+        return _pushed_together(block, microbatches, late)
     more = microbatches - few
     order: list[tuple[Action, ...]] = []
-    for rank, steps in enumerate(_pushed_together(block, few)):
+    for rank, steps in enumerate(_pushed_together(block, few, late)):
         begin, end = (steps.index(Action(rank, "F", m)) for m in (middle, middle + 1))
         repeated = [_later(steps[begin:end], n) for n in range(more)]
         order.append((*steps[:begin], *chain(*repeated), *_later(steps[begin:], more)))
@@ -86,7 +90,7 @@ def _later(steps: Sequence[Action], shift: int) -> list[Action]:
 
 
 def _pushed_together(
-    block: Sequence[Sequence[int]], microbatches: int
+    block: Sequence[Sequence[int]], microbatches: int, late: int
 ) -> tuple[tuple[Action, ...], ...]:
     """A building block repeated for each microbatch, with the passes at both ends moved."""
     span = range(0, _PERIOD * microbatches, _PERIOD)
@@ -95,14 +99,14 @@ def _pushed_together(
     for weights_move in (True, False):
         with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
         most = max(map(_alive, with_weights))
-        _move_earlier(with_weights if weights_move else ranks, most)
+        _move_earlier(with_weights if weights_move else ranks, most, late)
         if not weights_move:
             with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
-        ranks = _as_soon_as_possible(with_weights)
+        ranks = _as_soon_as_possible(with_weights, late)
     return tuple(_actions(ranks, rank) for rank in range(len(ranks)))
 
 
-def _move_earlier(ranks: list[_Rank], most: int) -> None:
+def _move_earlier(ranks: list[_Rank], most: int, late: int) -> None:
     """Move what stands before the first backward ends or behind the last forward to free slots.
 
     No rank may hold more than `most` microbatches. Where `ranks` have no slots of weight gradients
@@ -119,7 +123,7 @@ def _move_earlier(ranks: list[_Rank], most: int) -> None:
         if filling and not moves_weights:
             continue
         slots = ranks[rank][which]
-        for new in range(_ready(ranks, rank, which, m), old):
+        for new in range(_ready(ranks, rank, which, m, late), old):
             if new in busy[rank]:
                 continue
             slots[m] = new
@@ -142,14 +146,15 @@ def _in_order_of_time(ranks: Sequence[_Rank]) -> list[tuple[int, int, int, int]]
     )
 
 
-def _ready(ranks: Sequence[_Rank], rank: int, which: int, m: int) -> int:
+def _ready(ranks: Sequence[_Rank], rank: int, which: int, m: int, late: int) -> int:
     """The first slot in which all that a pass needs has been done."""
     slots = ranks[rank]
     needed = [slots[which][m - 1]] if m else []  # the microbatches of a pass keep their order
     if which == _WEIGHT:
         needed.append(sorted(slots[_SECOND_BACKWARD] + slots[_FIRST_BACKWARD])[m])
     elif which:
-        needed.append(slots[which - 1][m])
+        turns = which == _SECOND_BACKWARD and rank == 0
+        needed.append(slots[which - 1][m] + (late * _PERIOD if turns else 0))
     if which in (_FIRST_FORWARD, _SECOND_BACKWARD) and rank:
         needed.append(ranks[rank - 1][which][m])
     if which in (_SECOND_FORWARD, _FIRST_BACKWARD) and rank < len(ranks) - 1:
@@ -176,14 +181,14 @@ def _alive(rank: _Rank) -> int:
     return max(accumulate(change[slot] for slot in sorted(change)))
 
 
-def _as_soon_as_possible(ranks: Sequence[_Rank]) -> list[_Rank]:
+def _as_soon_as_possible(ranks: Sequence[_Rank], late: int) -> list[_Rank]:
     """The slots of the passes if each rank keeps its order and every pass starts when it can."""
     microbatches = len(ranks[0][0])
     soon = [[[0] * microbatches for _ in _PASSES] for _ in ranks]
     clock = [0] * len(ranks)
     for _, rank, which, m in _in_order_of_time(ranks):
         if which != _WEIGHT:
-            clock[rank] = max(clock[rank], _ready(soon, rank, which, m))
+            clock[rank] = max(clock[rank], _ready(soon, rank, which, m, late))
             soon[rank][which][m] = clock[rank]
         clock[rank] += 1
     return soon

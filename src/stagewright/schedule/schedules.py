@@ -29,6 +29,7 @@ from stagewright.schedule.vocabulary import (
     TWO_BARRIERS,
     SharedEnds,
     interlaced,
+    v_half_vocab_1,
     vocab_1,
     vocab_2,
 )
@@ -108,6 +109,7 @@ SCHEDULES: dict[str, Schedule] = {
     "interlaced": Schedule(interlaced, ends=STOPS, fills=2),
     "vocab-1": Schedule(vocab_1, ends=TWO_BARRIERS, fills=3),
     "vocab-2": Schedule(vocab_2, ends=ONE_BARRIER, fills=3),
+    "v-half-vocab-1": Schedule(v_half_vocab_1, 2, ends=TWO_BARRIERS, fills=3),
 }
 
 

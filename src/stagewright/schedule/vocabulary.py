@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from stagewright.schedule.actions import Action, Order, flat
+from stagewright.schedule.controllable_memory import v_half
 from stagewright.schedule.generators import one_f_one_b
 from stagewright.schedule.play import play
 
@@ -92,6 +93,8 @@ def _layers(
 # ---- without stops -------------------------------------------------------------------------------
 
 _INTERVAL = 3  # forwards between a microbatch and the next, where a backward takes two
+_LONGEST = 2  # action of layers
+_WINDOW = 6  # slots of V-Half between a microbatch and the next
 
 
 def vocab_1(pp: int, microbatches: int) -> Order:
@@ -119,6 +122,14 @@ def vocab_2(pp: int, microbatches: int) -> Order:
     return _without_stops(pp, microbatches, barriers=1)
 
 
+def v_half_vocab_1(pp: int, microbatches: int) -> Order:
+    """V-Half with the output layer in two passes, as in vocab-1 (arXiv 2411.05288, section 6.4).
+
+    Two microbatches more than in V-Half are alive.
+    """
+    return _with_passes(v_half(pp, microbatches, late=2), 2 * pp, microbatches, _WINDOW, barriers=2)
+
+
 class _Rendezvous(NamedTuple):
     """Actions that all ranks run once they have begun, or ended, what begins or ends by a time.
 
@@ -139,54 +150,82 @@ Times = dict[Action, tuple[float, float]]
 
 
 def _without_stops(pp: int, microbatches: int, *, barriers: int) -> Order:
-    """1F1B whose ranks do passes of the vocabulary between two actions of layers.
-
-    The order of layers is that of 1F1B with a further stage for each barrier, which takes as long
-    as all ranks need to come to a pause: an interval between microbatches.
-    """
+    """1F1B as of a pipeline with a further stage for each barrier, with passes of the vocabulary."""
     longer = one_f_one_b(pp + barriers, microbatches)
-    kinds, further = {"F": 1, "B": 2}, {"F": _INTERVAL, "B": 0}
-    times = play(longer, lambda a: (kinds if a.stage < pp else further)[a.kind])
-    meetings = _meetings(pp, microbatches, times, barriers=barriers)
+    return _with_passes(longer[:pp], pp, microbatches, _INTERVAL, barriers=barriers)
+
+
+def _with_passes(
+    order: Order, stages: int, microbatches: int, interval: int, *, barriers: int
+) -> Order:
+    """An order of `stages` of layers, with passes of the vocabulary between two actions of these.
+
+    A barrier is a further stage that takes as long as all ranks need to come to a pause: an
+    interval between microbatches. Ranks of their own let microbatches through in both directions.
+    """
+    lengths = {"F": 1, "B": 2, "I": 1, "W": 1}
+    barrier = {"F": interval, "B": 0}
+    ways = tuple(
+        tuple(Action(stages + nth, kind, m) for m in range(microbatches))
+        for nth in range(barriers)
+        for kind in "FB"
+    )
+    times = play((*order, *ways), lambda a: (lengths if a.stage < stages else barrier)[a.kind])
+    meetings = _meetings(stages, microbatches, times, barriers=barriers)
+    shift = len(TWO_BARRIERS.before)
     return tuple(
-        tuple(_with_meetings(flat(steps), times, meetings, shift=len(TWO_BARRIERS.before)))
-        for steps in longer[:pp]
+        tuple(_with_meetings(flat(steps), times, meetings, shift=shift)) for steps in order
     )
 
 
 def _meetings(stages: int, microbatches: int, times: Times, *, barriers: int) -> list[_Rendezvous]:
-    """When ranks do which passes, from the `times` of stages of layers, and of one behind them.
+    """When ranks do which passes, from the `times` of stages of layers, and of those behind them.
 
-    Stages of layers are numbered from 0; the stage behind begins when pass S may.
+    Stages of layers are numbered from 0. The first stage behind them begins when pass S may, the
+    second one when pass T may.
     """
     first = len(TWO_BARRIERS.before)
     embedding, found = range(first)
     handed, output, loss = range(first + stages, first + stages + len(TWO_BARRIERS.behind))
     every = range(microbatches)
-    passes = [times[Action(stages, "F", m)][0] for m in every]
+    back = "B" if Action(0, "B", 0) in times else "I"
     starts = [times[Action(0, "F", m)][0] for m in every]
-    ends = [times[Action(0, "B", m)][1] for m in every]
-    while passes[-1] < ends[-1]:  # ranks meet until the last microbatch has come back
-        passes.append(passes[-1] + _INTERVAL)
-    # Pass T of a microbatch, at the next meeting; the gradient of hidden states may come sooner.
-    gradient = [(output, "B"), (handed, "B")] if barriers == 2 else [(output, "W")]
-    sums = [(loss, "F"), (loss, "B")]
-    sums += [(output, "I"), (handed, "B")] if barriers == 1 else []
+    ends = [times[Action(0, back, m)][1] for m in every]
+    of_s = {times[Action(stages, "F", m)][0]: m for m in every}
+    of_t: dict[float, list[int]] = {}
+    for time, m in of_s.items():
+        ready = times[Action(stages + 1, "F", m)][0] if barriers == 2 else time + _INTERVAL
+        near = (other for other in of_s if ready <= other < ready + _LONGEST)
+        of_t.setdefault(next(near, ready), []).append(m)
+    moments = sorted({*of_s, *of_t})
+    while moments[-1] < ends[-1]:  # ranks meet until the last microbatch has come back
+        moments.append(moments[-1] + _INTERVAL)
     # Embeddings are made an interval ahead of the first layer, the first ones before all.
-    ahead = [0, *(sum(start < time + 2 * _INTERVAL for start in starts) for time in passes)]
-    back = [0, *(sum(end <= time for end in ends) for time in passes)]
+    until = [time + _INTERVAL for time in (*moments[1:], moments[-1] + _INTERVAL)]
+    ahead = [sum(start < time for start in starts) for time in until]
 
     def actions(of: Iterable[tuple[int, str]], some: Iterable[int]) -> list[Action]:
-        return [Action(stage, kind, m) for m in some if m in every for stage, kind in of]
+        return [Action(stage, kind, m) for m in some for stage, kind in of]
 
     embed = [(embedding, "F"), (found, "F")]
-    meetings = [_Rendezvous(-1, True, tuple(actions(embed, range(ahead[1]))))]
-    for nth, time in enumerate(passes):
-        returned, made = range(back[nth], back[nth + 1]), range(ahead[max(nth, 1)], ahead[nth + 1])
-        sent = actions([(handed, "F")], [nth]) + actions([(found, "B")], returned)
-        now = actions(gradient, [nth - 1]) + actions([(output, "F"), *sums], [nth])
-        now += actions([(embedding, "B")], returned) + actions(embed, made)
-        meetings += [_Rendezvous(time, True, tuple(sent)), _Rendezvous(time, False, tuple(now))]
+    # Pass T; of one barrier, the gradient of hidden states follows the sums.
+    gradient = [(output, "B"), (handed, "B")] if barriers == 2 else [(output, "W")]
+    sums = [(output, "F"), (loss, "F"), (loss, "B")]
+    sums += [(output, "I"), (handed, "B")] if barriers == 1 else []
+    meetings = [_Rendezvous(-1, True, tuple(actions(embed, range(ahead[0]))))]
+    made, returned, before = ahead[0], 0, -_INTERVAL
+    for time, further in zip(moments, ahead, strict=True):
+        passes = [of_s[time]] if time in of_s else []
+        now = actions(gradient, of_t.get(time, ())) + actions(sums, passes)
+        if time >= before + _LONGEST:  # what had begun then has ended
+            done = sum(end <= time for end in ends)
+            some = range(returned, done)
+            sent = actions([(handed, "F")], passes) + actions([(found, "B")], some)
+            meetings.append(_Rendezvous(time, True, tuple(sent)))
+            now += actions([(embedding, "B")], some)
+            returned = done
+        meetings.append(_Rendezvous(time, False, (*now, *actions(embed, range(made, further)))))
+        made, before = further, time
     return meetings
 
 

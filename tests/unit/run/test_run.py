@@ -296,8 +296,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"schedule": "1F1B"},
         "unknown schedule '1F1B'; wanted gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zbv, "
-        "v-half, v-min, dualpipev, dualpipe, interlaced, vocab-1, vocab-2 or a path ending in "
-        ".csv; did you mean '1f1b'?",
+        "v-half, v-min, dualpipev, dualpipe, interlaced, vocab-1, vocab-2, v-half-vocab-1 or a "
+        "path ending in .csv; did you mean '1f1b'?",
     ),
     (
         {"schedule": "interlaced"},

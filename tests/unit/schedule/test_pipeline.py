@@ -11,7 +11,6 @@ import itertools
 import json
 import random
 import re
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +233,7 @@ def test_what_is_done_for_one_microbatch_is_repeated_for_more(schedule: Any) -> 
 def alive(order: Order) -> list[int]:
     """Per rank, the most microbatches alive at once, of all its stages."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    return [max(accumulate(change[a.kind] for a in flat(steps))) for steps in order]
+    return [max(itertools.accumulate(change[a.kind] for a in flat(steps))) for steps in order]
 
 
 TORCH = {
@@ -324,6 +323,24 @@ def test_a_barrier_keeps_a_microbatch_alive(schedule: str, barriers: int, p: int
         assert [step for step in mine if step[1] != "W"] == [(last, "F"), *wanted]
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 12), (5, 8), (6, 9), (7, 20)])
+def test_v_half_with_a_shared_vocabulary_keeps_two_microbatches_more(p: int, m: int) -> None:
+    def most(name: str, first: int) -> int:
+        """Forwards of stages of layers whose weight gradients are still to come."""
+        change = {"F": 1, "W": -1}
+        of_layers = range(first, first + 2 * p)
+        return max(
+            max(
+                itertools.accumulate(
+                    change.get(a.kind, 0) for a in flat(steps) if a.stage in of_layers
+                )
+            )
+            for steps in make(name, p, m, 2)
+        )
+
+    assert most("v-half-vocab-1", 2) == min(most("v-half", 0) + 4, 2 * m)
+
+
 def test_ranks_that_share_a_stage_must_meet_in_one_order() -> None:
     order = interlaced(2, 2)
     swapped = [*order[1]]
@@ -350,8 +367,8 @@ def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
     m = next(n for n in range(m, 100) if schedule.takes(p, n))
     order = make(name, p, m, chunks)
     if schedule.ends:
-        shared = schedule.ends.stages(p)
-        validate(order, p + len(shared), m, shared)
+        shared = schedule.ends.stages(p * chunks)
+        validate(order, p * chunks + len(shared), m, shared)
         assert shared_stages(order) == (shared if p > 1 else set())
         return
     validate(order, p * chunks, m)
