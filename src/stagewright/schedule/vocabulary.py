@@ -150,7 +150,7 @@ Times = dict[Action, tuple[float, float]]
 
 
 def _without_stops(pp: int, microbatches: int, *, barriers: int) -> Order:
-    """1F1B as of a pipeline with a further stage for each barrier, with passes of the vocabulary."""
+    """1F1B of a pipeline with a stage more for each barrier, with passes of the vocabulary."""
     longer = one_f_one_b(pp + barriers, microbatches)
     return _with_passes(longer[:pp], pp, microbatches, _INTERVAL, barriers=barriers)
 

@@ -291,7 +291,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"pp": 2, "vpp": 2, "schedule": "gpipe"},
         "schedule gpipe has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
-        "looped-bfs, zb-h1, zbv, v-half, v-min or dualpipev",
+        "looped-bfs, zb-h1, zbv, v-half, v-min, dualpipev or v-half-vocab-1",
     ),
     (
         {"schedule": "1F1B"},

@@ -579,7 +579,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
         (
             ("1f1b", 4, 8, 2),
             "schedule 1f1b has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
-            "looped-bfs, zb-h1, zbv, v-half, v-min or dualpipev",
+            "looped-bfs, zb-h1, zbv, v-half, v-min, dualpipev or v-half-vocab-1",
         ),
         (("gpipe", 0, 8), "schedule gpipe: got pp=0, wanted 1 or more; set pp"),
         (
