@@ -54,8 +54,8 @@ class BatchSection:
     )
     schedule: Text | None = setting(
         None,
-        "1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-h2, zbv, v-half, v-min, dualpipev, "
-        "dualpipe, interlaced, [v-half-]vocab-1, vocab-2, .csv.",
+        "1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-h2, zbv, v-half, v-min, dualpipe(v), "
+        "interlaced, (v-half-)vocab-1, vocab-2, .csv.",
         unset="1f1b; with vpp, interleaved",
         modes=TRAINING,
         elsewhere="a pipeline runs its microbatches in turn",
