@@ -32,7 +32,7 @@ from stagewright.program.columns import (
     Values,
 )
 from stagewright.program.memory import at_peak
-from stagewright.run.expert_load import one_busy_rank, read_lines, times_mean
+from stagewright.run.expert_load import lines_of
 from stagewright.run.settings import Run
 
 ROWS = size("R")
@@ -133,11 +133,7 @@ class Load:
                 "identical tokens; set sequence_parallel"
             )
         layers = [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]
-        times = times_mean(given)
-        if times is None:
-            lines = read_lines(given, model, layers)
-        else:
-            lines = [one_busy_rank(times, model, routing.positions)]
+        lines = lines_of(given, model, layers, routing.positions)
         sent = np.zeros(model.num_layers, np.int64)
         got = np.zeros((model.num_layers, routing.positions), np.int64)
         known: dict[tuple[float, ...], tuple[int, list[int]]] = {}

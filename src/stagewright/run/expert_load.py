@@ -45,6 +45,17 @@ def read_lines(
     ]
 
 
+def lines_of(
+    given: str | Sequence[Sequence[object]], model: ModelConfig, layers: Sequence[int], ranks: int
+) -> list[tuple[float, ...]]:
+    """Loads of experts in the order of `layers`, a row for each or one for all: from a file, from
+    rows, or from how many times the mean of so many `ranks` the busiest one gets."""
+    times = times_mean(given)
+    if times is None:
+        return read_lines(given, model, layers)
+    return [one_busy_rank(times, model, ranks)]
+
+
 def times_mean(given: str | Sequence[Sequence[object]]) -> float | None:
     """How many times the mean of ranks the busiest rank gets, where that is all that is given.
 

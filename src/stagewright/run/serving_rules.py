@@ -96,6 +96,11 @@ COMPRESSED_KEYS = (
 
 STORAGE = (
     Refuse(
+        lambda run, model: run.num_redundant_experts and run.expert_load is not None,
+        "num_redundant_experts={run.num_redundant_experts} evens out what expert_load says; drop "
+        "either",
+    ),
+    Refuse(
         lambda run, model: run.num_redundant_experts and not model.num_experts,
         "{model.name} is a dense model; drop num_redundant_experts={run.num_redundant_experts}",
     ),

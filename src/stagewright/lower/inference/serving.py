@@ -30,7 +30,7 @@ from stagewright.lower.strategy_table import check_table, table_of
 from stagewright.lower.variants import BlockVariant, PlacedVariant, labels, place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.expert_sizes import mean_expert_sizes
+from stagewright.parallel.expert_sizes import BusiestRanks, mean_expert_sizes
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.program.communicators import place_along
@@ -54,6 +54,8 @@ class ServingStep:
     """The sizes that no batch decides."""
     stages: Sequence[Sequence[PlacedVariant]]
     graphs: Mapping[BlockVariant, Graph]
+    busiest: BusiestRanks | None = None
+    """None: all experts get as many tokens."""
 
     @classmethod
     def of(
@@ -72,11 +74,13 @@ class ServingStep:
         recipe = recipe_of(run, model)
         variants = dict.fromkeys(variant for stage in stages for variant, _ in stage)
         graphs = {v: shard_block(v, run, model, plan, sizes, recipe) for v in variants}
-        return cls(run, model, mesh, plan, sizes, stages, graphs)
+        busiest = BusiestRanks.of(run, model, plan)
+        return cls(run, model, mesh, plan, sizes, stages, graphs, busiest)
 
     def extent(self, batch: Sizes) -> Extent:
         """How large dims are on a rank with a batch, whose numbers may be `Varying`."""
-        means = mean_expert_sizes(self.run, self.model, self.plan, batch.get("routed", 0))
+        routed = batch.get("routed", 0)
+        means = mean_expert_sizes(self.run, self.model, self.plan, routed, self.busiest)
         return extent_of({**self.sizes, **batch}, self.mesh, means)
 
     def lower_blocks(self, batch: Sizes) -> dict[BlockVariant, LoweredBlock]:

@@ -76,7 +76,6 @@ class Execution:
         "Engine whose kernels serve: vLLM, SGLang or TensorRT-LLM.",
         unset="constants that stand for all three",
         modes=INFERENCE,
-        elsewhere="engines serve",
     )
     """Constants of an engine's own kernels, where the hardware has any, and what it does within one
     kernel; see `time.served`."""

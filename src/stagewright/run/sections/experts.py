@@ -70,7 +70,5 @@ class ExpertSection:
         "File (CSV or JSON) of the tokens that each expert gets, by layer; or how many times the "
         "mean the busiest rank gets, such as 1.3.",
         unset="all equal",
-        modes=TRAINING,
-        elsewhere="all experts get as many tokens",
         metavar="FILE|X",
     )

@@ -1,0 +1,71 @@
+"""Steps of inference whose experts get unequal numbers of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.program.columns import COLLECTIVES
+from stagewright.run.settings import Run
+
+SERVED: dict[str, Any] = {"model": "mixtral-8x7b", "layers": 2, "dp": 4, "ep": 4}
+EXPERTS, TOP_K = 8, 2
+
+
+def products(**more: object) -> tuple[int, int]:
+    """Experts that a rank's grouped product reads, and the FLOPs of all such products."""
+    program = compile(Run(**{**SERVED, **more})).program
+    tasks = program.classes[0].tasks
+    grouped = [
+        i
+        for i in range(len(tasks))
+        if tasks.shape[i] >= 0 and dict(tasks.shapes[tasks.shape[i]].extents).get("batch", 0) > 1
+    ]
+    shapes = [dict(tasks.shapes[tasks.shape[i]].extents) for i in grouped]
+    return int(shapes[0]["batch"]), int(tasks.flops[grouped].sum())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"mode": "prefill", "prompt_length": 512, "batch_size": 4},
+        {"mode": "decode", "batch_size": 512},
+    ],
+)
+def test_ranks_compute_as_much_as_the_busiest(step: dict[str, Any]) -> None:
+    held, flops = products(**step)
+    same = products(**step, expert_load="1.0")
+    assert same == (held, flops)
+    assert products(**step, expert_load="1.5")[1] == pytest.approx(1.5 * flops, rel=1e-6)
+    # Layers differ: the mean over them of what the busiest rank gets, here 3/2 and 1.
+    lines = ((3, 3, *(5 / 3,) * 6), (1,) * 8)
+    assert products(**step, expert_load=lines)[1] == pytest.approx(1.25 * flops, rel=1e-6)
+
+
+def test_few_tokens_choose_few_experts() -> None:
+    """Of experts that nobody chooses no weights are read, and of popular ones by all tokens."""
+    step = {"mode": "decode", "batch_size": 16, "dp": 1, "ep": 1, "tp": 1}
+    even, _ = products(**step)
+    none = 1 - (1 - TOP_K / EXPERTS) ** 16
+    assert even == np.ceil(EXPERTS * none)
+    assert products(**step, expert_load=((1, 1, 0, 0, 0, 0, 0, 0),))[0] == 2
+
+
+def test_an_exchange_lasts_as_long_as_its_busiest_rank_needs() -> None:
+    sent: list[int] = []
+    for load in ("1.0", "1.5"):
+        tasks = compile(Run(**SERVED, mode="decode", expert_load=load)).program.classes[0].tasks
+        moves = tasks.collective == COLLECTIVES.index("all_to_all")
+        sent.append(int(tasks.comm_bytes[moves].max()))
+    assert sent[1] == pytest.approx(1.5 * sent[0], rel=1e-3)
+
+
+def test_redundant_experts_even_out_a_load() -> None:
+    with pytest.raises(UserError, match="num_redundant_experts=4 evens out"):
+        compile(Run(**SERVED, mode="decode", num_redundant_experts=4, expert_load="1.2"))
+    with pytest.raises(UserError, match="ep is 1"):
+        compile(Run(model="mixtral-8x7b", mode="decode", expert_load="1.2"))
