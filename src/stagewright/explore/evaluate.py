@@ -20,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks, occupancy
-from stagewright.explore.pipeline import rounds
+from stagewright.explore.pipeline import order_of, rounds
 from stagewright.explore.steps import Lot, NeighbourMessages, Pipeline, StepColumns, steps
 from stagewright.explore.structures import (
     NUMBERS,
@@ -41,7 +41,6 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.in_flight import enough
-from stagewright.schedule.schedules import make
 from stagewright.time.columns import Placed
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
@@ -348,7 +347,7 @@ def _global_batch(own: Candidates) -> Int:
 def _plan(run: Run, model: ModelConfig) -> _StagePlan:
     """Which stage holds what, of a run that is not resolved, with as few microbatches as it may."""
     run = run.model_copy(update={"global_batch_size": None}).resolved(model)
-    order = make(str(run.schedule), run.pp, run.microbatches, run.vpp, group=run.microbatch_group)
+    order = order_of(str(run.schedule), run.pp, run.microbatches, run.vpp, run.microbatch_group)
     placed = tie_tables(place_blocks(run, model), order, model)
     stages = mark_trained(placed, run, model, recipe_of(run, model))
     parts = Parts.of(stages)

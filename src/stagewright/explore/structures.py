@@ -18,10 +18,11 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
+from stagewright.explore.pipeline import order_of
 from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.lowered_block import LoweredBlock
 from stagewright.lower.kernels.kernel import Kernel
-from stagewright.lower.training import TrainingStep, order_of, stages_of
+from stagewright.lower.training import TrainingStep, stages_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import SETTINGS
@@ -175,7 +176,10 @@ def _variants(
     for nth, first in enumerate(pipelines.first):
         try:
             run = _with_few_microbatches(own.run(int(first)), own.model, several=several)
-            stages = stages_of(run, own.model, order_of(run))
+            order = order_of(
+                str(run.schedule), run.pp, run.microbatches, run.vpp, run.microbatch_group
+            )
+            stages = stages_of(run, own.model, order)
         except UserError as error:
             there &= pipelines.of != nth
             refused.append(Refused(members[pipelines.of == nth], str(error), possible=False))

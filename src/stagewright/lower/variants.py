@@ -219,12 +219,16 @@ def tie_tables(
     UserError where an order of a rank completes a tensor's gradient too late.
     """
     copies_of: dict[str, list[tuple[int, int]]] = {}  # table -> stage, block
+    distinct = {variant for stage in stages for variant, _ in stage}
+    tables = {v: tied_tables(model, v.block, v.layer, v.begins) for v in distinct}
+    if not any(tables.values()):
+        return [[*stage] for stage in stages]
     for s, stage in enumerate(stages):
         for i, (variant, _) in enumerate(stage):
-            for name in tied_tables(model, variant.block, variant.layer, variant.begins):
+            for name in tables[variant]:
                 copies_of.setdefault(name, []).append((s, i))
     ranks: dict[int, frozenset[int]] = {}  # stage -> pipeline ranks that hold it
-    for place in places(order) if copies_of else ():
+    for place in places(order):
         ranks[place.stage] = ranks.get(place.stage, frozenset()) | {place.rank}
     ties: dict[tuple[int, int], list[nn.Tie]] = {}
     for name, copies in copies_of.items():
