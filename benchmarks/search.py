@@ -1,15 +1,19 @@
 """A search in columns: the configurations that a CPU-second evaluates, and the gaps to `simulate`.
 
-    python benchmarks/search.py [--runs N] [--seed S] [--only CASE] [--no-gaps] [--no-rate]
+    python benchmarks/search.py [--runs N] [--seed S] [--only CASE] [--sample N] [--no-gaps]
+                                [--no-rate]
 
-Cases are the default spaces of models on machines. The gap is taken over N runs of each, drawn at
-random. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342
+Cases are the default spaces of models on machines, `calculon` without Calculon's offloading, fused
+activations and overlap of tensor parallelism. The gap is taken over N runs of each, drawn at
+random; `--sample` evaluates so many of the candidates, which are then fewer for each structure and
+cost more. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342
 configurations per CPU-second, AIConfigurator 24 points.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 
 import numpy as np
@@ -33,17 +37,27 @@ CASES = {
     "70b": ("llama3-70b", "h100-sxm", 512, {}),
     "experts": ("mixtral-8x7b", "h100-sxm", 64, {}),
     "175b": ("gpt3-175b", "a100-sxm-80gb", 1024, {"seq_length": 2048}),
-}
+    "405b": ("llama3.1-405b", "h100-sxm", 16384, {}),
+    "calculon": (
+        "gpt3-175b", "a100-sxm-80gb", 4096, {"seq_length": 2048, "global_batch_size": 4096},
+    ),
+}  # fmt: skip
 """Model, hardware, GPUs and further settings by name."""
 CALCULON = (181, 342)
 """Configurations per CPU-second (Isaev et al., SC23, and its companion studies)."""
+
+
+def peak_megabytes() -> float:
+    """The most memory that this process has had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def space(model: str, hardware: str, gpus: int, settings: dict[str, object]) -> Candidates:
     """The default space of a model on a machine."""
     run = Run(model=model).model_copy(update=settings)
     of = model_of(model)
-    run = run.model_copy(update={"global_batch_size": default_batch(run, of, gpus)})
+    batch = run.global_batch_size or default_batch(run, of, gpus)
+    run = run.model_copy(update={"global_batch_size": batch})
     fleets = [Fleet(resolve(hardware), gpus)]
     base = Experiment(run, ClusterSection(), Execution())
     return Space.of(base, fleets, default_axes(run, of, fleets)).candidates().rows
@@ -84,6 +98,7 @@ def main() -> None:
     options.add_argument("--runs", type=int, default=100)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", choices=[*CASES])
+    options.add_argument("--sample", type=int)
     options.add_argument("--no-gaps", action="store_true")
     options.add_argument("--no-rate", action="store_true")
     asked = options.parse_args()
@@ -97,14 +112,17 @@ def main() -> None:
         spent = time.process_time() - begin
         print(f"{name}: {case[0]} on {case[2]} x {case[1]}: {len(rows)} candidates "
               f"enumerated in {spent:.2f} CPU-s", flush=True)  # fmt: skip
+        if asked.sample is not None:
+            rows = rows.take(np.sort(draw.permutation(len(rows))[: asked.sample]))
         if not asked.no_rate:
             begin = time.process_time()
             found = evaluate(rows)
             spent = time.process_time() - begin
             left = sum(len(of.candidates) for of in found.left)
             rate = (len(rows) - left) / spent
-            print(f"  {rate:.0f} configurations per CPU-second, {spent:.1f} CPU-s, {left} left; "
-                  f"Calculon: {CALCULON[0]} to {CALCULON[1]}", flush=True)  # fmt: skip
+            print(f"  {rate:.0f} configurations per CPU-second, {spent:.1f} CPU-s, {left} left, "
+                  f"{peak_megabytes():.0f} MB; Calculon: {CALCULON[0]} to {CALCULON[1]}",
+                  flush=True)  # fmt: skip
         if not asked.no_gaps:
             some = rows.take(np.sort(draw.permutation(len(rows))[: asked.runs]))
             for kept, got in zip(every, gaps(some, evaluate(some)), strict=True):
