@@ -14,7 +14,7 @@ from stagewright.serving.engines.observed import EngineSamples, Gaps
 from stagewright.serving.requests import NO_CHAIN, Chain, Records, Workload
 
 
-class Found(NamedTuple):
+class CachedPart(NamedTuple):
     """What of a request is in the cache."""
 
     tokens: int
@@ -118,7 +118,7 @@ class EngineState:
             request, self.prompt[request] + self.output[request] - 1 - self.done(request)
         )
 
-    def look(self, request: int) -> Found:
+    def look(self, request: int) -> CachedPart:
         """What of a waiting request is in the cache; its last token never counts."""
         size, blocks = self.block_size, self.blocks
         tokens = self.tokens(request)
@@ -129,7 +129,7 @@ class EngineState:
         again = self._last.get(request)
         if again is not None and (not ends or hit.blocks >= min(ends[-1], limit)):
             kept = min(blocks.kept(request), min(limit, again[1] // size) - hit.blocks)
-        return Found(tokens, hit, kept)
+        return CachedPart(tokens, hit, kept)
 
     # ---- what schedulers do ----------------------------------------------------------------------
 
