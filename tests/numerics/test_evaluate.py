@@ -35,6 +35,16 @@ def gaps(of):
     return found.figures.seconds / alone - 1
 
 
+def test_energy_is_that_of_steps_simulated_alone():
+    rows = dense(8, (1, 1, 1, 1, 0), (2, 2, 1, 1, 1), (2, 2, 2, 1, 1), (4, 1, 1, 1, 3))
+    of = candidates(rows, model="llama3-8b", layers=8, seq_length=2048, global_batch_size=32)
+    alone = [
+        simulate(compile(of.run(n), of.model), of.machine(n), of.execution(n)).expense().joules
+        for n in range(len(of))
+    ]
+    assert np.abs(evaluate(of).figures.joules / alone - 1).max() < 0.03
+
+
 def dense(gpus, *degrees):
     return [
         {"tp": tp, "pp": pp, "dp": gpus // tp // pp, "vpp": vpp, "micro_batch_size": size,

@@ -60,8 +60,21 @@ class ActionColumns:
     response: Response
     busy: Float
     """Seconds that its kernels run: [configurations]."""
+    drawn: Float
+    """Seconds at TDP that they draw as much in (`time.expense.power`): [configurations]."""
     waits: Mapping[str, Float]
     """Seconds that its kernels wait, by axis of communication or `LAUNCHES`: [configurations]."""
+
+
+class RowTimes(NamedTuple):
+    """What the rows of a rank class take, in the order of the program."""
+
+    seconds: Float
+    """[rows, configurations]."""
+    drawn: Float
+    """Seconds at TDP in which a GPU draws as much: [rows, configurations]."""
+    host: tuple[Float, Bool] | None
+    """Seconds of launches [rows, 1 or configurations], and whether the host waits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +86,8 @@ class ClassRows:
     kind: NDArray[np.uint8]
     seconds: Sequence[Float]
     """By place: [configurations] or one number."""
+    drawn: Float
+    """By place: seconds at TDP in which a GPU draws as much, [places, configurations]."""
     launch: Sequence[Float]
     """Seconds of the host by place, likewise; empty: launches take no time."""
     waits: Bool
@@ -95,11 +110,10 @@ class ClassRows:
         cls,
         program: Program,
         nth: int,
-        seconds: Float,
-        host: tuple[Float, Bool] | None,
+        times: RowTimes,
         how: Execution,
     ) -> Self:
-        """Class number `nth`; `seconds` are [rows, configurations], the host's [rows, 1] or so."""
+        """Class number `nth`, whose rows take these times."""
         tasks = program.classes[nth].tasks
         order = issue(program, tasks, how)
         order = with_needs(order, *_own_messages(program, tasks, order))
@@ -119,11 +133,12 @@ class ClassRows:
         of_pipeline = np.isin(tasks.slot[rows], pipeline)
         sends = (kind == TaskKind.SEND) & of_pipeline
         message = sends | (kind == TaskKind.RECV)
-        seconds = np.where(message[:, None], 0.0, seconds[rows])
+        seconds = np.where(message[:, None], 0.0, times.seconds[rows])
+        host = times.host
         launch: list[Float] = [] if host is None else [*host[0][rows]]
         waits = np.zeros(len(rows), dtype=bool) if host is None else host[1][rows]
         return cls(
-            tasks, order, kind, [*seconds], launch, waits, [*axis], data,
+            tasks, order, kind, [*seconds], times.drawn[rows], launch, waits, [*axis], data,
             sends, of_pipeline & (kind == TaskKind.RECV),
             tasks.phase[rows] != PHASES.index("forward"), seconds.shape[1],
         )  # fmt: skip
@@ -187,7 +202,7 @@ class ClassRows:
             chain = np.maximum(chain, found)
         gradient = sent[1] if pair else None
         found = Response(kernel, aside, thread, sent[0], last, chain, gradient)
-        return ActionColumns(found, busy, waits)
+        return ActionColumns(found, busy, self.drawn[begin:end].sum(axis=0), waits)
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:

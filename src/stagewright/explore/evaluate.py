@@ -42,6 +42,7 @@ from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.in_flight import enough
 from stagewright.time.columns import Placed
+from stagewright.time.expense.power import watts_per_gpu
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
@@ -152,7 +153,7 @@ class _Evaluation:
         count = len(self.candidates)
         self.seconds, self.bubble = np.full(count, np.nan), np.full(count, np.nan)
         self.flops, self.peak = np.full(count, np.nan), np.full(count, np.nan)
-        self.usd = np.full(count, np.nan)
+        self.usd, self.joules = np.full(count, np.nan), np.full(count, np.nan)
         self.tokens = np.zeros(count, dtype=np.int64)
         self.device = np.zeros(count, dtype=np.int64)
 
@@ -213,7 +214,8 @@ class _Evaluation:
         self.peak[at] = peak_flops(hardware, PRECISIONS[first.precision].product) * world
         asked = first.device_memory
         self.device[at] = hardware.memory if asked is None else read_bytes(asked)
-        price = hardware.price_usd_per_gpu_hour
+        given = own.cluster(int(mine[0])).price
+        price = hardware.price_usd_per_gpu_hour if given is None else given
         self.usd[at] = np.nan if price is None else price * world / 3600
 
     def _needed(self, run: Run) -> float:
@@ -247,7 +249,7 @@ class _Evaluation:
                 self._remember(shape, figures.peaks, every)
         for pipeline, some in lots.items():
             for place, found in zip(some, steps(pipeline, [p.lot for p in some]), strict=True):
-                self._record(place.at, found)
+                self._record(place.at, found, place.lot.messages.machine)
 
     def _remember(self, shape: _PipelineShape, peaks: Peaks, every: _PlayedAlike) -> None:
         """The memory of candidates of one pipeline."""
@@ -263,7 +265,9 @@ class _Evaluation:
                     self.memory[name] = np.zeros(len(self.candidates), dtype=np.int64)
                 self.memory[name][every.at[mine]] = held
 
-    def _record(self, at: Int, found: StepColumns) -> None:
+    def _record(self, at: Int, found: StepColumns, machine: Machine) -> None:
+        watts = watts_per_gpu(machine.hardware, found.running, found.drawn)
+        self.joules[at] = watts * machine.gpus * found.seconds
         self.seconds[at], self.bubble[at] = found.seconds, found.bubble
         for axis, seconds in found.exposed.items():
             column = self.waits.setdefault(axis, np.zeros(len(self.candidates)))
@@ -271,7 +275,6 @@ class _Evaluation:
 
     def figures(self) -> Figures:
         """Everything that has been found."""
-        unknown = np.full(len(self.candidates), np.nan)
         return Figures(
             seconds=self.seconds,
             memory=self.memory,
@@ -280,7 +283,7 @@ class _Evaluation:
             bubble=self.bubble,
             tokens=self.tokens,
             mfu=self.flops / (self.seconds * self.peak),
-            joules=unknown,
+            joules=self.joules,
             usd=self.usd * self.seconds,
             exact=np.zeros(len(self.candidates), dtype=bool),
         )

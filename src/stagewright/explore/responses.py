@@ -20,6 +20,7 @@ from stagewright.explore.actions import (
     ClassRows,
     Cuts,
     Response,
+    RowTimes,
     StageMeeting,
     StepKind,
     cuts,
@@ -30,17 +31,19 @@ from stagewright.run.sections.execution import Execution
 
 FIELDS = len(Response._fields) - 1
 
-Timed = Sequence[tuple[Float, tuple[Float, np.ndarray] | None]]
-"""By class of a program the seconds of its rows [rows, tuples], and what its host does: the seconds
-of launches and whether the host waits."""
+SUMS = 2
+"""Rows of a `LinearResponse` behind those of its response: the seconds that kernels run, and the
+seconds at TDP in which a GPU draws as much; then come the seconds that they wait, by axis."""
+
+Timed = Sequence[RowTimes]
+"""What the rows of a program take, by class."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearResponse:
     """An action's response as a function of the layers of its stage: [rows, tuples].
 
-    Rows are the fields of `Response` by input, the seconds that kernels run, and those that they
-    wait, by axis.
+    Rows are the fields of `Response` by input, and sums over its kernels (`SUMS`).
     """
 
     base: Float
@@ -125,11 +128,11 @@ class Responses:
 
     def moments(self, rows: Float) -> Float:
         """The rows that are those of a response (`response`)."""
-        return rows[: len(rows) - 1 - len(self.axes)]
+        return rows[: len(rows) - SUMS - len(self.axes)]
 
     def sums(self, rows: Float) -> Float:
-        """The other rows: the seconds that kernels run, and those that they wait, by axis."""
-        return rows[len(rows) - 1 - len(self.axes) :]
+        """The other rows (`SUMS`)."""
+        return rows[len(rows) - SUMS - len(self.axes) :]
 
     def at(self, kind: StepKind, complete: bool, tuples: Int, layers: Int) -> Float:
         """The rows of a step by the kinds of its stages: [rows, candidates].
@@ -160,7 +163,7 @@ class Responses:
         ends, and its sums: [variants, rows, tuples]."""
         whole = ((stage, letter),) in {kind for kind, _ in self.actions}
         parts = [self._of(((stage, x),), False) for x in (letter if whole else "IW")]
-        rows = [0, *range(-1 - len(self.axes), 0)]
+        rows = [0, *range(-SUMS - len(self.axes), 0)]
         return np.sum([of.more[:, rows] for of in parts], axis=0)
 
 
@@ -230,7 +233,7 @@ def _rows(played: ActionColumns, axes: Sequence[str]) -> Float:
     zero = np.zeros_like(played.busy)
     waits = [played.waits.get(axis, zero) for axis in axes]
     moments = [field for field in played.response if field is not None]
-    return np.concatenate([*moments, np.stack([played.busy, *waits])])
+    return np.concatenate([*moments, np.stack([played.busy, played.drawn, *waits])])
 
 
 _Actions = dict[tuple[StepKind, bool], ActionColumns]
@@ -244,8 +247,8 @@ def _played(
     actions: _Actions = {}
     tails: _Tails = {}
     slots: dict[int, int] = {}  # numbered as they are met, so that structures compare
-    for rank, (seconds, host) in enumerate(timed):
-        rows = ClassRows.of(assembly.program, rank, seconds, host, how)
+    for rank, times in enumerate(timed):
+        rows = ClassRows.of(assembly.program, rank, times, how)
         found = cuts(assembly.program, rows, assembly.ranks[rank].rows)
         chosen = _chosen(of, found)
         for (kind, complete), (begin, end) in sorted(chosen.items(), key=lambda item: item[0][1]):

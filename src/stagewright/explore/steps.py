@@ -21,11 +21,12 @@ from stagewright.explore.pipeline import (
     slowest_loop,
     step_counts,
 )
-from stagewright.explore.responses import RankTail, Responses, response
+from stagewright.explore.responses import SUMS, RankTail, Responses, response
 from stagewright.explore.templates import Kinds
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import places
 from stagewright.time.collectives import messages_seconds
+from stagewright.time.expense.power import RUNNING_FRACTION
 from stagewright.time.network import Machine
 
 
@@ -111,6 +112,10 @@ class StepColumns(NamedTuple):
     """Of the mean rank, as its waits are. Waiting for the messages of a pipeline is part of it."""
     exposed: dict[str, Float]
     launches: Float
+    running: Float
+    """Share of the step in which kernels of the mean GPU run, communication included."""
+    drawn: Float
+    """Mean power of these over TDP."""
 
 
 class _Ends(NamedTuple):
@@ -128,7 +133,9 @@ def steps(of: Pipeline, lots: Sequence[Lot]) -> list[StepColumns]:
     if of.before:
         pairs = zip(ends, played.ends(of.before), strict=True)
         seconds = [_continued(played, nth, now, then) for nth, (now, then) in enumerate(pairs)]
-    return [played.parts(nth, each) for nth, each in enumerate(seconds)]
+    tails = [end.whole - end.actions for end in ends]
+    pairs = zip(seconds, tails, strict=True)
+    return [played.parts(nth, each, tail) for nth, (each, tail) in enumerate(pairs)]
 
 
 def _continued(played: _PlayedLots, nth: int, now: _Ends, before: _Ends) -> Float:
@@ -269,25 +276,39 @@ class _PlayedLots:
 
     # ---- where the time goes ---------------------------------------------------------------------
 
-    def parts(self, nth: int, seconds: Float) -> StepColumns:
-        """The parts of steps that take so long: of the mean rank."""
+    def parts(self, nth: int, seconds: Float, tail: Float) -> StepColumns:
+        """The parts of steps that take so long, `tail` after all actions: of the mean rank."""
         lot, axes = self.lots[nth], self.lots[nth].responses.axes
-        sums = np.zeros((1 + len(axes), len(lot.tuples)))
+        sums = np.zeros((SUMS + len(axes), len(lot.tuples)))
+        behind, host = np.zeros_like(sums), np.zeros(len(lot.tuples))
         for rank, (counts, added) in enumerate(zip(self.of.counts(), self.of.added(), strict=True)):
             for step, count in counts.items():
                 times = count + lot.more * added.get(step, 0)
                 sums += times * lot.responses.sums(self._step(nth, *step))
+                launched = response(self._moments(nth, *step)).host[HOST]
+                host += times * np.maximum(launched, 0.0) / self.of.pp
             for section in self._sections(nth, rank):
-                sums += lot.responses.sums(section)
-        sums /= self.of.pp
-        waits = dict(zip(axes, sums[1:], strict=True))
+                behind += lot.responses.sums(section)
+        sums, behind = sums / self.of.pp, behind / self.of.pp
+        busy, drawn, *_ = sums + behind
+        waits = dict(zip(axes, (sums + behind)[SUMS:], strict=True))
+        rest = np.maximum(seconds - busy - sum(waits.values(), 0 * busy), 0.0)
         launches = waits.pop(LAUNCHES, np.zeros(len(lot.tuples)))
         waits.pop("pp", None)
-        rest = np.maximum(seconds - sums.sum(axis=0), 0.0)
-        if self.of.pp == 1:  # nothing but gradients and weights is waited for between actions
-            waits["dp"] = waits.get("dp", 0.0) + rest
-            rest = 0 * rest
-        return StepColumns(seconds, rest, waits, launches)
+        # Kernels wait for a host that takes longer than they do.
+        slow = np.clip(host - (seconds - rest), 0.0, rest)
+        launches, rest = launches + slow, rest - slow
+        # Behind all actions, gradients and weights are waited for; with one rank, nothing but these
+        # is between actions.
+        late = np.maximum(tail - behind[0] - behind[SUMS:].sum(axis=0), 0.0)
+        late = rest if self.of.pp == 1 else np.minimum(late, rest)
+        waits["dp"] = waits.get("dp", 0.0) + late
+        exposed = sum(waits.values(), 0 * busy)
+        return StepColumns(
+            seconds, rest - late, waits, launches,
+            np.minimum((busy + exposed) / seconds, 1.0),
+            (drawn + RUNNING_FRACTION * exposed) / seconds,
+        )  # fmt: skip
 
 
 def _latest(times: Sequence[Float]) -> Float:

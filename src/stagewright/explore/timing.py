@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Float, Int
+from stagewright.explore.actions import RowTimes
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses, Timed, responses
 from stagewright.explore.structures import Structure
@@ -73,7 +74,7 @@ class MachineTiming:
         self.durations = Known.none()
         self._known: dict[tuple[Kind, bool, bool], TemplateFigures] = {}
         self._figures: dict[tuple[object, ...], TemplateFigures] = {}
-        self._seconds: dict[Kind, list[list[Float]]] = {}
+        self._times: dict[Kind, list[list[tuple[Float, Float]]]] = {}
 
     def figures(self, of: Kind, run: Run) -> TemplateFigures:
         """Those of a resolved run's pipeline, and of all of its kind."""
@@ -101,18 +102,23 @@ class MachineTiming:
         small = of.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
         return host_work(assembly.program, small, self.how, self.machine.hardware)
 
-    def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[Float]]:
-        """The seconds of the rows of each program of a template, by class: [rows, tuples]."""
-        if kind not in self._seconds:
-            self._seconds[kind] = [self._timed(each) for each in (of.base, *of.more)]
-        return self._seconds[kind]
+    def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[tuple[Float, Float]]]:
+        """What the rows of each program of a template take, by class: seconds, and those at TDP in
+        which a GPU draws as much, [rows, tuples]."""
+        if kind not in self._times:
+            self._times[kind] = [self._timed(each) for each in (of.base, *of.more)]
+        return self._times[kind]
 
-    def _timed(self, assembly: Assembly) -> list[Float]:
+    def _timed(self, assembly: Assembly) -> list[tuple[Float, Float]]:
         columns = Columns(assembly.kernels, len(self.of), self.machine.hardware, self.durations)
         # All configurations here have as many ranks as the machine.
         pp = np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
         meshes = MeshColumns(assembly.program, self.of.mesh, pp, self.machine, self.placed)
-        return [columns.of_rows(rank.of.tasks, rank.kernel, meshes) for rank in assembly.ranks]
+        found: list[tuple[Float, Float]] = []
+        for rank in assembly.ranks:
+            seconds = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
+            found.append((seconds, columns.energy(rank.of.tasks, rank.kernel, seconds)))
+        return found
 
     def _message(self, assembly: Assembly) -> Float:
         sizes = np.zeros(len(self.of))
@@ -134,13 +140,13 @@ def _content(hosts: list[HostWork] | None) -> object:
     return tuple((each.seconds.tobytes(), each.waits.tobytes()) for each in hosts)
 
 
-def _timed(seconds: list[Float], hosts: list[HostWork] | None) -> Timed:
-    """The seconds of the rows of a program with those of its hosts, by class."""
-    found: list[tuple[Float, tuple[Float, Bool] | None]] = []
-    for nth, each in enumerate(seconds):
+def _timed(rows: list[tuple[Float, Float]], hosts: list[HostWork] | None) -> Timed:
+    """The times of the rows of a program with those of its hosts, by class."""
+    found: list[RowTimes] = []
+    for nth, (seconds, drawn) in enumerate(rows):
         host = None
         if hosts is not None:
             launch = hosts[nth].seconds
             host = launch.reshape(len(launch), -1), hosts[nth].waits
-        found.append((each, host))
+        found.append(RowTimes(seconds, drawn, host))
     return found

@@ -22,8 +22,10 @@ from stagewright.graph.node import BYTES
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.program.communicators import Communication, Communicator, Peer
+from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collectives_seconds, messages_seconds
 from stagewright.time.cost import Kernels, kernels_seconds
+from stagewright.time.expense.power import kernels_energy, peak_rate, tiled
 from stagewright.time.experts.kernels import (
     Added,
     biasing,
@@ -217,6 +219,30 @@ class Columns:
         to_host = self.hardware.host_bandwidth_gb_s * 1e9
         seconds[copies] = self.numbers[2][kernel[copies]] / to_host
         return seconds
+
+    def energy(self, tasks: Tasks, kernel: Int, seconds: Float) -> Float:
+        """Seconds at TDP in which a GPU draws as much as in rows that take `seconds`: [rows, ...].
+
+        Rows that compute nothing draw nothing here.
+        """
+        flops, traffic, _ = self.numbers
+        drawn = np.zeros_like(seconds)
+        computes = np.flatnonzero(tasks.kind == TaskKind.COMPUTE)
+        rates = np.array([peak_rate(dtype, self.hardware) for dtype in tasks.dtypes])
+        tiles = np.ones((len(self.kernels), self.count))
+        numbers: list[int] = np.unique(kernel[computes]).tolist()
+        for nth in numbers:
+            shape = self.kernels[nth].shape
+            if shape is not None and shape.kernel == GEMM:
+                of = self.extents(nth)
+                tiles[nth] = tiled(of["m"], of["batch"])
+        mine, took = kernel[computes], seconds[computes]
+        found = kernels_energy(
+            traffic[mine], tiles[mine] * flops[mine], np.where(took > 0, took, 1.0),
+            rates[tasks.dtype[computes]][:, None], self.hardware,
+        )  # fmt: skip
+        drawn[computes] = np.where(took > 0, found, 0.0)
+        return drawn
 
     # ---- kernels ---------------------------------------------------------------------------------
 

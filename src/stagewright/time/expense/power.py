@@ -21,8 +21,7 @@ other 30% the median error is 10%, of experts that read memory 7% (33% before ti
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,12 +72,26 @@ def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -
 
     Kernel n is row `rows[n]` of `tasks`, and takes `seconds[n]`, above 0.
     """
-    # Products in a precision that the hardware lacks run at the rate of bf16.
-    rates = [hardware.rate_of(dtype) or hardware.peak_bf16_tflops for dtype in tasks.dtypes]
-    peak = np.array(rates)[tasks.dtype[rows]] * 1e12
+    rates = np.array([peak_rate(dtype, hardware) for dtype in tasks.dtypes])[tasks.dtype[rows]]
     tiles = np.array([*map(_tiled, tasks.shapes), 1.0])[tasks.shape[rows]]
-    moved = tasks.traffic[rows] / seconds / (hardware.memory_bandwidth_gb_s * 1e9)
-    return float((kernel_shares(moved, tiles * tasks.flops[rows] / seconds / peak) * seconds).sum())
+    flops, traffic = (of[rows].astype(np.float64) for of in (tasks.flops, tasks.traffic))
+    return float(kernels_energy(traffic, tiles * flops, seconds, rates, hardware).sum())
+
+
+def kernels_energy(
+    traffic: Float, flops: Float, seconds: Float, rates: Float | float, hardware: Hardware
+) -> Float:
+    """Seconds at TDP of kernels that move `traffic` bytes and multiply tiles of `flops`.
+
+    They take `seconds`, above 0, and could multiply at `rates` (`peak_rate`).
+    """
+    moved = traffic / seconds / (hardware.memory_bandwidth_gb_s * 1e9)
+    return kernel_shares(moved, flops / seconds / rates) * seconds
+
+
+def peak_rate(dtype: str, hardware: Hardware) -> float:
+    """FLOPs per second of products at the peak: at bf16's where hardware lacks the precision."""
+    return (hardware.rate_of(dtype) or hardware.peak_bf16_tflops) * 1e12
 
 
 def _tiled(shape: Shape) -> float:
@@ -86,8 +99,20 @@ def _tiled(shape: Shape) -> float:
     of = dict(shape.extents) if shape.kernel == GEMM else {}
     if not of.get("m"):
         return 1.0
-    least = GROUPED_ROWS if of["batch"] > 1 else ROWS
-    return math.ceil(of["m"] / least) * least / of["m"]
+    m, batch = np.array([float(of["m"])]), np.array([float(of["batch"])])
+    return float(tiled(m, batch)[0])
+
+
+def tiled(m: Float, batch: Float) -> Float:
+    """What the tiles of products of `m` rows, or of `batch` groups of so many, multiply over their
+    FLOPs."""
+    least = np.where(batch > 1, GROUPED_ROWS, ROWS)
+    return np.ceil(m / least) * least / m
+
+
+def watts_per_gpu(hardware: Hardware, running: Float | float, drawn: Float | float) -> Any:
+    """Mean power of a GPU and its share of the node; `running` and `drawn` as in `expense`."""
+    return idle_watts(hardware) * (1 - running) + hardware.tdp_w * drawn + hardware.node_overhead_w
 
 
 def expense(
@@ -100,7 +125,7 @@ def expense(
     communication included. `drawn`: the mean over the step of the power of these kernels over TDP.
     `price` is in USD per GPU and hour; None takes the hardware's.
     """
-    watts = idle_watts(hardware) * (1 - running) + hardware.tdp_w * drawn + hardware.node_overhead_w
+    watts = float(watts_per_gpu(hardware, running, drawn))
     joules = watts * gpus * seconds
     price = hardware.price_usd_per_gpu_hour if price is None else price
     usd = None if price is None else price * gpus * seconds / 3600 / tokens * 1e6
