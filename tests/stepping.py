@@ -95,14 +95,16 @@ class Stepping:
         self.rules, self.times, self.size = rules, times, size
         self.pool = Pool(blocks, caching)
         self.waiting, self.running, self.now = [], [], 0.0
-        self.steps = []  # start, end, waiting, running, blocks held
+        self.steps = []  # start, end, waiting, running, blocks held, when the decision was taken
 
     def run(self):
+        seen = 0.0
         while self.todo or self.waiting or self.running:
-            if not self.waiting and not self.running:
-                self.now = max(self.now, self.todo[0].arrival)
-            while self.todo and self.todo[0].arrival <= self.now:
+            while self.todo and self.todo[0].arrival <= seen:
                 self.waiting.append(self.todo.pop(0))
+            if not self.waiting and not self.running:
+                seen = self.now = max(self.now, self.todo[0].arrival)
+                continue
             batch = self.schedule()
             tokens = sum(n for _, n in batch)
             keys = sum(r.computed + n for r, n in batch)
@@ -114,7 +116,9 @@ class Stepping:
             else:
                 self.now += self.times.step(tokens, pairs, keys, len(batch), decoding)
             held = self.pool.size - len(self.pool.queue)
-            self.steps.append((begin, self.now, len(self.waiting), len(self.running), held))
+            running = len(self.running)
+            self.steps.append((begin, self.now, len(self.waiting), running, held, seen))
+            seen = begin if self.rules.async_scheduling else self.now
             for request, n in batch:
                 request.computed += n
                 if request.computed == request.tokens:

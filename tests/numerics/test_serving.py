@@ -34,6 +34,7 @@ def drawn(draw: random.Random):
         enable_chunked_prefill=draw.random() < 0.8,
         scheduler_reserve_full_isl=draw.random() < 0.6,
         long_prefill_token_threshold=draw.choice((0, 0, 0, 10)),
+        async_scheduling=draw.random() < 0.5,
     )
     most = budget - 1 if not rules.enable_chunked_prefill else draw.choice((40, 200))
     count = draw.randint(1, 60)
@@ -111,8 +112,8 @@ def equal_to_stepping(seed: int):
     for at, waiting, running, blocks in zip(*ran.samples, strict=True):
         found = [step for step in oracle.steps if step[0] < at <= step[1]]
         if found:
-            late = sum(found[0][0] < r.arrival <= at for r in requests)
-            assert (waiting, running, blocks) == (found[0][2] + late, *found[0][3:])
+            late = sum(found[0][5] < r.arrival <= at for r in requests)
+            assert (waiting, running, blocks) == (found[0][2] + late, *found[0][3:5])
 
 
 class OneStep:

@@ -178,7 +178,8 @@ def served(
         num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
     )
     limits = batch_limits(engines, hardware)
-    scheduler = given.scheduler or scheduler_of(engines, limits)
+    ahead = engines.async_scheduling and run.pp == 1
+    scheduler = given.scheduler or scheduler_of(replace(engines, async_scheduling=ahead), limits)
     router_of(engines.router)
     made = instance(
         run,

@@ -43,7 +43,9 @@ class Scheduler(Protocol):
     def schedule(self, engine: Engine) -> Decision:
         """The next batch; it admits, preempts and takes blocks by the engine's methods.
 
-        A batch of nothing says that nothing can run until something arrives.
+        A batch of nothing says that nothing can run until something arrives. A scheduler with a
+        field `async_scheduling` that is true decides on a step when the one before begins: it sees
+        only what has arrived by then.
         """
         ...
 
@@ -53,7 +55,7 @@ class Engine(EngineState):
 
     __slots__ = (
         *("_decision", "_decoders", "_first", "_grows", "_next_sample", "_sample_every", "_steps"),
-        *("end", "scheduler", "times"),
+        *("_ahead", "_seen", "end", "scheduler", "times"),
     )
 
     def __init__(
@@ -74,6 +76,8 @@ class Engine(EngineState):
         self._decision, self._decoders = Decision(), 0
         # Steps of the batch; of several, the length of the first and by how much each one grows.
         self._steps, self._first, self._grows = 0, 0.0, 0.0
+        self._ahead = bool(getattr(scheduler, "async_scheduling", False))
+        self._seen = 0.0  # what had arrived by then is seen by the next decision
 
     def push(self, request: int) -> None:
         """A request arrives, not before what has arrived already and not before `now`.
@@ -88,10 +92,16 @@ class Engine(EngineState):
 
     def _cut(self, arrival: float) -> None:
         """End a run of steps with the one in which a request arrives."""
-        steps = terms_within(self._first, self._grows, arrival - self.now, self._steps)
+        steps = self._steps_until(arrival - self.now, self._first, self._grows, self._steps)
         if steps < self._steps:
             self._steps = steps
             self.end = self.now + series(self._first, self._grows, steps)
+
+    def _steps_until(self, gap: float, first: float, grows: float, most: int) -> int:
+        """Steps up to the decision that sees what arrives in so many seconds, or `most`."""
+        if not self._ahead:
+            return terms_within(first, grows, gap, most)
+        return min(terms_within(first, grows, gap, most) + 1, most) if gap > 0.0 else 1
 
     def advance(self, until: float) -> None:
         """Carry out all that ends by then; the batch that is under way then has been decided."""
@@ -99,16 +109,16 @@ class Engine(EngineState):
             if self._steps:
                 self._finish()
             else:
-                self.now = self.end
+                self._seen = self.now = self.end
             self._begin()
 
     def _begin(self) -> None:
         """Decide on the next batch, and when it ends."""
         inbox, waiting, arrival = self.inbox, self.waiting, self.arrival
-        while inbox and arrival[inbox[0]] <= self.now:
+        while inbox and arrival[inbox[0]] <= self._seen:
             waiting.append(inbox.popleft())
         if not self.running and not waiting:
-            self._steps, self.end = 0, arrival[inbox[0]] if inbox else math.inf
+            self._steps, self.end = 0, max(self.now, arrival[inbox[0]]) if inbox else math.inf
             return
         self._decision = decision = self.scheduler.schedule(self)
         self._decoders = n = (len(self._ends) - len(decision.skipped)) if decision.decodes else 0
@@ -150,7 +160,7 @@ class Engine(EngineState):
         if steps > 1 and decision.open and self.inbox:
             gap = self.arrival[self.inbox[0]] - self.now
             if gap < seconds:
-                steps = terms_within(first, grows, gap, steps)
+                steps = self._steps_until(gap, first, grows, steps)
                 seconds = steps * (first + grows * (steps - 1) * 0.5)
         self._first, self._grows, self._steps = first, grows, steps
         self.end = self.now + seconds
@@ -169,7 +179,11 @@ class Engine(EngineState):
         start, end, steps, n = self.now, self.end, self._steps, self._decoders
         if end >= self._next_sample:
             self._sample()
-        self.now = end
+        self.now = self._seen = end
+        if self._ahead:
+            self._seen = start
+            if steps > 1:
+                self._seen += series(self._first, self._grows, steps - 1)
         decision = self._decision
         if n:
             if start != self._token_time or self._fresh or decision.skipped:

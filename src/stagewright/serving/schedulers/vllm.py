@@ -26,6 +26,9 @@ class Vllm:
        the line. With `scheduler_reserve_full_isl` (the default since 0.19) blocks must suffice for
        the whole prompt, of which then only the chunk takes them (`allocate_slots`,
        `full_sequence_must_fit`). Without chunked prefill a prompt beyond the budget waits.
+
+    With `async_scheduling` the step is decided when the one before it begins, so that a request
+    waits a step longer: the default since 0.14.0, but with pipelines (its release notes, #27614).
     """
 
     max_num_batched_tokens: int = 8192
@@ -33,6 +36,7 @@ class Vllm:
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool = True
     scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool = False
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""

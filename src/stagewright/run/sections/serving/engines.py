@@ -52,6 +52,12 @@ class EngineSection:
     scheduler_reserve_full_isl: Switch = setting(
         True, "Whether a request is admitted only if blocks suffice for its prompt.", rare=True
     )
+    async_scheduling: Switch = setting(
+        True,
+        "Whether a step is decided when the one before begins; not with pp.",
+        rare=True,
+    )
+    """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0)."""
     enable_prefix_caching: Switch = setting(
         True, "Whether what prompts have in common is computed once."
     )
