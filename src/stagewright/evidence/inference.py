@@ -84,7 +84,7 @@ one before: fitted to 70% of the rows of dense models by `benchmarks/fit_request
 not known."""
 HOST_MS: Mapping[str, tuple[float, float]] = {
     "vllm": (35.0, 12.0),
-    "trtllm": (20.0, 2.0),
+    "trtllm": (25.0, 6.0),
     "sglang": (140.0, 10.0),
 }
 """Milliseconds of an engine's host until a request's first token: of the request, and of 1,024
