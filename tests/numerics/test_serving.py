@@ -13,7 +13,7 @@ from stagewright.cli.main import main
 from stagewright.serving.cluster import in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.engine import Engine
-from stagewright.serving.requests import TOO_LONG, Workload
+from stagewright.serving.requests import TOO_LONG, Workload, folded
 from stagewright.serving.routers import RoundRobin
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
@@ -63,7 +63,7 @@ def drawn(draw: random.Random):
         array("d", accumulate(gaps)),
         array("i", prompts),
         array("i", outputs),
-        chains if shared else None,
+        (folded(chains) if draw.random() < 0.5 else chains) if shared else None,
     )
     seconds = LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3, draw.choice((0.0, 1e-5)))
     return rules, seconds, KvBlocks(blocks, size, draw.random() < 0.8), work

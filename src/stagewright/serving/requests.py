@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from stagewright.run.sections.declare import LARGEST
@@ -15,6 +16,39 @@ Chain = tuple[tuple[int, ...], tuple[int, ...]]
 whose chains begin with equal keys have equal tokens up to the end of the last equal one."""
 
 NO_CHAIN: Chain = ((), ())
+
+
+def folded(chains: Sequence[Chain]) -> list[Chain]:
+    """The same chains in fewer segments.
+
+    A chain ends where nobody else goes on: what is behind is like anything of a request's own. And
+    segments that the same requests have, one behind the other, become one.
+
+    >>> folded([((1, 2, 3), (16, 32, 48)), ((1, 2, 4), (16, 32, 40))])
+    [((1,), (32,)), ((1,), (32,))]
+    """
+    requests = Counter(chain.from_iterable(keys for keys, _ in chains))
+    before: dict[int, int] = {}
+    several: set[int] = set()  # segments that stand behind different ones
+    for keys, _ in chains:
+        for key, last in zip(keys, (-1, *keys), strict=False):
+            if before.setdefault(key, last) != last:
+                several.add(key)
+    found: list[Chain] = []
+    for keys, ends in chains:
+        first, upto, count = list[int](), list[int](), 0
+        for key, end in zip(keys, ends, strict=True):
+            now = requests[key]
+            if now == 1:
+                break
+            if now == count and key not in several:
+                upto[-1] = end
+            else:
+                first.append(key)
+                upto.append(end)
+            count = now
+        found.append((tuple(first), tuple(upto)))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,8 +136,9 @@ class Engine(EngineState):
         if n:
             keys += self.context - sum(map(self.done, decision.skipped))
         tokens, pairs, own = n, keys, keys
+        generated = self.generated
         for request, more in decision.chunks:
-            past = self.tokens(request) - self.left[request] - more
+            past = self.prompt[request] + generated.get(request, 0) - self.left[request] - more
             tokens += more
             pairs += more * past + more * (more + 1) // 2
             keys += past + more

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, read_bytes
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.requests import NO_CHAIN, Chain, Workload
+from stagewright.serving.requests import NO_CHAIN, Chain, Workload, folded
 
 MOST_BYTES = 1 << 30
 BLOCK = 512
@@ -80,7 +80,7 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
         array("d", ((row.at - first) / speed for row in rows)),
         array("i", (row.prompt for row in rows)),
         array("i", (row.output for row in rows)),
-        [row.chain for row in rows] if any(row.chain[0] for row in rows) else None,
+        folded([row.chain for row in rows]) if any(row.chain[0] for row in rows) else None,
         session=array("i", (sessions[r.session] for r in rows)) if len(sessions) > 1 else None,
         rejected=dict(rejected),
     )
