@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="What picking a layout by prediction costs where several were measured.",
 )
+@click.option(
+    "--serving",
+    is_flag=True,
+    help="Servers under load, served request by request.",
+)
 @click.option("--jobs", metavar="N", type=click.IntRange(1), help="Processes. [one per core]")
 @JSON
 def validate(
@@ -44,6 +49,7 @@ def validate(
     listed: bool,
     every: int,
     regret: bool,
+    serving: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -55,12 +61,17 @@ def validate(
     With --regret: jobs (one model, batch and number of GPUs) that were measured in three or more
     layouts. In each the layout with the shortest predicted step is picked; its regret is its
     measured step / the shortest measured step - 1. --every N takes every Nth job.
+
+    With --serving: times to the first token, per token and to the last that clients measured.
     """
     from stagewright.evidence import inference, measurements, validate
     from stagewright.evidence import kernels as validate_kernels
     from stagewright.evidence.predictions import Prediction
     from stagewright.executors import cores
 
+    if serving:
+        _serving(source, every=every, as_json=as_json)
+        return
     own = None if rows is None else measurements.load(rows)
     if regret:
         _regret(own, source, every=every, jobs=jobs or cores(), listed=listed, as_json=as_json)
@@ -92,6 +103,26 @@ def validate(
     _print_groups(predictions, whole=source is None)
     _print_totals(kernels)
     _print_not_compared(refused)
+
+
+def _serving(source: str | None, *, every: int, as_json: bool) -> None:
+    """Prints servers under load beside what their clients measured."""
+    from stagewright.evidence import serving
+    from stagewright.evidence.predictions import totals
+    from stagewright.texttable import print_table
+
+    with _progress() as progress:
+        found = list(serving.validate(source, every=every, progress=progress))
+    if not found:
+        known = dict.fromkeys(s.source for s in serving.servers())
+        raise UserError(f"no servers of source {source!r}; known: {'; '.join(known)}")
+    if as_json:
+        shared.print_json(_as_json(found, []))
+        return
+    _print_predictions(found)
+    each = [o._replace(source=f"{o.source}, {o.quantity}") for o in found]
+    print_table(totals(sorted(each, key=lambda o: o.source)), shared.console())
+    shared.console().print(serving.PEERS)
 
 
 def _regret(
@@ -256,5 +287,6 @@ ENTRY = Entry(
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",
         "stagewright validate --source simumax --regret",
+        "stagewright validate --serving --every 8",
     ),
 )

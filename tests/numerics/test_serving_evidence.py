@@ -1,0 +1,26 @@
+"""A server under load, request by request, beside what its clients measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from stagewright.evidence.serving import QUANTITIES, predictions, servers
+from stagewright.serving.workloads.synthetic import LoadStage
+
+pytestmark = pytest.mark.numerics
+
+
+def test_every_stage_has_every_quantity():
+    for server in servers():
+        assert all(stage.times.keys() == QUANTITIES.keys() for stage in server.stages)
+        assert server.stages[0].load.rate > 0
+
+
+def test_a_minute_of_a_server_is_as_measured():
+    server = servers()[0]
+    stage = server.stages[0]
+    minute = stage._replace(load=LoadStage(stage.load.rate, 60))
+    found = {p.quantity: p.error for p in predictions(replace(server, stages=(minute,)))}
+    assert abs(found["tpot_ms"]) < 0.1
+    assert abs(found["e2e_ms"]) < 0.1
+    assert abs(found["ttft_ms"]) < 0.3  # nothing is cached at first
