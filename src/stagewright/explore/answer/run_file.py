@@ -91,6 +91,36 @@ def write_run_file(candidates: Candidates, row: int, path: str | Path) -> list[s
 
 # ---- flags of frameworks -------------------------------------------------------------------------
 
+_MEGATRON_SHARDING = (
+    "",
+    "--use-distributed-optimizer",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+)
+"""By ZeRO stage."""
+
+
+def _sharding(stage: int) -> str:
+    """The flags of a ZeRO stage in Megatron-LM."""
+    return _MEGATRON_SHARDING[stage]
+
+
+_MEGATRON_PRECISION = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format hybrid"}
+_MEGATRON_NAMES = frozenset({
+    "clip_grad", "cpu_offloading_num_layers", "cuda_graph_modules", "decoder_seq_length",
+    "exp_avg_dtype", "exp_avg_sq_dtype", "flash_attention", "fp8_dot_product_attention",
+    "fp8_recipe", "global_batch_size", "launch_mode", "layers", "make_vocab_size_divisible_by",
+    "micro_batch_size", "microbatch_group_size_per_vp_stage", "moe_aux_loss_coeff",
+    "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_router_dtype",
+    "moe_router_enable_expert_bias", "moe_router_load_balancing_type", "moe_token_dispatcher_type",
+    "moe_z_loss_coeff", "mtp_loss_scaling_factor", "mtp_num_layers", "optimizer",
+    "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_moe_expert_parallel_comm",
+    "overlap_param_gather", "seq_length", "sequence_parallel", "sgd_momentum", "tp_comm_overlap",
+    "vocab",
+})  # fmt: skip
+"""Settings whose option has their name, or a name that the setting declares: those of
+the parser of Megatron-LM d98e8a64 (`megatron/training/arguments.py`, and the configurations that it
+makes options of). All other settings have none."""
 _MEGATRON: Mapping[str, Callable[[Any], str]] = {
     "tp": lambda n: f"--tensor-model-parallel-size {n}",
     "cp": lambda n: f"--context-parallel-size {n}",
@@ -99,7 +129,7 @@ _MEGATRON: Mapping[str, Callable[[Any], str]] = {
     "ep": lambda n: f"--expert-model-parallel-size {n}",
     "etp": lambda n: f"--expert-tensor-parallel-size {n}",
     "vpp": lambda n: f"--num-virtual-stages-per-pipeline-rank {n}",
-    "zero": lambda n: "--use-distributed-optimizer" if n == 1 else "--use-megatron-fsdp",
+    "zero": _sharding,
     "schedule": lambda name: "" if name in ("1f1b", "interleaved") else "?",
     "recompute": lambda kind: (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -109,11 +139,17 @@ _MEGATRON: Mapping[str, Callable[[Any], str]] = {
     "recompute_num_layers": lambda n: f"--recompute-method block --recompute-num-layers {n}",
     "recompute_modules": lambda names: f"--recompute-modules {' '.join(names)}",
     "cp_comm_type": lambda kind: f"--cp-comm-type {kind}",
+    "precision": lambda name: {"bf16": "--bf16", "fp8": "--bf16 --fp8-format hybrid"}.get(
+        name, "?"
+    ),
+    "moe_flex_dispatcher": lambda on: "--moe-token-dispatcher-type flex",
     "order": lambda order: "--use-tp-pp-dp-mapping" if order == "tp-cp-ep-pp-dp" else "?",
     "model": lambda name: "",
     "hardware": lambda name: "",
     "no_overlap": lambda axes: "",
 }
+# torchtitan's `JobConfig` as of 2025 (torchtitan/config/job_config.py, commit 000204a4); in 2026
+# batches are counted in tokens there, and microbatches by number.
 _TORCHTITAN: Mapping[str, Callable[[Any], str]] = {
     "dp": lambda n: "",
     "zero": lambda n: "" if n == 3 else "?",
@@ -163,6 +199,10 @@ def _flag(name: str, value: Any, tool: str) -> str:
     dotted = tool == "torchtitan"
     known = [each for each in setting.names if ("." in each) == dotted]
     flag = known[0] if known else "" if dotted else name.replace("_", "-")
-    if not flag or (isinstance(value, bool) and not value):
+    if (
+        not flag
+        or (not dotted and name not in _MEGATRON_NAMES)
+        or (isinstance(value, bool) and not value)
+    ):
         return "?"
     return f"--{flag}" if isinstance(value, bool) else f"--{flag} {text_of(value)}"
