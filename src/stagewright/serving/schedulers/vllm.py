@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from stagewright.serving.engines.engine import FOREVER, Decision, Engine
 
+_ONLY_DECODES = Decision()
+_FULL = Decision(open=False)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vllm:
@@ -40,7 +43,10 @@ class Vllm:
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
-        before = len(engine.waiting)
+        waiting = engine.waiting
+        if not waiting and not engine.left and engine.reserve():  # most steps
+            return _ONLY_DECODES if len(engine.running) < self.max_num_seqs else _FULL
+        before = len(waiting)
         if (engine.left and self.long_prefill_token_threshold) or not engine.reserve():
             chunks, skipped, budget = self._in_order(engine)
         else:
@@ -48,7 +54,6 @@ class Vllm:
             budget = self.max_num_batched_tokens - engine.decoding
             if engine.left:
                 budget = self._go_on(engine, budget, chunks)
-        waiting = engine.waiting
         preempted = len(waiting) > before
         if waiting and not preempted:
             self._admit(engine, budget, chunks)
