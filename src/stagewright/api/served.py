@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
 from stagewright.files import write_text
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment, section_of
 from stagewright.run.sections.other_names import setting_of
 from stagewright.run.sections.serving import OF_ONE_STEP, SERVING, EngineSection, WorkloadSection
+from stagewright.serving.captured import captured
 from stagewright.serving.cluster import Heard
 from stagewright.serving.engines.engine import Scheduler
 from stagewright.serving.instances import instance
@@ -39,6 +42,17 @@ class Serving(ServedRun):
 
     service: Service
     slo: Slo
+    asked: Workload
+    """The workload as it was given."""
+
+    def step(self, seconds: float, engine: int = 0) -> CompiledRun:
+        """The step that an engine ran so many seconds after the run began, or last before.
+
+        For `simulate`, `report` and `generate`: the trace of every rank. Where an instance has
+        several replicas, all have the batch of `engine`. Raises UserError where it ran none.
+        """
+        found = captured(self.service, self.asked, seconds, engine)
+        return compile(found.run, self.service.instance.model)
 
     def describe(self) -> str:
         """What was served, and on what, in words."""
@@ -192,4 +206,4 @@ def served(
     )
     service, slo = Service(made, engines, limits, scheduler), slo_of(asked)
     found = service.serve(work, slo, heard)
-    return Serving(found.outcome, found.summary, service, slo)
+    return Serving(found.outcome, found.summary, service, slo, work)
