@@ -252,7 +252,7 @@ def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Nod
 
 
 def _cross_entropy(logits: Node, labels: Node, eager: str) -> Node:
-    t = "bs"[: len(labels.shape)]
+    t = "bstuw"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
     if eager == "whole":
         x = elementwise_whole("log_softmax", x, name="log_probs")

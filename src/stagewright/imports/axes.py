@@ -146,34 +146,45 @@ class AxisTable:
     def _reshape(self, call: OpCall, shape: Sequence[Size]) -> None:
         """Split and join dims, in order."""
         (source,) = call.operands
-        leaves = [leaf for dim in self.dims[source] for axis in dim for leaf in axis.leaves()]
+        copies = self.copies.get(source, set())
+        leaves = [
+            (leaf, axis in copies)
+            for dim in self.dims[source]
+            for axis in dim
+            for leaf in axis.leaves()
+        ]
         made: Dims = []
+        repeated = set[Axis]()
+
+        def shown(leaf: Axis, copied: bool) -> Axis:
+            """The leaf, or a place of its own for one that is only repeated."""
+            if not copied:
+                return leaf
+            place = Axis(leaf.extent)
+            place.joined = leaf
+            repeated.add(place)
+            return place
+
         for extent in shape:
             dim: list[Axis] = []
             left = extent
             while left is not _ONE:
                 if not leaves:
                     raise self._mixed(call)
-                leaf = leaves.pop(0)
+                leaf, copied = leaves.pop(0)
                 if _divides(leaf.extent, left):
-                    dim.append(leaf)
+                    dim.append(shown(leaf, copied))
                     left = _quotient(left, leaf.extent)
                 elif _divides(left, leaf.extent):
                     outer, inner = self._refine(leaf, left)
-                    dim.append(outer)
-                    leaves.insert(0, inner)
-                    self._carry(source, leaf)
+                    dim.append(shown(outer, copied))
+                    leaves.insert(0, (inner, copied))
                     left = _ONE
                 else:
                     raise self._mixed(call)
             made.append(dim)
         self._show(call, source, made)
-
-    def _carry(self, source: str, leaf: Axis) -> None:
-        """A part of what is only repeated is only repeated, too."""
-        copies = self.copies.get(source, set())
-        if leaf in copies:
-            copies |= {*leaf.leaves()}
+        self.copies[call.name] = repeated
 
     def _mixed(self, call: OpCall) -> UserError:
         return UserError(
@@ -218,9 +229,14 @@ class AxisTable:
 
     def flat(self, name: str) -> list[Axis]:
         """The leaves of a value, in order; those that are only repeated are left out."""
-        copies = {leaf for axis in self.copies.get(name, ()) for leaf in axis.leaves()}
-        whole = [leaf for dim in self.dims[name] for axis in dim for leaf in axis.leaves()]
-        return [leaf for leaf in whole if leaf not in copies]
+        copies = self.copies.get(name, set())
+        return [
+            leaf
+            for dim in self.dims[name]
+            for axis in dim
+            if axis not in copies
+            for leaf in axis.leaves()
+        ]
 
     def label(self, call: str, label: Label) -> list[Axis]:
         """The leaves of one label of a call."""

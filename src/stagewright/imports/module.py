@@ -19,6 +19,7 @@ from stagewright.errors import UserError
 from stagewright.files import read_text
 from stagewright.imports.trace import record
 from stagewright.imports.trace.recording import Recording
+from stagewright.imports.trace.transformers import HF, record_config
 from stagewright.imports.translate import Options, Translated, translate
 from stagewright.model.config import ModelConfig
 
@@ -62,6 +63,8 @@ def model_of(translated: Translated, name: str) -> ModelConfig:
 
 def recorded(source: str, *, static: bool = False) -> Recording:
     """The recording of `file.py:factory`, of a saved program (`.pt2`) or in a file (`.json`)."""
+    if source.startswith(HF):
+        return record_config(source.removeprefix(HF), static=static)
     path, colon, factory = source.rpartition(":")
     if source.endswith(".pt2"):
         return record.load(source)
@@ -70,7 +73,8 @@ def recorded(source: str, *, static: bool = False) -> Recording:
     if not colon or not path.endswith(".py"):
         raise UserError(
             f"cannot import {source!r}; wanted file.py:factory, where the function factory returns "
-            "a module and its example inputs, a program saved as .pt2, or a recording as .json"
+            "a module and its example inputs, a program saved as .pt2, a recording as .json, or "
+            "hf:path/to/config.json"
         )
     record.torch()
     module, inputs = _made(_function(path, factory), None)

@@ -46,12 +46,14 @@ class Layouts:
     def places(self, call: OpCall, operand: int) -> list[Place]:
         """The leaves of an operand as they lie, each with its label."""
         name, labels = call.operands[operand], call.ins[operand]
-        copies = {x for axis in self.axes.copies.get(name, ()) for x in axis.leaves()}
-        logical: list[Place] = []
-        for label, dim in zip(labels, self.axes.dims[name], strict=True):
-            logical += [
-                (label, leaf) for axis in dim for leaf in axis.leaves() if leaf not in copies
-            ]
+        copies = self.axes.copies.get(name, set())
+        logical: list[Place] = [
+            (label, leaf)
+            for label, dim in zip(labels, self.axes.dims[name], strict=True)
+            for axis in dim
+            if axis not in copies
+            for leaf in axis.leaves()
+        ]
         placed: list[Place] = []
         for leaf in self.of(name):
             nth = next((i for i, (_, x) in enumerate(logical) if x is leaf), None)
@@ -66,7 +68,9 @@ class Layouts:
         made: list[Place] = []
         for i in range(len(call.operands)):
             places = self.places(call, i)
-            if call.op in ("slice", "join", "conv", "opaque") and i == 0:
+            if call.op in ("join", "conv", "opaque"):
+                return wanted
+            if call.op == "slice":
                 return _changed(places, wanted)
             made += [p for p in places if p in wanted and p not in made]
         return [*made, *(p for p in wanted if p not in made)]

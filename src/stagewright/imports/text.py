@@ -6,7 +6,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagewright.algebra.size import Size, product
@@ -19,6 +19,8 @@ from stagewright.imports.specs import Layouts, spec_of
 from stagewright.imports.trace.recording import Extent
 
 RESERVED = frozenset({"module", "model", "size", "input", "param", "output", "scope", "shared"})
+LAST = ("norm", "softmax", "rope")
+"""Ops over the last dim."""
 IMPLIED = frozenset(
     {"act", "glu", "add", "scale", "shift", "cast", "times", "random_mask", "dropout"}
 )
@@ -160,8 +162,10 @@ class Writer:
         return any(call.name == name for call in self.calls)
 
     def _statement(self, call: OpCall, *, is_last: bool) -> None:
-        spec = spec_of(self.model.layouts, call, self.model.sizes)
         start = len(self.body)
+        call = self._turned(call) if call.op in LAST else call
+        call = self._merged(call) if call.op in ("join", "slice") else call
+        spec = spec_of(self.model.layouts, call, self.model.sizes)
         text = self._text(call, spec)
         scope = self._scope(call)
         if call.name in self.model.handed:
@@ -180,11 +184,53 @@ class Writer:
             self.body.insert(start, f"scope {scope or self.name}")
             self.scope = scope
 
+    def _turned(self, call: OpCall) -> OpCall:
+        """The call on an operand whose last axes are those that the op needs whole."""
+        layouts = self.model.layouts
+        places = layouts.places(call, 0)
+        turned = sorted(places, key=lambda place: place[0] in call.whole)
+        if turned == places:
+            return call
+        (first, *others), axes = call.operands, self.model.axes
+        name = f"{first}.turned"
+        axes.dims[name] = axes.dims[first]
+        layouts.order[name] = tuple(leaf for _, leaf in turned)
+        letters = dict(zip(places, "bcdefghijklmnop", strict=False))
+        spec = "->".join("".join(letters[p] for p in of) for of in (places, turned))
+        self.names[name] = self.fresh("turned")
+        self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(first)})")
+        return replace(call, operands=(name, *others))
+
+    def _merged(self, call: OpCall) -> OpCall:
+        """The call on operands of which the dim that is joined or cut is one axis."""
+        axes, layouts, operands = self.model.axes, self.model.layouts, [*call.operands]
+        for i, (operand, labels) in enumerate(zip(call.operands, call.ins, strict=True)):
+            places, label = layouts.places(call, i), labels[int(call.attrs["dim"])]
+            own = [leaf for x, leaf in places if x == label]
+            if len(layouts.units(own)) < 2:
+                continue
+            merged, name = Axis(product(a.extent for a in own)), f"{operand}.merged{i}"
+            at = int(call.attrs["dim"])
+            axes.dims[name] = [
+                [merged] if n == at else dim for n, dim in enumerate(axes.dims[operand])
+            ]
+            axes.labels[call.name] = {**axes.labels[call.name], label: [merged]}
+            kept = [place for place in places if place[0] != label]
+            layouts.order[name] = (*(leaf for _, leaf in kept), merged)
+            letters = dict(zip(places, "abcdefghijklmnop", strict=False))
+            inside = "".join(letters[p] for p in places if p[0] == label)
+            outside = "".join(letters[p] for p in kept)
+            self.names[name] = self.fresh("merged")
+            spec = f"{''.join(letters.values())}->{outside}({inside})"
+            self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(operand)})")
+            operands[i] = name
+        return replace(call, operands=tuple(operands))
+
     def _scope(self, call: OpCall) -> str:
         """The part of a layer: with attention in it, or a feed-forward."""
         if not self.piece.layer:
             return ""
-        at = self.calls.index(call)
+        at = next(i for i, each in enumerate(self.calls) if each.name == call.name)
         cores = [i for i, c in enumerate(self.calls) if c.op == "attention"]
         if not cores:
             return "mlp" if any(c.op in ("glu", "experts") for c in self.calls) else ""

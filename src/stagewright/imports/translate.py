@@ -255,7 +255,7 @@ class _ModelText:
             out = {*call.out}
             inward = [a for x in call.ins[1] if x not in out for a in self.axes.label(call.name, x)]
             own = self.axes.flat(name)
-            if {*inward} <= {*own}:
+            if len({*own}) == len(own) and {*inward} <= {*own}:
                 layouts.order[name] = (*inward, *(a for a in own if a not in inward))
 
     def _shared(self, bodies: Sequence[Sequence[OpCall]]) -> frozenset[str]:
@@ -285,7 +285,7 @@ class _ModelText:
         units = model.layouts.units
         first = self.folded.pieces[0]
         stream = units(model.layouts.of(first.yields)) if len(self.folded.pieces) > 1 else []
-        for unit in stream[2:]:
+        for unit in stream[2:][-1:]:
             give("M", unit)
         for call in calls:
             if call.op == "attention":
@@ -348,6 +348,8 @@ class _ModelText:
             dense = [all(c.op != "experts" for c in p.calls) for p in layers]
             fields["first_dense_layers"] = dense.index(False)
         own = {"mixers": "global" if attends else "none", "max_position_embeddings": MOST_POSITIONS}
+        if "ffn_hidden_size" not in fields and not fields.get("num_experts"):
+            own["mlps"] = "none"
         lines = [f"{k} = {_shown(v)}" for k, v in {**own, **fields}.items()]
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.recording.name)
         return "\n".join([f"model {name or 'imported'}", *lines, f"chain = {chain}"])

@@ -207,7 +207,8 @@ class Draft:
         attributes: Mapping[str, Any],
     ) -> Node:
         dim = of.attributes.get("dim", 0)
-        if not -len(xs[0].shape) <= dim < len(xs[0].shape):
+        rank = len(parse_spec(of.spec).out) if of.op == "join" and of.spec else len(xs[0].shape)
+        if "dim" in of.attributes and not -rank <= dim < rank:
             raise ValueError(f"no dim {dim} of [{', '.join(map(str, xs[0].shape))}]")
         spec = of.spec or _implied_spec(of, xs)
         parsed = parse_spec(spec)

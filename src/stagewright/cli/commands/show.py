@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 @command
 @experiment_options("hardware", "nodes")
 @click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object.")
+@click.option(
+    "--via",
+    type=click.Choice(["torch"]),
+    help="Build hf:path/to/config.json with transformers, and import that module.",
+)
 @click.option("--graph", is_flag=True, help="The sharded graph, as text.")
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
@@ -47,6 +54,7 @@ def show(
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.views.summary import recorded
 
+    via = settings.pop("via")
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
     if sum(chosen) > 1:
         raise UserError(
@@ -62,6 +70,7 @@ def show(
             _show_summary(recorded(model), as_json)
             return 0
         model, config = None, model
+    model = _imported(model) if via and model else model
     experiment = shared.load_experiment(model, config, settings)
     _note_of_times(settings)
     compiled = shared.compile_run(experiment.run, model, config, experiment.cluster.hardware)
@@ -85,6 +94,23 @@ def show(
     else:
         _show_summary(compiled, as_json)
     return shared.code_of(compiled.fit)
+
+
+def _imported(source: str) -> str:
+    """The path of the text that a module is imported as, in a folder of its own."""
+    from stagewright.files import write_text
+    from stagewright.imports.module import recorded
+    from stagewright.imports.translate import translate
+
+    started = time.perf_counter()
+    traced = recorded(source)
+    made = translate(traced)
+    path = f"{tempfile.mkdtemp()}/{traced.name or 'imported'}.stg"
+    write_text(path, made.text)
+    shared.show_notes(made.notes)
+    seconds = time.perf_counter() - started
+    click.echo(f"stagewright: note: {source} imported in {seconds:.1f} s: {path}", err=True)
+    return path
 
 
 def _note_of_times(settings: Mapping[str, Any]) -> None:

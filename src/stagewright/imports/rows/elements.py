@@ -43,7 +43,16 @@ def product(t: Translation, node: TracedNode) -> None:
         number = next((a for a in node.args[:2] if not isinstance(a, Ref)), 1.0)
         t.elementwise(node, "scale", tensors[0], by=_float(number))
         return
+    numbers = [n for n in tensors if _is_constant_number(t, n)]
+    if numbers and len(numbers) < len(tensors):
+        t.elementwise(node, "scale", next(n for n in tensors if n not in numbers), by=1.0)
+        return
     t.elementwise(node, "times", *tensors)
+
+
+def _is_constant_number(t: Translation, name: str) -> bool:
+    """Whether a value is one number that no parameter has a part in."""
+    return t.calls[name].op in ("constant", "buffer") and all(n == 1 for n in t.shape(name))
 
 
 def _float(value: Any) -> float:

@@ -67,8 +67,14 @@ def slice(t: Translation, node: TracedNode) -> None:
     if t.shape(x)[dim] == node.shape[dim]:
         same(t, node)
         return
-    start = args[2] if isinstance(args[2], int) else 0
+    start = _start(args[2], t.shape(x)[dim])
     _part(t, node, x, dim, start)
+
+
+def _start(given: object, extent: Extent) -> int:
+    """Where a part of a dim begins; a negative place counts from the end."""
+    start = given if isinstance(given, int) else 0
+    return start + extent if start < 0 and isinstance(extent, int) else start
 
 
 def select(t: Translation, node: TracedNode) -> None:
@@ -76,7 +82,7 @@ def select(t: Translation, node: TracedNode) -> None:
     x = t.name(node.args[0])
     dim = int(node.args[1]) % len(t.shape(x))
     one = (*node.shape[:dim], 1, *node.shape[dim:])
-    start = node.args[2] if isinstance(node.args[2], int) else 0
+    start = _start(node.args[2], t.shape(x)[dim])
     labels = tuple(range(len(one)))
     made = x
     if t.shape(x)[dim] != 1:

@@ -48,7 +48,7 @@ def record(
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     notes: list[str] = []
     program = None
-    kinds = ("static",) if static else ("dynamic", "auto", "static")
+    kinds = ("batch", "static") if static else ("dynamic", "auto", "batch", "static")
     reasons: list[str] = []
     for kind in kinds:
         try:
@@ -56,8 +56,10 @@ def record(
         except Exception as error:
             reasons.append(_reason(error))
             continue
-        if kind == "static" and not static:
-            notes.append(f"sizes of inputs are fixed as in the example: {reasons[0]}")
+        if kind in ("batch", "static"):
+            but = ", but for their first dims" if kind == "batch" else ""
+            why = f": {reasons[0]}" if reasons else ""
+            notes.append(f"sizes of inputs are fixed as in the example{but}{why}")
         break
     if program is None:
         raise UserError(
@@ -81,11 +83,14 @@ def _exported(
     pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
 ) -> Any:
     """The program that `torch.export` makes of a module."""
-    dim = {"dynamic": pt.export.Dim.DYNAMIC, "auto": pt.export.Dim.AUTO}.get(kind)
+    dynamic = pt.export.Dim.DYNAMIC
+    dim = {"dynamic": dynamic, "batch": dynamic, "auto": pt.export.Dim.AUTO}.get(kind)
 
     def sizes(value: Any) -> Any:
         if isinstance(value, pt.Tensor):
-            return {i: dim for i, n in enumerate(value.shape) if n > 1}
+            return {
+                i: dim for i, n in enumerate(value.shape[: 1 if kind == "batch" else None]) if n > 1
+            }
         if isinstance(value, list | tuple):
             return type(value)(sizes(each) for each in value)
         return {k: sizes(v) for k, v in value.items()} if isinstance(value, dict) else None

@@ -35,8 +35,9 @@ def import_(
     """Write a PyTorch module as a model in text, which any command takes as MODEL.
 
     FACTORY is a function of FILE.py that returns an nn.Module and its example inputs; both may be
-    on the meta device. A program saved with torch.export.save (.pt2) may stand in its place, or
-    what --recording has written (.json). Needs PyTorch: pip install 'stagewright[torch]'.
+    on the meta device. In its place may stand a program saved with torch.export.save (.pt2), what
+    --recording has written (.json), or hf:path/to/config.json, whose class of transformers is
+    built. Needs PyTorch: pip install 'stagewright[torch]'.
     """
     from stagewright.files import write_text
     from stagewright.imports.module import model_of, recorded
