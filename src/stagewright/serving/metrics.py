@@ -80,34 +80,43 @@ class RequestTimes:
 
 def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
     """Times between tokens, each token as likely: of series, without writing them out."""
-    rows = np.concatenate([each.series() for each in gaps])
-    first, last, steps, requests = rows.T
-    weight = steps * requests
-    total = int(weight.sum())
+    parts = [each.series() for each in gaps if len(each.numbers)]
+    total = sum(float((steps * requests).sum()) for _, _, steps, requests in map(_columns, parts))
     if not total:
         return Spread.of(np.zeros(0))
-    mean = float((weight * (first + last)).sum()) / 2 / total
-    low, high = np.minimum(first, last), np.maximum(first, last)
-    by = np.where(steps > 1, (high - low) / np.maximum(steps - 1, 1), 0.0)
+    means = ((f + last) * n * k for f, last, n, k in map(_columns, parts))
+    mean = sum(float(each.sum()) for each in means) / 2 / total
+    smallest = min(float(rows[:, :2].min()) for rows in parts)
+    largest = max(float(rows[:, :2].max()) for rows in parts)
 
     def quantile(share: float) -> float:
         """The least time that so large a share of the gaps does not exceed."""
-        least, most = float(low.min()), float(high.max())
-        wanted = share * total
-        for _ in range(60):
+        least, most = smallest, largest
+        while most - least > 1e-9 * most:
             middle = (least + most) / 2
-            with np.errstate(divide="ignore", invalid="ignore"):
-                below = np.floor((middle - low) / by) + 1
-            below = np.where(high <= middle, steps, np.where(low > middle, 0, below))
-            if float((below * requests).sum()) >= wanted:
+            if sum(_gaps_upto(middle, rows) for rows in parts) >= share * total:
                 most = middle
             else:
                 least = middle
-            if most - least <= 1e-9 * most:
-                break
         return most
 
     return Spread(mean, *map(quantile, QUANTILES.values()))
+
+
+def _columns(rows: Float) -> tuple[Float, Float, Float, Float]:
+    """Seconds of the first step and of the last, steps, requests."""
+    return rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3]
+
+
+def _gaps_upto(seconds: float, rows: Float) -> float:
+    """How many gaps of series are at most so long."""
+    first, last, steps, requests = _columns(rows)
+    low, high = np.minimum(first, last), np.maximum(first, last)
+    by = (high - low) / np.maximum(steps - 1, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count = np.floor((seconds - low) / by) + 1
+    count = np.where(high <= seconds, steps, np.where(low > seconds, 0, count))
+    return float((count * requests).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Gaps:
 
     def series(self) -> Float:
         """The series as rows."""
-        return np.array(self.numbers).reshape(-1, 4)
+        return np.frombuffer(self.numbers).reshape(-1, 4)
 
 
 class EngineSamples(NamedTuple):
