@@ -102,6 +102,13 @@ def test_backwards_in_halves_stages_on_one_rank_and_actions_that_overlap():
     assert np.abs(found).max() < 0.015
 
 
+def test_collectives_in_chunks_beside_products():
+    rows = dense(8, (2, 2, 1, 1, 1), (4, 1, 1, 2, 1), (4, 2, 1, 1, 1))
+    of = candidates(rows, model="llama3-8b", layers=8, seq_length=4096, global_batch_size=16)
+    found = gaps(replace(of, base=replace(of.base, execution=Execution(tp_comm_overlap=True))))
+    assert np.abs(found).max() < 0.015
+
+
 def test_gradients_that_are_reduced_behind_all_actions():
     rows = [{"schedule": name, "vpp": 2, "pp": 2} for name in ("interleaved", "zbv")]
     how = Execution(no_overlap=frozenset({"dp"}))

@@ -316,8 +316,6 @@ def _lots(
 
 def _unknown(how: Execution) -> str:
     """Why a way to execute is not computed in columns; empty: it is."""
-    if how.tp_comm_overlap:
-        return "tp_comm_overlap"
     if how.moe_flex_dispatcher:
         return "moe_flex_dispatcher"
     if how.overlap_moe_expert_parallel_comm:

@@ -117,6 +117,8 @@ class MachineTiming:
         found: list[tuple[Float, Float]] = []
         for rank in assembly.ranks:
             seconds = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
+            if self.how.tp_comm_overlap:
+                seconds = columns.overlapped(rank.of.tasks, rank.kernel, seconds, meshes)
             found.append((seconds, columns.energy(rank.of.tasks, rank.kernel, seconds)))
         return found
 

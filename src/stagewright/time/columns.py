@@ -38,6 +38,7 @@ from stagewright.time.fused_products import FusedGemms, Gemms, Joint, fuse, join
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements
 from stagewright.time.roofline import gemm_seconds
+from stagewright.time.tensor_overlap import overlap_pairs, overlapped, split_seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,6 +220,26 @@ class Columns:
         to_host = self.hardware.host_bandwidth_gb_s * 1e9
         seconds[copies] = self.numbers[2][kernel[copies]] / to_host
         return seconds
+
+    def overlapped(self, tasks: Tasks, kernel: Int, seconds: Float, meshes: MeshColumns) -> Float:
+        """Seconds of rows whose collectives along tp overlap in chunks with products
+        (`time.tensor_overlap`)."""
+        program = meshes.program
+        pairs = overlap_pairs(program, tasks)
+        if not len(pairs.product):
+            return seconds
+        slots: list[int] = tasks.slot[pairs.collective].tolist()
+        sizes = {slot: meshes.size(program.communicators[slot].axes) for slot in {*slots}}
+        ranks = np.stack([sizes[slot] for slot in slots])
+        rows, first, of = np.unique(pairs.product, return_index=True, return_inverse=True)
+        each = [self.extents(int(n)) for n in kernel[rows]]
+        batch, m, n, k = (np.concatenate([of[x] for of in each]) for x in ("batch", "m", "n", "k"))
+        dtype = np.repeat(tasks.dtype[rows].astype(np.int64), self.count)
+        traffic = self.numbers[1][kernel[rows]].ravel()
+        whole = Gemms(batch, m, n, k, traffic, dtype, np.ones(len(batch)))
+        pieces = ranks[first].ravel()
+        cut = split_seconds(whole, tasks.dtypes, pieces, self.hardware).reshape(-1, self.count)
+        return overlapped(pairs, seconds, cut[of.ravel()], ranks)
 
     def energy(self, tasks: Tasks, kernel: Int, seconds: Float) -> Float:
         """Seconds at TDP in which a GPU draws as much as in rows that take `seconds`: [rows, ...].

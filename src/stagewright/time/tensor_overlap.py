@@ -15,7 +15,7 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
-from stagewright.time.fused_products import gemms_of, gemms_seconds
+from stagewright.time.fused_products import Gemms, gemms_of, gemms_seconds
 from stagewright.time.hardware import Hardware
 
 Seconds = Float
@@ -30,32 +30,39 @@ def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardwa
     max(c, g) + min(c, g) / tp together, of which the collective is assigned all but g. Where this
     is no faster, nothing is split; nor is a kernel whose duration was measured.
     """
-    pairs = _overlap_pairs(program, tasks)
+    pairs = overlap_pairs(program, tasks)
     if not len(pairs.product):
         return seconds
-    cut = seconds.copy()
-    rows, first = np.unique(pairs.product, return_index=True)
-    cut[rows] = _split_gemm_seconds(tasks, rows, pairs.ranks[first], on)
+    rows, first, of = np.unique(pairs.product, return_index=True, return_inverse=True)
+    cut = split_seconds(gemms_of(tasks, rows), tasks.dtypes, pairs.ranks[first], on)
     if tasks.duration is not None:
-        cut = np.where(tasks.duration > 0, seconds, cut)
+        cut = np.where(tasks.duration[rows] > 0, seconds[rows], cut)
+    return overlapped(pairs, seconds, cut[of.ravel()], pairs.ranks)
 
-    moves = np.unique(pairs.collective)
-    tp = np.ones(len(tasks))
-    tp[pairs.collective] = pairs.ranks
-    size = len(tasks)
-    unsplit = np.bincount(pairs.collective, seconds[pairs.product], size)[moves]
-    g = np.bincount(pairs.collective, cut[pairs.product], size)[moves]
+
+def overlapped(pairs: OverlapPairs, seconds: Seconds, cut: Seconds, ranks: Int) -> Seconds:
+    """Durations [rows, ...] with what is faster in chunks in chunks.
+
+    By pair, `cut` are the seconds of its product in as many pieces as its group has `ranks`.
+    """
+    moves, of = np.unique(pairs.collective, return_inverse=True)
+    of = of.ravel()
+    whole, g = (np.zeros((len(moves), *seconds.shape[1:])) for _ in range(2))
+    np.add.at(whole, of, seconds[pairs.product])
+    np.add.at(g, of, cut)
+    tp = np.ones_like(g)
+    tp[of] = ranks
     c = seconds[moves]
-    left = np.maximum(c - g, 0) + np.minimum(c, g) / tp[moves]
-    better = left + g < c + unsplit
+    left = np.maximum(c - g, 0) + np.minimum(c, g) / tp
+    better = left + g < c + whole
     result = seconds.copy()
-    result[moves[better]] = left[better]
-    inside = pairs.product[np.isin(pairs.collective, moves[better])]
-    result[inside] = cut[inside]
+    result[moves] = np.where(better, left, c)
+    for product, faster, took in zip(pairs.product, better[of], cut, strict=True):
+        result[product] = np.where(faster, took, result[product])
     return result
 
 
-class _OverlapPairs(NamedTuple):
+class OverlapPairs(NamedTuple):
     """Pairs of a collective and the product it overlaps with, and the ranks of the group."""
 
     collective: Int
@@ -63,7 +70,7 @@ class _OverlapPairs(NamedTuple):
     ranks: Int
 
 
-def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
+def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     """Pairs of a gather and a product it feeds (through casts too), of a product and its scatter.
 
     In backward a gather feeds two products and overlaps with the first. A gather of an activation
@@ -99,14 +106,13 @@ def _overlap_pairs(program: Program, tasks: Tasks) -> _OverlapPairs:
     after = scatters[owner] & product[needed]
     collective = np.concatenate([source[~again], owner[after]])
     products = np.concatenate([fed_by[~again], needed[after]])
-    return _OverlapPairs(collective, products, ranks[collective])
+    return OverlapPairs(collective, products, ranks[collective])
 
 
-def _split_gemm_seconds(tasks: Tasks, rows: Int, pieces: Int, on: Hardware) -> Seconds:
+def split_seconds(whole: Gemms, dtypes: tuple[str, ...], pieces: Int, on: Hardware) -> Seconds:
     """Durations of products split by rows into `pieces`; each piece reads all of the weights."""
-    whole = gemms_of(tasks, rows)
     weights = whole.batch * whole.n * whole.k
-    weights *= np.array([float(BYTES.get(d, 0)) for d in tasks.dtypes])[whole.dtype]
+    weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[whole.dtype]
     traffic = np.maximum(whole.traffic - weights, 0) / pieces + weights
     piece = whole._replace(m=np.ceil(whole.m / pieces), traffic=traffic)
-    return pieces * gemms_seconds(piece, tasks.dtypes, on)
+    return pieces * gemms_seconds(piece, dtypes, on)
