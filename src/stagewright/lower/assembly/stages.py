@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stagewright.graph.roles import STREAM
-from stagewright.lower import kernels
 from stagewright.lower.assembly.buckets import Item, Row, merge_messages, one_by_one
 from stagewright.lower.assembly.habit import Habit
 from stagewright.lower.assembly.lowered_block import (
@@ -31,6 +30,7 @@ from stagewright.lower.assembly.segments import (
     Tables,
 )
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
+from stagewright.lower.kernels import kernel
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
@@ -252,7 +252,7 @@ class Stage:
         whose, place = self.where[i][d]
         return row, FIRST if whose == FORWARD else LAST, self.stage, place
 
-    def _dependency(self, row: int, i: int, d: kernels.Dependency | None) -> Dependency | None:
+    def _dependency(self, row: int, i: int, d: kernel.Dependency | None) -> Dependency | None:
         """The dependency of a row on what a task of block `i` needs."""
         if d is None:
             return None
