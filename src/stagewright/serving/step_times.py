@@ -11,8 +11,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +21,7 @@ from stagewright.run.settings import Run
 from stagewright.serving.batches import BatchSums, TimedBatches
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.means import mean_sums
+from stagewright.serving.pieces import Pieces, longest_pieces
 from stagewright.serving.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry, longest
 from stagewright.serving.tables import KnownTerms, StepTable, table
 from stagewright.time.network import Machine
@@ -46,21 +45,6 @@ def batch_run(run: Run, groups: Sequence[Group]) -> Run:
         "num_speculative_tokens": run.num_speculative_tokens if decodes else 0,
     }  # fmt: skip
     return run.model_copy(update=changed)
-
-
-class _Pieces(NamedTuple):
-    """Seconds of decode steps of so many requests: piecewise linear in keys."""
-
-    edges: list[float]
-    """Keys at which the next piece begins; the first piece begins at no keys."""
-    at_none: list[float]
-    per_key: list[float]
-
-
-def _line(low: float, high: float, at_low: float, at_high: float) -> tuple[float, float]:
-    """The value at 0 and the slope of a line through two points."""
-    slope = (at_high - at_low) / (high - low)
-    return at_low - slope * low, slope
 
 
 @dataclass(eq=False)
@@ -87,7 +71,7 @@ class StepTimes:
     host: HostTimes | None = None
     """What the engine's host adds to each step."""
     _without_host: StepTimes | None = None
-    _pieces: dict[int, _Pieces] = field(default_factory=dict[int, _Pieces])
+    _pieces: dict[int, Pieces] = field(default_factory=dict[int, Pieces])
 
     def with_host(self, host: HostTimes) -> StepTimes:
         """These times with what an engine's host adds to each step."""
@@ -267,38 +251,14 @@ class StepTimes:
 
     # ---- decode ----------------------------------------------------------------------------------
 
-    def _made(self, requests: int) -> _Pieces:
+    def _made(self, requests: int) -> Pieces:
         """The pieces of decode steps of so many requests: the longest of all ways."""
         knots = self._knots
         values: list[list[float]] = []
         for base, counts in self._with_host(requests, self._ways(requests)):
             terms = [*zip(counts, self._terms, strict=True)]
             values.append([base + sum(n * of[k] for n, of in terms) for k in range(len(knots))])
-        edges: list[float] = []
-        at_none: list[float] = []
-        per_key: list[float] = []
-        for k, (low, high) in enumerate(pairwise(knots)):
-            lines = [_line(low, high, way[k], way[k + 1]) for way in values]
-            first = k == 0
-            at, end = (-math.inf if first else low), (math.inf if k == len(knots) - 2 else high)
-            x = low
-            line = max(lines, key=lambda ab: (ab[0] + ab[1] * x, ab[1]))
-            while True:
-                if not first or at > -math.inf:
-                    edges.append(at * requests)
-                at_none.append(line[0])
-                per_key.append(line[1] / requests)
-                steeper = [
-                    ((line[0] - other[0]) / (other[1] - line[1]), other)
-                    for other in lines
-                    if other[1] - line[1] > 1e-12 * abs(other[1])
-                ]
-                later = [(cross, other) for cross, other in steeper if x < cross < end]
-                if not later:
-                    break
-                at, line = min(later, key=lambda found: (found[0], -found[1][1]))
-                x, first = at, False
-        self._pieces[requests] = _Pieces(edges, at_none, per_key)
+        self._pieces[requests] = longest_pieces(knots, values, requests)
         return self._pieces[requests]
 
     def _with_host(
