@@ -13,13 +13,13 @@ from stagewright.cli.main import main
 from stagewright.serving.cluster import in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.requests import TOO_LONG, Workload, folded
 from stagewright.serving.routers import RoundRobin
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
-from stagewright.serving.times import LinearTimes
 from stagewright.serving.workloads.traces import NO_TOKENS
 from stepping import Request, Stepping
 

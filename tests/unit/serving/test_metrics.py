@@ -9,11 +9,11 @@ from stagewright.serving.cluster import in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.observed import Gaps
+from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.metrics import Slo, gaps_spread, summarize
 from stagewright.serving.requests import Workload
 from stagewright.serving.routers import ROUTERS
 from stagewright.serving.schedulers.vllm import Vllm
-from stagewright.serving.times import LinearTimes
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.state import EngineState
+from stagewright.serving.engines.times import BatchTimes, series, terms_within
 from stagewright.serving.requests import Records, Workload
-from stagewright.serving.times import BatchTimes, series, terms_within
 
 FOREVER = 1 << 60
 
