@@ -31,9 +31,9 @@ def record_config(path: str, *, static: bool = False) -> Recording:
     except ImportError:
         raise UserError("--via torch needs transformers; run: pip install transformers") from None
     try:
-        values = json.loads(text)
+        values: Any = json.loads(text)
         config = made.AutoConfig.for_model(**values)
-        names = values.get("architectures") or []
+        names: list[str] = values.get("architectures") or []
         with pt.device("meta"):
             built = getattr(made, names[0], None) if names else None
             module = built(config) if built else made.AutoModelForCausalLM.from_config(config)
