@@ -8,7 +8,6 @@ becomes the steps of a ring.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from typing import NamedTuple, cast
 
@@ -22,6 +21,7 @@ from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import TIED, Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import interface
+from stagewright.lower.kernels.order import Cluster, by_need, sorted_by_need
 from stagewright.lower.kernels.rings import OwnKeys, ring_steps, way_home
 from stagewright.program.columns import TaskKind
 from stagewright.program.shapes import shape_of
@@ -49,9 +49,6 @@ def kernels(
     """The tasks of a block in execution order within each part, and which task makes each value."""
     lowering = _Lowering(graph, extent, mesh, rules or KernelRules())
     return lowering.run(), lowering.at
-
-
-Cluster = list[Node]
 
 
 def _fuses(n: Node) -> bool:
@@ -83,10 +80,10 @@ class _Lowering:
         for n in self.graph:
             if n.op in LEAVES:
                 self.at[n] = interface(n)
-        for cluster in _in_order(self.clusters()):
+        for cluster in by_need(self.clusters()):
             tasks += self.lower(cluster)
         # Weights are there before all else: a bucket of them delays no task that reads them.
-        return _sorted(sorted(tasks, key=lambda t: not t.part.gathers))
+        return sorted_by_need(sorted(tasks, key=lambda t: not t.part.gathers))
 
     # Which nodes become one kernel.
 
@@ -371,45 +368,3 @@ def _before_norm(graph: Graph) -> set[Node]:
             found.add(n)
             stack += n.srcs
     return found
-
-
-def _in_order(clusters: list[Cluster]) -> list[Cluster]:
-    home = {n: i for i, c in enumerate(clusters) for n in c}
-    needs = [
-        {home[s] for n in c for s in n.srcs if s in home and home[s] != i}
-        for i, c in enumerate(clusters)
-    ]
-    return [clusters[i] for i in _stable(needs)]
-
-
-def _sorted(tasks: list[Kernel]) -> list[Kernel]:
-    """Tasks after what they need: a bucket after its last member, its readers after the bucket.
-
-    A rank of a ring sends before it receives what the one before it sends then, too.
-    """
-    place = {t: i for i, t in enumerate(tasks)}
-    needs = [{place[d] for d in t.deps if isinstance(d, Kernel)} for t in tasks]
-    for i, t in enumerate(tasks):
-        if t.twin is not None:
-            needs[i].add(place[t.twin])
-    return [tasks[i] for i in _stable(needs)]
-
-
-def _stable(needs: list[set[int]]) -> list[int]:
-    """Items after what they need, otherwise in the order given: always the first that is ready."""
-    users: list[list[int]] = [[] for _ in needs]
-    for i, some in enumerate(needs):
-        for j in some:
-            users[j].append(i)
-    missing = [len(some) for some in needs]
-    ready = [i for i, n in enumerate(missing) if n == 0]  # ascending: a heap
-    order: list[int] = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for j in users[i]:
-            missing[j] -= 1
-            if missing[j] == 0:
-                heapq.heappush(ready, j)
-    assert len(order) == len(needs), "a circle of dependencies"
-    return order
