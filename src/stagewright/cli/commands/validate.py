@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--regret",
-    is_flag=True,
+    "instead",
+    flag_value="regret",
     help="What picking a layout by prediction costs where several were measured.",
 )
 @click.option(
     "--serving",
-    is_flag=True,
+    "instead",
+    flag_value="serving",
     help="Servers under load, served request by request.",
 )
 @click.option("--jobs", metavar="N", type=click.IntRange(1), help="Processes. [one per core]")
@@ -48,8 +50,7 @@ def validate(
     rows: str | None,
     listed: bool,
     every: int,
-    regret: bool,
-    serving: bool,
+    instead: str | None,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -69,11 +70,11 @@ def validate(
     from stagewright.evidence.predictions import Prediction
     from stagewright.executors import cores
 
-    if serving:
+    if instead == "serving":
         _serving(source, every=every, as_json=as_json)
         return
     own = None if rows is None else measurements.load(rows)
-    if regret:
+    if instead == "regret":
         _regret(own, source, every=every, jobs=jobs or cores(), listed=listed, as_json=as_json)
         return
     kernels = list(validate_kernels.validate(source)) if own is None else []

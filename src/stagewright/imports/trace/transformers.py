@@ -41,19 +41,18 @@ def record_config(path: str, *, static: bool = False) -> Recording:
         raise UserError(f"{file}: transformers cannot build it: {str(error)[:200]}") from None
     ids = pt.zeros(2, 64, dtype=pt.long, device="meta")
     inputs = {"input_ids": ids, "use_cache": False}
-    return record(_Scores(pt, module).made, inputs, name=file.parent.name, static=static)
+    return record(_scores(pt, module), inputs, name=file.parent.name, static=static)
 
 
-class _Scores:
+def _scores(pt: Any, module: Any) -> Any:
     """A module that yields the scores of a language model, and nothing else of its output."""
 
-    def __init__(self, pt: Any, module: Any) -> None:
-        class Scores(pt.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = module.eval()
+    class Scores(pt.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module.eval()
 
-            def forward(self, input_ids: Any, use_cache: Any = False) -> Any:
-                return self.model(input_ids=input_ids, use_cache=use_cache).logits
+        def forward(self, input_ids: Any, use_cache: Any = False) -> Any:
+            return self.model(input_ids=input_ids, use_cache=use_cache).logits
 
-        self.made = Scores()
+    return Scores()
