@@ -10,7 +10,7 @@ from stagewright.model.catalog import resolve as model_of
 from stagewright.run.lengths import Group
 from stagewright.run.settings import Run
 from stagewright.serving.hosts import HostTimes
-from stagewright.serving.step_times import batch_run, step_times
+from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate

@@ -44,3 +44,8 @@ class OpCall:
             self.op, self.shape, self.dtype, self.ins, self.out, self.whole,
             tuple(sorted(self.attrs.items(), key=lambda item: item[0])),
         )  # fmt: skip
+
+
+def leaves_and_views(op: str) -> bool:
+    """Whether a call stands in no statement of a text."""
+    return op in LEAVES or op in VIEWS

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from stagewright.imports.axes import Axis, AxisTable
-from stagewright.imports.calls import OpCall
+from stagewright.imports.calls import OpCall, leaves_and_views
 from stagewright.imports.fold import Piece
-from stagewright.imports.text import leaves_and_views
 
 
 def cut(axes: AxisTable, leaves: dict[str, OpCall], piece: Piece) -> list[OpCall]:

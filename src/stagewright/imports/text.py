@@ -10,13 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagewright.algebra.size import Size, product
-from stagewright.graph.node import BYTES
 from stagewright.imports.axes import Axis, AxisTable
-from stagewright.imports.calls import LEAVES, VIEWS, OpCall
+from stagewright.imports.calls import OpCall
 from stagewright.imports.fold import Piece
 from stagewright.imports.placement import PlacementRules
 from stagewright.imports.specs import Layouts, spec_of
-from stagewright.imports.trace.recording import Extent
+from stagewright.imports.words import (
+    dtype_text,
+    input_name,
+    layer_path,
+    short_name,
+    spec_text,
+    usual_spec,
+    value_text,
+)
 
 RESERVED = frozenset({"module", "model", "size", "input", "param", "output", "scope", "shared"})
 LAST = ("norm", "softmax", "rope")
@@ -61,7 +68,7 @@ class Writer:
         self.sizes: dict[str, Size] = {}
         self.scope = ""
         prefixes = [call.path for call in calls if re.search(r"\.\d+", call.path)]
-        self.prefix = _layer_path(prefixes) if piece.layer else ""
+        self.prefix = layer_path(prefixes) if piece.layer else ""
 
     # ---- names and sizes -----------------------------------------------------------------------
 
@@ -122,20 +129,20 @@ class Writer:
         elif leaf.op == "param":
             self.names[base] = self._parameter(leaf)
         else:
-            wish = _input_name(leaf)
+            wish = input_name(leaf)
             shown = self.names[base] = self.fresh(wish)
-            dtype = _dtype(leaf.dtype, self.model.dtype)
+            dtype = dtype_text(leaf.dtype, self.model.dtype)
             layout = self.shape(self.model.layouts.of(base), degrees=False)
             self.lines.append(f"input {shown}{layout}{' ' + dtype if dtype else ''}")
         return self.names[base]
 
     def _parameter(self, leaf: OpCall) -> str:
         if leaf.name in self.model.shared:
-            shown = self.model.names.setdefault(leaf.name, _short(leaf.path, ""))
+            shown = self.model.names.setdefault(leaf.name, short_name(leaf.path, ""))
             self.taken.add(shown)
             shared = " shared"
         else:
-            shown, shared = self.fresh(_short(leaf.path, self.prefix)), ""
+            shown, shared = self.fresh(short_name(leaf.path, self.prefix)), ""
         layout = self.shape(self.model.layouts.of(leaf.name), degrees=True)
         self.body.append(f"param {shown}{layout}{shared}")
         return shown
@@ -292,16 +299,16 @@ class Writer:
         if not attrs.get("window"):
             attrs.pop("window", None)
         if op == "cast":
-            attrs["dtype"] = _dtype(call.dtype, "") or "fp32"
+            attrs["dtype"] = dtype_text(call.dtype, "") or "fp32"
         elif op == "random_mask":
             attrs["dtype"] = "uint8"
         elif op == "opaque" and call.dtype in ("int64", "bool", "int32", "uint8"):
-            attrs["dtype"] = _dtype(call.dtype, self.model.dtype)
+            attrs["dtype"] = dtype_text(call.dtype, self.model.dtype)
         words = [f"{x.upper()}={self.size(axis)}" for x, axis in spec.letters.items()]
-        words += [f"{k}={_word(v)}" for k, v in attrs.items() if (v is not None and v is not False)
-                  or k == "causal"]  # fmt: skip
+        said = {k: v for k, v in attrs.items() if v not in (None, False) or k == "causal"}
+        words += [f"{k}={value_text(v)}" for k, v in said.items()]
         shown = "" if spec.plain and op in IMPLIED else spec.text
-        if _usual(op, spec.text):
+        if usual_spec(op, spec.text):
             shown = ""
         text = spec_text(shown, spec.letters, words)
         return f"{op}{text}({', '.join(operands)})"
@@ -351,77 +358,5 @@ class Writer:
         return f"part{spec_text(spec.text, letters, words)}({operand})"
 
 
-def _usual(op: str, spec: str) -> bool:
-    """Whether a text implies this index expression."""
-    ins, out = spec.split("->")
-    terms = ins.split(",")
-    if op in ("norm", "softmax", "rope"):
-        m = out[-1]
-        return (
-            m.isupper() and out[:-1].islower() and terms[0] == out
-            and all(term == m for term in terms[1:])
-        )  # fmt: skip
-    return (
-        op == "embedding" and len(terms[1]) == 2 and terms[1][1] == out[-1] and terms[0] == out[:-1]
-    )
-
-
-def spec_text(spec: str, letters: Mapping[str, Axis], words: Sequence[str]) -> str:
-    """`[bsm->bsn; N=Inner]`, or nothing; letters whose sizes are said are upper case."""
-    if letters and spec:
-        ins, out = spec.split("->")
-        out = "".join(x.upper() if x in letters else x for x in out)
-        spec = f"{ins}->{out}"
-    inside = "; ".join(filter(None, (spec, ", ".join(words))))
-    return f"[{inside}]" if inside else ""
-
-
 def _bases(axes: AxisTable, call: OpCall) -> list[str]:
     return [axes.base.get(n, n) for n in call.operands]
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:.17g}" if isinstance(value, float) else str(value)
-
-
-_TYPES = {"bool": "uint8", "fp16": "bf16", "fp64": "fp32", "int16": "int32", "int8": "int8"}
-
-
-def _dtype(dtype: str, of_run: str) -> str:
-    """A data type in the text; nothing for that of the run."""
-    if dtype == of_run:
-        return ""
-    shown = _TYPES.get(dtype, dtype)
-    return shown if shown in BYTES else "fp32"
-
-
-def _input_name(leaf: OpCall) -> str:
-    if leaf.op == "input":
-        return leaf.name
-    return "mask" if leaf.attrs.get("mask") else leaf.path.rpartition(".")[2] or "constant"
-
-
-def _layer_path(paths: Sequence[str]) -> str:
-    """What the names of a layer's modules begin with, `model.layers.3`."""
-    found = [re.match(r"(.*?\.\d+)(?:\.|$)", path) for path in paths]
-    words = [m.group(1) for m in found if m]
-    return max(set(words), key=words.count) if words else ""
-
-
-def _short(path: str, prefix: str) -> str:
-    """A parameter's name in its layer: `q_proj_weight` of `layers.3.self_attn.q_proj.weight`."""
-    own = path.removeprefix(prefix).strip(".") if prefix else path
-    words = [w for w in own.split(".") if w]
-    return "_".join(words[-2:]) if words else "weight"
-
-
-def numbers(shape: Sequence[Extent]) -> list[int]:
-    """The dims that are numbers."""
-    return [n for n in shape if isinstance(n, int)]
-
-
-def leaves_and_views(op: str) -> bool:
-    """Whether a call stands in no statement of a text."""
-    return op in LEAVES or op in VIEWS

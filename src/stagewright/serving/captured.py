@@ -16,7 +16,7 @@ from stagewright.serving.engines.engine import Decision, Engine, Scheduler
 from stagewright.serving.metrics import Slo
 from stagewright.serving.requests import Workload
 from stagewright.serving.service import Service
-from stagewright.serving.step_times import batch_run
+from stagewright.serving.steps.step_times import batch_run
 
 
 class Captured(NamedTuple):

@@ -16,8 +16,8 @@ from stagewright.run.requests import allowance_of, loads, read_bytes
 from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.batches import BatchSums
-from stagewright.serving.step_times import StepTimes, batch_run, step_times
+from stagewright.serving.steps.batches import BatchSums
+from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
 from stagewright.time.network import Machine
 
 ENGINE_BYTES = 1_000_000_000

@@ -16,7 +16,7 @@ from stagewright.lower.inference.disaggregated import messages
 from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.settings import Run
-from stagewright.serving.step_times import batch_run
+from stagewright.serving.steps.step_times import batch_run
 from stagewright.time.collectives import message_seconds
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, tier_of

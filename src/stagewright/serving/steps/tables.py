@@ -20,8 +20,8 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.model.layers import Reach
 from stagewright.program.columns import TaskKind
-from stagewright.serving.batches import BatchSums, KeptBlock, RankColumns, TimedBatches
-from stagewright.serving.terms import Attention, OverKeys, State, Term
+from stagewright.serving.steps.batches import BatchSums, KeptBlock, RankColumns, TimedBatches
+from stagewright.serving.steps.terms import Attention, OverKeys, State, Term
 
 TILE = 32
 """Rows of products change their tiles at multiples of so many (`time.roofline.TILES`)."""

@@ -6,9 +6,9 @@ from operator import mul
 from typing import NamedTuple
 
 from stagewright.model.layers import Reach
-from stagewright.serving.means import mean_sums
-from stagewright.serving.tables import StepTable
-from stagewright.serving.terms import Term
+from stagewright.serving.steps.means import mean_sums
+from stagewright.serving.steps.tables import StepTable
+from stagewright.serving.steps.terms import Term
 
 
 class PlainWay(NamedTuple):

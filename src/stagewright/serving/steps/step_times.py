@@ -18,12 +18,19 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.batches import BatchSums, TimedBatches
 from stagewright.serving.hosts import HostTimes
-from stagewright.serving.means import mean_sums
-from stagewright.serving.pieces import Pieces, longest_pieces
-from stagewright.serving.plain import BatchTotals, PlainRank, PlainTable, PlainWay, entry, longest
-from stagewright.serving.tables import KnownTerms, StepTable, table
+from stagewright.serving.steps.batches import BatchSums, TimedBatches
+from stagewright.serving.steps.means import mean_sums
+from stagewright.serving.steps.pieces import Pieces, longest_pieces
+from stagewright.serving.steps.plain import (
+    BatchTotals,
+    PlainRank,
+    PlainTable,
+    PlainWay,
+    entry,
+    longest,
+)
+from stagewright.serving.steps.tables import KnownTerms, StepTable, table
 from stagewright.time.network import Machine
 
 MANY = 256
