@@ -17,10 +17,12 @@ MODULES = {
 }
 DOTTED = re.compile(r"`((?:stagewright\.)?[a-z_]+(?:\.[A-Za-z_]\w*)+)(?:\([^`]*\))?`")
 FILES = {"py", "json", "csv", "md", "yaml", "yml", "et", "sh", "txt", "html", "toml", "stg", "svg"}
-ELSEWHERE = {"torch", "numpy", "np", "dist"}
+ELSEWHERE = {"torch", "numpy", "np", "dist", "nn", "aten"}
 OF_VALUES = {"b", "line", "run", "sw", "compiled", "program", "plan"}
 """Objects that a docstring speaks of: `b.weight`, `run.model`."""
-THEIRS = {"training.dtype", "training.seq_len", "huggingface_hub.constants"}  # of other packages
+THEIRS = {  # of other packages
+    "training.dtype", "training.seq_len", "huggingface_hub.constants", "load.stages", "load.type",
+}  # fmt: skip
 
 
 @cache

@@ -1,7 +1,7 @@
 """Which degree splits which dims of an imported model's parameters: rules that a person reads.
 
 1. Heads of attention are split by tp; heads of keys that several query heads share, by as many
-ranks of tp as there are (`tp.kv`). 2. The rows of the table that tokens are looked up in, and the
+ranks of tp as there are (`tp/kv`). 2. The rows of the table that tokens are looked up in, and the
 scores that a loss reads, by tp. 3. The width between two products with parameters, where what is
 between works on each element by itself and neither product has heads, by tp: columns of the first,
 rows of the second. 4. Experts are placed by the part `experts` of the text: by ep, and inside by

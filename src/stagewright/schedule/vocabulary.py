@@ -117,7 +117,7 @@ def vocab_2(pp: int, microbatches: int) -> Order:
     Vocab-2 of arXiv 2411.05288: one microbatch more than in 1F1B is alive.
 
     >>> vocab_2(2, 1)[0]
-    (0F0, 1F0, 2F0, 4F0, 5F0, 6F0, 6B0, 5I0, 4B0, 2B0, 5W0, 1B0, 0B0)
+    (0F0, 1F0, 2F0, 4F0, 5F0, 6F0, 6B0, 5I0, 4B0, 5W0, 2B0, 1B0, 0B0)
     """
     return _without_stops(pp, microbatches, barriers=1)
 

@@ -147,6 +147,7 @@ def choices() -> "list[tuple[str, str, click.Choice[str]]]":
         for name, command in cli.commands.commands.items()
         for parameter in command.params
         if isinstance(parameter.type, click.Choice) and parameter.opts[0].startswith("--")
+        if len(parameter.type.choices) > 1  # of one, the message names it
     ]
 
 

@@ -35,8 +35,7 @@ def _slides(ctx: Context, places: int, taps: int, made: int) -> Any:
 
 
 def conv(ctx: Context, x: Any, w: Any) -> Any:
-    """A convolution over the dims of `x` that neither weight nor result has; `transposed` is the
-    gradient of one."""
+    """A convolution over the dims that only `x` has; `transposed`: the gradient of one."""
     spec = parse(ctx["spec"])
     return _contract(ctx, spec, (x, w), ("x", "w"), "y")
 

@@ -1,8 +1,8 @@
 """Parts of models that are written as chains of operations: norms, rotary positions, gates,
 experts.
 
-Each function reads a list of nodes and returns another in which the chains are one node, `our.norm`
-for example; what no pattern matches stays as it is. Nodes that nothing reads are dropped.
+Each function reads a list of nodes and returns another in which the chains are one node, a
+`norm` for example; what no pattern matches stays as it is. Nodes that nothing reads are dropped.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class EngineState:
 
     What schedulers read: `waiting`, `running` (in order of admission), `left` (tokens that each
     request with an unfinished prompt must still compute), `decoding` (how many requests are past
-    that), `blocks.free`, `tokens`, `done`, `need`. What they do: `reserve`, `admit`, `grow`,
-    `preempt`.
+    that), `blocks` (how many are free), `tokens`, `done`, `need`. What they do: `reserve`, `admit`,
+    `grow`, `preempt`.
     """
 
     __slots__ = (

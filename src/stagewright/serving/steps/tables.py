@@ -4,7 +4,7 @@ A step of inference is a chain: a kernel starts when the one before it has ended
 launched it (`lower/inference`, `time.simulate`). So the step takes as long as the longest of these
 ways: the launches up to some kernel, then all kernels from that one on. Most kernels depend on the
 number of new tokens only; their sums are exact for each number of tokens where kernels change their
-tiles, and linear between. The rest are terms (`serve.terms`), each with the number of times that
+tiles, and linear between. The rest are terms (`steps.terms`), each with the number of times that
 it runs.
 """
 
