@@ -25,6 +25,7 @@ from stagewright.run.settings import Run
 CONFIG = ROOT / "src/stagewright/data/configs/llama-3.1-70b.json"
 SLOW = {
     "stagewright validate --source korthikanti --json",  # some 20 s
+    "stagewright search llama3-8b --gpus 8 --hardware h100-sxm --zero 1 --pp 1 --most 10",  # 20 s
     "stagewright import model.py:factory -o model.stg",  # these need PyTorch
     "stagewright import exported.pt2 -o model.stg --approximate",
 }
