@@ -195,7 +195,10 @@ def test_the_command(capfd, tmp_path):
         (("--rate", "0", "--isl", "1", "--osl", "1"), "rate"),
         (("--rate", "1", "--isl", "1", "--osl", "1", "--router", "round"), "--router"),
         (("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "vlm"), "did you mean 'vllm'"),
-        (("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "no:no"), "--scheduler no:no"),
+        (
+            ("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "no:no"),
+            "entry point in the group",
+        ),
         (("--rate", "1", "--isl", "200000", "--osl", "1"), "no request can be served"),
         (("--rate", "1", "--isl", "1", "--osl", "1", "--max-num-seqs", "9000"), "max-num-seqs"),
         (("--rate", "1", "--isl", "1", "--osl", "1", "--tp", "3"), "tp"),

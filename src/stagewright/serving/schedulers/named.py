@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, did_you_mean, either
@@ -16,6 +16,8 @@ from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.time.hardware import Hardware
 
+ENTRY_POINTS = "stagewright.schedulers"
+"""The group in which installed packages declare schedulers of their own."""
 SCHEDULERS: Mapping[str, type[Any]] = {
     "vllm": Vllm,
     "sglang": SGLang,
@@ -59,9 +61,10 @@ def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
 def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
     """The scheduler that settings name, with those of its fields that are settings.
 
-    `MODULE:CLASS` is the user's own; a dataclass gets the settings that it has fields for.
+    A user's own is an entry point of an installed package in the group `ENTRY_POINTS`; a dataclass
+    gets the settings that it has fields for.
     """
-    made: Any = SCHEDULERS.get(asked.scheduler) or _imported(asked.scheduler)
+    made: Any = SCHEDULERS.get(asked.scheduler) or _installed(asked.scheduler)
     values = {of.name: getattr(asked, of.name) for of in fields(asked)}
     values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
     values["chunked_prefill_size"] = limits.prompt_tokens
@@ -74,17 +77,19 @@ def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
         raise UserError(f"--scheduler {asked.scheduler}: cannot be made: {error}") from None
 
 
-def _imported(name: str) -> Any:
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        hint = did_you_mean(name, SCHEDULERS)
+def _installed(name: str) -> Any:
+    """The class of an entry point. A run file of somebody else names no code beyond those."""
+    declared = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in declared:
+        hint = did_you_mean(name, [*SCHEDULERS, *declared])
         raise UserError(
-            f"--scheduler is {name!r}, wanted {either(SCHEDULERS)}, or MODULE:CLASS{hint}"
+            f"--scheduler is {name!r}, wanted {either([*SCHEDULERS, *declared])}, or an "
+            f"entry point of the group {ENTRY_POINTS!r}{hint}"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"--scheduler {name}: {error}; wanted the class of a module") from None
+        found = declared[name].load()
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--scheduler {name}: {error}; see its package's entry point") from None
     if not callable(getattr(found, "schedule", None)):
         raise UserError(f"--scheduler {name}: has no method schedule(engine)")
     return found

@@ -19,7 +19,7 @@ class EngineSection:
     )
     scheduler: Text = setting(
         "vllm",
-        "What steps compute: vllm, sglang, tensorrt-llm, static, or your own as MODULE:CLASS.",
+        "What steps compute: vllm, sglang, tensorrt-llm, static, or an entry point of yours.",
         metavar="NAME",
     )
     max_num_batched_tokens: Count | None = setting(

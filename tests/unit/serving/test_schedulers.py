@@ -1,0 +1,41 @@
+"""Schedulers by name: ours, and those that installed packages declare."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.run.sections.serving import EngineSection
+from stagewright.serving.schedulers import named
+from stagewright.serving.schedulers.static import Static
+
+LIMITS = named.BatchLimits(2048, 256, 8192)
+
+
+def declare(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    point = EntryPoint("mine", value, named.ENTRY_POINTS)
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        return [point] if group == named.ENTRY_POINTS else []
+
+    monkeypatch.setattr(named, "entry_points", entry_points)
+
+
+def made(name: str) -> Any:
+    return named.scheduler_of(EngineSection(scheduler=name), LIMITS)
+
+
+def test_an_installed_package_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, "stagewright.serving.schedulers.static:Static")
+    assert isinstance(made("mine"), Static)
+
+
+def test_a_module_that_is_only_named_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, "no_such_module:Mine")
+    with pytest.raises(UserError, match="wanted vllm, sglang, tensorrt-llm, static or mine"):
+        made("os:system")
+    with pytest.raises(UserError, match="--scheduler mine: No module named 'no_such_module'"):
+        made("mine")
