@@ -197,7 +197,7 @@ def test_the_command(capfd, tmp_path):
         (("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "vlm"), "did you mean 'vllm'"),
         (
             ("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "no:no"),
-            "entry point in the group",
+            "entry point of",
         ),
         (("--rate", "1", "--isl", "200000", "--osl", "1"), "no request can be served"),
         (("--rate", "1", "--isl", "1", "--osl", "1", "--max-num-seqs", "9000"), "max-num-seqs"),
