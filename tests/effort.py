@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 A, B = TypeVar("A"), TypeVar("B")
@@ -16,6 +17,13 @@ def pairs(rows: Iterable[A], columns: Iterable[B], share: int = 2) -> list[tuple
     step = -(-share // EFFORT)
     table = itertools.product(enumerate(rows), enumerate(columns))
     return [(row, column) for (i, row), (j, column) in table if (i + j) % step == 0]
+
+
+def some(cases: Sequence[A], share: int = 2) -> list[A]:
+    """One case in `share`, drawn once and for all, in their order; with as much effort, all."""
+    share = -(-share // EFFORT)
+    drawn = random.Random(len(cases)).sample(range(len(cases)), -(-len(cases) // share))
+    return [cases[i] for i in sorted(drawn)]
 
 
 def times(count: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 import stagewright as sw
-from effort import times
+from effort import pairs, times
 from spmd import PLAIN, RandomLayouts, Spmd, case, check, single
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Recipe
@@ -71,8 +71,7 @@ def repeated(graph: Graph, phase: str = "recompute") -> dict[str, int]:
     return dict(Counter(n.op for n in graph if n.phase == phase and n.op != "identity"))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("model", "what"), pairs(MODELS, WHAT))
 def test_the_numbers_stay(model: str, what: str) -> None:
     c = case(model, "layer")
     found = single(again(model, WHAT[what]), c.sizes, c.values)
@@ -80,8 +79,7 @@ def test_the_numbers_stay(model: str, what: str) -> None:
         assert found[name] == pytest.approx(value, rel=1e-9), name
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("model", "what"), pairs(MODELS, WHAT))
 def test_the_numbers_stay_under_any_layouts(model: str, what: str) -> None:
     c = case(model, "layer")
     y = c.block.graph.outputs["y"]

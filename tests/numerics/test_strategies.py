@@ -187,8 +187,7 @@ def fits(model: str, setup: Setup) -> bool:
     return True
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "falcon-mqa"])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(("model", "name"), pairs(["llama", "gpt2", "falcon-mqa"], SETUPS))
 def test_every_strategy(model: str, name: str) -> None:
     if not fits(model, SETUPS[name]):
         model = "qwen2"  # two key-value heads
@@ -203,7 +202,7 @@ def test_experts(model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), pairs(sorted({*TINY} - {"llama", "gpt2", "falcon-mqa"}), EVERYTHING)
+    ("model", "name"), pairs(sorted({*TINY} - {"llama", "gpt2", "falcon-mqa"}), EVERYTHING, 4)
 )
 def test_every_model(model: str, name: str) -> None:
     if not fits(model, SETUPS[name]):

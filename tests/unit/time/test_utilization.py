@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from effort import pairs
 from stagewright.arrays import exact_sum
 from stagewright.program.columns import TaskKind
 from stagewright.time.cost import task_seconds
@@ -36,8 +37,7 @@ def compiled(name: str, precision: str) -> sw.Compiled:
     return sw.compile(**{"layers": 2, **MODELS[name]}, precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp8"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "precision"), pairs(MODELS, ["bf16", "fp32", "fp8"]))
 def test_no_kernel_is_faster_than_the_peak_of_its_precision(name: str, precision: str) -> None:
     if precision == "fp8" and name in SERVED:
         pytest.skip("weights of inference have a precision of their own")
@@ -87,8 +87,11 @@ DRAWS = (
 )
 
 
-@pytest.mark.parametrize("settings", DRAWS, ids=str)
-@pytest.mark.parametrize("model", ["llama3-8b", "gpt-oss-20b", "gemma2-2b", "deepseek-v2-lite"])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    pairs(["llama3-8b", "gpt-oss-20b", "gemma2-2b", "deepseek-v2-lite"], DRAWS),
+    ids=str,
+)
 def test_hfu_is_never_below_mfu(model: str, settings: dict[str, object]) -> None:
     chosen = {"tp": 2, "dp": 2, "layers": 2, "seq_length": 8192, **settings}
     found = sw.simulate(model, "h100-sxm", **chosen)
