@@ -20,7 +20,7 @@ import numpy as np
 from stagewright import blocks as nn
 from stagewright.algebra.index import Spec, parse
 from stagewright.algebra.layout import Layout, positions
-from stagewright.algebra.size import size
+from stagewright.algebra.size import Size, size
 from stagewright.blocks import Block, Recipe
 from stagewright.graph.cost import indices
 from stagewright.graph.node import Graph, Node
@@ -61,6 +61,7 @@ class Spmd:
         self.ranks: list[Coords] = list(itertools.product(*(range(n) for n in mesh.values())))
         self.at = {r: dict(zip(mesh, r, strict=True)) for r in self.ranks}
         self.groups: dict[tuple[Coords, tuple[str, ...]], list[Coords]] = {}
+        self.known: dict[Size, int] = {}
 
     def group(self, rank: Coords, axes: tuple[str, ...]) -> list[Coords]:
         """The ranks of the joint group of `axes`, outermost axis first."""
@@ -71,6 +72,12 @@ class Spmd:
             joint = [{**at, **dict(zip(axes, place, strict=True))} for place in places]
             self.groups[key] = [tuple(where.values()) for where in joint]
         return self.groups[key]
+
+    def points(self, dim: Size) -> int:
+        """Points of a dim on one device."""
+        if dim not in self.known:
+            self.known[dim] = dim.value(self.sizes)
+        return self.known[dim]
 
     def size(self, axes: Iterable[str]) -> int:
         return math.prod([self.mesh[a] for a in axes])
@@ -84,7 +91,7 @@ class Spmd:
 
     def local_shape(self, n: Node) -> tuple[int, ...]:
         dims = zip(n.shape, n.layout.dims, strict=True)
-        return tuple([d.value(self.sizes) // self.size(axes) for d, axes in dims])
+        return tuple([self.points(d) // self.size(axes) for d, axes in dims])
 
     def run(self, graph: Graph, values: Mapping[str, Any]) -> Env:
         """Every node's value on every rank, from the leaves' global values by name."""
@@ -153,7 +160,7 @@ class Spmd:
         """What the op means, on every rank's part of its index space."""
         spec = parse(str(n["spec"]))
         symbolic, split_by = indices(n)
-        extent = {x: d.value(self.sizes) for x, d in symbolic.items()}
+        extent = {x: self.points(d) for x, d in symbolic.items()}
         ring = OPS[n.op].ring or ()
         around = frozenset[str]()  # the axes of ring attention
         if ring:

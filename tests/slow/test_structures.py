@@ -8,7 +8,7 @@ from effort import times
 from structures import compare, memory_gaps
 
 
-@pytest.mark.parametrize("chunk", range(times(4)))
+@pytest.mark.parametrize("chunk", range(times(2)))
 def test_kernels_of_many_random_runs(chunk: int) -> None:
     count, differences = compare(20, 1000 + chunk)
     assert not differences, differences[:5]
@@ -17,6 +17,6 @@ def test_kernels_of_many_random_runs(chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", range(times(2)))
 def test_memory_of_many_runs(chunk: int) -> None:
-    gaps, left = memory_gaps(12, 1000 + chunk)
+    gaps, left = memory_gaps(6, 1000 + chunk)
     assert all(abs(gap) <= 0.01 for gap, _ in gaps), gaps
     assert left < len(gaps)

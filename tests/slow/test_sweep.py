@@ -15,7 +15,7 @@ from stagewright.schedule.schedules import SCHEDULES
 from sweep import RUNS, draw, sweep
 
 
-@pytest.mark.parametrize("chunk", range(times(2)))
+@pytest.mark.parametrize("chunk", range(times(1)))
 def test_random_runs(chunk: int, tmp_path: Path) -> None:
     refused = sweep(f"sweep {chunk}", RUNS, tmp_path)
     assert refused < 2 * RUNS  # or the draws are of no use
