@@ -127,6 +127,18 @@ def tested(label: str, size: str, rows: Rows, predict: Callable[[Rows], np.ndarr
                      column(some, "latency") / 1e3)  # fmt: skip
 
 
+def products(on: Hardware, dtype: str) -> Callable[[Constants, Rows], np.ndarray]:
+    """Seconds of the products of some rows with other constants."""
+
+    def predict(constants: Constants, some: Rows) -> np.ndarray:
+        changed = with_inference(on, gemm={dtype: InferenceGemmFit(**constants)})
+        m, n, k = (column(some, c) for c in "mnk")
+        traffic = ITEM[dtype] * (m * k + k * n) + 2 * m * n
+        return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed)
+
+    return predict
+
+
 def gemm(checkout: Path, on: Hardware, system: str) -> None:
     """Products, per precision; those of bf16 have the constants of training."""
     table = [r for r in read(checkout, system, "gemm", "gemm") if min(r["n"], r["k"]) >= 256]
@@ -139,12 +151,7 @@ def gemm(checkout: Path, on: Hardware, system: str) -> None:
             continue
         dtype = key.removesuffix("_block")
 
-        def predict(constants: Constants, some: Rows, dtype: str = dtype) -> np.ndarray:
-            changed = with_inference(on, gemm={dtype: InferenceGemmFit(**constants)})
-            m, n, k = (column(some, c) for c in "mnk")
-            traffic = ITEM[dtype] * (m * k + k * n) + 2 * m * n
-            return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed)
-
+        predict = products(on, dtype)
         keep = even([r for r in rows if not held_out(r["m"], r["n"], r["k"])], "m", 300)
         found = best(predict, keep)
         block(key, found, 4)
@@ -294,12 +301,7 @@ def engine_gemm(checkout: Path, on: Hardware, system: str, engine: str) -> None:
         rows = [r for r in rows if r["latency"] > 0]
         dtype = key.removesuffix("_block")
 
-        def predict(constants: Constants, some: Rows, dtype: str = dtype) -> np.ndarray:
-            changed = with_inference(on, gemm={dtype: InferenceGemmFit(**constants)})
-            m, n, k = (column(some, c) for c in "mnk")
-            traffic = ITEM[dtype] * (m * k + k * n) + 2 * m * n
-            return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed)
-
+        predict = products(on, dtype)
         keep = even([r for r in rows if not held_out(r["m"], r["n"], r["k"])], "m", 250)
         found = best(predict, keep, {"fraction": on.products(dtype).fraction})
         block(key, found, 8)

@@ -83,7 +83,8 @@ def terms_within(first: float, grows: float, total: float, most: int) -> int:
     [2, 3, 9]
     """
     half = first - grows * 0.5
-    guess = int(2.0 * total / (half + math.sqrt(half * half + 2.0 * grows * total)))
+    root = math.sqrt(half * half + 2.0 * grows * total) if grows > 0.0 else half
+    guess = int(2.0 * total / (half + root))
     steps = min(max(guess, 1), most)
     while steps > 1 and series(first, grows, steps - 1) >= total:
         steps -= 1

@@ -18,6 +18,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.serving.engines.times import series, terms_within
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.batches import BatchSums, TimedBatches
 from stagewright.serving.steps.means import mean_sums
@@ -104,53 +105,28 @@ class StepTimes:
         steps = -int((keys - edges[n]) // requests) if n < len(edges) else 1 << 60
         return pieces.at_none[n] + slope * keys, slope * requests, steps
 
-    def decode_run(self, requests: int, keys: int, steps: int, grow: int | None = None) -> float:
-        """Seconds of several steps of the same requests, whose keys grow by `grow` with each.
-
-        None: by one key per request.
-        """
-        pieces = self._pieces.get(requests) or self._made(requests)
-        by = requests if grow is None else grow
-        edges, total, left = pieces.edges, 0.0, steps
-        n = bisect_right(edges, keys)
+    def decode_run(self, requests: int, keys: int, steps: int) -> float:
+        """Seconds of several decode steps of the same requests."""
+        total, left = 0.0, steps
         while left > 0:
-            count = left
-            if n < len(edges) and by:
-                count = min(left, -int((keys - edges[n]) // by))
-            slope = pieces.per_key[n]
-            total += count * (pieces.at_none[n] + slope * (keys + by * (count - 1) / 2))
-            keys += by * count
+            first, grows, alike = self.line(requests, keys)
+            count = min(left, alike)
+            total += series(first, grows, count)
+            keys += requests * count
             left -= count
-            n += 1
         return total
 
-    def steps_within(
-        self, requests: int, keys: int, seconds: float, most: int, grow: int | None = None
-    ) -> int:
-        """The fewest steps that take at least so many seconds, or `most`."""
-        pieces = self._pieces.get(requests) or self._made(requests)
-        by = requests if grow is None else grow
-        edges, done, left = pieces.edges, 0, seconds
-        n = bisect_right(edges, keys)
+    def steps_within(self, requests: int, keys: int, seconds: float, most: int) -> int:
+        """The fewest decode steps that take at least so many seconds, or `most`."""
+        done, left = 0, seconds
         while done < most and left > 0:
-            count = most - done
-            if n < len(edges) and by:
-                count = min(count, -int((keys - edges[n]) // by))
-            slope = pieces.per_key[n]
-            first, more = pieces.at_none[n] + slope * keys, slope * by
-            whole = count * (first + more * (count - 1) / 2)
-            if whole < left:
-                done, left, keys, n = done + count, left - whole, keys + by * count, n + 1
-                continue
-            half = first - more / 2
-            root = math.sqrt(half * half + 2 * more * left) if more > 0 else half
-            found = min(count, max(1, math.ceil(2 * left / (half + root) - 1e-9)))
-            while found > 1 and (found - 1) * (first + more * (found - 2) / 2) >= left:
-                found -= 1
-            while found < count and found * (first + more * (found - 1) / 2) < left:
-                found += 1
-            return done + found
-        return min(done, most)
+            first, grows, alike = self.line(requests, keys)
+            count = min(most - done, alike)
+            whole = series(first, grows, count)
+            if whole >= left:
+                return done + terms_within(first, grows, left, count)
+            done, left, keys = done + count, left - whole, keys + requests * count
+        return done
 
     def step(
         self,
