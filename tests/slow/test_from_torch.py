@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.graph.cost import flops
+from stagewright.imports.module import recorded
+from stagewright.imports.translate import translate
 from stagewright.lower.blocks import build_block
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of
@@ -108,6 +111,36 @@ if True:  # the modules need torch to be defined
         def forward(self, x: Any) -> Any:
             return self.b(torch.special.bessel_j0(self.a(x))).sum()
 
+    class Decoder(nn.Module):
+        """Causal attention, RMSNorm and a gated MLP, each in one piece."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(96, 32), nn.Linear(32, 96, bias=False)
+            self.layers = nn.ModuleList(Causal() for _ in range(2))
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.RMSNorm(32), nn.RMSNorm(32)
+            self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+            self.up, self.gate = (nn.Linear(32, 80, bias=False) for _ in range(2))
+            self.down = nn.Linear(80, 32, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            h = self.first(x)
+            heads = [w(h).unflatten(-1, (4, 8)).transpose(1, 2) for w in (self.q, self.k, self.v)]
+            o = F.scaled_dot_product_attention(*heads, is_causal=True)
+            x = x + self.o(o.transpose(1, 2).flatten(2))
+            h = self.second(x)
+            return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
 
 def tokens(*shape: int) -> Any:
     return torch.zeros(*shape, dtype=torch.long, device="meta")
@@ -185,3 +218,38 @@ def test_what_is_unknown_is_refused_by_name():
         module = Odd()
     with pytest.raises(UserError, match=r"no row for aten\.special_bessel_j0"):
         sw.from_torch(module, values(4, 16))
+
+
+def saved(path: Path, device: str, *, decomposed: bool = False) -> None:
+    """A decoder as a file that `torch.export.save` writes."""
+    with torch.device(device):
+        module, ids = Decoder(), torch.zeros(2, 16, dtype=torch.long)
+    vary = torch.export.Dim.DYNAMIC
+    program = torch.export.export(module, (ids,), dynamic_shapes=({0: vary, 1: vary},))
+    torch.export.save(program.run_decompositions() if decomposed else program, path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["values", "meta", "decomposed"])
+def test_a_saved_program_is_the_module_that_was_saved(kind: str, tmp_path: Path):
+    """Also where its attention, norms and activations were taken apart into core operations."""
+    path = tmp_path / "saved.pt2"
+    device = "meta" if kind == "meta" else "cpu"
+    saved(path, device, decomposed=kind == "decomposed")
+    from_file = translate(recorded(str(path)))
+    with torch.device("meta"):
+        module = Decoder()
+    of_module = sw.from_torch(module, tokens(2, 16), name="saved").modules[0].text
+    kept = [line for line in from_file.text.splitlines() if not line.startswith("#")]
+    assert kept == [line for line in of_module.splitlines() if not line.startswith("#")]
+    assert any("which parameters are tied" in note for note in from_file.notes) == (kind == "meta")
+
+
+def test_a_file_that_is_no_saved_program_is_refused(tmp_path: Path, caplog: Any):
+    path = tmp_path / "other.pt2"
+    with pytest.raises(UserError, match="no such file"):
+        recorded(str(path))
+    path.write_bytes(b"not an archive")
+    with pytest.raises(UserError, match=r"other\.pt2: no saved torch\.export program"):
+        recorded(str(path))
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]

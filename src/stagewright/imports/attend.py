@@ -59,11 +59,16 @@ def _attention(
     v, out = (tuple(back[x] for x in labels) for labels in (result.ins[1], result.out))
     if "k" in out or "q" not in out:
         return None
-    operands = (*scores.operands, result.operands[1])
+    operands = (*(_unscaled(calls, n) for n in scores.operands), result.operands[1])
     return replace(
         result, op="attention", operands=operands, ins=(q, k, v), out=out, attrs=attrs,
         whole=frozenset({"d", "v"}),
     )  # fmt: skip
+
+
+def _unscaled(calls: Mapping[str, OpCall], name: str) -> str:
+    """What a factor of the scores is before it is scaled, which the kernel does."""
+    return calls[name].operands[0] if calls[name].op == "scale" else name
 
 
 def _source(calls: Mapping[str, OpCall], softmax: OpCall, attrs: dict[str, Any]) -> OpCall | None:

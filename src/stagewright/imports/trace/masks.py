@@ -22,10 +22,10 @@ def kind_of_mask(pt: Any, mask: Any) -> tuple[str, int]:
     needed = _ancestors(mask)
     found = [a for n in needed for a in _numbers((n.args, n.kwargs)) if a < MOST_POSITIONS]
     positions = max([16, *(n + 8 for n in found)])
-    shape = _symbols(mask.meta["val"].shape)
-    return _reach(
-        pt, _computed(pt, mask, needed, {s: positions if i else 1 for i, s in enumerate(shape)})
-    )
+    shape = mask.meta["val"].shape
+    # Of [batch, 1, queries, keys] the last two dims are positions; there is one of all others.
+    symbols = dict.fromkeys(_symbols(shape), 1) | dict.fromkeys(_symbols(shape[-2:]), positions)
+    return _reach(pt, _computed(pt, mask, needed, symbols))
 
 
 def _ancestors(node: Any) -> list[Any]:
@@ -59,7 +59,7 @@ def _numbers(value: Any) -> list[int]:
 
 
 def _symbols(shape: Any) -> list[Any]:
-    """The symbols of a shape, each once: of a mask [batch, 1, queries, keys] the batch first."""
+    """The symbols of a shape, each once."""
     exprs = [getattr(getattr(d, "node", None), "expr", None) for d in shape]
     return [
         *dict.fromkeys(s for e in exprs if e is not None for s in sorted(e.free_symbols, key=str))
@@ -70,9 +70,14 @@ def _computed(pt: Any, mask: Any, needed: Sequence[Any], symbols: Mapping[Any, i
     """The value of a constant, with numbers for the symbols of its shape."""
     values: dict[Any, Any] = {}
 
+    def size(expr: Any) -> int:
+        """A size, where a symbol that the mask's shape lacks (the batch) is 1."""
+        known = expr.subs(symbols)
+        return int(known.subs(dict.fromkeys(known.free_symbols, 1)))
+
     def number(value: Any) -> Any:
         expr = getattr(getattr(value, "node", None), "expr", None)
-        return value if expr is None else int(expr.subs(symbols))
+        return value if expr is None else size(expr)
 
     def of(a: Any) -> Any:
         if hasattr(a, "all_input_nodes"):
@@ -86,7 +91,7 @@ def _computed(pt: Any, mask: Any, needed: Sequence[Any], symbols: Mapping[Any, i
         if node.op == "placeholder" or not isinstance(shown, pt.Tensor | tuple | list):
             expr = getattr(getattr(shown, "node", None), "expr", None)
             if expr is not None:
-                values[node] = int(expr.subs(symbols))
+                values[node] = size(expr)
                 continue
             if isinstance(shown, pt.Tensor):
                 values[node] = pt.zeros([number(d) for d in shown.shape], dtype=shown.dtype)

@@ -56,6 +56,12 @@ class TracedNodes:
             node = self.arg(node, 0)
         return node
 
+    def plain_view(self, node: TracedNode | None) -> TracedNode | None:
+        """What a node is one view of, where nothing but the number of its dims differs."""
+        if operation(node) in ("view", "reshape", "_unsafe_view"):
+            node = self.arg(node, 0) if node else None
+        return node
+
 
 PLAIN = ("to", "view", "reshape", "unsqueeze", "squeeze", "contiguous", "expand", "transpose",
           "flatten", "_to_copy", "clone", "type_as", "alias", "permute")  # fmt: skip
@@ -90,8 +96,8 @@ def activation_of(node: TracedNode | None) -> str | None:
     """The name of a node's activation, where it is one that gates."""
     if node is None:
         return None
-    if node.op == "our.act" and node.kwargs.get("fn") == "gelu_tanh":
-        return "gelu_tanh"
+    if node.op == "our.act" and node.kwargs.get("fn") in ("gelu_tanh", "silu"):
+        return str(node.kwargs["fn"])
     fn = _GATES.get(operation(node)) if node.op.startswith("aten.") else None
     tanh = node.kwargs.get("approximate") == "tanh" or "tanh" in node.args
     return "gelu_tanh" if fn == "gelu" and tanh else fn

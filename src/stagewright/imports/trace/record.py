@@ -14,10 +14,12 @@ small size, to see whether it is causal or a window.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
@@ -66,17 +68,37 @@ def record(
             f"cannot trace {type(module).__name__}: {reasons[-1]}; "
             "control flow that depends on values of tensors cannot be recorded"
         )
-    return of_program(program, name=name or type(module).__name__, notes=notes)
+    named = name or type(module).__name__
+    return of_program(program, program.state_dict, name=named, notes=notes)
 
 
 def load(path: str) -> Recording:
     """The recording of a program that `torch.export.save` has written."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; give what torch.export.save has written")
     pt = torch()
+    log = logging.getLogger("torch.export")
+    log.addFilter(_silent)
     try:
         program = pt.export.load(path)
     except Exception as error:
         raise UserError(f"{path}: no saved torch.export program: {_reason(error)}") from None
-    return of_program(program, name=re.sub(r"\.pt2$", "", path.rpartition("/")[2]))
+    finally:
+        log.removeFilter(_silent)
+    notes: list[str] = []
+    kept = {n: t for n, t in program.state_dict.items() if t.device.type != "meta"}
+    if len(kept) < len(program.state_dict):
+        notes.append(
+            "the program was saved without values (on the meta device), where PyTorch does not "
+            "keep which parameters are tied: each counts by itself"
+        )
+    name = re.sub(r"\.pt2$", "", path.rpartition("/")[2])
+    return of_program(program, kept, name=name, notes=notes)
+
+
+def _silent(_: logging.LogRecord) -> bool:
+    """PyTorch logs the traceback of what it raises, too."""
+    return False
 
 
 def _exported(
@@ -109,15 +131,17 @@ def _reason(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
-def of_program(program: Any, *, name: str, notes: Sequence[str] = ()) -> Recording:
-    """The recording of an exported program."""
-    return _Recorder(program, name, list(notes)).recording()
+def of_program(
+    program: Any, tensors: Mapping[str, Any], *, name: str, notes: Sequence[str] = ()
+) -> Recording:
+    """The recording of an exported program; of its `tensors`, those that are one are tied."""
+    return _Recorder(program, _tied(tensors), name, list(notes)).recording()
 
 
 class _Recorder:
     """One pass over the graph of a program."""
 
-    def __init__(self, program: Any, name: str, notes: list[str]) -> None:
+    def __init__(self, program: Any, tied: Mapping[str, str], name: str, notes: list[str]) -> None:
         self.pt, self.program, self.name, self.notes = torch(), program, name, notes
         self.nodes: list[TracedNode] = []
         self.constants: set[str] = set()
@@ -129,7 +153,7 @@ class _Recorder:
         self.masks: dict[str, tuple[str, int]] = {}
         self.parameters: dict[str, str] = {}
         """The node of each parameter, by the first of its names."""
-        self.tied = _tied(program)
+        self.tied = tied
 
     def recording(self) -> Recording:
         graph = self.program.graph_module.graph
@@ -311,11 +335,11 @@ _KEPT = frozenset({"scale", "is_causal", "enable_gqa", "dtype", "attn_mask", "dr
 """Keywords of calls that say what is computed, and not where."""
 
 
-def _tied(program: Any) -> dict[str, str]:
+def _tied(tensors: Mapping[str, Any]) -> dict[str, str]:
     """By name of a parameter, the first name of the same tensor."""
     first: dict[Any, str] = {}
     names: dict[str, str] = {}
-    for name, tensor in program.state_dict.items():
+    for name, tensor in tensors.items():
         key = tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape)
         names[name] = first.setdefault(key, name)
     return names

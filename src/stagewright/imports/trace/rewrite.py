@@ -99,6 +99,33 @@ def _drop_nothing(graph: TracedNodes) -> None:
     graph.same(names)
 
 
+# ---- products ------------------------------------------------------------------------------------
+
+
+def _products_of_views(graph: TracedNodes) -> None:
+    """The product of [b, h, n, k] and [b, h, k, m], written as one of [b*h, n, k] and [b*h, k, m].
+
+    Decompositions of PyTorch write matrix products of more than three dims so.
+    """
+    for node in [*graph.of.values()]:
+        product = graph.arg(node, 0)
+        if operation(node) not in _VIEWS or operation(product) != "bmm" or product is None:
+            continue
+        operands: list[str] = []
+        for of in (graph.arg(product, 0), graph.arg(product, 1)):
+            whole = graph.plain_view(of)
+            if of is None or whole is None or whole.shape[-2:] != of.shape[-2:]:
+                break
+            if whole.shape[:-2] != node.shape[:-2] or node.shape[-2:] != product.shape[-2:]:
+                break
+            operands.append(whole.name)
+        if len(operands) == 2:
+            graph.put(node, "aten.matmul.default", *operands)
+
+
+_VIEWS = ("view", "reshape", "_unsafe_view")
+
+
 # ---- norms ---------------------------------------------------------------------------------------
 
 
@@ -224,7 +251,37 @@ def _rotated_pairs(graph: TracedNodes, node: TracedNode) -> TracedNode | None:
     return graph.of[name] if graph.of[name].shape == node.shape else None
 
 
+# ---- softmax -------------------------------------------------------------------------------------
+
+
+def _safe_softmaxes(graph: TracedNodes) -> None:
+    """A softmax whose rows that are masked as a whole are zeros: the softmax."""
+    names: dict[str, str] = {}
+    for node in graph.of.values():
+        if operation(node) != "where" or len(node.args) != 3:
+            continue
+        zeros, chosen = graph.arg(node, 1), graph.arg(node, 2)
+        filled = operation(zeros) in ("full_like", "zeros_like", "full", "scalar_tensor")
+        if filled and operation(chosen) in ("softmax", "_softmax") and chosen is not None:
+            names[node.name] = chosen.name
+    graph.same(names)
+
+
 # ---- activations ---------------------------------------------------------------------------------
+
+
+def _silus(graph: TracedNodes) -> None:
+    """x * sigmoid(x)."""
+    for node in [*graph.of.values()]:
+        if operation(node) != "mul":
+            continue
+        for x, gate in ((0, 1), (1, 0)):
+            inner, factor = graph.arg(node, x), graph.arg(node, gate)
+            if inner is None or operation(factor) != "sigmoid" or factor is None:
+                continue
+            if graph.arg(factor, 0) is inner:
+                graph.put(node, "our.act", inner.name, fn="silu")
+                break
 
 
 def _new_gelu(graph: TracedNodes) -> None:
@@ -287,8 +344,11 @@ def _gated(graph: TracedNodes) -> None:
 
 REWRITES: tuple[Rewrite, ...] = (
     _drop_nothing,
+    _products_of_views,
     _rms_norms,
     _rotary,
+    _safe_softmaxes,
+    _silus,
     _new_gelu,
     _softcaps,
     _gated,
