@@ -307,8 +307,19 @@ def issued(
     queues: dict[object, list[int]] = {"kernels": []}
     last = -1
     main = -1  # the last of the kernels and of what blocks them
+    # Of reductions and of stores: the last one of each stream behind the last kernel, those before
+    # that, and what kernels wait for, since others are to begin.
+    lots: list[dict[object, int]] = [{}, {}]
+    done: list[dict[object, int]] = [{}, {}]
+    awaited = [set[int](), set[int]()]
     for r in rows:
         s = stream(r)
+        of_microbatch = reduction(r) and tasks.microbatch[r] >= 0
+        reduces = of_microbatch and _degree(program, tasks, r) == "dp"
+        if (reduces or kind[r] == TaskKind.STORE) and not one:
+            if not lots[reduces]:
+                awaited[reduces] = set(done[reduces].values())
+            lots[reduces][s] = r
         if s is not None:
             queues.setdefault(s, []).append(r)
         blocks = kind[r] != TaskKind.COMPUTE and _blocks(program, tasks, r, how)
@@ -318,8 +329,11 @@ def issued(
             main = r
         if s == "kernels":
             last = r
+            needs[r] |= awaited[0] | awaited[1]
+            done = [before | lot for before, lot in zip(done, lots, strict=True)]
+            lots = [{}, {}]
         elif kind[r] != TaskKind.COMPUTE and (empty[r] or kind[r] == TaskKind.LOAD) and last >= 0:
-            needs[r].add(last)
+            needs[r] |= {last, *awaited[0], *awaited[1]}
     return [*queues.values()], needs, rows
 
 
@@ -329,11 +343,14 @@ DEGREES = {
 
 
 def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
-    if not how.no_overlap or how.streams == "one":
-        return False
+    return how.streams != "one" and _degree(program, tasks, row) in how.no_overlap
+
+
+def _degree(program: Program, tasks: Tasks, row: int) -> str:
+    """The degree along which a task communicates."""
     slot = int(tasks.slot[row])
     if tasks.kind[row] in (TaskKind.LOAD, TaskKind.STORE):
-        return False
+        return ""
     if tasks.kind[row] == TaskKind.COLLECTIVE:
         axes = program.communicators[slot].axes
         exchange = COLLECTIVES[tasks.collective[row]] == "all_to_all"
@@ -356,8 +373,8 @@ def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
         if name == "ep" and not exchange:
             continue
         if set(axes) & members:
-            return name in how.no_overlap
-    return False
+            return name
+    return ""
 
 
 def _next_forward(tasks: Tasks, needs: list[set[int]]) -> set[int]:

@@ -91,6 +91,16 @@ def test_what_starts_before_a_message_is_there_and_gathers_behind_reductions():
     assert np.abs(found).max() < 1e-3
 
 
+def test_kernels_that_wait_for_transfers_that_free_memory():
+    names = ("tp", "pp", "vpp", "micro_batch_size", "zero", "cpu_offloading_num_layers")
+    some = (1, 2, 4, 2, 2, None), (1, 4, 1, 2, 1, 4)
+    rows = [dict(zip(names, row, strict=True)) for row in some]
+    rows = [{"dp": 64 // (row["tp"] * row["pp"]), **row} for row in rows]
+    found = gaps(candidates(rows, model="llama2-7b", layers=16, seq_length=512,
+                            global_batch_size=512))  # fmt: skip
+    assert np.abs(found).max() < 0.015
+
+
 def test_backwards_in_halves_stages_on_one_rank_and_actions_that_overlap():
     some = ("zb-h1", 1, 2), ("zbv", 2, 1), ("dualpipe", 1, 1), ("dualpipev", 2, 2)
     rows = [

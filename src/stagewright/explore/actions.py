@@ -22,7 +22,14 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
-from stagewright.time.simulate.issue import Issue, axis_of, degree, issue, with_needs
+from stagewright.time.simulate.issue import (
+    Issue,
+    axis_of,
+    degree,
+    issue,
+    reductions,
+    with_needs,
+)
 
 GPU, ASIDE, HOST, MESSAGE, GRADIENT = range(5)
 INPUTS = 4
@@ -31,6 +38,8 @@ more, since each waits for a message: `GRADIENT` is the backward's."""
 NEVER = -1e30
 """Seconds before every time; to add durations to it leaves it before every time."""
 LAUNCHES = "launches"
+REDUCES, STORES = 1, 2
+"""Kinds of transfers that free memory, of which no more than two lots may be pending."""
 
 
 class Response(NamedTuple):
@@ -95,7 +104,11 @@ class ClassRows:
     axis: Sequence[str]
     """By place: the axis of communication, "" for kernels."""
     data: Bool
-    """By place: communication along dp, or once per step, which runs on beside later actions."""
+    """By place: communication along dp, once per step, or to the host, which runs on beside later
+    actions."""
+    frees: Int
+    """By place: `REDUCES` or `STORES` where kernels behind the next transfer of this kind wait for
+    the end, since it frees memory; else 0."""
     sends: Bool
     """By place: messages to another rank of the pipeline."""
     receives: Bool
@@ -127,6 +140,8 @@ class ClassRows:
             axis[mine] = str(along)
             if of == TaskKind.COLLECTIVE:
                 data |= mine & ((tasks.microbatch[rows] < 0) | (degree(program, along) == "dp"))
+        frees = np.where(kind == TaskKind.STORE, STORES, reductions(program, tasks)[rows] * REDUCES)
+        data |= kind == TaskKind.STORE
         # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
         # the time of their send.
         pipeline = [n for n, peer in enumerate(program.peers) if peer.axis == "pp"]
@@ -139,7 +154,7 @@ class ClassRows:
         waits = np.zeros(len(rows), dtype=bool) if host is None else host[1][rows]
         return cls(
             tasks, order, kind, [*seconds], times.drawn[rows], launch, waits, [*axis], data,
-            sends, of_pipeline & (kind == TaskKind.RECV),
+            frees, sends, of_pipeline & (kind == TaskKind.RECV),
             tasks.phase[rows] != PHASES.index("forward"), seconds.shape[1],
         )  # fmt: skip
 
@@ -161,12 +176,13 @@ class ClassRows:
         sent, last = [never, never], never
         busy = np.zeros(self.count)
         waits: dict[str, Float] = {}
+        recent = self._recent(begin)
         for place in range(begin, end):
             mine = needs[pointer[place] : pointer[place + 1]]
             start = np.full((count, self.count), NEVER)
             way = int(pair and self.backward[place])
             for need in mine or [-1]:
-                before = inputs[ASIDE if need >= 0 and data[need] else GPU]
+                before = inputs[ASIDE if need in recent else GPU]
                 np.maximum(start, ends[need - begin] if need >= begin else before, out=start)
             if data[place] and streams[place] not in chains:
                 # Issue orders leave this out where kernels between imply it, here or there.
@@ -197,12 +213,40 @@ class ClassRows:
             if self.sends[place]:
                 sent[way] = np.maximum(sent[way], done)
             last = np.maximum(last, done)
+        for need in self._handed_on(end):
+            until = np.maximum(kernel, ends[need - begin] if need >= begin else inputs[ASIDE])
+            of = self.axis[need]
+            waits[of] = waits.get(of, 0.0) + until[GPU] - kernel[GPU]
+            kernel = until
         chain = never
         for found in chains.values():
             chain = np.maximum(chain, found)
         gradient = sent[1] if pair else None
         found = Response(kernel, aside, thread, sent[0], last, chain, gradient)
         return ActionColumns(found, busy, self.drawn[begin:end].sum(axis=0), waits)
+
+    def _recent(self, begin: int) -> set[int]:
+        """Places before `begin` for which `ASIDE` stands: communication that runs on beside later
+        actions, but what has been waited for, since another transfer of its kind was issued."""
+        found = set(np.flatnonzero(self.data[:begin] & (self.frees[:begin] == 0)).tolist())
+        kernels = np.append(-1, np.flatnonzero(self.issue.stream[:begin] == 0))
+        for kind in (REDUCES, STORES):
+            places = np.flatnonzero(self.frees[:begin] == kind)
+            if len(places):  # the last lot, which no kernel cuts
+                kernel = kernels[np.searchsorted(kernels, places[-1]) - 1]
+                found |= set(places[places > kernel].tolist())
+        return found
+
+    def _handed_on(self, end: int) -> list[int]:
+        """Transfers before the place `end` that free memory and that the next kernel from there on
+        waits for (`time.simulate.issue`)."""
+        order = self.issue
+        later = np.flatnonzero(order.stream[end:] == 0)
+        if not len(later):
+            return []
+        place = end + int(later[0])
+        needs: list[int] = order.needs[order.pointer[place] : order.pointer[place + 1]].tolist()
+        return [need for need in needs if need < end and self.frees[need]]
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:

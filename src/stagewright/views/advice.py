@@ -27,7 +27,7 @@ from stagewright.lower import weight_storage
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, side_by_side, spans
 from stagewright.program.columns import Program, RankClass
-from stagewright.program.fit import Fit, held_at_peak
+from stagewright.program.fit import Fit
 from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
@@ -47,8 +47,6 @@ LOW_MFU = 0.35
 """Llama 3 405B reached 38% to 43% on 8,192 and 16,384 H100 (arXiv 2407.21783, table 4)."""
 MUCH_UNEVEN = 0.1
 """Work of the busiest rank or stage beyond that of the mean, as a share of the mean."""
-MUCH_QUEUED = 0.05
-"""Bytes that wait for the network, as a share of what a rank holds in the order of issue."""
 NEARLY_FULL = 0.9
 """Share of a device's memory that tensors fill; context, workspace and fragmentation add to it."""
 
@@ -71,7 +69,6 @@ def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[R
         fit, device = found.fit, found.machine.hardware.name
     all_remarks = [
         *(_memory(fit, compiled, device) if fit else ()),
-        *(_queue(found) if found else ()),
         *(_crossings(compiled.program, found.machine) if found else ()),
         *(_speed(found) if found else ()),
         *(_exposed(found) if found else ()),
@@ -152,22 +149,6 @@ def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
             "Memory",
             f"{what} {held} of {room} on ranks of {stage}; {besides}",
         )
-
-
-def _queue(found: SimulatedStep) -> Iterator[Remark]:
-    """A remark if communication that waits for the network holds much more than kernels do."""
-    fit = found.fit
-    issued = max(held_at_peak(of).size for of in found.compiled.program.classes)
-    if fit.peak <= (1 + MUCH_QUEUED) * issued:
-        return
-    room = "fits" if issued <= fit.device_memory else "does not fit, either"
-    yield Remark(
-        "warning",
-        "Memory",
-        f"of {quantity(fit.peak, 'B')}, {quantity(fit.peak - issued, 'B')} wait for the network, "
-        "in queues that frameworks bound; without them a rank holds "
-        f"{quantity(issued, 'B')}, which {room}.",
-    )
 
 
 def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:

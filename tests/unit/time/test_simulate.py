@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import stagewright as sw
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
+from stagewright.program.columns import TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -74,6 +77,27 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
     for way in ways:
         assert simulate(compiled, machine, Execution(**way)).seconds > plain
     assert simulate(compiled, machine, factors={2: 1.5}).seconds > plain
+
+
+@pytest.mark.parametrize(
+    "settings", [{"zero": 2, "dp": 2}, {"cpu_offloading_num_layers": 8, "micro_batch_size": 4}]
+)
+def test_no_more_than_two_lots_wait_for_a_slow_network(settings: dict[str, Any]) -> None:
+    """FSDP2, DeepSpeed, Megatron-FSDP and Transformer Engine wait for the lot before the last."""
+    of = resolve("h100-sxm")
+    link = of.scale_up.model_copy(update={"bandwidth_gb_s": 0.5})
+    slow = of.model_copy(update={"scale_up": link, "host_bandwidth_gb_s": 0.5})
+    layers = {"layers": 8, "vocab": 128, "seq_length": 256, "global_batch_size": 8}
+    run = sw.Run(model="gpt2", **layers, **settings)
+    compiled = sw.compile(run)
+    (held,) = simulate(compiled, Machine.of(slow, gpus=run.world_size)).memory
+    (rank,) = compiled.program.classes
+    values = rank.values
+    freed = [
+        int(values.size[values.value[values.last == row]].sum())  # by one transfer
+        for row in np.flatnonzero(rank.tasks.kind != TaskKind.COMPUTE).tolist()
+    ]
+    assert held.peak <= rank.memory["peak"] + 2 * max(freed)
 
 
 def test_inference_has_no_model_flops() -> None:

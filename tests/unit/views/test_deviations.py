@@ -12,7 +12,6 @@ import stagewright as sw
 from paths import ROOT
 from stagewright.api.simulated import Simulation
 from stagewright.cli.main import main
-from stagewright.numbers import quantity
 from stagewright.views.advice import remarks
 from stagewright.views.deviations import DEVIATIONS, SOURCE, known
 
@@ -81,15 +80,6 @@ def test_tensor_parallelism_that_leaves_the_node_is_said(
     with pytest.raises(SystemExit):
         main(["simulate", "llama3.1-70b", "--layers", "4", "--tp", "16", "--hardware", "h100-sxm"])
     assert "tp=16 crosses the NVLink domain of 8 GPUs" in capsys.readouterr().out
-
-
-def test_what_waits_for_the_network_is_said() -> None:
-    settings = {"layers": 2, "tp": 2, "dp": 4, "global_batch_size": 64, "seq_length": 512}
-    found = sw.simulate("gpt-oss-120b", "h100-pcie", **settings, grad_reduce="microbatch")
-    (remark,) = [r for r in found.remarks() if "wait for the network" in r.text]
-    (of,) = found.compiled.program.classes
-    assert quantity(of.memory["peak"], "B") in remark.text
-    assert not any("wait for the network" in r.text for r in step({}).remarks())
 
 
 def test_stages_with_fewer_layers_are_not_named_where_one_of_these_is_the_busiest() -> None:

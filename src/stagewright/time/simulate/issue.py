@@ -5,8 +5,10 @@ stream of their own (NCCL), messages to each peer on another. A task starts when
 before it on its stream and all tasks that it depends on have ended; a task without dependencies,
 such as a gather of weights or a posted receive, waits for the kernel issued before it.
 
-A kernel that names a communicator runs on that communicator's stream: the program says so. The
-order is that of the program, except for three habits of frameworks:
+A kernel that names a communicator runs on that communicator's stream: the program says so. Kernels
+wait for a transfer that frees memory once the next one is issued (`_pending`).
+
+The order is that of the program, except for three habits of frameworks:
 
 - sums of gradients that arrived reduced are added on the communication stream (FSDP2's
   `foreach_reduce` in its reduce-scatter stream), so that no kernel of the model waits for them;
@@ -72,6 +74,9 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     before = _before(kernel)
     waits = np.flatnonzero(ahead & (kind != TaskKind.COMPUTE) & (before >= 0))
     pairs.append((waits, before[waits]))
+    if how.streams == "separate":
+        for frees in (reductions(program, tasks)[rows], kind == TaskKind.STORE):
+            pairs += _pending(frees, kernel, waits, stream)
     owner, needed = (np.concatenate(column) for column in zip(*pairs, strict=True))
     owner, needed = _without_implied(owner, needed, stream, kernel)
     pointer = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
@@ -107,6 +112,57 @@ def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
 
 
 _REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+def reductions(program: Program, tasks: Tasks) -> Bool:
+    """Which tasks reduce the gradients of a microbatch along dp, whose memory they then free."""
+    result = _none(tasks)
+    of = (tasks.phase == _BACKWARD) & (tasks.kind == TaskKind.COLLECTIVE) & (tasks.microbatch >= 0)
+    if not of.any():
+        return result
+    for (kind, slot, collective), axis in axis_of(program, tasks).items():
+        if COLLECTIVES[collective] in _REDUCTIONS and degree(program, axis) == "dp":
+            result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
+    return result & of
+
+
+def _pending(frees: Bool, kernel: Bool, waits: Int, stream: Int) -> list[tuple[Int, Int]]:
+    """Dependencies that bound what waits for transfers which then free memory: two lots at most.
+
+    Transfers without a kernel between them are a lot. Once one is issued, the kernels behind it
+    wait for the lots before, so that memory cannot pile up behind a slow network:
+
+    - reductions of gradients: FSDP2's `post_backward` (torch 2.13, `_fsdp_param_group.py`) lets
+      kernels wait for `reduce_scatter_state.event` before each `foreach_reduce`; DeepSpeed's
+      `average_tensor` (`stage_1_and_2.py`) for its reduction stream, since it fills two buckets in
+      turn; Megatron-FSDP's `wait_for_previous_grad_reduce` (`param_and_grad_buffer.py`) before
+      `mark_bucket_ready`;
+    - activations that go to the host: Transformer Engine's `synchronize_on_group_commit_forward`
+      (`cpu_offload.py`) lets kernels wait for `d2h_stream` before it stores another group.
+
+    `waits`: places that otherwise start behind the kernel before them.
+    """
+    places = np.flatnonzero(frees)
+    if len(places) < 2:
+        return []
+    lot = np.cumsum(kernel)[places]
+    lot = np.cumsum(np.append(0, np.diff(lot) != 0))
+    kernels = np.flatnonzero(kernel)
+    first = np.flatnonzero(np.append(True, np.diff(lot) != 0))  # of each lot
+    pairs: list[tuple[Int, Int]] = []
+    for nth in np.unique(stream[places]).tolist():
+        mine = np.flatnonzero(stream[places] == nth)
+        before = np.searchsorted(lot[mine], np.arange(len(first)))  # those of earlier lots
+        some = before > 0
+        awaited, issued = places[mine[before[some] - 1]], places[first[some]]
+        at = np.searchsorted(kernels, issued)
+        there = at < len(kernels)
+        pairs.append((kernels[at[there]], awaited[there]))
+        # What starts behind a kernel starts behind what its stream waits for, too.
+        latest = np.searchsorted(issued, waits) - 1
+        some = latest >= 0
+        pairs.append((waits[some], awaited[latest[some]]))
+    return pairs
 
 
 def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -> Int:
