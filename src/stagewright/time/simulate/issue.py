@@ -133,7 +133,7 @@ def _pending(frees: Bool, kernel: Bool, waits: Int, stream: Int) -> list[tuple[I
     wait for the lots before, so that memory cannot pile up behind a slow network:
 
     - reductions of gradients: FSDP2's `post_backward` (torch 2.13, `_fsdp_param_group.py`) lets
-      kernels wait for `reduce_scatter_state.event` before each `foreach_reduce`; DeepSpeed's
+      kernels wait for the event of `reduce_scatter_state` before each `foreach_reduce`; DeepSpeed's
       `average_tensor` (`stage_1_and_2.py`) for its reduction stream, since it fills two buckets in
       turn; Megatron-FSDP's `wait_for_previous_grad_reduce` (`param_and_grad_buffer.py`) before
       `mark_bucket_ready`;
