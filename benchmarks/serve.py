@@ -3,6 +3,7 @@
     python benchmarks/serve.py TRACE.jsonl    # Mooncake's conversation trace, may be .gz
     python benchmarks/serve.py                # 1024/256 at 100 requests/s on 8 engines only
     python benchmarks/serve.py --million      # a million requests: seconds and peak memory
+    python benchmarks/serve.py --search       # candidates per CPU-second of `search --serve`
 
 Step times are those of Llama-3.1-8B on an H100, made before the clock starts.
 """
@@ -14,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 
+from stagewright.api.searched_serving import asked_serving, searched_serving
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
@@ -30,6 +32,9 @@ from stagewright.time.network import Machine
 
 def main(arguments: list[str]) -> None:
     """Print a line for each workload and router."""
+    if "--search" in arguments:
+        searched()
+        return
     hardware = resolve("h100-sxm")
     begin = time.process_time()
     asked = EngineSection()
@@ -68,6 +73,27 @@ def measured(
         f"per CPU-second ({seconds:.2f} s; TTFT p50 {found.summary.ttft.p50:.3f} s, "
         f"{found.summary.preemptions} preemptions); peak memory {peak:,.0f} MB"
     )
+
+
+def searched() -> None:
+    """Search layouts for 10,000 requests and print how fast that went."""
+    for model, rate in (("llama3.1-8b", 100.0), ("llama3.1-70b", 20.0), ("qwen3-30b-a3b", 50.0)):
+        question = asked_serving(
+            {"model": model, "rate": rate, "isl": 2048, "osl": 256, "ttft": 1000, "tpot": 30}
+            | {"num_requests": 10_000},
+            hardware=["h100-sxm"],
+        )
+        begin = time.process_time()
+        found = searched_serving(question)
+        seconds = time.process_time() - begin
+        of = found.ranking
+        stopped = sum(each.played.stopped for each in of.choices)
+        print(
+            f"{model} at {rate:g}/s: {found.describe()}; {of.candidates:,} candidates of "
+            f"{len(of.rows)} layouts in {seconds:.2f} CPU-s, {of.candidates / seconds:,.0f} per "
+            f"CPU-second; {len(of.choices)} of them played ({stopped} not to the end), "
+            f"{len(of.choices) / seconds:.1f} per CPU-second"
+        )
 
 
 if __name__ == "__main__":

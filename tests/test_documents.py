@@ -173,7 +173,7 @@ ELSEWHERE = {
     *("--overlap-grad-reduce", "--use-flash-attn"),  # Megatron-LM's
     *("--data-parallel-size", "--enable-expert-parallel"),  # vLLM's
     *("--bless", "--strict", "--help", "--version"),
-    *("--peer", "--seconds", "--most", "--follow-tags"),  # of scripts
+    *("--peer", "--seconds", "--most", "--follow-tags", "--search"),  # of scripts
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stagewright.api.generated import generate
     from stagewright.api.reported import report
     from stagewright.api.searched import Search, search
+    from stagewright.api.searched_serving import ServingSearch, search_serving
     from stagewright.api.served import Serving, serve
     from stagewright.api.simulated import Simulation, simulate
     from stagewright.errors import UserError
@@ -35,6 +36,7 @@ __all__ = [
     "Run",
     "Search",
     "Serving",
+    "ServingSearch",
     "Simulation",
     "Table",
     "UserError",
@@ -46,6 +48,7 @@ __all__ = [
     "report",
     "resolve",
     "search",
+    "search_serving",
     "serve",
     "simulate",
 ]
@@ -58,6 +61,7 @@ _HOME = {
     "Run": "run.settings",
     "Search": "api.searched",
     "Serving": "api.served",
+    "ServingSearch": "api.searched_serving",
     "Simulation": "api.simulated",
     "Table": "texttable",
     "UserError": "errors",
@@ -68,6 +72,7 @@ _HOME = {
     "report": "api.reported",
     "resolve": "model.catalog",
     "search": "api.searched",
+    "search_serving": "api.searched_serving",
     "serve": "api.served",
     "simulate": "api.simulated",
 }

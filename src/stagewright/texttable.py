@@ -9,8 +9,10 @@ stage   peak
 
 from __future__ import annotations
 
+import csv
 import html
 import importlib
+import io
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,6 +197,14 @@ class Table:
 
     def _repr_html_(self) -> str:
         return STYLE + self.html(SHOWN)
+
+    def to_csv(self) -> str:
+        """The unformatted values as CSV, with a row of names first."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(zip(*self.columns.values(), strict=True))
+        return text.getvalue()
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame of the unformatted values; needs the extra `pandas`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -71,7 +69,7 @@ class Search:
 
     def removed(self) -> Table:
         """What each constraint has removed from the space."""
-        return tables.removed(self.found)
+        return tables.removed(self.found.removed)
 
     def every(self) -> Table:
         """All candidates, a row each."""
@@ -139,7 +137,7 @@ class Search:
             case ".yaml" | ".yml":
                 return write_run_file(self.ranking.rows, self.row(place), where)
             case ".csv":
-                write_text(where, _csv(self.every()))
+                write_text(where, self.every().to_csv())
             case ".json":
                 rows = [_filled(row) for row in self.every().rows]
                 write_text(where, json.dumps(self.summary() | {"rows": rows}, indent=1) + "\n")
@@ -234,14 +232,6 @@ def searched(
         found.rows, how, evaluate=evaluate, executor=executor, heard=progress
     )
     return Search(found, ranking, of.notes)
-
-
-def _csv(table: Table) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.columns)
-    writer.writerows(zip(*table.columns.values(), strict=True))
-    return text.getvalue()
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:

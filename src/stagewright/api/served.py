@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from dataclasses import dataclass, replace
@@ -105,12 +103,7 @@ class Serving(ServedRun):
         path = os.fspath(path)
         check_ending(path)
         if Path(path).suffix.lower() == ".csv":
-            text = io.StringIO()
-            writer = csv.writer(text, lineterminator="\n")
-            table = self.requests()
-            writer.writerow(table.columns)
-            writer.writerows(zip(*table.columns.values(), strict=True))
-            write_text(path, text.getvalue())
+            write_text(path, self.requests().to_csv())
         else:
             found = self.values() | {"rows": self.requests().rows}
             write_text(path, json.dumps(found, indent=1) + "\n")

@@ -58,6 +58,35 @@ def serving_options(command: _Command) -> _Command:
     return command
 
 
+def search_settings(command: _Command) -> _Command:
+    """Give a command every setting, as a list or a range; those of serving for `search --serve`."""
+    command.__dict__["settings"] = _search_parameters
+    return command
+
+
+_SEARCHED = frozenset({"rate", "concurrency", "num_requests", "ttft", "tpot", "e2e", "scheduler"})
+"""Settings of serving that the help of a search shows."""
+
+
+def _search_parameters() -> list[click.Parameter]:
+    """Where an option of a run has the name of one of serving, `--serve` decides what it means."""
+    from stagewright.run.sections.serving import SERVING
+
+    rest = _parameters(("hardware", "nodes"), option_of_lists)
+    taken = {flag for each in rest for flag in (*each.opts, *each.secondary_opts)}
+    own: list[SectionOption] = []
+    for setting in SERVING.values():
+        option = option_of(setting)
+        if setting.name == "instances" or taken & {*option.opts, *option.secondary_opts}:
+            continue
+        if setting.name == "concurrency":
+            option.type, option.metavar = click.STRING, "LIST"
+        option.section = f"{option.section} (with --serve)"
+        option.rare = setting.name not in _SEARCHED
+        own.append(option)
+    return [*rest, *own]
+
+
 def _serving_parameters() -> list[click.Parameter]:
     from stagewright.run.sections import EXPERIMENT
     from stagewright.run.sections.declare import INFERENCE

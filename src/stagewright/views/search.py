@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from stagewright.explore.answer.search import Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
-from stagewright.explore.space.enumeration import Found
+from stagewright.explore.space.enumeration import Removed
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import describe_value, text_of
 from stagewright.texttable import Table
@@ -88,12 +89,12 @@ def limit(of: Ranking, row: int) -> str:
     return f"{told}, memory {held:.0%}" if held > 0.9 else told
 
 
-def removed(found: Found) -> Table:
+def removed(found: Sequence[Removed]) -> Table:
     """What each constraint has removed, with one example of it."""
     columns = {
-        "removed": [each.count for each in found.removed],
-        "wanted": [each.why for each in found.removed],
-        "example": [each.example for each in found.removed],
+        "removed": [each.count for each in found],
+        "wanted": [each.why for each in found],
+        "example": [each.example for each in found],
     }
     return Table("Removed", columns, {"removed": "count"})
 

@@ -27,6 +27,8 @@ _PIECE = 1 << 21
 """Combinations that are spread out at once."""
 _SEED = 20260
 _GPUS = "gpus"
+DIVIDES = "tp x cp x pp divides the GPUs"
+DP_ASKED = "dp is one of those asked for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class Enumeration:
             example = (
                 f"{gpus[at]} GPUs are not a multiple of tp={run.tp} x cp={run.cp} x pp={run.pp}"
             )
-            self._note("tp x cp x pp divides the GPUs", int((~divides).sum()), example)
+            self._note(DIVIDES, int((~divides).sum()), example)
         rows, dp = rows.take(divides), dp[divides]
         codes = np.searchsorted(self.degrees, dp).astype(code_type(len(self.degrees)))
         column = Column(codes, self.degrees)
@@ -190,7 +192,7 @@ class Enumeration:
         if not asked.all():
             at = int(np.argmin(asked))
             example = f"{rows.run(at).describe()} fills {rows.world_size[at]} GPUs"
-            self._note("dp is one of those asked for", int((~asked).sum()), example)
+            self._note(DP_ASKED, int((~asked).sum()), example)
         return rows.take(asked)
 
     def _without_same(self, rows: Candidates, parents: Int, name: str) -> Candidates:

@@ -57,7 +57,7 @@ def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
         certainty=tables.certainty(ranking),
         notes=notes,
         best=tables.best(ranking),
-        removed=tables.removed(found),
+        removed=tables.removed(found.removed),
         combinations=found.combinations,
         front=_front_chart(ranking, rows),
         coordinates=_coordinates(ranking, rows),

@@ -11,8 +11,9 @@ import click
 
 from stagewright.cli import shared
 from stagewright.cli.commands.search.options import search_options
+from stagewright.cli.commands.search.served import search_serving, without_serving
 from stagewright.cli.help import Entry, command
-from stagewright.cli.options import JSON, experiment_options
+from stagewright.cli.options import JSON, search_settings
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 from stagewright.numbers import duration
@@ -32,7 +33,7 @@ _INTERRUPTED = 130
 
 
 @command
-@experiment_options("hardware", "nodes", lists=True)
+@search_settings
 @search_options
 @JSON
 def search(
@@ -44,11 +45,18 @@ def search(
     of the hub that is in its local cache. Settings take lists and ranges: 1,2,4 or 1:8 or 8:64:8 or
     1:64:x2 (each twice the one before). What is not given is tried by default. A run file given by
     --config may hold lists, too. `--as megatron` (or torchtitan) prints the flags of the best.
+
+    With --serve: layouts, and how many instances of each, that serve requests over time as `serve`
+    does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
     from stagewright.api.searched import searched, wanted
     from stagewright.views.search import left
 
     _check(out, settings)
+    if settings.pop("serve"):
+        pairs = _pairs(settings.pop("vary"))
+        return search_serving(model, config, out, pairs, as_json=as_json, settings=settings)
+    settings = without_serving(settings)
     how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = settings["as_family"] if settings["as_family"] in _TOOLS else None

@@ -12,7 +12,24 @@ from stagewright.cli.help import WholeNumber, Word
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 OPTIONS = (
-    click.option("--gpus", metavar="N", help="GPUs, which dp fills; or several numbers of them."),
+    click.option(
+        "--serve",
+        is_flag=True,
+        help="The fewest GPUs that serve --rate R --isl N --osl N (or --requests FILE) within "
+        "--ttft and --tpot; --concurrency LIST: the front of tokens per GPU and per user.",
+    ),
+    click.option(
+        "--attainment",
+        type=float,
+        metavar="X",
+        help="With --serve: share of requests that must keep the limits. [0.9]",
+    ),
+    click.option(
+        "--gpus",
+        metavar="N",
+        help="GPUs, which dp fills; or several numbers of them. With --serve: at most so many. "
+        "[256]",
+    ),
     click.option(
         "--vary",
         metavar="NAME=LIST",
@@ -24,7 +41,8 @@ OPTIONS = (
         "--objective",
         metavar="NAME",
         multiple=True,
-        help="time, memory, cost, energy or mfu; several: the front of them. [time]",
+        help="time, memory, cost, energy or mfu; several: the front of them. [time] With --serve: "
+        "gpus or cost. [gpus]",
     ),
     click.option("--top", type=WholeNumber(), metavar="N", help="The best to simulate. [20]"),
     click.option(

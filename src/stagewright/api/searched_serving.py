@@ -1,0 +1,282 @@
+"""The cheapest way to serve a load: what `stagewright.search_serving` returns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stagewright.errors import UserError
+from stagewright.explore.answer.run_file import write_run_file
+from stagewright.explore.space.asked import SearchRequest
+from stagewright.explore.space.enumeration import DIVIDES, DP_ASKED, Found, Removed
+from stagewright.explore.space.listed import values_of
+from stagewright.files import write_text
+from stagewright.model.config import ModelConfig
+from stagewright.numbers import plural
+from stagewright.run.experiment import section_of
+from stagewright.run.sections.serving import SERVING, EngineSection, WorkloadSection
+from stagewright.run.settings import Run
+from stagewright.serving.requests import Workload
+from stagewright.serving.search.answer import (
+    ServingRanking,
+    ServingTarget,
+    Told,
+)
+from stagewright.serving.search.answer import (
+    search_serving as ranked,
+)
+from stagewright.serving.search.layouts import MOST_GPUS, layouts
+from stagewright.serving.service import slo_of
+from stagewright.serving.workloads.asked import workload_of
+from stagewright.texttable import Table
+from stagewright.time.hardware import Hardware
+from stagewright.views import search as search_tables
+from stagewright.views import search_serving as tables
+from stagewright.views.pages.search_serving import serving_search_page
+
+REQUESTS_PER_USER = 10
+"""Of a closed loop where nothing says how many requests (InferenceX: 10 prompts for each user)."""
+OBJECTIVES = ("gpus", "cost")
+
+
+@dataclass(frozen=True, eq=False)
+class ServingSearch:
+    """The result of a search for serving, with its views; choices by their place, from 1."""
+
+    found: Found
+    """The layouts, and what constraints have removed."""
+    ranking: ServingRanking
+    load: str
+    """What was served, and under which limits, in words."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self.ranking.choices):,} choices played; the best: {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        return self.best()._repr_html_()  # pyright: ignore[reportPrivateUsage]
+
+    def describe(self, place: int = 1) -> str:
+        """One of the best in words."""
+        of = self.ranking
+        if not of.best:
+            return f"nothing that was played with up to {of.target.most_gpus} GPUs keeps the limits"
+        choice = of.choices[self._number(place)]
+        played, layout = choice.played, of.rows.run(choice.layout)
+        words = layout.model_copy(update={"mode": "train"}).describe()
+        many = f"{played.instances} x " if played.instances > 1 else ""
+        cost = f", {choice.usd_per_hour:,.4g} USD/h" if choice.usd_per_hour > 0 else ""
+        where = of.rows.hardware(choice.layout).name
+        return f"{many}{words} on {where}: {plural(played.gpus, 'GPU', 'GPUs')}{cost}"
+
+    def run(self, place: int = 1) -> Run:
+        """The layout of one of the best."""
+        return self.ranking.rows.run(self.ranking.choices[self._number(place)].layout)
+
+    def instances(self, place: int = 1) -> int:
+        """How many instances one of the best has."""
+        return self.ranking.choices[self._number(place)].played.instances
+
+    def _number(self, place: int) -> int:
+        count = len(self.ranking.best)
+        if not 1 <= place <= count:
+            raise UserError(f"--run {place}: there are runs 1 to {count}")
+        return self.ranking.best[place - 1]
+
+    def best(self, most: int = 20) -> Table:
+        """Of each layout the fewest instances that keep the limits."""
+        return tables.best_choices(self.ranking, most)
+
+    def front(self) -> Table:
+        """The front of output tokens per second and GPU over those of a user."""
+        return tables.front_choices(self.ranking)
+
+    def every(self) -> Table:
+        """All choices that were played."""
+        return tables.every_choice(self.ranking)
+
+    @property
+    def all_removed(self) -> tuple[Removed, ...]:
+        """What constraints and limits have removed."""
+        crossed = (DIVIDES, DP_ASKED)  # sizes of instances are crossed with all degrees
+        mine = [each for each in self.found.removed if each.why not in crossed]
+        return (*mine, *self.ranking.removed)
+
+    def removed(self) -> Table:
+        """What constraints and limits have removed, as a table."""
+        return search_tables.removed(self.all_removed)
+
+    def summary(self) -> dict[str, Any]:
+        """The result as one object for JSON: seconds, tokens per second, USD."""
+        of = self.ranking
+        return {
+            "load": self.load,
+            "layouts": len(of.rows),
+            "candidates": of.candidates,
+            "played": len(of.choices),
+            "stopped": of.stopped,
+            "removed": [
+                {"wanted": each.why, "count": each.count, "example": each.example}
+                for each in self.all_removed
+            ],
+            "best": self.best(len(of.best)).rows,
+            "front": self.front().rows,
+        }
+
+    def write(self, path: str | os.PathLike[str], place: int = 1) -> list[str]:
+        """Write the result, as the name's ending says; returns the files' names.
+
+        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: the page;
+        `.yaml`: the run file of the best layout, or of another `place`.
+        """
+        where, ending = os.fspath(path), Path(path).suffix.lower()
+        match ending:
+            case ".yaml" | ".yml":
+                row = self.ranking.choices[self._number(place)].layout
+                return write_run_file(self.ranking.rows, row, where)
+            case ".csv":
+                write_text(where, self.every().to_csv())
+            case ".json":
+                rows = self.summary() | {"rows": self.every().rows}
+                write_text(where, json.dumps(rows, indent=1) + "\n")
+            case ".parquet":
+                self.every().to_polars().write_parquet(where)
+            case _:
+                page = serving_search_page(
+                    self.ranking, self.all_removed, self.describe(), self.load
+                )
+                write_text(where, page)
+        return [where]
+
+
+class ServingQuestion(NamedTuple):
+    """What a search for serving is asked."""
+
+    request: SearchRequest
+    workloads: Sequence[Workload]
+    target: ServingTarget
+    engines: EngineSection
+
+
+def search_serving(
+    model: str | os.PathLike[str],
+    hardware: str | Hardware | Sequence[str | Hardware],
+    *,
+    gpus: int | None = None,
+    attainment: float = 0.9,
+    objective: str = "gpus",
+    workload: Workload | None = None,
+    config: ModelConfig | None = None,
+    **settings: Any,
+) -> ServingSearch:
+    """The fewest GPUs, or the least cost, with which a load keeps its limits.
+
+    `settings` are those of `serve`: the load (`rate`, `isl`, `osl`, a trace as `requests`), the
+    limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines; `tp`, `pp`, `dp`, `ep` and
+    others may be lists, and are tried by default. `attainment` is the share of all requests that
+    must keep the limits, `gpus` the most GPUs of all instances, `objective` `gpus` or `cost`. With
+    `concurrency`, a list, users of a closed loop on one instance of each layout: the front of
+    tokens per second and GPU over those of a user. Raises `UserError` where no layout can be had.
+
+    >>> import stagewright as sw
+    >>> found = sw.search_serving("llama3.1-8b", "h100-sxm", rate=20, isl=512, osl=64, ttft=300,
+    ...     tpot=20, num_requests=200, tp="1,2", pp=1, layers=8)
+    >>> found.run().tp, found.instances()
+    (1, 1)
+    """
+    alone = isinstance(hardware, str | Hardware)
+    systems = [hardware] if alone else [*hardware]
+    own = {"gpus": gpus, "attainment": attainment, "objective": objective}
+    question = asked_serving(
+        {"model": os.fspath(model), **settings, **own},
+        hardware=systems,
+        workload=workload,
+        config=config,
+    )
+    return searched_serving(question)
+
+
+def asked_serving(
+    settings: Mapping[str, Any],
+    path: str | None = None,
+    *,
+    hardware: Sequence[str | Hardware],
+    workload: Workload | None = None,
+    config: ModelConfig | None = None,
+    vary: Mapping[str, Any] | None = None,
+) -> ServingQuestion:
+    """What is searched for; raises UserError for settings that cannot be combined."""
+    values = {name: value for name, value in settings.items() if value is not None}
+    share = float(values.pop("attainment", 0.9))
+    if not 0 < share <= 1:
+        raise UserError(f"--attainment is {share:g}, wanted a share above 0, at most 1")
+    objective = values.pop("objective", "gpus")
+    if objective not in OBJECTIVES:
+        raise UserError(f"--objective {objective}: with --serve wanted gpus or cost")
+    most = _gpus(values.pop("gpus", MOST_GPUS))
+    own = {name: values.pop(name) for name in [*values] if name in SERVING}
+    if "instances" in own:
+        raise UserError("--instances is what a search for serving finds; give --gpus for the most")
+    users = values_of(int, own.pop("concurrency"), "--concurrency") if "concurrency" in own else ()
+    for name in {"isl", "osl", "num_requests"} & own.keys():
+        own[name] = values_of(int, own[name], f"--{name.replace('_', '-')}")[0]
+    asked = section_of(WorkloadSection, own)
+    slo = slo_of(asked)
+    if slo.e2e is None and (slo.ttft is None or slo.tpot is None):
+        raise UserError(
+            "give --ttft and --tpot (milliseconds to the first token, and per further one), or "
+            "--e2e: without limits any number of GPUs serves any load"
+        )
+    if workload is not None:
+        workloads = [workload]
+    elif users:
+        workloads = [
+            workload_of(
+                replace(
+                    asked,
+                    concurrency=count,
+                    num_requests=asked.num_requests or REQUESTS_PER_USER * count,
+                )
+            )
+            for count in sorted(users)
+        ]
+    else:
+        workloads = [workload_of(asked)]
+    request = layouts(values, path, hardware=hardware, most_gpus=most, vary=vary, config=config)
+    target = ServingTarget(slo=slo, share=share, most_gpus=most, by_cost=objective == "cost")
+    return ServingQuestion(request, workloads, target, section_of(EngineSection, own))
+
+
+def _gpus(value: Any) -> int:
+    counts = values_of(int, value, "--gpus")
+    if len(counts) != 1 or not isinstance(counts[0], int) or counts[0] < 1:
+        raise UserError(f"--gpus: got {value}, with --serve wanted the most GPUs of all instances")
+    return counts[0]
+
+
+def searched_serving(of: ServingQuestion, told: Told | None = None) -> ServingSearch:
+    """The search itself."""
+    found = of.request.space.candidates()
+    if of.target.by_cost and all(
+        found.rows.cluster(row).price is None
+        and found.rows.hardware(row).price_usd_per_gpu_hour is None
+        for row in range(len(found.rows))
+    ):
+        raise UserError("--objective cost: no hardware here has a price; give --price USD per hour")
+    ranking = ranked(found.rows, of.workloads, of.target, of.engines, told)
+    return ServingSearch(found, ranking, _load(of))
+
+
+def _load(of: ServingQuestion) -> str:
+    """What is served, and under which limits."""
+    work, slo = of.workloads[0], of.target.slo
+    limits = {"TTFT": slo.ttft, "TPOT": slo.tpot, "E2E": slo.e2e}
+    kept = ", ".join(f"{name} <= {s * 1e3:g} ms" for name, s in limits.items() if s is not None)
+    name = work.name
+    if len(of.workloads) > 1:
+        users = ", ".join(f"{each.concurrency}" for each in of.workloads)
+        name = f"closed loops of {users} users"
+    return f"{name}, {len(work):,} requests; {of.target.share:.0%} of them keep {kept}"

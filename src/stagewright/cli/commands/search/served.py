@@ -1,0 +1,97 @@
+"""`search --serve`: the fewest GPUs that serve a load within limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagewright.cli import shared
+from stagewright.cli.progress import shown
+from stagewright.errors import UserError
+
+if TYPE_CHECKING:
+    from stagewright.api.searched_serving import ServingSearch
+
+_INTERRUPTED = 130
+_OF_STEPS = ("exact", "allow_oom", "top", "most", "sample", "engine", "workers", "address")
+"""Options of a search for the best step."""
+
+
+def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a search for the best step; UserError where one of serving is given."""
+    from stagewright.run.sections import EXPERIMENT
+    from stagewright.run.sections.foreign import OTHERS
+    from stagewright.run.sections.serving import SERVING
+
+    own = ({*SERVING} - {*EXPERIMENT} - {*OTHERS}) | {"attainment"}
+    for name in own:
+        if settings.get(name) is not None:
+            flag = SERVING[name].flag if name in SERVING else f"--{name}"
+            raise UserError(f"{flag} is of requests over time; add --serve, or leave it out")
+    return {name: value for name, value in settings.items() if name not in own}
+
+
+def search_serving(
+    model: str | None,
+    config: str | None,
+    out: tuple[str, ...],
+    vary: Mapping[str, str],
+    *,
+    as_json: bool,
+    settings: dict[str, Any],
+) -> int:
+    """Search, and print what was found."""
+    from stagewright.api.searched_serving import asked_serving, searched_serving
+
+    place = settings.pop("place")
+    for name in _OF_STEPS:
+        value = settings.pop(name)
+        if value not in (None, False, "processes"):
+            raise UserError(f"--{name.replace('_', '-')} is of a search for a step, not of --serve")
+    objectives: tuple[str, ...] = settings.pop("objective")
+    if len(objectives) > 1:
+        raise UserError("--objective: with --serve wanted one, gpus or cost")
+    given = {name: value for name, value in settings.items() if value is not None}
+    if objectives:
+        given["objective"] = objectives[0]
+    if "output_length" in given:  # --osl, which is a setting of one step, too
+        given["osl"] = given.pop("output_length")
+    if model is not None:
+        given["model"] = model
+    hardware = [name for text in given.pop("hardware", ()) for name in str(text).split(",") if name]
+    question = asked_serving(given, config, hardware=hardware, vary=vary)
+    shared.show_notes(question.request.notes)
+    begin = time.perf_counter()
+    with shown("steps of the search") as bar:
+        result = searched_serving(question, bar)
+    if as_json:
+        shared.print_json(result.summary())
+    else:
+        _report(result, time.perf_counter() - begin)
+    for path in out:
+        written = result.write(path, place or 1)
+        click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
+    return _INTERRUPTED if result.ranking.stopped else 0
+
+
+def _report(result: ServingSearch, seconds: float) -> None:
+    """Print the best, the front and what was removed."""
+    from stagewright.texttable import print_table
+
+    of, out = result.ranking, shared.console()
+    out.print(result.load)
+    out.print(f"best: {result.describe()}")
+    if of.stopped:
+        out.print("stopped: the best of what was played until then")
+    if of.best:
+        print_table(result.best(), out)
+        print_table(result.front(), out)
+    if result.all_removed:
+        print_table(result.removed(), out)
+    out.print(
+        f"{of.candidates:,} candidates ({len(of.rows):,} layouts), of which {len(of.choices):,} "
+        f"were played, in {seconds:.1f} s"
+    )

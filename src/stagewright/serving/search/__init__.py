@@ -1,0 +1,1 @@
+"""The cheapest way to serve a load: layouts and numbers of instances, each of them played."""

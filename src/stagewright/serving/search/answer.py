@@ -1,0 +1,291 @@
+"""The search itself: for each layout the fewest instances that keep the limits, and of all the
+cheapest; beside it the front of tokens per GPU over tokens per user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.errors import UserError
+from stagewright.explore.answer.objectives import front
+from stagewright.explore.candidates import Candidates
+from stagewright.explore.space.enumeration import Removed
+from stagewright.run.sections.serving import EngineSection
+from stagewright.serving.instances import Instance, instance
+from stagewright.serving.metrics import Slo
+from stagewright.serving.requests import Workload
+from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
+from stagewright.serving.search.bounds import LayoutBounds, LoadTotals, layout_bounds
+from stagewright.serving.search.plays import PlayedLoad, play
+from stagewright.serving.service import Service
+
+FITS = "weights, activations and a request fit into the memory of a GPU"
+ENOUGH = "so few GPUs can serve the load"
+KEEPS = "as many requests as must keep the limits"
+MODELED = "the layout has step times"
+BEATEN = "no other choice has fewer GPUs and faster tokens than the layout could have"
+
+Told = Callable[[int, int], None]
+"""Is told how many steps of the search are done, of how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingTarget:
+    """What the instances must do, and what counts."""
+
+    slo: Slo
+    share: float = 0.9
+    """Of all requests, that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
+    which takes 90%)."""
+    most_gpus: int
+    by_cost: bool = False
+    """Whether the cheapest per hour is the best, or the one with the fewest GPUs."""
+
+
+class ServingChoice(NamedTuple):
+    """A layout and a number of its instances, played."""
+
+    layout: int
+    """Its row among the candidates."""
+    played: PlayedLoad
+    usd_per_hour: float
+    """nan without a price."""
+
+    @property
+    def usd_per_million(self) -> float:
+        """USD per million output tokens."""
+        return self.usd_per_hour / 3600 / self.played.output_rate * 1e6
+
+
+@dataclass(frozen=True, eq=False)
+class ServingRanking:
+    """What a search for serving found."""
+
+    rows: Candidates
+    """Layouts of one instance."""
+    target: ServingTarget
+    choices: Sequence[ServingChoice]
+    """All that were played, in the order of layouts."""
+    best: Sequence[int]
+    """Of each layout that keeps the limits the cheapest choice; the best first."""
+    front: Sequence[int]
+    """Choices that keep the limits and that no other beats in both tokens per second and GPU, and
+    tokens per second of a user; by the latter, the slowest first."""
+    removed: Sequence[Removed]
+    """Layouts that no number of instances can serve with, by reason."""
+    candidates: int
+    """Layouts with each number of instances up to the number of GPUs (or each number of users)."""
+    stopped: bool = False
+    """Whether somebody stopped it."""
+
+
+class _Ready(NamedTuple):
+    """A layout that may serve the load."""
+
+    row: int
+    service: Service
+    """With one instance."""
+    bounds: LayoutBounds
+
+
+@dataclass(slots=True)
+class _LayoutSearch:
+    """A search under way."""
+
+    rows: Candidates
+    target: ServingTarget
+    engines: EngineSection
+    load: LoadTotals
+    choices: list[ServingChoice] = field(default_factory=list[ServingChoice])
+    refused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    def refuse(self, why: str, example: str) -> None:
+        self.refused.setdefault(why, []).append(example)
+
+    def service(self, row: int) -> Service | None:
+        """The service with one instance of a layout; None where it cannot be had."""
+        rows, engines = self.rows, self.engines
+        run, machine = rows.run(row), rows.machine(row)
+        limits: BatchLimits = batch_limits(engines, machine.hardware)
+        try:
+            made: Instance = instance(
+                run,
+                rows.model,
+                machine,
+                rows.execution(row),
+                most_tokens=limits.tokens,
+                most_requests=limits.requests,
+                gpu_memory_utilization=engines.gpu_memory_utilization,
+            )
+        except UserError as error:
+            self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
+            return None
+        ahead = engines.async_scheduling and run.pp == 1
+        scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
+        return Service(made, engines, limits, scheduler)
+
+    def prepared(self, row: int) -> Iterator[_Ready]:
+        """A layout that may serve the load."""
+        service = self.service(row)
+        if service is None:
+            return
+        bounds = layout_bounds(service, self.load, self.target.slo)
+        name, gpus = self.rows.run(row).describe(), service.gpus
+        if bounds.why:
+            self.refuse(KEEPS, f"{name}: {bounds.why}")
+        elif bounds.least * gpus > self.target.most_gpus:
+            self.refuse(ENOUGH, f"{name} needs {bounds.least * gpus} GPUs or more")
+        else:
+            yield _Ready(row, service, bounds)
+
+    def play_closed(
+        self, of: _Ready, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
+    ) -> None:
+        """More and more users on one instance, until too many requests miss their limits."""
+        for work, load in zip(workloads, loads, strict=True):
+            if not self._play(of, of.service, work, load).meets:
+                return
+
+    def play_fewest(self, of: _Ready, work: Workload) -> None:
+        """The fewest instances that keep the limits, between the bound and the most."""
+        gpus = of.service.gpus
+        name = self.rows.run(of.row).describe()
+        if self._beaten(of):
+            self.refuse(BEATEN, f"{name} needs {of.bounds.least * gpus} GPUs or more")
+            return
+        most = self.target.most_gpus // gpus
+        met = False
+        for each in _tried(of.bounds, most):
+            engines = replace(of.service.engines, instances=each.count)
+            service = replace(of.service, engines=engines)
+            each.meets = self._play(of, service, work, self.load).meets
+            met |= each.meets
+        if not met:
+            self.refuse(KEEPS, f"{name}: not with {most * gpus} GPUs, either")
+
+    def _beaten(self, of: _Ready) -> bool:
+        """Whether a choice that is known has no more GPUs, no higher price and faster tokens than
+        any number of these instances could have."""
+        least = of.bounds.least * of.service.gpus
+        usd = self._price(of.row) * least
+        fastest = 1 / of.bounds.shortest_step
+        return any(
+            each.played.meets
+            and each.played.gpus <= least
+            and not each.usd_per_hour > usd
+            and each.played.user_rate >= fastest
+            for each in self.choices
+        )
+
+    def _price(self, row: int) -> float:
+        """USD per GPU and hour; nan: nobody says."""
+        price = self.rows.cluster(row).price
+        if price is None:
+            price = self.rows.hardware(row).price_usd_per_gpu_hour
+        return float("nan") if price is None else price
+
+    def _play(
+        self, of: _Ready, service: Service, workload: Workload, load: LoadTotals
+    ) -> PlayedLoad:
+        """Play and keep a choice."""
+        found = play(service, workload, load, self.target.slo)
+        self.choices.append(ServingChoice(of.row, found, self._price(of.row) * found.gpus))
+        return found
+
+
+def search_serving(
+    rows: Candidates,
+    workloads: Sequence[Workload],
+    target: ServingTarget,
+    engines: EngineSection,
+    told: Told | None = None,
+) -> ServingRanking:
+    """The cheapest choices for a load.
+
+    One workload with its own arrivals is played on as few instances of each layout as keep the
+    limits; more instances are taken to be no worse. Several workloads are closed loops of more and
+    more users, played on one instance of each layout. Raises UserError where no layout can be had.
+    """
+    loads = [LoadTotals.of(work, target.share) for work in workloads]
+    of = _LayoutSearch(rows, target, engines, loads[0])
+    closed = workloads[0].concurrency is not None
+    candidates, stopped = 0, False
+    try:
+        ready: list[_Ready] = []
+        for row in range(len(rows)):
+            count = target.most_gpus // int(rows.world_size[row])
+            candidates += len(workloads) if closed else count
+            ready += of.prepared(row)
+            if told is not None:
+                told(row + 1, 2 * len(rows))
+        ready.sort(key=lambda each: each.bounds.guess * each.service.gpus)
+        for nth, each in enumerate(ready):
+            if closed:
+                of.play_closed(each, workloads, loads)
+            else:
+                of.play_fewest(each, workloads[0])
+            if told is not None:
+                told(len(rows) + nth + 1, len(rows) + len(ready))
+    except KeyboardInterrupt:
+        stopped = True
+    if not of.choices and not stopped and not of.refused.keys() - {FITS, MODELED}:
+        why = next(iter(of.refused.values()))[0]
+        raise UserError(f"none of {len(rows)} layouts can serve; the first: {why}")
+    best, on_front = _ranked(of, closed)
+    removed = [Removed(why, len(every), every[0]) for why, every in of.refused.items()]
+    removed.sort(key=lambda each: -each.count)
+    return ServingRanking(rows, target, of.choices, best, on_front, removed, candidates, stopped)
+
+
+@dataclass(slots=True)
+class _Try:
+    """A number of instances, and what came of it."""
+
+    count: int
+    meets: bool = False
+
+
+def _tried(of: LayoutBounds, most: int) -> Iterator[_Try]:
+    """Numbers of instances to play until the fewest are known; begins with the guess."""
+    low, high, step = of.least - 1, most + 1, 1
+    count = min(of.guess, most)
+    failed = 0
+    while high - low > 1:
+        one = _Try(count)
+        yield one
+        if one.meets:
+            high = count
+            count = max(low + 1, high - step) if low == of.least - 1 else (low + high) // 2
+            step *= 2
+        else:
+            low, failed = count, failed + 1
+            # What fails twice may fail with any number: then the most tells.
+            count = low + 1 if failed == 1 else most if high > most else (low + high) // 2
+
+
+def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:
+    """The cheapest choice of each layout, the best first; and the front."""
+    meets = [nth for nth, each in enumerate(of.choices) if each.played.meets]
+
+    def cost(nth: int) -> tuple[float, float, int]:
+        each = of.choices[nth]
+        played = each.played
+        if closed:
+            first = each.usd_per_million if of.target.by_cost else -played.per_gpu
+        else:
+            first = each.usd_per_hour if of.target.by_cost else played.gpus
+        return first, -played.user_rate, nth
+
+    cheapest: dict[int, int] = {}
+    for nth in sorted(meets, key=cost):
+        cheapest.setdefault(of.choices[nth].layout, nth)
+    rates = [(of.choices[n].played.per_gpu, of.choices[n].played.user_rate) for n in meets]
+    on_front: list[int] = []
+    if rates:
+        chosen = front(-np.nan_to_num(np.array(rates)))
+        on_front = [nth for nth, on in zip(meets, chosen.tolist(), strict=True) if on]
+        on_front.sort(key=lambda nth: of.choices[nth].played.user_rate)
+    return list(cheapest.values()), on_front

@@ -1,0 +1,140 @@
+"""A load played on some instances of a layout, no longer than it takes to see it fail."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from stagewright.arrays import Float
+from stagewright.serving.metrics import RequestTimes, Slo, Spread
+from stagewright.serving.requests import Workload
+from stagewright.serving.search.bounds import LoadTotals
+from stagewright.serving.service import ServedRun, Service
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedLoad:
+    """What users of some instances see. Seconds, tokens per second."""
+
+    instances: int
+    gpus: int
+    good: float
+    """Share of all requests that keep the limits; at most this share where `stopped`."""
+    stopped: bool
+    """Whether too many requests had missed their limits before all were served."""
+    meets: bool
+    """Whether as many keep the limits as must."""
+    ttft: Spread
+    tpot: Spread
+    output_rate: float
+    """Output tokens per second of all instances, nan where `stopped`."""
+    user_rate: float
+    """Output tokens per second of the median user: 1 / median TPOT."""
+    concurrency: int | None = None
+    """Users of a closed loop."""
+
+    @property
+    def per_gpu(self) -> float:
+        """Output tokens per second and GPU."""
+        return self.output_rate / self.gpus
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Times of requests on the instances that have been played so far."""
+
+    ttft: list[Float]
+    tpot: list[Float]
+    good: int = 0
+    lost: int = 0
+    tokens: int = 0
+    begin: float = float("inf")
+    end: float = 0.0
+
+    @classmethod
+    def nothing(cls) -> Self:
+        return cls([], [])
+
+    def add(self, of: ServedRun, slo: Slo) -> None:
+        times = RequestTimes.of(of.outcome)
+        work = of.outcome.workload
+        good = int(times.good(slo).sum())
+        self.ttft.append(times.ttft)
+        self.tpot.append(times.tpot[np.isfinite(times.tpot)])
+        self.good += good
+        self.lost += len(work) - good + sum(of.summary.rejected.values())
+        if len(times.number):
+            arrival = np.array(of.outcome.records.arrival)[times.number]
+            self.begin = min(self.begin, float(arrival.min()))
+            self.end = max(self.end, float((arrival + times.e2e).max()))
+            self.tokens += int(np.array(work.output)[times.number].sum())
+
+
+def play(service: Service, workload: Workload, load: LoadTotals, slo: Slo) -> PlayedLoad:
+    """Play a workload on the instances of a service.
+
+    Requests that are dealt in turn and do not depend on others are played instance by instance, and
+    no further than the one with which too many have missed their limits.
+    """
+    seen = _Seen.nothing()
+    every = len(workload) + sum(workload.rejected.values())
+    may = load.misses + sum(workload.rejected.values())
+    stopped = False
+    for alone, part in _parts(service, workload):
+        seen.add(alone.serve(part, slo), slo)
+        if seen.lost > may:
+            stopped = seen.good + seen.lost < every
+            break
+    ttft, tpot = np.concatenate(seen.ttft), np.concatenate(seen.tpot)
+    spread = Spread.of(tpot)
+    seconds = max(seen.end - seen.begin, 1e-12)
+    return PlayedLoad(
+        service.engines.instances,
+        service.gpus,
+        1 - seen.lost / every,
+        stopped,
+        seen.lost <= may,
+        Spread.of(ttft),
+        spread,
+        float("nan") if stopped else seen.tokens / seconds,
+        1 / spread.p50 if spread.p50 > 0 else float("nan"),
+        workload.concurrency,
+    )
+
+
+def _parts(service: Service, workload: Workload) -> Iterator[tuple[Service, Workload]]:
+    """Instances that can be played by themselves, with the requests of each."""
+    count, replicas = service.engines.instances, service.instance.replicas
+    depends = workload.after is not None or workload.concurrency is not None
+    if count == 1 or depends or service.engines.router != "round_robin":
+        yield service, workload
+        return
+    alone = replace(service, engines=replace(service.engines, instances=1))
+    for nth in range(min(count, -(-len(workload) // replicas))):
+        yield alone, _dealt(workload, nth, count, replicas)
+
+
+def _dealt(of: Workload, nth: int, instances: int, replicas: int) -> Workload:
+    """The requests that an instance gets when they are dealt in turn to all ranks of dp."""
+    rows = [
+        at
+        for first in range(nth * replicas, len(of), instances * replicas)
+        for at in range(first, min(first + replicas, len(of)))
+    ]
+
+    def ints(column: array[int]) -> array[int]:
+        return array("i", map(column.__getitem__, rows))
+
+    return Workload(
+        of.name,
+        array("d", map(of.arrival.__getitem__, rows)),
+        ints(of.prompt),
+        ints(of.output),
+        None if of.chains is None else [of.chains[row] for row in rows],
+        session=None if of.session is None else ints(of.session),
+        rejected=of.rejected if nth == 0 else {},
+    )

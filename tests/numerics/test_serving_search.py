@@ -1,0 +1,117 @@
+"""The fewest instances that a search finds are the fewest; what it leaves out could not serve."""
+
+import json
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+
+import stagewright as sw
+from stagewright.cli.main import main
+from stagewright.model.catalog import resolve as model_of
+from stagewright.run.sections.serving import EngineSection
+from stagewright.serving.instances import instance
+from stagewright.serving.metrics import Slo
+from stagewright.serving.requests import Workload
+from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.search.bounds import LoadTotals, layout_bounds
+from stagewright.serving.search.plays import play
+from stagewright.serving.service import Service
+from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.network import Machine
+
+pytestmark = pytest.mark.numerics
+MODEL = model_of("llama3.1-8b").with_overrides(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def service() -> Service:
+    hardware, asked = hardware_of("h100-sxm"), EngineSection(num_gpu_blocks=600)
+    limits = batch_limits(asked, hardware)
+    run = sw.Run(model="llama3.1-8b", mode="decode", layers=2)
+    made = instance(run, MODEL, Machine.of(hardware, gpus=1), most_requests=limits.requests)
+    return Service(made, asked, limits, scheduler_of(asked, limits))
+
+
+def drawn(draw: random.Random) -> Workload:
+    count, rate = draw.randint(30, 120), draw.choice((20, 200, 2000))
+    at, arrival = 0.0, array("d")
+    for _ in range(count):
+        arrival.append(at)
+        at += draw.expovariate(rate)
+    prompt = array("i", (draw.randint(1, 3000) for _ in range(count)))
+    return Workload("random", arrival, prompt, array("i", draw.choices(range(1, 60), k=count)))
+
+
+def test_the_fewest_instances_are_not_below_the_bound(service: Service):
+    stopped = bounded = 0
+    for seed in range(12):
+        draw = random.Random(seed)
+        work, share = drawn(draw), draw.choice((0.5, 0.9, 1.0))
+        slo = Slo(ttft=draw.choice((0.008, 0.02, 0.5)), tpot=draw.choice((2e-4, 1e-3, 4e-3)))
+        load = LoadTotals.of(work, share)
+        bounds = layout_bounds(service, load, slo)
+        for count in (1, 2, 5):
+            several = replace(service, engines=replace(service.engines, instances=count))
+            whole = several.serve(work, slo).summary
+            meets = whole.good >= share - 1e-12
+            found = play(several, work, load, slo)
+            assert found.meets == meets
+            if not found.stopped:
+                assert found.good == pytest.approx(whole.good)
+                assert found.output_rate == pytest.approx(whole.output_rate)
+                assert found.ttft.p99 == pytest.approx(whole.ttft.p99)
+                assert found.user_rate == pytest.approx(whole.user_rate, nan_ok=True)
+            assert not meets or not bounds.why
+            assert not meets or count >= bounds.least
+            stopped += found.stopped
+            bounded += bool(bounds.why) or bounds.least > count
+    assert stopped
+    assert bounded
+
+
+COMMON = ("--serve", "--hardware", "h100-sxm", "--layers", "4", "--isl", "900", "--osl", "40")
+
+
+def code(*words: str):
+    with pytest.raises(SystemExit) as end:
+        main(["search", "llama3.1-8b", *COMMON, *words])
+    return end.value.code
+
+
+def test_the_command(capfd, tmp_path):
+    limits = ("--ttft", "60", "--tpot", "3", "--num-requests", "150", "--pp", "1")
+    out = tmp_path / "all.csv", tmp_path / "page.html"
+    assert not code(
+        "--rate", "150", "--tp", "1,2", *limits, "--json", *(f"-o{path}" for path in out)
+    )
+    found = json.loads(capfd.readouterr().out)
+    best, gpus = found["best"][0], [each["GPUs"] for each in found["best"]]
+    assert gpus == sorted(gpus)
+    assert best["keep limits"] >= 0.9
+    assert len(out[0].read_text().splitlines()) == found["played"] + 1
+    assert "tokens/s per user" in out[1].read_text()
+    assert not code("--concurrency", "1,8", "--tp", "1", *limits, "--json")
+    front = json.loads(capfd.readouterr().out)["front"]
+    assert [each["tokens/s per user"] for each in front] == sorted(
+        each["tokens/s per user"] for each in front
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--rate", "1"), "give --ttft and --tpot"),
+        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--attainment", "2"), "--attainment"),
+        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--objective", "mfu"), "gpus or cost"),
+        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--batch-size", "3"), "of one step"),
+        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--top", "3"), "--top"),
+    ],
+)
+def test_bad_options_are_one_line(capfd, words, says):
+    assert code(*words) == 2
+    out, err = capfd.readouterr()
+    assert not out
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
