@@ -8,29 +8,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stagewright.api.pools import Given, Planned, fleet_of, rows_of
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig
+from stagewright.numbers import plural
 from stagewright.run.experiment import Experiment, section_of
 from stagewright.run.sections.other_names import setting_of
-from stagewright.run.sections.serving import OF_ONE_STEP, SERVING, EngineSection, WorkloadSection
+from stagewright.run.sections.serving import (
+    OF_ONE_STEP,
+    SERVING,
+    EngineSection,
+    PoolSection,
+    WorkloadSection,
+)
 from stagewright.serving.captured import captured
 from stagewright.serving.cluster import Heard
-from stagewright.serving.engines.engine import Scheduler
-from stagewright.serving.instances import instance
 from stagewright.serving.metrics import Slo
+from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
 from stagewright.serving.requests import Workload
-from stagewright.serving.routers import router_of
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.service import ServedRun, Service, slo_of
 from stagewright.serving.workloads.asked import workload_of
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
-from stagewright.time.network import Machine
 from stagewright.views import serving as tables
 
 
@@ -42,6 +45,8 @@ class Serving(ServedRun):
     slo: Slo
     asked: Workload
     """The workload as it was given."""
+    fleet: InstanceGroups | None = None
+    """Several groups of instances, of which `service` is the first that decodes."""
 
     def step(self, seconds: float, engine: int = 0) -> CompiledRun:
         """The step that an engine ran so many seconds after the run began, or last before.
@@ -49,21 +54,24 @@ class Serving(ServedRun):
         For `simulate`, `report` and `generate`: the trace of every rank. Where an instance has
         several replicas, all have the batch of `engine`. Raises UserError where it ran none.
         """
+        if self.fleet is not None:
+            raise UserError("a step of the run is had where all instances are alike, not of pools")
         found = captured(self.service, self.asked, seconds, engine)
         return compile(found.run, self.service.instance.model)
 
     def describe(self) -> str:
         """What was served, and on what, in words."""
-        of = self.service
-        layout = self.layout
-        count = of.engines.instances
-        many = f"{count} instances, each " if count > 1 else ""
-        return f"{self.outcome.workload.name}: {many}{layout} on {of.instance.machine}"
+        return f"{self.outcome.workload.name}: {'; '.join(map(_group, self.groups))}"
+
+    @property
+    def groups(self) -> tuple[InstanceGroup, ...]:
+        """Instances that are alike, one group or several."""
+        return (InstanceGroup(self.service),) if self.fleet is None else self.fleet.groups
 
     @property
     def layout(self) -> str:
         """The model, and what of its run is not as by default."""
-        return self.service.instance.run.model_copy(update={"mode": "train"}).describe()
+        return _layout(self.service)
 
     def __repr__(self) -> str:
         return f"<{self.summary.requests} requests served: {self.describe()}>"
@@ -90,6 +98,7 @@ class Serving(ServedRun):
             "workload": self.outcome.workload.name,
             "run": self.layout,
             "instances": of.engines.instances,
+            "pools": None if self.fleet is None else [_values(g) for g in self.fleet.groups],
             "kv_blocks": of.blocks,
             "kv_block_size": of.instance.cache.block_size,
             "max_num_batched_tokens": of.limits.tokens,
@@ -109,18 +118,45 @@ class Serving(ServedRun):
             write_text(path, json.dumps(found, indent=1) + "\n")
 
 
+def _layout(service: Service) -> str:
+    return service.instance.run.model_copy(update={"mode": "train"}).describe()
+
+
+def _group(of: InstanceGroup) -> str:
+    """A group of instances in words."""
+    count, layout = of.service.engines.instances, _layout(of.service)
+    purpose = "" if of.serves == "both" else f" for {of.serves}"
+    many = f"{plural(count, 'instance', 'instances')}{purpose}, each "
+    alone = count == 1 and not purpose
+    return f"{'' if alone else many}{layout} on {of.service.instance.machine}"
+
+
+def _values(of: InstanceGroup) -> dict[str, Any]:
+    """A group of instances for JSON."""
+    service = of.service
+    return {
+        "serves": of.serves,
+        "instances": service.engines.instances,
+        "run": _layout(service),
+        "hardware": service.instance.machine.hardware.name,
+        "gpus": service.gpus,
+        "kv_blocks": service.blocks,
+        "scheduler": service.engines.scheduler,
+    }
+
+
 def check_ending(path: str) -> None:
     """Raise a UserError for the name of a file of which the ending does not say what to write."""
     if Path(path).suffix.lower() not in (".csv", ".json"):
         raise UserError(f"{path}: wanted a name that ends in .csv or .json")
 
 
-class Given(NamedTuple):
-    """What is given as an object in place of settings."""
+class ServingSections(NamedTuple):
+    """What is asked for, by section."""
 
-    workload: Workload | None = None
-    scheduler: Scheduler | None = None
-    config: ModelConfig | None = None
+    workload: WorkloadSection
+    engines: EngineSection
+    pools: PoolSection = PoolSection()
 
 
 def serve(
@@ -136,7 +172,8 @@ def serve(
 
     `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
     a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
-    execution; `scheduler` may also be an object with a method `schedule`. `workload` replaces what
+    execution; `scheduler` may also be an object with a method `schedule`, `pools` a list of groups
+    of instances, each a mapping of settings. `workload` replaces what
     settings say of requests; `config` replaces the configuration that the model's name stands for.
     Raises `UserError` for settings that cannot be combined, and where no request can be served.
 
@@ -149,6 +186,7 @@ def serve(
     scheduler = settings.pop("scheduler", "vllm")
     if isinstance(scheduler, str):
         settings["scheduler"], scheduler = scheduler, None
+    pools = settings.pop("pools") if isinstance(settings.get("pools"), list | tuple) else None
     own = {name: value for name, value in settings.items() if name in SERVING}
     others = {name: value for name, value in settings.items() if name not in SERVING}
     for name in sorted(map(setting_of, others)):
@@ -156,47 +194,32 @@ def serve(
             raise UserError(f"{name} is of one step; requests over time are --requests or --rate")
     experiment = Experiment.of({}, {"model": os.fspath(model), **others, "mode": "decode"})
     work = section_of(WorkloadSection, own)
-    return served(
-        experiment,
-        of,
+    sections = ServingSections(
         work if workload is None else replace(work, requests=None),
         section_of(EngineSection, own),
-        Given(workload, scheduler, config),
-        progress,
+        section_of(PoolSection, own),
     )
+    return served(experiment, of, sections, Given(workload, scheduler, config, pools), progress)
 
 
 def served(
     experiment: Experiment,
     hardware: Hardware,
-    asked: WorkloadSection,
-    engines: EngineSection,
+    asked: ServingSections,
     given: Given | None = None,
     heard: Heard | None = None,
 ) -> Serving:
     """The requests that are asked for, on engines with the layout of an experiment."""
     given = given or Given()
-    work = given.workload or workload_of(asked)
-    run, cluster = experiment.run, experiment.cluster
-    machine = Machine.of(
-        hardware, gpus=run.world_size, topology=cluster.topology, algorithm=cluster.algorithm
-    )
-    model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
-        num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
-    )
-    limits = batch_limits(engines, hardware)
-    ahead = engines.async_scheduling and run.pp == 1
-    scheduler = given.scheduler or scheduler_of(replace(engines, async_scheduling=ahead), limits)
-    router_of(engines.router)
-    made = instance(
-        run,
-        model,
-        machine,
-        experiment.execution,
-        most_tokens=limits.tokens,
-        most_requests=limits.requests,
-        gpu_memory_utilization=engines.gpu_memory_utilization,
-    )
-    service, slo = Service(made, engines, limits, scheduler), slo_of(asked)
-    found = service.serve(work, slo, heard)
-    return Serving(found.outcome, found.summary, service, slo, work)
+    work = given.workload or workload_of(asked.workload)
+    slo = slo_of(asked.workload)
+    rows = rows_of(asked.pools, asked.engines, given.pools)
+    base = Planned("both", experiment, hardware, asked.engines)
+    if not rows:
+        service = base.service(given)
+        found = service.serve(work, slo, heard)
+        return Serving(found.outcome, found.summary, service, slo, work)
+    fleet = fleet_of(map(base.changed, rows), given, asked.pools.prefill_router)
+    service = next(group.service for group in fleet.groups if group.serves != "prefill")
+    found = fleet.serve(work, slo, heard)
+    return Serving(found.outcome, found.summary, service, slo, work, fleet)

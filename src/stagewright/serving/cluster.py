@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.hosts import HostTimes
-from stagewright.serving.requests import Chain, Records, Workload
+from stagewright.serving.requests import Chain, Handover, Records, Workload
 from stagewright.serving.routers import STATIC, Router
 
 NO_HOST = HostTimes()
@@ -29,6 +29,8 @@ class Outcome:
     engines: Sequence[Engine]
     stopped: bool = False
     """Whether somebody stopped it: what is known so far."""
+    handover: Handover | None = None
+    """Of prompts and decode on instances of their own; the first engines compute the prompts."""
 
 
 def serve(
@@ -53,7 +55,7 @@ def serve(
         if alone and isinstance(router, STATIC):
             _apart(workload, records, made, router, host, heard)
         else:
-            _together(_ToCome(workload, host), records, made, router, heard)
+            _together(ToCome(workload, host), records, made, router, heard)
     except KeyboardInterrupt:
         stopped = True
     return Outcome(workload, records, made, stopped)
@@ -99,7 +101,7 @@ def _apart(
 
 
 def _together(
-    arrivals: _ToCome,
+    arrivals: ToCome,
     records: Records,
     engines: Sequence[Engine],
     router: Router,
@@ -133,7 +135,7 @@ def _together(
 
 
 def _deal(
-    at: float, arrivals: _ToCome, records: Records, engines: Sequence[Engine], router: Router
+    at: float, arrivals: ToCome, records: Records, engines: Sequence[Engine], router: Router
 ) -> list[int]:
     """Give all requests that arrive now to engines, and return which got some."""
     dealt: list[int] = []
@@ -148,10 +150,11 @@ def _deal(
     return dealt
 
 
-class _ToCome:
+class ToCome:
     """Requests that are still to come, of which some wait for others to be done."""
 
     def __init__(self, workload: Workload, host: HostTimes) -> None:
+        """Those that wait for nobody are in `heap`, by when they reach a queue."""
         self.workload, self.host = workload, host
         self.heap: list[tuple[float, int]] = []
         self._next: dict[int, list[int]] = {}

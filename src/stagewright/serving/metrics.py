@@ -158,10 +158,16 @@ class ServingSummary:
     """Mean share of the blocks that requests hold, at equally far moments."""
     kv_peak: float
     """The largest of these shares, on any engine."""
+    transfer: Spread | None = None
+    """From a prompt's end to its cache's arrival where it decodes; None: nothing is sent."""
+    transfer_bytes: float = 0.0
+    """Of all caches that were sent."""
 
     def values(self) -> dict[str, Any]:
         """As one object for JSON."""
         spreads = ("queue", "ttft", "tpot", "itl", "e2e")
+        if self.transfer is not None:
+            spreads += ("transfer",)
         found: dict[str, Any] = {
             name: getattr(self, name) for name in self.__slots__ if name not in spreads
         }
@@ -211,4 +217,17 @@ def summarize(
         preemptions=sum(records.preempted),
         kv_mean=float(samples.mean()) if len(samples) else 0.0,
         kv_peak=float(samples.max()) if len(samples) else 0.0,
+        **_sent(served),
     )
+
+
+def _sent(served: Outcome) -> dict[str, Any]:
+    """What caches on their way took, of prompts and decode on instances of their own."""
+    of = served.handover
+    if of is None:
+        return {}
+    seconds = np.array(of.arrives) - np.array(of.prefilled)
+    return {
+        "transfer": Spread.of(seconds[np.isfinite(seconds)]),
+        "transfer_bytes": float(sum(of.bytes)),
+    }

@@ -95,13 +95,17 @@ LOST_TURN = "an earlier turn of the session was rejected"
 
 
 def accept(
-    workload: Workload, max_model_len: int, tokens: int, most_prompt: int = LARGEST
+    workload: Workload,
+    max_model_len: int,
+    tokens: int,
+    most_prompt: int = LARGEST,
+    prompt_tokens: int = LARGEST,
 ) -> Accepted:
     """Leave out what no engine could serve, as vLLM does when a request arrives.
 
-    `tokens` is the room of the KV cache; `most_prompt`: what a step may have of a prompt. vLLM ends
-    a request at `max_model_len` (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`,
-    `check_stop`).
+    `tokens` is the room of the KV cache, `prompt_tokens` that of instances for prompts only;
+    `most_prompt`: what a step may have of a prompt. vLLM ends a request at `max_model_len`
+    (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`).
     """
     rejected = Counter(workload.rejected)
     place, kept = array("i"), array("i")
@@ -114,7 +118,7 @@ def accept(
             why = TOO_LONG
         elif prompt > most_prompt:
             why = NOT_CUT
-        elif prompt + min(out, most) - 1 > tokens:
+        elif prompt + min(out, most) - 1 > tokens or prompt > prompt_tokens:
             why = NEVER_FITS
         elif before >= 0 and place[before] < 0:
             why = LOST_TURN
@@ -192,4 +196,28 @@ class Records:
             array("i", [-1]) * requests,
             zero * requests,
             zero * requests,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Handover:
+    """Columns of what lies between a request's prompt and its decode; nan where nothing does."""
+
+    engine: array[int]
+    """The engine that computed the prompt, or -1."""
+    prefilled: array[float]
+    """When the prompt was done."""
+    begins: array[float]
+    """When the transfer of the cache had the links."""
+    arrives: array[float]
+    """When all of it was there."""
+    bytes: array[float]
+
+    @classmethod
+    def of(cls, requests: int) -> Handover:
+        """Nothing has happened yet."""
+        nan = array("d", [float("nan")])
+        zeros = array("d", bytes(8 * requests))
+        return cls(
+            array("i", [-1]) * requests, nan * requests, nan * requests, nan * requests, zeros
         )

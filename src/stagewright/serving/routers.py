@@ -36,7 +36,7 @@ class LeastLoaded:
 
     def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
         """The least loaded one."""
-        loads = [len(e.running) + len(e.waiting) + len(e.inbox) for e in engines]
+        loads = [len(e.running) + len(e.waiting) + len(e.inbox) + len(e.loading) for e in engines]
         return loads.index(min(loads))
 
 
@@ -98,11 +98,11 @@ ROUTERS = {
 }
 
 
-def router_of(name: str) -> Router:
-    """A router by its name, as it is before the first request."""
+def router_of(name: str, option: str = "--router") -> Router:
+    """A router by its name, as it is before the first request; `option` named it."""
     if name not in ROUTERS:
         hint = did_you_mean(name, ROUTERS)
-        raise UserError(f"--router is {name!r}, wanted {either(ROUTERS)}{hint}")
+        raise UserError(f"{option} is {name!r}, wanted {either(ROUTERS)}{hint}")
     return ROUTERS[name]()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
@@ -11,10 +13,11 @@ from stagewright.run.sections.serving import EngineSection, WorkloadSection
 from stagewright.serving.cluster import Heard, Outcome, in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.engine import Engine, Scheduler
+from stagewright.serving.engines.times import BatchTimes
 from stagewright.serving.hosts import HOSTS, HostTimes
 from stagewright.serving.instances import Instance
 from stagewright.serving.metrics import ServingSummary, Slo, summarize
-from stagewright.serving.requests import Records, Workload, accept
+from stagewright.serving.requests import Accepted, Records, Workload, accept
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import BatchLimits
 
@@ -51,40 +54,68 @@ class Service:
         """What the engine's host takes; nothing of a scheduler that nobody has measured."""
         return HOSTS.get(self.engines.scheduler, HostTimes())
 
-    def _most_prompt(self) -> int:
+    @property
+    def room(self) -> int:
+        """Tokens of the longest request that the cache of an engine has room for."""
+        cache = self.instance.cache
+        return (self.blocks - cache.blocks_per_request) * cache.block_size
+
+    @property
+    def most_prompt(self) -> int:
         """Tokens of the longest prompt that a step may have; any, where prompts are cut."""
         chunked: bool = getattr(self.scheduler, "enable_chunked_prefill", True)
         return LARGEST if chunked else self.limits.tokens
 
-    def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
-        """Serve a workload to its end."""
+    def engines_of(self, workload: Workload) -> EngineParts:
+        """What engines are made of that serve such a workload."""
         cache = self.instance.cache
-        room = (self.blocks - cache.blocks_per_request) * cache.block_size
-        accepted = accept(workload, self.max_model_len, room, self._most_prompt())
-        if not len(accepted.workload):
-            why = "; ".join(f"{count} x {what}" for what, count in accepted.rejected.items())
-            raise UserError(
-                f"no request can be served: {why} (max_model_len {self.max_model_len}, KV cache of "
-                f"{room} tokens)"
-            )
-        of = in_blocks(accepted.workload, cache.block_size)
-        last = max(of.arrival)
-        times = self.instance.times.with_host(self.host)
-
-        def engine(workload: Workload, records: Records) -> Engine:
-            blocks = KvBlocks(
+        return EngineParts(
+            lambda: KvBlocks(
                 self.blocks,
                 cache.block_size,
                 self.engines.enable_prefix_caching,
                 cache.blocks_per_request,
+            ),
+            self.instance.times.with_host(self.host),
+            max(max(workload.arrival) / SAMPLES, 0.05),
+        )
+
+    def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
+        """Serve a workload to its end."""
+        accepted = accept(workload, self.max_model_len, self.room, self.most_prompt)
+        check_accepted(accepted, self.max_model_len, self.room)
+        of = in_blocks(accepted.workload, self.instance.cache.block_size)
+        parts = self.engines_of(of)
+
+        def engine(workload: Workload, records: Records) -> Engine:
+            return Engine(
+                workload, records, parts.blocks(), copy(self.scheduler), parts.times, parts.every
             )
-            every = max(last / SAMPLES, 0.05)
-            return Engine(workload, records, blocks, copy(self.scheduler), times, every)
 
         count = self.engines.instances * self.instance.replicas
         outcome = serve(of, engine, count, router_of(self.engines.router), self.host, heard)
         summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
         return ServedRun(outcome, summary)
+
+
+class EngineParts(NamedTuple):
+    """What engines of a service have in common."""
+
+    blocks: Callable[[], KvBlocks]
+    """Makes an empty cache."""
+    times: BatchTimes
+    every: float
+    """Seconds between moments at which an engine notes its state."""
+
+
+def check_accepted(accepted: Accepted, max_model_len: int, room: int) -> None:
+    """Raise a UserError where no request is left."""
+    if not len(accepted.workload):
+        why = "; ".join(f"{count} x {what}" for what, count in accepted.rejected.items())
+        raise UserError(
+            f"no request can be served: {why} (max_model_len {max_model_len}, KV cache of "
+            f"{room} tokens)"
+        )
 
 
 def slo_of(asked: WorkloadSection) -> Slo:

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
+from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo, Spread
 from stagewright.serving.service import ServedRun
 from stagewright.texttable import Table
 
 _TIMES = {
     "queue": "until the first step",
+    "transfer": "of the KV cache",
     "ttft": "to the first token",
     "tpot": "per token behind it",
     "itl": "between two tokens",
@@ -25,10 +26,10 @@ def latencies(of: ServingSummary) -> Table:
     names = ("mean", "p50", "p90", "p99")
     columns |= {name: [] for name in names}
     for time, words in _TIMES.items():
-        spread = getattr(of, time)
-        if spread.mean != spread.mean:  # none: all outputs have one token
+        spread: Spread | None = getattr(of, time)
+        if spread is None or spread.mean != spread.mean:  # none: all outputs have one token
             continue
-        columns["time"].append(time.upper() if time != "queue" else time)
+        columns["time"].append(time if time in ("queue", "transfer") else time.upper())
         columns[""].append(words)
         for name in names:
             columns[name].append(getattr(spread, name))
@@ -38,7 +39,9 @@ def latencies(of: ServingSummary) -> Table:
 def per_engine(of: ServedRun) -> Table:
     """Requests, preemptions and use of the cache, a row for each engine."""
     records = of.outcome.records
-    engine = np.array(records.engine)
+    engine, of_prompts = np.array(records.engine), np.array(records.engine)
+    if of.outcome.handover is not None:
+        of_prompts = np.array(of.outcome.handover.engine)
     preempted, cached = np.array(records.preempted), np.array(records.cached)
     prompt = np.array(of.outcome.workload.prompt)
     finish = np.array(records.finish)
@@ -47,7 +50,7 @@ def per_engine(of: ServedRun) -> Table:
         for name in ("engine", "requests", "done", "preempted", "hits", "KV mean", "KV peak")
     }
     for nth, each in enumerate(of.outcome.engines):
-        mine = engine == nth
+        mine = (engine == nth) | (of_prompts == nth)
         share = np.array(each.samples.blocks) / each.blocks.size
         row = (
             nth,

@@ -128,7 +128,7 @@ class Engine(EngineState):
         elif n:
             self._run(decision, n)
         else:
-            self._steps, self.end = 0, arrival[inbox[0]] if inbox else math.inf
+            self._steps, self.end = 0, max(self.now, arrival[inbox[0]]) if inbox else math.inf
 
     def _seconds(self, decision: Decision, n: int) -> float:
         """How long a step with chunks takes."""

@@ -41,7 +41,8 @@ class EngineState:
     __slots__ = (
         *("_chains", "_ends", "_fresh", "_growth", "_heap", "_last", "_token_time"),
         *("arrival", "block_size", "blocks", "completed", "context", "gaps", "generated", "inbox"),
-        *("left", "now", "output", "prompt", "records", "running", "samples", "step", "waiting"),
+        *("left", "loading", "now", "output", "prompt", "records", "running", "samples"),
+        *("step", "waiting"),
     )
 
     def __init__(self, workload: Workload, records: Records, blocks: KvBlocks) -> None:
@@ -55,6 +56,8 @@ class EngineState:
         self.waiting: deque[int] = deque()
         self.running: dict[int, None] = {}
         self.left: dict[int, int] = {}
+        self.loading: dict[int, None] = {}
+        """Requests that have blocks, but whose cache is on its way (`serving.pools`)."""
         self.generated: dict[int, int] = {}
         """Tokens that preempted requests had got."""
         self.completed: list[int] = []

@@ -34,21 +34,30 @@ def serve(
     (--rate) or come from users who wait for their answers (--concurrency). Ctrl-C prints what is
     known so far.
     """
-    from stagewright.api.served import check_ending, served
+    from stagewright.api.served import ServingSections, check_ending, served
     from stagewright.run.experiment import section_of
-    from stagewright.run.sections.serving import SERVING, EngineSection, WorkloadSection
+    from stagewright.run.sections.serving import (
+        SERVING,
+        EngineSection,
+        PoolSection,
+        WorkloadSection,
+    )
     from stagewright.time.hardware import resolve
 
     if out is not None:
         check_ending(out)
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
-    asked, engines = section_of(WorkloadSection, own), section_of(EngineSection, own)
+    asked = ServingSections(
+        section_of(WorkloadSection, own),
+        section_of(EngineSection, own),
+        section_of(PoolSection, own),
+    )
     experiment = shared.load_experiment(model, config, given | {"mode": "decode"})
     if experiment.cluster.hardware is None:
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
     with shown("requests") as bar:
-        result = served(experiment, resolve(experiment.cluster.hardware), asked, engines, heard=bar)
+        result = served(experiment, resolve(experiment.cluster.hardware), asked, heard=bar)
     shared.show_notes(_notes(result))
     if as_json:
         shared.print_json(result.values())

@@ -5,10 +5,15 @@ from types import MappingProxyType
 
 from stagewright.run.sections.declare import Setting, settings_of
 from stagewright.run.sections.serving.engines import EngineSection
+from stagewright.run.sections.serving.pools import PoolSection
 from stagewright.run.sections.serving.workload import WorkloadSection
 
 SERVING_SECTIONS: Mapping[str, tuple[str, type]] = MappingProxyType(
-    {"workload": ("Requests", WorkloadSection), "engines": ("Engines", EngineSection)}
+    {
+        "workload": ("Requests", WorkloadSection),
+        "engines": ("Engines", EngineSection),
+        "pools": ("Pools of instances", PoolSection),
+    }
 )
 """Title and class by key."""
 

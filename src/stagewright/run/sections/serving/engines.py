@@ -12,7 +12,11 @@ Positive = Annotated[float, Real(gt=0, le=1e9)]
 class EngineSection:
     """How many engines there are, and how each decides what to compute."""
 
-    instances: Count = setting(1, "Engines, each with all ranks of the layout.")
+    instances: Count = setting(
+        1,
+        "Engines, each with all ranks of the layout.",
+        names=("decode-instances", "decode-workers"),
+    )
     router: Text = setting(
         "round_robin",
         "Which engine a request goes to: round_robin, least_loaded, session or kv_aware.",

@@ -1,0 +1,35 @@
+"""Instances of several kinds: those that compute prompts beside those that decode, and others."""
+
+from dataclasses import dataclass
+
+from stagewright.run.sections.declare import Count, Text, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSection:
+    """Which instances there are besides the ones of the layout, and what each kind is for."""
+
+    prefill_instances: Count | None = setting(
+        None,
+        "Instances that compute prompts only (disaggregated serving); --instances then decode.",
+        unset="none",
+        names=("prefill-workers",),
+    )
+    prefill: Text | None = setting(
+        None,
+        "The layout of these, such as tp=4,pp=2.",
+        unset="as those that decode",
+        metavar="SETTINGS",
+    )
+    prefill_hardware: Text | None = setting(
+        None, "Hardware of these.", unset="as those that decode", metavar="NAME"
+    )
+    prefill_router: Text = setting(
+        "round_robin", "Which of these a request goes to; --router chooses who decodes."
+    )
+    pools: Text | None = setting(
+        None,
+        "A .yaml of instances of several kinds: rows of serves (prefill, decode, both), instances, "
+        "hardware, and settings of a layout and of an engine.",
+        metavar="FILE",
+    )

@@ -1,0 +1,186 @@
+"""Groups of instances, each with a layout, a machine and an engine of its own, that serve together.
+
+Either all groups serve whole requests, or some compute prompts and the others decode: then the
+cache of each request goes over the network between them (`serving.transfers`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, NamedTuple
+
+from stagewright.errors import UserError
+from stagewright.serving.cluster import Heard, in_blocks
+from stagewright.serving.engines.engine import Engine
+from stagewright.serving.metrics import Slo, summarize
+from stagewright.serving.pools.engines import DecodeEngine, PromptEngine, Pulls
+from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.requests import Handover, Records, Workload, accept
+from stagewright.serving.routers import router_of
+from stagewright.serving.schedulers.static import Static
+from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
+from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.service import ServedRun, Service, check_accepted
+from stagewright.serving.transfers import KvTransfer
+
+Phases = Literal["both", "prefill", "decode"]
+
+
+@dataclass(frozen=True, eq=False)
+class InstanceGroup:
+    """Instances that are alike, and what they are for."""
+
+    service: Service
+    serves: Phases = "both"
+
+    @property
+    def engines(self) -> int:
+        """Engines of the group: ranks of attention data parallelism have one each."""
+        return self.service.engines.instances * self.service.instance.replicas
+
+
+class _Numbered(NamedTuple):
+    """An engine among all."""
+
+    group: InstanceGroup
+    engine: Engine
+
+
+@dataclass(frozen=True, eq=False)
+class InstanceGroups:
+    """Groups of instances behind one address.
+
+    Raises UserError where the purposes of groups leave requests without a prompt or without decode.
+    """
+
+    groups: tuple[InstanceGroup, ...]
+    prefill_router: str = "round_robin"
+
+    def __post_init__(self) -> None:
+        """Check the purposes."""
+        purposes = {group.serves for group in self.groups}
+        if purposes not in ({"both"}, {"prefill", "decode"}):
+            raise UserError(
+                f"instances are for {' and '.join(sorted(purposes)) or 'nothing'}; wanted some for "
+                "prefill and some for decode, or all for both"
+            )
+        if any(
+            g.serves == "decode" and isinstance(g.service.scheduler, Static) for g in self.groups
+        ):
+            raise UserError(
+                "scheduler static forms batches of whole requests, so its instances cannot decode "
+                "for others; choose vllm, sglang or tensorrt-llm"
+            )
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether prompts and decode are on instances of their own."""
+        return len({group.serves for group in self.groups}) > 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all instances."""
+        return sum(group.service.gpus for group in self.groups)
+
+    def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
+        """Serve a workload to its end."""
+        last = [g.service for g in self.groups if g.serves != "prefill"]
+        first = [g.service for g in self.groups if g.serves != "decode"]
+        most = max(service.max_model_len for service in last)
+        room = max(service.room for service in last)
+        accepted = accept(
+            workload,
+            most,
+            room,
+            max(service.most_prompt for service in first),
+            max(service.room for service in first),
+        )
+        check_accepted(accepted, most, room)
+        of = in_blocks(accepted.workload, last[0].instance.cache.block_size)
+        records, handover = Records.of(len(of)), Handover.of(len(of))
+        places = [
+            _Numbered(group, engine)
+            for group in self.groups
+            for engine in self._engines(group, of, records, handover)
+        ]
+        router = last[0].engines.router
+        engines = [place.engine for place in places]
+        if self.disaggregated:
+            pools = Pools(
+                engines,
+                _pool(places, "decode", of, self.prefill_router),
+                _pool(places, "prefill", of, router),
+                _transfers(places),
+                handover,
+            )
+        else:
+            pools = Pools(engines, _pool(places, "decode", of, router))
+        outcome = serve_in_pools(of, records, pools, heard)
+        summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
+        return ServedRun(outcome, summary)
+
+    def _engines(
+        self, group: InstanceGroup, of: Workload, records: Records, handover: Handover
+    ) -> list[Engine]:
+        service = group.service
+        parts = service.engines_of(of)
+        scheduler = service.scheduler
+        if group.serves == "prefill":
+            one = array("i", [1]) * len(of)
+            of = replace(of, output=one)
+        made: list[Engine] = []
+        for _ in range(group.engines):
+            args = (of, records, parts.blocks())
+            rest = (parts.times, parts.every)
+            match group.serves:
+                case "prefill":
+                    engine = PromptEngine(*args, copy(scheduler), *rest).watched(handover.prefilled)
+                case "decode":
+                    to_their_ends = isinstance(scheduler, TensorRtLlm)
+                    pulls = Pulls(copy(scheduler), service.limits.requests, to_their_ends)
+                    engine = DecodeEngine(*args, pulls, *rest)
+                    engine = engine.watched(with_first_token=not isinstance(scheduler, Vllm))
+                case _:
+                    engine = Engine(*args, copy(scheduler), *rest)
+            made.append(engine)
+        return made
+
+
+def _pool(places: list[_Numbered], without: Phases, of: Workload, router: str) -> EnginePool:
+    """The engines among which a router chooses: all but those that serve `without`."""
+    numbers = [nth for nth, place in enumerate(places) if place.group.serves != without]
+    services = {nth: places[nth].group.service for nth in numbers}
+    prompts_only = places[numbers[0]].group.serves == "prefill"
+    computed_elsewhere = without == "prefill" and len(numbers) < len(places)
+
+    def fits(request: int, nth: int) -> bool:
+        prompt, service = of.prompt[request], services[nth]
+        if not (computed_elsewhere or prompt <= service.most_prompt):
+            return False
+        return (prompt if prompts_only else prompt + of.output[request] - 1) <= service.room
+
+    weakest = {min(numbers, key=lambda n: services[n].room)}
+    weakest.add(min(numbers, key=lambda n: services[n].most_prompt))
+    alike = all(fits(request, nth) for request in range(len(of)) for nth in weakest)
+    hosts = {nth: service.host for nth, service in services.items()}
+    return EnginePool(numbers, router_of(router), hosts, None if alike else fits)
+
+
+def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float, int]]:
+    """Seconds alone on the links, and bytes, from one engine to another of so many tokens."""
+
+    @cache
+    def between(first: InstanceGroup, second: InstanceGroup) -> KvTransfer:
+        one, two = first.service.instance, second.service.instance
+        hardware = one.machine.hardware, two.machine.hardware
+        return KvTransfer.between(one.run, two.run, two.model, hardware)
+
+    def transfer(source: int, target: int, tokens: int) -> tuple[float, int]:
+        way = between(places[source].group, places[target].group)
+        return way.seconds(tokens), way.bytes(tokens)
+
+    return transfer

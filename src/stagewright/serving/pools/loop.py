@@ -1,0 +1,233 @@
+"""One order of events of engines in pools: arrivals, batches' ends, transfers between instances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+
+from stagewright.serving.cluster import Heard, Outcome, ToCome
+from stagewright.serving.engines.engine import Engine
+from stagewright.serving.hosts import HostTimes
+from stagewright.serving.pools.engines import DecodeEngine, PromptEngine
+from stagewright.serving.pools.links import Links
+from stagewright.serving.requests import Handover, Records, Workload
+from stagewright.serving.routers import Router
+
+ARRIVAL, OTHER, BATCH_END = range(3)
+"""Of events at one moment, these come first, then those, then ends of batches."""
+
+Act = Callable[[float, int], None]
+"""What happens at a moment to a request or an engine, by its number."""
+
+
+class Agenda:
+    """What is to happen, by time; of equal times by kind, then by number, then as it was noted."""
+
+    __slots__ = ("_heap", "_noted")
+
+    def __init__(self) -> None:
+        """Nothing is to happen."""
+        self._heap: list[tuple[float, int, int, int, Act]] = []
+        self._noted = count()
+
+    def note(self, at: float, kind: int, number: int, act: Act) -> None:
+        """Something is to happen."""
+        heappush(self._heap, (at, kind, number, next(self._noted), act))
+
+    def run(self) -> None:
+        """Let it happen, and what follows from it, to the end."""
+        heap = self._heap
+        while heap:
+            at, _, number, _, act = heappop(heap)
+            act(at, number)
+
+
+@dataclass(frozen=True, eq=False)
+class EnginePool:
+    """Engines among which a router chooses."""
+
+    numbers: Sequence[int]
+    """Of all engines, those of the pool."""
+    router: Router
+    hosts: Mapping[int, HostTimes]
+    """By engine: what lies between a user, or the pool before, and its queue."""
+    fits: Callable[[int, int], bool] | None = None
+    """Whether an engine can serve a request at all; None: each one can."""
+
+    @property
+    def host(self) -> HostTimes:
+        """What lies between a user and the router: the quickest host."""
+        return min(self.hosts.values(), key=lambda host: host.before_prefill(1))
+
+    def behind(self, nth: int, prompt: int) -> float:
+        """Seconds between the router and the queue of an engine."""
+        return max(0.0, self.hosts[nth].before_prefill(prompt) - self.host.before_prefill(prompt))
+
+
+@dataclass(frozen=True, eq=False)
+class Pools:
+    """All engines, and who does what."""
+
+    engines: Sequence[Engine]
+    front: EnginePool
+    """Where requests arrive."""
+    decode: EnginePool | None = None
+    """Where requests go on, if `front` computes prompts only."""
+    transfer: Callable[[int, int, int], tuple[float, int]] | None = None
+    """Seconds alone on the links, and bytes, from an engine to another of so many tokens."""
+    handover: Handover | None = None
+
+
+def serve_in_pools(
+    workload: Workload, records: Records, pools: Pools, heard: Heard | None = None
+) -> Outcome:
+    """Serve a workload on engines that write into `records`, in one order of events."""
+    play = _Play(workload, records, pools, heard)
+    stopped = False
+    try:
+        play.run()
+    except KeyboardInterrupt:
+        stopped = True
+    return Outcome(workload, records, pools.engines, stopped, pools.handover)
+
+
+class _Play:
+    """Requests on their way through pools."""
+
+    def __init__(
+        self, workload: Workload, records: Records, pools: Pools, heard: Heard | None
+    ) -> None:
+        self.workload, self.records, self.pools, self.heard = workload, records, pools, heard
+        self.arrivals = ToCome(workload, pools.front.host)
+        self.handover, self.engines = pools.handover, pools.engines
+        self.agenda = Agenda()
+        self.links = Links(len(pools.engines))
+        self.done = 0
+
+    def run(self) -> None:
+        """All events, to the end."""
+        self._come()
+        self.agenda.run()
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _come(self) -> None:
+        """Note the arrivals that are known."""
+        heap = self.arrivals.heap
+        while heap:
+            at, request = heappop(heap)
+            self.agenda.note(at, ARRIVAL, request, self._arrive)
+
+    def _arrive(self, at: float, request: int) -> None:
+        """A request reaches the first router."""
+        records = self.records
+        records.arrival[request] = at - self.arrivals.delay(request)
+        nth = self._route(self.pools.front, request)
+        records.engine[request] = nth
+        if self.handover is not None:
+            self.handover.engine[request] = nth
+        later = self.pools.front.behind(nth, self.workload.prompt[request])
+        if later:
+            self.agenda.note(at + later, ARRIVAL, request, self._enter)
+        else:
+            self._enter(at, request)
+
+    def _enter(self, at: float, request: int) -> None:
+        """A request is in the queue of its engine."""
+        nth = self.records.engine[request]
+        self.records.reached[request] = at
+        self.engines[nth].push(request)
+        self._note(nth)
+
+    def _route(self, pool: EnginePool, request: int) -> int:
+        numbers = pool.numbers
+        if pool.fits is not None:
+            numbers = [nth for nth in numbers if pool.fits(request, nth)]
+        chosen = [self.engines[nth] for nth in numbers]
+        return numbers[pool.router.route(request, self.workload, chosen)]
+
+    # ---- engines -------------------------------------------------------------------------------
+
+    def _note(self, nth: int) -> None:
+        """Note when the batch of an engine ends."""
+        end = self.engines[nth].end
+        if end < math.inf:
+            self.agenda.note(end, BATCH_END, nth, self._advance)
+
+    def _advance(self, at: float, nth: int) -> None:
+        """Move an engine on, and hear what it has done."""
+        engine = self.engines[nth]
+        if engine.end != at:
+            return  # the batch was cut since
+        engine.advance(at)
+        if engine.completed:
+            completed = [*engine.completed]
+            engine.completed.clear()
+            hands_over = isinstance(engine, PromptEngine)
+            for request in completed:
+                self._hand_over(at, request) if hands_over else self._end(at, request)
+        if isinstance(engine, DecodeEngine) and engine.wanted:
+            for request, tokens in engine.wanted:
+                self._send(at, request, tokens, nth)
+            engine.wanted.clear()
+        self._note(nth)
+
+    def _end(self, at: float, request: int) -> None:
+        """A request is done."""
+        self.arrivals.done(request, at)
+        self._come()
+        self.done += 1
+        if self.heard is not None and self.done % 1000 == 0:
+            self.heard(self.done, len(self.workload))
+
+    # ---- from prompt to decode -----------------------------------------------------------------
+
+    def _hand_over(self, at: float, request: int) -> None:
+        """The prompt of a request is done: the request goes to an instance that decodes."""
+        assert self.pools.decode is not None
+        seconds = self.pools.decode.host.before_prefill(self.workload.prompt[request])
+        self.agenda.note(at + seconds, ARRIVAL, request, self._go_on)
+
+    def _go_on(self, at: float, request: int) -> None:
+        """A request reaches the router of the instances that decode."""
+        pool = self.pools.decode
+        assert pool is not None
+        nth = self._route(pool, request)
+        self.records.engine[request] = nth
+        later = pool.behind(nth, self.workload.prompt[request])
+        self.agenda.note(at + later, ARRIVAL, request, self._enter_decode)
+
+    def _enter_decode(self, at: float, request: int) -> None:
+        nth = self.records.engine[request]
+        engine = self.engines[nth]
+        assert isinstance(engine, DecodeEngine)
+        self.records.reached[request] = at
+        engine.push_remote(request)
+        self._note(nth)
+
+    def _send(self, at: float, request: int, tokens: int, target: int) -> None:
+        """The cache of a request leaves as soon as its links are free."""
+        assert self.handover is not None
+        assert self.pools.transfer is not None
+        source = self.handover.engine[request]
+        seconds, bytes_ = self.pools.transfer(source, target, tokens)
+        begins = self.links.send(source, target, at, seconds)
+        self.handover.begins[request] = begins
+        self.handover.arrives[request] = begins + seconds
+        self.handover.bytes[request] = bytes_
+        self.agenda.note(begins + seconds, OTHER, request, self._arrived)
+
+    def _arrived(self, at: float, request: int) -> None:
+        """The cache of a request is where it decodes."""
+        assert self.handover is not None
+        source, target = self.handover.engine[request], self.records.engine[request]
+        sender, receiver = self.engines[source], self.engines[target]
+        assert isinstance(sender, PromptEngine)
+        assert isinstance(receiver, DecodeEngine)
+        sender.let_go(request, at)
+        receiver.loaded(request, at)
+        self._note(source)
+        self._note(target)

@@ -1,0 +1,190 @@
+"""Instances in pools do what stepping does, and what plain instances do where they are alike."""
+
+import random
+from array import array
+from itertools import accumulate
+
+import pytest
+
+from effort import times
+from pool_stepping import Apart, Server
+from stagewright.serving.cluster import in_blocks, serve
+from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engines.times import LinearTimes
+from stagewright.serving.hosts import HostTimes
+from stagewright.serving.pools.engines import DecodeEngine, PromptEngine, Pulls
+from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.requests import Handover, Records, Workload
+from stagewright.serving.routers import ROUTERS, RoundRobin
+from stagewright.serving.schedulers.sglang import SGLang
+from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
+from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.workloads.synthetic import Arrivals, Conversations, Lengths, sessions
+
+
+def drawn(draw: random.Random, most: int = 60) -> Workload:
+    count = draw.randint(1, most)
+    gaps = [draw.choice((0, draw.expovariate(draw.choice((2, 20))))) for _ in range(count)]
+    return Workload(
+        "random",
+        array("d", accumulate(gaps)),
+        array("i", (draw.randint(1, 200) for _ in gaps)),
+        array("i", (draw.randint(1, 60) for _ in gaps)),
+    )
+
+
+def apart(work, made, host, transfer, prefills):
+    """Prompts on the first engines, decode on the others; `made` makes an engine of either kind."""
+    records, handover = Records.of(len(work)), Handover.of(len(work))
+    one = Workload(work.name, work.arrival, work.prompt, array("i", [1]) * len(work), work.chains)
+    engines = [made(k, one if k < prefills else work, records, handover) for k in range(len(made))]
+    front, back = range(prefills), range(prefills, len(engines))
+    pools = Pools(
+        engines,
+        EnginePool(front, RoundRobin(), dict.fromkeys(front, host)),
+        EnginePool(back, RoundRobin(), dict.fromkeys(back, host)),
+        transfer,
+        handover,
+    )
+    return serve_in_pools(work, records, pools)
+
+
+class Made:
+    def __init__(self, rules, caches, seconds, prefills, first_token=False):
+        self.rules, self.caches, self.seconds = rules, caches, seconds
+        self.prefills, self.first_token = prefills, first_token
+
+    def __len__(self):
+        return len(self.caches)
+
+    def __call__(self, k, work, records, handover):
+        rules = self.rules[k]() if callable(self.rules[k]) else self.rules[k]
+        if k < self.prefills:
+            engine = PromptEngine(work, records, self.caches[k], rules, self.seconds[k])
+            return engine.watched(handover.prefilled)
+        to_their_ends = isinstance(rules, TensorRtLlm)
+        pulls = Pulls(rules, rules.max_num_seqs, to_their_ends)
+        engine = DecodeEngine(work, records, self.caches[k], pulls, self.seconds[k])
+        return engine.watched(self.first_token)
+
+
+def equal_to_stepping(seed: int) -> None:
+    draw = random.Random(seed)
+    work, prefills, decodes = drawn(draw), draw.randint(1, 3), draw.randint(1, 3)
+    rules, seconds, places = [], [], []
+    for _ in range(prefills + decodes):
+        rules.append(
+            Vllm(
+                max_num_batched_tokens=draw.choice((24, 64, 512)),
+                max_num_seqs=draw.randint(1, 12),
+                async_scheduling=draw.random() < 0.5,
+            )
+        )
+        seconds.append(LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3, draw.choice((0.0, 1e-5))))
+        places.append(draw.randint(1, 20))
+    slow = draw.choice((1e-5, 1e-3))
+
+    def alone(tokens):
+        return 1e-3 + slow * tokens
+
+    host = HostTimes(per_request=draw.choice((0.0, 0.004)))
+    rows = [*zip(work.arrival, work.prompt, work.output, strict=True)]
+    servers = [Server(*each) for each in zip(places, rules, seconds, strict=True)]
+    oracle = Apart(rows, servers[:prefills], servers[prefills:], alone, host.per_request).run()
+    caches = [KvBlocks(n, 1000, caching=False) for n in places]
+    made = Made(rules, caches, seconds, prefills)
+    of = apart(work, made, host, lambda s, t, n: (alone(n), n), prefills)
+    near = lambda column: pytest.approx(list(column), rel=1e-9)  # noqa: E731
+    assert oracle.prefilled == near(of.handover.prefilled)
+    assert oracle.arrives == near(of.handover.arrives)
+    assert oracle.first == near(of.records.first)
+    assert oracle.finish == near(of.records.finish)
+    assert all(cache.free == cache.size for cache in caches)
+
+
+def test_pools_equal_steps():
+    for seed in range(12):
+        equal_to_stepping(seed)
+
+
+@pytest.mark.slow
+def test_pools_equal_steps_on_many_workloads():
+    for seed in range(100, 100 + times(60)):
+        equal_to_stepping(seed)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_instances_that_are_alike_are_served_as_without_pools(router):
+    for seed in range(3):
+        draw = random.Random(seed)
+        work = sessions(
+            20, Arrivals(rate=5), Lengths(isl=60, osl=20, range_ratio=0.2),
+            Conversations(turns=3, think_time=0.5, system_prompt=40), seed,
+        ) if seed else drawn(draw)  # fmt: skip
+        rules = Vllm(max_num_batched_tokens=64, max_num_seqs=6)
+        seconds, host = LinearTimes(0.01, 1e-4, 1e-3, 1e-5), HostTimes(per_request=0.004)
+
+        def made(work, records, rules=rules, seconds=seconds):
+            return Engine(work, records, KvBlocks(60, 16), rules, seconds)
+
+        of = in_blocks(work, 16)
+        plain = serve(of, made, 3, ROUTERS[router](), host)
+        records = Records.of(len(of))
+        engines = [made(of, records) for _ in range(3)]
+        front = EnginePool(range(3), ROUTERS[router](), dict.fromkeys(range(3), host))
+        pooled = serve_in_pools(of, records, Pools(engines, front))
+        for name in ("arrival", "scheduled", "first", "finish", "engine", "cached", "preempted"):
+            assert getattr(plain.records, name) == getattr(pooled.records, name), name
+
+
+SCHEDULERS = {
+    "vllm": lambda: Vllm(max_num_batched_tokens=64, max_num_seqs=7),
+    "sglang": lambda: SGLang(max_prefill_tokens=90, chunked_prefill_size=48, max_num_seqs=7),
+    "tensorrt-llm": lambda: TensorRtLlm(max_num_batched_tokens=300, max_num_seqs=7),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_request_ends_once_and_gives_back_its_blocks(name):
+    preempted = 0
+    for seed in range(6):
+        work = in_blocks(
+            sessions(
+                15, Arrivals(rate=8), Lengths(isl=60, osl=40, range_ratio=0.2),
+                Conversations(turns=3, think_time=0.1, system_prompt=40), seed,
+            ),
+            16,
+        )  # fmt: skip
+        ends = []
+        for _ in range(2):
+            caches = [KvBlocks(30, 16) for _ in range(4)]
+            seconds = [LinearTimes(0.01, 1e-4, 1e-3, 1e-5)] * 4
+            made = Made([SCHEDULERS[name]] * 4, caches, seconds, 2, name != "vllm")
+            of = apart(work, made, HostTimes(), lambda s, t, n: (1e-3 + 1e-5 * n, n), 2)
+            assert all(cache.free == cache.size for cache in caches)
+            assert all(at == at for at in of.records.finish)
+            tokens = sum(n * k for e in of.engines for _, _, n, k in e.gaps.series())
+            assert tokens == sum(work.output) - len(work)
+            ends.append(of)
+        assert ends[0].records.finish == ends[1].records.finish
+        one = ends[0].records
+        for i in range(len(work)):
+            mine = ends[0].handover
+            assert one.arrival[i] <= one.scheduled[i] < mine.prefilled[i]
+            assert mine.prefilled[i] <= mine.begins[i] <= mine.arrives[i] <= one.first[i]
+            assert one.first[i] <= one.finish[i]
+        preempted += sum(one.preempted)
+    assert preempted or name == "tensorrt-llm"
+
+
+def test_two_transfers_share_a_link():
+    """Two prompts end at once on two instances; the second cache waits for the one that decodes."""
+    work = Workload("two", array("d", (0, 0)), array("i", (100, 100)), array("i", (3, 3)))
+    caches = [KvBlocks(100, 16) for _ in range(3)]
+    made = Made([SCHEDULERS["sglang"]] * 3, caches, [LinearTimes(0.01)] * 3, 2, first_token=True)
+    of = apart(work, made, HostTimes(), lambda s, t, n: (0.5, n), 2)
+    assert [*of.handover.prefilled] == pytest.approx([0.03, 0.03])  # chunks of 48
+    assert [*of.handover.arrives] == pytest.approx([0.53, 1.03])
+    assert [*of.records.first] == pytest.approx([0.53, 1.03])
+    assert [*of.records.finish] == pytest.approx([0.55, 1.05])
