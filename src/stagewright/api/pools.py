@@ -75,13 +75,13 @@ def rows_of(
     return [row, {"serves": "decode", "instances": engines.instances}]
 
 
-def _rows(values: Any, where: str) -> list[Row]:
+def _rows(values: object, where: str) -> list[Row]:
     """Rows of settings by name; raises UserError for anything else."""
     rows = [*cast("Sequence[Any]", values)] if isinstance(values, list | tuple) else []
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(
-            f"{where}: got {shown(cast('object', values))}, wanted a list of groups of instances, such as "
-            "- {serves: prefill, instances: 2, tp: 4}"
+            f"{where}: got {shown(cast('object', values))}, wanted a list of groups of "
+            "instances, such as - {serves: prefill, instances: 2, tp: 4}"
         )
     for row in rows:
         for name in row:
