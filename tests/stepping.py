@@ -98,36 +98,34 @@ class Stepping:
         self.steps = []  # start, end, waiting, running, blocks held, when the decision was taken
 
     def run(self):
-        seen = 0.0
-        while self.todo or self.waiting or self.running:
-            while self.todo and self.todo[0].arrival <= seen:
-                self.waiting.append(self.todo.pop(0))
-            if not self.waiting and not self.running:
-                seen = self.now = max(self.now, self.todo[0].arrival)
-                continue
-            batch = self.schedule()
-            tokens = sum(n for _, n in batch)
-            keys = sum(r.computed + n for r, n in batch)
-            pairs = sum(n * r.computed + n * (n + 1) // 2 for r, n in batch)
-            decoding = sum(r.got > 0 and r.computed == r.tokens - 1 for r, _ in batch)
-            begin = self.now
-            if decoding == len(batch):
-                self.now += self.times.line(len(batch), keys)[0]
-            else:
-                self.now += self.times.step(tokens, pairs, keys, len(batch), decoding)
-            held = self.pool.size - len(self.pool.queue)
-            running = len(self.running)
-            self.steps.append((begin, self.now, len(self.waiting), running, held, seen))
-            seen = begin if self.rules.async_scheduling else self.now
-            for request, n in batch:
-                request.computed += n
-                if request.computed == request.tokens:
-                    request.got += 1
-                    request.tokens_at.append(self.now)
-                    if request.got == request.output:
-                        self.running.remove(request)
-                        self.pool.free(request.blocks)
+        together([self])
         return self
+
+    def come(self, seen):
+        while self.todo and self.todo[0].arrival <= seen:
+            self.waiting.append(self.todo.pop(0))
+
+    def seconds(self, batch):
+        tokens = sum(n for _, n in batch)
+        keys = sum(r.computed + n for r, n in batch)
+        pairs = sum(n * r.computed + n * (n + 1) // 2 for r, n in batch)
+        decoding = sum(r.got > 0 and r.computed == r.tokens - 1 for r, _ in batch)
+        if decoding == len(batch):
+            return self.times.line(len(batch), keys)[0]
+        return self.times.step(tokens, pairs, keys, len(batch), decoding)
+
+    def carry_out(self, batch, begin, end, seen):
+        held = self.pool.size - len(self.pool.queue)
+        self.steps.append((begin, end, len(self.waiting), len(self.running), held, seen))
+        self.now = end
+        for request, n in batch:
+            request.computed += n
+            if request.computed == request.tokens:
+                request.got += 1
+                request.tokens_at.append(end)
+                if request.got == request.output:
+                    self.running.remove(request)
+                    self.pool.free(request.blocks)
 
     def schedule(self):
         rules, budget = self.rules, self.rules.max_num_batched_tokens
@@ -191,3 +189,22 @@ class Stepping:
         for nth in range((request.computed + n) // self.size):
             self.pool.name(request.blocks[nth], request.hash(nth, self.size))
         return True
+
+
+def together(engines: list[Stepping]):
+    """Engines that step together: a step takes as long as the slowest one's."""
+    now = seen = 0.0
+    while any(e.todo or e.waiting or e.running for e in engines):
+        for e in engines:
+            e.come(seen)
+        if not any(e.waiting or e.running for e in engines):
+            seen = now = max(now, min(e.todo[0].arrival for e in engines if e.todo))
+            continue
+        for e in engines:
+            e.now = now
+        batches = [e.schedule() for e in engines]
+        pairs = [*zip(engines, batches, strict=True)]
+        begin, now = now, now + max(e.seconds(batch) for e, batch in pairs if batch)
+        for e, batch in pairs:
+            e.carry_out(batch, begin, now, seen)
+        seen = begin if engines[0].rules.async_scheduling else now

@@ -3,6 +3,7 @@
 import json
 import random
 from array import array
+from copy import deepcopy as copy
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -21,7 +22,7 @@ from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.workloads.traces import NO_TOKENS
-from stepping import Request, Stepping
+from stepping import Request, Stepping, together
 
 
 def drawn(draw: random.Random):
@@ -82,38 +83,50 @@ def test_changes_equal_steps_on_many_workloads():
 
 def equal_to_stepping(seed: int):
     rules, seconds, cache, work = drawn(random.Random(seed))
+    count = seed % 4 if seed % 4 > 1 else 1  # of engines, which step together
     requests = [
         Request(i, work.arrival[i], work.prompt[i], work.output[i],
                 ((), ()) if work.chains is None else work.chains[i])
         for i in range(len(work))
     ]  # fmt: skip
-    oracle = Stepping(requests, rules, seconds, cache.size, cache.block_size, cache.caching).run()
+    oracles = [
+        Stepping(requests[nth::count], rules, seconds, cache.size, cache.block_size, cache.caching)
+        for nth in range(count)
+    ]
+    together(oracles)
 
     def engine(workload, records):
-        return Engine(workload, records, cache, rules, seconds, 0.37)
+        return Engine(workload, records, copy(cache), rules, seconds, 0.37)
 
-    done = serve(in_blocks(work, cache.block_size), engine, 1, RoundRobin())
-    records, (ran,) = done.records, done.engines
+    done = serve(in_blocks(work, cache.block_size), engine, count, RoundRobin(), together=count)
+    records = done.records
     near = lambda column: pytest.approx(list(column), rel=1e-9)  # noqa: E731
     assert [r.preempted for r in requests] == list(records.preempted)
     assert [r.cached for r in requests] == list(records.cached)
     assert [r.scheduled for r in requests] == near(records.scheduled)
     assert [r.tokens_at[0] for r in requests] == near(records.first)
     assert [r.tokens_at[-1] for r in requests] == near(records.finish)
-    assert cache.free == cache.size
+    for ran, oracle, mine in zip(
+        done.engines, oracles, (requests[nth::count] for nth in range(count)), strict=True
+    ):
+        observed_alike(ran, oracle, mine)
 
+
+def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
+    assert ran.blocks.free == ran.blocks.size
     gaps = sorted(b - a for r in requests for a, b in pairwise(r.tokens_at))
     ours = []
     for first, last, steps, n in ran.gaps.series():
         for step in range(int(steps)):
             ours += [first + (last - first) * step / max(1, steps - 1)] * int(n)
-    assert gaps == near(sorted(ours))
-
+    assert gaps == pytest.approx(sorted(ours), rel=1e-9)
     for at, waiting, running, blocks in zip(*ran.samples, strict=True):
         found = [step for step in oracle.steps if step[0] < at <= step[1]]
         if found:
             late = sum(found[0][5] < r.arrival <= at for r in requests)
             assert (waiting, running, blocks) == (found[0][2] + late, *found[0][3:5])
+        else:
+            assert (waiting, running, blocks) == (0, 0, 0)
 
 
 class OneStep:

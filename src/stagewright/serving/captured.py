@@ -47,8 +47,8 @@ class _Watched:
         return bool(getattr(self.of, "async_scheduling", False))
 
     def schedule(self, engine: Engine) -> Decision:
-        """The scheduler's own decision."""
-        decision = self.of.schedule(engine)
+        """The scheduler's own decision, for which it is asked each time the batch changes."""
+        decision = self.of.schedule(engine)._replace(stands=False)
         if engine.now <= self.at and engine.running:
             first = next(iter(engine.running))
             if engine.records.engine[first] == self.number:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.requests import Chain, Handover, Records, Workload
 from stagewright.serving.routers import STATIC, Router
@@ -40,8 +41,11 @@ def serve(
     router: Router,
     host: HostTimes = NO_HOST,
     heard: Heard | None = None,
+    together: int = 1,
 ) -> Outcome:
     """Serve a workload on `count` engines, each of which `engine` makes.
+
+    So many of them step `together`, as ranks that share experts do.
 
     Requests that do not depend on others go to their engines at once where the router does not look
     at engines; each engine is then moved on by itself. Otherwise all events are in one order.
@@ -49,6 +53,9 @@ def serve(
     """
     records = Records.of(len(workload))
     made = [engine(workload, records) for _ in range(count)]
+    if together > 1:
+        for first in range(0, count, together):
+            Lockstep(made[first : first + together])
     alone = workload.after is None and workload.concurrency is None
     stopped = False
     try:
@@ -90,12 +97,14 @@ def _apart(
         records.engine[request] = nth
         engines[nth].inbox.append(request)
     done = 0
-    for engine in engines:
-        if engine.inbox:
-            engine.end = reached[engine.inbox[0]]
-        engine.advance(FAR)
-        done += len(engine.completed)
-        engine.completed.clear()
+    for unit in dict.fromkeys(engine.unit for engine in engines):
+        for engine in unit.engines:
+            if engine.inbox:
+                unit.end = min(unit.end, reached[engine.inbox[0]])
+        unit.advance(FAR)
+        for engine in unit.engines:
+            done += len(engine.completed)
+            engine.completed.clear()
         if heard is not None:
             heard(done, len(workload))
 
@@ -109,27 +118,31 @@ def _together(
 ) -> None:
     """One order of events: of arrivals, and of the ends of engines' batches."""
     total = len(arrivals.workload)
+    units = [*dict.fromkeys(engine.unit for engine in engines)]
+    place = {unit: nth for nth, unit in enumerate(units)}
     ends: list[tuple[float, int]] = []
     done = 0
     while arrivals.heap or ends:
         at = arrivals.heap[0][0] if arrivals.heap else math.inf
         if not ends or at <= ends[0][0]:
-            touched = dict.fromkeys(_deal(at, arrivals, records, engines, router))
+            dealt = _deal(at, arrivals, records, engines, router)
+            touched = dict.fromkeys(place[engines[nth].unit] for nth in dealt)
         else:
             end, nth = heappop(ends)
-            if engines[nth].end != end:
+            if units[nth].end != end:
                 continue  # the batch was cut since
             touched = (nth,)
             at = end
         for nth in touched:
-            engine = engines[nth]
-            engine.advance(at)
-            for request in engine.completed:
-                arrivals.done(request, at)
-            done += len(engine.completed)
-            engine.completed.clear()
-            if engine.end < math.inf:
-                heappush(ends, (engine.end, nth))
+            unit = units[nth]
+            unit.advance(at)
+            for engine in unit.engines:
+                for request in engine.completed:
+                    arrivals.done(request, at)
+                done += len(engine.completed)
+                engine.completed.clear()
+            if unit.end < math.inf:
+                heappush(ends, (unit.end, nth))
             if heard is not None and done % 1000 == 0:
                 heard(done, total)
 

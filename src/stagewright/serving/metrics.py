@@ -10,7 +10,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.serving.cluster import Outcome
-from stagewright.serving.engines.observed import Gaps
+from stagewright.serving.engines.observed import Gaps, gaps_quantiles
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -86,37 +86,12 @@ def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
         return Spread.of(np.zeros(0))
     means = ((f + last) * n * k for f, last, n, k in map(_columns, parts))
     mean = sum(float(each.sum()) for each in means) / 2 / total
-    smallest = min(float(rows[:, :2].min()) for rows in parts)
-    largest = max(float(rows[:, :2].max()) for rows in parts)
-
-    def quantile(share: float) -> float:
-        """The least time that so large a share of the gaps does not exceed."""
-        least, most = smallest, largest
-        while most - least > 1e-9 * most:
-            middle = (least + most) / 2
-            if sum(_gaps_upto(middle, rows) for rows in parts) >= share * total:
-                most = middle
-            else:
-                least = middle
-        return most
-
-    return Spread(mean, *map(quantile, QUANTILES.values()))
+    return Spread(mean, *gaps_quantiles(parts, [*QUANTILES.values()]))
 
 
 def _columns(rows: Float) -> tuple[Float, Float, Float, Float]:
     """Seconds of the first step and of the last, steps, requests."""
     return rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3]
-
-
-def _gaps_upto(seconds: float, rows: Float) -> float:
-    """How many gaps of series are at most so long."""
-    first, last, steps, requests = _columns(rows)
-    low, high = np.minimum(first, last), np.maximum(first, last)
-    by = (high - low) / np.maximum(steps - 1, 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        count = np.floor((seconds - low) / by) + 1
-    count = np.where(high <= seconds, steps, np.where(low > seconds, 0, count))
-    return float((count * requests).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,9 @@ class Service:
             )
 
         count = self.engines.instances * self.instance.replicas
-        outcome = serve(of, engine, count, router_of(self.engines.router), self.host, heard)
+        together = self.instance.replicas if self.instance.barrier else 1
+        router = router_of(self.engines.router)
+        outcome = serve(of, engine, count, router, self.host, heard, together)
         summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
         return ServedRun(outcome, summary)
 

@@ -31,6 +31,8 @@ class Hit(NamedTuple):
 
 
 NO_HIT = Hit(0, 0, 0)
+NOBODYS = -(1 << 40)
+"""Keys from here downwards are of blocks that only requests held that are done."""
 
 
 class KvBlocks:
@@ -46,7 +48,7 @@ class KvBlocks:
     """
 
     __slots__ = (
-        *("_held", "_idle", "_idle_blocks", "_resident"),
+        *("_held", "_idle", "_idle_blocks", "_nobodys", "_resident"),
         *("block_size", "caching", "free", "per_request", "size"),
     )
 
@@ -62,6 +64,7 @@ class KvBlocks:
         self._resident: dict[int, list[int]] = {}  # by key: blocks, requests that hold them
         self._idle: OrderedDict[int, None] = OrderedDict()  # keys nobody holds, oldest first
         self._idle_blocks = 0
+        self._nobodys = NOBODYS  # the key of the last blocks that nobody will ask for
         self._held: dict[int, list[int]] = {}  # by request: segments, blocks of these, copies
 
     # ---- looking ---------------------------------------------------------------------------------
@@ -73,7 +76,8 @@ class KvBlocks:
         """
         if not self.caching:
             return NO_HIT
-        self._forget()
+        if self._idle_blocks > self.free:
+            self._forget()
         resident = self._resident
         segments = blocks = idle = 0
         for key in keys:
@@ -138,7 +142,7 @@ class KvBlocks:
         vLLM names blocks when they are allocated (`KVCacheManager.allocate_slots`, which calls
         `cache_blocks`): a request that is admitted later in the same step can hit them.
         """
-        if not self.caching:
+        if not self.caching or not keys:
             return
         held = self._held.get(request)
         if held is None:
@@ -176,24 +180,42 @@ class KvBlocks:
 
     # ---- giving back -----------------------------------------------------------------------------
 
-    def release(self, request: int, keys: Sequence[int], ends: Sequence[int], blocks: int) -> None:
-        """Give back a request's `blocks`; those of its own can be found again by `resume`."""
+    def release(
+        self,
+        request: int,
+        keys: Sequence[int],
+        ends: Sequence[int],
+        blocks: int,
+        *,
+        again: bool = True,
+    ) -> None:
+        """Give back a request's `blocks`.
+
+        Where it may run `again`, those of its own can be found by `resume`.
+        """
         self.free += self.per_request
         if not self.caching:
             self.free += blocks
             return
-        held = self._held.pop(request, None)
+        held = self._held.pop(request, None) if keys else None
         segments, span, copies = held if held is not None else (0, 0, 0)
         own = blocks - span + copies
-        resident, idle = self._resident, self._idle
+        idle = self._idle
         freed = own
         if own:
-            resident[~request] = [own, 0]
-            idle[~request] = None
+            if again:
+                self._resident[~request] = [own, 0]
+                idle[~request] = None
+            elif idle and next(reversed(idle)) is self._nobodys:
+                self._resident[self._nobodys][0] += own
+            else:
+                self._nobodys -= 1
+                self._resident[self._nobodys] = [own, 0]
+                idle[self._nobodys] = None
         while segments:
             segments -= 1
             key = keys[segments]
-            entry = resident[key]
+            entry = self._resident[key]
             entry[1] -= 1
             if not entry[1]:
                 idle[key] = None

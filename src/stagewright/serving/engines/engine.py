@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import heappop, heappush
-from itertools import takewhile
+from heapq import heappop
 from typing import NamedTuple, Protocol
 
 from stagewright.serving.engines.blocks import KvBlocks
@@ -35,6 +34,9 @@ class Decision(NamedTuple):
     """Whether an arrival could change that."""
     skipped: Sequence[int] = ()
     """Decoding requests that get no token in this one step."""
+    stands: bool = False
+    """Whether the decision also stands when requests end, while all that run decode, nobody waits
+    and blocks suffice: the scheduler is then not asked again."""
 
 
 class Scheduler(Protocol):
@@ -50,12 +52,32 @@ class Scheduler(Protocol):
         ...
 
 
+class Unit(Protocol):
+    """What is moved on in time as one: an engine, or several that step together."""
+
+    end: float
+    """When the batch that is under way ends, or something arrives."""
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Its engines."""
+        ...
+
+    def advance(self, until: float) -> None:
+        """Carry out all that ends by then; the batch that is under way then has been decided."""
+        ...
+
+    def arrives(self, engine: Engine) -> None:
+        """Something has come into the inbox of one of its engines."""
+        ...
+
+
 class Engine(EngineState):
     """An engine; `advance` moves it on in time."""
 
     __slots__ = (
-        *("_decision", "_decoders", "_first", "_grows", "_next_sample", "_sample_every", "_steps"),
-        *("_ahead", "_seen", "end", "scheduler", "times"),
+        *("_ahead", "_decision", "_decoders", "_first", "_grows", "_next_sample", "_sample_every"),
+        *("_seen", "_stands", "_steps", "end", "scheduler", "times", "unit"),
     )
 
     def __init__(
@@ -73,121 +95,235 @@ class Engine(EngineState):
         self._next_sample, self._sample_every = sample_every, sample_every
         self.end = math.inf
         """When the batch that is under way ends, or something arrives."""
-        self._decision, self._decoders = Decision(), 0
+        self._decision, self._decoders, self._stands = Decision(), 0, False
         # Steps of the batch; of several, the length of the first and by how much each one grows.
         self._steps, self._first, self._grows = 0, 0.0, 0.0
         self._ahead = bool(getattr(scheduler, "async_scheduling", False))
         self._seen = 0.0  # what had arrived by then is seen by the next decision
 
+        self.unit: Unit = self
+        """What moves the engine on: itself, or what lets several step together."""
+
     def push(self, request: int) -> None:
         """A request arrives, not before what has arrived already and not before `now`.
 
-        An engine with nothing to do begins with `advance`.
+        An engine with nothing to do begins with `advance` of its unit.
         """
         self.inbox.append(request)
+        self.unit.arrives(self)
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engine, as the only one of its unit."""
+        return (self,)
+
+    def arrives(self, engine: Engine) -> None:
+        """A request has come into the inbox: a run of steps ends with the one in which it does."""
+        arrival = self.next_arrival
         if not self._steps:
-            self.end = min(self.end, self.arrival[request])
+            self.end = min(self.end, arrival)
         elif self._decision.open and self._steps > 1 and len(self.inbox) == 1:
-            self._cut(self.arrival[request])
+            steps = self.steps_until(arrival - self.now, self._first, self._grows, self._steps)
+            if steps < self._steps:
+                self._steps = steps
+                self.end = self.now + series(self._first, self._grows, steps)
 
-    def _cut(self, arrival: float) -> None:
-        """End a run of steps with the one in which a request arrives."""
-        steps = self._steps_until(arrival - self.now, self._first, self._grows, self._steps)
-        if steps < self._steps:
-            self._steps = steps
-            self.end = self.now + series(self._first, self._grows, steps)
-
-    def _steps_until(self, gap: float, first: float, grows: float, most: int) -> int:
+    def steps_until(self, gap: float, first: float, grows: float, most: int) -> int:
         """Steps up to the decision that sees what arrives in so many seconds, or `most`."""
-        if not self._ahead:
-            return terms_within(first, grows, gap, most)
-        return min(terms_within(first, grows, gap, most) + 1, most) if gap > 0.0 else 1
+        if gap <= 0.0:
+            return 1
+        steps = terms_within(first, grows, gap, most)
+        return steps + 1 if self._ahead and steps < most else steps
 
     def advance(self, until: float) -> None:
         """Carry out all that ends by then; the batch that is under way then has been decided."""
         while self.end <= until:
-            if self._steps:
-                self._finish()
-            else:
+            if self.end >= self._next_sample:
+                self._sample()
+            if not self._steps:
                 self._seen = self.now = self.end
-            self._begin()
+                self._begin()
+            elif self._stands:
+                self._decode_on(until)
+            else:
+                self._finish()
+                self._begin()
+
+    # ---- for engines that step together ----------------------------------------------------------
+
+    @property
+    def next_arrival(self) -> float:
+        """When the first request in the inbox arrives."""
+        return self.arrival[self.inbox[0]]
+
+    @property
+    def decides_ahead(self) -> bool:
+        """Whether a step is decided when the one before begins."""
+        return self._ahead
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether an arrival could change what the next steps do."""
+        return self._decision.open or not self._steps
+
+    @property
+    def planned(self) -> tuple[int, float, float]:
+        """Steps under way, the length of the first and by how much each one grows."""
+        return self._steps, self._first, self._grows
+
+    def decide(self) -> None:
+        """Decide on the next batch, and how long it would take alone."""
+        self._begin()
+        if not self._steps:
+            self._first = self._grows = 0.0
+        elif self._decision.chunks or self._decision.skipped:
+            self._first, self._grows = self.end - self.now, 0.0
+
+    def keep_pace(self, steps: int, first: float, grows: float, end: float) -> None:
+        """Take as many steps as others, and as long; with nothing to do, wait for them."""
+        if self._steps:
+            self._steps, self._first, self._grows = steps, first, grows
+        self.end = end
+
+    def carry_out(self, end: float, seen: float) -> None:
+        """The step of all has ended; the next decision sees what had arrived by `seen`."""
+        self.end = end
+        if end >= self._next_sample:
+            self._sample()
+        if self._steps:
+            self._finish()
+        self.now, self._seen = end, seen
+
+    # ---- alone -----------------------------------------------------------------------------------
+
+    def _decode_on(self, until: float) -> None:
+        """Carry out the run of steps that only decode, and those behind it that nobody decides on.
+
+        As `_finish` and `_begin` do it, in a single loop: most of what happens is here.
+        """
+        heap, ends, growth, size = self._heap, self._ends, self._growth, self.block_size
+        inbox, arrival, blocks, note = self.inbox, self.arrival, self.blocks, self.gaps.add
+        while True:
+            start, end, steps, n = self.now, self.end, self._steps, self._decoders
+            first, grows = self._first, self._grows
+            if start != self._token_time or self._fresh:
+                self._note_late(start, end, steps, n)
+            else:
+                note((first, first + grows * (steps - 1), steps, n))
+            step = self.step
+            if steps > 1:
+                blocks.free -= self._taken(steps - 1, n)
+            self.step = step = step + steps
+            self.context += n * steps
+            self.now = self._token_time = seen = end
+            if self._ahead:
+                seen = start + (steps - 1) * (first + grows * (steps - 2) * 0.5)
+            self._seen = seen
+            if heap[0][0] <= step:
+                self._end_those_due()
+            n, need = len(ends), growth[step % size]
+            if not n or need > blocks.free or (inbox and arrival[inbox[0]] <= seen):
+                self._begin()
+                return
+            blocks.free -= need
+            self._run(n, FOREVER, True)
+            if self.end > until or self.end >= self._next_sample:
+                return
+
+    # ---- a batch begins --------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Decide on the next batch, and when it ends."""
         inbox, waiting, arrival = self.inbox, self.waiting, self.arrival
-        while inbox and arrival[inbox[0]] <= self._seen:
+        if inbox and arrival[inbox[0]] <= self._seen:
             waiting.append(inbox.popleft())
+            while inbox and arrival[inbox[0]] <= self._seen:
+                waiting.append(inbox.popleft())
+        elif self._stands and self._ends and self.reserve():
+            self._run(len(self._ends), FOREVER, True)
+            return
         if not self.running and not waiting:
             self._steps, self.end = 0, max(self.now, arrival[inbox[0]]) if inbox else math.inf
             return
         self._decision = decision = self.scheduler.schedule(self)
-        self._decoders = n = (len(self._ends) - len(decision.skipped)) if decision.decodes else 0
-        if decision.chunks or decision.skipped:
-            self._steps = 1
-            self.end = self.now + self._seconds(decision, n)
+        chunks, decodes, repeats, open_, skipped, stands = decision
+        n = (len(self._ends) - len(skipped)) if decodes else 0
+        self._stands = stands and not chunks
+        if chunks or skipped:
+            self._steps, self._decoders = 1, n
+            self.end = self.now + self._seconds(chunks, skipped, n)
         elif n:
-            self._run(decision, n)
+            self._run(n, repeats, open_)
         else:
+            self._decoders = 0
             self._steps, self.end = 0, max(self.now, arrival[inbox[0]]) if inbox else math.inf
 
-    def _seconds(self, decision: Decision, n: int) -> float:
+    def _seconds(self, chunks: Sequence[tuple[int, int]], skipped: Sequence[int], n: int) -> float:
         """How long a step with chunks takes."""
-        keys = n
+        keys = 0
         if n:
-            keys += self.context - sum(map(self.done, decision.skipped))
+            keys = n + self.context
+            for request in skipped:
+                keys -= self.done(request)
         tokens, pairs, own = n, keys, keys
-        generated = self.generated
-        for request, more in decision.chunks:
-            past = self.prompt[request] + generated.get(request, 0) - self.left[request] - more
+        prompt, left, generated = self.prompt, self.left, self.generated
+        for request, more in chunks:
+            upto = prompt[request] - left[request]
+            if generated:
+                upto += generated.get(request, 0)
             tokens += more
-            pairs += more * past + more * (more + 1) // 2
-            keys += past + more
-        return self.times.step(tokens, pairs, keys, n + len(decision.chunks), n, own)
+            pairs += more * upto - more * (more - 1) // 2
+            keys += upto
+        return self.times.step(tokens, pairs, keys, n + len(chunks), n, own)
 
-    def _run(self, decision: Decision, n: int) -> None:
+    def _run(self, n: int, repeats: int, open_: bool) -> None:
         """Steps that only decode, up to the first that may be followed by another decision."""
         heap, ends = self._heap, self._ends
-        while ends.get(heap[0][1]) != heap[0][0]:
+        while True:
+            last, request = heap[0]
+            if ends.get(request) == last:
+                break
             heappop(heap)
-        steps, keys = heap[0][0] - self.step, self.context + n
-        if decision.repeats < steps:
-            steps = decision.repeats
+        steps = last - self.step
+        if repeats < steps:
+            steps = repeats
         if n * (steps // self.block_size + 1) > self.blocks.free:
             steps = self._steps_in_memory(steps)
-        first, grows, linear = self.times.line(n, keys)
+        first, grows, linear = self.times.line(n, self.context + n)
         if linear < steps:
             steps = linear
         seconds = steps * (first + grows * (steps - 1) * 0.5)
-        if steps > 1 and decision.open and self.inbox:
-            gap = self.arrival[self.inbox[0]] - self.now
+        now, inbox = self.now, self.inbox
+        if steps > 1 and open_ and inbox and self.unit is self:
+            gap = self.arrival[inbox[0]] - now
             if gap < seconds:
-                steps = self._steps_until(gap, first, grows, steps)
+                steps = self.steps_until(gap, first, grows, steps)
                 seconds = steps * (first + grows * (steps - 1) * 0.5)
-        self._first, self._grows, self._steps = first, grows, steps
-        self.end = self.now + seconds
+        self._decoders, self._first, self._grows, self._steps = n, first, grows, steps
+        self.end = now + seconds
 
     def _steps_in_memory(self, most: int) -> int:
         """Steps for which blocks suffice; those of the first one are taken."""
         free, size = self.blocks.free, self.block_size
         for steps in range(1, most):
-            free -= self._growth[-(self.step + steps) % size]
+            free -= self._growth[(self.step + steps) % size]
             if free < 0:
                 return steps
         return most
 
+    # ---- a batch ends ----------------------------------------------------------------------------
+
     def _finish(self) -> None:
         """Carry out the batch: its tokens are there."""
         start, end, steps, n = self.now, self.end, self._steps, self._decoders
-        if end >= self._next_sample:
-            self._sample()
         self.now = self._seen = end
         if self._ahead:
             self._seen = start
             if steps > 1:
                 self._seen += series(self._first, self._grows, steps - 1)
-        decision = self._decision
+        chunks, _, _, _, skipped, _ = self._decision
         if n:
-            if start != self._token_time or self._fresh or decision.skipped:
+            if start != self._token_time or self._fresh or skipped:
                 self._note_late(start, end, steps, n)
             elif steps == 1:
                 self.gaps.add((end - start, end - start, 1, n))
@@ -195,35 +331,21 @@ class Engine(EngineState):
                 last = self._first + self._grows * (steps - 1)
                 self.gaps.add((self._first, last, steps, n))
             if steps > 1:
-                self._take_growth(steps)
-            self.step += steps
+                self.blocks.free -= self._taken(steps - 1, n)
+            self.step = step = self.step + steps
             self.context += n * steps
             self._token_time = end
-            for request in decision.skipped:
-                self._put_off(request)
-            heap, ends, step = self._heap, self._ends, self.step
-            while heap and heap[0][0] <= step:
-                last, request = heappop(heap)
-                if ends.get(request) == last:
-                    del ends[request]
-                    done = self.prompt[request] + self.output[request] - 1
-                    self.context -= done
-                    self._growth[(done - step) % self.block_size] -= 1
-                    self._complete(request, done)
+            if skipped:
+                for request in skipped:
+                    self._put_off(request)
+            heap = self._heap
+            if heap and heap[0][0] <= step:
+                self._end_those_due()
         elif not self._ends:
             self._token_time = end
-        for request, _ in decision.chunks:
+        for request, _ in chunks:
             if not self.left[request]:
                 self._give_token(request)
-
-    def _take_growth(self, steps: int) -> None:
-        """Take the blocks of the steps behind the first one."""
-        size, growth, step = self.block_size, self._growth, self.step
-        rounds, rest = divmod(steps - 1, size)
-        need = rounds * self._decoders
-        for nth in range(step + 1, step + 1 + rest):
-            need += growth[-nth % size]
-        self.blocks.free -= need
 
     def _note_late(self, start: float, end: float, steps: int, n: int) -> None:
         """Note gaps where some requests got their last tokens before the batch began."""
@@ -242,61 +364,22 @@ class Engine(EngineState):
         skipped = {r: self._fresh.get(r, self._token_time) for r in self._decision.skipped}
         self._fresh = skipped
 
-    def _put_off(self, request: int) -> None:
-        """A decoding request got no token in the step just counted: it ends a step later."""
-        end = self._ends[request]
-        done = self.prompt[request] + self.output[request] - end + self.step - 2
-        self._ends[request] = end + 1
-        heappush(self._heap, (end + 1, request))
-        size = self.block_size
-        self._growth[(done - self.step + 1) % size] -= 1
-        self._growth[(done - self.step) % size] += 1
-
-    def _give_token(self, request: int) -> None:
-        """The prompt of a request is done, and so is its first token; or its next, if preempted."""
-        del self.left[request]
-        tokens = self.tokens(request)
-        got = self.generated.pop(request, 0) + 1
-        last, _ = self._last.pop(request, (self.now, 0))
-        if got == 1:
-            self.records.first[request] = self.now
-        else:
-            self.gaps.add((self.now - last, self.now - last, 1, 1))
-        if got == self.output[request]:
-            self._complete(request, tokens)
-            return
-        self._ends[request] = end = self.step + self.output[request] - got
-        heappush(self._heap, (end, request))
-        self.context += tokens
-        self._growth[(tokens - self.step) % self.block_size] += 1
-        if self._token_time != self.now:
-            self._fresh[request] = self.now
-
-    def _complete(self, request: int, done: int) -> None:
-        """A request has its last token; `done` tokens of it are in the cache."""
-        del self.running[request]
-        keys, ends = self._chain(request)
-        if keys and ends[-1] > self.prompt[request] // self.block_size:
-            self.blocks.extend(request, keys, ends, done // self.block_size)
-        self.blocks.release(request, keys, ends, -(-done // self.block_size))
-        self.records.finish[request] = self.now
-        self.completed.append(request)
-
     def _sample(self) -> None:
-        """Note the state at the moments that lie within the batch."""
-        growth, size = self._growth, self.block_size
+        """Note the state at the moments that lie within the batch, or before it, when idle."""
         used, steps = self.blocks.size - self.blocks.free, 1
+        arrival, noted = self.arrival, self.samples
         while self._next_sample <= self.end:
             at = self._next_sample
             if self._steps > 1:
                 within = terms_within(self._first, self._grows, at - self.now, self._steps)
-                while steps < within:
-                    used += growth[-(self.step + steps) % size]
-                    steps += 1
-            times = map(self.arrival.__getitem__, self.inbox)
-            arrived = sum(1 for _ in takewhile(at.__ge__, times))
-            self.samples.seconds.append(at)
-            self.samples.waiting.append(len(self.waiting) + arrived)
-            self.samples.running.append(len(self.running))
-            self.samples.blocks.append(used)
+                steps = max(steps, within)
+            arrived = 0
+            for request in self.inbox:
+                if arrival[request] > at:
+                    break
+                arrived += 1
+            noted.seconds.append(at)
+            noted.waiting.append(len(self.waiting) + arrived)
+            noted.running.append(len(self.running))
+            noted.blocks.append(used + (self._taken(steps - 1, self._decoders) if steps > 1 else 0))
             self._next_sample += self._sample_every

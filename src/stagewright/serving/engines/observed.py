@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,3 +41,42 @@ class EngineSamples(NamedTuple):
     def none(cls) -> EngineSamples:
         """Nothing yet."""
         return cls(array("d"), array("i"), array("i"), array("i"))
+
+
+def gaps_upto(seconds: float, rows: Float) -> float:
+    """How many times between tokens, of series as rows, are at most so long."""
+    first, last, steps, requests = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3]
+    low, high = np.minimum(first, last), np.maximum(first, last)
+    by = (high - low) / np.maximum(steps - 1, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count = np.floor((seconds - low) / by) + 1
+    count = np.where(high <= seconds, steps, np.where(low > seconds, 0, count))
+    return float((count * requests).sum())
+
+
+def gaps_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[float]:
+    """The least times between tokens that such shares of them do not exceed, of series as rows.
+
+    The search looks only at series that cross the times in question.
+    """
+    total = sum(float(rows[:, 2] @ rows[:, 3]) for rows in parts)
+    smallest = min(float(rows[:, :2].min()) for rows in parts)
+    largest = max(float(rows[:, :2].max()) for rows in parts)
+
+    def quantile(share: float) -> float:
+        least, most, below, crossing = smallest, largest, 0.0, [*parts]
+        while most - least > 1e-9 * most:
+            middle = (least + most) / 2
+            if below + sum(gaps_upto(middle, rows) for rows in crossing) >= share * total:
+                most = middle
+            else:
+                least = middle
+            left: list[Float] = []
+            for rows in crossing:
+                under = (rows[:, 0] <= least) & (rows[:, 1] <= least)
+                below += float(rows[under, 2] @ rows[under, 3])
+                left.append(rows[~under & ((rows[:, 0] <= most) | (rows[:, 1] <= most))])
+            crossing = [np.concatenate(left)] if left else []
+        return most
+
+    return [*map(quantile, shares)]

@@ -7,9 +7,10 @@ and a request that has g of n tokens after step s ends with step s + n - g.
 from __future__ import annotations
 
 from collections import deque
+from heapq import heappop, heappush
 from typing import NamedTuple
 
-from stagewright.serving.engines.blocks import Hit, KvBlocks
+from stagewright.serving.engines.blocks import NO_HIT, Hit, KvBlocks
 from stagewright.serving.engines.observed import EngineSamples, Gaps
 from stagewright.serving.requests import NO_CHAIN, Chain, Records, Workload
 
@@ -43,6 +44,7 @@ class EngineState:
         *("arrival", "block_size", "blocks", "completed", "context", "gaps", "generated", "inbox"),
         *("left", "loading", "now", "output", "prompt", "records", "running", "samples"),
         *("step", "waiting"),
+        *("_cached", "_finish_at", "_first_at", "_scheduled_at"),
     )
 
     def __init__(self, workload: Workload, records: Records, blocks: KvBlocks) -> None:
@@ -50,6 +52,8 @@ class EngineState:
         self.records, self.blocks = records, blocks
         self.block_size = blocks.block_size
         self.prompt, self.output, self.arrival = workload.prompt, workload.output, records.reached
+        self._scheduled_at, self._cached = records.scheduled, records.cached
+        self._first_at, self._finish_at = records.first, records.finish
         self._chains = workload.chains
         self.inbox: deque[int] = deque()
         """Requests that will arrive, in order."""
@@ -70,7 +74,8 @@ class EngineState:
         self.gaps, self.samples = Gaps(), EngineSamples.none()
         self._ends: dict[int, int] = {}  # of decoding requests: the step that gives the last token
         self._heap: list[tuple[int, int]] = []  # the same, with entries that hold no longer
-        self._growth = [0] * self.block_size  # decoding requests by when they need a new block
+        # Decoding requests by the step, modulo a block's tokens, that begins a new block of theirs.
+        self._growth = [0] * self.block_size
         self._token_time = 0.0  # when decoding requests got their last tokens, but for
         self._fresh: dict[int, float] = {}  # these
         # Of preempted requests: when they got their last token, and the tokens that were computed.
@@ -85,7 +90,8 @@ class EngineState:
 
     def tokens(self, request: int) -> int:
         """Tokens of a request that must be computed before its next one: prompt and generated."""
-        return self.prompt[request] + self.generated.get(request, 0)
+        tokens = self.prompt[request]
+        return tokens + self.generated.get(request, 0) if self.generated else tokens
 
     def done(self, request: int) -> int:
         """Tokens of a running request that are computed."""
@@ -138,7 +144,7 @@ class EngineState:
 
     def reserve(self) -> bool:
         """Take the blocks that decoding requests need in the next step, if there are as many."""
-        need = self._growth[-self.step % self.block_size]
+        need = self._growth[self.step % self.block_size]
         blocks = self.blocks
         if need > blocks.free:
             return False
@@ -153,27 +159,34 @@ class EngineState:
         """
         request = self.waiting[0]
         size, blocks = self.block_size, self.blocks
-        keys, ends = self._chain(request)
-        tokens, hit, kept = self.look(request)
-        found = hit.blocks + kept
-        n = tokens - found * size
+        keys, ends = NO_CHAIN if self._chains is None else self._chains[request]
+        again = request in self._last
+        if keys or again:
+            tokens, hit, kept = self.look(request)
+        else:
+            tokens, hit, kept = self.tokens(request), NO_HIT, 0
+        there, n, done = hit.blocks + kept, tokens, 0
+        if there:
+            done = there * size
+            n -= done
         if n > most:
             if not chunked:
                 return 0
             n = most
-        done = found * size + n
-        need = -(-(tokens if whole_prompt else done) // size) - hit.blocks + hit.idle
-        need += blocks.per_request
+        done += n
+        extra = blocks.per_request
+        need = extra - (-(tokens if whole_prompt else done) // size) - hit.blocks + hit.idle
         if need > blocks.free:
             return 0
-        if request in self._last:
+        if again:
             blocks.resume(request, kept)
-        elif self.records.scheduled[request] != self.records.scheduled[request]:
-            self.records.scheduled[request] = self.now
-            self.records.cached[request] = found * size
+        elif self._scheduled_at[request] != self._scheduled_at[request]:
+            self._scheduled_at[request] = self.now
+            if there:
+                self._cached[request] = there * size
         if hit.segments:
             blocks.hold(request, keys, hit)
-        blocks.free -= -(-done // size) - found + blocks.per_request
+        blocks.free -= extra - (-done // size) - there
         if keys:
             blocks.extend(request, keys, ends, done // size)
         self.waiting.popleft()
@@ -183,14 +196,18 @@ class EngineState:
 
     def grow(self, request: int, tokens: int) -> bool:
         """Take blocks for so many tokens of a running request's prompt, if there are as many."""
-        need = self.need(request, tokens)
+        left, size = self.left[request], self.block_size
+        done = self.tokens(request) - left
+        upto = done + tokens
+        need = (-done // size) - (-upto // size)
         if need > self.blocks.free:
             return False
         self.blocks.free -= need
-        self.left[request] -= tokens
-        keys, ends = self._chain(request)
-        if keys:
-            self.blocks.extend(request, keys, ends, self.done(request) // self.block_size)
+        self.left[request] = left - tokens
+        if self._chains is not None:
+            keys, ends = self._chains[request]
+            if keys:
+                self.blocks.extend(request, keys, ends, upto // size)
         return True
 
     def preempt(self, request: int | None = None, *, keep: bool = True) -> int:
@@ -211,7 +228,7 @@ class EngineState:
         else:
             self.generated[request] = self.output[request] - end + self.step
             self.context -= done
-            self._growth[(done - self.step) % self.block_size] -= 1
+            self._growth[(self.step - done) % self.block_size] -= 1
             self._last[request] = (self._fresh.pop(request, self._token_time), done)
         keys, ends = self._chain(request)
         self.blocks.release(request, keys, ends, -(-done // self.block_size))
@@ -222,6 +239,78 @@ class EngineState:
             self.waiting.append(request)
         self.records.preempted[request] += 1
         return request
+
+    # ---- what becomes of requests in a step ------------------------------------------------------
+
+    def _end_those_due(self) -> None:
+        """Complete the requests that have their last tokens with the step just counted."""
+        heap, ends, step = self._heap, self._ends, self.step
+        while heap and heap[0][0] <= step:
+            last, request = heappop(heap)
+            if ends.get(request) == last:
+                del ends[request]
+                done = self.prompt[request] + self.output[request] - 1
+                self.context -= done
+                self._growth[(step - done) % self.block_size] -= 1
+                self._complete(request, done)
+
+    def _taken(self, steps: int, decoders: int) -> int:
+        """Blocks that decoding requests need in so many steps behind the one under way."""
+        size, growth = self.block_size, self._growth
+        need = 0
+        if steps >= size:
+            rounds, steps = divmod(steps, size)
+            need = rounds * decoders
+        begin = (self.step + 1) % size
+        end = begin + steps
+        if end <= size:
+            return need + sum(growth[begin:end])
+        return need + sum(growth[begin:]) + sum(growth[: end - size])
+
+    def _put_off(self, request: int) -> None:
+        """A decoding request got no token in the step just counted: it ends a step later."""
+        end = self._ends[request]
+        done = self.prompt[request] + self.output[request] - end + self.step - 2
+        self._ends[request] = end + 1
+        heappush(self._heap, (end + 1, request))
+        size = self.block_size
+        self._growth[(self.step - done - 1) % size] -= 1
+        self._growth[(self.step - done) % size] += 1
+
+    def _give_token(self, request: int) -> None:
+        """The prompt of a request is done, and so is its first token; or its next, if preempted."""
+        del self.left[request]
+        now, step, tokens, got = self.now, self.step, self.prompt[request], 1
+        if self.generated:
+            got += self.generated.pop(request, 0)
+            tokens += got - 1
+        if request in self._last:
+            last, _ = self._last.pop(request)
+            if got > 1:
+                self.gaps.add((now - last, now - last, 1, 1))
+        if got == 1:
+            self._first_at[request] = now
+        more = self.output[request] - got
+        if not more:
+            self._complete(request, tokens)
+            return
+        self._ends[request] = step + more
+        heappush(self._heap, (step + more, request))
+        self.context += tokens
+        self._growth[(step - tokens) % self.block_size] += 1
+        if self._token_time != now:
+            self._fresh[request] = now
+
+    def _complete(self, request: int, done: int) -> None:
+        """A request has its last token; `done` tokens of it are in the cache."""
+        del self.running[request]
+        size = self.block_size
+        keys, ends = NO_CHAIN if self._chains is None else self._chains[request]
+        if keys and ends[-1] > self.prompt[request] // size:
+            self.blocks.extend(request, keys, ends, done // size)
+        self.blocks.release(request, keys, ends, -(-done // size), again=False)
+        self._finish_at[request] = self.now
+        self.completed.append(request)
 
     def _chain(self, request: int) -> Chain:
         return NO_CHAIN if self._chains is None else self._chains[request]

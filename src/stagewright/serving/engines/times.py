@@ -82,12 +82,15 @@ def terms_within(first: float, grows: float, total: float, most: int) -> int:
     >>> [terms_within(2.0, 1.0, total, most=9) for total in (5.0, 5.1, 99.0)]
     [2, 3, 9]
     """
-    half = first - grows * 0.5
-    root = math.sqrt(half * half + 2.0 * grows * total) if grows > 0.0 else half
-    guess = int(2.0 * total / (half + root))
-    steps = min(max(guess, 1), most)
-    while steps > 1 and series(first, grows, steps - 1) >= total:
+    if grows > 0.0:
+        half = first - grows * 0.5
+        guess = int(2.0 * total / (half + math.sqrt(half * half + 2.0 * grows * total)))
+    else:
+        guess = int(total / first)
+    steps = guess if 1 < guess < most else 1 if guess < most else most
+    grows *= 0.5
+    while steps > 1 and (steps - 1) * (first + grows * (steps - 2)) >= total:
         steps -= 1
-    while steps < most and series(first, grows, steps) < total:
+    while steps < most and steps * (first + grows * (steps - 1)) < total:
         steps += 1
     return steps

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stagewright.serving.engines.engine import FOREVER, Decision, Engine
 
-_ONLY_DECODES = Decision()
+_ONLY_DECODES = Decision(stands=True)
 _FULL = Decision(open=False)
 
 
@@ -43,17 +43,21 @@ class Vllm:
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
-        waiting = engine.waiting
-        if not waiting and not engine.left and engine.reserve():  # most steps
-            return _ONLY_DECODES if len(engine.running) < self.max_num_seqs else _FULL
-        before = len(waiting)
-        if (engine.left and self.long_prefill_token_threshold) or not engine.reserve():
-            chunks, skipped, budget = self._in_order(engine)
-        else:
-            skipped, chunks = list[int](), list[tuple[int, int]]()
+        waiting, left = engine.waiting, engine.left
+        if not (left and self.long_prefill_token_threshold) and engine.reserve():  # most steps
             budget = self.max_num_batched_tokens - engine.decoding
-            if engine.left:
-                budget = self._go_on(engine, budget, chunks)
+            if not left:
+                if not waiting:
+                    return _ONLY_DECODES if len(engine.running) < self.max_num_seqs else _FULL
+                chunks = list[tuple[int, int]]()
+                self._admit(engine, budget, chunks)
+                return Decision(chunks, True, FOREVER, False)
+            before = len(waiting)
+            skipped, chunks = list[int](), list[tuple[int, int]]()
+            budget = self._go_on(engine, budget, chunks)
+        else:
+            before = len(waiting)
+            chunks, skipped, budget = self._in_order(engine)
         preempted = len(waiting) > before
         if waiting and not preempted:
             self._admit(engine, budget, chunks)
@@ -101,18 +105,24 @@ class Vllm:
 
     def _admit(self, engine: Engine, budget: int, chunks: list[tuple[int, int]]) -> None:
         """Admit waiting requests in order."""
-        waiting, running, chunked = engine.waiting, engine.running, self.enable_chunked_prefill
-        while waiting and budget > 0 and len(running) < self.max_num_seqs:
+        waiting, running, threshold = (
+            engine.waiting,
+            engine.running,
+            self.long_prefill_token_threshold,
+        )
+        whole, room = self.scheduler_reserve_full_isl, self.max_num_seqs - len(running)
+        while waiting and budget > 0 and room > 0:
             request = waiting[0]
             more = engine.admit(
-                self._most(budget),
-                whole_prompt=self.scheduler_reserve_full_isl,
-                chunked=chunked or 0 < self.long_prefill_token_threshold <= budget,
+                threshold if 0 < threshold < budget else budget,
+                whole_prompt=whole,
+                chunked=self.enable_chunked_prefill or 0 < threshold <= budget,
             )
             if not more:
                 return
             chunks.append((request, more))
             budget -= more
+            room -= 1
 
     def _most(self, budget: int) -> int:
         """Tokens of a prompt in one step."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import log2
 from operator import mul
 from typing import NamedTuple
 
 from stagewright.model.layers import Reach
 from stagewright.serving.steps.means import mean_sums
 from stagewright.serving.steps.tables import StepTable
-from stagewright.serving.steps.terms import Term
+from stagewright.serving.steps.terms import (
+    COLUMNS,
+    PAIRS,
+    PER_OCTAVE,
+    ROWS,
+    TOKENS,
+    Attention,
+    Term,
+)
 
 
 class PlainWay(NamedTuple):
@@ -38,6 +48,51 @@ class BatchTotals(NamedTuple):
     decoding_keys: float
 
 
+Seconds = Callable[[int, int, int, int, int], float]
+"""Of a step, by tokens, pairs, keys, requests and how many of these decode."""
+
+
+def with_attention(of: Attention, ways: list[PlainWay], head: list[float], drafts: int) -> Seconds:
+    """Seconds of the longest of some ways with attention, for as many tokens as the ways know.
+
+    As `longest` and `Attention.__call__` have it, in a single function: the event loop calls it for
+    every step with prompts.
+    """
+    by_count: dict[float, list[float]] = {}
+    for seconds, counts in ways:
+        known = by_count.get(counts[0])
+        by_count[counts[0]] = seconds if known is None else [*map(max, known, seconds)]
+    (count, seconds), *others = by_count.items()
+    table, least, partly = of.table, of.least, of.partly
+    rows, columns, known = ROWS - 1, COLUMNS - 1, len(head)
+    first_row, first_column = PAIRS[0] * PER_OCTAVE, TOKENS[0] * PER_OCTAVE
+
+    def step_seconds(tokens: int, pairs: int, keys: int, requests: int, decoding: int) -> float:
+        places = keys + requests * partly
+        x = log2(pairs / places) * PER_OCTAVE - first_row
+        y = log2(tokens / places) * PER_OCTAVE - first_column
+        i, j = int(x), int(y)
+        if not 0 <= i <= rows:
+            i = 0 if i < 0 else rows
+        if not 0 <= j <= columns:
+            j = 0 if j < 0 else columns
+        row, after = table[i], table[i + 1]
+        y -= j
+        low, high = row[j], after[j]
+        low += y * (row[j + 1] - low)
+        high += y * (after[j + 1] - high)
+        value = least + places * 2.0 ** (low + (x - i) * (high - low))
+        most = seconds[tokens] + count * value
+        for other_count, other in others:
+            way = other[tokens] + other_count * value
+            if way > most:
+                most = way
+        logits = requests + decoding * drafts
+        return most + (head[logits] if logits < known else entry(head, logits))
+
+    return step_seconds
+
+
 class PlainTable:
     """The table of a step as plain numbers."""
 
@@ -60,10 +115,10 @@ class PlainTable:
             one.ways if len(self.ranks) == 1 and not any(r.kind for r in self.reaches) else []
         )
         """Those of the only rank, where all terms are of attention to everything."""
-        self.single: list[tuple[list[float], float]] = []
-        """The same where there is but one term: seconds by tokens, and how often the term runs."""
-        if len(self.terms) == 1:
-            self.single = [(way.seconds, way.counts[0]) for way in self.ways]
+        self.quick: Seconds | None = None
+        """The seconds of the only rank where its only term is attention to everything: one call."""
+        if self.ways and len(self.terms) == 1 and isinstance(self.terms[0], Attention):
+            self.quick = with_attention(self.terms[0], self.ways, self.head, drafts)
 
     def values(self, sums: BatchTotals) -> list[float]:
         """Seconds of each term."""

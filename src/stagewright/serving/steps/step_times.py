@@ -98,12 +98,11 @@ class StepTimes:
     def line(self, requests: int, keys: int) -> tuple[float, float, int]:
         """Seconds of the next decode step, by how much each further one is longer, and for how many
         steps that holds, the next one included."""
-        pieces = self._pieces.get(requests) or self._made(requests)
-        edges = pieces.edges
+        edges, at_none, per_key = self._pieces.get(requests) or self._made(requests)
         n = bisect_right(edges, keys)
-        slope = pieces.per_key[n]
+        slope = per_key[n]
         steps = -int((keys - edges[n]) // requests) if n < len(edges) else 1 << 60
-        return pieces.at_none[n] + slope * keys, slope * requests, steps
+        return at_none[n] + slope * keys, slope * requests, steps
 
     def decode_run(self, requests: int, keys: int, steps: int) -> float:
         """Seconds of several decode steps of the same requests."""
@@ -145,7 +144,16 @@ class StepTimes:
         """
         if decoding == requests:
             return self.decode(decoding, decoding_keys or keys)
-        found = self._on_gpu(tokens, pairs, keys, requests, decoding, decoding_keys)
+        steps = self._beside if decoding else self._prompts if keys > tokens else self._fresh
+        if steps is not None and steps.quick is not None and tokens <= self.most_tokens:
+            found = steps.quick(tokens, pairs, keys, requests, decoding)
+            if decoding and self._apart:
+                apart = self._one_after_the_other(
+                    tokens, pairs, keys, requests, decoding, decoding_keys
+                )
+                found = min(found, apart)
+        else:
+            found = self._on_gpu(tokens, pairs, keys, requests, decoding, decoding_keys)
         host = self.host
         if host is None:
             return found
@@ -160,14 +168,7 @@ class StepTimes:
         if steps is None:
             return self._one_after_the_other(tokens, pairs, keys, requests, decoding, decoding_keys)
         logits = requests + decoding * (steps.new - 1)
-        if steps.single and tokens <= self.most_tokens:
-            value, found = steps.terms[0](tokens, requests, pairs, keys), 0.0
-            for seconds, count in steps.single:
-                way = seconds[tokens] + count * value
-                if way > found:
-                    found = way
-            found += entry(steps.head, logits)
-        elif steps.ways:
+        if steps.ways:
             values = [term(tokens, requests, pairs, keys) for term in steps.terms]
             found = longest(steps.ways, tokens, values) + entry(steps.head, logits)
         else:

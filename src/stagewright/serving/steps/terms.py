@@ -74,10 +74,10 @@ class Attention:
         x = (log2(pairs / places) - PAIRS[0]) * PER_OCTAVE
         y = (log2(tokens / places) - TOKENS[0]) * PER_OCTAVE
         i, j = int(x), int(y)
-        if not 0 <= i < _ROWS:
-            i = 0 if i < 0 else _ROWS - 1
-        if not 0 <= j < _COLUMNS:
-            j = 0 if j < 0 else _COLUMNS - 1
+        if not 0 <= i < ROWS:
+            i = 0 if i < 0 else ROWS - 1
+        if not 0 <= j < COLUMNS:
+            j = 0 if j < 0 else COLUMNS - 1
         row, after = self.table[i], self.table[i + 1]
         y -= j
         low, high = row[j], after[j]
@@ -86,8 +86,8 @@ class Attention:
         return self.least + places * 2.0 ** (low + (x - i) * (high - low))
 
 
-_ROWS = (PAIRS[1] - PAIRS[0]) * PER_OCTAVE
-_COLUMNS = (TOKENS[1] - TOKENS[0]) * PER_OCTAVE
+ROWS = (PAIRS[1] - PAIRS[0]) * PER_OCTAVE
+COLUMNS = (TOKENS[1] - TOKENS[0]) * PER_OCTAVE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

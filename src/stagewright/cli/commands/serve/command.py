@@ -83,8 +83,6 @@ def _notes(of: Serving) -> list[str]:
         notes.append(
             f"{found.unfinished} requests were never done: the scheduler left them waiting"
         )
-    if of.service.instance.barrier:
-        notes.append("ranks of dp step on their own here, as if all had as many tokens at a time")
     return notes
 
 
