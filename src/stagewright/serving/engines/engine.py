@@ -222,7 +222,7 @@ class Engine(EngineState):
             if heap[0][0] <= step:
                 self._end_those_due()
             n, need = len(ends), growth[step % size]
-            if not n or need > blocks.free or (inbox and arrival[inbox[0]] <= seen):
+            if (inbox and arrival[inbox[0]] <= seen) or not n or need > blocks.free or self.waiting:
                 self._begin()
                 return
             blocks.free -= need
@@ -239,7 +239,7 @@ class Engine(EngineState):
             waiting.append(inbox.popleft())
             while inbox and arrival[inbox[0]] <= self._seen:
                 waiting.append(inbox.popleft())
-        elif self._stands and self._ends and self.reserve():
+        elif self._stands and self._ends and not waiting and self.reserve():
             self._run(len(self._ends), FOREVER, True)
             return
         if not self.running and not waiting:
