@@ -101,6 +101,21 @@ def test_kernels_that_wait_for_transfers_that_free_memory():
     assert np.abs(found).max() < 0.015
 
 
+def test_pipelines_that_are_not_the_slowest_axis_and_parameters_gathered_in_forward():
+    some = ("tp-cp-ep-pp-dp", False), ("cp-ep-dp-tp-pp", False), ("tp-cp-ep-dp-pp", True)
+    rows = [{"order": order, "overlap_param_gather": gathers, "vpp": 2} for order, gathers in some]
+    found = gaps(candidates(rows, model="llama2-7b", layers=12, seq_length=2048, zero=1, tp=4, pp=3,
+                            dp=2, global_batch_size=24))  # fmt: skip
+    assert np.abs(found).max() < 0.005
+
+
+def test_experts_that_get_a_token_once():
+    rows = [{"ep": ep, "dp": 16, "pp": pp} for ep, pp in ((4, 1), (16, 2))]
+    of = candidates(rows, model="qwen3-30b-a3b", layers=4, seq_length=1024, global_batch_size=64)
+    found = gaps(replace(of, base=replace(of.base, execution=Execution(moe_flex_dispatcher=True))))
+    assert np.abs(found).max() < 0.01
+
+
 def test_backwards_in_halves_stages_on_one_rank_and_actions_that_overlap():
     some = ("zb-h1", 1, 2), ("zbv", 2, 1), ("dualpipe", 1, 1), ("dualpipev", 2, 2)
     rows = [

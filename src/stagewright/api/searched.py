@@ -14,8 +14,9 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.executors import Executor
+from stagewright.explore.answer.flags import flags
 from stagewright.explore.answer.objectives import known
-from stagewright.explore.answer.run_file import flags, run_file, write_run_file
+from stagewright.explore.answer.run_file import run_file, write_run_file
 from stagewright.explore.answer.search import TOP, Ranking, Wanted
 from stagewright.explore.answer.search import search as search_candidates
 from stagewright.explore.candidates import Candidates
@@ -24,6 +25,7 @@ from stagewright.explore.exact import Heard
 from stagewright.explore.lots import in_lots
 from stagewright.explore.space.asked import SearchRequest, asked
 from stagewright.explore.space.enumeration import Found
+from stagewright.explore.space.families import DEFAULT
 from stagewright.files import write_text
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
@@ -173,7 +175,8 @@ def search(
     the hardware by name. What is not given is tried by default; dp fills the GPUs. `config`
     replaces the configuration that the model's name stands for; `executor` simulates.
 
-    Five names beside the settings say what is wanted (`explore.answer.search.Wanted`). `objective`:
+    `space` adds to the default space, such as `hsdp,offload` or `full` (`explore.space.families`).
+    Names beside the settings say what is wanted (`explore.answer.search.Wanted`). `objective`:
     `time`, `memory`, `cost`, `energy`, `mfu`, or several, of which the front is the result. The
     best `top` by figures in columns are simulated; of candidates that columns cannot evaluate, the
     `most` promising ones are. `exact` simulates all that might be faster than the best. With
@@ -188,7 +191,7 @@ def search(
     """
     alone = isinstance(hardware, str | Hardware)
     several = ([hardware] if hardware else []) if alone else [*hardware]
-    sample = settings.pop("sample", None)
+    sample, space = settings.pop("sample", None), settings.pop("space", None)
     how = wanted(settings)
     of = asked(
         {"model": os.fspath(model), **settings},
@@ -196,6 +199,7 @@ def search(
         gpus=gpus,
         vary=vary,
         model=config,
+        families=space or DEFAULT,
     )
     return searched(of, how, sample, executor)
 

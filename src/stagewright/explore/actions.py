@@ -313,10 +313,11 @@ def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
     meets = (rows.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
     meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
-    step = np.flatnonzero(tasks.phase[at] == PHASES.index("optimizer"))
     met = np.flatnonzero(meets)
     inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))
     last = int(inside[-1]) + 1
+    # Parameters that were updated may be gathered in front of the first forward.
+    step = last + np.flatnonzero(tasks.phase[at[last:]] == PHASES.index("optimizer"))
     late = last + np.flatnonzero(at[last:] < at[inside].max())  # issued behind all actions
     tail = min([*step[:1].tolist(), *met[:1].tolist(), *late[:1].tolist(), len(at)])
     borders = [tail, *(met + 1).tolist()]

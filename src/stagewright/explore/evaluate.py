@@ -43,6 +43,7 @@ from stagewright.schedule.actions import Order
 from stagewright.schedule.in_flight import enough
 from stagewright.time.columns import Placed
 from stagewright.time.expense.power import watts_per_gpu
+from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
@@ -178,7 +179,7 @@ class _Evaluation:
                 continue
             machine = own.machine(int(mine[0]))
             placed = self.placed.setdefault(machine.tiers, {})
-            timing = MachineTiming(templates, machine, how, placed)
+            timing = MachineTiming(templates, machine, how, placed, self._routed(own, mine, how))
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
                 plan = self._plan(own, int(rows[0]))
@@ -197,6 +198,13 @@ class _Evaluation:
                         mine_at = _PlayedAlike(of.index[some], batch[some], of.candidates[some])
                         table.add(found, _shape(plan), mine_at)
         return left
+
+    def _routed(self, own: Candidates, mine: Int, how: Execution) -> Routed | None:
+        """How a flexible dispatcher of some candidates of one structure sends tokens."""
+        if not how.moe_flex_dispatcher:
+            return None
+        model = self.candidates.model
+        return Routed.of(own.run(int(mine[0])).resolved(model), model)
 
     def _cost(self, own: Candidates, mine: Int, of: Structure, hardware: Hardware) -> None:
         """What does not follow from the time of a step: tokens, FLOPs, memory of the device."""
@@ -307,8 +315,8 @@ def _lots(
         alike = np.array([(plan.played, plan.before) == (played, before) for plan in plans])
         mine = np.flatnonzero(alike[of_row])
         tuples = every.tuples[mine]
-        message, stride = figures.message[tuples], figures.stride[tuples]
-        messages = NeighbourMessages(message, stride, pp, machine)
+        own = figures.message[tuples], figures.stride[tuples], figures.beyond[tuples]
+        messages = NeighbourMessages(*own, pp, machine)
         microbatches, rest = every.microbatches[mine], more[of_row[mine]]
         lot = Lot(figures.responses, tuples, layers, microbatches, rest, messages)
         yield Pipeline(schedule, pp, vpp, group, played, before), _PlacedLot(lot, every.at[mine])
@@ -316,8 +324,6 @@ def _lots(
 
 def _unknown(how: Execution) -> str:
     """Why a way to execute is not computed in columns; empty: it is."""
-    if how.moe_flex_dispatcher:
-        return "moe_flex_dispatcher"
     if how.overlap_moe_expert_parallel_comm:
         return "overlap_moe_expert_parallel_comm"
     if how.overlap_slowdown:

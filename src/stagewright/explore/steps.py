@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Bool, Float, Int
 from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, StepKind
 from stagewright.explore.pipeline import (
     Effect,
@@ -70,6 +70,8 @@ class NeighbourMessages(NamedTuple):
     """Bytes: [configurations]."""
     stride: Int
     """Distance between the ranks of two neighbouring stages: [configurations]."""
+    beyond: Int
+    """Ranks of a stage along axes slower than the pipeline's: [configurations]."""
     pp: int
     machine: Machine
 
@@ -78,14 +80,25 @@ class NeighbourMessages(NamedTuple):
         found = messages_seconds(self.size, 0, self.machine)
         if a == b:
             return 0 * found
-        block, low, stride = 1, min(a, b), self.stride
+        block = 1
         for level, tier in enumerate(self.machine.tiers[:-1], 1):
             block *= tier.size
-            # Some of the ranks of a stage and their peers are on either side of a border.
-            border = (low * stride // block + 1) * block
-            near = border < (low + 2) * stride
-            crosses = near if abs(a - b) == 1 else self.pp * stride > block
+            crosses = self._crosses(min(a, b), max(a, b), block)
             found = np.where(crosses, messages_seconds(self.size, level, self.machine), found)
+        return found
+
+    def _crosses(self, low: int, high: int, block: int) -> Bool:
+        """Whether some of the ranks of two stages are in different blocks: [configurations]."""
+        stride, whole = self.stride, self.pp * self.stride
+        if high > low + 1:
+            return (whole > block) | ((self.beyond > 1) & (block % whole != 0))
+        found = np.zeros(len(stride), dtype=bool)
+        # Where pipelines fill whole blocks, all lie as the first ones do.
+        alike = np.where(whole % block == 0, 1, np.minimum(self.beyond, block))
+        for nth in range(int(alike.max(initial=1))):
+            at = low * stride + nth * whole
+            border = (at // block + 1) * block
+            found |= (border < at + 2 * stride) & (nth < alike)
         return found
 
 

@@ -106,6 +106,18 @@ class Structure:
         return {name: self.column(size) for name, size in axes}
 
     @property
+    def faster(self) -> int:
+        """How many axes of the mesh are faster than the pipeline's."""
+        names = [name for name, _ in self.step.mesh.axes]
+        return names.index("pp") if "pp" in names else len(names)
+
+    @property
+    def stride(self) -> Int:
+        """Distance between the ranks of two neighbouring stages of a pipeline: [tuples]."""
+        faster = [*self.mesh.values()][: self.faster]
+        return np.prod(np.stack([np.ones(len(self), dtype=np.int64), *faster]), axis=0)
+
+    @property
     def ranks_of_stage(self) -> Int:
         """Ranks that hold a stage of a pipeline, along all other axes of the mesh: [tuples]."""
         return np.prod(np.stack([*self.mesh.values()]), axis=0)

@@ -18,6 +18,7 @@ from stagewright.run.requests import allowance_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.columns import Columns, Known, MeshColumns, Placed
+from stagewright.time.experts.dispatch import Routed
 from stagewright.time.network import Machine
 from stagewright.time.simulate.launches import ASYNCHRONOUS, HostWork, host_work
 
@@ -31,6 +32,8 @@ class TemplateFigures(NamedTuple):
     """Bytes of a message between neighbouring stages: [tuples]."""
     stride: Int
     """Distance between the ranks of two neighbouring stages: [tuples]."""
+    beyond: Int
+    """Ranks of a stage along axes slower than the pipeline's: [tuples]."""
 
     @classmethod
     def concatenated(cls, parts: list[TemplateFigures]) -> TemplateFigures:
@@ -42,6 +45,7 @@ class TemplateFigures(NamedTuple):
             Peaks.concatenated([of.peaks for of in parts]),
             np.concatenate([of.message for of in parts]),
             np.concatenate([of.stride for of in parts]),
+            np.concatenate([of.beyond for of in parts]),
         )
 
 
@@ -66,10 +70,17 @@ class MachineTiming:
     """A structure's templates on one machine."""
 
     def __init__(
-        self, templates: Templates, machine: Machine, how: Execution, placed: Placed
+        self,
+        templates: Templates,
+        machine: Machine,
+        how: Execution,
+        placed: Placed,
+        routed: Routed | None = None,
     ) -> None:
-        """`placed`: where groups lie on the machine, as far as structures have asked."""
+        """`placed`: where groups lie on the machine, as far as structures have asked; `routed`: how
+        a flexible dispatcher sends tokens."""
         self.templates, self.machine, self.how, self.placed = templates, machine, how, placed
+        self.routed = routed
         self.of = templates.of
         self.durations = Known.none()
         self._known: dict[tuple[Kind, bool, bool], TemplateFigures] = {}
@@ -93,8 +104,10 @@ class MachineTiming:
                 for seconds, work in zip(self._rows(of, made), hosts, strict=True)
             ]
             found = responses(made, timed, self.how)
-            stride = self.of.ranks_of_stage
-            self._figures[key] = TemplateFigures(found, peaks, self._message(made.base), stride)
+            stride = self.of.stride
+            beyond = self.of.ranks_of_stage // stride
+            message = self._message(made.base)
+            self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
         return self._figures[key]
 
     def _hosts(self, of: StructureTemplate, assembly: Assembly, run: Run) -> list[HostWork] | None:
@@ -110,10 +123,14 @@ class MachineTiming:
         return self._times[kind]
 
     def _timed(self, assembly: Assembly) -> list[tuple[Float, Float]]:
-        columns = Columns(assembly.kernels, len(self.of), self.machine.hardware, self.durations)
+        columns = Columns(
+            assembly.kernels, len(self.of), self.machine.hardware, self.durations, self.routed
+        )
         # All configurations here have as many ranks as the machine.
         pp = np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
-        meshes = MeshColumns(assembly.program, self.of.mesh, pp, self.machine, self.placed)
+        meshes = MeshColumns(
+            assembly.program, self.of.mesh, pp, self.machine, self.placed, self.of.faster
+        )
         found: list[tuple[Float, Float]] = []
         for rank in assembly.ranks:
             seconds = columns.of_rows(rank.of.tasks, rank.kernel, meshes)

@@ -26,8 +26,10 @@ from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collectives_seconds, messages_seconds
 from stagewright.time.cost import Kernels, kernels_seconds
 from stagewright.time.expense.power import kernels_energy, peak_rate, tiled
+from stagewright.time.experts.dispatch import Routed, dispatches_seconds
 from stagewright.time.experts.kernels import (
     Added,
+    among_experts,
     biasing,
     copying,
     slots_of_tokens,
@@ -57,9 +59,9 @@ class Alike(NamedTuple):
     placements: list[Placement]
 
 
-PlacedKey: TypeAlias = tuple[Communicator, tuple[str, ...], tuple[int, ...]]
+PlacedKey: TypeAlias = tuple[Communicator, tuple[tuple[str, int], ...]]
 Placed: TypeAlias = dict[PlacedKey, "list[Placement]"]
-"""Where groups lie, by communicator, mesh axes and their sizes."""
+"""Where groups lie, by communicator, and mesh axes with their sizes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +71,14 @@ class MeshColumns:
     program: Program
     """Its communicators, peers, and the names of mesh axes are those of all configurations."""
     sizes: Mapping[str, Int]
-    """By axis, fastest first, but for the pipeline's, the slowest: [tuples]."""
+    """By axis, fastest first, but for the pipeline's: [tuples]."""
     pipeline: Int
     """Ranks of the pipeline: [tuples]."""
     machine: Machine
     known: Placed = field(default_factory=dict[PlacedKey, "list[Placement]"])
     """Placements on the machine that other structures have asked for."""
+    faster: int | None = None
+    """How many axes are faster than the pipeline's; None: all."""
 
     @cached_property
     def _distinct(self) -> tuple[Int, Int]:
@@ -104,15 +108,18 @@ class MeshColumns:
         ]
 
     def _placements(self, who: Communicator, sizes: tuple[int, ...]) -> list[Placement]:
-        names = (*self.sizes, "pp")
-        key = who, names, sizes
+        axes = [*zip(self.sizes, sizes, strict=False)]
+        at = len(axes) if self.faster is None else self.faster
+        axes.insert(at, ("pp", sizes[-1]))
+        key = who, tuple(axes)
         if key in self.known:
             return self.known[key]
-        mesh = Mesh(tuple(zip(names, sizes, strict=True)), (), mirror=self.program.mesh.mirror)
+        mesh = Mesh(tuple(axes), (), mirror=self.program.mesh.mirror)
         only = None if who.only is None else tuple(sorted({0, sizes[-1] - 1}))
         groups = _Groups(mesh, (Communicator(who.axes, only),), ())
         # Where the groups of the first stage lie, those of others lie: a stage fills whole nodes.
-        inside = groups.group_count(0) // (1 if "pp" in who.axes else sizes[-1])
+        several = "pp" not in who.axes and at == len(axes) - 1
+        inside = groups.group_count(0) // (sizes[-1] if several else 1)
         members = groups.members(0, np.arange(max(inside, 1), dtype=np.int64))
         if members.shape[1] < 2:
             found = [Placement(1, (1,) * len(self.machine.tiers), (1,) * len(self.machine.tiers))]
@@ -152,6 +159,8 @@ class Columns:
     hardware: Hardware
     known: Known = field(default_factory=Known.none)
     """Of other programs of the same structure on this hardware."""
+    routed: Routed | None = None
+    """A token is sent once to each rank that has experts for it (`experts.dispatch`)."""
 
     @cached_property
     def numbers(self) -> tuple[Float, Float, Float]:
@@ -213,7 +222,8 @@ class Columns:
         seconds[weighed_within(tasks)] = 0.0
         if trains(tasks):
             self._add(seconds, kernel, *biasing(tasks, self.hardware))
-            self._add_copying(seconds, tasks, kernel, meshes)
+            if not self.routed:
+                self._add_copying(seconds, tasks, kernel, meshes)
         self._collectives(seconds, tasks, kernel, meshes)
         self._messages(seconds, tasks, kernel, meshes)
         copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
@@ -341,6 +351,8 @@ class Columns:
         moves = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
         keys = np.stack([tasks.slot[moves], tasks.collective[moves]]).astype(np.int64)
         pairs: list[list[int]] = np.unique(keys, axis=1).T.tolist()
+        exchanged = kernel[moves[keys[1] == COLLECTIVES.index("all_to_all")]]
+        most = self.numbers[2][exchanged].max(axis=0, initial=0.0)
         for slot, op in pairs:
             rows = moves[(keys[0] == slot) & (keys[1] == op)]
             mine, back = np.unique(kernel[rows], return_inverse=True)
@@ -349,7 +361,13 @@ class Columns:
             asked = [(self.kernels[n], who) for n in numbers]
             new = [nth for nth, key in enumerate(asked) if key not in self.known.moved]
             if new:
-                took = self._among(COLLECTIVES[op], self.numbers[2][mine[new]], who, meshes)
+                sizes = self.numbers[2][mine[new]]
+                of_tokens = COLLECTIVES[op] == "all_to_all" and among_experts(meshes.program, slot)
+                if self.routed and of_tokens:
+                    took = self._dispatched(self.routed, sizes, who, meshes)
+                    took[16 * sizes <= most] = 0.0  # gates, which are sent with the tokens
+                else:
+                    took = self._among(COLLECTIVES[op], sizes, who, meshes)
                 self.known.moved.update(zip([asked[nth] for nth in new], took, strict=True))
             seconds[rows] = np.stack([self.known.moved[key] for key in asked])[back.ravel()]
 
@@ -359,6 +377,17 @@ class Columns:
         for tuples, places in meshes.groups_of(who):
             for place in places:
                 found = collectives_seconds(op, sizes[:, tuples], place, meshes.machine)
+                took[:, tuples] = np.maximum(took[:, tuples], found)
+        return took
+
+    def _dispatched(
+        self, routed: Routed, sizes: Float, who: Communicator, meshes: MeshColumns
+    ) -> Float:
+        """Seconds of dispatches of some sizes [dispatches, configurations]."""
+        took = np.zeros_like(sizes)
+        for tuples, places in meshes.groups_of(who):
+            for place in places:
+                found = dispatches_seconds(sizes[:, tuples], place, meshes.machine, routed)
                 took[:, tuples] = np.maximum(took[:, tuples], found)
         return took
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stagewright.explore.answer.run_file import flags
+from stagewright.explore.answer.flags import flags
 from stagewright.explore.candidates import Candidates, Column
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
@@ -24,17 +24,18 @@ MEGATRON = frozenset({
 """Of the parser of Megatron-LM d98e8a64, whose options of parallelism, recomputation and overlap
 these are (megatron/training/arguments.py and the configurations that it makes options of)."""
 TORCHTITAN = frozenset({
-    "--activation_checkpoint.mode", "--parallelism.context_parallel_degree",
-    "--parallelism.data_parallel_shard_degree", "--parallelism.enable_async_tensor_parallel",
-    "--parallelism.expert_parallel_degree", "--parallelism.pipeline_parallel_degree",
+    "--compile.enable", "--parallelism.context_parallel_degree",
+    "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree",
+    "--compile.enable_async_tensor_parallel", "--parallelism.expert_parallel_degree",
+    "--parallelism.fsdp_reshard_after_forward", "--parallelism.no-enable-sequence-parallel",
+    "--parallelism.num_pp_microbatches", "--parallelism.pipeline_parallel_degree",
     "--parallelism.pipeline_parallel_first_stage_less_layers",
     "--parallelism.pipeline_parallel_last_stage_less_layers",
-    "--parallelism.pipeline_parallel_microbatch_size", "--parallelism.pipeline_parallel_schedule",
-    "--parallelism.tensor_parallel_degree", "--training.dtype", "--training.global_batch_size",
-    "--training.seq_len",
+    "--parallelism.pipeline_parallel_layers_per_stage", "--parallelism.pipeline_parallel_schedule",
+    "--parallelism.tensor_parallel_degree", "--training.dtype", "--training.max_context_length",
+    "--training.num_tokens_per_microbatch_per_dp_rank", "--training.num_tokens_per_train_step",
 })  # fmt: skip
-"""Of torchtitan's JobConfig at 000204a4 (torchtitan/config/job_config.py); less layers on the first
-and the last stage, and a data type, since then (torchtitan/config/configs.py at b5bcd76c)."""
+"""Of torchtitan's `Trainer.Config` at b5bcd76c (torchtitan/config/configs.py)."""
 
 
 def lines(tool, how=None, **settings):
@@ -73,8 +74,30 @@ def test_what_megatron_has_no_flag_for_is_said():
     assert "# dp_shard=4 has no flag" in lines("megatron", dp=8, zero=1, dp_shard=4)
 
 
+def test_uneven_stages_are_a_layout_of_megatron():
+    found = lines("megatron", pp=2, vpp=2, layers_per_stage=(7, 9, 9, 7))
+    assert "--pipeline-model-parallel-layout Et*7|t*9|t*9|t*7L" in found
+    assert not any("virtual" in line for line in found)
+    assert lines("megatron", pp=2, first_stage_less_layers=1) == [
+        "--pipeline-model-parallel-size 2", "--account-for-embedding-in-pipeline-split"
+    ]  # fmt: skip
+
+
 def test_torchtitan_knows_every_flag():
-    settings = {**EVERYTHING, "recompute": "full", "framework": "torchtitan", "zero": 3}
-    found = [line for line in lines("torchtitan", **settings) if line[0] != "#"]
-    names = {word for line in found for word in line.split() if word.startswith("--")}
-    assert names <= TORCHTITAN
+    settings = {**EVERYTHING, "framework": "torchtitan", "etp": 1, "recompute": "full", "zero": 3}
+    found = lines("torchtitan", Execution(tp_comm_overlap=True), **settings, dp_shard=4)
+    known = {line.split()[0]: line.split()[-1] for line in found if line.startswith("--")}
+    assert known.keys() <= TORCHTITAN
+    assert found[-1] == "activation-checkpoint:full"
+    words = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "num_pp_microbatches")
+    assert [known[f"--parallelism.{word}"] for word in words] == ["2", "4", "32"]
+    assert known["--training.num_tokens_per_microbatch_per_dp_rank"] == str(2 * 8192)
+    assert known["--training.num_tokens_per_train_step"] == str(512 * 8192)
+    assert "# cp_comm_type=a2a has no flag" in found
+
+
+def test_torchtitan_replicates_without_zero():
+    found = lines("torchtitan", tp=2, dp=4, framework="torchtitan", zero=0)
+    assert "--parallelism.data_parallel_replicate_degree 4" in found
+    assert "--parallelism.no-enable-sequence-parallel" in found
+    assert "# zero=1 has no flag" in lines("torchtitan", dp=4, framework="torchtitan", zero=1)

@@ -7,6 +7,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.explore.space.defaults import default_axes, policies
+from stagewright.explore.space.families import axes_of, words
 from stagewright.explore.space.listed import values_of
 from stagewright.explore.space.space import Space
 from stagewright.explore.space.systems import Fleet, varied
@@ -155,3 +156,34 @@ def test_figures_that_no_hardware_has():
         varied(H100, {"memory_gb": "-1"})
     with pytest.raises(UserError, match="wanted a whole number"):
         varied(H100, {"scale_up.gpus": "8.5"})
+
+
+def test_orders_that_number_ranks_alike_are_tried_once():
+    orders = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "cp-tp-ep-dp-pp", "ep-dp-tp-cp-pp")
+    found = space({"tp": (1, 2), "pp": (1, 2), "order": orders}).candidates()
+    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    assert [(run.tp, run.pp, run.order) for run in runs] == [
+        (1, 1, orders[0]),
+        (2, 1, orders[0]), (2, 1, orders[3]),
+        (1, 2, orders[0]), (1, 2, orders[1]),
+        (2, 2, orders[0]), (2, 2, orders[1]), (2, 2, orders[3]),
+    ]  # fmt: skip
+    assert found.combinations == len(runs) + sum(each.count for each in found.removed)
+
+
+def test_families_add_settings_and_copies_of_sharded_states_fill_domains():
+    base = Run(model="gpt2", global_batch_size=64)
+    added = axes_of(words("hsdp,stages"), base, model_of("gpt2"), [Fleet(H100, 32)])
+    assert added["first_stage_less_layers"] == (0, 1)
+    of = Experiment(base, ClusterSection(), Execution())
+    axes = {"tp": (1, 2), "zero": (0, 3), "dp_shard": added["dp_shard"]}
+    found = Space.of(of, [Fleet(H100, 32)], axes, policies=policies({"zero"})).candidates()
+    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    assert {(run.tp, run.zero, run.dp_shard) for run in runs} == {
+        (1, 0, None), (1, 3, None), (1, 3, 8), (1, 3, 16),
+        (2, 0, None), (2, 3, None), (2, 3, 4), (2, 3, 8),
+    }  # fmt: skip
+    with pytest.raises(UserError, match="did you mean 'offload'"):
+        words("ofload")
+    with pytest.raises(UserError, match="of training, got mode=decode"):
+        axes_of(words("full"), Run(model="gpt2", mode="decode"), model_of("gpt2"), [])

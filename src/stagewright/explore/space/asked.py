@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from stagewright.errors import UserError
 from stagewright.explore.space.defaults import default_axes, default_batch, policies, without_idle
+from stagewright.explore.space.families import DEFAULT, axes_of, words
 from stagewright.explore.space.listed import is_listed, values_of
 from stagewright.explore.space.space import Space
 from stagewright.explore.space.systems import Fleet, varied
@@ -37,12 +38,14 @@ def asked(
     gpus: object = None,
     vary: Mapping[str, Any] | None = None,
     model: ModelConfig | None = None,
+    families: str = DEFAULT,
 ) -> SearchRequest:
     """The space that settings ask for; any of them may be a list or a range (`listed`).
 
     `settings` go before those of the run file at `path`. `gpus` is a number of GPUs, or several;
     without it the setting `nodes` counts. `vary` has lists of settings and of figures of hardware
-    by name. What is not given is tried by default (`defaults`). Raises UserError.
+    by name. What is not given is tried by default (`defaults`), and what `families` add to that.
+    Raises UserError.
     """
     values = {} if path is None else read_settings(path)
     if is_manifest(values):
@@ -77,7 +80,8 @@ def asked(
     if "dp" in known and "dp" not in axes:
         axes["dp"] = (base.run.dp,)
     of_model = model or resolve_model(base.run.model, base.run.as_family or "")
-    return _completed(base, of_model, fleets, axes, {name for name in known if name})
+    names = {name for name in known if name}
+    return _completed(base, of_model, fleets, axes, names, words(families))
 
 
 def _without_lists(values: Mapping[str, Any], axes: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -123,6 +127,7 @@ def _completed(
     fleets: Sequence[Fleet],
     axes: dict[str, tuple[Any, ...]],
     known: set[str],
+    families: Sequence[str],
 ) -> SearchRequest:
     """The space with what is tried by default, and with a batch."""
     run, notes = base.run, list[str]()
@@ -136,7 +141,8 @@ def _completed(
         notes.append(
             f"global_batch_size={batch} ({tokens:,} tokens) is assumed; give --global-batch-size"
         )
-    tried = {n: v for n, v in default_axes(run, of, fleets).items() if n not in known}
+    every = default_axes(run, of, fleets) | axes_of(families, run, of, fleets)
+    tried = {n: v for n, v in every.items() if n not in known}
     degrees = {name: (getattr(run, name),) for name in ("tp", "cp", "pp") if name in known}
     idle = without_idle(tried, {**tried, **degrees, **axes})
     axes |= {name: tuple(values) for name, values in tried.items() if name not in idle}

@@ -1,7 +1,8 @@
 """The space of a search where a setting is not given: values that are tried by default.
 
 Training searches degrees, microbatches, schedules, ZeRO stages, sequence parallelism, kinds of
-context parallelism and recomputation; inference the degrees. All else is what the run says.
+context parallelism, recomputation and the dispatcher of experts; inference the degrees. More is
+added by `families`; all else is what the run says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from stagewright.errors import UserError
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.space.constraints import Constraint
+from stagewright.explore.space.families import whole_domains
 from stagewright.explore.space.systems import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
@@ -24,6 +26,9 @@ TOKENS_PER_GPU = 1024
 TOKENS_OF_RANK = 4096
 """By default context parallelism leaves a rank no fewer tokens of a sequence."""
 MOST_MICRO_BATCH = 16
+FINE_GRAINED = 4
+"""Experts of a token from which on sending it once to each rank is tried by default: Megatron-LM's
+recipes do so for DeepSeek-V3 and Qwen3 (8 experts), not for Mixtral (2)."""
 MOST_CHUNKS = 8
 """Virtual stages of a rank that are tried whether they divide the layers or not."""
 
@@ -80,6 +85,8 @@ def default_axes(run: Run, model: ModelConfig, fleets: Iterable[Fleet]) -> dict[
     axes["sequence_parallel"] = (False, True)
     axes["cp_comm_type"] = (run.cp_comm_type, "p2p", "all_gather", "a2a")
     axes["recompute"] = ("none", "selective", "full")
+    if model.top_k >= FINE_GRAINED and run.moe_token_dispatcher_type == "alltoall":
+        axes["moe_flex_dispatcher"] = (False, True)
     return axes
 
 
@@ -101,11 +108,14 @@ def without_idle(axes: Collection[str], values: Mapping[str, Sequence[Any]]) -> 
     return {name for degree in single for name in _TOGETHER[degree] if name in axes}
 
 
-def policies(given: Iterable[str]) -> list[Constraint]:
+def policies(given: Collection[str]) -> list[Constraint]:
     """Constraints of the space by default, where the settings are not `given`."""
-    if "etp" in given:
-        return []
-    return [Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp)]
+    found: list[Constraint] = []
+    if "etp" not in given:
+        found.append(Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp))
+    if "dp_shard" not in given:
+        found.append(whole_domains())
+    return found
 
 
 def _check_etp(rows: Candidates, row: int) -> None:

@@ -205,11 +205,35 @@ class Enumeration:
         again = np.zeros(len(rows), dtype=bool)
         where = np.flatnonzero(idle)
         again[where[1:]] = parents[where[1:]] == parents[where[:-1]]
+        if name == "order":
+            again |= self._of_same_order(rows, parents)
         if not again.any():
             return rows
         example = f"{rows.run(int(np.argmax(again))).describe()}: the same as without {name}"
         self._note(f"{name} changes something", int(again.sum()), example)
         return rows.take(~again)
+
+    def _of_same_order(self, rows: Candidates, parents: Int) -> Bool:
+        """Which orders only move axes of one rank, and number ranks as another one does."""
+        late = self.axes.keys() - rows.columns.keys()
+        degrees = {axis: rows.numbers(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
+        split = {axis: of | (axis in late) for axis, of in degrees.items()}
+        axes = [value.split("-") for value in rows.column("order").values]
+        column = rows.column("order").codes
+        known: dict[tuple[str, ...], int] = {}
+        number = np.zeros(len(rows), dtype=np.int64)
+        pattern = sum(flag.astype(np.int64) << nth for nth, flag in enumerate(split.values()))
+        for bits in np.unique(pattern).tolist():
+            there = {axis for nth, axis in enumerate(split) if bits >> nth & 1}
+            of_value = [
+                known.setdefault(tuple(axis for axis in order if axis in there), len(known))
+                for order in axes
+            ]
+            mine = pattern == bits
+            number[mine] = np.array(of_value)[column[mine]]
+        again = np.ones(len(rows), dtype=bool)
+        again[np.unique(parents * len(known) + number, return_index=True)[1]] = False
+        return again
 
     def _thinned(self, rows: Candidates, share: float) -> Candidates:
         """Candidates drawn at random, each with the same probability."""

@@ -256,12 +256,14 @@ class TimedBatches:
     def _rows(self, sums: BatchSums, made: Assembly) -> list[RankColumns]:
         program, run, machine = made.program, self.step.run, self.machine
         columns = Columns(made.kernels, len(sums), machine.hardware)
-        axes = [(name, size) for name, size in self.step.mesh.axes if name != "pp"]
+        axes = dict(self.step.mesh.axes)
+        names = [*axes]
         meshes = MeshColumns(
             program,
-            {name: np.full(len(sums), size, dtype=np.int64) for name, size in axes},
+            {n: np.full(len(sums), axes[n], dtype=np.int64) for n in names if n != "pp"},
             np.full(len(sums), run.pp, dtype=np.int64),
             machine,
+            faster=names.index("pp") if "pp" in axes else None,
         )
         hosts = host_work(program, run, self.how, machine.hardware)
         in_engine = InEngine(run, self.step.model, self.how.serving_engine, machine.hardware)

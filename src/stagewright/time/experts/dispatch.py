@@ -20,6 +20,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from stagewright.arrays import Float
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
@@ -118,17 +120,25 @@ def dispatch_seconds(local_bytes: int, group: Placement, machine: Machine, route
     One copy of a token goes to each node and is forwarded there, overlapped. `local_bytes` count
     one copy for each of the token's experts.
     """
-    if group.ranks < 2 or local_bytes == 0:
-        return 0.0
+    return float(dispatches_seconds(np.array([float(local_bytes)]), group, machine, routed)[0])
+
+
+def dispatches_seconds(
+    local_bytes: Float, group: Placement, machine: Machine, routed: Routed
+) -> Float:
+    """Seconds of dispatches of different sizes, as `dispatch_seconds` has one of them."""
+    if group.ranks < 2:
+        return np.zeros_like(local_bytes)
     uses = tiers_used(group, machine)
     links = machine.tiers[0]
     if routed.low_latency:
-        sent = (_straight(local_bytes, use, inside=use.tier is links) for use in uses)
-        return LOW_LATENCY_START_US * 1e-6 + max(sent)
-    # Such kernels send by themselves, without NCCL's protocols.
-    start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
-    sent = (_once(local_bytes, use, routed, inside=use.tier is links) for use in uses)
-    return start * 1e-6 + max(sent)
+        sent = [_straight(local_bytes, use, inside=use.tier is links) for use in uses]
+        start = LOW_LATENCY_START_US
+    else:
+        # Such kernels send by themselves, without NCCL's protocols.
+        start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
+        sent = [_once(local_bytes, use, routed, inside=use.tier is links) for use in uses]
+    return np.where(local_bytes > 0, start * 1e-6 + np.max(sent, axis=0), 0.0)
 
 
 def slowed_beside(kernels: Float, dispatching: Float, on: Hardware) -> Float:
@@ -139,7 +149,7 @@ def slowed_beside(kernels: Float, dispatching: Float, on: Hardware) -> Float:
     return kernels * (1 + lost / kernels.sum())
 
 
-def _once(local_bytes: int, use: TierUse, routed: Routed, *, inside: bool) -> float:
+def _once(local_bytes: Float, use: TierUse, routed: Routed, *, inside: bool) -> Float:
     """Seconds to send a copy of each token to each block below a tier that has experts for it."""
     copies = destinations(routed, use.ranks // use.below)
     if not inside:
@@ -148,7 +158,7 @@ def _once(local_bytes: int, use: TierUse, routed: Routed, *, inside: bool) -> fl
     return local_bytes / routed.top_k * copies * detour(use) / rate
 
 
-def _straight(local_bytes: int, use: TierUse, *, inside: bool) -> float:
+def _straight(local_bytes: Float, use: TierUse, *, inside: bool) -> Float:
     """Seconds to send every copy straight to its expert."""
     away = local_bytes * (use.ranks - use.below) / use.ranks
     rate = _rate(use) * (LOW_LATENCY_LINKS if inside else LOW_LATENCY_NETWORK)

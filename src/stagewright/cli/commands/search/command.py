@@ -104,12 +104,13 @@ def _request(model: str | None, config: str | None, settings: dict[str, Any]) ->
     from stagewright.explore.space.asked import asked
 
     vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
+    families = settings.pop("space")
     texts = settings.pop("hardware") or ()
     hardware = [name for text in texts for name in str(text).split(",") if name]
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
-    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary)
+    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary, families=families)
 
 
 def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:

@@ -38,6 +38,13 @@ OPTIONS = (
         "memory.gb=80:288:8; may be repeated.",
     ),
     click.option(
+        "--space",
+        metavar="LIST",
+        default="default",
+        help="Tried beyond the default: hsdp, offload, placement, stages, overlap, recompute, "
+        "schedules; full is all of these.",
+    ),
+    click.option(
         "--objective",
         metavar="NAME",
         multiple=True,
