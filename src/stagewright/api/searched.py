@@ -106,7 +106,8 @@ class Search:
                 {"wanted": each.why, "count": each.count, "example": each.example}
                 for each in self.found.removed
             ],
-            "evaluated": len(self.ranking.rows) - self.ranking.unseen,
+            "evaluated": self.ranking.evaluated,
+            "bounded_out": self.ranking.bounded_out,
             "simulated": self.ranking.simulated,
             "objectives": list(self.ranking.how.objectives),
             "proven": self.ranking.proven,
@@ -121,7 +122,7 @@ class Search:
         alone = replace(
             of, rows=of.rows.take(rows), figures=of.figures.take(rows),
             columns=of.columns.take(rows), bounds=of.bounds[rows], best=np.arange(len(rows)),
-            left=(), refused={},
+            left=(), bounded=(), refused={},
         )  # fmt: skip
         runs = [of.rows.run(row).describe() for row in rows.tolist()]
         every = tables.every(alone).rows
@@ -180,7 +181,8 @@ def search(
     `time`, `memory`, `cost`, `energy`, `mfu`, or several, of which the front is the result. The
     best `top` by figures in columns are simulated; of candidates that columns cannot evaluate, the
     `most` promising ones are. `exact` simulates all that might be faster than the best. With
-    `allow_oom` candidates count that do not fit. And `sample`: so many candidates, drawn at
+    `allow_oom` candidates count that do not fit. Without `bounded`, candidates are evaluated, too,
+    that cannot be among the best by their lower bounds. And `sample`: so many candidates, drawn at
     random. Raises `UserError` for a space that is empty or too large, and where nothing fits.
 
     >>> import stagewright as sw
@@ -215,6 +217,7 @@ def wanted(settings: dict[str, Any]) -> Wanted:
         settings.pop("most", None),
         settings.pop("exact", False),
         settings.pop("allow_oom", False),
+        settings.pop("bounded", True),
     )
 
 

@@ -64,6 +64,10 @@ class Evaluated(NamedTuple):
 
     figures: Figures
     left: Sequence[LeftOut]
+    bounds: Float | None = None
+    """Seconds that candidates take at least, where they were asked for: [candidates]."""
+    bounded: Sequence[LeftOut] = ()
+    """Candidates whose figures nobody needs, since they cannot be among the best."""
 
 
 def evaluate(candidates: Candidates) -> Evaluated:
@@ -96,7 +100,7 @@ class _PlayedAlike(NamedTuple):
     """Their numbers among all candidates."""
 
 
-class _PipelineShape(NamedTuple):
+class PipelineShape(NamedTuple):
     """A pipeline, whatever its microbatches."""
 
     schedule: str
@@ -115,9 +119,9 @@ class _JoinedTemplates:
         self.begin: dict[int, int] = {}
         self.parts: list[TemplateFigures] = []
         self.count = 0
-        self.batches: dict[_PipelineShape, list[_PlayedAlike]] = {}
+        self.batches: dict[PipelineShape, list[_PlayedAlike]] = {}
 
-    def add(self, of: TemplateFigures, shape: _PipelineShape, batch: _PlayedAlike) -> None:
+    def add(self, of: TemplateFigures, shape: PipelineShape, batch: _PlayedAlike) -> None:
         """Candidates whose tuples are those of `of`."""
         if id(of) not in self.begin:
             self.begin[id(of)] = self.count
@@ -128,7 +132,7 @@ class _JoinedTemplates:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _StagePlan:
+class StagePlan:
     """The blocks of a pipeline: which stage holds what."""
 
     run: Run
@@ -145,7 +149,7 @@ class _Evaluation:
     candidates: Candidates
     tables: dict[object, _JoinedTemplates] = field(default_factory=dict[object, _JoinedTemplates])
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
-    plans: dict[object, _StagePlan] = field(default_factory=dict[object, _StagePlan])
+    plans: dict[object, StagePlan] = field(default_factory=dict[object, StagePlan])
     known: dict[object, float] = field(default_factory=dict[object, float])
     placed: dict[object, Placed] = field(default_factory=dict[object, Placed])
     memory: dict[str, Int] = field(default_factory=dict[str, Int])
@@ -167,7 +171,7 @@ class _Evaluation:
         names = [n for n in PIPELINE if n in own.columns]
         pipelines = own.distinct(*names)
         batch = microbatches_of(own)
-        machines = _machines(own)
+        machines = machines_of(own)
         templates = Templates(of)
         for group in range(int(machines.max()) + 1):
             mine = np.flatnonzero(machines == group)
@@ -196,7 +200,7 @@ class _Evaluation:
                             (found.responses.form, machine.tiers), _JoinedTemplates(machine)
                         )
                         mine_at = _PlayedAlike(of.index[some], batch[some], of.candidates[some])
-                        table.add(found, _shape(plan), mine_at)
+                        table.add(found, shape_of(plan), mine_at)
         return left
 
     def _routed(self, own: Candidates, mine: Int, how: Execution) -> Routed | None:
@@ -233,14 +237,14 @@ class _Evaluation:
             self.known[key] = sequence_flops(run, self.candidates.model).of_step(1).full
         return self.known[key]
 
-    def _plan(self, own: Candidates, row: int) -> _StagePlan:
+    def _plan(self, own: Candidates, row: int) -> StagePlan:
         """Which stage holds what of a candidate; its numbers matter only where they are 1."""
         values = {n: own.column(n).at(row) for n in own.columns if n in SETTINGS}
         kind = {n: v is None or v > 1 for n, v in values.items() if n in NUMBERS}
         rest = {n: v for n, v in values.items() if n not in (*NUMBERS, "global_batch_size")}
         key = *sorted(kind.items()), *sorted((n, repr(v)) for n, v in rest.items())
         if key not in self.plans:
-            self.plans[key] = _plan(own.run(row), self.candidates.model)
+            self.plans[key] = stage_plan(own.run(row), self.candidates.model)
         return self.plans[key]
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -259,7 +263,7 @@ class _Evaluation:
             for place, found in zip(some, steps(pipeline, [p.lot for p in some]), strict=True):
                 self._record(place.at, found, place.lot.messages.machine)
 
-    def _remember(self, shape: _PipelineShape, peaks: Peaks, every: _PlayedAlike) -> None:
+    def _remember(self, shape: PipelineShape, peaks: Peaks, every: _PlayedAlike) -> None:
         """The memory of candidates of one pipeline."""
         distinct, of_row = np.unique(every.microbatches, return_inverse=True)
         own = shape.schedule, shape.pp, shape.vpp
@@ -297,13 +301,14 @@ class _Evaluation:
         )
 
 
-def _shape(plan: _StagePlan) -> _PipelineShape:
+def shape_of(plan: StagePlan) -> PipelineShape:
+    """The shape of a plan's pipeline."""
     run, layers = plan.run, tuple(tuple(of) for of in plan.layers.tolist())
-    return _PipelineShape(str(run.schedule), run.pp, run.vpp, run.microbatch_group, layers)
+    return PipelineShape(str(run.schedule), run.pp, run.vpp, run.microbatch_group, layers)
 
 
 def _lots(
-    shape: _PipelineShape, machine: Machine, figures: TemplateFigures, every: _PlayedAlike
+    shape: PipelineShape, machine: Machine, figures: TemplateFigures, every: _PlayedAlike
 ) -> Iterator[tuple[Pipeline, _PlacedLot]]:
     """Candidates of one pipeline by the microbatches that are played of them."""
     schedule, pp, vpp, group, by_variant = shape
@@ -331,7 +336,7 @@ def _unknown(how: Execution) -> str:
     return ""
 
 
-def _machines(own: Candidates) -> Int:
+def machines_of(own: Candidates) -> Int:
     """Numbers of candidates' machines and ways to execute: equal for equal ones."""
     names = [
         n for n in own.columns
@@ -351,7 +356,7 @@ def _global_batch(own: Candidates) -> Int:
     return np.where(given == ABSENT, size * microbatches_of(own), given)
 
 
-def _plan(run: Run, model: ModelConfig) -> _StagePlan:
+def stage_plan(run: Run, model: ModelConfig) -> StagePlan:
     """Which stage holds what, of a run that is not resolved, with as few microbatches as it may."""
     run = run.model_copy(update={"global_batch_size": None}).resolved(model)
     order = order_of(str(run.schedule), run.pp, run.microbatches, run.vpp, run.microbatch_group)
@@ -359,4 +364,4 @@ def _plan(run: Run, model: ModelConfig) -> _StagePlan:
     stages = mark_trained(placed, run, model, recipe_of(run, model))
     parts = Parts.of(stages)
     none = np.zeros((0, 0), dtype=np.int64)
-    return _StagePlan(run, order, parts, none if parts is None else parts.counts(stages))
+    return StagePlan(run, order, parts, none if parts is None else parts.counts(stages))

@@ -30,8 +30,9 @@ from stagewright.explore.template_memory import (
 )
 from stagewright.explore.templates import Kinds, StructureTemplate
 from stagewright.program.columns import CATEGORIES
-from stagewright.schedule.in_flight import STEP, InFlight, largest, states
+from stagewright.schedule.in_flight import STEP, InFlight, largest, states, states_of_ends
 from stagewright.schedule.schedules import make
+from stagewright.schedule.traits import PLAIN
 
 Shape = tuple[str, int, int, int, int | None]
 """Of a pipeline: schedule, ranks, chunks of a rank, microbatches and their group."""
@@ -84,7 +85,23 @@ def occupancy(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy | 
     if found is None:
         return None
     name, pp, vpp, microbatches, group = shape
-    of = _Stages(Kinds.of(make(name, pp, microbatches, vpp, group=group)), layers)
+    return _occupancy(found, Kinds.of(make(name, pp, microbatches, vpp, group=group)), layers)
+
+
+@lru_cache(maxsize=1024)
+def occupancy_of_ends(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy:
+    """As `occupancy`, with the states of the first and the last rank only.
+
+    Of a schedule that hands stages to ranks in turn, with all microbatches that `shape` has.
+    """
+    _, pp, vpp, *_ = shape
+    return _occupancy(states_of_ends(*shape), Kinds(PLAIN, pp, pp * vpp), layers)
+
+
+def _occupancy(
+    found: Sequence[Sequence[InFlight]], kinds: Kinds, layers: tuple[tuple[int, ...], ...]
+) -> Occupancy:
+    of = _Stages(kinds, layers)
     number: dict[Holding, int] = {}
     rows: dict[frozenset[tuple[int, int]], None] = {}
     for state, stages in of.distinct(found):
@@ -221,8 +238,17 @@ class Peaks:
         allowance = self.allowance[tuples]
         return by | ({"allowance": allowance} if allowance.any() else {})
 
-    def _holding(self, one: Holding, tuples: Int) -> Float:
-        """Bytes of what a stage holds: [categories, tuples]."""
+    def least(self, found: Occupancy, tuples: Int, scale: Float) -> Float:
+        """Bytes of the fullest rank if of each category there is but a part: [configurations].
+
+        `scale` is that part: [categories, configurations].
+        """
+        each = np.stack([self._holding(one, tuples, scale) for one in found.holdings])
+        total = found.counts @ (each * scale).sum(axis=1)
+        return total.max(axis=0) + self.allowance[tuples]
+
+    def _holding(self, one: Holding, tuples: Int, scale: Float | None = None) -> Float:
+        """Bytes of what a stage holds, where it has most: [categories, tuples]."""
         what, kinds, layers = one
         # Templates of pairs have equal stages.
         mean = layers[0] if len(layers) == 1 else [sum(of) / 2 for of in zip(*layers, strict=True)]
@@ -232,7 +258,7 @@ class Peaks:
             if when != what or (where in ("first", "last") and not layers[action][nth]):
                 continue
             held = of.at(tuples, mean)
-            total = held.sum(axis=0)
+            total = (held if scale is None else held * scale).sum(axis=0)
             best = np.where(total > most, held, best)
             most = np.maximum(total, most)
         return best

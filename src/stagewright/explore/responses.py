@@ -184,10 +184,15 @@ def _concat(
     return LinearResponse(base, more, parts[0].layers)
 
 
-def responses(of: StructureTemplate, timed: Sequence[Timed], how: Execution) -> Responses:
-    """The responses of a template; `timed` by program, the base first."""
+def responses(
+    of: StructureTemplate, timed: Sequence[Timed], how: Execution, *, usual: bool = False
+) -> Responses:
+    """The responses of a template; `timed` by program, the base first.
+
+    `usual`: those of actions that do nothing that happens once per step, and of nothing else.
+    """
     every = [
-        _played(of, assembly, seconds, how)
+        _played(of, assembly, seconds, how, usual=usual)
         for assembly, seconds in zip((of.base, *of.more), timed, strict=True)
     ]
     names = dict.fromkeys(
@@ -241,7 +246,7 @@ _Tails = dict[int, tuple[list[ActionColumns], list[StageMeeting]]]
 
 
 def _played(
-    of: StructureTemplate, assembly: Assembly, timed: Timed, how: Execution
+    of: StructureTemplate, assembly: Assembly, timed: Timed, how: Execution, *, usual: bool
 ) -> tuple[_Actions, _Tails]:
     """The actions of a program of the template, one of each kind, and what follows them."""
     actions: _Actions = {}
@@ -252,13 +257,15 @@ def _played(
         found = cuts(assembly.program, rows, assembly.ranks[rank].rows)
         chosen = _chosen(of, found)
         for (kind, complete), (begin, end) in sorted(chosen.items(), key=lambda item: item[0][1]):
-            if (kind, complete) in actions:  # of a rank that does the same
+            if (kind, complete) in actions or (usual and complete):  # of a rank that does the same
                 continue
-            usual = chosen.get((kind, False))
-            if complete and usual and end - begin == usual[1] - usual[0]:  # nothing happens once
+            other = chosen.get((kind, False))
+            if complete and other and end - begin == other[1] - other[0]:  # nothing happens once
                 actions[kind, complete] = actions[kind, False]
             else:
                 actions[kind, complete] = rows.play(begin, end, pair=len(kind) > 1)
+        if usual:
+            continue
         place = of.kind_of.rank(rank)
         meetings = [m._replace(slot=slots.setdefault(m.slot, len(slots))) for m in found.meetings]
         if place not in tails:

@@ -76,11 +76,17 @@ class MachineTiming:
         how: Execution,
         placed: Placed,
         routed: Routed | None = None,
+        *,
+        usual: bool = False,
     ) -> None:
         """`placed`: where groups lie on the machine, as far as structures have asked; `routed`: how
-        a flexible dispatcher sends tokens."""
+        a flexible dispatcher sends tokens.
+
+        `usual`: responses are those of actions that do nothing that happens once per step, and
+        there is no energy.
+        """
         self.templates, self.machine, self.how, self.placed = templates, machine, how, placed
-        self.routed = routed
+        self.routed, self.usual = routed, usual
         self.of = templates.of
         self.durations = Known.none()
         self._known: dict[tuple[Kind, bool, bool], TemplateFigures] = {}
@@ -103,7 +109,7 @@ class MachineTiming:
                 _timed(seconds, work)
                 for seconds, work in zip(self._rows(of, made), hosts, strict=True)
             ]
-            found = responses(made, timed, self.how)
+            found = responses(made, timed, self.how, usual=self.usual)
             stride = self.of.stride
             beyond = self.of.ranks_of_stage // stride
             message = self._message(made.base)
@@ -136,7 +142,10 @@ class MachineTiming:
             seconds = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
             if self.how.tp_comm_overlap:
                 seconds = columns.overlapped(rank.of.tasks, rank.kernel, seconds, meshes)
-            found.append((seconds, columns.energy(rank.of.tasks, rank.kernel, seconds)))
+            drawn = np.zeros_like(seconds)
+            if not self.usual:
+                drawn = columns.energy(rank.of.tasks, rank.kernel, seconds)
+            found.append((seconds, drawn))
         return found
 
     def _message(self, assembly: Assembly) -> Float:

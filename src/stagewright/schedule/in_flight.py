@@ -47,6 +47,15 @@ def states(
     return tuple(_of_rank(steps) for steps in order)
 
 
+@lru_cache(maxsize=1024)
+def states_of_ends(
+    schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
+) -> tuple[tuple[InFlight, ...], ...]:
+    """As `states`, of the first and the last rank only; of a schedule whose ranks share nothing."""
+    order = make(schedule, pp, microbatches, vpp, group=group)
+    return tuple(_of_rank(order[rank]) for rank in sorted({0, pp - 1}))
+
+
 def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | None) -> int:
     """Microbatches after which a schedule that alternates has no more of them in flight."""
     of = SCHEDULES.get(schedule)

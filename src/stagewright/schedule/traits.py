@@ -29,6 +29,10 @@ class OrderTraits(NamedTuple):
     """All ranks hold a part of a stage."""
 
 
+PLAIN = OrderTraits(halves=False, overlaps=False, folded=False, doubled=False, shared=False)
+"""What orders of 1F1B and its relatives have."""
+
+
 @lru_cache(maxsize=256)
 def traits_of(order: Order) -> OrderTraits:
     """What an order has."""

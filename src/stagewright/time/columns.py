@@ -116,17 +116,23 @@ class MeshColumns:
             return self.known[key]
         mesh = Mesh(tuple(axes), (), mirror=self.program.mesh.mirror)
         only = None if who.only is None else tuple(sorted({0, sizes[-1] - 1}))
-        groups = _Groups(mesh, (Communicator(who.axes, only),), ())
-        # Where the groups of the first stage lie, those of others lie: a stage fills whole nodes.
-        several = "pp" not in who.axes and at == len(axes) - 1
-        inside = groups.group_count(0) // (sizes[-1] if several else 1)
-        members = groups.members(0, np.arange(max(inside, 1), dtype=np.int64))
-        if members.shape[1] < 2:
-            found = [Placement(1, (1,) * len(self.machine.tiers), (1,) * len(self.machine.tiers))]
-        else:
-            found = placements(self.machine, members)
-        self.known[key] = found
-        return found
+        self.known[key] = places_of(Communicator(who.axes, only), mesh, self.machine)
+        return self.known[key]
+
+
+def places_of(who: Communicator, mesh: Mesh, machine: Machine) -> list[Placement]:
+    """Where the groups of a communicator lie, for the ranks of the first stage.
+
+    Where those lie, the groups of other stages lie if the pipeline is the slowest axis: a stage
+    fills whole nodes.
+    """
+    groups = _Groups(mesh, (who,), ())
+    several = "pp" not in who.axes and mesh.axes[-1][0] == "pp"
+    inside = groups.group_count(0) // (mesh.size("pp") if several else 1)
+    members = groups.members(0, np.arange(max(inside, 1), dtype=np.int64))
+    if members.shape[1] < 2:
+        return [Placement(1, (1,) * len(machine.tiers), (1,) * len(machine.tiers))]
+    return placements(machine, members)
 
 
 _NONE = np.zeros(0)

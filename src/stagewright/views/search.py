@@ -160,7 +160,10 @@ def left(of: Ranking) -> list[str]:
         if each.possible:
             counts[each.reason] = counts.get(each.reason, 0) + len(each.candidates)
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return [f"{count:,} candidates cannot be evaluated in columns: {why}" for why, count in ordered]
+    told = [f"{count:,} candidates cannot be evaluated in columns: {why}" for why, count in ordered]
+    bounded = [f"{len(each.candidates):,} candidates bounded out: they {each.reason}"
+               for each in of.bounded]  # fmt: skip
+    return bounded + told
 
 
 def _off(share: float) -> str:

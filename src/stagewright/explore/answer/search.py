@@ -8,7 +8,7 @@ left is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,14 +18,18 @@ from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer import objectives
 from stagewright.explore.answer.bounds import lower_bounds
+from stagewright.explore.answer.promising import (
+    MARGIN,
+    SLOWER,
+    Evaluate,
+    promising,
+    step_tokens,
+)
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import Heard, exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.lots import STOPPED
-
-Evaluate = Callable[[Candidates], Evaluated]
-"""Figures in columns, and candidates that columns cannot evaluate."""
 
 TOP = 20
 MOST = 200
@@ -33,8 +37,6 @@ MOST = 200
 they know others, `TOP` of those that they cannot evaluate."""
 _ROUNDS = 5
 """How often the next best are simulated where none of the best fits into memory."""
-_MARGIN = 1.02
-"""Memory in columns may be this much too large without a candidate being left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Wanted:
     """Simulate all that may be better than the best, by their lower bounds."""
     any_memory: bool = False
     """Candidates that do not fit into memory count, too."""
+    bounded: bool = True
+    """Candidates that cannot be among the best by their lower bounds need no figures."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +69,8 @@ class Ranking:
     """The simulated candidates that fit, best first; of several objectives, the front."""
     left: Sequence[LeftOut]
     """Candidates that columns cannot evaluate, with the reason."""
+    bounded: Sequence[LeftOut]
+    """Candidates that cannot be among the best by their lower bounds in columns, why not."""
     refused: Mapping[int, str]
     """What was said of candidates whose run could not be compiled or simulated."""
     bounds: Float
@@ -80,8 +86,18 @@ class Ranking:
 
     @property
     def unseen(self) -> int:
-        """How many candidates have no figures at all."""
-        return int(np.isnan(self.figures.seconds).sum()) - len(self.refused)
+        """How many candidates nobody knows anything of."""
+        return int(np.isnan(self.figures.seconds).sum()) - len(self.refused) - self.bounded_out
+
+    @property
+    def evaluated(self) -> int:
+        """How many candidates have figures, or have been refused for a reason."""
+        return len(self.rows) - self.unseen - self.bounded_out
+
+    @property
+    def bounded_out(self) -> int:
+        """How many candidates have no figures, since they cannot be among the best."""
+        return sum(len(of.candidates) for of in self.bounded)
 
     @property
     def gaps(self) -> Float:
@@ -105,6 +121,8 @@ class Ranking:
         gaps = self.gaps
         slack = float(gaps.min()) if len(gaps) else 1.0
         least[seen] = np.maximum(least[seen], self.columns.seconds[seen] * min(slack, 1.0))
+        for each in self.bounded:
+            least[each.candidates] *= min(slack, 1.0) if each.reason == SLOWER else np.inf
         winner = int(self.best[0])
         per_token = self.figures.seconds[winner] / tokens[winner]
         left = ~self.figures.exact & ~self._too_large()
@@ -120,7 +138,7 @@ class Ranking:
     def _too_large(self) -> Bool:
         """Which candidates do not fit by columns, with a margin."""
         seen = ~np.isnan(self.columns.seconds)
-        over = self.columns.peak > _MARGIN * self.columns.device_memory
+        over = self.columns.peak > MARGIN * self.columns.device_memory
         return seen & over & (not self.how.any_memory)
 
 
@@ -211,37 +229,62 @@ def search(
     how = how or Wanted()
     if how.prove and how.objectives != ("time",):
         raise UserError("--exact proves the least time; use --objective time alone")
-    every = np.arange(len(rows))
-    found = Evaluated(unknown(len(rows)), [LeftOut(every, "", True)])
-    if evaluate is not None:
-        found = evaluate(rows)
+    found = _evaluated(rows, how, evaluate)
+    state = _SearchState(rows, found.figures, how, executor, heard)
+    blind, bounds = _looked_at(state, found)
+    if found.bounded and evaluate is not None and not len(state.ranked()) and not state.stopped:
+        found = evaluate(rows)  # the best by columns do not fit
+        state.columns = found.figures
+        blind, bounds = _looked_at(state, found)
     columns = found.figures
-    blind = np.isnan(columns.seconds)
-    bounds = lower_bounds(rows) if how.prove or blind.any() else np.zeros(len(rows))
-    state = _SearchState(rows, columns, how, executor, heard)
-    for each in found.left:
-        if not each.possible:
-            state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
-            state.done[each.candidates] = True
-    _simulate_best(state, ~blind)
     stopped = [each.candidates for each in found.left if each.reason == STOPPED]
     if not stopped:
-        _simulate_blind(state, np.flatnonzero(blind), bounds)
+        _simulate_blind(state, blind, bounds)
     if how.prove and not stopped:
         _prove(state, bounds)
     result = Ranking(
-        rows, state.figures(), columns, state.listed(), found.left, state.refused, bounds, how,
-        state.stopped or bool(stopped),
+        rows, state.figures(), columns, state.listed(), found.left, found.bounded, state.refused,
+        bounds, how, state.stopped or bool(stopped),
     )  # fmt: skip
     if not len(result.best):
         raise UserError(_why_none(result))
     return result
 
 
+def _evaluated(rows: Candidates, how: Wanted, evaluate: Evaluate | None) -> Evaluated:
+    """The figures of candidates in columns, of as many as the answer takes."""
+    if evaluate is None:
+        every = np.arange(len(rows))
+        return Evaluated(unknown(len(rows)), [LeftOut(every, "", True)])
+    if how.prove or how.objectives != ("time",) or not how.bounded:
+        return evaluate(rows)
+    # One more than are simulated: those as good as it in columns are listed (`listed`).
+    return promising(rows, evaluate, how.top + 1, any_memory=how.any_memory)
+
+
+def _looked_at(state: _SearchState, found: Evaluated) -> tuple[Int, Float]:
+    """Simulate the best; returns the candidates of which columns say nothing, and lower bounds."""
+    rows = state.rows
+    blind = np.isnan(found.figures.seconds)
+    for each in found.left:
+        if not each.possible:
+            state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
+            state.done[each.candidates] = True
+    _simulate_best(state, ~blind)
+    for each in found.bounded:
+        blind[each.candidates] = False
+    bounds = np.zeros(len(rows))
+    if found.bounds is not None:
+        bounds = found.bounds
+    elif state.how.prove or blind.any():
+        bounds = lower_bounds(rows)
+    return np.flatnonzero(blind), bounds
+
+
 def _simulate_best(state: _SearchState, seen: Bool) -> None:
     """Simulate the best by columns, and further ones while none of them fits."""
     columns, how = state.columns, state.how
-    plausible = seen & ((columns.peak <= _MARGIN * columns.device_memory) | how.any_memory)
+    plausible = seen & ((columns.peak <= MARGIN * columns.device_memory) | how.any_memory)
     order = _best(columns, plausible, how.objectives)
     if not len(order):  # what is looked for is not known in columns
         order = _best(columns, plausible, ("time",))
@@ -255,7 +298,7 @@ def _simulate_best(state: _SearchState, seen: Bool) -> None:
 
 def _simulate_blind(state: _SearchState, blind: Int, bounds: Float) -> None:
     """Simulate the most promising of candidates that columns cannot evaluate."""
-    tokens = _step_tokens(state.rows)
+    tokens = step_tokens(state.rows)
     per_token = bounds / tokens
     order = blind[np.argsort(per_token[blind], kind="stable")]
     best = state.ranked()
@@ -267,19 +310,11 @@ def _simulate_blind(state: _SearchState, blind: Int, bounds: Float) -> None:
     state.simulate(order[: usual if state.how.most is None else state.how.most])
 
 
-def _step_tokens(rows: Candidates) -> Float:
-    """Tokens of a training step, up to a factor that all have in common; 1 in inference."""
-    if rows.base.run.mode != "train":
-        return np.ones(len(rows))
-    lengths = rows.numbers("seq_length")
-    return (rows.numbers("global_batch_size") * np.maximum(lengths, 1)).astype(np.float64)
-
-
 def _prove(state: _SearchState, bounds: Float) -> None:
     """Simulate all candidates whose lower bounds are below the best, the lowest first."""
     if state.rows.base.cluster.durations is not None:
         raise UserError("--exact needs durations by formula; drop --durations")
-    tokens = _step_tokens(state.rows)
+    tokens = step_tokens(state.rows)
     per_token = bounds / tokens
     order = np.argsort(per_token, kind="stable")
     order = order[~state.done[order]]

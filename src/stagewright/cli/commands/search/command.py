@@ -57,6 +57,8 @@ def search(
         pairs = _pairs(settings.pop("vary"))
         return search_serving(model, config, out, pairs, as_json=as_json, settings=settings)
     settings = without_serving(settings)
+    # A file of all candidates has the figures of all.
+    settings["bounded"] = all(path.endswith((".yaml", ".yml")) for path in out)
     how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = settings["as_family"] if settings["as_family"] in _TOOLS else None
@@ -172,10 +174,10 @@ def _report(result: Search, seconds: float) -> None:
     if ranking.stopped:
         out.print("stopped: the best of what was simulated until then")
     print_table(result.best(), out)
-    evaluated = len(ranking.rows) - ranking.unseen
+    bounded = f", {ranking.bounded_out:,} bounded out" if ranking.bounded_out else ""
     out.print(
-        f"{evaluated:,} of {len(ranking.rows):,} candidates evaluated, {ranking.simulated:,} of "
-        f"them simulated, in {seconds:.1f} s"
+        f"{ranking.evaluated:,} of {len(ranking.rows):,} candidates evaluated{bounded}, "
+        f"{ranking.simulated:,} of them simulated, in {seconds:.1f} s"
     )
     out.print(result.certainty)
 

@@ -1,0 +1,144 @@
+"""Candidates that may be among the best, evaluated; those that cannot are bounded out.
+
+Seconds and bytes that candidates take at least (`explore.bounds`) cost little. The candidates with
+the lowest bounds are evaluated first; then those whose bounds are not above the best so far. What
+is left cannot be among the best in columns, and the answer is the one of evaluating all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.explore.answer.bounds import lower_bounds
+from stagewright.explore.bounds import bounds
+from stagewright.explore.candidates import Candidates
+from stagewright.explore.evaluate import Evaluated, LeftOut
+from stagewright.explore.exact import unknown
+from stagewright.explore.figures import Figures
+from stagewright.explore.lots import STOPPED
+
+Evaluate = Callable[[Candidates], Evaluated]
+"""Figures in columns, and candidates that columns cannot evaluate."""
+
+MARGIN = 1.02
+"""Memory in columns may be this much too large without a candidate being left out."""
+SLOWER = "take longer than the best, by their lower bounds"
+TOO_LARGE = "do not fit into memory, by their lower bounds"
+FEW = 256
+"""So many candidates are evaluated without bounds, which would cost as much."""
+_AHEAD = 1.02
+"""The best in columns are usually within so much of the lowest bounds."""
+
+
+def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bool) -> Evaluated:
+    """The figures of the `best` candidates by time per token, and of what might be among them.
+
+    `any_memory`: candidates that do not fit count, too. Others are `Evaluated.bounded`.
+    """
+    if len(rows) <= FEW or rows.base.run.mode != "train":
+        return evaluate(rows)
+    tokens = step_tokens(rows)
+    least = bounds(rows)
+    seconds = np.maximum(least.seconds, lower_bounds(rows))
+    fits = any_memory | (least.bytes <= MARGIN * least.device_memory)
+    known = _EvaluatedSoFar(rows, evaluate)
+    per_token = seconds / tokens
+    for limit in _limits(known, per_token, tokens, fits, best, any_memory=any_memory):
+        known.add(np.flatnonzero(fits & ~known.done & (per_token <= limit)))
+    found = known.evaluated()
+    if known.stopped:
+        rest = np.flatnonzero(~known.done)
+        return found._replace(left=[*found.left, LeftOut(rest, STOPPED, True)])
+    reasons = (SLOWER, fits), (TOO_LARGE, ~fits)
+    bounded = [LeftOut(np.flatnonzero(~known.done & of), why, True) for why, of in reasons]
+    return found._replace(
+        bounds=seconds, bounded=[each for each in bounded if len(each.candidates)]
+    )
+
+
+def step_tokens(rows: Candidates) -> Float:
+    """Tokens of a training step, up to a factor that all have in common; 1 in inference."""
+    if rows.base.run.mode != "train":
+        return np.ones(len(rows))
+    lengths = rows.numbers("seq_length")
+    return (rows.numbers("global_batch_size") * np.maximum(lengths, 1)).astype(np.float64)
+
+
+def _limits(
+    known: _EvaluatedSoFar,
+    per_token: Float,
+    tokens: Float,
+    fits: Bool,
+    best: int,
+    *,
+    any_memory: bool,
+) -> Iterator[float]:
+    """Bounds up to which candidates are evaluated, one after another, until the best are known."""
+    order = np.sort(per_token[fits])
+    if not len(order):
+        return
+    wanted = min(best, len(order) - 1)
+    limit = _AHEAD * float(order[wanted])
+    while True:
+        yield limit
+        if known.stopped:
+            return
+        seen = known.times(any_memory=any_memory) / tokens[known.rows_done]
+        seen = np.sort(seen[~np.isnan(seen)])
+        if len(seen) > best:
+            limit = float(seen[best])
+        else:  # what was promising does not fit, or columns cannot evaluate it
+            limit = float(order[min(4 * int(known.done.sum()) + best, len(order) - 1)])
+        if not (fits & ~known.done & (per_token <= limit)).any():
+            return
+
+
+@dataclass(slots=True, eq=False)
+class _EvaluatedSoFar:
+    """What has been evaluated."""
+
+    rows: Candidates
+    evaluate: Evaluate
+    done: Bool = field(init=False)
+    parts: list[tuple[Int, Evaluated]] = field(default_factory=list[tuple[Int, Evaluated]])
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.done = np.zeros(len(self.rows), dtype=bool)
+
+    def add(self, at: Int) -> None:
+        """Evaluate some more."""
+        found = self.evaluate(self.rows.take(at))
+        self.parts.append((at, found))
+        self.done[at] = True
+        self.stopped |= any(of.reason == STOPPED for of in found.left)
+
+    @property
+    def rows_done(self) -> Int:
+        """The numbers of those that were evaluated, as `times` has them."""
+        return np.concatenate([at for at, _ in self.parts])
+
+    def times(self, *, any_memory: bool) -> Float:
+        """Seconds of those that were evaluated; NaN where they do not fit."""
+        every = [of.figures for _, of in self.parts]
+        fits = [any_memory | (of.peak <= MARGIN * of.device_memory) for of in every]
+        pairs = zip(every, fits, strict=True)
+        return np.concatenate([np.where(fit, of.seconds, np.nan) for of, fit in pairs])
+
+    def evaluated(self) -> Evaluated:
+        """The figures of all candidates, NaN of those that were not evaluated."""
+        count = len(self.rows)
+        parts = [unknown(count), *(of.figures for _, of in self.parts)]
+        place = np.arange(count)
+        if self.parts:
+            place[self.rows_done] = count + np.arange(int(self.done.sum()))
+        left = [
+            each._replace(candidates=at[each.candidates])
+            for at, of in self.parts
+            for each in of.left
+        ]
+        return Evaluated(Figures.concatenated(parts).take(place), left)

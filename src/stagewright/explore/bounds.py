@@ -1,0 +1,408 @@
+"""Lower bounds of what candidates take in columns: seconds of a step, and bytes of a rank.
+
+A candidate is relaxed to one that has less to do and to hold: without data parallelism, ZeRO and
+what happens once per step. Many candidates relax to the same one, and few structures are left of
+hundreds. What an action of a relaxed candidate's stage takes, and what a microbatch keeps, are
+found by the very templates of `explore.evaluate`; every action of the candidate takes no less.
+A rank runs all of its actions behind each other, after its first microbatch has come through the
+stages before it, and a stage holds no less than its share of what ZeRO splits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.errors import UserError
+from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
+from stagewright.explore.candidates import HARDWARE, Candidates, Column
+from stagewright.explore.evaluate import (
+    PipelineShape,
+    StagePlan,
+    machines_of,
+    shape_of,
+    stage_plan,
+)
+from stagewright.explore.memory import Peaks, occupancy_of_ends
+from stagewright.explore.responses import Responses, response
+from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, structures
+from stagewright.explore.template_memory import HELD, NOWHERE
+from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Kind, unlike
+from stagewright.explore.timing import MachineTiming, TemplateFigures, Templates
+from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
+from stagewright.program.columns import CATEGORIES
+from stagewright.program.communicators import Communicator
+from stagewright.run.requests import read_bytes
+from stagewright.run.sections import SETTINGS
+from stagewright.run.settings import Run
+from stagewright.time.collectives import collectives_seconds
+from stagewright.time.columns import Placed, places_of
+
+IN_TURN = ("1f1b", "gpipe", "interleaved", "looped-bfs")
+"""Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
+whole backward of the stages before its first one."""
+_ELSEWHERE = ("sequence_parallel", "cp_comm_type", "dp_shard", "order", "zero")
+"""Settings that do not decide which block is on which stage, once ZeRO is off."""
+_SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
+"""Categories of memory by the first ZeRO stage that splits them."""
+_ADDED = 3 * 2
+"""Bytes that are moved at most to add a gradient, for each byte of its weight."""
+_ROUNDING = 1 - 1e-9
+"""Sums of seconds in another order differ by less."""
+
+
+class CandidateBounds(NamedTuple):
+    """What candidates take at least, as `explore.evaluate` would have it: [candidates] each."""
+
+    seconds: Float
+    """Of a step; 0 where nothing is known."""
+    bytes: Float
+    """Of the fullest rank; 0 where nothing is known."""
+    device_memory: Int
+    """Bytes that a rank may use."""
+
+
+def bounds(candidates: Candidates) -> CandidateBounds:
+    """The bounds of all candidates of a training step."""
+    zero = np.zeros(len(candidates))
+    found = CandidateBounds(zero, zero.copy(), _device_memory(candidates))
+    if candidates.base.run.mode == "train" and len(candidates):
+        _Relaxation(candidates).bound(found)
+    return found
+
+
+def _device_memory(candidates: Candidates) -> Int:
+    """Bytes that a rank of each candidate may use."""
+    alike = candidates.distinct(HARDWARE, "device_memory")
+    found: list[int] = []
+    for row in alike.first.tolist():
+        asked = candidates.run(row).device_memory
+        found.append(candidates.hardware(row).memory if asked is None else read_bytes(asked))
+    return np.array(found, dtype=np.int64)[alike.of]
+
+
+class _LeastAction(NamedTuple):
+    """At least what an action takes: seconds [combinations] each."""
+
+    busy: Float
+    """In which kernels run."""
+    whole: Float
+    """From the end of the kernels before it to the end of its own."""
+    after: Float
+    """From the message that it waits for to the end of its kernels."""
+    passed: Float
+    """From the message that it waits for to its own; of the first stage, to the end of kernels."""
+    sent: Float
+    """From the end of the kernels before it to its message."""
+    launched: Float
+    """In which the host launches it."""
+
+    @classmethod
+    def of(cls, of: Response, busy: Float) -> _LeastAction:
+        """What a response says."""
+        whole = np.maximum(busy, of.gpu[GPU])
+        after: Float = np.maximum(of.gpu[MESSAGE], 0.0)
+        sent: Float = np.maximum(of.sent[GPU], 0.0)
+        # The first stage waits for no message to begin, and makes none at the end.
+        behind: Float = np.where(after > 0, after, sent)
+        passed: Float = np.where(of.sent[MESSAGE] > 0, of.sent[MESSAGE], behind)
+        return cls(busy, whole, after, passed, sent, np.maximum(of.host[HOST], 0.0))
+
+
+@dataclass(slots=True, eq=False)
+class _SharedFigures:
+    """Figures of several structures' templates of one form, and who uses them."""
+
+    parts: list[TemplateFigures]
+    begin: dict[int, int]
+    count: int
+    members: dict[PipelineShape, list[tuple[Int, Int]]]
+    """By pipeline: tuples behind each other, and the numbers of combinations that have them."""
+
+    @classmethod
+    def none(cls) -> _SharedFigures:
+        return cls([], {}, 0, {})
+
+    def add(self, of: TemplateFigures, shape: PipelineShape, tuples: Int, rows: Int) -> None:
+        """Combinations whose tuples are those of `of`."""
+        if id(of) not in self.begin:
+            self.begin[id(of)] = self.count
+            self.parts.append(of)
+            self.count += len(of.stride)
+        self.members.setdefault(shape, []).append((tuples + self.begin[id(of)], rows))
+
+
+class _Relaxation:
+    """Candidates, and those that they relax to.
+
+    All that bounds read of a candidate is a combination of few numbers: combinations are bounded,
+    and candidates have the bounds of theirs.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        alike = candidates.distinct(*candidates.columns)
+        self.of = alike.of
+        self.rows = candidates.take(alike.first)
+        self.machines = machines_of(self.rows)
+        self.microbatches = microbatches_of(self.rows)
+        self.shards = self.rows.numbers("dp") * self.rows.numbers("cp")
+        self.zero = self.rows.numbers("zero")
+        self.bandwidth = np.zeros(len(self.rows))
+        for group in range(int(self.machines.max()) + 1):
+            mine = np.flatnonzero(self.machines == group)
+            hardware = self.rows.hardware(int(mine[0]))
+            reached = hardware.memory_bandwidth_fraction * hardware.memory_bandwidth_gb_s
+            self.bandwidth[mine] = 1e9 * reached
+        meshes = self.rows.distinct("tp", "cp", "dp", "pp", "dp_shard", "order").of
+        self.mesh = meshes * (int(self.machines.max()) + 1) + self.machines
+        self.relaxed = _relaxed(self.rows)
+        self.plans: list[StagePlan | None] = []
+
+    def bound(self, found: CandidateBounds) -> None:
+        """Write the bounds of all candidates."""
+        seconds, held = np.zeros(len(self.rows)), np.zeros(len(self.rows))
+        for joined in self._shared_figures().values():
+            figures = TemplateFigures.concatenated(joined.parts)
+            for shape, members in joined.members.items():
+                tuples, rows = (np.concatenate(each) for each in zip(*members, strict=True))
+                layers = np.array(shape.layers, dtype=np.int64)
+                weights = _weights(figures.peaks, layers, tuples)
+                computed = self._seconds(shape, layers, figures.responses, tuples, rows, weights)
+                seconds[rows] = np.maximum(computed, self._moved(shape, rows, weights))
+                held[rows] = self._bytes(shape, figures.peaks, tuples, rows)
+        found.seconds[:] = seconds[self.of]
+        found.bytes[:] = held[self.of]
+
+    # ---- relaxed candidates and their templates --------------------------------------------------
+
+    def _pipelines(self) -> Int:
+        """Which plan each row has, after the plans of all pipelines have been made."""
+        of = self.relaxed
+        names = [
+            n for n in of.columns
+            if n in SETTINGS and n not in (*NUMBERS, *_ELSEWHERE, "global_batch_size")
+        ]  # fmt: skip
+        alike = of.distinct(*names)
+        for row in alike.first.tolist():
+            try:
+                plan = stage_plan(of.run(row), of.model)
+                usable = not unlike(plan.run, plan.order, plan.parts, plan.layers)
+                self.plans.append(plan if usable else None)
+            except UserError:
+                self.plans.append(None)
+        return alike.of
+
+    def _shared_figures(self) -> dict[object, _SharedFigures]:
+        """The figures of templates by form, with the rows that use them by pipeline."""
+        plan_of = self._pipelines()
+        users = self._rows_by_relaxed(plan_of)
+        tables: dict[object, _SharedFigures] = {}
+        placed: dict[object, Placed] = {}
+        if not users:
+            return tables
+        first = np.array([int(rows[0]) for rows in users])
+        for structure in structures(self.relaxed.take(first)).found:
+            templates = Templates(structure)
+            timings: dict[int, MachineTiming] = {}
+            pairs = structure.candidates.tolist(), structure.index.tolist()
+            members: list[tuple[int, int]] = [*zip(*pairs, strict=True)]
+            for member, nth in members:
+                mine = users[member]
+                timing = self._timing(int(mine[0]), templates, timings, placed)
+                numbers: list[int] = np.unique(plan_of[mine]).tolist()
+                for number in numbers:
+                    some: Int = mine[plan_of[mine] == number]
+                    plan = self.plans[number]
+                    if plan is None or plan.parts is None:
+                        continue
+                    kind = Kind("1f1b", 1 if plan.run.pp == 1 else 3, True, plan.parts)
+                    figures = timing.figures(kind, plan.run)
+                    table = tables.setdefault(figures.responses.form, _SharedFigures.none())
+                    table.add(figures, shape_of(plan), np.full(len(some), nth), some)
+        return tables
+
+    def _rows_by_relaxed(self, plan_of: Int) -> list[Int]:
+        """The rows that relax to the same candidate on the same machine."""
+        parts: dict[Any, int] = {}
+        every = [None if plan is None else plan.parts for plan in self.plans]
+        part = np.array([-1 if of is None else parts.setdefault(of, len(parts)) for of in every])
+        names = (n for n in self.relaxed.columns if n not in (*PIPELINE, "global_batch_size"))
+        kind = self.relaxed.distinct(*names).of
+        rows = np.flatnonzero((part[plan_of] >= 0) & self._usual())
+        key = np.stack([kind, self.machines, part[plan_of], self.rows.numbers("pp") > 1])[:, rows]
+        of = np.unique(key, axis=1, return_inverse=True)[1].ravel()
+        order = np.argsort(of, kind="stable")
+        return np.split(rows[order], np.cumsum(np.bincount(of))[:-1]) if len(rows) else []
+
+    def _usual(self) -> Bool:
+        """Rows whose stages are behind each other in the machine, and whose experts' communication
+        is the dispatcher's usual one and beside no kernels: other rows have no bounds."""
+        found = np.ones(len(self.rows), dtype=bool)
+        orders = self.rows.column("order")
+        found &= orders.is_one_of(*(of for of in orders.values if str(of).endswith("pp")))
+        for name in ("moe_flex_dispatcher", "overlap_moe_expert_parallel_comm"):
+            found &= self.rows.column(name).is_one_of(False, None)
+        return found
+
+    def _timing(
+        self,
+        row: int,
+        templates: Templates,
+        known: dict[int, MachineTiming],
+        placed: dict[object, Placed],
+    ) -> MachineTiming:
+        """The times of templates on a row's machine."""
+        group = int(self.machines[row])
+        if group not in known:
+            machine = self.rows.machine(row)
+            near, how = placed.setdefault(machine.tiers, {}), self.rows.execution(row)
+            known[group] = MachineTiming(templates, machine, how, near, usual=True)
+        return known[group]
+
+    # ---- seconds ---------------------------------------------------------------------------------
+
+    def _seconds(
+        self,
+        shape: PipelineShape,
+        layers: Int,
+        of: Responses,
+        tuples: Int,
+        rows: Int,
+        weights: Float,
+    ) -> Float:
+        """At least what a step takes: all actions of a rank, and what it waits for."""
+        stages, pp = layers.shape[1], shape.pp
+        known: dict[tuple[object, ...], _LeastAction] = {}
+
+        def action(stage: int, letter: str) -> _LeastAction:
+            kind = _kind(stage, stages)
+            key = kind, letter, layers[:, stage].tobytes()
+            if key not in known:
+                every = of.at(((kind, letter),), False, tuples, layers[:, [stage]])
+                known[key] = _LeastAction.of(response(of.moments(every)), of.sums(every)[0])
+            return known[key]
+
+        microbatches = self.microbatches[rows]
+        if shape.schedule not in IN_TURN:
+            every = [action(s, letter).busy for s in range(stages) for letter in "FB"]
+            adding = (microbatches == 1) * self._adding(rows, weights.sum(axis=0))
+            return _ROUNDING * microbatches * (sum(every) - adding) / pp
+        best, before = np.zeros(len(rows)), np.zeros(len(rows))
+        for rank in range(pp):
+            own = range(rank, stages, pp)
+            work = sum(action(s, letter).whole for s in own for letter in "FB")
+            work = work - (microbatches == 1) * self._adding(rows, weights[own].sum(axis=0))
+            hosts = sum(action(s, letter).launched for s in own for letter in "FB")
+            first, last = action(rank, "F"), action(rank, "B")
+            late = np.minimum(first.after - first.whole, 0.0) if rank else 0.0
+            sent = np.minimum(last.sent - last.whole, 0.0) if rank else 0.0
+            best = np.maximum(best, before + late + microbatches * work + sent)
+            best = np.maximum(best, (microbatches - 1) * hosts)
+            adding = (microbatches == 1) * self._adding(rows, weights[rank])
+            before = before + first.passed + np.maximum(last.passed - adding, 0.0)
+        return _ROUNDING * best
+
+    def _adding(self, rows: Int, weights: Float) -> Float:
+        """Seconds that it takes at most to add the gradients of a microbatch to those before it.
+
+        One microbatch has none before it, which its relaxed candidate has. Gradients and sums are
+        of up to four bytes, and read and written once: three times what `weights` have.
+        """
+        return _ADDED * weights / self.bandwidth[rows]
+
+    def _moved(self, shape: PipelineShape, rows: Int, weights: Float) -> Float:
+        """At least what communication takes that ZeRO does in every microbatch."""
+        found = np.zeros(len(rows))
+        if shape.schedule not in IN_TURN or self.rows.model.num_experts:
+            return found
+        ranks = [range(rank, len(weights), shape.pp) for rank in range(shape.pp)]
+        most = np.max([weights[own].sum(axis=0) for own in ranks], axis=0)
+        keys = np.stack([self.mesh[rows], self.zero[rows]])
+        distinct, of = np.unique(keys, axis=1, return_inverse=True)
+        for nth, zero in enumerate(distinct[1].tolist()):
+            mine = of.ravel() == nth
+            if zero < 2:
+                continue
+            found[mine] = self._among(int(rows[mine][0]), most[mine])
+        return _ROUNDING * self.microbatches[rows] * found
+
+    def _among(self, row: int, size: Float) -> Float:
+        """Seconds in which the ranks of a row's ZeRO move weights and gradients of these bytes."""
+        run = self.rows.run(row).resolved(self.rows.model)
+        reduced, gathered = _each_microbatch(run)
+        if not (reduced or gathered):
+            return np.zeros_like(size)
+        mesh, plan = parallelization(run, self.rows.model)
+        machine = self.rows.machine(row)
+        ranks = math.prod(mesh.size(axis) for axis in plan.shard)
+        places = places_of(Communicator(plan.shard), mesh, machine)
+        found = np.zeros_like(size)
+        for place in places:
+            took = reduced * collectives_seconds("reduce_scatter", size, place, machine)
+            took += gathered * collectives_seconds("all_gather", size / ranks, place, machine)
+            found = np.maximum(found, took)
+        return found
+
+    # ---- bytes -----------------------------------------------------------------------------------
+
+    def _bytes(self, shape: PipelineShape, peaks: Peaks, tuples: Int, rows: Int) -> Float:
+        """At least what the fullest rank holds."""
+        scale = np.ones((len(CATEGORIES), len(rows)))
+        for name, stage in _SPLIT.items():
+            split = self.zero[rows] >= stage
+            scale[CATEGORIES.index(name), split] /= self.shards[rows][split]
+        scale[CATEGORIES.index("gathered_parameters"), self.zero[rows] > 0] = 0.0
+        scale[CATEGORIES.index("gradients"), self.microbatches[rows] == 1] = 0.0
+        if shape.schedule not in IN_TURN:
+            return np.zeros(len(rows))
+        own = shape.schedule, shape.pp, shape.vpp
+        counts = np.minimum(self.microbatches[rows], 2 * shape.pp)
+        by_stage = tuple(zip(*shape.layers, strict=True))
+        held = np.zeros(len(rows))
+        for count in np.unique(counts).tolist():
+            mine = counts == count
+            found = occupancy_of_ends((*own, count, shape.group), by_stage)
+            held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
+        return held
+
+
+def _relaxed(rows: Candidates) -> Candidates:
+    """Candidates without data parallelism, and with two microbatches."""
+    count = len(rows)
+    dp = rows.numbers("dp") if rows.model.num_experts else np.ones(count, dtype=np.int64)
+    batch = 2 * dp * rows.numbers("micro_batch_size")
+    columns = {
+        **rows.columns,
+        "dp": Column.of(dp.tolist()),
+        "zero": Column.constant(0, count),
+        "dp_shard": Column.constant(None, count),
+        "global_batch_size": Column.of(batch.tolist()),
+    }
+    return replace(rows, columns=columns)
+
+
+def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:
+    """Bytes of the weights of each stage's layers: [stages, tuples]."""
+    at = next(k for k in peaks.stages if k in ((MIDDLE,), (ONLY,)))
+    of = peaks.stages[at][HELD, NOWHERE]
+    return np.tensordot(layers.T, of.more[:, CATEGORIES.index("parameters")], axes=1)[:, tuples]
+
+
+def _each_microbatch(run: Run) -> tuple[float, float]:
+    """How often each microbatch reduces gradients and gathers weights, of as many bytes as the
+    weights that a stage holds."""
+    whole = run.framework == "megatron" and run.precision == "bf16" and not run.params_dtype
+    share = 1.0 if whole else 0.25
+    gathered = (1 + run.reshard_after_forward) if run.zero == 3 else 0
+    width = 2 if whole and run.grad_reduce_dtype is None else 1  # sums in fp32
+    return share * width * reduces_each_microbatch(run), share * gathered
+
+
+def _kind(stage: int, stages: int) -> int:
+    if stages == 1:
+        return ONLY
+    return FIRST if stage == 0 else LAST if stage == stages - 1 else MIDDLE

@@ -1,0 +1,65 @@
+"""Lower bounds of candidates beside their figures in columns, and searches with both."""
+
+import numpy as np
+import pytest
+
+from effort import times
+from stagewright.explore.answer import promising
+from stagewright.explore.answer.search import Wanted, search
+from stagewright.explore.bounds import bounds
+from stagewright.explore.evaluate import evaluate
+from stagewright.explore.lots import in_lots
+from stagewright.explore.space.defaults import default_axes
+from stagewright.explore.space.space import Space
+from stagewright.explore.space.systems import Fleet
+from stagewright.model.catalog import resolve as model_of
+from stagewright.run.experiment import Experiment
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+
+
+def space(model, gpus=32, batch=128, axes=(), **settings):
+    """The candidates of a space by default."""
+    run = Run(model=model, global_batch_size=batch, **settings)
+    of = model_of(model).with_overrides(run.layers, run.vocab, run.mtp_num_layers)
+    fleets = [Fleet(resolve("h100-sxm"), gpus)]
+    every = default_axes(run, of, fleets) | dict(axes)
+    base = Experiment(run, ClusterSection(), Execution())
+    return Space.of(base, fleets, every).candidates().rows
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    ("model", "axes", "settings"),
+    [
+        ("llama3-8b", {"dp_shard": [None, 2]}, {"layers": 8}),
+        ("mixtral-8x7b", {"tp": [1, 2], "recompute": ["none"], "cp": [1]}, {"layers": 4}),
+        ("gpt2", {"schedule": ["zb-h1", "zbv", "gpipe"], "vpp": [1, 2], "cp": [1]}, {}),
+    ],
+)
+def test_no_candidate_takes_less_than_its_bounds(model, axes, settings):
+    rows = space(model, axes=axes, **settings)
+    draw = np.random.default_rng(0).permutation(len(rows))
+    rows = rows.take(np.sort(draw[: times(2)]))
+    figures, least = evaluate(rows).figures, bounds(rows)
+    seen = ~np.isnan(figures.seconds)
+    assert seen.any()
+    assert (least.seconds <= figures.seconds)[seen].all()
+    assert (least.bytes <= figures.peak)[seen].all()
+    assert np.median((least.seconds / figures.seconds)[seen]) > 0.5
+
+
+@pytest.mark.slow
+def test_the_answer_of_a_search_is_that_of_evaluating_all(monkeypatch):
+    axes = {"zero": [1], "recompute": ["none", "full"], "tp": [1], "vpp": [1, 2]}
+    rows = space("gpt2", gpus=4, batch=32, axes=axes, layers=4)
+    every = search(rows, Wanted(top=3, bounded=False), evaluate=in_lots)
+    monkeypatch.setattr(promising, "FEW", 0)
+    found = search(rows, Wanted(top=3), evaluate=in_lots)
+    assert found.bounded_out > len(rows) // 3
+    assert found.best.tolist() == every.best.tolist()
+    assert found.figures.exact.tolist() == every.figures.exact.tolist()
+    assert found.open == every.open == 0
+    assert found.evaluated + found.bounded_out + found.unseen == len(rows)
