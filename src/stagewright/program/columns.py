@@ -51,9 +51,15 @@ class Shape:
     extents: tuple[tuple[str, int], ...]
     joint: tuple[str, ...] = ()
     """For a product that runs as a part of a larger one: the name of that one, and the result."""
+    head: int = 0
+    """For a product of attention that no kernel fuses: the width of a head; 0: another kernel."""
 
     def __str__(self) -> str:
         return " ".join([self.kernel, *(f"{name}={extent}" for name, extent in self.extents)])
+
+    def sizes(self) -> dict[str, int]:
+        """The extents by name, and the width of a head where there is one (`head`)."""
+        return dict(self.extents) | ({"head": self.head} if self.head else {})
 
     def fields(self) -> dict[str, Any]:
         """The shape as JSON has it: `joint` only where there is one."""

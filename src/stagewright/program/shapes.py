@@ -40,7 +40,7 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     sizes = {x: ceil(extent_) for x, extent_ in exact.items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
-        return Shape(GEMM, _gemm(n, sizes), joint)
+        return Shape(GEMM, _gemm(n, sizes), joint, _width_of_heads(n, sizes))
     if OPS[n.op].timing is Timing.PRODUCT:
         return Shape(GEMM, _of_flops(n, sizes, flops(n, extent)))
     if OPS[n.op].timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
@@ -74,6 +74,11 @@ def _gemm(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
         (name, math.prod(size for x, size in sizes.items() if role.get(x, "k") == name))
         for name in ("batch", "m", "n", "k")
     )
+
+
+def _width_of_heads(n: Node, sizes: dict[str, int]) -> int:
+    """The width of a head in products of attention that no kernel fuses; 0 of other products."""
+    return sizes.get("d", sizes.get("v", 0)) if n.scope == "attention.core" else 0
 
 
 def _of_flops(n: Node, sizes: dict[str, int], work: Any) -> tuple[tuple[str, int], ...]:

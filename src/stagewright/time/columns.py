@@ -36,7 +36,15 @@ from stagewright.time.experts.kernels import (
     trains,
     weighed_within,
 )
-from stagewright.time.fused_products import FusedGemms, Gemms, Joint, fuse, joint_rows, without_sums
+from stagewright.time.fused_products import (
+    FusedGemms,
+    Gemms,
+    Joint,
+    fuse,
+    joint_rows,
+    within_products,
+    without_sums,
+)
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements
 from stagewright.time.roofline import gemm_seconds
@@ -187,10 +195,10 @@ class Columns:
     def extents(self, kernel: int) -> dict[str, Float]:
         """The extents of a kernel's shape, by name: [configurations]."""
         shape = self.kernels[kernel].shape
-        names = () if shape is None else shape.extents
+        names = {} if shape is None else shape.sizes()
         return {
             name: np.broadcast_to(np.asarray(n, dtype=np.float64), (self.count,))
-            for name, n in names
+            for name, n in names.items()
         }
 
     @cached_property
@@ -227,6 +235,7 @@ class Columns:
         seconds = self._fused(tasks, kernel, seconds)
         seconds[weighed_within(tasks)] = 0.0
         if trains(tasks):
+            seconds[within_products(tasks)] = 0.0
             self._add(seconds, kernel, *biasing(tasks, self.hardware))
             if not self.routed:
                 self._add_copying(seconds, tasks, kernel, meshes)

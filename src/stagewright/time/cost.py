@@ -33,7 +33,7 @@ from stagewright.time.experts.kernels import (
     trains,
     weighed_within,
 )
-from stagewright.time.fused_products import with_fused_products
+from stagewright.time.fused_products import with_fused_products, within_products
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.roofline import (
@@ -134,6 +134,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     seconds = with_fused_products(tasks, seconds, machine.hardware)
     seconds[weighed_within(tasks)] = 0.0
     if trains(tasks):
+        seconds[within_products(tasks)] = 0.0
         seconds += bias_seconds(tasks, machine.hardware)
         if not routed:
             seconds += placed.copying_seconds(which)
@@ -221,7 +222,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
         if timing is Timing.MEMORY:
             continue
         mine = (names == kernel) & (dtypes == dtype)
-        shapes = [dict(tasks.shapes[int(i)].extents) for i in tasks.shape[rows[mine]]]
+        shapes = [tasks.shapes[int(i)].sizes() for i in tasks.shape[rows[mine]]]
         # An extent that a kernel need not have is 0 where it lacks it: chunks of attention.
         extents = dict.fromkeys(name for shape in shapes for name in shape)
         size = {x: np.array([shape.get(x, 0) for shape in shapes], float) for x in extents}
@@ -235,10 +236,11 @@ def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Second
     """Seconds of kernels of one name, on hardware as it is `sustained`: an element per kernel."""
     size, timing = kernels.extents, timing_of(kernel)
     if timing is Timing.PRODUCT:
-        return gemm_seconds(
+        seconds = gemm_seconds(
             size["batch"], size["m"], size["n"], size["k"],
             traffic=kernels.traffic, dtype=kernels.dtype, on=hardware,
         )  # fmt: skip
+        return np.maximum(seconds, unaligned_seconds(kernels, hardware))
     if timing in (Timing.TO_EXPERTS, Timing.FROM_EXPERTS):
         return _copies(kernels, timing, hardware)
     if timing is Timing.CACHED_ATTENTION and hardware.inference is not None:
@@ -255,6 +257,24 @@ def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Second
         if chunked.any():
             seconds[chunked] = _chunked(kernels.select(chunked), hardware)
     return seconds
+
+
+ALIGNED_BYTES = 16
+"""Of the rows of operands: what tensor cores are used most efficiently with (cuBLAS's manual,
+"Tensor Core Usage": pointers and leading dimensions of 16 bytes)."""
+
+
+def unaligned_seconds(kernels: Kernels, hardware: Hardware) -> Seconds:
+    """Seconds at least of products of heads whose rows are not aligned; 0 of others.
+
+    A head is a row of each operand of an attention that no kernel fuses: of 108 or 150 values in
+    bf16, it does not begin at a multiple of `ALIGNED_BYTES`.
+    """
+    width = kernels.extents.get("head")
+    if width is None or hardware.unaligned_heads_tflops is None:
+        return np.zeros_like(kernels.flops)
+    off = (width * float(BYTES[kernels.dtype])) % ALIGNED_BYTES > 0
+    return np.where(off, kernels.flops / (hardware.unaligned_heads_tflops * 1e12), 0.0)
 
 
 def timing_of(kernel: str) -> Timing:

@@ -1,9 +1,10 @@
-"""Products of one input that a framework fuses into one GEMM: query, key and value; gate and up.
+"""Products of one input that a framework fuses into one GEMM, and biases that a product adds.
 
-Megatron-LM's `linear_qkv` and `linear_fc1`, and vLLM's `QKVParallelLinear`, hold the weights side
-by side. The graph keeps the products apart, as papers and checkpoints do; here they are timed as
-one: with a longer sum for the gradient of the input, which then needs no additions, and with more
-columns for the forward product and the gradient of the weights.
+Query, key and value are one product, and so are gate and up: Megatron-LM's `linear_qkv` and
+`linear_fc1`, and vLLM's `QKVParallelLinear`, hold the weights side by side. The graph keeps the
+products apart, as papers and checkpoints do; here they are timed as one: with a longer sum for the
+gradient of the input, which then needs no additions, and with more columns for the forward product
+and the gradient of the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import Shape, Tasks
+from stagewright.program.columns import Shape, TaskKind, Tasks
+from stagewright.program.shapes import GEMM, ops_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, gemm_seconds
 
@@ -178,3 +180,24 @@ def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) 
     none = (count > 1) & (count == inputs[owner])
     result[owner] = np.where(none[columns], 0.0, left)
     return result
+
+
+def within_products(tasks: Tasks) -> Bool:
+    """Which tasks are a bias of the product that they read, where operators run one by one.
+
+    cuBLASLt adds the bias of a `torch.nn.Linear` to a tile of the product before it is written
+    (`at::cuda::blas::gemm_and_bias`, aten/src/ATen/native/cuda/Blas.cpp, since PyTorch 1.11).
+    Megatron-LM's linear layers multiply and then add, or join the bias with the operators behind
+    it, as a program does whose `fuse` is on. A bias behind a reduction is a kernel in any case.
+    """
+    found = np.zeros(len(tasks), dtype=bool)
+    names = [ops_of(name) for name in tasks.ops]
+    if any("bias" in ops and len(ops) > 1 for ops in names):
+        return found
+    computes = tasks.kind == TaskKind.COMPUTE
+    biases = np.array([ops == ("bias",) for ops in names])[tasks.op] & computes
+    linear = [shape.kernel == GEMM and not shape.head for shape in tasks.shapes]
+    products = np.array([*linear, False])[tasks.shape] & computes
+    owner, needed = tasks.reads
+    found[owner[biases[owner] & products[needed]]] = True
+    return found

@@ -130,6 +130,9 @@ class Hardware(FigureBlock):
     recurrence_tflops: float | None = Field(gt=0, default=None)
     """Speed of the kernels of a chunked recurrence, such as Mamba-2, written in Triton, which
     wait for exponentials and masks; None: as products in bf16."""
+    unaligned_heads_tflops: float | None = Field(gt=0, default=None)
+    """Speed of the products of an attention that no kernel fuses, where the width of a head is no
+    multiple of 16 bytes, in a long run; None: as products of aligned operands."""
     sustained_fraction: Mapping[Line, Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=lambda: {"bf16": 1.0}
     )
@@ -182,7 +185,9 @@ class Hardware(FigureBlock):
             for g in (False, True)
         )
         experts = self.experts and self.experts.model_copy(update={"gemm": grouped})
-        attention = self.attention.slowed(self.clock_of("bf16"))
+        attention = self.attention
+        if attention.fraction > FULL_POWER:
+            attention = attention.slowed(self.clock_of("bf16"))
         return self.model_copy(
             update={
                 **{"gemm": products, "experts": experts, "attention": attention},
@@ -216,6 +221,10 @@ class Hardware(FigureBlock):
             )
         return self.model_copy(update={"attention": self.attention_kernels[kernel]})
 
+
+FULL_POWER = 0.28
+"""Share of the peak of products at which a GPU draws all of its TDP: (1 - 0.498) / 1.792, of
+`benchmarks/fit_power.py`. Attention that never reaches it leaves the clock as it is."""
 
 PRODUCTS: Mapping[str, Callable[[Hardware], float | None]] = {
     "bf16": lambda of: of.peak_bf16_tflops,

@@ -1,8 +1,12 @@
 """Fused attention in training: kernels in fp8 beside published ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+import stagewright as sw
+from stagewright.time.cost import kernel_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.roofline import QUERIES, AttentionTiles, attention_seconds
 
@@ -36,3 +40,20 @@ def test_fp8_is_faster_than_bf16_and_not_twice_as_fast(backward: bool) -> None:
     """Exponentials take as long."""
     fp8, bf16 = (tflops(8192, dtype, backward=backward) for dtype in ("fp8", "bf16"))
     assert 1.2 < fp8 / bf16 < 1.8
+
+
+@pytest.mark.parametrize(("heads", "width", "aligned"), [(64, 216, True), (128, 108, False)])
+def test_products_of_heads_that_are_not_aligned_wait(heads: int, width: int, aligned: bool) -> None:
+    """A head of 108 values in bf16 does not begin at a multiple of 16 bytes; one of 216 does."""
+    sizes = {"num_attention_heads": heads, "kv_channels": width, "num_query_groups": heads}
+    model = replace(sw.resolve("megatron-22b"), **sizes)
+    run = sw.Run(model="megatron-22b", flash_attention=False, layers=1, seq_length=512)
+    t = sw.compile(run, model).program.classes[0].tasks
+    mine = np.array([shape.head == width for shape in t.shapes])[t.shape] & (t.shape >= 0)
+    a100 = resolve("a100-sxm-80gb")
+    products = np.flatnonzero(mine)
+    assert len(products) == 6
+    rate = t.flops[products] / kernel_seconds(t, products, a100) / 1e12
+    assert a100.unaligned_heads_tflops
+    assert (rate > 4 * a100.unaligned_heads_tflops).all() == aligned
+    assert aligned or rate == pytest.approx(a100.unaligned_heads_tflops)

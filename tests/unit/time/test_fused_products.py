@@ -12,6 +12,7 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, Tasks
 from stagewright.run.settings import Run
 from stagewright.time.cost import task_seconds
+from stagewright.time.fused_products import within_products
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.roofline import gemm_seconds
@@ -119,3 +120,19 @@ def test_inference_has_them_as_one() -> None:
     for name in ("k", "v", "gate", "up"):
         of = names == f"layer0.{name}"
         assert (joint[of] < apart[of]).all()
+
+
+def test_a_linear_layer_of_pytorch_adds_its_bias_within_the_product() -> None:
+    """Megatron-LM's layers multiply and then add; behind a reduction every bias is a kernel."""
+    for settings, free in (
+        ({"fuse": False}, {"q", "k", "v", "wo", "up", "down"}),
+        ({"fuse": False, "tp": 2}, {"q", "k", "v", "up"}),
+        ({}, set[str]()),
+    ):
+        settings = {"model": "gpt2", "layers": 1, "tp": 1, "seq_length": 256, **settings}
+        _, t, seconds = timed(**settings)
+        biases = np.array([op == "bias" for op in t.ops])[t.op]
+        within = biases & within_products(t)
+        assert within.sum() == len(free)
+        assert not seconds[within].any()
+        assert (seconds[biases & ~within] > 0).all()

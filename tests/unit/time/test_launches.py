@@ -134,6 +134,16 @@ def test_small_kernels_wait_for_the_host() -> None:
     assert eager.summary()["mean"]["launches"] == eager.mean.launches
 
 
+def test_blocking_launches_stand_between_all_kernels() -> None:
+    """CUDA_LAUNCH_BLOCKING=1: a launch begins when what was launched before has ended."""
+    compiled = sw.compile("gpt2", layers=1, seq_length=256)
+    blocking = sw.simulate(compiled, "h100-sxm", launch_mode="blocking")
+    ahead = sw.simulate(compiled, "h100-sxm", launch_mode="ahead")
+    work = host_work(compiled.program, compiled.run, Execution(launch_mode="blocking"), H100)
+    assert work is not None
+    assert blocking.seconds == pytest.approx(ahead.seconds + work[0].seconds.sum(), rel=1e-3)
+
+
 def test_a_slower_cpu_launches_more_slowly() -> None:
     compiled = sw.compile(**SMALL)
     grace = H100.model_copy(update={"host_factor": 1.5})

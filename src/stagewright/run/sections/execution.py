@@ -79,9 +79,10 @@ class Execution:
     )
     """Constants of an engine's own kernels, where the hardware has any, and what it does within one
     kernel; see `time.served`."""
-    launch_mode: Literal["eager", "compile", "cuda_graph", "ahead"] | None = setting(
+    launch_mode: Literal["eager", "blocking", "compile", "cuda_graph", "ahead"] | None = setting(
         None,
-        "How the host launches kernels: one by one, compiled, as CUDA graphs; ahead: in no time.",
+        "How the host launches kernels: one by one (blocking: each when the one before has ended), "
+        "compiled, as CUDA graphs; ahead: in no time.",
         unset="eager; compile with torchtitan and in prefill; cuda_graph in decode",
         names=("cuda-graph-impl",),
         same_words={

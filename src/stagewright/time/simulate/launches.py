@@ -4,6 +4,7 @@ A framework calls an operator for each kernel, in Python or from its autograd en
 costs depends on how the framework runs a step (`Execution.launch_mode`) and on the CPU
 (`Hardware.host_factor`). How many kernels a task stands for follows from the task:
 
+- a bias that the product before it adds has none (`time.fused_products`);
 - the parts of a joint product (query, key and value) are one kernel together;
 - Megatron-LM goes through the experts of a rank one by one: a product or a quantization of a
   grouped linear layer is a kernel for each of them (`GroupedLinear` of Transformer Engine);
@@ -20,7 +21,8 @@ With `Execution.collective_checks` the hosts of a group meet before each of its 
 time that grows with the group (`COLLECTIVE_CHECK`).
 
 The host waits where a framework reads a result: the norm that clips gradients and the number of
-tokens of each expert (Megatron-LM), and messages of its 1F1B pipeline (`batch_p2p_sync`).
+tokens of each expert (Megatron-LM), and messages of its 1F1B pipeline (`batch_p2p_sync`). With
+CUDA_LAUNCH_BLOCKING=1 (`blocking`) a framework that runs eagerly waits for all that it launches.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
-from stagewright.time.fused_products import joint_rows
+from stagewright.time.fused_products import joint_rows, within_products
 from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.host import HostWork
 
@@ -225,6 +227,8 @@ def _checks(program: Program, hardware: Hardware) -> Float:
 def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardware) -> HostWork:
     waits = _waits(tasks, run)
     captured = np.zeros(len(tasks), dtype=bool)
+    if mode == "blocking":
+        mode, waits = "eager", np.ones(len(tasks), dtype=bool)
     if mode == "cuda_graph":
         captured = _captured(tasks, how.cuda_graph_modules)
         mode = "eager" if how.cuda_graph_modules else mode
@@ -258,6 +262,8 @@ def _kernels(tasks: Tasks, run: Run) -> Float:
     rest = np.ones(len(joint.rows), dtype=bool)
     rest[first] = False
     count[joint.rows[rest]] = 0
+    if run.mode == "train":
+        count[within_products(tasks)] = 0
     return count
 
 
