@@ -73,6 +73,7 @@ class Request:
     scheduled: float | None = None
     cached: int = 0
     preempted: int = 0
+    decodes: bool = False  # has its next token with every step
 
     @property
     def tokens(self):
@@ -90,16 +91,21 @@ class Request:
 class Stepping:
     """One engine."""
 
-    def __init__(self, requests, rules, times, blocks, size, caching=True):
+    def __init__(self, requests, rules, times, blocks, size, caching=True, drafts=None):
         self.todo = sorted(requests, key=lambda r: (r.arrival, r.number))
         self.rules, self.times, self.size = rules, times, size
         self.pool = Pool(blocks, caching)
+        self.drafts = drafts
+        self.new = 1 + (drafts.number if drafts else 0)  # tokens of who decodes
         self.waiting, self.running, self.now = [], [], 0.0
         self.steps = []  # start, end, waiting, running, blocks held, when the decision was taken
 
     def run(self):
         together([self])
         return self
+
+    def decodes(self, request):
+        return request.decodes
 
     def come(self, seen):
         while self.todo and self.todo[0].arrival <= seen:
@@ -109,7 +115,7 @@ class Stepping:
         tokens = sum(n for _, n in batch)
         keys = sum(r.computed + n for r, n in batch)
         pairs = sum(n * r.computed + n * (n + 1) // 2 for r, n in batch)
-        decoding = sum(r.got > 0 and r.computed == r.tokens - 1 for r, _ in batch)
+        decoding = sum(self.decodes(r) for r, _ in batch)
         if decoding == len(batch):
             return self.times.line(len(batch), keys)[0]
         return self.times.step(tokens, pairs, keys, len(batch), decoding)
@@ -119,10 +125,20 @@ class Stepping:
         self.steps.append((begin, end, len(self.waiting), len(self.running), held, seen))
         self.now = end
         for request, n in batch:
+            right = 0
+            if self.drafts and self.decodes(request):
+                right = (
+                    min(self.drafts.made(request.number, request.got), request.output - request.got)
+                    - 1
+                )
+                n = 1
             request.computed += n
             if request.computed == request.tokens:
-                request.got += 1
+                request.computed += right
+                request.got += 1 + right
+                request.decodes = True
                 request.tokens_at.append(end)
+                self.name(request, request.computed)
                 if request.got == request.output:
                     self.running.remove(request)
                     self.pool.free(request.blocks)
@@ -134,16 +150,19 @@ class Stepping:
         while at < len(self.running) and budget > 0:
             request = self.running[at]
             n = min(request.tokens - request.computed, threshold or budget, budget)
+            if self.drafts and self.decodes(request):
+                n = self.new
             while not self.allocate(request, n):
                 last = self.running.pop()
                 self.pool.free(last.blocks)
                 last.blocks, last.computed, preempted = [], 0, True
+                last.decodes = False
                 last.preempted += 1
                 self.waiting.insert(0, last)
                 if last is request:
                     return batch
             batch.append((request, n))
-            budget -= n
+            budget = max(budget - n, 0)
             at += 1
         while self.waiting and budget > 0 and not preempted:
             if len(self.running) == rules.max_num_seqs:
@@ -182,13 +201,19 @@ class Stepping:
         return found
 
     def allocate(self, request, n):
-        lacking = -(-(request.computed + n) // self.size) - len(request.blocks)
+        upto = request.computed + n
+        if self.drafts and self.decodes(request):
+            upto = request.computed + self.drafts.slots
+        lacking = max(0, -(-upto // self.size) - len(request.blocks))
         if lacking > len(self.pool.queue):
             return False
         request.blocks += self.pool.take(lacking)
-        for nth in range((request.computed + n) // self.size):
-            self.pool.name(request.blocks[nth], request.hash(nth, self.size))
+        self.name(request, min(request.computed + n, request.tokens))
         return True
+
+    def name(self, request, tokens):
+        for nth in range(tokens // self.size):
+            self.pool.name(request.blocks[nth], request.hash(nth, self.size))
 
 
 def together(engines: list[Stepping]):

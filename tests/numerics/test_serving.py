@@ -9,10 +9,12 @@ from itertools import accumulate, pairwise
 
 import pytest
 
+import stagewright as sw
 from effort import times
 from stagewright.cli.main import main
 from stagewright.serving.cluster import in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.drafts import Drafts
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.requests import TOO_LONG, Workload, folded
@@ -84,19 +86,33 @@ def test_changes_equal_steps_on_many_workloads():
 def equal_to_stepping(seed: int):
     rules, seconds, cache, work = drawn(random.Random(seed))
     count = seed % 4 if seed % 4 > 1 else 1  # of engines, which step together
+    drafts = None
+    if seed % 3 == 1:
+        drafts = Drafts.of_rate(1 + seed % 5, 0.6, slots=1 + (1 + seed % 2) * (1 + seed % 5))
+        cache.size = cache.free = cache.size + drafts.slots
     requests = [
         Request(i, work.arrival[i], work.prompt[i], work.output[i],
                 ((), ()) if work.chains is None else work.chains[i])
         for i in range(len(work))
     ]  # fmt: skip
     oracles = [
-        Stepping(requests[nth::count], rules, seconds, cache.size, cache.block_size, cache.caching)
+        Stepping(
+            requests[nth::count],
+            rules,
+            seconds,
+            cache.size,
+            cache.block_size,
+            cache.caching,
+            drafts,
+        )
         for nth in range(count)
     ]
     together(oracles)
 
     def engine(workload, records):
-        return Engine(workload, records, copy(cache), rules, seconds, 0.37)
+        made = Engine(workload, records, copy(cache), rules, seconds, 0.37)
+        made.drafts = drafts
+        return made
 
     done = serve(in_blocks(work, cache.block_size), engine, count, RoundRobin(), together=count)
     records = done.records
@@ -141,6 +157,16 @@ class OneStep:
 
 SCHEDULERS = {
     "sglang": lambda: SGLang(max_prefill_tokens=90, chunked_prefill_size=48, max_num_seqs=7),
+    "sglang-mixed": lambda: SGLang(
+        max_prefill_tokens=90,
+        chunked_prefill_size=48,
+        max_num_seqs=7,
+        enable_mixed_chunk=True,
+        schedule_policy="lpm",
+    ),
+    "max-utilization": lambda: TensorRtLlm(
+        max_num_batched_tokens=300, max_num_seqs=7, capacity_scheduler_policy="MAX_UTILIZATION"
+    ),
     "tensorrt-llm": lambda: TensorRtLlm(max_num_batched_tokens=300, max_num_seqs=7),
     "static": lambda: Static(max_num_seqs=5),
 }
@@ -153,7 +179,8 @@ def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str
         _, seconds, drawn_cache, work = drawn(random.Random(seed))
         ends = []
         for scheduler in (SCHEDULERS[name](), OneStep(SCHEDULERS[name]())):
-            cache = KvBlocks(drawn_cache.size * 2, drawn_cache.block_size, drawn_cache.caching)
+            roomy = 1 if name == "max-utilization" else 2
+            cache = KvBlocks(drawn_cache.size * roomy, drawn_cache.block_size, drawn_cache.caching)
             made = partial(Engine, blocks=cache, scheduler=scheduler, times=seconds)
             ends.append(serve(in_blocks(work, cache.block_size), made, 1, RoundRobin()))
             assert cache.free == cache.size
@@ -163,7 +190,25 @@ def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str
         assert list(fast.finish) == pytest.approx(list(slow.finish), rel=1e-9)
         assert list(fast.preempted) == list(slow.preempted)
         preempted += sum(fast.preempted)
-    assert preempted == 0 or name == "sglang"
+    assert (preempted > 0) == (name not in ("tensorrt-llm", "static"))
+
+
+def test_drafts_that_are_right_shorten_decode():
+    drafts = Drafts.of_length(3, 2.5, slots=4)
+    made = [drafts.made(request, got) for request in range(500) for got in range(1, 40, 2)]
+    assert sum(made) / len(made) == pytest.approx(2.5, abs=0.02)
+    assert set(made) == {2, 3}
+    assert Drafts.of_rate(3, 0.5, slots=4).length == 1 + 0.5 + 0.25 + 0.125
+    one = sw_serve(rate=1, isl=64, osl=400, num_requests=1)
+    fast = sw_serve(
+        rate=1, isl=64, osl=400, num_requests=1, num_speculative_tokens=3, acceptance_length=4
+    )
+    steps = [engine.step for engine in (one.outcome.engines[0], fast.outcome.engines[0])]
+    assert steps == [399, 100]
+
+
+def sw_serve(**settings):
+    return sw.serve("llama3.1-8b", "h100-sxm", layers=2, **settings)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -200,6 +245,9 @@ def test_the_command(capfd, tmp_path):
     assert "1 request rejected" in err
 
 
+ONE = ("--rate", "1", "--isl", "1", "--osl", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -215,6 +263,9 @@ def test_the_command(capfd, tmp_path):
         (("--rate", "1", "--isl", "200000", "--osl", "1"), "no request can be served"),
         (("--rate", "1", "--isl", "1", "--osl", "1", "--max-num-seqs", "9000"), "max-num-seqs"),
         (("--rate", "1", "--isl", "1", "--osl", "1", "--tp", "3"), "tp"),
+        ((*ONE, "--num-speculative-tokens", "2"), "give --acceptance-length (1 to 3)"),
+        ((*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "4"), "wanted 1 to 3"),
+        ((*ONE, "--acceptance-rate", "0.5"), "give --num-speculative-tokens"),
     ],
 )
 def test_bad_options_are_one_line(capfd, words, says):

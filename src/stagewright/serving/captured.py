@@ -64,9 +64,10 @@ class _Watched:
                 new = chunks[request]
                 groups.append(Group(1, engine.done(request) - new, new))
             elif decision.decodes and request not in engine.left and request not in skipped:
-                groups.append(Group(1, engine.done(request), 1))
+                groups.append(Group(1, engine.done(request), engine.new_tokens))
         if groups:
-            self.groups, self.begins, self.decodes = groups, engine.now, not chunks and not skipped
+            self.groups, self.begins = groups, engine.now
+            self.decodes = not chunks and not skipped and engine.drafts is None
 
 
 def captured(service: Service, workload: Workload, at: float, engine: int = 0) -> Captured:

@@ -12,6 +12,7 @@ from stagewright.run.sections.declare import LARGEST
 from stagewright.run.sections.serving import EngineSection, WorkloadSection
 from stagewright.serving.cluster import Heard, Outcome, in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.drafts import Drafts
 from stagewright.serving.engines.engine import Engine, Scheduler
 from stagewright.serving.engines.times import BatchTimes
 from stagewright.serving.hosts import HOSTS, HostTimes
@@ -20,6 +21,7 @@ from stagewright.serving.metrics import ServingSummary, Slo, summarize
 from stagewright.serving.requests import Accepted, Records, Workload, accept
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import BatchLimits
+from stagewright.serving.schedulers.vllm import Vllm
 
 SAMPLES = 200
 """Moments at which the state of each engine is noted, while requests arrive."""
@@ -55,10 +57,38 @@ class Service:
         return HOSTS.get(self.engines.scheduler, HostTimes())
 
     @property
+    def drafts(self) -> Drafts | None:
+        """Drafts of a step, and how many are right; raises UserError where nothing says that.
+
+        vLLM has places for as many tokens more as there are drafts, which the draft model writes
+        (`num_lookahead_tokens`, vllm-project/vllm@00024d31 `vllm/v1/core/sched/scheduler.py`).
+        """
+        number, asked = self.instance.run.num_speculative_tokens, self.engines
+        length, rate = asked.acceptance_length, asked.acceptance_rate
+        if not number:
+            if length is not None or rate is not None:
+                raise UserError(
+                    "--acceptance-length and --acceptance-rate are of drafts, of which there are "
+                    "none; give --num-speculative-tokens"
+                )
+            return None
+        slots = 1 + number * (2 if isinstance(self.scheduler, Vllm) else 1)
+        if (length is None) == (rate is None):
+            raise UserError(
+                f"--num-speculative-tokens {number}: how many drafts are right decides how many "
+                f"tokens a step gives; give --acceptance-length (1 to {number + 1}) or "
+                "--acceptance-rate (0 to 1), and not both"
+            )
+        if length is not None:
+            return Drafts.of_length(number, length, slots)
+        return Drafts.of_rate(number, rate or 0.0, slots)
+
+    @property
     def room(self) -> int:
         """Tokens of the longest request that the cache of an engine has room for."""
         cache = self.instance.cache
-        return (self.blocks - cache.blocks_per_request) * cache.block_size
+        spare = 0 if self.drafts is None else self.drafts.slots - 1
+        return (self.blocks - cache.blocks_per_request) * cache.block_size - spare
 
     @property
     def most_prompt(self) -> int:
@@ -78,6 +108,7 @@ class Service:
             ),
             self.instance.times.with_host(self.host),
             max(max(workload.arrival) / SAMPLES, 0.05),
+            self.drafts,
         )
 
     def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
@@ -88,9 +119,11 @@ class Service:
         parts = self.engines_of(of)
 
         def engine(workload: Workload, records: Records) -> Engine:
-            return Engine(
+            made = Engine(
                 workload, records, parts.blocks(), copy(self.scheduler), parts.times, parts.every
             )
+            made.drafts = parts.drafts
+            return made
 
         count = self.engines.instances * self.instance.replicas
         together = self.instance.replicas if self.instance.barrier else 1
@@ -108,6 +141,7 @@ class EngineParts(NamedTuple):
     times: BatchTimes
     every: float
     """Seconds between moments at which an engine notes its state."""
+    drafts: Drafts | None
 
 
 def check_accepted(accepted: Accepted, max_model_len: int, room: int) -> None:

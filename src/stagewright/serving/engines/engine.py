@@ -248,6 +248,8 @@ class Engine(EngineState):
         self._decision = decision = self.scheduler.schedule(self)
         chunks, decodes, repeats, open_, skipped, stands = decision
         n = (len(self._ends) - len(skipped)) if decodes else 0
+        if self.drafts is not None:
+            repeats, stands = 1, False
         self._stands = stands and not chunks
         if chunks or skipped:
             self._steps, self._decoders = 1, n
@@ -260,12 +262,15 @@ class Engine(EngineState):
 
     def _seconds(self, chunks: Sequence[tuple[int, int]], skipped: Sequence[int], n: int) -> float:
         """How long a step with chunks takes."""
-        keys = 0
+        tokens = keys = pairs = 0
         if n:
-            keys = n + self.context
+            new = self.new_tokens
+            tokens = n * new
+            keys = tokens + self.context
             for request in skipped:
                 keys -= self.done(request)
-        tokens, pairs, own = n, keys, keys
+            pairs = keys * new - tokens * (new - 1) // 2
+        own = keys
         prompt, left, generated = self.prompt, self.left, self.generated
         for request, more in chunks:
             upto = prompt[request] - left[request]
@@ -289,7 +294,8 @@ class Engine(EngineState):
             steps = repeats
         if n * (steps // self.block_size + 1) > self.blocks.free:
             steps = self._steps_in_memory(steps)
-        first, grows, linear = self.times.line(n, self.context + n)
+        new = n if self.drafts is None else n * self.new_tokens
+        first, grows, linear = self.times.line(n, self.context + new)
         if linear < steps:
             steps = linear
         seconds = steps * (first + grows * (steps - 1) * 0.5)
@@ -338,6 +344,8 @@ class Engine(EngineState):
             if skipped:
                 for request in skipped:
                     self._put_off(request)
+            if self.drafts is not None:
+                self._accept_drafts(skipped)
             heap = self._heap
             if heap and heap[0][0] <= step:
                 self._end_those_due()

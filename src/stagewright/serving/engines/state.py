@@ -7,10 +7,12 @@ and a request that has g of n tokens after step s ends with step s + n - g.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from stagewright.serving.engines.blocks import NO_HIT, Hit, KvBlocks
+from stagewright.serving.engines.drafts import Drafts
 from stagewright.serving.engines.observed import EngineSamples, Gaps
 from stagewright.serving.requests import NO_CHAIN, Chain, Records, Workload
 
@@ -44,7 +46,7 @@ class EngineState:
         *("arrival", "block_size", "blocks", "completed", "context", "gaps", "generated", "inbox"),
         *("left", "loading", "now", "output", "prompt", "records", "running", "samples"),
         *("step", "waiting"),
-        *("_cached", "_finish_at", "_first_at", "_scheduled_at"),
+        *("_cached", "_finish_at", "_first_at", "_held", "_scheduled_at", "drafts"),
     )
 
     def __init__(self, workload: Workload, records: Records, blocks: KvBlocks) -> None:
@@ -76,6 +78,9 @@ class EngineState:
         self._heap: list[tuple[int, int]] = []  # the same, with entries that hold no longer
         # Decoding requests by the step, modulo a block's tokens, that begins a new block of theirs.
         self._growth = [0] * self.block_size
+        self.drafts: Drafts | None = None
+        """Of speculative decoding; None: each step gives a request one token."""
+        self._held: dict[int, int] = {}  # blocks of decoding requests, where these have drafts
         self._token_time = 0.0  # when decoding requests got their last tokens, but for
         self._fresh: dict[int, float] = {}  # these
         # Of preempted requests: when they got their last token, and the tokens that were computed.
@@ -87,6 +92,11 @@ class EngineState:
     def decoding(self) -> int:
         """Requests that get a token in every step."""
         return len(self._ends)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a step computes of a decoding request: its next one, and drafts."""
+        return 1 if self.drafts is None else 1 + self.drafts.number
 
     def tokens(self, request: int) -> int:
         """Tokens of a request that must be computed before its next one: prompt and generated."""
@@ -108,8 +118,10 @@ class EngineState:
         return self.output[request] - end + self.step
 
     def need(self, request: int, tokens: int) -> int:
-        """Blocks that a running request lacks for so many tokens more."""
+        """Blocks that a running request lacks for so many tokens more; with drafts, for a step."""
         done, size = self.done(request), self.block_size
+        if self.drafts is not None and request in self._held:
+            return max(0, -(-(done + self.drafts.slots) // size) - self._held[request])
         return -(-(done + tokens) // size) + (-done // size)
 
     def decoders(self) -> list[int]:
@@ -119,13 +131,20 @@ class EngineState:
     def most_blocks(self, request: int) -> int:
         """Blocks that a request holds when it ends."""
         most = self.prompt[request] + self.output[request] - 1
+        if self.drafts is not None:
+            most += self.drafts.slots - 1
         return -(-most // self.block_size) + self.blocks.per_request
 
     def lacking(self, request: int) -> int:
         """Blocks that a running request lacks to its end."""
-        return self.need(
-            request, self.prompt[request] + self.output[request] - 1 - self.done(request)
-        )
+        held = self._held.get(request)
+        if held is None:
+            held = -(-self.done(request) // self.block_size)
+        return self.most_blocks(request) - self.blocks.per_request - held
+
+    def chain(self, request: int) -> Chain:
+        """What a request has in common with others; ends in blocks."""
+        return NO_CHAIN if self._chains is None else self._chains[request]
 
     def look(self, request: int) -> CachedPart:
         """What of a waiting request is in the cache; its last token never counts."""
@@ -144,12 +163,25 @@ class EngineState:
 
     def reserve(self) -> bool:
         """Take the blocks that decoding requests need in the next step, if there are as many."""
+        if self.drafts is not None:
+            needs = {request: self.need(request, 1) for request in self._ends}
+            if sum(needs.values()) > self.blocks.free:
+                return False
+            for request, more in needs.items():
+                self.take(request, more)
+            return True
         need = self._growth[self.step % self.block_size]
         blocks = self.blocks
         if need > blocks.free:
             return False
         blocks.free -= need
         return True
+
+    def take(self, request: int, blocks: int) -> None:
+        """Take blocks for the next step of a decoding request; `need` has said how many."""
+        self.blocks.free -= blocks
+        if self.drafts is not None:
+            self._held[request] += blocks
 
     def admit(self, most: int, *, whole_prompt: bool = True, chunked: bool = True) -> int:
         """Let the first waiting request run, with at most so many tokens in this step.
@@ -231,7 +263,7 @@ class EngineState:
             self._growth[(self.step - done) % self.block_size] -= 1
             self._last[request] = (self._fresh.pop(request, self._token_time), done)
         keys, ends = self._chain(request)
-        self.blocks.release(request, keys, ends, -(-done // self.block_size))
+        self.blocks.release(request, keys, ends, self._let_go(request, done))
         if keep:
             self.waiting.appendleft(request)
         else:
@@ -241,6 +273,27 @@ class EngineState:
         return request
 
     # ---- what becomes of requests in a step ------------------------------------------------------
+
+    def _let_go(self, request: int, done: int) -> int:
+        """Blocks that a request has held, of which `done` tokens are computed."""
+        if self.drafts is not None and request in self._held:
+            return self._held.pop(request)
+        return -(-done // self.block_size)
+
+    def _accept_drafts(self, skipped: Sequence[int]) -> None:
+        """Give decoding requests the drafts that were right in the step just counted."""
+        assert self.drafts is not None
+        step, size, growth = self.step, self.block_size, self._growth
+        for request, end in [*self._ends.items()]:
+            got = self.output[request] - end + step - 1  # before the step
+            more = min(self.drafts.made(request, got) - 1, end - step)
+            if more > 0 and request not in skipped:
+                behind = step - (self.prompt[request] + got)
+                self._ends[request] = end - more
+                heappush(self._heap, (end - more, request))
+                self.context += more
+                growth[behind % size] -= 1
+                growth[(behind - more) % size] += 1
 
     def _end_those_due(self) -> None:
         """Complete the requests that have their last tokens with the step just counted."""
@@ -294,6 +347,8 @@ class EngineState:
         if not more:
             self._complete(request, tokens)
             return
+        if self.drafts is not None:
+            self._held[request] = -(-tokens // self.block_size)
         self._ends[request] = step + more
         heappush(self._heap, (step + more, request))
         self.context += tokens
@@ -308,9 +363,9 @@ class EngineState:
         keys, ends = NO_CHAIN if self._chains is None else self._chains[request]
         if keys and ends[-1] > self.prompt[request] // size:
             self.blocks.extend(request, keys, ends, done // size)
-        self.blocks.release(request, keys, ends, -(-done // size), again=False)
+        self.blocks.release(request, keys, ends, self._let_go(request, done), again=False)
         self._finish_at[request] = self.now
         self.completed.append(request)
 
     def _chain(self, request: int) -> Chain:
-        return NO_CHAIN if self._chains is None else self._chains[request]
+        return self.chain(request)

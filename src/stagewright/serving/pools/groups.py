@@ -146,6 +146,7 @@ class InstanceGroups:
                     engine = engine.watched(with_first_token=not isinstance(scheduler, Vllm))
                 case _:
                     engine = Engine(*args, copy(scheduler), *rest)
+            engine.drafts = parts.drafts
             made.append(engine)
         return made
 

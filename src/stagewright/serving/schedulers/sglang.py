@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from stagewright.serving.engines.engine import Decision, Engine
 
 CLIP = 4096
 """Tokens that a request is taken to make at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`)."""
+MOST_MATCHED = 128
+"""Waiting requests that are put in order (`SGLANG_WAITING_QUEUE_PREFIX_MATCH_MAX`)."""
+SHORT = 32
+"""Tokens (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, `..._DEPRIORITIZE_THRESHOLD`)."""
 RETRACT_STEPS = 20
 """Tokens that a kept request is taken to make next (`SGLANG_RETRACT_DECODE_STEPS`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SGLang:
-    """SGLang 0.5.23 without mixed chunks, first come first served (`sglang/srt/managers/`).
+    """SGLang 0.5.23 (`sglang/srt/managers/`).
 
     1. If a batch of prompts can be formed it runs alone, else all requests decode
-       (`scheduler.py`, `get_next_batch_to_run`).
+       (`scheduler.py`, `get_next_batch_to_run`). With `enable_mixed_chunk` requests decode beside
+       it, of whose budgets their tokens are taken; if then room lacks for them they sit this step
+       out (`_get_new_batch_prefill_raw`, "Mixed-style chunked prefill").
     2. A batch of prompts takes the prompt that has been begun, then waiting requests in order, up
        to `max_prefill_tokens` and `chunked_prefill_size` tokens; one prompt at a time is cut
        (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). A request needs room for
@@ -30,6 +37,10 @@ class SGLang:
        ones the longest prompt first, but for the last one (`schedule_batch.py`, `retract_decode`):
        they wait behind all others, and what they had is not kept. The ratio is then (tokens made +
        20 per request) / tokens that will have been made.
+    5. With the policy `lpm` who has most in the cache comes first, while at most 128 wait.
+       Of those of which it has at most 32 tokens, one that shares 32 with another one before it
+       comes last, so that it finds these in the cache (`schedule_policy.py`,
+       `_compute_prefix_matches`, `_sort_by_longest_prefix`).
     """
 
     max_prefill_tokens: int = 16_384
@@ -37,6 +48,8 @@ class SGLang:
     max_num_seqs: int = 1024
     """SGLang's `max_running_requests`."""
     schedule_conservativeness: float = 1.0
+    schedule_policy: str = "fcfs"
+    enable_mixed_chunk: bool = False
     _ratio: float = field(default=-1.0, init=False)
     _since: int = field(default=0, init=False)  # the decode step of which that is the ratio
     _full: bool = field(default=False, init=False)
@@ -48,10 +61,13 @@ class SGLang:
             self._full = False
         chunks: list[tuple[int, int]] = []
         if engine.left or (engine.waiting and not self._full):
+            if self.schedule_policy == "lpm" and engine.blocks.caching:
+                longest_prefix_first(engine)
             self._prefill(engine, chunks)
         self._count = len(engine.running)
         if chunks:
-            return Decision(chunks, decodes=False)
+            beside = self.enable_mixed_chunk and engine.decoding > 0 and engine.reserve()
+            return Decision(chunks, decodes=beside)
         if not engine.reserve():
             self._retract(engine)
             self._count = len(engine.running)
@@ -71,9 +87,12 @@ class SGLang:
         made = sum(min(engine.output[i] - engine.got(i), CLIP) for i in engine.decoders())
         room = engine.blocks.free * page - made * self.ratio(engine)
         budget, chunk = self.max_prefill_tokens, self.chunked_prefill_size
+        if self.enable_mixed_chunk:
+            beside = engine.decoding * engine.new_tokens
+            room, budget, chunk = room - beside, budget - beside, chunk - beside
         for request, left in [*engine.left.items()]:
             more = min(left, chunk)
-            if not engine.grow(request, more):
+            if more <= 0 or not engine.grow(request, more):
                 return
             chunks.append((request, more))
             budget, chunk = budget - more, chunk - more
@@ -113,3 +132,28 @@ class SGLang:
         most = sum(engine.output[i] for i in order)
         self._ratio = min(1.0, (made + RETRACT_STEPS * len(order)) / (most + 1))
         self._since = engine.step
+
+
+def longest_prefix_first(engine: Engine) -> None:
+    """Put first who waits and has most in the cache, and last who may find more when others ran."""
+    waiting = engine.waiting
+    if len(waiting) > MOST_MATCHED or len(waiting) < 2:
+        return
+    page = engine.block_size
+    there = {request: engine.look(request).blocks * page for request in waiting}
+    seen: set[int] = set()
+    last: set[int] = set()
+    for request in waiting:
+        if there[request] > SHORT:
+            continue
+        shared = 0
+        keys, ends = engine.chain(request)
+        for key, end in zip(keys, ends, strict=True):
+            if key not in seen:
+                break
+            shared = end * page
+        if shared >= SHORT:
+            last.add(request)
+        else:
+            seen.update(keys)
+    engine.waiting = deque(sorted(waiting, key=lambda request: (request in last, -there[request])))

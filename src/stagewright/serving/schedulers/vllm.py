@@ -44,8 +44,9 @@ class Vllm:
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
         waiting, left = engine.waiting, engine.left
-        if not (left and self.long_prefill_token_threshold) and engine.reserve():  # most steps
-            budget = self.max_num_batched_tokens - engine.decoding
+        budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
+        one_by_one = budget < 0 or (left and self.long_prefill_token_threshold)
+        if not one_by_one and engine.reserve():  # most steps
             if not left:
                 if not waiting:
                     return _ONLY_DECODES if len(engine.running) < self.max_num_seqs else _FULL
@@ -89,18 +90,18 @@ class Vllm:
                 if left is None:
                     skipped.append(request)
                 continue
-            more = 1 if left is None else min(left, self._most(budget))
+            more = engine.new_tokens if left is None else min(left, self._most(budget))
             lacking = engine.need(request, more)
             while lacking > engine.blocks.free and engine.preempt() != request:
                 pass
             if request not in engine.running:
                 break
             if left is None:
-                engine.blocks.free -= lacking
+                engine.take(request, lacking)
             else:
                 engine.grow(request, more)
                 chunks.append((request, more))
-            budget -= more
+            budget = max(budget - more, 0)
         return chunks, skipped, budget
 
     def _admit(self, engine: Engine, budget: int, chunks: list[tuple[int, int]]) -> None:

@@ -1,11 +1,12 @@
 """Engines: how many there are, and how each decides what to compute; names are vLLM's."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from stagewright.run.sections.declare import Count, Number, Real, Share, Switch, Text, setting
 
 Positive = Annotated[float, Real(gt=0, le=1e9)]
+Fraction = Annotated[float, Real(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,17 @@ class EngineSection:
     schedule_conservativeness: Positive = setting(
         1.0, "sglang: how much of what requests may make is kept for them.", rare=True
     )
+    schedule_policy: Literal["fcfs", "lpm"] = setting(
+        "fcfs", "sglang: who comes first: who waits longest, or has most in the cache.", rare=True
+    )
+    enable_mixed_chunk: Switch = setting(
+        False, "sglang: whether requests decode beside chunks of prompts.", rare=True
+    )
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = setting(
+        "GUARANTEED_NO_EVICT",
+        "tensorrt-llm: blocks are kept to a request's end, or requests are paused for them.",
+        rare=True,
+    )
     scheduler_reserve_full_isl: Switch = setting(
         True, "Whether a request is admitted only if blocks suffice for its prompt.", rare=True
     )
@@ -62,6 +74,12 @@ class EngineSection:
         rare=True,
     )
     """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0)."""
+    acceptance_length: Positive | None = setting(
+        None, "Speculative decoding: tokens that a step gives a request, in the mean."
+    )
+    acceptance_rate: Fraction | None = setting(
+        None, "Speculative decoding: how often a draft is right if those before it are.", rare=True
+    )
     enable_prefix_caching: Switch = setting(
         True, "Whether what prompts have in common is computed once."
     )
