@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from stagewright.blocks.text import stg
 from stagewright.errors import UserError
 from stagewright.files import read_text
 from stagewright.imports.trace import record
+from stagewright.imports.trace.graphs import is_graph_of_rank, record_graph
 from stagewright.imports.trace.recording import Recording
 from stagewright.imports.trace.transformers import HF, record_config
 from stagewright.imports.translate import Options, Translated, translate
@@ -49,6 +52,11 @@ def from_torch(
     parameter). Raises UserError where the module cannot be traced, or holds what has no meaning
     here.
     """
+    if is_graph_of_rank(module_or_factory):
+        raise UserError(
+            "this is the graph of one rank, with collectives, and no model of a whole; "
+            "stagewright import file.py:factory -o rank.bundle reads it"
+        )
     module, inputs = _made(module_or_factory, example_inputs)
     recording = record.record(module, inputs, name=name, static=static)
     options = Options(dims, approximate, loss)
@@ -77,7 +85,11 @@ def recorded(source: str, *, static: bool = False) -> Recording:
             "hf:path/to/config.json"
         )
     record.torch()
-    module, inputs = _made(_function(path, factory), None)
+    made = _result_of(path, factory)
+    graph, *mesh = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
+    if is_graph_of_rank(graph):
+        return record_graph(graph, *mesh[:1], name=factory)
+    module, inputs = _unpacked(made, None)
     return record.record(module, inputs, name=factory, static=static)
 
 
@@ -87,9 +99,14 @@ def _made(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
     if not hasattr(module, "forward"):
         if not callable(module):
             raise UserError(f"got {type(module).__name__}, wanted an nn.Module or a function")
-        made: Any = module()
-        pair = isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2
-        module, inputs = made if pair else (made, inputs)
+        return _unpacked(module(), inputs)
+    return _unpacked(module, inputs)
+
+
+def _unpacked(made: Any, inputs: Any) -> tuple[Any, Any]:
+    """The module and the inputs of what a factory returned."""
+    pair = isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2
+    module, inputs = made if pair else (made, inputs)
     if not hasattr(module, "forward"):
         raise UserError(
             f"the factory returned {type(module).__name__}, wanted a module and its example inputs"
@@ -102,6 +119,28 @@ def _made(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
     return module, (inputs,)
 
 
+def _result_of(path: str, name: str) -> Any:
+    """What a function of a user's Python file returns; the file may import others beside it."""
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        return _function(path, name)()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{path}: {name}() raises {_told(error, path)}") from None
+    finally:
+        sys.path.remove(folder)
+
+
+def _told(error: BaseException, path: str) -> str:
+    """An error of a user's code in a line, with the last line of the file that it came through."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    where = f" (line {lines[-1]})" if lines else ""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:300]}{where}"
+
+
 def _function(path: str, name: str) -> Any:
     """A function of a user's Python file."""
     if not Path(path).is_file():
@@ -112,10 +151,8 @@ def _function(path: str, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(
-            f"{path}: {type(error).__name__}: {error}; it has to be importable"
-        ) from None
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{path}: cannot be imported: {_told(error, path)}") from None
     found = getattr(module, name, None)
     if not callable(found):
         raise UserError(

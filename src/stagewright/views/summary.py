@@ -70,6 +70,7 @@ from stagewright.run.settings import Run
 from stagewright.texttable import print_table
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.recorded import load_experiment, recorded_model
+from stagewright.trace.traced import read_traced
 from stagewright.views.tables import communication, compute, peak
 from stagewright.views.tables import memory as held
 
@@ -90,6 +91,22 @@ class Recorded(NamedTuple):
     program: Program
     capacity: Capacity | None
     fit: Fit | None
+
+
+def of_bundle(path: str) -> Summary:
+    """The summary of a bundle that `generate` wrote, or `import` of a graph of one rank."""
+    traced = read_traced(Bundle(path))
+    if traced is None:
+        return summary(recorded(path))
+    program = traced.program
+    return {
+        "model": traced.name,
+        "run": traced.describe(),
+        "world_size": program.mesh.world_size,
+        "microbatches": 1,
+        "parameters": {"total": traced.parameters, "active": traced.parameters},
+        "rank_classes": [_rank_class(program, of) for of in program.classes],
+    }
 
 
 def recorded(path: str) -> Recorded:

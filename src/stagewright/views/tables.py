@@ -17,7 +17,7 @@ from stagewright.errors import UserError
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind
 from stagewright.texttable import Table
-from stagewright.time.simulate.breakdown import Breakdown
+from stagewright.time.simulate.breakdown import Breakdown, TracedStep
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, Lane
 
@@ -202,7 +202,7 @@ _LAUNCHES = 0.005
 """The share of a step from which on waiting for the host has a column of its own."""
 
 
-def parts(found: SimulatedStep) -> Table:
+def parts(found: SimulatedStep | TracedStep) -> Table:
     """The parts of the mean GPU and of every lane, as shares of the step."""
     mean, whole = found.mean, found.seconds
     phases, axes = list(mean.kernels), list(mean.exposed)
@@ -238,7 +238,7 @@ def lanes_in_words(lanes: Sequence[Lane]) -> str:
     return f"{count} of pipeline rank {first}" + (f" to {last}" if last > first else "")
 
 
-def transfers(found: SimulatedStep) -> Table:
+def transfers(found: SimulatedStep | TracedStep) -> Table:
     """Seconds that the mean GPU communicates along each axis, and the share that kernels hide."""
     mean = found.mean
     rows = [

@@ -18,8 +18,7 @@ from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
-    from stagewright.lower.compiled_run import CompiledRun
-    from stagewright.views.summary import Recorded
+    from stagewright.views.summary import Summary
 
 
 @command
@@ -52,7 +51,7 @@ def show(
     exit code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
-    from stagewright.views.summary import recorded
+    from stagewright.views.summary import of_bundle, summary
 
     via = settings.pop("via")
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
@@ -67,7 +66,7 @@ def show(
                 f"{model}: a bundle is shown as it is; for other settings: --config {model}"
             )
         if as_json or not any(chosen):
-            _show_summary(recorded(model), as_json)
+            _show_summary(of_bundle(model), as_json)
             return 0
         model, config = None, model
     model = _imported(model) if via and model else model
@@ -92,7 +91,7 @@ def show(
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         shared.say(text(compiled.order, columns))
     else:
-        _show_summary(compiled, as_json)
+        _show_summary(summary(compiled), as_json)
     return shared.code_of(compiled.fit)
 
 
@@ -124,10 +123,9 @@ def _note_of_times(settings: Mapping[str, Any]) -> None:
             click.echo(f"stagewright: note: {text}", err=True)
 
 
-def _show_summary(of: CompiledRun | Recorded, as_json: bool) -> None:
-    from stagewright.views.summary import summary, tables
+def _show_summary(result: Summary, as_json: bool) -> None:
+    from stagewright.views.summary import tables
 
-    result = summary(of)
     if as_json:
         shared.print_json(result)
     else:

@@ -38,9 +38,14 @@ def simulate(
     """Run a step on a machine: its time, and where it goes.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
-    of the hub that is in its local cache. A run file given by --config may hold all that options
+    of the hub that is in its local cache; or the bundle of a graph that `import` has read, which
+    takes --hardware alone. A run file given by --config may hold all that options
     say. The exit code is 3 if the step does not fit into the memory of a device.
     """
+    from stagewright.trace.formats.archive import is_bundle
+
+    if model is not None and is_bundle(model):
+        return _traced(model, config, settings, perfetto, as_json)
     experiment = shared.load_experiment(model, config, settings)
     if experiment.cluster.hardware is None:
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
@@ -60,6 +65,49 @@ def simulate(
     else:
         report(simulation, shared.console(), price)
     return shared.code_of(simulation.fit)
+
+
+def _traced(
+    path: str, config: str | None, settings: dict[str, Any], perfetto: str | None, as_json: bool
+) -> int:
+    """A step of the program of a bundle that a graph of PyTorch was made into."""
+    from stagewright.api.traced import simulate_traced
+    from stagewright.texttable import print_table
+    from stagewright.time.hardware import resolve
+    from stagewright.time.network import Machine
+    from stagewright.trace.formats.bundle import Bundle
+    from stagewright.trace.traced import read_traced
+    from stagewright.views.tables import parts, transfers
+
+    traced = read_traced(Bundle(path))
+    if traced is None:
+        raise UserError(f"{path}: is a bundle of a run; simulate the run: --config {path}")
+    given = [name for name, value in settings.items() if value is not None and name != "hardware"]
+    if given or config is not None:
+        named = ", ".join(["--config"] * (config is not None) + given)
+        raise UserError(f"{path}: a recorded graph is as it is; drop all but --hardware: {named}")
+    if settings.get("hardware") is None:
+        raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
+    machine = Machine.of(resolve(settings["hardware"]), gpus=traced.program.mesh.world_size)
+    with shown("tasks") as bar:
+        found = simulate_traced(traced.program, traced.name, machine, bar)
+    if perfetto is not None:
+        from stagewright.views.perfetto import write
+
+        write(found.line, perfetto, f"{traced.describe()}; on {machine}")
+    if as_json:
+        shared.print_json(found.summary())
+        return shared.code_of(found.fit)
+    out = shared.console()
+    out.print(f"{traced.describe()}; on {machine}")
+    out.print(f"step {duration(found.seconds)}")
+    print_table(parts(found), out)
+    print_table(transfers(found), out)
+    out.print(memory_line(found.fit))
+    way = found.critical_path.items()
+    shares = ", ".join(f"{name} {s / found.seconds:.1%}" for name, s in way if found.seconds)
+    out.print(f"critical path: {shares}")
+    return shared.code_of(found.fit)
 
 
 def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> SimulatedStep:

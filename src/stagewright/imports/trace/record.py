@@ -196,7 +196,9 @@ class _Recorder:
             self.names[node] = self.parameters[first]
             return
         self.parameters[first] = node.name
-        self.nodes.append(TracedNode(node.name, kind, _shape(value), _dtype(value), path=target))
+        self.nodes.append(
+            TracedNode(node.name, kind, shape_of(value), dtype_of(value), path=target)
+        )
 
     def _call(self, node: Any, owner: Any, inside: str) -> None:
         """Record a call, or note that it is a constant; `inside` begins names of inlined nodes."""
@@ -215,7 +217,9 @@ class _Recorder:
             self.constants.add(name)
             if tensor:
                 self.nodes.append(
-                    TracedNode(name, "constant", _shape(value), _dtype(value), path=_path(node))
+                    TracedNode(
+                        name, "constant", shape_of(value), dtype_of(value), path=path_of(node)
+                    )
                 )
             return
         graphs = [a for a in node.args if getattr(a, "op", "") == "get_attr"]
@@ -227,12 +231,12 @@ class _Recorder:
             TracedNode(
                 name,
                 target,
-                _shape(value) if tensor else (),
-                _dtype(value) if tensor else "",
+                shape_of(value) if tensor else (),
+                dtype_of(value) if tensor else "",
                 tuple(self._argument(a) for a in node.args),
                 {k: self._argument(v) for k, v in node.kwargs.items() if k in _KEPT},
-                _path(node),
-                _source(node),
+                path_of(node),
+                source_of(node),
             )
         )
         if "scaled_dot_product_attention" in target:
@@ -257,14 +261,14 @@ class _Recorder:
         if hasattr(value, "op") and hasattr(value, "name"):
             shown = value.meta.get("val")
             tensor = isinstance(shown, self.pt.Tensor | tuple | list)
-            return Ref(self._name(value)) if tensor else _number(shown)
+            return Ref(self._name(value)) if tensor else number_of(shown)
         if isinstance(value, list | tuple):
             return tuple(self._argument(each) for each in value)
         if isinstance(value, int | float | str | bool | type(None)):
             return value
         if isinstance(value, self.pt.dtype):
             return str(value).rpartition(".")[2]
-        return _number(value)
+        return number_of(value)
 
     def _mask(self, node: Any) -> None:
         """What a constant mask of attention lets queries see, as the call's own arguments."""
@@ -302,7 +306,7 @@ class _Recorder:
             return kind_of_mask(self.pt, mask)
         except Exception as error:
             self.notes.append(
-                f"the mask of attention in {_path(mask) or mask.name} could not be computed "
+                f"the mask of attention in {path_of(mask) or mask.name} could not be computed "
                 f"({_reason(error)}): taken as causal"
             )
             return "causal", 0
@@ -353,7 +357,7 @@ def _flat(value: Any) -> list[Any]:
     return [value] if hasattr(value, "name") else []
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
     """A number, or the text of an expression in symbols."""
     node = getattr(value, "node", None)
     expr = getattr(node, "expr", value)
@@ -363,26 +367,29 @@ def _number(value: Any) -> Any:
         return str(expr)
 
 
-def _shape(value: Any) -> tuple[Extent, ...]:
-    return tuple(_number(dim) for dim in value.shape)
+def shape_of(value: Any) -> tuple[Extent, ...]:
+    """The dims of a tensor: numbers, or expressions in symbols."""
+    return tuple(number_of(dim) for dim in value.shape)
 
 
 _SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64",
           "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}  # fmt: skip
 
 
-def _dtype(value: Any) -> str:
+def dtype_of(value: Any) -> str:
+    """The short name of a tensor's data type."""
     name = str(value.dtype).rpartition(".")[2]
     return _SHORT.get(name, name)
 
 
-def _path(node: Any) -> str:
+def path_of(node: Any) -> str:
+    """The module that made a node; empty where that is not known."""
     stack = [*(node.meta.get("nn_module_stack") or {}).values()]
     path = str(stack[-1][0]) if stack else ""
     return "" if path.startswith("_") else path
 
 
-def _source(node: Any) -> str:
+def source_of(node: Any) -> str:
     """The innermost line of the user's code, as `file.py:12`."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [(f, line) for f, line in found if "/torch/" not in f]

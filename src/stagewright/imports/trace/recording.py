@@ -84,15 +84,37 @@ def mapped(value: Any, names: Mapping[str, str]) -> Any:
     return value
 
 
+class ProcessGroup(NamedTuple):
+    """A group of ranks that collectives of a graph name."""
+
+    ranks: tuple[int, ...]
+    dim: str
+    """The dim of the device mesh that the group is along; empty where none is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The rank whose graph was recorded, of how many, and the groups that it is in, by name."""
+
+    rank: int
+    world_size: int
+    groups: Mapping[str, ProcessGroup]
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A traced forward pass: its nodes, each after those that it reads, and what it returns."""
+    """A traced pass: its nodes, each after those that it reads, and what it returns.
+
+    It is the forward pass of a whole module; or, where there is a `process`, forward, loss and
+    backward of one rank, on the rank's own parts of all tensors.
+    """
 
     name: str
     nodes: tuple[TracedNode, ...]
     outputs: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """What was assumed while it was recorded."""
+    process: Process | None = None
 
     @property
     def parameters(self) -> int:
@@ -109,8 +131,11 @@ class Recording:
     def to_json(self) -> str:
         """The recording as text, a node a line."""
         rows = [json.dumps(_node_to_json(node), separators=(",", ":")) for node in self.nodes]
-        head = {"version": VERSION, "name": self.name, "outputs": list(self.outputs)}
-        head["notes"] = list(self.notes)
+        head: dict[str, Any] = {"version": VERSION, "name": self.name}
+        head |= {"outputs": list(self.outputs), "notes": list(self.notes)}
+        if self.process:
+            groups = {name: [list(g.ranks), g.dim] for name, g in self.process.groups.items()}
+            head["process"] = [self.process.rank, self.process.world_size, groups]
         return json.dumps(head)[:-1] + ', "nodes": [\n' + ",\n".join(rows) + "\n]}\n"
 
     @classmethod
@@ -123,9 +148,21 @@ class Recording:
                     f"{file}: version {data['version']}, wanted {VERSION}; record again"
                 )
             nodes = tuple(_node_from_json(row) for row in data["nodes"])
-            return cls(data["name"], nodes, tuple(data["outputs"]), tuple(data["notes"]))
+            outputs, notes = tuple(data["outputs"]), tuple(data["notes"])
+            return cls(data["name"], nodes, outputs, notes, _process(data.get("process")))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{file}: no recording of a module: {error}; record again") from None
+
+
+def _process(value: Any) -> Process | None:
+    if value is None:
+        return None
+    rank, world_size, groups = value
+    members = {
+        str(name): ProcessGroup(tuple(map(int, ranks)), str(dim))
+        for name, (ranks, dim) in groups.items()
+    }
+    return Process(int(rank), int(world_size), members)
 
 
 def _node_to_json(node: TracedNode) -> list[Any]:

@@ -10,13 +10,16 @@ yet, it waits for *launches*. The parts of a lane add up to the step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.program.columns import PHASES, TaskKind
+from stagewright.program.fit import Fit, fit_of, held_at_peak
+from stagewright.time.network import Machine
 from stagewright.time.simulate.issue import axis_of
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
@@ -264,3 +267,53 @@ def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
             found[LAUNCHES] = found.get(LAUNCHES, 0) + ticks
     order = [*PHASES, *sorted(found.keys() - set(PHASES))]
     return {name: found[name] * TICK for name in order if found.get(name)}
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A step of a program without a run, of which all ranks do the same, on a machine.
+
+    Nothing is known of tokens or of what a model needs: there are times, and no utilization.
+    """
+
+    name: str
+    machine: Machine
+    line: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the step."""
+        return self.line.seconds
+
+    @cached_property
+    def parts(self) -> list[Breakdown]:
+        """Where the time of each lane goes."""
+        return [breakdown(self.line, lane) for lane in self.line.lanes]
+
+    @property
+    def mean(self) -> Breakdown:
+        """The parts of any GPU, since all have the same."""
+        return self.parts[0]
+
+    @cached_property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the critical path, by phase of kernels and by axis of communication."""
+        return path_parts(self.line, critical_path(self.line))
+
+    @property
+    def fit(self) -> Fit:
+        """Whether what the graph holds fits into the memory of a device."""
+        return fit_of(map(held_at_peak, self.line.program.classes), self.machine.hardware.memory)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as one object for JSON; times in seconds, sizes in bytes."""
+        return {
+            "model": self.name,
+            "hardware": self.machine.hardware.name,
+            "machine": str(self.machine),
+            "world_size": self.machine.gpus,
+            "step_seconds": self.seconds,
+            "memory": self.fit.entry(),
+            "mean": asdict(self.mean),
+            "critical_path": self.critical_path,
+        }

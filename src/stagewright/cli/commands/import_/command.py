@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.errors import UserError
 
+if TYPE_CHECKING:
+    from stagewright.imports.trace.recording import Recording
+
 
 @command
 @click.argument("source", metavar="FILE.py:FACTORY")
-@click.option("-o", "--out", required=True, metavar="FILE.stg", help="The model as text.")
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    metavar="FILE",
+    help="FILE.stg, or of the graph of a rank FILE.bundle.",
+)
 @click.option("--static", is_flag=True, help="All sizes of inputs stay as in the example.")
 @click.option(
     "--approximate",
@@ -37,24 +48,47 @@ def import_(
     FACTORY is a function of FILE.py that returns an nn.Module and its example inputs; both may be
     on the meta device. In its place may stand a program saved with torch.export.save (.pt2), what
     --recording has written (.json), or hf:path/to/config.json, whose class of transformers is
-    built. Needs PyTorch: pip install 'stagewright[torch]'.
+    built. Where FACTORY returns an FX graph that was traced under a process group (and its
+    DeviceMesh, if there is one), the program of its rank is written as a bundle, which show,
+    simulate, diff and expand read. Needs PyTorch: pip install 'stagewright[torch]'.
     """
     from stagewright.files import write_text
     from stagewright.imports.module import model_of, recorded
     from stagewright.imports.translate import Options, translate
 
-    if not out.endswith(".stg"):
-        raise UserError(f"--out is {out!r}, wanted a file that ends with .stg")
+    if not out.endswith((".stg", ".bundle")):
+        raise UserError(f"--out is {out!r}, wanted a file that ends with .stg, or with .bundle")
     traced = recorded(source, static=static)
+    if recording:
+        write_text(recording, traced.to_json())
+    if traced.process is not None or out.endswith(".bundle"):
+        _rank(traced, out)
+        return
     translated = translate(traced, Options(None, approximate, loss))
     model = model_of(translated, traced.name)
     write_text(out, translated.text)
-    if recording:
-        write_text(recording, traced.to_json())
     for note in translated.notes:
         shared.say(f"note: {note}")
     modules = ", ".join(model.chain)
     shared.say(f"{out}: {traced.parameters:,} parameters; {modules}")
+
+
+def _rank(traced: Recording, out: str) -> None:
+    """Write the program of the rank whose graph was recorded."""
+    from stagewright.trace.traced import write_traced
+
+    if not out.endswith(".bundle"):
+        raise UserError(
+            f"--out is {out!r}, but {traced.name} is the graph of one rank: wanted a file that "
+            "ends with .bundle"
+        )
+    program = write_traced(traced, out, force=True)
+    (of,) = program.classes
+    axes = ", ".join(f"{name} {size}" for name, size in program.mesh.axes)
+    shared.say(
+        f"{out}: {len(of.tasks):,} tasks of each of {program.mesh.world_size} ranks ({axes}); "
+        f"{traced.parameters:,} parameters on a rank"
+    )
 
 
 import_.name = "import"

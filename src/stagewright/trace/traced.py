@@ -1,0 +1,53 @@
+"""Bundles of programs that graphs of PyTorch were made into: written, and what they say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from stagewright.imports.trace.recording import Recording
+from stagewright.lower.traced.program import program_of
+from stagewright.program.columns import Program
+from stagewright.trace.formats.bundle import Bundle
+from stagewright.trace.write import BUNDLE, write
+
+ENTRY = "traced"
+"""The manifest's key with what is known besides the program."""
+
+
+class TracedBundle(NamedTuple):
+    """A program of a bundle, and what was recorded of its origin."""
+
+    name: str
+    rank: int
+    """The rank whose graph was recorded; all others are taken to run the same."""
+    parameters: int
+    """Values in the parameters of this rank."""
+    program: Program
+
+    def describe(self) -> str:
+        """The origin in a line."""
+        return (
+            f"{self.name}: the graph of rank {self.rank} of {self.program.mesh.world_size}, "
+            "recorded by PyTorch; all ranks are taken to run it"
+        )
+
+
+def write_traced(recording: Recording, path: str, *, force: bool = False) -> Program:
+    """Write the program of a recorded graph as a bundle, and return the program."""
+    program = program_of(recording)
+    rank = recording.process.rank if recording.process else 0
+    entry = {"name": recording.name, "rank": rank, "parameters": recording.parameters}
+    write(program, path, format=BUNDLE, manifest={ENTRY: entry}, force=force)
+    return program
+
+
+def read_traced(source: Bundle) -> TracedBundle | None:
+    """The program of a bundle that `write_traced` wrote; None for any other bundle."""
+    entry: object = source.manifest.get(ENTRY)
+    if not isinstance(entry, dict):
+        return None
+    known = cast("dict[str, Any]", entry)
+    numbers: Sequence[object] = (known.get("rank"), known.get("parameters"))
+    rank, parameters = (n if isinstance(n, int) else 0 for n in numbers)
+    return TracedBundle(str(known.get("name")), rank, parameters, source.program())

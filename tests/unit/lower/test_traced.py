@@ -1,0 +1,130 @@
+"""Programs of recorded graphs: the mesh of process groups, and what nodes cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.imports.trace.recording import (
+    Process,
+    ProcessGroup,
+    Recording,
+    Ref,
+    TracedNode,
+)
+from stagewright.lower.traced.kernels import costs_of
+from stagewright.lower.traced.mesh import mesh_of
+from stagewright.lower.traced.program import program_of
+
+
+def groups_of(sizes: dict[str, int], rank: int, joint: tuple[str, ...]) -> dict[str, ProcessGroup]:
+    """The groups of a rank along each dim of a mesh (outermost first), and along some together."""
+    grid = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    names, at = [*sizes], np.argwhere(grid == rank)[0]
+    found: dict[str, ProcessGroup] = {}
+    for nth, dims in enumerate([*((n,) for n in names), joint]):
+        index = tuple(slice(None) if n in dims else int(i) for n, i in zip(names, at, strict=True))
+        found[str(nth)] = ProcessGroup(tuple(grid[index].ravel().tolist()), "+".join(dims))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "joint"),
+    [
+        ({"dp": 2, "tp": 4}, ("dp", "tp")),
+        ({"dp": 3, "cp": 2, "tp": 2}, ("dp", "cp")),
+        ({"dp": 2, "cp": 2, "tp": 3}, ("dp", "tp")),
+    ],
+)
+def test_groups_are_found_on_the_mesh(sizes: dict[str, int], joint: tuple[str, ...]):
+    for rank in range(math.prod(sizes.values())):
+        groups = groups_of(sizes, rank, joint)
+        found = mesh_of(Process(rank, math.prod(sizes.values()), groups))
+        assert found.mesh.axes == tuple(reversed(sizes.items()))
+        for name, group in groups.items():
+            axes = found.communicators[name].axes
+            assert axes == tuple(group.dim.split("+"))
+            coords = found.mesh.coords(rank)
+            same = [
+                r for r in range(found.mesh.world_size)
+                if all(found.mesh.coords(r)[n] == coords[n] for n in sizes if n not in axes)
+            ]  # fmt: skip
+            assert same == sorted(group.ranks)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 3), (0, 3), (1, 2), (0, 5)])
+def test_groups_along_no_mesh_are_refused(ranks: tuple[int, ...]):
+    with pytest.raises(UserError, match="process group of ranks"):
+        mesh_of(Process(ranks[0], 4, {"odd": ProcessGroup(ranks, "odd")}))
+
+
+SHAPES = {
+    "a": (6, 4), "b": (4, 10), "x": (3, 6, 4), "y": (3, 4, 10), "rows": (12, 4), "q": (2, 8, 16, 4),
+    "k": (2, 2, 32, 4), "v": (2, 2, 32, 6), "image": (2, 4, 9, 9), "kernel": (8, 2, 3, 3),
+}  # fmt: skip
+COSTS: list[tuple[str, tuple[Any, ...], tuple[int, ...], int]] = [
+    ("mm", ("a", "b"), (6, 10), 2 * 6 * 4 * 10),
+    ("addmm", ("a", "a", "b"), (6, 10), 2 * 6 * 4 * 10),
+    ("bmm", ("x", "y"), (3, 6, 10), 2 * 3 * 6 * 4 * 10),
+    ("_grouped_mm", ("rows", "y"), (12, 10), 2 * 12 * 4 * 10),
+    ("convolution", ("image", "kernel", None, (1, 1), (0, 0), (1, 1), False, (0, 0), 2),
+     (2, 8, 7, 7), 2 * (2 * 8 * 7 * 7) * 2 * 9),
+    ("_scaled_dot_product_flash_attention", ("q", "k", "v", 0.0, False), (),
+     2 * 2 * 8 * 16 * 32 * (4 + 6)),
+    ("_scaled_dot_product_flash_attention", ("q", "k", "v", 0.0, True), (),
+     2 * 8 * 16 * 32 * (4 + 6)),
+    ("_scaled_dot_product_efficient_attention_backward",
+     ("v", "q", "k", "v", None, "q", "q", "q", "q", 0.0, (True,), False), (),
+     2 * 2 * 8 * 16 * 32 * (3 * 4 + 2 * 6)),
+    ("silu", ("a",), (6, 4), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "args", "shape", "flops"), COSTS)
+def test_flops_of_a_node(kind: str, args: tuple[Any, ...], shape: tuple[int, ...], flops: int):
+    given = tuple(Ref(a) if isinstance(a, str) else a for a in args)
+    node = TracedNode("n", f"aten.{kind}.default", shape, "bf16", given)
+    assert costs_of(node, kind, lambda ref: SHAPES[ref.name]).flops == flops
+
+
+def graph(*more: TracedNode, outputs: tuple[str, ...] = ("loss",)) -> Recording:
+    """The product of a gathered parameter, and its sum."""
+    nodes = (
+        TracedNode("w", "param", (4, 8), "bf16"),
+        TracedNode("x", "param", (2, 16), "bf16"),
+        TracedNode("g", "_c10d_functional.all_gather_into_tensor.default", (16, 8), "bf16",
+                   (Ref("w"), 4, "0")),
+        TracedNode("g_done", "_c10d_functional.wait_tensor.default", (16, 8), "bf16", (Ref("g"),)),
+        TracedNode("y", "aten.mm.default", (2, 8), "bf16", (Ref("x"), Ref("g_done"))),
+        TracedNode("loss", "aten.sum.default", (), "bf16", (Ref("y"),)),
+        *more,
+    )  # fmt: skip
+    process = Process(1, 4, {"0": ProcessGroup((0, 1, 2, 3), "dp")})
+    return Recording("graph", nodes, outputs, process=process)
+
+
+def test_a_reader_waits_for_the_collective_and_not_for_its_wait():
+    (of,) = program_of(graph()).classes
+    t = of.tasks
+    assert [t.names[i] for i in t.name] == ["g", "y", "loss"]
+    assert t.data[t.data_ptr[1] : t.data_ptr[2]].tolist() == [0]
+    assert t.comm_bytes.tolist() == [4 * 8 * 2, 0, 0]
+    assert t.traffic[1] == 2 * (2 * 16 + 16 * 8 + 2 * 8)
+    assert of.memory["gathered_parameters"] == 16 * 8 * 2
+
+
+def test_a_collective_that_is_unknown_is_refused_by_name():
+    odd = TracedNode("odd", "_c10d_functional.scatter.default", (4,), "bf16", (Ref("x"), "0"))
+    with pytest.raises(UserError, match=r"the collective _c10d_functional\.scatter\.default"):
+        program_of(graph(odd))
+
+
+def test_a_graph_is_kept_as_text():
+    kept = graph()
+    back = Recording.from_json(kept.to_json())
+    assert back.process == kept.process
+    assert back.to_json() == kept.to_json()
