@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from stagewright.evidence import closed_loops, replayed
 from stagewright.evidence.serving import QUANTITIES, predictions, servers
 from stagewright.serving.workloads.synthetic import LoadStage
 
@@ -24,3 +25,18 @@ def test_a_minute_of_a_server_is_as_measured():
     assert abs(found["tpot_ms"]) < 0.1
     assert abs(found["e2e_ms"]) < 0.1
     assert abs(found["ttft_ms"]) < 0.3  # nothing is cached at first
+
+
+def test_users_in_a_closed_loop_are_as_measured():
+    loops = closed_loops.closed_loops()
+    assert all(each.measured for each in loops)
+    some = next(each for each in loops if "llama3.1-8b bf16 tp=1" in each.row.row)
+    found = {p.quantity: p.error for p in closed_loops.predictions(some)}
+    assert abs(found["tpot_ms"]) < 0.2
+
+
+def test_a_recorded_workload_is_replayed():
+    server = next(s for s in replayed.replayed_servers() if s.hardware == "rtx-4090")
+    found = {p.quantity: p.error for p in replayed.predictions(server)}
+    assert found.keys() == server.measured.keys()
+    assert all(-0.1 < error < 0.3 for error in found.values())

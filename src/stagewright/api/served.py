@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import Experiment, section_of
+from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.other_names import setting_of
 from stagewright.run.sections.serving import (
     OF_ONE_STEP,
@@ -26,15 +27,21 @@ from stagewright.run.sections.serving import (
 )
 from stagewright.serving.captured import captured
 from stagewright.serving.cluster import Heard
+from stagewright.serving.compared import compare
+from stagewright.serving.energy import ServingExpense, serving_expense
 from stagewright.serving.metrics import Slo
 from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
 from stagewright.serving.requests import Workload
 from stagewright.serving.service import ServedRun, Service, slo_of
 from stagewright.serving.workloads.asked import workload_of
+from stagewright.serving.workloads.logs import read_log
 from stagewright.texttable import Table
+from stagewright.time.expense.ownership import load as load_costs
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.views import serving as tables
+from stagewright.views.pages.serving import serving_page
+from stagewright.views.serving_perfetto import write_serving
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +54,8 @@ class Serving(ServedRun):
     """The workload as it was given."""
     fleet: InstanceGroups | None = None
     """Several groups of instances, of which `service` is the first that decodes."""
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    """Says what a GPU-hour costs, by `price` or `costs`; else each hardware's price counts."""
 
     def step(self, seconds: float, engine: int = 0) -> CompiledRun:
         """The step that an engine ran so many seconds after the run began, or last before.
@@ -91,8 +100,36 @@ class Serving(ServedRun):
         """A row for each request that is done."""
         return tables.requests(self, self.slo)
 
+    def compare(self, log: str | os.PathLike[str]) -> Table:
+        """The means and percentiles of a log, and those of this run, with errors.
+
+        The log is a trace with `ttft`, and `e2e` or `latency` (`serving.workloads.logs`), which was
+        the workload: `stagewright.serve(..., requests=log)`.
+        """
+        return tables.compared(compare(read_log(log), self.outcome))
+
+    def expense(self) -> ServingExpense:
+        """Energy of the run, and its cost at the price of a GPU-hour."""
+        services = [group.service for group in self.groups]
+        price, costs = self.cluster.price, self.cluster.costs
+        spent = serving_expense(self, services, price)
+        if price is not None or costs is None:
+            return spent
+        per_hour = load_costs(costs).usd_per_gpu_hour(spent.watts_per_gpu)
+        return serving_expense(self, services, per_hour)
+
+    def perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Write the run for ui.perfetto.dev: requests of each engine, and counters."""
+        write_serving(self.outcome, os.fspath(path), self.describe())
+
+    def page(self) -> str:
+        """The page of the run: timelines, percentiles and requests as bars, as HTML."""
+        count = plural(self.summary.requests, "request", "requests")
+        title = f"{self.service.instance.model.name}: {count} served"
+        return serving_page(self, self.expense(), self.slo, title, self.describe())
+
     def values(self) -> dict[str, Any]:
-        """The numbers as one object for JSON: seconds, tokens, shares of 1."""
+        """The numbers as one object for JSON: seconds, tokens, shares of 1, joules, USD."""
         of = self.service
         return {
             "workload": self.outcome.workload.name,
@@ -105,14 +142,18 @@ class Serving(ServedRun):
             "max_num_seqs": of.limits.requests,
             "stopped": self.outcome.stopped,
             **self.summary.values(),
+            "expense": self.expense()._asdict(),
         }
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the requests (.csv), or the numbers and the requests (.json)."""
+        """Write the requests (.csv), the numbers and the requests (.json), or the page (.html)."""
         path = os.fspath(path)
         check_ending(path)
-        if Path(path).suffix.lower() == ".csv":
+        ending = Path(path).suffix.lower()
+        if ending == ".csv":
             write_text(path, self.requests().to_csv())
+        elif ending == ".html":
+            write_text(path, self.page())
         else:
             found = self.values() | {"rows": self.requests().rows}
             write_text(path, json.dumps(found, indent=1) + "\n")
@@ -147,8 +188,8 @@ def _values(of: InstanceGroup) -> dict[str, Any]:
 
 def check_ending(path: str) -> None:
     """Raise a UserError for the name of a file of which the ending does not say what to write."""
-    if Path(path).suffix.lower() not in (".csv", ".json"):
-        raise UserError(f"{path}: wanted a name that ends in .csv or .json")
+    if Path(path).suffix.lower() not in (".csv", ".json", ".html"):
+        raise UserError(f"{path}: wanted a name that ends in .csv, .json or .html")
 
 
 class ServingSections(NamedTuple):
@@ -212,14 +253,18 @@ def served(
     """The requests that are asked for, on engines with the layout of an experiment."""
     given = given or Given()
     work = given.workload or workload_of(asked.workload)
-    slo = slo_of(asked.workload)
+    slo, cluster = slo_of(asked.workload), experiment.cluster
+    if cluster.costs is not None:
+        if cluster.price is not None:
+            raise UserError("price and costs both say what a GPU-hour costs; give one of the two")
+        load_costs(cluster.costs)
     rows = rows_of(asked.pools, asked.engines, given.pools)
     base = Planned("both", experiment, hardware, asked.engines)
     if not rows:
         service = base.service(given)
         found = service.serve(work, slo, heard)
-        return Serving(found.outcome, found.summary, service, slo, work)
+        return Serving(found.outcome, found.summary, service, slo, work, cluster=cluster)
     fleet = fleet_of(map(base.changed, rows), given, asked.pools.prefill_router)
     service = next(group.service for group in fleet.groups if group.serves != "prefill")
     found = fleet.serve(work, slo, heard)
-    return Serving(found.outcome, found.summary, service, slo, work, fleet)
+    return Serving(found.outcome, found.summary, service, slo, work, fleet, cluster)

@@ -43,10 +43,15 @@ def _check_file(context: click.Context, parameter: click.Parameter, path: str | 
     return path
 
 
-def output_file(*names: str, **more: Any) -> Callable[[_Command], _Command]:
-    """Give a command the option of a file that it writes, and the option to replace that."""
+def output_file(*names: str, forces: bool = True, **more: Any) -> Callable[[_Command], _Command]:
+    """Give a command the option of a file that it writes, and the option to replace that.
+
+    A command that writes several files `forces` with one of them only.
+    """
 
     def give(command: _Command) -> _Command:
+        if not forces:
+            return click.option(*names, metavar="FILE", callback=_check_file, **more)(command)
         command = click.option(
             "--force",
             is_flag=True,

@@ -34,6 +34,7 @@ from stagewright.executors import Processes
 from stagewright.files import own_yaml
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.model.config import ModelConfig
 from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import held_at_peak
 from stagewright.run.sections.execution import Execution
@@ -141,7 +142,12 @@ class Loaded(NamedTuple):
 
 def rows() -> list[ServedRow]:
     """The rows that the package carries."""
-    text = (files("stagewright") / "data" / "measured" / "inference.csv").read_text("utf-8")
+    return rows_of("inference.csv")
+
+
+def rows_of(name: str) -> list[ServedRow]:
+    """The rows of a file of `data/measured`."""
+    text = (files("stagewright") / "data" / "measured" / name).read_text("utf-8")
     return [_row(cells) for cells in csv.DictReader(text.splitlines())]
 
 
@@ -367,11 +373,16 @@ def _key(row: ServedRow, **more: Any) -> frozenset[tuple[str, Any]]:
 def _compiled(key: frozenset[tuple[str, Any]]) -> CompiledRun:
     values = dict(key)
     checkpoint = values.pop("checkpoint")
+    return compile(*model_of_row(values, checkpoint))
+
+
+def model_of_row(values: Mapping[str, Any], checkpoint: str) -> tuple[Run, ModelConfig]:
+    """The run of a row's settings, and its model with weights as the checkpoint stores them."""
     run, model = run_of_values(values, set(Run.model_fields))
     if checkpoint:
         stored, _ = read_quantization(checkpoint, _checkpoints()[checkpoint], model)
         model = replace(model, quantization=stored)
-    return compile(run, model)
+    return run, model
 
 
 @cache

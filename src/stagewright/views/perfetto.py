@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,11 @@ _ACTIONS, _KERNELS = 0, 1  # numbers of threads; streams of communication come a
 
 def write(line: Timeline, path: Path | str, title: str = "") -> None:
     """Write a timeline to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
+    write_events(events(line), path, title)
+
+
+def write_events(some: Iterable[str], path: Path | str, title: str) -> None:
+    """Write events, each as JSON, to a file; one that ends in `.gz` is compressed."""
     with ExitStack() as closed:
         raw = closed.enter_context(open(closed.enter_context(atomic(path)), "wb"))
         packed = str(path).endswith(".gz")  # noting no time: the same bytes each time
@@ -39,7 +44,7 @@ def write(line: Timeline, path: Path | str, title: str = "") -> None:
         file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps({"title": title}))
         file.write(',"traceEvents":[\n')
         comma = ""
-        for text in events(line):
+        for text in some:
             file.write(comma + text)
             comma = ",\n"
         file.write("\n]}\n")
@@ -56,7 +61,8 @@ def events(line: Timeline) -> Iterator[str]:
         yield from _memory(nth, lane)
 
 
-def _event(**fields: object) -> str:
+def event(**fields: object) -> str:
+    """An event as JSON."""
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -64,11 +70,11 @@ def _names(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     of, ranks = lane.of, lane.ranks
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}.. ({len(ranks)})"
     title = f"pipeline rank {of.pipeline_rank}: {who}"
-    yield _event(ph="M", pid=nth, tid=0, name="process_name", args={"name": title})
-    yield _event(ph="M", pid=nth, tid=0, name="process_sort_index", args={"sort_index": nth})
+    yield event(ph="M", pid=nth, tid=0, name="process_name", args={"name": title})
+    yield event(ph="M", pid=nth, tid=0, name="process_sort_index", args={"sort_index": nth})
     for tid, name in _threads(line, lane).items():
-        yield _event(ph="M", pid=nth, tid=tid, name="thread_name", args={"name": name})
-        yield _event(ph="M", pid=nth, tid=tid, name="thread_sort_index", args={"sort_index": tid})
+        yield event(ph="M", pid=nth, tid=tid, name="thread_name", args={"name": name})
+        yield event(ph="M", pid=nth, tid=tid, name="thread_sort_index", args={"sort_index": tid})
 
 
 def _threads(line: Timeline, lane: Lane) -> dict[int, str]:

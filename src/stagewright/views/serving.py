@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from stagewright.serving.compared import ComparedTime
 from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo, Spread
 from stagewright.serving.service import ServedRun
 from stagewright.texttable import Table
@@ -34,6 +36,19 @@ def latencies(of: ServingSummary) -> Table:
         for name in names:
             columns[name].append(getattr(spread, name))
     return Table("Times of requests", columns, dict.fromkeys(names, "s"))
+
+
+def compared(of: Sequence[ComparedTime]) -> Table:
+    """Means and percentiles of a log beside those of the same requests served here."""
+    columns: dict[str, list[Any]] = {
+        "time": [each.time.upper() for each in of],
+        "figure": [each.figure for each in of],
+        "measured": [each.measured for each in of],
+        "predicted": [each.predicted for each in of],
+        "error": [each.error for each in of],
+    }
+    units = {"measured": "s", "predicted": "s", "error": "error"}
+    return Table("Compared with the log", columns, units, grouped="time")
 
 
 def per_engine(of: ServedRun) -> Table:

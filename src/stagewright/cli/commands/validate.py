@@ -63,7 +63,8 @@ def validate(
     layouts. In each the layout with the shortest predicted step is picked; its regret is its
     measured step / the shortest measured step - 1. --every N takes every Nth job.
 
-    With --serving: times to the first token, per token and to the last that clients measured.
+    With --serving: times to the first token, per token and to the last that clients measured, and
+    tokens per second, beside those of the same load served request by request.
     """
     from stagewright.evidence import inference, measurements, validate
     from stagewright.evidence import kernels as validate_kernels
@@ -108,19 +109,29 @@ def validate(
 
 def _serving(source: str | None, *, every: int, as_json: bool) -> None:
     """Prints servers under load beside what their clients measured."""
-    from stagewright.evidence import serving
+    from stagewright.evidence import closed_loops, replayed, serving
+    from stagewright.evidence.measurements import NotCompared
     from stagewright.evidence.predictions import totals
     from stagewright.texttable import print_table
 
     with _progress() as progress:
-        found = list(serving.validate(source, every=every, progress=progress))
-    if not found:
-        known = dict.fromkeys(s.source for s in serving.servers())
+        outcomes: list[Prediction | NotCompared] = [
+            *serving.validate(source, every=every, progress=progress),
+            *replayed.validate(source, every=every, progress=progress),
+            *closed_loops.validate(source, every=every, progress=progress),
+        ]
+    found = [o for o in outcomes if not isinstance(o, NotCompared)]
+    refused = [o for o in outcomes if isinstance(o, NotCompared)]
+    if not outcomes:
+        loops = closed_loops.sources(closed_loops.closed_loops())
+        others = (*serving.servers(), *replayed.replayed_servers())
+        known = dict.fromkeys([*(server.source for server in others), *loops])
         raise UserError(f"no servers of source {source!r}; known: {'; '.join(known)}")
     if as_json:
-        shared.print_json(_as_json(found, []))
+        shared.print_json(_as_json(found, refused))
         return
     _print_predictions(found)
+    _print_not_compared(refused)
     each = [o._replace(source=f"{o.source}, {o.quantity}") for o in found]
     print_table(totals(sorted(each, key=lambda o: o.source)), shared.console())
     shared.console().print(serving.PEERS)

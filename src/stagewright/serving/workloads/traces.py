@@ -12,7 +12,7 @@ import math
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from reprlib import repr as shown
@@ -41,8 +41,11 @@ _OUTPUTS = ("output", "osl", "output_length", "num_decode_tokens", "output_toks"
 _SESSIONS = ("session", "session_id", "chat_id")
 
 
-class _TraceRow(NamedTuple):
+class TraceRow(NamedTuple):
+    """A request of a trace."""
+
     at: float
+    """Seconds, since some moment."""
     prompt: int
     output: int
     chain: Chain
@@ -57,11 +60,11 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
     """
     if not 0 < speed < math.inf:
         raise UserError(f"--speed is {speed:g}, wanted a number above 0; 2 is twice as fast")
-    text = _text(path)
+    text = text_of_trace(path)
     rejected: Counter[str] = Counter()
-    rows: list[_TraceRow] = []
-    for where, cells in _cells(text, path):
-        row = _row(cells, where)
+    rows: list[TraceRow] = []
+    for where, cells in cells_of_trace(text, path):
+        row = row_of_trace(cells, where)
         if row.prompt < 1 or row.output < 1:
             rejected[NO_TOKENS] += 1
         elif row.at < 0:
@@ -73,6 +76,13 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
         raise UserError(f"{path}: has no requests{': ' + why if why else ''}; wanted {WANTED}")
     rows.sort(key=lambda row: row.at)
     rows = rows[:limit]
+    return workload_of_rows(path, rows, rejected, speed)
+
+
+def workload_of_rows(
+    path: str | Path, rows: Sequence[TraceRow], rejected: Mapping[str, int], speed: float = 1.0
+) -> Workload:
+    """The requests of a file, by arrival, of which the first arrives at 0."""
     first = rows[0].at
     sessions = {name: nth for nth, name in enumerate(dict.fromkeys(row.session for row in rows))}
     return Workload(
@@ -86,7 +96,8 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
     )
 
 
-def _text(path: str | Path) -> str:
+def text_of_trace(path: str | Path) -> str:
+    """The text of a file, unpacked where its name ends in .gz."""
     content = read_bytes(path, WANTED, MOST_BYTES)
     if Path(path).suffix == ".gz":
         reader = zlib.decompressobj(wbits=31)
@@ -102,7 +113,7 @@ def _text(path: str | Path) -> str:
         raise UserError(f"{path}: is not text in UTF-8; wanted {WANTED}") from None
 
 
-def _cells(text: str, path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def cells_of_trace(text: str, path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each row by column, and where it stands."""
     if text.lstrip()[:1] == "{":
         for number, line in enumerate(text.splitlines(), 1):
@@ -126,14 +137,15 @@ def _cells(text: str, path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]
         raise UserError(f"{path}: is not a CSV file: {error}; wanted {WANTED}") from None
 
 
-def _row(cells: Mapping[str, Any], where: str) -> _TraceRow:
+def row_of_trace(cells: Mapping[str, Any], where: str) -> TraceRow:
+    """A row as a request; raises UserError for what cannot be understood."""
     time_column = _column(cells, tuple(_TIMES), where)
     at = _seconds(cells[time_column], time_column, where) * _TIMES[time_column]
     prompt = _tokens(cells, _PROMPTS, where)
     hashes = cells.get("hash_ids")
     session = next((str(cells[name]) for name in _SESSIONS if name in cells), "")
     chain = NO_CHAIN if hashes is None else _chain(hashes, prompt, where)
-    return _TraceRow(at, prompt, _tokens(cells, _OUTPUTS, where), chain, session)
+    return TraceRow(at, prompt, _tokens(cells, _OUTPUTS, where), chain, session)
 
 
 def _column(cells: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:

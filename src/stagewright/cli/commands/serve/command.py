@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import JSON, serving_options
@@ -22,10 +24,26 @@ _INTERRUPTED = 130
 
 @command
 @serving_options
-@output_file("-o", "--out", help="Write the requests (.csv), or numbers and requests (.json).")
+@output_file(
+    "-o",
+    "--out",
+    help="Write the requests (.csv), numbers and requests (.json), or a page (.html).",
+)
+@output_file("--perfetto", forces=False, help="Write the run for ui.perfetto.dev.")
+@click.option(
+    "--compare",
+    metavar="LOG",
+    help="Serve the requests of a log (a trace with ttft, and e2e or latency), and print errors.",
+)
 @JSON
 def serve(
-    model: str | None, config: str | None, out: str | None, as_json: bool, **settings: Any
+    model: str | None,
+    config: str | None,
+    out: str | None,
+    perfetto: str | None,
+    compare: str | None,
+    as_json: bool,
+    **settings: Any,
 ) -> int:
     """Serve requests over time: TTFT, TPOT, goodput, queues and use of the cache.
 
@@ -42,12 +60,17 @@ def serve(
         PoolSection,
         WorkloadSection,
     )
+    from stagewright.texttable import print_table
     from stagewright.time.hardware import resolve
 
     if out is not None:
         check_ending(out)
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
+    if compare is not None:
+        if "requests" in own:
+            raise UserError("--compare and --requests both say which requests come; give one")
+        own["requests"] = compare
     asked = ServingSections(
         section_of(WorkloadSection, own),
         section_of(EngineSection, own),
@@ -59,12 +82,18 @@ def serve(
     with shown("requests") as bar:
         result = served(experiment, resolve(experiment.cluster.hardware), asked, heard=bar)
     shared.show_notes(_notes(result))
+    table = None if compare is None else result.compare(compare)
     if as_json:
-        shared.print_json(result.values())
+        more = {} if table is None else {"compared": table.rows}
+        shared.print_json(result.values() | more)
     else:
         report(result, shared.console())
+        if table is not None:
+            print_table(table, shared.console())
     if out is not None:
         result.write(out)
+    if perfetto is not None:
+        result.perfetto(perfetto)
     return _INTERRUPTED if result.outcome.stopped else 0
 
 
@@ -116,6 +145,13 @@ def report(of: Serving, out: Console) -> None:
     out.print(
         f"KV cache: {found.kv_mean:.1%} in use on average, {found.kv_peak:.1%} at most; "
         f"{found.hit_rate:.1%} of prompt tokens were in it"
+    )
+    spent = of.expense()
+    usd = spent.usd_per_million_tokens
+    cost = "" if usd is None else f"; {usd:,.4g} USD per million output tokens"
+    out.print(
+        f"power: {spent.watts_per_gpu:,.0f} W per GPU, {spent.joules_per_token:,.4g} J per output "
+        f"token{cost}"
     )
     if len(of.outcome.engines) > 1:
         print_table(of.engines(), out)

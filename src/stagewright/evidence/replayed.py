@@ -1,0 +1,107 @@
+"""Recorded workloads replayed on the servers that answered them, beside what was measured there.
+
+The requests are ShareGPT's as casys-kaist/LLMServingSim@5daddb21 (MIT) sent them to vLLM 0.19; the
+measured figures are of all requests of a run. Engines have the arguments, and the blocks of the
+cache, that the server's log gives. The servers are overloaded: most requests wait, and times to
+first tokens are how fast the server works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import as_file, files
+from typing import Any, NamedTuple
+
+from stagewright.evidence.predictions import Prediction
+from stagewright.files import own_yaml
+from stagewright.model.catalog import resolve as model_of
+from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.serving.engines import EngineSection
+from stagewright.run.settings import Run
+from stagewright.serving.compared import figure_of
+from stagewright.serving.instances import instance
+from stagewright.serving.metrics import RequestTimes, Slo
+from stagewright.serving.requests import Workload
+from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.service import Service
+from stagewright.serving.workloads import traces
+from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.network import Machine
+
+
+class ReplayedServer(NamedTuple):
+    """A server, and what its users saw, in milliseconds by figure such as `ttft_p50_ms`."""
+
+    source: str
+    hardware: str
+    settings: Mapping[str, Any]
+    options: Mapping[str, Any]
+    measured: Mapping[str, float]
+    reason: str
+
+
+def replayed_servers() -> list[ReplayedServer]:
+    """The servers that the package carries."""
+    text = (files("stagewright") / "data" / "measured" / "replayed.yaml").read_text("utf-8")
+    of: Any = own_yaml(text)
+    return [
+        ReplayedServer(
+            of["source"],
+            run["hardware"],
+            of["settings"],
+            of["options"] | run["options"],
+            run["measured"],
+            run["reason"],
+        )
+        for run in of["runs"]
+    ]
+
+
+def validate(
+    source: str | None = None,
+    *,
+    every: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Prediction]:
+    """Predictions of all servers, or of those whose source contains the text `source`."""
+    known = [s for s in replayed_servers() if not source or source.lower() in s.source.lower()]
+    for nth, server in enumerate(known[::every]):
+        yield from predictions(server)
+        if progress is not None:
+            progress(nth + 1, len(known[::every]))
+
+
+def predictions(of: ReplayedServer) -> list[Prediction]:
+    """What the users of a server would see."""
+    times = replay(of)
+    found: list[Prediction] = []
+    for quantity, measured in of.measured.items():
+        name, figure, _ = quantity.split("_")
+        predicted = figure_of(getattr(times, name), figure) * 1e3
+        error = predicted / measured - 1
+        row = f"{of.hardware} {of.settings['model']}"
+        found.append(
+            Prediction(of.source, row, quantity, measured, predicted, error, "", of.reason)
+        )
+    return found
+
+
+def replay(of: ReplayedServer) -> RequestTimes:
+    """Times of all requests."""
+    run = Run.model_validate({"mode": "decode", **of.settings})
+    engines = EngineSection(**of.options)
+    hardware = hardware_of(of.hardware)
+    limits = batch_limits(engines, hardware)
+    made = instance(
+        run, model_of(run.model), Machine.of(hardware, gpus=run.world_size),
+        Execution(serving_engine="vllm"),
+        most_tokens=limits.tokens, most_requests=limits.requests,
+        gpu_memory_utilization=engines.gpu_memory_utilization,
+    )  # fmt: skip
+    service = Service(made, engines, limits, scheduler_of(engines, limits))
+    return RequestTimes.of(service.serve(_requests(), Slo()).outcome)
+
+
+def _requests() -> Workload:
+    with as_file(files("stagewright") / "data" / "measured" / "sharegpt-300.csv") as path:
+        return traces.read(path)

@@ -1,0 +1,63 @@
+"""A log of a server beside the same requests served here: errors of means and percentiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Float
+from stagewright.serving.cluster import Outcome
+from stagewright.serving.metrics import RequestTimes
+from stagewright.serving.workloads.logs import RequestLog
+
+FIGURES = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+"""Of times of requests: the mean, and percentiles."""
+
+
+class ComparedTime(NamedTuple):
+    """A figure of the times of requests, in seconds."""
+
+    time: str
+    """ttft, tpot or e2e."""
+    figure: str
+    """mean, or a percentile."""
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1; nan where nothing was measured."""
+        return self.predicted / self.measured - 1 if self.measured else float("nan")
+
+
+def compare(log: RequestLog, served: Outcome) -> list[ComparedTime]:
+    """Each figure of each time that the log has, measured and predicted.
+
+    Requests without a time in the log do not count; where some were rejected here, all do.
+    """
+    times = RequestTimes.of(served)
+    alike = len(served.workload) == len(log.workload)
+    pairs = {
+        "ttft": (log.ttft, times.ttft),
+        "tpot": (log.tpot, times.tpot),
+        "e2e": (log.e2e, times.e2e),
+    }
+    found: list[ComparedTime] = []
+    for name, (measured, predicted) in pairs.items():
+        known = np.isfinite(predicted)
+        if alike:
+            known &= np.isfinite(measured[times.number])
+        seen, ours = measured[np.isfinite(measured)], predicted[known]
+        if len(seen) and len(ours):
+            found += [
+                ComparedTime(name, figure, figure_of(seen, figure), figure_of(ours, figure))
+                for figure in FIGURES
+            ]
+    return found
+
+
+def figure_of(values: Float, figure: str) -> float:
+    """The mean or a percentile of values."""
+    share = FIGURES[figure]
+    return float(values.mean() if share is None else np.quantile(values, share))

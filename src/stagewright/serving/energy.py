@@ -1,0 +1,154 @@
+"""Energy of a serving run: what its steps draw, and what GPUs draw that wait.
+
+Steps of decode of a few sizes, and one of a prompt, are compiled and simulated, which says what a
+GPU draws meanwhile (`time.expense.power`). Steps of other sizes draw what lies between. The
+seconds of steps are those that the engines noted between tokens; what a step takes longer than its
+decode alone is taken to draw what prompts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Float
+from stagewright.lower.compile import compile
+from stagewright.run.lengths import Group
+from stagewright.serving.engines.engine import Engine
+from stagewright.serving.instances import Instance
+from stagewright.serving.service import ServedRun, Service
+from stagewright.serving.steps.step_times import batch_run
+from stagewright.time.expense.power import idle_watts
+from stagewright.time.simulate.step import simulate
+
+BATCHES = 4
+"""Sizes of steps of decode that are simulated."""
+
+
+class ServingExpense(NamedTuple):
+    """What a run costs its owner."""
+
+    joules: float
+    """Of all GPUs from the first arrival to the last token."""
+    watts_per_gpu: float
+    """Mean of a GPU and its share of the node."""
+    joules_per_token: float
+    """Of an output token."""
+    usd_per_million_tokens: float | None
+    """Of output tokens; None without a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Watts of a GPU by requests in a step of decode, and in a step of a prompt."""
+
+    requests: Float
+    decode: Float
+    prompt: float
+    idle: float
+
+    def joules(self, engine: Engine, times: _StepSeconds, seconds: float, prompts: float) -> float:
+        """Of one GPU of an engine over a run, of which computing prompts takes so many seconds."""
+        rows = engine.gaps.series()
+        first, last, steps, many = (rows[:, n] for n in range(4))
+        whole = (first + last) / 2 * steps
+        alone = np.minimum(whole, times.decode(many) * steps)
+        drawn = np.interp(many, self.requests, self.decode)
+        beside = float((whole - alone).sum())
+        more = max(prompts - beside, 0.0)  # steps in which nobody gets a further token
+        waits = max(seconds - float(whole.sum()) - more, 0.0)
+        busy = float((alone * drawn).sum()) + (beside + more) * self.prompt
+        return busy + waits * self.idle
+
+
+class _StepSeconds(NamedTuple):
+    """Seconds of steps, at a mean context."""
+
+    instance: Instance
+    context: int
+
+    def decode(self, requests: Float) -> Float:
+        """Of each number of requests."""
+        known = np.unique(requests).astype(int)
+        if not len(known):
+            return requests
+        seconds = [self.instance.times.decode(n, n * self.context) for n in known.tolist()]
+        return np.interp(requests, known, seconds)
+
+    def prompts(self, tokens: float, mean: int) -> float:
+        """Seconds of steps that compute so many tokens of prompts of a mean length."""
+        chunk = max(1, min(mean, self.instance.times.most_tokens))
+        pairs = chunk * (chunk + 1) // 2
+        return self.instance.times.step(chunk, pairs, chunk, 1) * tokens / chunk
+
+
+def serving_expense(
+    of: ServedRun, services: Iterable[Service], price: float | None = None
+) -> ServingExpense:
+    """Energy and cost of a run; `services` in the order of their engines.
+
+    `price` is in USD per GPU and hour; None takes each hardware's.
+    """
+    summary, work = of.summary, of.outcome.workload
+    tokens = max(summary.output_rate * summary.seconds, 1.0)
+    prompt = max(1, round(float(np.mean(work.prompt))))
+    context = prompt + round(float(np.mean(work.output)) / 2)
+    computed = _computed(of)
+    joules, gpus, usd, nth = 0.0, 0, 0.0, 0
+    for service in services:
+        made, hardware = service.instance, service.instance.machine.hardware
+        count = service.engines.instances * made.replicas
+        mine = of.outcome.engines[nth : nth + count]
+        draws, times = _draws(made, mine, context), _StepSeconds(made, context)
+        for at, engine in enumerate(mine, nth):
+            prompts = times.prompts(float(computed[at]), prompt)
+            one = draws.joules(engine, times, summary.seconds, prompts)
+            joules += one * made.gpus / made.replicas
+        nth += count
+        gpus += service.gpus
+        per_hour = hardware.price_usd_per_gpu_hour if price is None else price
+        usd += float("nan") if per_hour is None else per_hour * service.gpus
+    cost = usd * summary.seconds / 3600 / tokens * 1e6
+    return ServingExpense(
+        joules,
+        joules / max(summary.seconds, 1e-12) / max(gpus, 1),
+        joules / tokens,
+        None if cost != cost else cost,
+    )
+
+
+def _computed(of: ServedRun) -> Float:
+    """Tokens of prompts that each engine computed."""
+    records, work = of.outcome.records, of.outcome.workload
+    where = np.array(records.engine)
+    if of.outcome.handover is not None:
+        first = np.array(of.outcome.handover.engine)
+        where = np.where(first >= 0, first, where)
+    done = (where >= 0) & np.isfinite(np.array(records.first))
+    tokens = np.maximum(np.array(work.prompt) - np.array(records.cached), 0)
+    found = np.bincount(where[done], tokens[done], len(of.outcome.engines))
+    return found.astype(np.float64)
+
+
+def _draws(of: Instance, engines: Iterable[Engine], context: int) -> _Draws:
+    """What GPUs draw in steps of the sizes that engines had."""
+    most = max((float(e.gaps.series()[:, 3].max(initial=1.0)) for e in engines), default=1.0)
+    sizes = np.unique(np.rint(np.geomspace(1, max(most, 1.0), BATCHES)).astype(int))
+    decode = [_watts(of, Group(n * of.replicas, context, 1)) for n in sizes.tolist()]
+    prompt = _watts(of, Group(of.replicas, 0, min(2048, max(context, 16))))
+    hardware = of.machine.hardware
+    idle = idle_watts(hardware) + hardware.node_overhead_w
+    return _Draws(sizes.astype(float), np.array(decode), prompt, idle)
+
+
+@cache
+def _watts(of: Instance, group: Group) -> float:
+    """Mean watts of a GPU and its share of the node over a step with equal requests."""
+    many = -(-group.count // of.run.pp) * of.run.pp  # a batch of a pipeline has one at least
+    run = batch_run(of.run, [group.__class__(many, group.context_length, group.new_tokens)])
+    step = simulate(compile(run, of.model), of.machine)
+    return step.expense().watts_per_gpu
