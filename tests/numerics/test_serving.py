@@ -165,7 +165,7 @@ SCHEDULERS = {
         schedule_policy="lpm",
     ),
     "max-utilization": lambda: TensorRtLlm(
-        max_num_batched_tokens=300, max_num_seqs=7, capacity_scheduler_policy="MAX_UTILIZATION"
+        max_num_batched_tokens=300, max_num_seqs=7, capacity_scheduler_policy="max_utilization"
     ),
     "tensorrt-llm": lambda: TensorRtLlm(max_num_batched_tokens=300, max_num_seqs=7),
     "static": lambda: Static(max_num_seqs=5),

@@ -28,12 +28,12 @@ class TensorRtLlm:
     max_num_seqs: int = 2048
     """Its `max_batch_size`."""
     enable_chunked_prefill: bool = False
-    capacity_scheduler_policy: str = "GUARANTEED_NO_EVICT"
+    capacity_scheduler_policy: str = "guaranteed_no_evict"
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
         waiting = engine.waiting
-        evicts = self.capacity_scheduler_policy == "MAX_UTILIZATION"
+        evicts = self.capacity_scheduler_policy == "max_utilization"
         paused, spare = False, 0
         if evicts:
             while engine.running and not engine.reserve():

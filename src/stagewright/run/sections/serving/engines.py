@@ -60,8 +60,8 @@ class EngineSection:
     enable_mixed_chunk: Switch = setting(
         False, "sglang: whether requests decode beside chunks of prompts.", rare=True
     )
-    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = setting(
-        "GUARANTEED_NO_EVICT",
+    capacity_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
+        "guaranteed_no_evict",
         "tensorrt-llm: blocks are kept to a request's end, or requests are paused for them.",
         rare=True,
     )
