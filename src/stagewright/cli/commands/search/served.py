@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from stagewright.cli import shared
 from stagewright.cli.progress import shown
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from stagewright.api.searched_serving import ServingSearch
 
 _INTERRUPTED = 130
-_OF_STEPS = ("exact", "allow_oom", "top", "most", "sample", "engine", "workers", "address")
-"""Options of a search for the best step."""
+_OWN = frozenset({"gpus", "attainment", "objective"})
+"""Options of a search that are no settings, and that a search for serving has."""
 
 
 def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,10 +48,7 @@ def search_serving(
     from stagewright.api.searched_serving import asked_serving, searched_serving
 
     place = settings.pop("place")
-    for name in _OF_STEPS:
-        value = settings.pop(name)
-        if value not in (None, False, "processes"):
-            raise UserError(f"--{name.replace('_', '-')} is of a search for a step, not of --serve")
+    _refuse_others(settings)
     objectives: tuple[str, ...] = settings.pop("objective")
     if len(objectives) > 1:
         raise UserError("--objective: with --serve wanted one, gpus or cost")
@@ -75,6 +73,21 @@ def search_serving(
         written = result.write(path, place or 1)
         click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
     return _INTERRUPTED if result.ranking.stopped else 0
+
+
+def _refuse_others(settings: dict[str, Any]) -> None:
+    """Take out options of a search for the best step; UserError where one of them is given."""
+    from stagewright.run.sections import EXPERIMENT
+    from stagewright.run.sections.foreign import OTHERS
+    from stagewright.run.sections.other_names import SWITCHES
+    from stagewright.run.sections.serving import SERVING
+
+    known = {*EXPERIMENT, *OTHERS, *SWITCHES, *SERVING, *_OWN}
+    context = click.get_current_context()
+    for name in [name for name in settings if name not in known]:
+        settings.pop(name)
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UserError(f"--{name.replace('_', '-')} is of a search for a step, not of --serve")
 
 
 def _report(result: ServingSearch, seconds: float) -> None:
