@@ -6,12 +6,12 @@ import io
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import warm
 from paths import ROOT
 
 MADE = ROOT / "docs/reference"  # by Sphinx, out of the code
@@ -79,19 +79,14 @@ def _whole(command: str) -> bool:
     )
 
 
-def printed(command: str, folder: Path, tools: Path) -> str:
+def printed(command: str, folder: Path) -> str:
     """What a command prints in a folder, where `stagewright` is this one."""
-    shim = tools / "stagewright"
-    if not shim.exists():
-        tools.mkdir(exist_ok=True)
-        shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m stagewright "$@"\n', encoding="utf-8")
-        shim.chmod(0o755)
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=folder,
         env=os.environ
-        | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
-        | {"PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"},
+        | warm.ENVIRONMENT
+        | {"PATH": f"{warm.installed()}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,

@@ -42,7 +42,7 @@ def test_commands_print_what_pages_show(page: Path, tmp_path: Path, request: pyt
     for block in blocks(page, "console"):
         for each in exchanges(block.text):
             wanted[each.command] = each.output
-            got[each.command] = printed(each.command, folder, tmp_path / "tools")
+            got[each.command] = printed(each.command, folder)
     if request.config.getoption("--bless"):
         new = {of: wanted[of] if same(got[of], wanted[of]) else got[of] for of in got}
         page.write_text(blessed(page, new), encoding="utf-8")
@@ -68,7 +68,7 @@ def test_python_of_pages_prints_what_they_show(
     folder = tmp_path / "here"
     folder.mkdir()
     if page.name in NEEDS:
-        printed(NEEDS[page.name], folder, tmp_path / "tools")
+        printed(NEEDS[page.name], folder)
     monkeypatch.chdir(folder)
     said = spoken(page)
     if request.config.getoption("--bless"):
@@ -113,7 +113,7 @@ def test_commands_of_pages_run_in_order(page: Path, tmp_path: Path):
         if file:
             (folder / file).write_text(text, encoding="utf-8")
             continue
-        output = printed(f"({text}) >/dev/null && echo done", folder, tmp_path / "tools")
+        output = printed(f"({text}) >/dev/null && echo done", folder)
         assert output.splitlines()[-1:] == ["done"], f"$ {text}\n{output}"
 
 
