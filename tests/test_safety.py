@@ -74,11 +74,14 @@ OF_VALUES = {"replace", "remove", "rename", "touch"}
 
 def faults(tree: ast.Module, name: str) -> Iterator[str]:
     """What a module may not do."""
-    bound = {a.asname or a.name.split(".")[0] for a in _imported(tree)}
-    bound |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    for node in ast.walk(tree):
-        where = f"{name}:{getattr(node, 'lineno', 0)}"
+    nodes = list(ast.walk(tree))
+    bound = {a.asname or a.name.split(".")[0] for a in nodes if isinstance(a, ast.alias)}
+    bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    for node in nodes:
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.Call):
+            continue
+        where = f"{name}:{node.lineno}"
         if isinstance(node, ast.Import | ast.ImportFrom):
             for module in _modules(node):
                 here = f"{name}: {module}"
@@ -113,12 +116,6 @@ def faults(tree: ast.Module, name: str) -> Iterator[str]:
 
 def _of_this_package(module: ast.expr) -> bool:
     return isinstance(module, ast.Constant) or ast.unparse(module).startswith("f'{__name__}.")
-
-
-def _imported(tree: ast.Module) -> Iterator[ast.alias]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from node.names
 
 
 def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:

@@ -82,7 +82,7 @@ def sharded(model: str, setup: str, of: Recipe, layer: int = 0) -> Graph:
     [FUSED, pytest.param(("all-linear",), marks=pytest.mark.slow)],
     ids=["fused", "each"],
 )
-@pytest.mark.parametrize(("model", "setup"), pairs(sorted(TINY), ("tp", "tp + cp + zero 3")))
+@pytest.mark.parametrize(("model", "setup"), pairs(sorted(TINY), ("tp", "tp + cp + zero 3"), 4))
 def test_adapters_under_every_parallelism(model: str, setup: str, targets: tuple[str, ...]) -> None:
     if TINY[model].residual_streams > 1:
         setup = "tp"  # nobody splits the three scales of several streams evenly
@@ -104,7 +104,7 @@ def test_adapters_of_experts(setup: str) -> None:
 
 def test_adapters_under_random_layouts() -> None:
     c = case("llama", "layer", recipe("llama", *FUSED))
-    for seed in range(times(20)):
+    for seed in range(times(10)):
         draw = RandomLayouts(random.Random(seed), c.sizes)
         graph = shard(c.block.graph, draw.want, c.block.primal, inner=draw.inner)
         check(c.block.graph, verify(graph), draw.mesh, c.sizes, c.values, c.truth)

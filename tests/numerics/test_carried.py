@@ -112,7 +112,7 @@ def key(graph: Graph, n: Any) -> str:
 SUMMED: dict[str, Any] = {"grad_reduce": "microbatch"}
 
 
-@pytest.mark.parametrize(("model", "settings"), pairs(MODELS, [{}, SUMMED]), ids=str)
+@pytest.mark.parametrize(("model", "settings"), pairs(MODELS, [{}, SUMMED], 4), ids=str)
 def test_a_whole_model_against_finite_differences(model: str, settings: dict[str, Any]) -> None:
     """Along a random direction: of each table with copies, which move alike, and of all others."""
     whole = Whole(model, **settings)
@@ -159,7 +159,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "settings"), pairs(MODELS, SETTINGS, 4), ids=str)
+@pytest.mark.parametrize(("model", "settings"), pairs(MODELS, SETTINGS, 8), ids=str)
 def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any]) -> None:
     config = MODELS[model]
     if config.encoder_num_layers:
@@ -215,7 +215,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "settings"), some(WHOLE), ids=str)
+@pytest.mark.parametrize(("model", "settings"), some(WHOLE, 4), ids=str)
 def test_programs_are_sound(model: str, settings: dict[str, Any]) -> None:
     compiled = sw.compile(Run(model=model, seq_length=12, **settings), MODELS[model])
     check_program(compiled.program)

@@ -37,7 +37,7 @@ def loss(c: Case, forward: Graph, values: dict[str, Any]) -> float:
     return float((out["y"] * values["dy"]).sum())
 
 
-@pytest.mark.parametrize(("model", "block", "recipe"), some(BLOCKS), ids=name_of)
+@pytest.mark.parametrize(("model", "block", "recipe"), some(BLOCKS, 4), ids=name_of)
 def test_blocks_against_finite_differences(model: str, block: str, recipe: Recipe) -> None:
     c = case(model, block, recipe)
     graph = c.block.graph

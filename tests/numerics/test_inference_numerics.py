@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from effort import some
+from effort import pairs, some
 from spmd import TINY, ZAMBA2, Spmd, check, random_values
 from stagewright import blocks as nn
 from stagewright.algebra.layout import Layout, Mesh
@@ -415,22 +415,21 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+FAMILIES = [
+    *("llama", "gpt2", "gemma2", "plain", "qwen3", "olmoe", "falcon-mqa", "deepseek-lite"),
+    *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
+    *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2", "minimax-m3", "mimo"),
+    "deepseek-v4",
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "recipe"),
-    [
-        (m, SERVED)
-        for m in (
-            *("llama", "gpt2", "gemma2", "plain", "qwen3", "olmoe", "falcon-mqa", "deepseek-lite"),
-            *("gpt-oss", "llama4", "mamba2", "mamba", "jamba", "qwen3-next", "kimi-linear"),
-            *("falcon-h1", "falcon-h1-small", "zamba2", "glm-5.2", "minimax-m3", "mimo"),
-            "deepseek-v4",
-        )
-    ]
-    + [("deepseek-lite", ABSORBED)],
-    ids=lambda x: getattr(x, "absorb", x),
+    ("of", "name"),
+    pairs([*((model, SERVED) for model in FAMILIES), ("deepseek-lite", ABSORBED)], MESHES),
+    ids=lambda x: x if isinstance(x, str) else f"{x[0]} {x[1].absorb}",
 )
-def test_sharded(model: str, recipe: Recipe, name: str) -> None:
+def test_sharded(of: tuple[str, Recipe], name: str) -> None:
+    model, recipe = of
     mesh, fields = MESHES[name]
     groups = ALL[model].num_query_groups
     if ALL[model].o_groups % math.prod(n for axis, n in mesh.items() if axis != "dp"):

@@ -100,7 +100,7 @@ def checked(run: Run) -> Program:
     return program
 
 
-@pytest.mark.parametrize("settings", some(GRID), ids=lambda s: Run(**s).describe())
+@pytest.mark.parametrize("settings", some(GRID, 4), ids=lambda s: Run(**s).describe())
 def test_grid(settings: dict[str, Any]) -> None:
     checked(Run(**settings))
 
@@ -157,7 +157,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 @settings(
-    max_examples=times(20),
+    max_examples=times(10),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

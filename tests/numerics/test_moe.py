@@ -160,7 +160,7 @@ TRIED = [(model, name) for i, name in enumerate(RUNS) for model in ("shared", li
 TRIED += [("biased", name) for name in RUNS]
 
 
-@pytest.mark.parametrize(("model", "name"), some([*dict.fromkeys(TRIED)]))
+@pytest.mark.parametrize(("model", "name"), some([*dict.fromkeys(TRIED)], 4))
 def test_a_sharded_layer_computes_what_one_device_does(model: str, name: str) -> None:
     sharded(model, RUNS[name]).check()
 

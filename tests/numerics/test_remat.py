@@ -71,7 +71,7 @@ def repeated(graph: Graph, phase: str = "recompute") -> dict[str, int]:
     return dict(Counter(n.op for n in graph if n.phase == phase and n.op != "identity"))
 
 
-@pytest.mark.parametrize(("model", "what"), pairs(MODELS, WHAT))
+@pytest.mark.parametrize(("model", "what"), pairs(MODELS, WHAT, 4))
 def test_the_numbers_stay(model: str, what: str) -> None:
     c = case(model, "layer")
     found = single(again(model, WHAT[what]), c.sizes, c.values)
@@ -79,7 +79,7 @@ def test_the_numbers_stay(model: str, what: str) -> None:
         assert found[name] == pytest.approx(value, rel=1e-9), name
 
 
-@pytest.mark.parametrize(("model", "what"), pairs(MODELS, WHAT))
+@pytest.mark.parametrize(("model", "what"), pairs(MODELS, WHAT, 4))
 def test_the_numbers_stay_under_any_layouts(model: str, what: str) -> None:
     c = case(model, "layer")
     y = c.block.graph.outputs["y"]

@@ -95,7 +95,7 @@ def replay(block: str, rng: random.Random) -> None:
     check(c.block.graph, sharded, draw.mesh, c.sizes, c.values, c.truth)
 
 
-@pytest.mark.parametrize("block", ["by hand", *some([*BLOCKS][1:])])
+@pytest.mark.parametrize("block", ["by hand", *some([*BLOCKS][1:], 4)])
 def test_seeded_layouts(block: str) -> None:
     for seed in range(times(30 if block == "by hand" else 1)):
         try:

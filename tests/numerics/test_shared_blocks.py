@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from effort import pairs, some
 from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters
@@ -94,9 +95,13 @@ def test_only_stages_with_a_copy_take_part() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"grad_reduce": "microbatch"}, {"zero": 2}, {"zero": 3}], ids=str
+    ("model", "settings"),
+    pairs(
+        ["zamba2-1.2b", "gpt2"],
+        [{}, {"grad_reduce": "microbatch"}, {"zero": 2}, {"zero": 3}],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("model", ["zamba2-1.2b", "gpt2"])
 def test_stages_of_a_rank_add_to_one_gradient(model: str, settings: dict[str, Any]) -> None:
     """Two stages of a rank have a copy: what each finds is added up in every microbatch, and once
     reduced where it is so in each."""
@@ -161,12 +166,14 @@ def test_collectives_of_a_layer(model: str, adapters: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [
-        ("zamba2-1.2b", {"tp": 2}),
-        ("zamba2-1.2b", {"dp": 2, "zero": 3}),
-        ("zamba2-2.7b", {}),
-        ("zamba2-2.7b", {"pp": 3}),
-    ],
+    some(
+        [
+            ("zamba2-1.2b", {"tp": 2}),
+            ("zamba2-1.2b", {"dp": 2, "zero": 3}),
+            ("zamba2-2.7b", {}),
+            ("zamba2-2.7b", {"pp": 3}),
+        ]
+    ),
     ids=str,
 )
 def test_flops(model: str, settings: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from effort import pairs, times
+from effort import pairs, some, times
 from spmd import PLAIN, TINY, case, check, dims
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import PRECISIONS, Recipe, Tie
@@ -187,7 +187,7 @@ def fits(model: str, setup: Setup) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("model", "name"), pairs(["llama", "gpt2", "falcon-mqa"], SETUPS))
+@pytest.mark.parametrize(("model", "name"), pairs(["llama", "gpt2", "falcon-mqa"], SETUPS, 4))
 def test_every_strategy(model: str, name: str) -> None:
     if not fits(model, SETUPS[name]):
         model = "qwen2"  # two key-value heads
@@ -202,7 +202,7 @@ def test_experts(model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), pairs(sorted({*TINY} - {"llama", "gpt2", "falcon-mqa"}), EVERYTHING, 4)
+    ("model", "name"), pairs(sorted({*TINY} - {"llama", "gpt2", "falcon-mqa"}), EVERYTHING, 8)
 )
 def test_every_model(model: str, name: str) -> None:
     if not fits(model, SETUPS[name]):
@@ -328,7 +328,7 @@ def even(graph: Graph, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> boo
     )
 
 
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("model", some([*TINY]))
 def test_any_run(model: str) -> None:
     rng, done = random.Random(model), 0
     while done < times(1):

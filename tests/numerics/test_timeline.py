@@ -57,7 +57,7 @@ def compare(
     return line
 
 
-@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 3))
+@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 6))
 def test_timeline_is_that_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     for alike in (True, False) if way == "overlap" else (len(run + way) % 2 == 0,):
@@ -86,7 +86,7 @@ def launches(program: Program, ticks: list[Int], seed: int) -> list[tuple[Int, B
     return found
 
 
-@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 3))
+@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 6))
 def test_launches_are_those_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     ticks = durations(program, 3, True)
