@@ -105,7 +105,7 @@ def test_grid(settings: dict[str, Any]) -> None:
     checked(Run(**settings))
 
 
-@pytest.mark.parametrize("settings", GRID[13::3], ids=lambda s: Run(**s).describe())
+@pytest.mark.parametrize("settings", some(GRID[13::3]), ids=lambda s: Run(**s).describe())
 def test_separate_streams(settings: dict[str, Any]) -> None:
     checked(Run(**settings, streams="separate"))
 

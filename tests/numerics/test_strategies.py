@@ -241,8 +241,10 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["dp", "tp + cp + zero 1", "tp + cp all_gather + zero 3"])
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    pairs(RECIPES, ["dp", "tp + cp + zero 1", "tp + cp all_gather + zero 3"]),
+)
 def test_recipes(recipe: str, name: str) -> None:
     for block in BLOCKS:
         sharded("gpt2", block, SETUPS[name], RECIPES[recipe])

@@ -195,6 +195,7 @@ def parts_of(spmd: Spmd, whole: Any, have: Layout, rng: np.random.Generator) -> 
     }
 
 
+@pytest.mark.numerics
 @given(st.integers(0, 2**32), st.sampled_from(["sum", "max"]), st.integers(1, 3))
 @settings(max_examples=times(250), deadline=None)
 def test_steps_between_any_two_layouts(seed: int, reduction: str, rank: int) -> None:

@@ -149,6 +149,7 @@ def test_show_schedule_picture(call: Call):
     )
 
 
+@pytest.mark.numerics
 def test_models(call: Call):
     result = call("models")
 
@@ -564,6 +565,7 @@ def test_usage_shows_what_is_printed(call: Call):
     assert call("show", *SMALL, "--pp", "2", "--schedule-picture").out in text
 
 
+@pytest.mark.numerics
 def test_usage_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("python")

@@ -114,6 +114,7 @@ def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+@pytest.mark.numerics
 def test_a_shell_asks_and_is_answered():
     """As the script of bash does it: the words in variables, a line for each answer."""
     asked = {

@@ -12,6 +12,7 @@ from stagewright.errors import UserError
 from stagewright.evidence import doctor
 
 
+@pytest.mark.numerics
 def test_what_is_needed_is_here(tmp_path: Path):
     found = doctor.examine(tmp_path)
 

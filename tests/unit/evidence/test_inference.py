@@ -101,6 +101,7 @@ def test_requests_count_at_their_mean_lengths() -> None:
     assert found.tpot == seconds(mode="decode", batch_size=1, context_length=192 + 24)
 
 
+@pytest.mark.numerics
 def test_checkpoints_are_stored_as_published() -> None:
     """NVIDIA's checkpoint of DeepSeek-R1 has experts and `wo` in four bits, else bf16."""
     settings = {"model": "deepseek-r1", "layers": 4, "tp": 8}

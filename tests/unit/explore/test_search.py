@@ -149,6 +149,7 @@ def test_fronts_of_three_are_those_of_two_with_a_constant():
     assert (front(values) == front(wide)).all()
 
 
+@pytest.mark.numerics
 def test_figures_are_those_of_simulate():
     rows = candidates(tp=[1, 2])
     found = exact(rows)

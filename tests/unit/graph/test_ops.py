@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from effort import times
+from effort import some, times
 from spmd import RandomLayouts, Spmd, check, random_values, single
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Layout, split
@@ -381,11 +381,11 @@ def test_gradients_against_finite_differences(example: Example) -> None:
 
 # Rows of tokens stand in any order, which depends on the layout: test_strategies tries these whole.
 @pytest.mark.numerics
-@pytest.mark.parametrize("example", [e for e in EXAMPLES if not OPS[e.op].rows], ids=str)
+@pytest.mark.parametrize("example", some([e for e in EXAMPLES if not OPS[e.op].rows]), ids=str)
 def test_any_layouts(example: Example) -> None:
     graph, primal, values = built(example)
     truth = single(graph, SIZES, values)
-    for seed in range(times(6)):
+    for seed in range(times(4)):
         draw = RandomLayouts(random.Random(seed), SIZES)
         inner = draw.inner if "(gr)" in example.spec else frozenset[str]()
         sharded = shard(graph, draw.want, primal, inner=inner)

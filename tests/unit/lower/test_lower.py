@@ -508,6 +508,7 @@ def test_dualpipe_shards_state_over_its_replicas(zero: int) -> None:
                 assert twice.classes[rank].memory[state] == sum(both)
 
 
+@pytest.mark.numerics
 def test_dualpipe_does_the_work_of_all_microbatches() -> None:
     common = LLAMA | {"layers": 8, "pp": 4, "global_batch_size": 8, "clip_grad": False}
     for model in ("llama3.1-8b", "mixtral-8x7b"):

@@ -96,6 +96,7 @@ EVERY: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("settings", EVERY, ids=lambda s: Run(model="m", **s).describe())
 def test_programs_run(settings: dict[str, Any]) -> None:
     compiled = run(**settings)

@@ -63,6 +63,7 @@ KEPT = {
 }
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("saved", KEPT)
 def test_what_is_kept_for_backward(saved: str) -> None:
     """On the device, or in the host's memory: bf16 values of both layers."""

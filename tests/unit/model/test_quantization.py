@@ -351,6 +351,7 @@ def test_products_run_in_the_format_of_their_inputs(tmp_path: Path) -> None:
     assert "h100-sxm has no matrix products in fp4" in note
 
 
+@pytest.mark.numerics
 def test_prefill_is_faster_where_the_gpu_has_the_format(tmp_path: Path) -> None:
     """Where a GPU lacks fp8, products take the time of bf16; in training fp8 is an error there."""
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}

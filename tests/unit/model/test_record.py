@@ -26,6 +26,7 @@ def test_there_and_back(name: str):
     assert from_json(fields, {}) == PRESETS[name]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     "name", ["mamba2-130m", "zamba2-2.7b", "dit-xl-2", "dlrm", "llava-1.5-7b", "vit-b-16"]
 )

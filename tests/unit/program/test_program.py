@@ -51,6 +51,7 @@ def worlds(draw: st.DrawFn) -> Program:
     return Program(mesh, (), tuple(dict.fromkeys(who)), tuple(peers))
 
 
+@pytest.mark.numerics
 @given(worlds())
 def test_groups_are_the_ranks_that_differ_along_their_axes_only(program: Program):
     mesh = program.mesh
@@ -77,6 +78,7 @@ def test_groups_are_the_ranks_that_differ_along_their_axes_only(program: Program
     assert found == len(groups)
 
 
+@pytest.mark.numerics
 @given(worlds(), st.integers(0, 2**32))
 def test_some_ranks_have_the_partners_that_they_have_among_all(program: Program, seed: int):
     size = program.mesh.world_size
@@ -165,6 +167,7 @@ def test_a_folded_world_is_sound_if_and_only_if_the_whole_is(program: Program):
     assert verdict(small) == verdict(program)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     "settings",
     [
@@ -225,6 +228,7 @@ def test_groups_that_no_rank_uses_are_not_listed():
         assert used <= set(program.groups())
 
 
+@pytest.mark.numerics
 def test_no_group_of_one_and_none_unused():
     toy = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
     degrees = ({"tp": t, "dp": d, "pp": p} for t, d, p in itertools.product((1, 2), repeat=3))

@@ -358,6 +358,7 @@ def test_ranks_that_share_a_stage_must_meet_in_one_order() -> None:
 VEES = {"zbv", "v-half", "v-min", "dualpipev", "dualpipe"}  # others: chunks round the ranks
 
 
+@pytest.mark.numerics
 @settings(deadline=None)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 20), st.integers(2, 4))
 def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
@@ -476,6 +477,7 @@ def test_what_can_run_is_valid_and_runs_without_needless_waiting(execution: Exec
             free = end
 
 
+@pytest.mark.numerics
 @settings(deadline=None)
 @given(executions(), st.randoms(use_true_random=False))
 def test_the_advice_about_deadlocks_repairs_any_shuffled_order(

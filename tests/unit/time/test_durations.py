@@ -139,6 +139,7 @@ def test_refuses_what_is_no_text(tmp_path: Path) -> None:
         load(tmp_path / "none.csv")
 
 
+@pytest.mark.numerics
 def test_a_simulation_takes_measured_kernels_and_collectives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

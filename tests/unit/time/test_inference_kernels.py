@@ -167,6 +167,7 @@ def launches(engine: str | None, model: str = "llama3.1-8b") -> tuple[float, flo
     return found[1] - found[0], 3 * found[0] - 2 * found[1]
 
 
+@pytest.mark.numerics
 def test_engines_join_kernels() -> None:
     """Of a layer: writing keys and values, a cast behind attention, the sum that ends it. In
     TensorRT-LLM also the rotation of queries and both norms, behind all_reduces; the first norm of

@@ -37,7 +37,7 @@ def compiled(name: str, precision: str) -> sw.Compiled:
     return sw.compile(**{"layers": 2, **MODELS[name]}, precision=precision)
 
 
-@pytest.mark.parametrize(("name", "precision"), pairs(MODELS, ["bf16", "fp32", "fp8"]))
+@pytest.mark.parametrize(("name", "precision"), pairs(MODELS, ["bf16", "fp32", "fp8"], 3))
 def test_no_kernel_is_faster_than_the_peak_of_its_precision(name: str, precision: str) -> None:
     if precision == "fp8" and name in SERVED:
         pytest.skip("weights of inference have a precision of their own")
@@ -109,8 +109,10 @@ def test_tokens_beyond_the_capacity_of_experts_need_nothing(factor: float) -> No
     assert found.hfu_causal >= found.mfu_causal
 
 
-@pytest.mark.parametrize("model", ["vit-b-16", "clip-vit-l-336", "dit-xl-2", "t5-small", "gpt2"])
-@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize(
+    ("model", "flash"),
+    pairs(["vit-b-16", "clip-vit-l-336", "dit-xl-2", "t5-small", "gpt2"], [True, False]),
+)
 def test_other_families_too(model: str, flash: bool) -> None:
     found = sw.simulate(model, "h100-sxm", flash_attention=flash)
     assert found.hfu >= found.mfu

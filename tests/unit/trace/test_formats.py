@@ -369,6 +369,7 @@ def error_or_nodes(path: Path) -> str | int:
         return str(error)
 
 
+@pytest.mark.numerics
 def test_truncated_anywhere(tmp_path: Path):
     whole = chakra.encode(example_program(), 0, PROVENANCE)
     path = tmp_path / "cut.et"

@@ -82,6 +82,7 @@ def test_tensor_parallelism_that_leaves_the_node_is_said(
     assert "tp=16 crosses the NVLink domain of 8 GPUs" in capsys.readouterr().out
 
 
+@pytest.mark.numerics
 def test_stages_with_fewer_layers_are_not_named_where_one_of_these_is_the_busiest() -> None:
     def said(**settings: Any) -> bool:
         found = sw.compile("llama3-8b", pp=2, **settings)

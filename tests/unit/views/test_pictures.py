@@ -57,6 +57,7 @@ def test_a_schedule_has_a_box_for_each_action(name: str, pp: int, microbatches: 
         assert all(0 <= float(x) <= svg.WIDTH for x in re.findall(r"M([0-9.]+)", d))
 
 
+@pytest.mark.numerics
 def test_a_long_schedule_says_what_it_does_not_show():
     text = schedule.picture(make("1f1b", 40, 500, 1))
     assert "Not shown: 8 ranks in the middle; slots" in text

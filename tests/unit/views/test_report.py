@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from effort import pairs
 from pages import check
 from stagewright.cli.main import main
 from stagewright.numbers import duration
@@ -28,8 +29,7 @@ pytestmark = pytest.mark.numerics  # whole pages of compiled and simulated runs 
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("hardware", [None, "h100-sxm"])
+@pytest.mark.parametrize(("name", "hardware"), pairs(RUNS, [None, "h100-sxm"]))
 def test_a_page_stands_alone(name: str, hardware: str | None):
     run = sw.Run(**RUNS[name])
     text = sw.report(sw.simulate(run, hardware)) if hardware else sw.report(run)
