@@ -41,7 +41,7 @@ def test_few_predictions_are_those_of_the_file() -> None:
 
 @pytest.mark.slow
 def test_many_predictions_are_those_of_the_file() -> None:
-    _are_current(200, 0.001)
+    _are_current(400, 0.001)
 
 
 @pytest.mark.parametrize(("path", "write"), step_times.PAGES)
