@@ -60,13 +60,11 @@ class Made:
 
     def __call__(self, k, work, records, handover):
         rules = self.rules[k]() if callable(self.rules[k]) else self.rules[k]
+        pulls = Pulls(rules, rules.max_num_seqs, isinstance(rules, TensorRtLlm))
+        parts = (work, records, self.caches[k], pulls, self.seconds[k])
         if k < self.prefills:
-            engine = PromptEngine(work, records, self.caches[k], rules, self.seconds[k])
-            return engine.watched(handover.prefilled)
-        to_their_ends = isinstance(rules, TensorRtLlm)
-        pulls = Pulls(rules, rules.max_num_seqs, to_their_ends)
-        engine = DecodeEngine(work, records, self.caches[k], pulls, self.seconds[k])
-        return engine.watched(self.first_token)
+            return PromptEngine(handover.prefilled, *parts)
+        return DecodeEngine(*parts, with_first_token=self.first_token)
 
 
 def equal_to_stepping(seed: int) -> None:

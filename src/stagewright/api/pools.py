@@ -19,6 +19,7 @@ from stagewright.run.settings import Run
 from stagewright.serving.engines.engine import Scheduler
 from stagewright.serving.instances import instance
 from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, Phases
+from stagewright.serving.pools.stages import Stages
 from stagewright.serving.requests import Workload
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
@@ -40,6 +41,7 @@ class Given(NamedTuple):
     scheduler: Scheduler | None = None
     config: ModelConfig | None = None
     pools: Sequence[Row] | None = None
+    stages: Sequence[Row] | None = None
 
 
 def rows_of(
@@ -161,11 +163,13 @@ class Planned:
         return Service(made, engines, limits, scheduler)
 
 
-def fleet_of(plans: Iterable[Planned], given: Given, prefill_router: str) -> InstanceGroups:
+def fleet_of(
+    plans: Iterable[Planned], given: Given, prefill_router: str, stages: Stages | None = None
+) -> InstanceGroups:
     """Groups of instances with their step times."""
     router_of(prefill_router, "--prefill-router")
     groups: list[InstanceGroup] = []
     for plan in plans:
         service = plan.service(given, [group.service for group in groups])
         groups.append(InstanceGroup(service, plan.serves))
-    return InstanceGroups(tuple(groups), prefill_router)
+    return InstanceGroups(tuple(groups), prefill_router, stages)

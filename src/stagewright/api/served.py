@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.api.pools import Given, Planned, fleet_of, rows_of
+from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.lower.compile import compile
@@ -213,8 +214,8 @@ def serve(
 
     `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
     a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
-    execution; `scheduler` may also be an object with a method `schedule`, `pools` a list of groups
-    of instances, each a mapping of settings. `workload` replaces what
+    execution; `scheduler` may also be an object with a method `schedule`, `pools` and `stages`
+    lists of rows, each a mapping of settings. `workload` replaces what
     settings say of requests; `config` replaces the configuration that the model's name stands for.
     Raises `UserError` for settings that cannot be combined, and where no request can be served.
 
@@ -227,7 +228,11 @@ def serve(
     scheduler = settings.pop("scheduler", "vllm")
     if isinstance(scheduler, str):
         settings["scheduler"], scheduler = scheduler, None
-    pools = settings.pop("pools") if isinstance(settings.get("pools"), list | tuple) else None
+    rows: dict[str, Any] = {
+        name: settings.pop(name)
+        for name in ("pools", "stages")
+        if isinstance(settings.get(name), list | tuple)
+    }
     own = {name: value for name, value in settings.items() if name in SERVING}
     others = {name: value for name, value in settings.items() if name not in SERVING}
     for name in sorted(map(setting_of, others)):
@@ -240,7 +245,7 @@ def serve(
         section_of(EngineSection, own),
         section_of(PoolSection, own),
     )
-    return served(experiment, of, sections, Given(workload, scheduler, config, pools), progress)
+    return served(experiment, of, sections, Given(workload, scheduler, config, **rows), progress)
 
 
 def served(
@@ -259,12 +264,15 @@ def served(
             raise UserError("price and costs both say what a GPU-hour costs; give one of the two")
         load_costs(cluster.costs)
     rows = rows_of(asked.pools, asked.engines, given.pools)
+    stages = stages_of(asked.pools, given.stages, asked.workload.seed)
     base = Planned("both", experiment, hardware, asked.engines)
+    if not rows and stages is not None:
+        rows = [{"instances": asked.engines.instances}]
     if not rows:
         service = base.service(given)
         found = service.serve(work, slo, heard)
         return Serving(found.outcome, found.summary, service, slo, work, cluster=cluster)
-    fleet = fleet_of(map(base.changed, rows), given, asked.pools.prefill_router)
+    fleet = fleet_of(map(base.changed, rows), given, asked.pools.prefill_router, stages)
     service = next(group.service for group in fleet.groups if group.serves != "prefill")
     found = fleet.serve(work, slo, heard)
     return Serving(found.outcome, found.summary, service, slo, work, fleet, cluster)

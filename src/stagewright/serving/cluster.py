@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from stagewright.serving.engines.engine import Engine
@@ -32,6 +33,8 @@ class Outcome:
     """Whether somebody stopped it: what is known so far."""
     handover: Handover | None = None
     """Of prompts and decode on instances of their own; the first engines compute the prompts."""
+    stages: Mapping[str, array[float]] = field(default_factory=dict[str, "array[float]"])
+    """By stage before the prompt: seconds of each request there, nan where it was not."""
 
 
 def serve(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,8 @@ class ServingSummary:
     """From a prompt's end to its cache's arrival where it decodes; None: nothing is sent."""
     transfer_bytes: float = 0.0
     """Of all caches that were sent."""
+    stages: Mapping[str, Spread] = field(default_factory=dict[str, Spread])
+    """Of each stage before the prompt, its wait included: of requests that were in it."""
 
     def values(self) -> dict[str, Any]:
         """As one object for JSON."""
@@ -148,8 +150,13 @@ class ServingSummary:
         }
         for name in spreads:
             of: Spread = getattr(self, name)
-            found[name] = {each: getattr(of, each) for each in Spread.__slots__}
+            found[name] = _values(of)
+        found["stages"] = {name: _values(of) for name, of in self.stages.items()}
         return found | {"output_rate_per_gpu": self.output_rate / self.gpus}
+
+
+def _values(of: Spread) -> dict[str, float]:
+    return {name: getattr(of, name) for name in Spread.__slots__}
 
 
 def summarize(
@@ -193,7 +200,13 @@ def summarize(
         kv_mean=float(samples.mean()) if len(samples) else 0.0,
         kv_peak=float(samples.max()) if len(samples) else 0.0,
         **_sent(served),
+        stages={name: _spread(np.array(column)) for name, column in served.stages.items()},
     )
+
+
+def _spread(values: Float) -> Spread:
+    """Of the values that are numbers."""
+    return Spread.of(values[np.isfinite(values)])
 
 
 def _sent(served: Outcome) -> dict[str, Any]:
@@ -203,6 +216,6 @@ def _sent(served: Outcome) -> dict[str, Any]:
         return {}
     seconds = np.array(of.arrives) - np.array(of.prefilled)
     return {
-        "transfer": Spread.of(seconds[np.isfinite(seconds)]),
+        "transfer": _spread(seconds),
         "transfer_bytes": float(sum(of.bytes)),
     }

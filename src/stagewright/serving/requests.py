@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
+from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
 
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
@@ -77,6 +78,29 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+
+def with_past(of: Workload, tokens: int) -> Workload:
+    """The same requests, each with so many tokens of its own said before, at the prompt's start.
+
+    Raises UserError where prompts have named beginnings already.
+    """
+    if of.chains is not None:
+        raise UserError("--past-context is for prompts that have nothing in common with others")
+    chains: list[Chain] = [((request,), (tokens,)) for request in range(len(of))]
+    return replace(of, prompt=array("i", (tokens + n for n in of.prompt)), chains=chains)
+
+
+def with_documents(of: Workload, tokens: int) -> Workload:
+    """The same requests, with documents of so many tokens at each prompt's end.
+
+    Raises UserError for sessions, whose later prompts hold the earlier ones.
+    """
+    if of.after is not None:
+        raise UserError(
+            "adds_tokens is for single requests; a session's later prompts hold the earlier ones"
+        )
+    return replace(of, prompt=array("i", (tokens + n for n in of.prompt)))
 
 
 class Accepted(NamedTuple):

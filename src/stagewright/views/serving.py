@@ -27,11 +27,16 @@ def latencies(of: ServingSummary) -> Table:
     columns: dict[str, list[Any]] = {"time": [], "": []}
     names = ("mean", "p50", "p90", "p99")
     columns |= {name: [] for name in names}
+    rows: list[tuple[str, str, Spread | None]] = [
+        (name, "in this stage", spread) for name, spread in of.stages.items()
+    ]
     for time, words in _TIMES.items():
-        spread: Spread | None = getattr(of, time)
+        name = time if time in ("queue", "transfer") else time.upper()
+        rows.append((name, words, getattr(of, time)))
+    for name, words, spread in rows:
         if spread is None or spread.mean != spread.mean:  # none: all outputs have one token
             continue
-        columns["time"].append(time if time in ("queue", "transfer") else time.upper())
+        columns["time"].append(name)
         columns[""].append(words)
         for name in names:
             columns[name].append(getattr(spread, name))

@@ -62,8 +62,8 @@ class EngineState:
         self.waiting: deque[int] = deque()
         self.running: dict[int, None] = {}
         self.left: dict[int, int] = {}
-        self.loading: dict[int, None] = {}
-        """Requests that have blocks, but whose cache is on its way (`serving.pools`)."""
+        self.loading: dict[int, int] = {}
+        """Tokens that are on their way to requests' blocks (`serving.pools`)."""
         self.generated: dict[int, int] = {}
         """Tokens that preempted requests had got."""
         self.completed: list[int] = []

@@ -20,20 +20,130 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
+from stagewright.serving.engines.blocks import Hit
 from stagewright.serving.engines.engine import Decision, Engine, Scheduler
+from stagewright.serving.engines.state import CachedPart
 
 
-class PromptEngine(Engine):
+class BringingEngine(Engine):
+    """An engine to which requests bring the cache of their tokens, or of the first ones."""
+
+    __slots__ = ("_ready", "remote", "wanted", "with_first_token")
+
+    def __init__(self, *parts: Any, with_first_token: bool = False) -> None:
+        """As any engine; first tokens come from elsewhere, or are made here."""
+        super().__init__(*parts)
+        self.remote: dict[int, int] = {}
+        """Tokens of requests whose cache is elsewhere, and has no blocks here."""
+        self.wanted: list[tuple[int, int]] = []
+        """Requests that have got blocks, and tokens to bring; who brings them takes them out."""
+        self._ready: dict[int, int] = {}  # tokens whose cache has come
+        self.with_first_token = with_first_token
+
+    def push_remote(self, request: int, tokens: int) -> None:
+        """A request arrives of which so many tokens were computed elsewhere."""
+        self.remote[request] = tokens
+        self.push(request)
+
+    def loaded(self, request: int, at: float) -> None:
+        """The cache of a request has arrived."""
+        tokens = self.loading.pop(request)
+        keys, ends = self._chain(request)
+        if keys:
+            self.blocks.extend(request, keys, ends, tokens // self.block_size)
+        self._ready[request] = tokens
+        self.arrival[request] = at
+        self.push(request)
+
+    def pull(self, request: int, to_its_end: bool) -> bool:
+        """Take blocks for what a request brings, if there are as many, and want its cache.
+
+        `to_its_end`: only if they suffice for all tokens of all requests.
+        """
+        size, blocks = self.block_size, self.blocks
+        tokens, hit, _ = self.look(request)
+        coming = self.remote[request]
+        if coming <= hit.blocks * size:  # all of it is here
+            del self.remote[request]
+            return True
+        need = -(-tokens // size) + blocks.per_request
+        free = blocks.free - self._growth[-self.step % size] - self._owed(to_its_end)
+        if to_its_end:
+            need = self.most_blocks(request)
+            free -= sum(map(self.lacking, self.running))
+        if need - hit.blocks + hit.idle > free:
+            return False
+        if hit.segments:
+            blocks.hold(request, self._chain(request)[0], hit)
+        blocks.take(-(-coming // size) - hit.blocks + blocks.per_request)
+        del self.remote[request]
+        self.loading[request] = coming
+        self.wanted.append((request, coming - hit.blocks * size))
+        return True
+
+    def _owed(self, to_their_ends: bool) -> int:
+        """Blocks that requests lack whose cache is coming or has come: for a prompt, or for all."""
+        size, own = self.block_size, self.blocks.per_request
+        held = {**self.loading, **self._ready}
+        if to_their_ends:
+            return sum(self.most_blocks(r) - own - -(-n // size) for r, n in held.items())
+        return sum(-(-self.tokens(r) // size) - -(-n // size) for r, n in held.items())
+
+    def ready(self) -> list[int]:
+        """Waiting requests whose cache is there, as far as a decision sees that."""
+        return [r for r in self._ready if self.arrival[r] <= self._seen]
+
+    def begin(self, request: int) -> None:
+        """Let a request run whose cache and first token are there."""
+        del self._ready[request]
+        self.running[request] = None
+        self.left[request] = 0
+        self._give_token(request)
+
+    def look(self, request: int) -> CachedPart:
+        """As of any engine; what has come from elsewhere is in the cache."""
+        brought = self._ready.get(request)
+        if brought is None:
+            return super().look(request)
+        tokens = self.tokens(request)
+        return CachedPart(tokens, Hit(0, min(brought, tokens - 1) // self.block_size, 0), 0)
+
+    def admit(self, most: int, *, whole_prompt: bool = True, chunked: bool = True) -> int:
+        """As of any engine; what has come from elsewhere is not computed, but the last token is."""
+        request = self.waiting[0]
+        brought = self._ready.get(request)
+        if brought is None:
+            return super().admit(most, whole_prompt=whole_prompt, chunked=chunked)
+        size, tokens = self.block_size, self.tokens(request)
+        done = min(brought, tokens - 1)
+        n = min(tokens - done, most)
+        held = -(-brought // size)
+        need = -(-(tokens if whole_prompt else done + n) // size) - held
+        if need > self.blocks.free or (n < tokens - done and not chunked):
+            return 0
+        self.blocks.take(max(0, -(-(done + n) // size) - held))
+        del self._ready[request]
+        self.waiting.popleft()
+        self.running[request] = None
+        self.left[request] = tokens - done - n
+        if self.records.scheduled[request] != self.records.scheduled[request]:
+            self.records.scheduled[request] = self.now
+            self.records.cached[request] = done
+        return n
+
+
+class PromptEngine(BringingEngine):
     """An engine that gives each request one token, and keeps its blocks until they are read."""
 
     __slots__ = ("_kept", "prefilled")
 
-    def watched(self, prefilled: array[float]) -> PromptEngine:
-        """This engine; it notes in a column when prompts are done."""
+    def __init__(self, prefilled: array[float], *parts: Any) -> None:
+        """It notes in the column `prefilled` when prompts are done."""
+        super().__init__(*parts)
         self.prefilled = prefilled
         self._kept: dict[int, int] = {}
-        return self
 
     def _complete(self, request: int, done: int) -> None:
         del self.running[request]
@@ -49,90 +159,15 @@ class PromptEngine(Engine):
             self.end = min(self.end, at)
 
 
-class DecodeEngine(Engine):
-    """An engine to which requests bring the cache of their prompts."""
+class DecodeEngine(BringingEngine):
+    """An engine whose requests have been prefilled elsewhere."""
 
-    __slots__ = ("_ready", "remote", "wanted", "with_first_token")
-
-    def watched(self, with_first_token: bool) -> DecodeEngine:
-        """This engine, which takes first tokens from elsewhere or makes them itself."""
-        self.remote: dict[int, None] = {}
-        """Requests whose cache is elsewhere, and has no blocks here."""
-        self.wanted: list[tuple[int, int]] = []
-        """Requests that have got blocks, and tokens to bring; who brings them takes them out."""
-        self._ready: dict[int, None] = {}
-        self.with_first_token = with_first_token
-        return self
-
-    def push_remote(self, request: int) -> None:
-        """A request arrives whose prompt was computed elsewhere."""
-        self.remote[request] = None
-        self.push(request)
-
-    def loaded(self, request: int, at: float) -> None:
-        """The cache of a request has arrived."""
-        keys, ends = self._chain(request)
-        if keys:
-            self.blocks.extend(request, keys, ends, self.tokens(request) // self.block_size)
-        del self.loading[request]
-        self._ready[request] = None
-        self.arrival[request] = at
-        self.push(request)
-
-    def pull(self, request: int, to_its_end: bool) -> bool:
-        """Take blocks for the prompt of a request, if there are as many, and want its cache.
-
-        `to_its_end`: only if they suffice for all tokens of all requests.
-        """
-        size, blocks = self.block_size, self.blocks
-        tokens, hit, _ = self.look(request)
-        whole = -(-tokens // size) + blocks.per_request
-        need, free = whole, blocks.free
-        if to_its_end:
-            need, free = self.most_blocks(request), self._never_needed()
-        if need - hit.blocks + hit.idle > free:
-            return False
-        if hit.segments:
-            blocks.hold(request, self._chain(request)[0], hit)
-        blocks.take(whole - hit.blocks)
-        del self.remote[request]
-        self.loading[request] = None
-        self.wanted.append((request, tokens - hit.blocks * size))
-        return True
-
-    def _never_needed(self) -> int:
-        """Free blocks but for those that requests here, and on their way, take to their ends."""
-        size, own = self.block_size, self.blocks.per_request
-        coming = (*self.loading, *self._ready)
-        more = sum(self.most_blocks(r) - own - -(-self.tokens(r) // size) for r in coming)
-        return self.blocks.free - sum(map(self.lacking, self.running)) - more
-
-    def ready(self) -> list[int]:
-        """Waiting requests whose cache is there, as far as a decision sees that."""
-        return [r for r in self._ready if self.arrival[r] <= self._seen]
-
-    def begin(self, request: int) -> None:
-        """Let a request run whose cache and first token are there."""
-        del self._ready[request]
-        self.running[request] = None
-        self.left[request] = 0
-        self._give_token(request)
-
-    def admit(self, most: int, *, whole_prompt: bool = True, chunked: bool = True) -> int:
-        """As of any engine; what has come from elsewhere lacks its last token only."""
-        request = self.waiting[0]
-        if request not in self._ready:
-            return super().admit(most, whole_prompt=whole_prompt, chunked=chunked)
-        del self._ready[request]
-        self.waiting.popleft()
-        self.running[request] = None
-        self.left[request] = 0
-        return 1
+    __slots__ = ()
 
 
 @dataclass(slots=True)
 class Pulls:
-    """A scheduler of an instance that decodes: who is there runs, then who waits gets blocks."""
+    """A scheduler whose requests bring caches: who is there runs, then who waits gets blocks."""
 
     of: Scheduler
     most: int
@@ -147,30 +182,32 @@ class Pulls:
 
     def schedule(self, engine: Engine) -> Decision:
         """The scheduler's own decision, of which requests without a cache know nothing."""
-        assert isinstance(engine, DecodeEngine)
+        assert isinstance(engine, BringingEngine)
         ready = engine.ready()
         if not engine.remote and not ready and not engine.loading:
             return self.of.schedule(engine)
         rest = engine.waiting
         for request in ready:
             rest.remove(request)
-        local: deque[int] = deque()
-        while rest and rest[0] not in engine.remote:
-            local.append(rest.popleft())
         late: list[int] = []
         if engine.with_first_token:
             places = max(0, self.most - len(engine.running))
-            late = ready[places:]
-            for request in ready[:places]:
+            ready, late = ready[:places], ready[places:]
+            for request in ready:
                 engine.begin(request)
-        else:
-            local.extendleft(reversed(ready))
+            ready.clear()
+        local = deque(ready)
+        while rest and rest[0] in engine.remote:
+            full = len(engine.running) + len(local) + len(late) >= self.most
+            if full or not engine.pull(rest[0], self.to_their_ends):
+                break
+            request = rest.popleft()
+            if request not in engine.loading:
+                local.append(request)
+        while rest and rest[0] not in engine.remote:
+            local.append(rest.popleft())
         engine.waiting = local
         decision = self.of.schedule(engine)
-        while rest and not engine.waiting and len(engine.running) < self.most:
-            if not engine.pull(rest[0], self.to_their_ends):
-                break
-            rest.popleft()
         rest.extendleft(reversed(engine.waiting))
         rest.extendleft(reversed(late))
         engine.waiting = rest

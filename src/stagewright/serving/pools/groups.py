@@ -17,9 +17,16 @@ from stagewright.errors import UserError
 from stagewright.serving.cluster import Heard, in_blocks
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.metrics import Slo, summarize
-from stagewright.serving.pools.engines import DecodeEngine, PromptEngine, Pulls
+from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine, Pulls
 from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
-from stagewright.serving.requests import Handover, Records, Workload, accept
+from stagewright.serving.pools.stages import Stages
+from stagewright.serving.requests import (
+    Handover,
+    Records,
+    Workload,
+    accept,
+    with_documents,
+)
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
@@ -59,6 +66,8 @@ class InstanceGroups:
 
     groups: tuple[InstanceGroup, ...]
     prefill_router: str = "round_robin"
+    stages: Stages | None = None
+    """What requests pass before their prompts."""
 
     def __post_init__(self) -> None:
         """Check the purposes."""
@@ -88,6 +97,8 @@ class InstanceGroups:
 
     def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
         """Serve a workload to its end."""
+        if self.stages is not None and self.stages.added_tokens:
+            workload = with_documents(workload, self.stages.added_tokens)
         last = [g.service for g in self.groups if g.serves != "prefill"]
         first = [g.service for g in self.groups if g.serves != "decode"]
         most = max(service.max_model_len for service in last)
@@ -119,6 +130,9 @@ class InstanceGroups:
             )
         else:
             pools = Pools(engines, _pool(places, "decode", of, router))
+        if self.stages is not None:
+            size = first[0].instance.cache.bytes_per_token
+            pools = replace(pools, stages=replace(self.stages, bytes_per_token=size))
         outcome = serve_in_pools(of, records, pools, heard)
         summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
         return ServedRun(outcome, summary)
@@ -136,14 +150,16 @@ class InstanceGroups:
         for _ in range(group.engines):
             args = (of, records, parts.blocks())
             rest = (parts.times, parts.every)
+            to_their_ends = isinstance(scheduler, TensorRtLlm)
+            pulls = Pulls(copy(scheduler), service.limits.requests, to_their_ends)
             match group.serves:
                 case "prefill":
-                    engine = PromptEngine(*args, copy(scheduler), *rest).watched(handover.prefilled)
+                    engine = PromptEngine(handover.prefilled, *args, pulls, *rest)
                 case "decode":
-                    to_their_ends = isinstance(scheduler, TensorRtLlm)
-                    pulls = Pulls(copy(scheduler), service.limits.requests, to_their_ends)
-                    engine = DecodeEngine(*args, pulls, *rest)
-                    engine = engine.watched(with_first_token=not isinstance(scheduler, Vllm))
+                    sent = not isinstance(scheduler, Vllm)
+                    engine = DecodeEngine(*args, pulls, *rest, with_first_token=sent)
+                case "both" if self.stages is not None and self.stages.tiers:
+                    engine = BringingEngine(*args, pulls, *rest)
                 case _:
                     engine = Engine(*args, copy(scheduler), *rest)
             engine.drafts = parts.drafts

@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
+from heapq import heappop
 
 from stagewright.serving.cluster import Heard, Outcome, ToCome
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.hosts import HostTimes
-from stagewright.serving.pools.engines import DecodeEngine, PromptEngine
+from stagewright.serving.pools.agenda import ARRIVAL, BATCH_END, OTHER, Agenda
+from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine
 from stagewright.serving.pools.links import Links
+from stagewright.serving.pools.stages import Passage, Retrieval, Stages
 from stagewright.serving.requests import Handover, Records, Workload
 from stagewright.serving.routers import Router
-
-ARRIVAL, OTHER, BATCH_END = range(3)
-"""Of events at one moment, these come first, then those, then ends of batches."""
-
-Act = Callable[[float, int], None]
-"""What happens at a moment to a request or an engine, by its number."""
-
-
-class Agenda:
-    """What is to happen, by time; of equal times by kind, then by number, then as it was noted."""
-
-    __slots__ = ("_heap", "_noted")
-
-    def __init__(self) -> None:
-        """Nothing is to happen."""
-        self._heap: list[tuple[float, int, int, int, Act]] = []
-        self._noted = count()
-
-    def note(self, at: float, kind: int, number: int, act: Act) -> None:
-        """Something is to happen."""
-        heappush(self._heap, (at, kind, number, next(self._noted), act))
-
-    def run(self) -> None:
-        """Let it happen, and what follows from it, to the end."""
-        heap = self._heap
-        while heap:
-            at, _, number, _, act = heappop(heap)
-            act(at, number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +53,8 @@ class Pools:
     transfer: Callable[[int, int, int], tuple[float, int]] | None = None
     """Seconds alone on the links, and bytes, from an engine to another of so many tokens."""
     handover: Handover | None = None
+    stages: Stages | None = None
+    """What requests pass before their prompts."""
 
 
 def serve_in_pools(
@@ -91,7 +67,7 @@ def serve_in_pools(
         play.run()
     except KeyboardInterrupt:
         stopped = True
-    return Outcome(workload, records, pools.engines, stopped, pools.handover)
+    return Outcome(workload, records, pools.engines, stopped, pools.handover, play.passed())
 
 
 class _Play:
@@ -105,7 +81,26 @@ class _Play:
         self.handover, self.engines = pools.handover, pools.engines
         self.agenda = Agenda()
         self.links = Links(len(pools.engines))
+        self.passage: Passage | None = None
+        self.retrieval: Retrieval | None = None
+        if pools.stages is not None:
+            if pools.stages.stations:
+                stations = pools.stages.stations
+                self.passage = Passage(stations, workload, self.agenda, self._route_in)
+            if pools.stages.tiers:
+                self.retrieval = Retrieval(
+                    pools.stages, workload, pools.engines, pools.front.numbers
+                )
         self.done = 0
+
+    def passed(self) -> Mapping[str, array[float]]:
+        """Seconds of each request in each stage before its prompt; nan where it was in none."""
+        found: dict[str, array[float]] = {}
+        if self.passage is not None:
+            found |= self.passage.seconds
+        if self.retrieval is not None:
+            found["retrieve"] = self.retrieval.seconds
+        return found
 
     def run(self) -> None:
         """All events, to the end."""
@@ -122,11 +117,17 @@ class _Play:
             self.agenda.note(at, ARRIVAL, request, self._arrive)
 
     def _arrive(self, at: float, request: int) -> None:
+        """A request has come."""
+        self.records.arrival[request] = at - self.arrivals.delay(request)
+        if self.passage is None:
+            self._route_in(at, request)
+        else:
+            self.passage.enter(at, request)
+
+    def _route_in(self, at: float, request: int) -> None:
         """A request reaches the first router."""
-        records = self.records
-        records.arrival[request] = at - self.arrivals.delay(request)
         nth = self._route(self.pools.front, request)
-        records.engine[request] = nth
+        self.records.engine[request] = nth
         if self.handover is not None:
             self.handover.engine[request] = nth
         later = self.pools.front.behind(nth, self.workload.prompt[request])
@@ -139,13 +140,21 @@ class _Play:
         """A request is in the queue of its engine."""
         nth = self.records.engine[request]
         self.records.reached[request] = at
-        self.engines[nth].push(request)
+        engine = self.engines[nth]
+        coming = 0 if self.retrieval is None else self.retrieval.find(request, nth)
+        if coming:
+            assert isinstance(engine, BringingEngine)
+            engine.push_remote(request, coming)
+        else:
+            engine.push(request)
         self._note(nth)
 
     def _route(self, pool: EnginePool, request: int) -> int:
         numbers = pool.numbers
         if pool.fits is not None:
             numbers = [nth for nth in numbers if pool.fits(request, nth)]
+        if self.retrieval is not None and pool is self.pools.front:
+            numbers = self.retrieval.near(request, numbers)
         chosen = [self.engines[nth] for nth in numbers]
         return numbers[pool.router.route(request, self.workload, chosen)]
 
@@ -169,19 +178,40 @@ class _Play:
             hands_over = isinstance(engine, PromptEngine)
             for request in completed:
                 self._hand_over(at, request) if hands_over else self._end(at, request)
-        if isinstance(engine, DecodeEngine) and engine.wanted:
+        if isinstance(engine, BringingEngine) and engine.wanted:
             for request, tokens in engine.wanted:
-                self._send(at, request, tokens, nth)
+                if isinstance(engine, DecodeEngine):
+                    self._send(at, request, tokens, nth)
+                else:
+                    self._read(at, request, tokens)
             engine.wanted.clear()
         self._note(nth)
 
     def _end(self, at: float, request: int) -> None:
         """A request is done."""
+        if self.retrieval is not None:
+            of = self.records if self.handover is None else self.handover
+            self.retrieval.keep(request, of.engine[request])
         self.arrivals.done(request, at)
         self._come()
         self.done += 1
         if self.heard is not None and self.done % 1000 == 0:
             self.heard(self.done, len(self.workload))
+
+    # ---- from stores ---------------------------------------------------------------------------
+
+    def _read(self, at: float, request: int, tokens: int) -> None:
+        """Tokens of a request are read from stores."""
+        assert self.retrieval is not None
+        arrives = self.retrieval.read(at, request, tokens)
+        self.agenda.note(arrives, OTHER, request, self._was_read)
+
+    def _was_read(self, at: float, request: int) -> None:
+        nth = (self.records if self.handover is None else self.handover).engine[request]
+        engine = self.engines[nth]
+        assert isinstance(engine, BringingEngine)
+        engine.loaded(request, at)
+        self._note(nth)
 
     # ---- from prompt to decode -----------------------------------------------------------------
 
@@ -205,7 +235,7 @@ class _Play:
         engine = self.engines[nth]
         assert isinstance(engine, DecodeEngine)
         self.records.reached[request] = at
-        engine.push_remote(request)
+        engine.push_remote(request, engine.tokens(request))
         self._note(nth)
 
     def _send(self, at: float, request: int, tokens: int, target: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.requests import Workload
+from stagewright.serving.requests import Workload, with_past
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
@@ -31,6 +31,11 @@ REQUESTS = 1000
 
 def workload_of(asked: WorkloadSection) -> Workload:
     """The requests that are asked for; raises UserError where settings contradict each other."""
+    found = _without_past(asked)
+    return with_past(found, asked.past_context) if asked.past_context else found
+
+
+def _without_past(asked: WorkloadSection) -> Workload:
     if asked.requests is not None:
         _refuse_beside_trace(asked)
         if Path(asked.requests).suffix in (".yaml", ".yml"):

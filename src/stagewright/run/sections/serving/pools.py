@@ -27,6 +27,12 @@ class PoolSection:
     prefill_router: Text = setting(
         "round_robin", "Which of these a request goes to; --router chooses who decodes."
     )
+    stages: Text | None = setting(
+        None,
+        "A .yaml of what requests pass before their prompts: rows of stage (embed, search, rerank, "
+        "tool: stations; store: a tier of caches beside the GPUs) and its figures.",
+        metavar="FILE",
+    )
     pools: Text | None = setting(
         None,
         "A .yaml of instances of several kinds: rows of serves (prefill, decode, both), instances, "

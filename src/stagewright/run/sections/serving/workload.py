@@ -50,6 +50,11 @@ class WorkloadSection:
         0.0, "Mean seconds between an answer and the next question.", metavar="S", rare=True
     )
     system_prompt: Number = setting(0, "Tokens that all sessions begin with.", rare=True)
+    past_context: Number = setting(
+        0,
+        "Tokens of an earlier session that each prompt begins with, which nobody else has.",
+        rare=True,
+    )
     speed: Positive = setting(1.0, "A trace's requests come X times as fast.")
     seed: Number = setting(0, "Of what is drawn: the same seed gives the same bytes.")
     ttft: Positive | None = setting(

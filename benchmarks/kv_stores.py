@@ -1,0 +1,64 @@
+"""HERMES' five stores of key-value caches, served with our step times: end to end by percentile.
+
+    python benchmarks/kv_stores.py            # as HERMES: every read has a store's whole bandwidth
+    python benchmarks/kv_stores.py --queued   # one read at a time, which is what the bandwidth says
+
+128 instances of Llama-3.1-70B on two H100, 240 requests/s for 10 s; figures of the stores are those
+of MIST-Simulator/SC_Paper_Charts@1b4cf624 `mist_charts/memory_configs.py` (arXiv 2504.09775, table
+2), its results those of `results/reference/T4/summary.csv` ("private").
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from stagewright.api.served import serve
+from stagewright.serving.metrics import RequestTimes
+
+STORES = {
+    "A": dict(bandwidth_gb_s=128, capacity_gb=1000, latency_ms=0.1, shared_by=1,
+              network_gb_s=128, network_latency_ms=0.5),
+    "B": dict(bandwidth_gb_s=32, capacity_gb=4000, latency_ms=0.1, shared_by=4,
+              network_gb_s=16, network_latency_ms=1),
+    "C": dict(bandwidth_gb_s=2, capacity_gb=32000, latency_ms=2, shared_by=32,
+              network_gb_s=8, network_latency_ms=5),
+    "D": dict(bandwidth_gb_s=2, capacity_gb=32000, latency_ms=2, shared_by=128,
+              network_gb_s=1, network_latency_ms=20),
+    "E": None,
+}  # fmt: skip
+THEIRS = {
+    4096: {"A": (1625, 6279), "B": (1641, 6293), "C": (1952, 6595), "D": (2512, 7115),
+           "E": (2067, 4554)},
+    24576: {"A": (2017, 4407), "B": (2233, 4468), "C": (4128, 5516), "D": (7280, 8222),
+            "E": (5745, 7667)},
+}  # fmt: skip
+"""p50 and p90 in ms, by tokens of past context."""
+
+
+def end_to_end(store: dict[str, float] | None, past: int, queued: bool, clients: int = 128):
+    """Seconds from arrivals to last tokens, of all requests."""
+    rows = None
+    if store is not None:
+        rows = [{"stage": "store", "reads": int(queued), "preloaded": True, **store}]
+    found = serve(
+        "llama3.1-70b", "h100-sxm", tp=2, weight_precision="fp8", kv_cache_dtype="fp8",
+        instances=clients, rate=240 * clients / 128, isl=2048, osl=400, range_ratio=0.1,
+        num_requests=2400 * clients // 128, past_context=past, max_num_batched_tokens=512,
+        max_num_seqs=128, stages=rows, seed=259,
+    )  # fmt: skip
+    return RequestTimes.of(found.outcome).e2e
+
+
+def main(arguments: list[str]) -> None:
+    """Print a line for each store and past context."""
+    for past, theirs in THEIRS.items():
+        for name, store in STORES.items():
+            ours = end_to_end(store, past, "--queued" in arguments)
+            p50, p90 = 1e3 * np.quantile(ours, (0.5, 0.9))
+            print(f"{past:6} {name}  {p50:8,.0f} {p90:8,.0f}   HERMES {theirs[name]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
