@@ -11,21 +11,28 @@ of MIST-Simulator/SC_Paper_Charts@1b4cf624 `mist_charts/memory_configs.py` (arXi
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 
 from stagewright.api.served import serve
-from stagewright.serving.metrics import RequestTimes
+from stagewright.api.stages import stages_of
+from stagewright.arrays import Float
+from stagewright.run.sections.serving import PoolSection
+from stagewright.serving.metrics import RequestTimes, Slo
+from stagewright.serving.pools.groups import InstanceGroups
+from stagewright.serving.requests import with_past
+from stagewright.serving.workloads.synthetic import Arrivals, Lengths, open_loop
 
-STORES = {
-    "A": dict(bandwidth_gb_s=128, capacity_gb=1000, latency_ms=0.1, shared_by=1,
-              network_gb_s=128, network_latency_ms=0.5),
-    "B": dict(bandwidth_gb_s=32, capacity_gb=4000, latency_ms=0.1, shared_by=4,
-              network_gb_s=16, network_latency_ms=1),
-    "C": dict(bandwidth_gb_s=2, capacity_gb=32000, latency_ms=2, shared_by=32,
-              network_gb_s=8, network_latency_ms=5),
-    "D": dict(bandwidth_gb_s=2, capacity_gb=32000, latency_ms=2, shared_by=128,
-              network_gb_s=1, network_latency_ms=20),
+STORES: dict[str, dict[str, float] | None] = {
+    "A": {"bandwidth_gb_s": 128, "capacity_gb": 1000, "latency_ms": 0.1, "shared_by": 1,
+              "network_gb_s": 128, "network_latency_ms": 0.5},
+    "B": {"bandwidth_gb_s": 32, "capacity_gb": 4000, "latency_ms": 0.1, "shared_by": 4,
+              "network_gb_s": 16, "network_latency_ms": 1},
+    "C": {"bandwidth_gb_s": 2, "capacity_gb": 32000, "latency_ms": 2, "shared_by": 32,
+              "network_gb_s": 8, "network_latency_ms": 5},
+    "D": {"bandwidth_gb_s": 2, "capacity_gb": 32000, "latency_ms": 2, "shared_by": 128,
+              "network_gb_s": 1, "network_latency_ms": 20},
     "E": None,
 }  # fmt: skip
 THEIRS = {
@@ -37,27 +44,41 @@ THEIRS = {
 """p50 and p90 in ms, by tokens of past context."""
 
 
-def end_to_end(store: dict[str, float] | None, past: int, queued: bool, clients: int = 128):
-    """Seconds from arrivals to last tokens, of all requests."""
-    rows = None
-    if store is not None:
-        rows = [{"stage": "store", "reads": int(queued), "preloaded": True, **store}]
+def instances(clients: int = 128) -> InstanceGroups:
+    """Clients with tensor parallelism over two GPUs, 8-bit weights and caches."""
     found = serve(
         "llama3.1-70b", "h100-sxm", tp=2, weight_precision="fp8", kv_cache_dtype="fp8",
-        instances=clients, rate=240 * clients / 128, isl=2048, osl=400, range_ratio=0.1,
-        num_requests=2400 * clients // 128, past_context=past, max_num_batched_tokens=512,
-        max_num_seqs=128, stages=rows, seed=259,
+        max_num_batched_tokens=512, max_num_seqs=128, isl=1, osl=1, num_requests=1, rate=1,
+        pools=[{"instances": clients}],
     )  # fmt: skip
-    return RequestTimes.of(found.outcome).e2e
+    assert found.fleet is not None
+    return found.fleet
+
+
+def end_to_end(
+    fleet: InstanceGroups, store: dict[str, float] | None, past: int, queued: bool = False
+) -> Float:
+    """Seconds from arrivals to last tokens, of the requests of 10 s.
+
+    240 a second for 128 clients, lengths as long in the mean as those of Azure's conversations.
+    """
+    clients = fleet.groups[0].engines
+    rate, lengths = 240 * clients / 128, Lengths(isl=2100, osl=384, range_ratio=0.1)
+    work = open_loop(round(10 * rate), Arrivals(rate=rate), lengths, seed=259)
+    rows = [{"stage": "store", "reads": int(queued), "preloaded": True, **(store or {})}]
+    stages = None if store is None else stages_of(PoolSection(), rows, 259)
+    served = replace(fleet, stages=stages).serve(with_past(work, past), Slo())
+    return RequestTimes.of(served.outcome).e2e
 
 
 def main(arguments: list[str]) -> None:
     """Print a line for each store and past context."""
+    fleet = instances()
     for past, theirs in THEIRS.items():
         for name, store in STORES.items():
-            ours = end_to_end(store, past, "--queued" in arguments)
+            ours = end_to_end(fleet, store, past, "--queued" in arguments)
             p50, p90 = 1e3 * np.quantile(ours, (0.5, 0.9))
-            print(f"{past:6} {name}  {p50:8,.0f} {p90:8,.0f}   HERMES {theirs[name]}")
+            print(f"{past:6} {name}  {p50:10,.0f} {p90:10,.0f}   HERMES {theirs[name]}")
 
 
 if __name__ == "__main__":

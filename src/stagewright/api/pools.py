@@ -19,7 +19,7 @@ from stagewright.run.settings import Run
 from stagewright.serving.engines.engine import Scheduler
 from stagewright.serving.instances import instance
 from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, Phases
-from stagewright.serving.pools.stages import Stages
+from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.requests import Workload
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
@@ -164,7 +164,7 @@ class Planned:
 
 
 def fleet_of(
-    plans: Iterable[Planned], given: Given, prefill_router: str, stages: Stages | None = None
+    plans: Iterable[Planned], given: Given, prefill_router: str, stages: PromptStages | None = None
 ) -> InstanceGroups:
     """Groups of instances with their step times."""
     router_of(prefill_router, "--prefill-router")

@@ -264,7 +264,8 @@ def served(
             raise UserError("price and costs both say what a GPU-hour costs; give one of the two")
         load_costs(cluster.costs)
     rows = rows_of(asked.pools, asked.engines, given.pools)
-    stages = stages_of(asked.pools, given.stages, asked.workload.seed)
+    past = asked.workload.past_context if given.workload is None else 0
+    stages = stages_of(asked.pools, given.stages, asked.workload.seed, past)
     base = Planned("both", experiment, hardware, asked.engines)
     if not rows and stages is not None:
         rows = [{"instances": asked.engines.instances}]

@@ -10,7 +10,7 @@ from typing import Any, cast
 from stagewright.errors import UserError, either
 from stagewright.files import from_yaml, read_text
 from stagewright.run.sections.serving import PoolSection
-from stagewright.serving.pools.stages import Stages
+from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.pools.stations import IvfPq, StageCost
 from stagewright.serving.pools.stores import StoreTier
 
@@ -36,11 +36,15 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def stages_of(
-    asked: PoolSection, given: Sequence[Mapping[str, Any]] | None, seed: int
-) -> Stages | None:
+    asked: PoolSection,
+    given: Sequence[Mapping[str, Any]] | None,
+    seed: int,
+    past: int = 0,
+) -> PromptStages | None:
     """The stages that a file or a caller's rows say; None where there are none.
 
-    Raises UserError for a row that cannot be understood.
+    `past`: tokens of an earlier session that each prompt begins with. Raises UserError for a row
+    that cannot be understood.
     """
     if given is None and asked.stages is None:
         return None
@@ -64,12 +68,14 @@ def stages_of(
             tiers.append(StoreTier(**named))
         else:
             added += figures.pop("adds_tokens", 0)
-            stations.append(_station(kind, figures))
+            stations.append(_station(kind, figures, f"{where}, row {nth}"))
     names = [each.name for each in (*stations, *tiers)]
     for name in names:
         if names.count(name) > 1 or name == "retrieve":
             raise UserError(f"{where}: several stages are {shown(name)}; one of a kind is enough")
-    return Stages(stations=tuple(stations), tiers=tuple(tiers), added_tokens=added, seed=seed)
+    return PromptStages(
+        stations=tuple(stations), tiers=tuple(tiers), added_tokens=added, past=past, seed=seed
+    )
 
 
 def _checked(row: Mapping[Any, Any], where: str) -> tuple[str, dict[str, Any]]:
@@ -113,14 +119,14 @@ def _figure(name: str, value: Any, where: str) -> Any:
     return value
 
 
-def _station(kind: str, figures: dict[str, Any]) -> StageCost:
+def _station(kind: str, figures: dict[str, Any], where: str) -> StageCost:
     """The station of a row; the products of a model with so many parameters are 2 FLOPs each."""
     if kind == "search":
         machine = {name: figures.pop(name) for name in _MACHINE if name in figures}
         return IvfPq(**figures).cost(**{"servers": 1, "batch": 1, **machine})
     parameters, tflops = (figures.pop(name, None) for name in ("parameters", "tflops"))
     if (parameters is None) != (tflops is None):
-        raise UserError(f"{kind}: parameters and tflops say together how long a token takes")
+        raise UserError(f"{where}: parameters and tflops say together how long a token takes")
     if parameters is not None and tflops is not None:
         figures["per_token"] = figures.get("per_token", 0.0) + 2 * parameters / (tflops * 1e12)
     return StageCost(name=kind, follow_ups=kind == "tool", **figures)

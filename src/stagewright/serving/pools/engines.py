@@ -69,7 +69,7 @@ class BringingEngine(Engine):
             del self.remote[request]
             return True
         need = -(-tokens // size) + blocks.per_request
-        free = blocks.free - self._growth[-self.step % size] - self._owed(to_its_end)
+        free = blocks.free - self._growth[self.step % size] - self._owed(to_its_end)
         if to_its_end:
             need = self.most_blocks(request)
             free -= sum(map(self.lacking, self.running))
@@ -154,9 +154,10 @@ class PromptEngine(BringingEngine):
     def let_go(self, request: int, at: float) -> None:
         """Free the blocks of a request that have been read; who waits for blocks may go on."""
         keys, ends = self._chain(request)
-        self.blocks.release(request, keys, ends, self._kept.pop(request))
-        if not self._steps and self.waiting:
-            self.end = min(self.end, at)
+        self.blocks.release(request, keys, ends, self._kept.pop(request), again=False)
+        unit = self.unit
+        if self.waiting and not any(engine.planned[0] for engine in unit.engines):
+            unit.end = min(unit.end, at)
 
 
 class DecodeEngine(BringingEngine):

@@ -16,10 +16,11 @@ from typing import Literal, NamedTuple
 from stagewright.errors import UserError
 from stagewright.serving.cluster import Heard, in_blocks
 from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine, Pulls
 from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
-from stagewright.serving.pools.stages import Stages
+from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.requests import (
     Handover,
     Records,
@@ -66,7 +67,7 @@ class InstanceGroups:
 
     groups: tuple[InstanceGroup, ...]
     prefill_router: str = "round_robin"
-    stages: Stages | None = None
+    stages: PromptStages | None = None
     """What requests pass before their prompts."""
 
     def __post_init__(self) -> None:
@@ -164,6 +165,10 @@ class InstanceGroups:
                     engine = Engine(*args, copy(scheduler), *rest)
             engine.drafts = parts.drafts
             made.append(engine)
+        if service.instance.barrier:
+            together = service.instance.replicas
+            for begin in range(0, len(made), together):
+                Lockstep(made[begin : begin + together])
         return made
 
 

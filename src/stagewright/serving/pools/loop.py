@@ -14,7 +14,7 @@ from stagewright.serving.hosts import HostTimes
 from stagewright.serving.pools.agenda import ARRIVAL, BATCH_END, OTHER, Agenda
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine
 from stagewright.serving.pools.links import Links
-from stagewright.serving.pools.stages import Passage, Retrieval, Stages
+from stagewright.serving.pools.stages import Passage, PromptStages, Retrieval
 from stagewright.serving.requests import Handover, Records, Workload
 from stagewright.serving.routers import Router
 
@@ -53,7 +53,7 @@ class Pools:
     transfer: Callable[[int, int, int], tuple[float, int]] | None = None
     """Seconds alone on the links, and bytes, from an engine to another of so many tokens."""
     handover: Handover | None = None
-    stages: Stages | None = None
+    stages: PromptStages | None = None
     """What requests pass before their prompts."""
 
 
@@ -85,8 +85,7 @@ class _Play:
         self.retrieval: Retrieval | None = None
         if pools.stages is not None:
             if pools.stages.stations:
-                stations = pools.stages.stations
-                self.passage = Passage(stations, workload, self.agenda, self._route_in)
+                self.passage = Passage(pools.stages, workload, self.agenda, self._route_in)
             if pools.stages.tiers:
                 self.retrieval = Retrieval(
                     pools.stages, workload, pools.engines, pools.front.numbers
@@ -161,31 +160,37 @@ class _Play:
     # ---- engines -------------------------------------------------------------------------------
 
     def _note(self, nth: int) -> None:
-        """Note when the batch of an engine ends."""
-        end = self.engines[nth].end
+        """Note when the batch of an engine, and of those that step with it, ends."""
+        end = self.engines[nth].unit.end
         if end < math.inf:
             self.agenda.note(end, BATCH_END, nth, self._advance)
 
     def _advance(self, at: float, nth: int) -> None:
         """Move an engine on, and hear what it has done."""
-        engine = self.engines[nth]
-        if engine.end != at:
+        unit = self.engines[nth].unit
+        if unit.end != at:
             return  # the batch was cut since
-        engine.advance(at)
-        if engine.completed:
-            completed = [*engine.completed]
-            engine.completed.clear()
-            hands_over = isinstance(engine, PromptEngine)
-            for request in completed:
-                self._hand_over(at, request) if hands_over else self._end(at, request)
-        if isinstance(engine, BringingEngine) and engine.wanted:
-            for request, tokens in engine.wanted:
-                if isinstance(engine, DecodeEngine):
-                    self._send(at, request, tokens, nth)
-                else:
-                    self._read(at, request, tokens)
-            engine.wanted.clear()
+        unit.advance(at)
+        for engine in unit.engines:
+            if engine.completed:
+                completed = [*engine.completed]
+                engine.completed.clear()
+                done = self._hand_over if isinstance(engine, PromptEngine) else self._end
+                for request in completed:
+                    done(at, request)
+            if isinstance(engine, BringingEngine) and engine.wanted:
+                self._bring(at, engine)
         self._note(nth)
+
+    def _bring(self, at: float, engine: BringingEngine) -> None:
+        """Send or read what requests have got blocks for."""
+        wanted = [*engine.wanted]
+        engine.wanted.clear()
+        for request, tokens in wanted:
+            if isinstance(engine, DecodeEngine):
+                self._send(at, request, tokens, self.records.engine[request])
+            else:
+                self._read(at, request, tokens)
 
     def _end(self, at: float, request: int) -> None:
         """A request is done."""

@@ -20,7 +20,7 @@ from stagewright.serving.requests import NO_CHAIN, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class PromptStages:
     """What requests pass before their prompts, in order, and the stores that engines read."""
 
     stations: tuple[StageCost, ...] = ()
@@ -28,6 +28,8 @@ class Stages:
     """The nearest first."""
     added_tokens: int = 0
     """Tokens by which documents make each prompt longer."""
+    past: int = 0
+    """Tokens of an earlier session at each prompt's start; stations read only what is new."""
     bytes_per_token: float = 0.0
     """Of a request's cache."""
     seed: int = 0
@@ -39,12 +41,13 @@ class Passage:
 
     def __init__(
         self,
-        stations: Sequence[StageCost],
+        stages: PromptStages,
         workload: Workload,
         agenda: Agenda,
         through: Callable[[float, int], None],
     ) -> None:
         """`through` takes requests that have passed all stations."""
+        stations, self._known = stages.stations, stages.past + stages.added_tokens
         self._stations = [Station(cost) for cost in stations]
         self._workload, self._agenda, self._through = workload, agenda, through
         nan = array("d", [float("nan")])
@@ -62,7 +65,7 @@ class Passage:
             return
         station = self._stations[nth]
         self.seconds[station.cost.name][request] = -at  # until the end is added
-        end = station.arrive(at, request, self._workload.prompt[request])
+        end = station.arrive(at, request, self._workload.prompt[request] - self._known)
         if end is not None:
             self._agenda.note(end, OTHER, request, partial(self._leave, nth, [request]))
 
@@ -83,7 +86,11 @@ class Retrieval:
     """Stores of engines, and what of requests is in them."""
 
     def __init__(
-        self, of: Stages, workload: Workload, engines: Sequence[Engine], numbers: Sequence[int]
+        self,
+        of: PromptStages,
+        workload: Workload,
+        engines: Sequence[Engine],
+        numbers: Sequence[int],
     ) -> None:
         """Stores of the engines with these numbers, among all."""
         self._of, self._workload, self._engines = of, workload, engines
