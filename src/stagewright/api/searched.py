@@ -46,7 +46,7 @@ class Search:
     """What was assumed."""
 
     def __repr__(self) -> str:
-        return f"<{len(self.ranking.rows):,} candidates; the best: {self.describe()}>"
+        return f"<{self.ranking.candidates:,} candidates; the best: {self.describe()}>"
 
     def _repr_html_(self) -> str:
         return self.best()._repr_html_()  # pyright: ignore[reportPrivateUsage]

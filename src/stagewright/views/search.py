@@ -161,7 +161,7 @@ def left(of: Ranking) -> list[str]:
             counts[each.reason] = counts.get(each.reason, 0) + len(each.candidates)
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     told = [f"{count:,} candidates cannot be evaluated in columns: {why}" for why, count in ordered]
-    bounded = [f"{len(each.candidates):,} candidates bounded out: they {each.reason}"
+    bounded = [f"{len(each.per_token):,} candidates bounded out: they {each.reason}"
                for each in of.bounded]  # fmt: skip
     return bounded + told
 

@@ -7,14 +7,15 @@ is left cannot be among the best in columns, and the answer is the one of evalua
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.explore.answer.bounds import lower_bounds
-from stagewright.explore.bounds import bounds
+from stagewright.explore.bounding.bounds import bounds
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import unknown
@@ -34,13 +35,34 @@ _AHEAD = 1.02
 """The best in columns are usually within so much of the lowest bounds."""
 
 
-def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bool) -> Evaluated:
-    """The figures of the `best` candidates by time per token, and of what might be among them.
+class Bounded(NamedTuple):
+    """Candidates that cannot be among the best."""
 
-    `any_memory`: candidates that do not fit count, too. Others are `Evaluated.bounded`.
+    reason: str
+    per_token: Float
+    """Seconds that they take at least, over their tokens (`step_tokens`)."""
+
+
+class Promising(NamedTuple):
+    """Candidates that may be among the best, with their figures, and what is known of others."""
+
+    candidates: Int
+    """By their numbers among all, ascending."""
+    evaluated: Evaluated
+    """Of these."""
+    bounds: Float | None
+    """Seconds that each of these takes at least; None: nobody has looked."""
+    bounded: Sequence[Bounded] = ()
+    """All others."""
+
+
+def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bool) -> Promising:
+    """The `best` candidates by time per token, and all that might be among them in columns.
+
+    `any_memory`: candidates that do not fit count, too.
     """
     if len(rows) <= FEW or rows.base.run.mode != "train":
-        return evaluate(rows)
+        return Promising(np.arange(len(rows)), evaluate(rows), None)
     tokens = step_tokens(rows)
     least = bounds(rows)
     seconds = np.maximum(least.seconds, lower_bounds(rows))
@@ -49,15 +71,13 @@ def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bo
     per_token = seconds / tokens
     for limit in _limits(known, per_token, tokens, fits, best, any_memory=any_memory):
         known.add(np.flatnonzero(fits & ~known.done & (per_token <= limit)))
-    found = known.evaluated()
     if known.stopped:
-        rest = np.flatnonzero(~known.done)
-        return found._replace(left=[*found.left, LeftOut(rest, STOPPED, True)])
+        known.leave(np.flatnonzero(~known.done))
+    kept = np.flatnonzero(known.done)
     reasons = (SLOWER, fits), (TOO_LARGE, ~fits)
-    bounded = [LeftOut(np.flatnonzero(~known.done & of), why, True) for why, of in reasons]
-    return found._replace(
-        bounds=seconds, bounded=[each for each in bounded if len(each.candidates)]
-    )
+    rest = [Bounded(why, per_token[~known.done & of]) for why, of in reasons]
+    bounded = [of for of in rest if len(of.per_token)]
+    return Promising(kept, known.evaluated(), seconds[kept], bounded)
 
 
 def step_tokens(rows: Candidates) -> Float:
@@ -120,7 +140,7 @@ class _EvaluatedSoFar:
     @property
     def rows_done(self) -> Int:
         """The numbers of those that were evaluated, as `times` has them."""
-        return np.concatenate([at for at, _ in self.parts])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(at for at, _ in self.parts)])
 
     def times(self, *, any_memory: bool) -> Float:
         """Seconds of those that were evaluated; NaN where they do not fit."""
@@ -129,16 +149,22 @@ class _EvaluatedSoFar:
         pairs = zip(every, fits, strict=True)
         return np.concatenate([np.where(fit, of.seconds, np.nan) for of, fit in pairs])
 
+    def leave(self, at: Int) -> None:
+        """Ctrl-C has left out the rest."""
+        none = Evaluated(unknown(len(at)), [LeftOut(np.arange(len(at)), STOPPED, True)])
+        self.parts.append((at, none))
+        self.done[at] = True
+
     def evaluated(self) -> Evaluated:
-        """The figures of all candidates, NaN of those that were not evaluated."""
-        count = len(self.rows)
-        parts = [unknown(count), *(of.figures for _, of in self.parts)]
-        place = np.arange(count)
-        if self.parts:
-            place[self.rows_done] = count + np.arange(int(self.done.sum()))
-        left = [
-            each._replace(candidates=at[each.candidates])
-            for at, of in self.parts
-            for each in of.left
-        ]
-        return Evaluated(Figures.concatenated(parts).take(place), left)
+        """The figures of those that were evaluated, in the order of their numbers."""
+        order = np.argsort(self.rows_done)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        figures = [of.figures for _, of in self.parts] or [unknown(0)]
+        left: list[LeftOut] = []
+        begin = 0
+        for at, of in self.parts:
+            mine = place[begin : begin + len(at)]
+            left += [each._replace(candidates=mine[each.candidates]) for each in of.left]
+            begin += len(at)
+        return Evaluated(Figures.concatenated(figures).take(order), left)

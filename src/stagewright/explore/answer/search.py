@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from stagewright.explore.answer.bounds import lower_bounds
 from stagewright.explore.answer.promising import (
     MARGIN,
     SLOWER,
+    Bounded,
     Evaluate,
+    Promising,
     promising,
     step_tokens,
 )
@@ -58,9 +61,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """All candidates with their figures, and the best of them."""
+    """Candidates with their figures, and the best of them."""
 
     rows: Candidates
+    """All but those that are bounded out."""
     figures: Figures
     """Of all: as simulated where `exact`, else in columns; NaN where nobody has looked."""
     columns: Figures
@@ -69,8 +73,8 @@ class Ranking:
     """The simulated candidates that fit, best first; of several objectives, the front."""
     left: Sequence[LeftOut]
     """Candidates that columns cannot evaluate, with the reason."""
-    bounded: Sequence[LeftOut]
-    """Candidates that cannot be among the best by their lower bounds in columns, why not."""
+    bounded: Sequence[Bounded]
+    """Candidates that cannot be among the best by their lower bounds in columns."""
     refused: Mapping[int, str]
     """What was said of candidates whose run could not be compiled or simulated."""
     bounds: Float
@@ -87,17 +91,22 @@ class Ranking:
     @property
     def unseen(self) -> int:
         """How many candidates nobody knows anything of."""
-        return int(np.isnan(self.figures.seconds).sum()) - len(self.refused) - self.bounded_out
+        return int(np.isnan(self.figures.seconds).sum()) - len(self.refused)
 
     @property
     def evaluated(self) -> int:
         """How many candidates have figures, or have been refused for a reason."""
-        return len(self.rows) - self.unseen - self.bounded_out
+        return len(self.rows) - self.unseen
 
     @property
     def bounded_out(self) -> int:
-        """How many candidates have no figures, since they cannot be among the best."""
-        return sum(len(of.candidates) for of in self.bounded)
+        """How many candidates were not evaluated, since they cannot be among the best."""
+        return sum(len(of.per_token) for of in self.bounded)
+
+    @property
+    def candidates(self) -> int:
+        """How many candidates there are."""
+        return len(self.rows) + self.bounded_out
 
     @property
     def gaps(self) -> Float:
@@ -121,14 +130,17 @@ class Ranking:
         gaps = self.gaps
         slack = float(gaps.min()) if len(gaps) else 1.0
         least[seen] = np.maximum(least[seen], self.columns.seconds[seen] * min(slack, 1.0))
-        for each in self.bounded:
-            least[each.candidates] *= min(slack, 1.0) if each.reason == SLOWER else np.inf
         winner = int(self.best[0])
         per_token = self.figures.seconds[winner] / tokens[winner]
         left = ~self.figures.exact & ~self._too_large()
         left[[*self.refused]] = False
         of_rows = np.where(self.figures.tokens > 0, tokens, tokens[winner])
-        return int((left & (least / of_rows < per_token)).sum())
+        open_ = int((left & (least / of_rows < per_token)).sum())
+        seconds = self.figures.seconds[winner] / step_tokens(self.rows)[winner]
+        for each in self.bounded:
+            if each.reason == SLOWER:
+                open_ += int((each.per_token * min(slack, 1.0) < seconds).sum())
+        return open_
 
     @property
     def proven(self) -> bool:
@@ -158,6 +170,25 @@ class _SearchState:
 
     def __post_init__(self) -> None:
         self.done = np.zeros(len(self.rows), dtype=bool)
+
+    @classmethod
+    def of(
+        cls,
+        rows: Candidates,
+        found: Promising,
+        how: Wanted,
+        executor: Executor | None,
+        heard: Heard | None,
+    ) -> Self:
+        """The promising of some candidates, of which the best have been simulated."""
+        columns = found.evaluated.figures
+        state = cls(rows.take(found.candidates), columns, how, executor, heard)
+        for each in found.evaluated.left:
+            if not each.possible:
+                state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
+                state.done[each.candidates] = True
+        _simulate_best(state, ~np.isnan(columns.seconds))
+        return state
 
     def simulate(self, rows: Int) -> None:
         """Simulate some candidates that have not been."""
@@ -230,20 +261,25 @@ def search(
     if how.prove and how.objectives != ("time",):
         raise UserError("--exact proves the least time; use --objective time alone")
     found = _evaluated(rows, how, evaluate)
-    state = _SearchState(rows, found.figures, how, executor, heard)
-    blind, bounds = _looked_at(state, found)
+    state = _SearchState.of(rows, found, how, executor, heard)
     if found.bounded and evaluate is not None and not len(state.ranked()) and not state.stopped:
-        found = evaluate(rows)  # the best by columns do not fit
-        state.columns = found.figures
-        blind, bounds = _looked_at(state, found)
-    columns = found.figures
-    stopped = [each.candidates for each in found.left if each.reason == STOPPED]
+        # The best by columns do not fit: any candidate may be the best that does.
+        found = Promising(np.arange(len(rows)), evaluate(rows), None)
+        state = _SearchState.of(rows, found, how, executor, heard)
+    rows, columns, left = state.rows, state.columns, found.evaluated.left
+    blind = np.flatnonzero(np.isnan(columns.seconds))
+    bounds = np.zeros(len(rows))
+    if found.bounds is not None:
+        bounds = found.bounds
+    elif how.prove or len(blind):
+        bounds = lower_bounds(rows)
+    stopped = [each.candidates for each in left if each.reason == STOPPED]
     if not stopped:
         _simulate_blind(state, blind, bounds)
     if how.prove and not stopped:
         _prove(state, bounds)
     result = Ranking(
-        rows, state.figures(), columns, state.listed(), found.left, found.bounded, state.refused,
+        rows, state.figures(), columns, state.listed(), left, found.bounded, state.refused,
         bounds, how, state.stopped or bool(stopped),
     )  # fmt: skip
     if not len(result.best):
@@ -251,34 +287,15 @@ def search(
     return result
 
 
-def _evaluated(rows: Candidates, how: Wanted, evaluate: Evaluate | None) -> Evaluated:
-    """The figures of candidates in columns, of as many as the answer takes."""
+def _evaluated(rows: Candidates, how: Wanted, evaluate: Evaluate | None) -> Promising:
+    """The figures in columns of as many candidates as the answer takes."""
+    every = np.arange(len(rows))
     if evaluate is None:
-        every = np.arange(len(rows))
-        return Evaluated(unknown(len(rows)), [LeftOut(every, "", True)])
+        return Promising(every, Evaluated(unknown(len(rows)), [LeftOut(every, "", True)]), None)
     if how.prove or how.objectives != ("time",) or not how.bounded:
-        return evaluate(rows)
+        return Promising(every, evaluate(rows), None)
     # One more than are simulated: those as good as it in columns are listed (`listed`).
     return promising(rows, evaluate, how.top + 1, any_memory=how.any_memory)
-
-
-def _looked_at(state: _SearchState, found: Evaluated) -> tuple[Int, Float]:
-    """Simulate the best; returns the candidates of which columns say nothing, and lower bounds."""
-    rows = state.rows
-    blind = np.isnan(found.figures.seconds)
-    for each in found.left:
-        if not each.possible:
-            state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
-            state.done[each.candidates] = True
-    _simulate_best(state, ~blind)
-    for each in found.bounded:
-        blind[each.candidates] = False
-    bounds = np.zeros(len(rows))
-    if found.bounds is not None:
-        bounds = found.bounds
-    elif state.how.prove or blind.any():
-        bounds = lower_bounds(rows)
-    return np.flatnonzero(blind), bounds
 
 
 def _simulate_best(state: _SearchState, seen: Bool) -> None:

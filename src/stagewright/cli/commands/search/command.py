@@ -176,7 +176,7 @@ def _report(result: Search, seconds: float) -> None:
     print_table(result.best(), out)
     bounded = f", {ranking.bounded_out:,} bounded out" if ranking.bounded_out else ""
     out.print(
-        f"{ranking.evaluated:,} of {len(ranking.rows):,} candidates evaluated{bounded}, "
+        f"{ranking.evaluated:,} of {ranking.candidates:,} candidates evaluated{bounded}, "
         f"{ranking.simulated:,} of them simulated, in {seconds:.1f} s"
     )
     out.print(result.certainty)

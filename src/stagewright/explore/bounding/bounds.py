@@ -10,7 +10,7 @@ stages before it, and a stage holds no less than its share of what ZeRO splits.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
+from stagewright.explore.bounding.zero import seconds_of_zero
 from stagewright.explore.candidates import HARDWARE, Candidates, Column
 from stagewright.explore.evaluate import (
     PipelineShape,
@@ -33,14 +34,10 @@ from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, s
 from stagewright.explore.template_memory import HELD, NOWHERE
 from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Kind, unlike
 from stagewright.explore.timing import MachineTiming, TemplateFigures, Templates
-from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
 from stagewright.program.columns import CATEGORIES
-from stagewright.program.communicators import Communicator
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import SETTINGS
-from stagewright.run.settings import Run
-from stagewright.time.collectives import collectives_seconds
-from stagewright.time.columns import Placed, places_of
+from stagewright.time.mesh_columns import Placed
 
 IN_TURN = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 """Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
@@ -137,45 +134,44 @@ class _SharedFigures:
 
 
 class _Relaxation:
-    """Candidates, and those that they relax to.
-
-    All that bounds read of a candidate is a combination of few numbers: combinations are bounded,
-    and candidates have the bounds of theirs.
-    """
+    """Candidates (rows), and those that they relax to."""
 
     def __init__(self, candidates: Candidates) -> None:
-        alike = candidates.distinct(*candidates.columns)
-        self.of = alike.of
-        self.rows = candidates.take(alike.first)
-        self.machines = machines_of(self.rows)
-        self.microbatches = microbatches_of(self.rows)
-        self.shards = self.rows.numbers("dp") * self.rows.numbers("cp")
-        self.zero = self.rows.numbers("zero")
-        self.bandwidth = np.zeros(len(self.rows))
+        self.rows = candidates
+        self.machines = machines_of(self.rows).astype(np.int32)
+        self.microbatches = microbatches_of(self.rows).astype(np.int32)
+        self.shards = (self.rows.numbers("dp") * self.rows.numbers("cp")).astype(np.int32)
+        self.zero = self.rows.numbers("zero").astype(np.int8)
+        self.bandwidth = np.zeros(len(self.rows), dtype=np.float32)
         for group in range(int(self.machines.max()) + 1):
             mine = np.flatnonzero(self.machines == group)
             hardware = self.rows.hardware(int(mine[0]))
             reached = hardware.memory_bandwidth_fraction * hardware.memory_bandwidth_gb_s
             self.bandwidth[mine] = 1e9 * reached
         meshes = self.rows.distinct("tp", "cp", "dp", "pp", "dp_shard", "order").of
-        self.mesh = meshes * (int(self.machines.max()) + 1) + self.machines
+        self.mesh = (meshes * (int(self.machines.max()) + 1) + self.machines).astype(np.int32)
         self.relaxed = _relaxed(self.rows)
         self.plans: list[StagePlan | None] = []
 
     def bound(self, found: CandidateBounds) -> None:
         """Write the bounds of all candidates."""
-        seconds, held = np.zeros(len(self.rows)), np.zeros(len(self.rows))
-        for joined in self._shared_figures().values():
-            figures = TemplateFigures.concatenated(joined.parts)
-            for shape, members in joined.members.items():
-                tuples, rows = (np.concatenate(each) for each in zip(*members, strict=True))
+        for shared in self._shared_figures().values():
+            figures = TemplateFigures.concatenated(shared.parts)
+            for shape, members in shared.members.items():
+                every, of_rows = (np.concatenate(each) for each in zip(*members, strict=True))
+                read = every, self.microbatches[of_rows], self.zero[of_rows], self.mesh[of_rows]
+                distinct, back = _distinct(read)
+                tuples, rows = every[distinct], of_rows[distinct]
                 layers = np.array(shape.layers, dtype=np.int64)
                 weights = _weights(figures.peaks, layers, tuples)
                 computed = self._seconds(shape, layers, figures.responses, tuples, rows, weights)
-                seconds[rows] = np.maximum(computed, self._moved(shape, rows, weights))
-                held[rows] = self._bytes(shape, figures.peaks, tuples, rows)
-        found.seconds[:] = seconds[self.of]
-        found.bytes[:] = held[self.of]
+                moved = np.zeros(len(rows))
+                if shape.schedule in IN_TURN:
+                    ranks = [weights[rank :: shape.pp].sum(axis=0) for rank in range(shape.pp)]
+                    most = np.max(ranks, axis=0)
+                    moved = _ROUNDING * seconds_of_zero(self.rows, rows, self.mesh[rows], most)
+                found.seconds[of_rows] = np.maximum(computed, moved)[back]
+                found.bytes[of_rows] = self._bytes(shape, figures.peaks, tuples, rows)[back]
 
     # ---- relaxed candidates and their templates --------------------------------------------------
 
@@ -213,10 +209,8 @@ class _Relaxation:
             for member, nth in members:
                 mine = users[member]
                 timing = self._timing(int(mine[0]), templates, timings, placed)
-                numbers: list[int] = np.unique(plan_of[mine]).tolist()
-                for number in numbers:
-                    some: Int = mine[plan_of[mine] == number]
-                    plan = self.plans[number]
+                for some in _by(plan_of[mine], mine):
+                    plan = self.plans[int(plan_of[some[0]])]
                     if plan is None or plan.parts is None:
                         continue
                     kind = Kind("1f1b", 1 if plan.run.pp == 1 else 3, True, plan.parts)
@@ -233,10 +227,9 @@ class _Relaxation:
         names = (n for n in self.relaxed.columns if n not in (*PIPELINE, "global_batch_size"))
         kind = self.relaxed.distinct(*names).of
         rows = np.flatnonzero((part[plan_of] >= 0) & self._usual())
-        key = np.stack([kind, self.machines, part[plan_of], self.rows.numbers("pp") > 1])[:, rows]
-        of = np.unique(key, axis=1, return_inverse=True)[1].ravel()
-        order = np.argsort(of, kind="stable")
-        return np.split(rows[order], np.cumsum(np.bincount(of))[:-1]) if len(rows) else []
+        split = self.rows.numbers("pp") > 1
+        read = [of[rows] for of in (kind, self.machines, part[plan_of], split)]
+        return _by(_distinct(read)[1], rows) if len(rows) else []
 
     def _usual(self) -> Bool:
         """Rows whose stages are behind each other in the machine, and whose experts' communication
@@ -314,39 +307,6 @@ class _Relaxation:
         """
         return _ADDED * weights / self.bandwidth[rows]
 
-    def _moved(self, shape: PipelineShape, rows: Int, weights: Float) -> Float:
-        """At least what communication takes that ZeRO does in every microbatch."""
-        found = np.zeros(len(rows))
-        if shape.schedule not in IN_TURN or self.rows.model.num_experts:
-            return found
-        ranks = [range(rank, len(weights), shape.pp) for rank in range(shape.pp)]
-        most = np.max([weights[own].sum(axis=0) for own in ranks], axis=0)
-        keys = np.stack([self.mesh[rows], self.zero[rows]])
-        distinct, of = np.unique(keys, axis=1, return_inverse=True)
-        for nth, zero in enumerate(distinct[1].tolist()):
-            mine = of.ravel() == nth
-            if zero < 2:
-                continue
-            found[mine] = self._among(int(rows[mine][0]), most[mine])
-        return _ROUNDING * self.microbatches[rows] * found
-
-    def _among(self, row: int, size: Float) -> Float:
-        """Seconds in which the ranks of a row's ZeRO move weights and gradients of these bytes."""
-        run = self.rows.run(row).resolved(self.rows.model)
-        reduced, gathered = _each_microbatch(run)
-        if not (reduced or gathered):
-            return np.zeros_like(size)
-        mesh, plan = parallelization(run, self.rows.model)
-        machine = self.rows.machine(row)
-        ranks = math.prod(mesh.size(axis) for axis in plan.shard)
-        places = places_of(Communicator(plan.shard), mesh, machine)
-        found = np.zeros_like(size)
-        for place in places:
-            took = reduced * collectives_seconds("reduce_scatter", size, place, machine)
-            took += gathered * collectives_seconds("all_gather", size / ranks, place, machine)
-            found = np.maximum(found, took)
-        return found
-
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _bytes(self, shape: PipelineShape, peaks: Peaks, tuples: Int, rows: Int) -> Float:
@@ -373,14 +333,17 @@ class _Relaxation:
 def _relaxed(rows: Candidates) -> Candidates:
     """Candidates without data parallelism, and with two microbatches."""
     count = len(rows)
-    dp = rows.numbers("dp") if rows.model.num_experts else np.ones(count, dtype=np.int64)
-    batch = 2 * dp * rows.numbers("micro_batch_size")
+    dp = rows.column("dp") if rows.model.num_experts else Column.constant(1, count)
+    sizes = rows.distinct("dp", "micro_batch_size")
+    some = rows.take(sizes.first)
+    least = some.numbers("dp") if rows.model.num_experts else np.ones(len(some), dtype=np.int64)
+    batch = Column.of((2 * least * some.numbers("micro_batch_size")).tolist())
     columns = {
         **rows.columns,
-        "dp": Column.of(dp.tolist()),
+        "dp": dp,
         "zero": Column.constant(0, count),
         "dp_shard": Column.constant(None, count),
-        "global_batch_size": Column.of(batch.tolist()),
+        "global_batch_size": Column(batch.codes[sizes.of], batch.values),
     }
     return replace(rows, columns=columns)
 
@@ -392,14 +355,20 @@ def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:
     return np.tensordot(layers.T, of.more[:, CATEGORIES.index("parameters")], axes=1)[:, tuples]
 
 
-def _each_microbatch(run: Run) -> tuple[float, float]:
-    """How often each microbatch reduces gradients and gathers weights, of as many bytes as the
-    weights that a stage holds."""
-    whole = run.framework == "megatron" and run.precision == "bf16" and not run.params_dtype
-    share = 1.0 if whole else 0.25
-    gathered = (1 + run.reshard_after_forward) if run.zero == 3 else 0
-    width = 2 if whole and run.grad_reduce_dtype is None else 1  # sums in fp32
-    return share * width * reduces_each_microbatch(run), share * gathered
+def _distinct(columns: Sequence[Int]) -> tuple[Int, Int]:
+    """Of the distinct tuples of columns, the first place of each, and the tuple at each place."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        key = key * (int(column.max()) + 1) + column
+    _, first, of = np.unique(key, return_index=True, return_inverse=True)
+    return first, of
+
+
+def _by(number: Int, rows: Int) -> list[Int]:
+    """Rows with the same number, in their order."""
+    order = np.argsort(number, kind="stable")
+    edges = np.flatnonzero(np.diff(number[order])) + 1
+    return np.split(rows[order], edges)
 
 
 def _kind(stage: int, stages: int) -> int:
