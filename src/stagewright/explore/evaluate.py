@@ -41,10 +41,10 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.in_flight import enough
+from stagewright.time.columns.meshes import Placed
 from stagewright.time.expense.power import watts_per_gpu
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
-from stagewright.time.mesh_columns import Placed
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.utilization import sequence_flops

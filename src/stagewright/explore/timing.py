@@ -17,9 +17,9 @@ from stagewright.program.columns import TaskKind
 from stagewright.run.requests import allowance_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.columns import Columns, Known
+from stagewright.time.columns.durations import Columns, Known
+from stagewright.time.columns.meshes import MeshColumns, Placed
 from stagewright.time.experts.dispatch import Routed
-from stagewright.time.mesh_columns import MeshColumns, Placed
 from stagewright.time.network import Machine
 from stagewright.time.simulate.launches import ASYNCHRONOUS, HostWork, host_work
 

@@ -1,8 +1,8 @@
 """Candidates that may be among the best, evaluated; those that cannot are bounded out.
 
-Seconds and bytes that candidates take at least (`explore.bounds`) cost little. The candidates with
-the lowest bounds are evaluated first; then those whose bounds are not above the best so far. What
-is left cannot be among the best in columns, and the answer is the one of evaluating all.
+Seconds and bytes that candidates take at least (`explore.bounding`) cost little. The candidates
+with the lowest bounds are evaluated first; then those whose bounds are not above the best so far.
+What is left cannot be among the best in columns, and the answer is the one of evaluating all.
 """
 
 from __future__ import annotations

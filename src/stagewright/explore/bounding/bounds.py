@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
@@ -37,7 +38,7 @@ from stagewright.explore.timing import MachineTiming, TemplateFigures, Templates
 from stagewright.program.columns import CATEGORIES
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import SETTINGS
-from stagewright.time.mesh_columns import Placed
+from stagewright.time.columns.meshes import Placed
 
 IN_TURN = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 """Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
@@ -138,6 +139,7 @@ class _Relaxation:
 
     def __init__(self, candidates: Candidates) -> None:
         self.rows = candidates
+        # Of millions of rows: four bytes for each.
         self.machines = machines_of(self.rows).astype(np.int32)
         self.microbatches = microbatches_of(self.rows).astype(np.int32)
         self.shards = (self.rows.numbers("dp") * self.rows.numbers("cp")).astype(np.int32)
@@ -169,7 +171,9 @@ class _Relaxation:
                 if shape.schedule in IN_TURN:
                     ranks = [weights[rank :: shape.pp].sum(axis=0) for rank in range(shape.pp)]
                     most = np.max(ranks, axis=0)
-                    moved = _ROUNDING * seconds_of_zero(self.rows, rows, self.mesh[rows], most)
+                    moved = _ROUNDING * seconds_of_zero(
+                        self.rows, rows, self.mesh[rows].astype(np.int64), most
+                    )
                 found.seconds[of_rows] = np.maximum(computed, moved)[back]
                 found.bytes[of_rows] = self._bytes(shape, figures.peaks, tuples, rows)[back]
 
@@ -355,7 +359,7 @@ def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:
     return np.tensordot(layers.T, of.more[:, CATEGORIES.index("parameters")], axes=1)[:, tuples]
 
 
-def _distinct(columns: Sequence[Int]) -> tuple[Int, Int]:
+def _distinct(columns: Sequence[NDArray[np.integer[Any] | np.bool_]]) -> tuple[Int, Int]:
     """Of the distinct tuples of columns, the first place of each, and the tuple at each place."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:

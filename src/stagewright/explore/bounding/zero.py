@@ -12,7 +12,7 @@ from stagewright.parallel.degrees import parallelization, reduces_each_microbatc
 from stagewright.program.communicators import Communicator
 from stagewright.run.settings import Run
 from stagewright.time.collectives import collectives_seconds
-from stagewright.time.mesh_columns import places_of
+from stagewright.time.columns.meshes import places_of
 
 
 def seconds_of_zero(candidates: Candidates, rows: Int, mesh: Int, weights: Float) -> Float:
@@ -26,7 +26,7 @@ def seconds_of_zero(candidates: Candidates, rows: Int, mesh: Int, weights: Float
         return found
     some = candidates.take(rows)
     zero = some.numbers("zero")
-    key = mesh.astype(np.int64) * 4 + zero
+    key = mesh * 4 + zero
     for one in np.unique(key[zero >= 2]):
         mine = np.flatnonzero(key == one)
         found[mine] = _each_microbatch(some, int(mine[0]), weights[mine])

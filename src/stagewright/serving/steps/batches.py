@@ -30,9 +30,9 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only
 from stagewright.time.collectives import messages_seconds
-from stagewright.time.columns import Columns
+from stagewright.time.columns.durations import Columns
+from stagewright.time.columns.meshes import MeshColumns
 from stagewright.time.experts.beside import MOST_TOKENS
-from stagewright.time.mesh_columns import MeshColumns
 from stagewright.time.network import Machine, tier_of
 from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate.host import HostWork

@@ -22,6 +22,7 @@ from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
 from stagewright.program.communicators import Communicator
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collectives_seconds, messages_seconds
+from stagewright.time.columns.meshes import MeshColumns
 from stagewright.time.cost import Kernels, kernels_seconds
 from stagewright.time.expense.power import kernels_energy, peak_rate, tiled
 from stagewright.time.experts.dispatch import Routed, dispatches_seconds
@@ -44,7 +45,6 @@ from stagewright.time.fused_products import (
     without_sums,
 )
 from stagewright.time.hardware import Hardware
-from stagewright.time.mesh_columns import MeshColumns
 from stagewright.time.roofline import gemm_seconds
 from stagewright.time.tensor_overlap import overlap_pairs, overlapped, split_seconds
 
