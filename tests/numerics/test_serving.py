@@ -207,6 +207,32 @@ def test_drafts_that_are_right_shorten_decode():
     assert steps == [399, 100]
 
 
+@pytest.mark.parametrize("router", ["round_robin", "least_loaded"])
+@pytest.mark.parametrize("told", [1, 3])
+def test_what_is_known_when_somebody_stops_it(router: str, told: int):
+    heard: list[tuple[int, int]] = []
+
+    def stops(done: int, of: int):
+        heard.append((done, of))
+        if len(heard) == told:
+            raise KeyboardInterrupt
+
+    found = sw_serve(
+        rate=100, isl=64, osl=16, num_requests=3000, router=router, instances=2, progress=stops
+    )
+    assert found.outcome.stopped
+    assert found.summary.requests + found.summary.unfinished == 3000
+    assert found.summary.unfinished > 0
+    assert heard[-1][1] == 3000
+    assert str(found.latencies())
+    assert json.dumps(found.values())
+
+
+def test_a_short_max_model_len_cuts_outputs():
+    found = sw_serve(rate=1, isl=10, osl=10, num_requests=3, max_model_len=18)
+    assert (found.summary.shortened, found.summary.output_rate > 0) == (3, True)
+
+
 def sw_serve(**settings):
     return sw.serve("llama3.1-8b", "h100-sxm", layers=2, **settings)
 

@@ -17,6 +17,8 @@ from stagewright.serving.routers import STATIC, Router
 
 NO_HOST = HostTimes()
 FAR = sys.float_info.max
+TOLD = 50
+"""How often it is told, of each engine that is moved on by itself, how many requests are done."""
 
 Heard = Callable[[int, int], None]
 """Is told how many requests are done, of how many."""
@@ -100,16 +102,19 @@ def _apart(
         records.engine[request] = nth
         engines[nth].inbox.append(request)
     done = 0
+    last = reached[order[-1]]
+    moments = (*(last * nth / TOLD for nth in range(1, TOLD) if heard is not None), FAR)
     for unit in dict.fromkeys(engine.unit for engine in engines):
         for engine in unit.engines:
             if engine.inbox:
                 unit.end = min(unit.end, reached[engine.inbox[0]])
-        unit.advance(FAR)
-        for engine in unit.engines:
-            done += len(engine.completed)
-            engine.completed.clear()
-        if heard is not None:
-            heard(done, len(workload))
+        for at in moments:
+            unit.advance(at)
+            for engine in unit.engines:
+                done += len(engine.completed)
+                engine.completed.clear()
+            if heard is not None:
+                heard(done, len(workload))
 
 
 def _together(

@@ -301,6 +301,7 @@ def step_times(
     UserError where the run cannot be had, or its steps have no table.
     """
     how = how or Execution()
+    run = run.model_copy(update={"max_model_len": None})  # lengths of tables are not of requests
     new = 1 + run.num_speculative_tokens
     known = KnownTerms()
 
