@@ -80,7 +80,7 @@ def refusals(rows: Candidates) -> list[str]:
     """What the first constraint that refuses a candidate asks for; empty: it passes."""
     first = [""] * len(rows)
     for rule in constraints("train", rows.model):
-        for row in np.flatnonzero(rule.refused(rows)).tolist():
+        for row in np.flatnonzero(rule.refused(rows) >= 0).tolist():
             first[row] = first[row] or rule.name
     return first
 

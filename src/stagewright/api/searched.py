@@ -25,7 +25,6 @@ from stagewright.explore.exact import Heard
 from stagewright.explore.lots import in_lots
 from stagewright.explore.space.asked import SearchRequest, asked
 from stagewright.explore.space.enumeration import Found
-from stagewright.explore.space.families import DEFAULT
 from stagewright.files import write_text
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
@@ -201,7 +200,7 @@ def search(
         gpus=gpus,
         vary=vary,
         model=config,
-        families=space or DEFAULT,
+        families=space or "",
     )
     return searched(of, how, sample, executor)
 

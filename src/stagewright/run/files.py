@@ -42,7 +42,20 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: got {shown(values)}, wanted settings, one per line, such as tp: 8"
         )
-    return {str(key): value for key, value in cast("dict[object, Any]", values).items()}
+    found = {str(key): value for key, value in cast("dict[object, Any]", values).items()}
+    found["hardware"] = _beside(found.get("hardware"), path)
+    return {key: value for key, value in found.items() if value is not None or key != "hardware"}
+
+
+def _beside(hardware: object, path: str | Path) -> object:
+    """The path of a hardware file that lies beside the run file, and not in the working directory.
+
+    `search` writes the two beside each other.
+    """
+    if not isinstance(hardware, str) or not hardware.endswith((".yaml", ".yml")):
+        return hardware
+    place = Path(path).parent / Path(hardware).name
+    return hardware if Path(hardware).exists() or not place.exists() else str(place)
 
 
 def _refuse_toml(text: str, path: str | Path) -> None:

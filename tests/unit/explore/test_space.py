@@ -1,6 +1,7 @@
 """The space of a search: what it holds, what it removes and says, and what it refuses."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,3 +188,18 @@ def test_families_add_settings_and_copies_of_sharded_states_fill_domains():
         words("ofload")
     with pytest.raises(UserError, match="of training, got mode=decode"):
         axes_of(words("full"), Run(model="gpt2", mode="decode"), model_of("gpt2"), [])
+
+
+def test_what_contradicts_is_told_in_all_words():
+    of = space({"pp": (1, 2), "vpp": (2, 3), "schedule": ("1f1b",)})
+    with pytest.raises(UserError, match=r"got pp=1.*\(2 such\); schedule 1f1b has one stage"):
+        of.candidates()
+
+
+def test_the_size_of_a_large_space_is_known_at_once():
+    of = space({"zero": (0, 1, 2, 3), "micro_batch_size": (1, 2, 4), "tp": (1, 2, 4)})
+    many = {"prefetch": tuple(range(10_000)), "memory_allowance": tuple(range(100_000))}
+    of = replace(of, axes={**of.axes, **many})
+    assert of.combinations == 36 * 10**9
+    with pytest.raises(UserError, match=r"about [0-9.]+e\+09 candidates.*--sample"):
+        of.candidates()

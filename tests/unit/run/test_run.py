@@ -813,3 +813,12 @@ def test_keywords_are_refused_as_options_are(settings: dict[str, Any], said: str
     with pytest.raises(UserError) as caught:
         Run(model="llama3-8b", **settings)
     assert str(caught.value) == said
+
+
+def test_hardware_beside_the_run_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "best.hardware.yaml").write_text("name: mine\n")
+    (tmp_path / "best.yaml").write_text("model: gpt2\nhardware: elsewhere/best.hardware.yaml\n")
+    found = read_settings(tmp_path / "best.yaml")
+    assert found["hardware"] == str(tmp_path / "best.hardware.yaml")
+    (tmp_path / "best.yaml").write_text("model: gpt2\nhardware: other.yaml\n")
+    assert read_settings(tmp_path / "best.yaml")["hardware"] == "other.yaml"

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from stagewright.errors import UserError
 from stagewright.explore.space.defaults import default_axes, default_batch, policies, without_idle
-from stagewright.explore.space.families import DEFAULT, axes_of, words
+from stagewright.explore.space.families import axes_of, words
 from stagewright.explore.space.listed import is_listed, values_of
 from stagewright.explore.space.space import Space
 from stagewright.explore.space.systems import Fleet, varied
@@ -38,7 +38,7 @@ def asked(
     gpus: object = None,
     vary: Mapping[str, Any] | None = None,
     model: ModelConfig | None = None,
-    families: str = DEFAULT,
+    families: str = "",
 ) -> SearchRequest:
     """The space that settings ask for; any of them may be a list or a range (`listed`).
 

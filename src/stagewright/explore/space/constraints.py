@@ -8,13 +8,14 @@ its run is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Bool
+from stagewright.arrays import Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.explore.candidates import HARDWARE, Candidates
@@ -38,31 +39,48 @@ class Constraint:
     """The columns that decide it; `ALL`: any."""
     check: Callable[[Candidates, int], None]
     """Raises a UserError if a candidate, by its row, is refused."""
-    example: str = ""
-    """What the first refused run was told."""
-    _known: dict[tuple[Any, ...], bool] = field(default_factory=dict[tuple[Any, ...], bool])
+    examples: list[str] = field(default_factory=list[str])
+    """What the first run was told that was refused in these words, whatever their numbers."""
+    _known: dict[tuple[Any, ...], int] = field(default_factory=dict[tuple[Any, ...], int])
 
-    def refused(self, rows: Candidates) -> Bool:
-        """Which candidates it refuses."""
+    def refused(self, rows: Candidates) -> Int:
+        """Which candidates it refuses: the number of their example, -1 of those that may be had."""
         reads = tuple(rows.columns) if self.reads == ALL else self.reads
         names = [name for name in reads if name in rows.columns]
         tuples = rows.distinct(*names)
         codes = [rows.columns[name].codes[tuples.first].tolist() for name in names]
         keys = list(zip(*codes, strict=True)) if codes else [()] * len(tuples)
-        bad = np.zeros(len(tuples), dtype=bool)
+        bad = np.full(len(tuples), -1)
         for nth, (key, row) in enumerate(zip(keys, tuples.first.tolist(), strict=True)):
             if key not in self._known:
                 self._known[key] = self._refuses(rows, row)
             bad[nth] = self._known[key]
         return bad[tuples.of]
 
-    def _refuses(self, rows: Candidates, row: int) -> bool:
+    def _refuses(self, rows: Candidates, row: int) -> int:
         try:
             self.check(rows, row)
         except UserError as error:
-            self.example = self.example or str(error)
-            return True
-        return False
+            text = str(error)
+            for nth, known in enumerate(self.examples):
+                if same_words(known, text):
+                    return nth
+            self.examples.append(text)
+            return len(self.examples) - 1
+        return -1
+
+
+def same_words(one: str, other: str) -> bool:
+    """Whether two messages differ in numbers only.
+
+    >>> same_words("vpp=2 splits stages", "vpp=3 splits stages"), same_words("tp=2", "pp=2")
+    (True, False)
+    """
+    return _without_numbers(one) == _without_numbers(other)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"[0-9]+", "", text)
 
 
 def constraints(mode: str, model: ModelConfig) -> list[Constraint]:

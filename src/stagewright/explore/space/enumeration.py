@@ -12,7 +12,12 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
-from stagewright.explore.space.constraints import SAME_RUN, Constraint, constraints
+from stagewright.explore.space.constraints import (
+    SAME_RUN,
+    Constraint,
+    constraints,
+    same_words,
+)
 from stagewright.explore.space.systems import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
@@ -25,6 +30,10 @@ MOST_CANDIDATES = 30_000_000
 """More are refused: each takes about 20 bytes, and a search of so many minutes."""
 _PIECE = 1 << 21
 """Combinations that are spread out at once."""
+_SPREAD = 8
+"""Of a sample, so many times the candidates that are kept are spread out at once."""
+_PARENTS = 256
+"""Of a sample, as many candidates at least are spread out."""
 _SEED = 20260
 _GPUS = "gpus"
 DIVIDES = "tp x cp x pp divides the GPUs"
@@ -76,10 +85,12 @@ class Enumeration:
     """Combinations of the axes that have not been crossed."""
     degrees: tuple[int, ...] = ()
     """All that dp may be, where it fills the GPUs."""
+    piece: int = _PIECE
+    """Combinations that are spread out at once, and candidates from which on a sample is drawn."""
     drawn: float = 1.0
     """The share of candidates that was kept where a sample is drawn."""
-    removed: dict[str, float] = field(default_factory=dict[str, float])
-    examples: dict[str, str] = field(default_factory=dict[str, str])
+    removed: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """By constraint and example, which stands for all that are refused in its words."""
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
 
     @classmethod
@@ -115,12 +126,17 @@ class Enumeration:
         """Spread out one setting, and drop what is refused."""
         self.left //= len(values)
         if len(self.rows) * len(values) > 4 * MOST_CANDIDATES and self.sample is None:
-            raise self._too_many(len(self.rows) * len(values))
+            raise too_many(len(self.rows) * len(values) * self.left)
         filled = name == "dp" and _GPUS in self.rows.columns
+        if self.sample is not None:  # spread out few of many, as few of what comes of them are kept
+            many = max(len(self.rows), 1)
+            before = min(1.0, max(_SPREAD * self._most / len(values), _PARENTS) / many)
+            self.rows = self._thinned(self.rows, before)
+            self.drawn *= before
         due: list[Constraint] | None = None
         pieces: list[Candidates] = []
         share = 1.0
-        step = max(1, _PIECE // len(values))
+        step = max(1, self.piece // len(values))
         for begin in range(0, max(len(self.rows), 1), step):
             piece = self.rows.take(slice(begin, begin + step))
             piece = self._filled(piece, values) if filled else _spread(piece, name, values)
@@ -133,7 +149,8 @@ class Enumeration:
             pieces.append(self._thinned(piece, share))
             while sum(map(len, pieces)) > self._most:
                 if self.sample is None:
-                    raise self._too_many(sum(map(len, pieces)) * len(self.rows) // (begin + step))
+                    share_done = min(1.0, (begin + step) / len(self.rows))
+                    raise too_many(sum(map(len, pieces)) / share_done * self.left)
                 pieces, share = [self._thinned(each, 0.5) for each in pieces], share / 2
         self.rows = _concatenated(pieces)
         self.drawn *= share
@@ -141,7 +158,7 @@ class Enumeration:
     @property
     def _most(self) -> int:
         """Candidates that are kept meanwhile."""
-        return MOST_CANDIDATES if self.sample is None else 16 * self.sample + _PIECE
+        return MOST_CANDIDATES if self.sample is None else 16 * self.sample + self.piece
 
     def due(self, rows: Candidates | None = None) -> list[Constraint]:
         """Constraints whose settings are all there, which are applied but once."""
@@ -159,14 +176,18 @@ class Enumeration:
         kept = np.arange(len(rows))
         for rule in due:
             refused = rule.refused(rows.take(kept)) if len(kept) < len(rows) else rule.refused(rows)
-            if refused.any():
-                self._note(rule.name, int(refused.sum()), rule.example)
-                kept = kept[~refused]
+            counts = np.bincount(refused + 1, minlength=1 + len(rule.examples)).tolist()
+            for example, count in zip(rule.examples, counts[1:], strict=True):
+                if count:
+                    self._note(rule.name, count, example)
+            kept = kept[refused < 0]
         return kept
 
     def _note(self, why: str, count: int, example: str) -> None:
-        self.removed[why] = self.removed.get(why, 0) + count * self.left / self.drawn
-        self.examples.setdefault(why, example)
+        told = self.removed.setdefault(why, {})
+        # What is found in pieces has an example for each: the first stands for all.
+        words = next((known for known in told if same_words(known, example)), example)
+        told[words] = told.get(words, 0.0) + count * self.left / self.drawn
 
     def _filled(self, rows: Candidates, values: tuple[Any, ...]) -> Candidates:
         """dp is what the other degrees leave of the GPUs."""
@@ -241,22 +262,18 @@ class Enumeration:
             return rows
         return rows.take(self.random.random(len(rows)) < share)
 
-    def _too_many(self, rows: int) -> UserError:
-        of = rows * self.left
-        return UserError(
-            f"the space has about {of:.2g} candidates, wanted at most {MOST_CANDIDATES:,}; give "
-            "fewer values, or --sample N for so many of them drawn at random"
-        )
-
     def result(self) -> Found:
         """The candidates; UserError where there are none."""
         rows, combinations = self.rows, self.combinations
-        removed = sorted(self.removed.items(), key=lambda each: -each[1])
-        listed = tuple(
-            Removed(why, round(count), self.examples[why]) for why, count in removed if count >= 0.5
-        )
+        every = [
+            Removed(why, round(sum(told.values())), max(told, key=lambda words: told[words]))
+            for why, told in self.removed.items()
+        ]
+        listed = tuple(sorted((e for e in every if e.count), key=lambda each: -each.count))
         if not len(rows):
-            first = "; ".join(f"{of.example} ({of.count:,} such)" for of in listed[:2])
+            told = [each for by_words in self.removed.values() for each in by_words.items()]
+            most = sorted(told, key=lambda each: -each[1])[:2]
+            first = "; ".join(f"{example} ({round(count):,} such)" for example, count in most)
             why = first or "nothing is left"
             raise UserError(f"none of the {combinations:,} combinations can be run: {why}")
         whole = round(len(rows) / self.drawn)
@@ -268,6 +285,14 @@ class Enumeration:
         return Found(
             Candidates(rows.base, rows.model, columns, len(rows)), combinations, listed, whole
         )
+
+
+def too_many(count: float) -> UserError:
+    """What is said of a space of so many candidates."""
+    return UserError(
+        f"the space has about {count:.2g} candidates, wanted at most {MOST_CANDIDATES:,}; give "
+        "fewer values, or --sample N for so many of them drawn at random"
+    )
 
 
 def beside(run: Run) -> int:

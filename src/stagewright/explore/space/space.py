@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from stagewright.errors import UserError
 from stagewright.explore.space.constraints import Constraint, check_value
-from stagewright.explore.space.enumeration import Enumeration, Found
+from stagewright.explore.space.enumeration import MOST_CANDIDATES, Enumeration, Found, too_many
 from stagewright.explore.space.systems import Fleet
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
@@ -42,6 +42,9 @@ _FIRST = (
     *("seq_length", "zero", "dp_shard", "sequence_parallel", "cp_comm_type"),
 )
 """Settings that are crossed first, in this order: those that many constraints read."""
+
+FEW = 250
+"""Candidates by which the size of a large space is estimated."""
 
 WORKLOAD = ("model", "as_family", "layers", "vocab", "mtp_num_layers", "mode", "framework")
 """Settings that say what is done, which all candidates have in common."""
@@ -105,14 +108,28 @@ class Space:
         The draw is the same each time. `progress` hears which setting is crossed next, and how many
         candidates there are. Raises UserError where there are too many, or none.
         """
-        crossing = Enumeration.of(
-            self.base, self.model, self.fleets, self.axes, self.policies, sample
-        )
+        if sample is None and self.combinations > 1000 * MOST_CANDIDATES:
+            # A few of them tell the size, before any time is spent on all.
+            few = self._crossing(FEW)
+            few.piece = 8 * FEW
+            self._cross(few, None)
+            size = len(few.rows) / few.drawn
+            if size > MOST_CANDIDATES:
+                raise too_many(size)
+        every = self._crossing(sample)
+        self._cross(every, progress)
+        return every.result()
+
+    def _crossing(self, sample: int | None) -> Enumeration:
+        """Where nothing has been crossed."""
+        return Enumeration.of(self.base, self.model, self.fleets, self.axes, self.policies, sample)
+
+    def _cross(self, crossing: Enumeration, progress: Callable[[str, int], None] | None) -> None:
+        """Cross all settings."""
         for name, values in crossing.axes.items():
             if progress is not None:
                 progress(name, len(crossing.rows))
             crossing.cross(name, values)
-        return crossing.result()
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

@@ -112,7 +112,7 @@ def _request(model: str | None, config: str | None, settings: dict[str, Any]) ->
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
-    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary, families=families)
+    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary, families=families or "")
 
 
 def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:

@@ -25,12 +25,6 @@ OPTIONS = (
         help="With --serve: share of requests that must keep the limits. [0.9]",
     ),
     click.option(
-        "--pairs",
-        type=WholeNumber(),
-        metavar="N",
-        help="With --serve: pairs of layouts for prompts and for decode, the most promising. [4]",
-    ),
-    click.option(
         "--gpus",
         metavar="N",
         help="GPUs, which dp fills; or several numbers of them. With --serve: at most so many. "
@@ -46,7 +40,6 @@ OPTIONS = (
     click.option(
         "--space",
         metavar="LIST",
-        default="default",
         help="Tried beyond the default: hsdp, offload, placement, stages, overlap, recompute, "
         "schedules; full is all of these.",
     ),
