@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stagewright.api.operation import operation_of
 from stagewright.api.pools import Given, Planned, fleet_of, rows_of
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
@@ -23,6 +25,7 @@ from stagewright.run.sections.serving import (
     OF_ONE_STEP,
     SERVING,
     EngineSection,
+    OperationSection,
     PoolSection,
     WorkloadSection,
 )
@@ -193,12 +196,23 @@ def check_ending(path: str) -> None:
         raise UserError(f"{path}: wanted a name that ends in .csv, .json or .html")
 
 
+def sections_of(values: Mapping[str, Any]) -> ServingSections:
+    """The sections that settings by name make."""
+    return ServingSections(
+        section_of(WorkloadSection, values),
+        section_of(EngineSection, values),
+        section_of(PoolSection, values),
+        section_of(OperationSection, values),
+    )
+
+
 class ServingSections(NamedTuple):
     """What is asked for, by section."""
 
     workload: WorkloadSection
     engines: EngineSection
     pools: PoolSection = PoolSection()
+    operation: OperationSection = OperationSection()
 
 
 def serve(
@@ -239,12 +253,9 @@ def serve(
         if name in OF_ONE_STEP:
             raise UserError(f"{name} is of one step; requests over time are --requests or --rate")
     experiment = Experiment.of({}, {"model": os.fspath(model), **others, "mode": "decode"})
-    work = section_of(WorkloadSection, own)
-    sections = ServingSections(
-        work if workload is None else replace(work, requests=None),
-        section_of(EngineSection, own),
-        section_of(PoolSection, own),
-    )
+    sections = sections_of(own)
+    if workload is not None:
+        sections = sections._replace(workload=replace(sections.workload, requests=None))
     return served(experiment, of, sections, Given(workload, scheduler, config, **rows), progress)
 
 
@@ -267,13 +278,15 @@ def served(
     past = asked.workload.past_context if given.workload is None else 0
     stages = stages_of(asked.pools, given.stages, asked.workload.seed, past)
     base = Planned("both", experiment, hardware, asked.engines)
-    if not rows and stages is not None:
-        rows = [{"instances": asked.engines.instances}]
+    operation = operation_of(asked.operation, asked.engines.instances)
+    if not rows and (stages is not None or operation is not None):
+        rows = [{"instances": asked.operation.max_instances or asked.engines.instances}]
     if not rows:
         service = base.service(given)
         found = service.serve(work, slo, heard)
         return Serving(found.outcome, found.summary, service, slo, work, cluster=cluster)
     fleet = fleet_of(map(base.changed, rows), given, asked.pools.prefill_router, stages)
+    fleet = replace(fleet, operation=operation)
     service = next(group.service for group in fleet.groups if group.serves != "prefill")
     found = fleet.serve(work, slo, heard)
     return Serving(found.outcome, found.summary, service, slo, work, fleet, cluster)

@@ -14,12 +14,24 @@ from stagewright.run.files import settings_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.run.sections.serving import SERVING, EngineSection, PoolSection, WorkloadSection
+from stagewright.run.sections.serving import (
+    SERVING,
+    EngineSection,
+    OperationSection,
+    PoolSection,
+    WorkloadSection,
+)
 from stagewright.run.settings import Run
 from stagewright.run.validation import invalid
 
 _Section = TypeVar(
-    "_Section", ClusterSection, Execution, WorkloadSection, EngineSection, PoolSection
+    "_Section",
+    ClusterSection,
+    Execution,
+    WorkloadSection,
+    EngineSection,
+    PoolSection,
+    OperationSection,
 )
 
 

@@ -35,6 +35,10 @@ class Outcome:
     """Whether somebody stopped it: what is known so far."""
     handover: Handover | None = None
     """Of prompts and decode on instances of their own; the first engines compute the prompts."""
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Requests that were not served to their ends, by reason: queues full, instances failed."""
+    instances: Sequence[tuple[float, int]] = ()
+    """Seconds at which the number of instances that serve changed, and that number."""
     stages: Mapping[str, array[float]] = field(default_factory=dict[str, "array[float]"])
     """By stage before the prompt: seconds of each request there, nan where it was not."""
 

@@ -177,8 +177,8 @@ def summarize(
     tpot = Spread.of(times.tpot[np.isfinite(times.tpot)])
     return ServingSummary(
         requests=len(times.number),
-        unfinished=len(work) - len(times.number),
-        rejected=dict(rejected),
+        unfinished=len(work) - len(times.number) - sum(served.refused.values()),
+        rejected={**rejected, **served.refused},
         shortened=shortened,
         seconds=seconds,
         queue=Spread.of(times.queue),

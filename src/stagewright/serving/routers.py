@@ -27,7 +27,7 @@ class RoundRobin:
 
     def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
         """The next one."""
-        at, self._next = self._next, (self._next + 1) % len(engines)
+        at, self._next = self._next % len(engines), (self._next + 1) % len(engines)
         return at
 
 
@@ -44,7 +44,7 @@ class LeastLoaded:
 class BySession:
     """Requests of one session go to one engine: where its first one went, one after the other."""
 
-    _homes: dict[int, int]
+    _homes: dict[int, Engine]
     _next: int = 0
 
     @classmethod
@@ -56,10 +56,11 @@ class BySession:
         """The session's engine; a request without a session is its own."""
         session = ~request if workload.session is None else workload.session[request]
         home = self._homes.get(session)
-        if home is None:
-            home, self._next = self._next, (self._next + 1) % len(engines)
-            self._homes[session] = home
-        return home
+        if home is not None and home in engines:
+            return engines.index(home)
+        at, self._next = self._next % len(engines), (self._next + 1) % len(engines)
+        self._homes[session] = engines[at]
+        return at
 
 
 @dataclass(frozen=True)

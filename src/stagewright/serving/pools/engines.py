@@ -17,14 +17,28 @@ Rules, of vLLM's NixlConnector (vllm-project/vllm@00024d31 `vllm/v1/core/sched/s
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from stagewright.serving.engines.blocks import Hit
+from stagewright.serving.engines.blocks import Hit, KvBlocks
 from stagewright.serving.engines.engine import Decision, Engine, Scheduler
 from stagewright.serving.engines.state import CachedPart
+from stagewright.serving.engines.times import series
+
+
+class _Halted:
+    """A scheduler that lets nothing run."""
+
+    def schedule(self, engine: Engine) -> Decision:
+        """Nothing."""
+        del engine
+        return Decision(decodes=False)
+
+
+_HALTED = _Halted()
 
 
 class BringingEngine(Engine):
@@ -90,6 +104,38 @@ class BringingEngine(Engine):
         if to_their_ends:
             return sum(self.most_blocks(r) - own - -(-n // size) for r, n in held.items())
         return sum(-(-self.tokens(r) // size) - -(-n // size) for r, n in held.items())
+
+    def halt(self, at: float) -> None:
+        """Begin nothing any more; what is under way ends with the step in which `at` lies."""
+        if self._steps > 1:
+            steps = self.steps_until(at - self.now, self._first, self._grows, self._steps)
+            self._steps = min(steps, self._steps)
+            self.end = self.now + series(self._first, self._grows, self._steps)
+        self.scheduler, self._stands = _HALTED, False
+
+    def evict(self) -> list[tuple[int, int, float]]:
+        """Take all requests out: each with the tokens that it had got, and when the last one."""
+        for request in [*self.running]:
+            self.preempt(request, keep=False)
+            self.records.preempted[request] -= 1
+        out = [*self.waiting, *self.inbox]
+        self.waiting.clear()
+        self.inbox.clear()
+        self.end = math.inf
+        last = {r: self._last.pop(r, (self.now, 0))[0] for r in out}
+        return [(r, self.generated.pop(r, 0), last[r]) for r in out]
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Serve again, with an empty cache."""
+        old = self.blocks
+        self.blocks = KvBlocks(old.size, old.block_size, old.caching, old.per_request)
+        self.scheduler = scheduler
+
+    def adopt(self, request: int, got: int, last: float) -> None:
+        """Know what a request has got elsewhere: it is computed again, with these tokens."""
+        if got:
+            self.generated[request] = got
+            self._last[request] = (last, self.tokens(request))
 
     def ready(self) -> list[int]:
         """Waiting requests whose cache is there, as far as a decision sees that."""

@@ -20,6 +20,7 @@ from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine, Pulls
 from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.pools.operation import InstanceEvents
 from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.requests import (
     Handover,
@@ -69,6 +70,8 @@ class InstanceGroups:
     prefill_router: str = "round_robin"
     stages: PromptStages | None = None
     """What requests pass before their prompts."""
+    operation: InstanceEvents | None = None
+    """What happens to instances meanwhile."""
 
     def __post_init__(self) -> None:
         """Check the purposes."""
@@ -84,6 +87,15 @@ class InstanceGroups:
             raise UserError(
                 "scheduler static forms batches of whole requests, so its instances cannot decode "
                 "for others; choose vllm, sglang or tensorrt-llm"
+            )
+
+        changes = self.operation is not None and (self.operation.failures or self.operation.scaling)
+        replicated = any(group.service.instance.replicas > 1 for group in self.groups)
+        stores = self.stages is not None and self.stages.tiers
+        if changes and (self.disaggregated or replicated or stores or len(self.groups) > 1):
+            raise UserError(
+                "failures and autoscaling are of instances that are alike, without attention data "
+                "parallelism, pools or stores; leave out --fail-at and --max-instances, or these"
             )
 
     @property
@@ -134,8 +146,13 @@ class InstanceGroups:
         if self.stages is not None:
             size = first[0].instance.cache.bytes_per_token
             pools = replace(pools, stages=replace(self.stages, bytes_per_token=size))
+        pools = replace(pools, operation=self.operation)
         outcome = serve_in_pools(of, records, pools, heard)
-        summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
+        gpus = self.gpus
+        if outcome.instances:  # those that have served at a time
+            most = max(count for _, count in outcome.instances)
+            gpus = gpus // len(engines) * most if len(self.groups) == 1 else gpus
+        summary = summarize(outcome, slo, gpus, accepted.rejected, accepted.shortened)
         return ServedRun(outcome, summary)
 
     def _engines(
@@ -159,7 +176,7 @@ class InstanceGroups:
                 case "decode":
                     sent = not isinstance(scheduler, Vllm)
                     engine = DecodeEngine(*args, pulls, *rest, with_first_token=sent)
-                case "both" if self.stages is not None and self.stages.tiers:
+                case "both" if self.operation or (self.stages and self.stages.tiers):
                     engine = BringingEngine(*args, pulls, *rest)
                 case _:
                     engine = Engine(*args, copy(scheduler), *rest)

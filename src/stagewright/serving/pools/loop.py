@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop
@@ -14,6 +15,8 @@ from stagewright.serving.hosts import HostTimes
 from stagewright.serving.pools.agenda import ARRIVAL, BATCH_END, OTHER, Agenda
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine
 from stagewright.serving.pools.links import Links
+from stagewright.serving.pools.operated import Operated
+from stagewright.serving.pools.operation import QUEUE_FULL, InstanceEvents
 from stagewright.serving.pools.stages import Passage, PromptStages, Retrieval
 from stagewright.serving.requests import Handover, Records, Workload
 from stagewright.serving.routers import Router
@@ -55,6 +58,8 @@ class Pools:
     handover: Handover | None = None
     stages: PromptStages | None = None
     """What requests pass before their prompts."""
+    operation: InstanceEvents | None = None
+    """What happens to instances meanwhile."""
 
 
 def serve_in_pools(
@@ -67,7 +72,16 @@ def serve_in_pools(
         play.run()
     except KeyboardInterrupt:
         stopped = True
-    return Outcome(workload, records, pools.engines, stopped, pools.handover, play.passed())
+    return Outcome(
+        workload,
+        records,
+        pools.engines,
+        stopped,
+        pools.handover,
+        refused=dict(play.refused),
+        instances=play.instances,
+        stages=play.passed(),
+    )
 
 
 class _Play:
@@ -85,12 +99,17 @@ class _Play:
         self.retrieval: Retrieval | None = None
         if pools.stages is not None:
             if pools.stages.stations:
-                self.passage = Passage(pools.stages, workload, self.agenda, self._route_in)
+                self.passage = Passage(pools.stages, workload, self.agenda, self.route_in)
             if pools.stages.tiers:
                 self.retrieval = Retrieval(
                     pools.stages, workload, pools.engines, pools.front.numbers
                 )
         self.done = 0
+        self.refused: Counter[str] = Counter()
+        self.instances: list[tuple[float, int]] = []
+        self.operated: Operated | None = None
+        if pools.operation is not None:
+            self.operated = Operated(pools.operation, pools.front.numbers, self)
 
     def passed(self) -> Mapping[str, array[float]]:
         """Seconds of each request in each stage before its prompt; nan where it was in none."""
@@ -104,6 +123,8 @@ class _Play:
     def run(self) -> None:
         """All events, to the end."""
         self._come()
+        if self.operated is not None:
+            self.operated.begin()
         self.agenda.run()
 
     # ---- requests ------------------------------------------------------------------------------
@@ -119,12 +140,14 @@ class _Play:
         """A request has come."""
         self.records.arrival[request] = at - self.arrivals.delay(request)
         if self.passage is None:
-            self._route_in(at, request)
+            self.route_in(at, request)
         else:
             self.passage.enter(at, request)
 
-    def _route_in(self, at: float, request: int) -> None:
+    def route_in(self, at: float, request: int) -> None:
         """A request reaches the first router."""
+        if self.operated is not None and self.operated.held(request):
+            return
         nth = self._route(self.pools.front, request)
         self.records.engine[request] = nth
         if self.handover is not None:
@@ -140,18 +163,28 @@ class _Play:
         nth = self.records.engine[request]
         self.records.reached[request] = at
         engine = self.engines[nth]
+        if self.operated is not None and self.operated.gone(nth):
+            self.route_in(at, request)
+            return
+        if self.operated is not None and self.operated.refuses(engine):
+            self.refuse(at, request, QUEUE_FULL)
+            return
+        if self.operated is not None and isinstance(engine, BringingEngine):
+            self.operated.entered(request, engine)
         coming = 0 if self.retrieval is None else self.retrieval.find(request, nth)
         if coming:
             assert isinstance(engine, BringingEngine)
             engine.push_remote(request, coming)
         else:
             engine.push(request)
-        self._note(nth)
+        self.note(nth)
 
     def _route(self, pool: EnginePool, request: int) -> int:
         numbers = pool.numbers
         if pool.fits is not None:
             numbers = [nth for nth in numbers if pool.fits(request, nth)]
+        if self.operated is not None:
+            numbers = self.operated.serving(numbers)
         if self.retrieval is not None and pool is self.pools.front:
             numbers = self.retrieval.near(request, numbers)
         chosen = [self.engines[nth] for nth in numbers]
@@ -159,7 +192,7 @@ class _Play:
 
     # ---- engines -------------------------------------------------------------------------------
 
-    def _note(self, nth: int) -> None:
+    def note(self, nth: int) -> None:
         """Note when the batch of an engine, and of those that step with it, ends."""
         end = self.engines[nth].unit.end
         if end < math.inf:
@@ -171,6 +204,8 @@ class _Play:
         if unit.end != at:
             return  # the batch was cut since
         unit.advance(at)
+        if self.operated is not None:
+            self.operated.ended(at, nth)
         for engine in unit.engines:
             if engine.completed:
                 completed = [*engine.completed]
@@ -180,7 +215,7 @@ class _Play:
                     done(at, request)
             if isinstance(engine, BringingEngine) and engine.wanted:
                 self._bring(at, engine)
-        self._note(nth)
+        self.note(nth)
 
     def _bring(self, at: float, engine: BringingEngine) -> None:
         """Send or read what requests have got blocks for."""
@@ -203,6 +238,13 @@ class _Play:
         if self.heard is not None and self.done % 1000 == 0:
             self.heard(self.done, len(self.workload))
 
+    def refuse(self, at: float, request: int, why: str) -> None:
+        """A request is not served to its end; who waited for it goes on."""
+        self.refused[why] += 1
+        self.arrivals.done(request, at)
+        self._come()
+        self.done += 1
+
     # ---- from stores ---------------------------------------------------------------------------
 
     def _read(self, at: float, request: int, tokens: int) -> None:
@@ -216,7 +258,7 @@ class _Play:
         engine = self.engines[nth]
         assert isinstance(engine, BringingEngine)
         engine.loaded(request, at)
-        self._note(nth)
+        self.note(nth)
 
     # ---- from prompt to decode -----------------------------------------------------------------
 
@@ -241,7 +283,7 @@ class _Play:
         assert isinstance(engine, DecodeEngine)
         self.records.reached[request] = at
         engine.push_remote(request, engine.tokens(request))
-        self._note(nth)
+        self.note(nth)
 
     def _send(self, at: float, request: int, tokens: int, target: int) -> None:
         """The cache of a request leaves as soon as its links are free."""
@@ -264,5 +306,5 @@ class _Play:
         assert isinstance(receiver, DecodeEngine)
         sender.let_go(request, at)
         receiver.loaded(request, at)
-        self._note(source)
-        self._note(target)
+        self.note(source)
+        self.note(target)

@@ -52,14 +52,8 @@ def serve(
     (--rate) or come from users who wait for their answers (--concurrency). Ctrl-C prints what is
     known so far.
     """
-    from stagewright.api.served import ServingSections, check_ending, served
-    from stagewright.run.experiment import section_of
-    from stagewright.run.sections.serving import (
-        SERVING,
-        EngineSection,
-        PoolSection,
-        WorkloadSection,
-    )
+    from stagewright.api.served import check_ending, sections_of, served
+    from stagewright.run.sections.serving import SERVING
     from stagewright.texttable import print_table
     from stagewright.time.hardware import resolve
 
@@ -71,11 +65,7 @@ def serve(
         if "requests" in own:
             raise UserError("--compare and --requests both say which requests come; give one")
         own["requests"] = compare
-    asked = ServingSections(
-        section_of(WorkloadSection, own),
-        section_of(EngineSection, own),
-        section_of(PoolSection, own),
-    )
+    asked = sections_of(own)
     experiment = shared.load_experiment(model, config, given | {"mode": "decode"})
     if experiment.cluster.hardware is None:
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")

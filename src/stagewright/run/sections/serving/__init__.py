@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from stagewright.run.sections.declare import Setting, settings_of
 from stagewright.run.sections.serving.engines import EngineSection
+from stagewright.run.sections.serving.operation import OperationSection
 from stagewright.run.sections.serving.pools import PoolSection
 from stagewright.run.sections.serving.workload import WorkloadSection
 
@@ -13,6 +14,7 @@ SERVING_SECTIONS: Mapping[str, tuple[str, type]] = MappingProxyType(
         "workload": ("Requests", WorkloadSection),
         "engines": ("Engines", EngineSection),
         "pools": ("Pools of instances", PoolSection),
+        "operation": ("Operation", OperationSection),
     }
 )
 """Title and class by key."""

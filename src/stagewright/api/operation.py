@@ -1,0 +1,61 @@
+"""Settings of operation become what happens to instances."""
+
+from __future__ import annotations
+
+import math
+from reprlib import repr as shown
+
+from stagewright.errors import UserError
+from stagewright.run.sections.serving import OperationSection
+from stagewright.serving.pools.operation import Failure, InstanceEvents, Scaling
+
+
+def operation_of(asked: OperationSection, instances: int) -> InstanceEvents | None:
+    """What happens to so many instances; None where nothing does.
+
+    Raises UserError for settings that contradict each other.
+    """
+    if asked == OperationSection():
+        return None
+    least = asked.min_instances or instances
+    most = asked.max_instances or instances
+    if not least <= instances <= most:
+        raise UserError(
+            f"--instances {instances} must lie between --min-instances {least} and --max-instances "
+            f"{most}: so many serve from the beginning"
+        )
+    scaling = None
+    if least < most:
+        up, down = asked.kv_scale_up_threshold, asked.kv_scale_down_threshold
+        if down >= up:
+            raise UserError(
+                f"--kv-scale-down-threshold {down:g} must be below --kv-scale-up-threshold {up:g}"
+            )
+        scaling = Scaling(
+            least=least, most=most, interval=asked.adjustment_interval, up=up, down=down
+        )
+    return InstanceEvents(
+        instances=instances,
+        max_queued_requests=asked.max_queued_requests,
+        failures=_failures(asked.fail_at, most),
+        on_failure=asked.on_failure,
+        start_up_time=asked.start_up_time,
+        scaling=scaling,
+    )
+
+
+def _failures(text: str | None, instances: int) -> tuple[Failure, ...]:
+    found: list[Failure] = []
+    for part in [] if text is None else text.split(","):
+        seconds, colon, number = part.partition(":")
+        try:
+            failure = Failure(float(seconds), int(number) if colon else 0)
+        except ValueError:
+            failure = Failure(math.nan, 0)
+        if not (0 <= failure.seconds < math.inf and 0 <= failure.instance < instances):
+            raise UserError(
+                f"--fail-at: {shown(part)} is no failure; wanted seconds:instance, such as 12.5:0, "
+                f"of instances 0 to {instances - 1}"
+            )
+        found.append(failure)
+    return tuple(found)

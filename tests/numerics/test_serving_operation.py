@@ -1,0 +1,150 @@
+"""Queues that are full, instances that fail, instances that come and go with the load."""
+
+import math
+import random
+from array import array
+from itertools import accumulate, pairwise
+
+import pytest
+
+from stagewright.api.operation import operation_of
+from stagewright.errors import UserError
+from stagewright.run.sections.serving import OperationSection
+from stagewright.serving.cluster import in_blocks
+from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.times import LinearTimes
+from stagewright.serving.hosts import HostTimes
+from stagewright.serving.metrics import Slo, summarize
+from stagewright.serving.pools.engines import BringingEngine, Pulls
+from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.pools.operation import FAILED, QUEUE_FULL, Failure, InstanceEvents, Scaling
+from stagewright.serving.requests import Records, Workload
+from stagewright.serving.routers import ROUTERS
+from stagewright.serving.schedulers.sglang import SGLang
+from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.workloads.synthetic import Arrivals, Conversations, Lengths, sessions
+
+
+def served(work, operation, engines=2, rules=None, router="round_robin", blocks=40):
+    work = in_blocks(work, 16)
+    records, seconds = Records.of(len(work)), LinearTimes(0.01, 1e-4, 1e-3)
+    rules = rules or Vllm(max_num_batched_tokens=64, max_num_seqs=6)
+    made = [
+        BringingEngine(
+            work, records, KvBlocks(blocks, 16), Pulls(rules, rules.max_num_seqs), seconds
+        )
+        for _ in range(engines)
+    ]
+    hosts = dict.fromkeys(range(engines), HostTimes(per_request=0.003))
+    pool = EnginePool(range(engines), ROUTERS[router](), hosts)
+    done = serve_in_pools(work, records, Pools(made, pool, operation=operation))
+    assert all(engine.blocks.free == engine.blocks.size for engine in made)
+    return done
+
+
+def burst(count=60, output=30):
+    draw = random.Random(3)
+    when = array("d", accumulate(draw.expovariate(20) for _ in range(count)))
+    prompts = array("i", (draw.randint(1, 90) for _ in when))
+    return Workload("burst", when, prompts, array("i", [output]) * count)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "rules", [Vllm(max_num_batched_tokens=64, max_num_seqs=6, async_scheduling=True),
+              SGLang(max_prefill_tokens=90, chunked_prefill_size=48, max_num_seqs=7)]
+)  # fmt: skip
+def test_requests_of_a_failed_instance_end_elsewhere_once(rules, router):
+    talk = Conversations(turns=3, think_time=0.1, system_prompt=20)
+    work = sessions(14, Arrivals(rate=10), Lengths(isl=30, osl=20, range_ratio=0.3), talk)
+    failures = (Failure(0.4, 0), Failure(0.9, 1))
+    of = InstanceEvents(instances=3, failures=failures, start_up_time=0.7)
+    done = [served(work, of, 3, rules, router) for _ in range(2)]
+    assert done[0].records.finish == done[1].records.finish
+    assert all(math.isfinite(at) for at in done[0].records.finish)
+    tokens = sum(n * k for e in done[0].engines for _, _, n, k in e.gaps.series())
+    assert tokens == sum(work.output) - len(work)
+    counts = [count for _, count in done[0].instances]
+    assert counts == [3, 2, 1, 2, 3]
+    assert [at for at, _ in done[0].instances] == pytest.approx([0, 0.4, 0.9, 1.1, 1.6])
+    for first, last in zip(done[0].records.first, done[0].records.finish, strict=True):
+        assert first <= last
+
+
+def test_what_had_been_made_is_not_made_again():
+    """A request of 10 tokens, whose instance fails in the sixth step; the other one computes the
+    prompt and 6 tokens in a step, which gives the seventh."""
+    work = Workload("one", array("d", [0.0]), array("i", [10]), array("i", [10]))
+    of = InstanceEvents(instances=2, failures=(Failure(0.003 + 0.0120 + 4.5 * 0.0111, 0),))
+    records = served(work, of).records
+    first = 0.003 + 0.01 + 1e-3 + 10e-4
+    assert records.first[0] == pytest.approx(first)
+    again = first + 5 * 0.0111 + 0.01 + 1e-3 + 16e-4
+    assert records.finish[0] == pytest.approx(again + 3 * 0.0111)
+
+
+def test_requests_fail_with_their_instance():
+    work = burst()
+    of = InstanceEvents(instances=2, failures=(Failure(1.0, 0),), on_failure="fail")
+    done = served(work, of)
+    ended = sum(map(math.isfinite, done.records.finish))
+    assert 0 < done.refused[FAILED] == len(work) - ended
+    found = summarize(done, Slo(), 2, {})
+    assert (found.unfinished, found.rejected) == (0, done.refused)
+
+
+def test_all_instances_may_be_away_for_a_while():
+    work = burst(30)
+    done = served(
+        work, InstanceEvents(instances=1, failures=(Failure(0.2, 0),), start_up_time=2), 1
+    )
+    assert all(math.isfinite(at) for at in done.records.finish)
+    assert not any(0.3 < at < 2.2 for at in done.records.finish)
+    gone = served(work, InstanceEvents(instances=1, failures=(Failure(0.2, 0),)), 1)
+    assert summarize(gone, Slo(), 1, {}).unfinished > 0
+
+
+def test_a_full_queue_refuses():
+    few = Vllm(max_num_batched_tokens=64, max_num_seqs=2)
+    done = served(burst(), InstanceEvents(instances=2, max_queued_requests=2), rules=few)
+    assert done.refused[QUEUE_FULL] + sum(map(math.isfinite, done.records.finish)) == 60
+    assert done.refused[QUEUE_FULL] > 0
+    users = Workload("users", array("d", [0.0]) * 40, array("i", [50]) * 40, array("i", [9]) * 40,
+                     concurrency=20)  # fmt: skip
+    closed = served(users, InstanceEvents(instances=2, max_queued_requests=3), rules=few)
+    assert closed.refused[QUEUE_FULL] + sum(map(math.isfinite, closed.records.finish)) == 40
+
+
+def test_instances_come_with_the_load_and_leave():
+    """Load above 0.8 of a cache at 1 s, 2 s, ...; an instance takes 0.5 s; one at a time."""
+    work = burst(120, 40)
+    work.arrival[-1] = 20.0
+    scaling = Scaling(least=1, most=3, interval=1.0, up=0.8, down=0.3)
+    of = InstanceEvents(instances=1, start_up_time=0.5, scaling=scaling)
+    done = served(work, of, 3, router="least_loaded", blocks=30)
+    counts = [count for _, count in done.instances]
+    assert counts[0] == 1
+    assert max(counts) == 3
+    assert counts[-1] == 1
+    assert next(at for at, n in done.instances if n == 2) == pytest.approx(1.5)
+    assert all(abs(a - b) == 1 for a, b in pairwise(counts))
+    alone = served(work, InstanceEvents(instances=1), 3, blocks=30)
+    assert sum(done.records.finish) < sum(alone.records.finish)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"fail_at": "x"}, "--fail-at: 'x' is no failure"),
+        ({"fail_at": "1:2"}, "of instances 0 to 1"),
+        ({"fail_at": "-1:0"}, "is no failure"),
+        ({"fail_at": "nan:0"}, "is no failure"),
+        ({"min_instances": 3}, "must lie between"),
+        ({"max_instances": 1}, "must lie between"),
+        ({"max_instances": 4, "kv_scale_down_threshold": 0.95}, "must be below"),
+    ],
+)
+def test_bad_settings_are_one_line(settings, says):
+    with pytest.raises(UserError) as error:
+        operation_of(OperationSection(**settings), 2)
+    assert says in str(error.value)
