@@ -9,13 +9,17 @@ from typing import Any
 from stagewright.imports.trace.nodes import TracedNodes, activation_of, operation, other_factor
 from stagewright.imports.trace.recording import TracedNode
 
+GROUPED = ("_grouped_mm", "grouped_mm_fallback")
+"""Products of sorted rows with the matrices of all experts: PyTorch's, and what transformers calls
+where PyTorch's has no kernel for the data type."""
+
 
 def experts(graph: TracedNodes) -> None:
     """Routed experts: from the hidden state to the sum of what the chosen experts make of it.
 
     Anchors are the products of sorted rows with the matrices of all experts (`_grouped_mm`).
     """
-    products = [n for n in graph.of.values() if operation(n) == "_grouped_mm"]
+    products = [n for n in graph.of.values() if operation(n) in GROUPED]
     done: set[str] = set()
     for up in products:
         if up.name in done or up.name not in graph.of:
@@ -33,7 +37,7 @@ def _mixture(graph: TracedNodes, up: TracedNode) -> set[str] | None:
     if operation(rows) != "index" or rows is None or weight is None:
         return None
     h = graph.plain(graph.arg(rows, 0))
-    others = [n for n in _after(graph, users, up.name) if operation(graph.of[n]) == "_grouped_mm"]
+    others = [n for n in _after(graph, users, up.name) if operation(graph.of[n]) in GROUPED]
     downs = [graph.of[n] for n in others]
     down = downs[-1] if downs else None
     gates = [n for n in downs if n is not down]
