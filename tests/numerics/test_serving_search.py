@@ -115,3 +115,20 @@ def test_bad_options_are_one_line(capfd, words, says):
     assert not out
     assert says in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_pairs_of_layouts_are_what_pools_do():
+    load = {"rate": 150, "isl": 900, "osl": 40, "num_requests": 120, "layers": 4}
+    found = sw.search_serving(
+        "llama3.1-8b", "h100-sxm", ttft=60, tpot=3, tp=1, pp=1, pairs=1, **load
+    )
+    choices = [each for each in found.ranking.choices if each.prompts is not None]
+    assert choices
+    for each in choices[:2]:
+        counts = {
+            "instances": each.played.instances,
+            "prefill_instances": each.played.prefill_instances,
+        }
+        whole = sw.serve("llama3.1-8b", "h100-sxm", ttft=60, tpot=3, **counts, **load)
+        assert whole.summary.good == pytest.approx(each.played.good)
+        assert whole.summary.gpus == each.played.gpus

@@ -213,6 +213,16 @@ def test_layers_are_found_and_a_run_can_be_compiled():
     assert compiled.run.world_size == 6
 
 
+def test_control_flow_on_values_is_refused_with_the_line_that_has_it(capfd: Any):
+    class Branch(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(UserError, match=r"cannot trace Branch: test_from_torch\.py:\d+: "):
+        sw.from_torch(Branch(), values(4, 16))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_is_unknown_is_refused_by_name():
     with torch.device("meta"):
         module = Odd()

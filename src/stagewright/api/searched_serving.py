@@ -18,7 +18,8 @@ from stagewright.files import write_text
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of
-from stagewright.run.sections.serving import SERVING, EngineSection, WorkloadSection
+from stagewright.run.sections.declare import settings_of
+from stagewright.run.sections.serving import SERVING, EngineSection, PoolSection, WorkloadSection
 from stagewright.run.settings import Run
 from stagewright.serving.requests import Workload
 from stagewright.serving.search.answer import (
@@ -70,6 +71,11 @@ class ServingSearch:
         many = f"{played.instances} x " if played.instances > 1 else ""
         cost = f", {choice.usd_per_hour:,.4g} USD/h" if choice.usd_per_hour > 0 else ""
         where = of.rows.hardware(choice.layout).name
+        if choice.prompts is not None:
+            first = of.rows.run(choice.prompts).model_copy(update={"mode": "train"}).describe()
+            card = of.rows.hardware(choice.prompts).name
+            words += f" on {where} for decode, {played.prefill_instances} x {first}"
+            where = f"{card} for prompts"
         return f"{many}{words} on {where}: {plural(played.gpus, 'GPU', 'GPUs')}{cost}"
 
     def run(self, place: int = 1) -> Run:
@@ -165,9 +171,6 @@ def search_serving(
     model: str | os.PathLike[str],
     hardware: str | Hardware | Sequence[str | Hardware],
     *,
-    gpus: int | None = None,
-    attainment: float = 0.9,
-    objective: str = "gpus",
     workload: Workload | None = None,
     config: ModelConfig | None = None,
     **settings: Any,
@@ -176,10 +179,12 @@ def search_serving(
 
     `settings` are those of `serve`: the load (`rate`, `isl`, `osl`, a trace as `requests`), the
     limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines; `tp`, `pp`, `dp`, `ep` and
-    others may be lists, and are tried by default. `attainment` is the share of all requests that
-    must keep the limits, `gpus` the most GPUs of all instances, `objective` `gpus` or `cost`. With
-    `concurrency`, a list, users of a closed loop on one instance of each layout: the front of
-    tokens per second and GPU over those of a user. Raises `UserError` where no layout can be had.
+    others may be lists, and are tried by default. Four names beside the settings say what is
+    wanted: `attainment`, the share of all requests that must keep the limits (0.9); `gpus`, the
+    most GPUs of all instances (256); `objective`, `gpus` or `cost`; `pairs`, how many pairs of
+    layouts are tried for prompts and decode apart (4, the most promising). With `concurrency`, a
+    list, users of a closed loop on one instance of each layout: the front of tokens per second and
+    GPU over those of a user. Raises `UserError` where no layout can be had.
 
     >>> import stagewright as sw
     >>> found = sw.search_serving("llama3.1-8b", "h100-sxm", rate=20, isl=512, osl=64, ttft=300,
@@ -189,9 +194,8 @@ def search_serving(
     """
     alone = isinstance(hardware, str | Hardware)
     systems = [hardware] if alone else [*hardware]
-    own = {"gpus": gpus, "attainment": attainment, "objective": objective}
     question = asked_serving(
-        {"model": os.fspath(model), **settings, **own},
+        {"model": os.fspath(model), **settings},
         hardware=systems,
         workload=workload,
         config=config,
@@ -213,13 +217,18 @@ def asked_serving(
     share = float(values.pop("attainment", 0.9))
     if not 0 < share <= 1:
         raise UserError(f"--attainment is {share:g}, wanted a share above 0, at most 1")
+    pairs = values.pop("pairs", 4)
+    if pairs < 0:
+        raise UserError(f"--pairs is {pairs}, wanted 0 or more")
     objective = values.pop("objective", "gpus")
     if objective not in OBJECTIVES:
         raise UserError(f"--objective {objective}: with --serve wanted gpus or cost")
     most = _gpus(values.pop("gpus", MOST_GPUS))
     own = {name: values.pop(name) for name in [*values] if name in SERVING}
-    if "instances" in own:
-        raise UserError("--instances is what a search for serving finds; give --gpus for the most")
+    for name in ("instances", *(of.name for of in settings_of(PoolSection, "pools"))):
+        if name in own:
+            flag = SERVING[name].flag
+            raise UserError(f"{flag} is what a search for serving finds; give --gpus for the most")
     users = values_of(int, own.pop("concurrency"), "--concurrency") if "concurrency" in own else ()
     for name in {"isl", "osl", "num_requests"} & own.keys():
         own[name] = values_of(int, own[name], f"--{name.replace('_', '-')}")[0]
@@ -246,7 +255,9 @@ def asked_serving(
     else:
         workloads = [workload_of(asked)]
     request = layouts(values, path, hardware=hardware, most_gpus=most, vary=vary, config=config)
-    target = ServingTarget(slo=slo, share=share, most_gpus=most, by_cost=objective == "cost")
+    target = ServingTarget(
+        slo=slo, share=share, most_gpus=most, pairs=pairs, by_cost=objective == "cost"
+    )
     return ServingQuestion(request, workloads, target, section_of(EngineSection, own))
 
 

@@ -110,7 +110,7 @@ class Serving(ServedRun):
         The log is a trace with `ttft`, and `e2e` or `latency` (`serving.workloads.logs`), which was
         the workload: `stagewright.serve(..., requests=log)`.
         """
-        return tables.compared(compare(read_log(log), self.outcome))
+        return tables.compared(compare(read_log(os.fspath(log)), self.outcome))
 
     def expense(self) -> ServingExpense:
         """Energy of the run, and its cost at the price of a GPU-hour."""

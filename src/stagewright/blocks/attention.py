@@ -81,7 +81,7 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
                 heads[name] = apply("norm", f"{z}->{z}", heads[name], **own)
     chosen = choice(b, h, None, mixer, turned=turned) if reach.top else None
     if b.recipe.operators.repeat_kv and g == "G" and not chosen:
-        heads |= {n: _repeated(heads[n], n) for n in "kv"}
+        heads |= {n: b.repeated(heads[n], n, heads["q"]) for n in "kv"}
         g = "A"
     q, k, v = (_core_operand(name, x) for name, x in heads.items())
     bias = (relative_bias(b),) if c.position == "relative" else ()
@@ -187,13 +187,6 @@ def _core_operand(name: str, x: Node) -> Node:
     """Queries, keys or values where context parallelism has them for attention."""
     place = f"{name}_repeated_core" if x.op == "repeat" else f"{name}_core"
     return identity(x, place, role=None if name == "q" else Role.KEYS)
-
-
-def _repeated(x: Node, name: str) -> Node:
-    """Key-value heads, copied for each of their query heads, [B, S, A, width]."""
-    own: dict[str, Any] = {"name": f"{name}_repeated", "scope": x.scope}
-    out = (*x.shape[:2], size("A"), x.shape[3])
-    return apply("repeat", "bsgd->bs(gr)d", x, out=out, **own)
 
 
 def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:

@@ -271,7 +271,7 @@ class Builder:
             return apply("norm", f"{rows}{m}->{rows}{m}", x, fn=fn, name=f"{name}_out", **fields)
         weights = [self.param(f"{name}.weight", dim, scope=x.scope)]
         if self.recipe.operators.eager and fn == "rmsnorm":
-            return self._eager_norm(x, weights[0], name, **fields)
+            return self.eager_norm(x, weights[0], name, **fields)
         if self.config.norm_bias and fn == "layernorm":
             weights.append(self.param(f"{name}.bias", dim, scope=x.scope))
         spec = f"{rows}{m},{','.join([m] * len(weights))}->{rows}{m}"
@@ -291,7 +291,13 @@ class Builder:
         spec = f"{whole},{rows}{dims}->{whole}"
         return apply("rms_scale", spec, x, square, *weights, name=name, scope=x.scope)
 
-    def _eager_norm(self, x: Node, w: Node, name: str, **fields: Any) -> Node:
+    def repeated(self, x: Node, name: str, q: Node) -> Node:
+        """Key-value heads, copied for each head of the queries `q`: [B, S, A, width]."""
+        own: dict[str, Any] = {"name": f"{name}_repeated", "scope": x.scope}
+        out = (*x.shape[:2], q.shape[2], x.shape[3])
+        return apply("repeat", "bsgd->bs(gr)d", x, out=out, **own)
+
+    def eager_norm(self, x: Node, w: Node, name: str, **fields: Any) -> Node:
         """RMSNorm as a chain of operators: in fp32, its result in the precision of `x`."""
         z = letters(x)
         wide = cast(x, "fp32", name=f"{name}_in", **fields)

@@ -77,7 +77,8 @@ def _search_parameters() -> list[click.Parameter]:
     own: list[SectionOption] = []
     for setting in SERVING.values():
         option = option_of(setting)
-        if setting.name == "instances" or taken & {*option.opts, *option.secondary_opts}:
+        found = setting.name == "instances" or setting.section == "pools"
+        if found or taken & {*option.opts, *option.secondary_opts}:
             continue
         if setting.name == "concurrency":
             option.type, option.metavar = click.STRING, "LIST"

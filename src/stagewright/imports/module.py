@@ -106,7 +106,9 @@ def _made(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
 def _unpacked(made: Any, inputs: Any) -> tuple[Any, Any]:
     """The module and the inputs of what a factory returned."""
     pair = isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2
-    module, inputs = made if pair else (made, inputs)
+    module: Any = made
+    if pair:
+        module, inputs = made
     if not hasattr(module, "forward"):
         raise UserError(
             f"the factory returned {type(module).__name__}, wanted a module and its example inputs"
@@ -128,12 +130,12 @@ def _result_of(path: str, name: str) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{path}: {name}() raises {_told(error, path)}") from None
+        raise UserError(f"{path}: {name}() raises {_error_in_a_line(error, path)}") from None
     finally:
         sys.path.remove(folder)
 
 
-def _told(error: BaseException, path: str) -> str:
+def _error_in_a_line(error: BaseException, path: str) -> str:
     """An error of a user's code in a line, with the last line of the file that it came through."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
@@ -152,7 +154,7 @@ def _function(path: str, name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{path}: cannot be imported: {_told(error, path)}") from None
+        raise UserError(f"{path}: cannot be imported: {_error_in_a_line(error, path)}") from None
     found = getattr(module, name, None)
     if not callable(found):
         raise UserError(

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stagewright.errors import UserError
 from stagewright.imports.attend import fuse_attention
 from stagewright.imports.axes import Axis, AxisTable
 from stagewright.imports.calls import LEAVES, OpCall
@@ -16,6 +15,7 @@ from stagewright.imports.fold import Folded, Piece, fold
 from stagewright.imports.placement import PlacementRules
 from stagewright.imports.rows.table import calls_of
 from stagewright.imports.specs import Layouts
+from stagewright.imports.symbols import names_of_symbols, refuse_sizes_of_data
 from stagewright.imports.text import Model, Writer
 from stagewright.imports.trace.recording import Extent, Recording
 from stagewright.imports.trace.rewrite import rewritten
@@ -59,8 +59,9 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     (result,) = nodes.outputs
     calls, result = _with_loss(calls, result, options.loss, notes)
     calls = _needed(_renamed_inputs(calls), result)
+    refuse_sizes_of_data(calls)
     folded = fold(calls, [result])
-    symbols = _symbols(calls, options.dims)
+    symbols = names_of_symbols(calls, options.dims)
     made = _ModelText(calls, folded, AxisTable(symbols), recording)
     counts = {
         "by their bytes": translation.as_bytes,
@@ -138,37 +139,6 @@ def _scores(calls: Mapping[str, OpCall], out: OpCall) -> bool:
             return False
         at = calls[at.operands[0]]
     return False
-
-
-def _symbols(
-    calls: Mapping[str, OpCall], dims: Mapping[str, Sequence[str]] | None
-) -> dict[str, str]:
-    """Names of the symbols of the trace: those given, else B and S in the order of the inputs."""
-    inputs = [c for c in calls.values() if c.op == "input"]
-    found: dict[str, str] = {}
-    for name, given in (dims or {}).items():
-        call = next((c for c in inputs if c.name == name), None)
-        if call is None:
-            call = next((c for c in inputs if c.name == name == "tokens"), None)
-        if call is None or len(given) != len(call.shape):
-            known = ", ".join(f"{c.name}{list(c.shape)}" for c in inputs)
-            raise UserError(f"dims: no input {name!r} of {len(given)} dims; there are {known}")
-        for extent, word in zip(call.shape, given, strict=True):
-            if isinstance(extent, str) and extent.isidentifier():
-                found[extent] = word
-    free = [word for word in ("B", "S") if word not in found.values()]
-    for call in inputs:
-        for extent in call.shape:
-            if not isinstance(extent, str) or not extent.isidentifier() or extent in found:
-                continue
-            if not free:
-                raise UserError(
-                    f"input {call.name}{list(call.shape)} has a dim {extent} besides batch and "
-                    f"sequence; fix it (static=True, --static) or name it: "
-                    f"dims={{{call.name!r}: (...)}}"
-                )
-            found[extent] = free.pop(0)
-    return found
 
 
 # ---- modules -------------------------------------------------------------------------------------

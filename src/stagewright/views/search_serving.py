@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stagewright.serving.search.answer import ServingRanking
+from stagewright.serving.search.answer import ServingChoice, ServingRanking
 from stagewright.texttable import Table
 from stagewright.views.search import words
 
@@ -16,7 +16,7 @@ def table_of_choices(of: ServingRanking, numbers: Sequence[int], title: str) -> 
     played = [each.played for each in choices]
     columns: dict[str, list[Any]] = {
         "#": [nth + 1 for nth in range(len(choices))],
-        "settings": [words(of.rows, each.layout) for each in choices],
+        "settings": [choice_words(of, each) for each in choices],
     }
     units = {"#": ""}
     if any(each.concurrency is not None for each in played):
@@ -42,6 +42,15 @@ def table_of_choices(of: ServingRanking, numbers: Sequence[int], title: str) -> 
     units |= dict.fromkeys(("TTFT p50", "TTFT p99", "TPOT p50"), "s")
     units |= dict.fromkeys(("tokens/s per GPU", "tokens/s per user"), "figure")
     return Table(title, columns, {name: unit for name, unit in units.items() if name in columns})
+
+
+def choice_words(of: ServingRanking, choice: ServingChoice) -> str:
+    """The layout of a choice, and that of instances for prompts with their number."""
+    own = words(of.rows, choice.layout)
+    if choice.prompts is None:
+        return own
+    count = choice.played.prefill_instances
+    return f"{own}; prompts: {count} x {words(of.rows, choice.prompts)}"
 
 
 def _known(value: float) -> float | None:

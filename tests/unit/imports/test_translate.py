@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -112,6 +113,50 @@ def test_flops_and_communication_are_those_of_the_preset(what: str):
         work = got.pop("flops"), wanted.pop("flops")
         assert work[0] == pytest.approx(work[1], rel=1e-3 if "latent" in what else 0)
         assert got == wanted
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt2"])
+def test_what_a_framework_does_not_fuse_is_not_fused_here_either(name: str):
+    """RMSNorm, gates and shared keys as operators: kernel by kernel those of the preset."""
+    found: list[Any] = []
+    for model in (imported(name), like(name)):
+        settings: dict[str, Any] = {"framework": "torchtitan", "tp": 2, "sequence_parallel": True}
+        (of,) = sw.compile(Run(model=model.name, seq_length=64, **settings), model).program.classes
+        t = of.tasks
+        names = [t.ops[i] for i in t.op], t.phase.tolist(), t.traffic.tolist(), t.flops.tolist()
+        found.append((Counter(zip(*names, strict=True)), dict(of.memory)))
+    assert found[0] == found[1]
+
+
+def einsum(spec: str, *shapes: tuple[int, ...], out: tuple[int, ...]) -> Recording:
+    """The sum of an einsum of parameters."""
+    leaves = [TracedNode(f"w{i}", "param", n, "fp32", path=f"w{i}") for i, n in enumerate(shapes)]
+    refs = tuple(Ref(n.name) for n in leaves)
+    nodes = (
+        *leaves,
+        TracedNode("x", "input", (out[0],), "fp32"),
+        TracedNode("made", "aten.einsum.default", out, "fp32", (spec, refs), source="m.py:3"),
+        TracedNode("scaled", "aten.add.Tensor", out, "fp32", (Ref("made"), 1.0)),
+        TracedNode("loss", "aten.sum.default", (), "fp32", (Ref("scaled"),)),
+    )
+    return Recording("einsum", nodes, ("loss",))
+
+
+def test_einsum_with_dots_and_of_several_operands():
+    dots = translate(einsum("...i,ij->...j", (4, 3, 5), (5, 7), out=(4, 3, 7))).text
+    assert "= einsum[zyx,xw->zyw](" in dots
+    three = translate(einsum("ab,bc,cd->ad", (4, 5), (5, 6), (6, 7), out=(4, 7))).text
+    assert three.count("= einsum[") == 2
+    with pytest.raises(UserError, match=r"m\.py:3: einsum 'aa->a' takes a diagonal"):
+        translate(einsum("aa->a", (4, 4), out=(4,)))
+
+
+def test_sizes_that_data_decides_are_refused_where_they_arise():
+    odd = _with("aten.tanh.default")
+    nodes = [replace(n, shape=("u0", 8)) if n.name == "b" else n for n in odd.nodes]
+    with pytest.raises(UserError, match=r"model\.py:7: values of tensors decide how many"):
+        translate(replace(odd, nodes=tuple(nodes)))
 
 
 def test_a_step_takes_as_long_as_that_of_the_preset():

@@ -15,7 +15,7 @@ from stagewright.blocks.ends import token_loss
 from stagewright.blocks.experts import experts
 from stagewright.errors import UserError
 from stagewright.graph.cost import flops
-from stagewright.graph.make import apply, identity, leaf, letters
+from stagewright.graph.make import apply, elementwise, identity, leaf, letters
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Asked, Binding, Role
 from stagewright.graph.table import LEAVES, OPS, Op
@@ -186,6 +186,11 @@ class Draft:
                     joint = f"{self.name}.{xs[0].name}" if self._readers(of) > 1 else ""
                     x, w = xs
                     return b.linear(of.spec, x, w, name, scope=scope, joint=joint)
+                eager = _in_operators(of, xs, name, scope, b) if b.recipe.operators.eager else None
+                if eager is not None:
+                    return eager
+                if of.op == "attention" and b.recipe.operators.repeat_kv:
+                    of, xs = _with_keys_for_each_query(of, xs, b)
                 own = {"dtype": b.dtype} if of.op == "embedding" else {}
                 return self._apply(of, xs, name, scope, out, {**own, **of.attributes})
             except (ValueError, AssertionError, IndexError) as error:
@@ -235,6 +240,20 @@ class Draft:
         return made
 
 
+def _in_operators(of: Call, xs: list[Node], name: str, scope: str, b: Builder) -> Node | None:
+    """RMSNorm and gated activations as frameworks that fuse nothing write them, as in presets."""
+    if of.op not in ("norm", "glu") or len(xs) != 2:
+        return None
+    usual = not of.spec or of.spec == _implied_spec(of, xs)
+    if of.op == "norm" and usual and of.attributes.get("fn", "rmsnorm") == "rmsnorm":
+        return b.eager_norm(xs[0], xs[1], name, scope=scope)
+    if of.op == "glu" and usual and {*of.attributes} == {"fn"}:
+        gate = b.act(xs[0], str(of.attributes["fn"]))
+        # Autograd keeps both factors until the gradients of both are made.
+        return elementwise("times", gate, xs[1], scope=scope, name=name, backward_temporaries=1)
+    return None
+
+
 def _calls(of: Iterable[Reference | Call | None]) -> Iterator[Call]:
     """All calls in some values, and in their arguments."""
     for each in of:
@@ -243,9 +262,26 @@ def _calls(of: Iterable[Reference | Call | None]) -> Iterator[Call]:
             yield from _calls(each.arguments)
 
 
+def _with_keys_for_each_query(of: Call, xs: list[Node], b: Builder) -> tuple[Call, list[Node]]:
+    """Attention whose heads of queries share keys, on a copy of the keys for each, as in presets.
+
+    Such attention is `bq(gr)D,bkgD,bkgD->bq(gr)D`.
+    """
+    terms = parse_spec(of.spec).ins
+    if [len(dims) for dims in terms] != [4, 4, 4]:
+        return of, xs
+    q, k, v = (dims[2] for dims in terms)
+    if len(q) != 2 or k != q[:1] or v != k:
+        return of, xs
+    copies = [b.repeated(x, n, xs[0]) for n, x in zip("kv", xs[1:], strict=True)]
+    spec = of.spec.replace(f"({''.join(q)})", "a").replace(k[0], "a")
+    return of._replace(spec=spec), [xs[0], *copies]
+
+
 def _operand_of_attention(x: Node, which: str) -> Node:
     """Queries, keys or values where context parallelism has them for attention."""
-    place, role = f"{which}_core", None if which == "q" else Role.KEYS
+    place = f"{which}_repeated_core" if x.op == "repeat" else f"{which}_core"
+    role = None if which == "q" else Role.KEYS
     return identity(x, x.name, role=role, binding=Binding(like=place)) if len(x.shape) == 4 else x
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stagewright.errors import UserError
@@ -52,15 +53,46 @@ def baddbmm(t: Translation, node: TracedNode) -> None:
 
 def einsum(t: Translation, node: TracedNode) -> None:
     """A contraction as the user writes it."""
-    spec, names = str(node.args[0]).replace(" ", ""), [t.name(a) for a in node.args[1]]
+    spec = str(node.args[0]).replace(" ", "")
+    names: list[str] = [t.name(a) for a in words(node.args[1])]
+    terms, out = _terms(spec, [len(t.shape(n)) for n in names])
+    if any(len({*term}) < len(term) for term in terms):
+        raise UserError(f"{node.source}: einsum {spec!r} takes a diagonal, which no op here does")
+    while len(names) > 2:  # from the left, as PyTorch does where opt_einsum is not installed
+        later = {x for term in (*terms[2:], out) for x in term}
+        both = dict.fromkeys((*terms[0], *terms[1]))
+        made = tuple(x for x in both if x in later)
+        extents = {
+            x: n for term, name in zip(terms[:2], names[:2], strict=True)
+            for x, n in zip(term, t.shape(name), strict=True)
+        }  # fmt: skip
+        shape = tuple(extents[x] for x in made)
+        first = t.emit(
+            node, "einsum", names[:2], terms[:2], made, suffix=f".{len(names)}", shape=shape
+        )
+        names, terms = [first, *names[2:]], [made, *terms[2:]]
+    t.emit(node, "einsum", names, terms, out)
+
+
+def _terms(spec: str, ranks: Sequence[int]) -> tuple[list[Labels], Labels]:
+    """The labels of an einsum's operands and of its result; dims that dots stand for are numbers.
+
+    >>> _terms("...i,ij->...j", [3, 2])
+    ([(0, 1, 'i'), ('i', 'j')], (0, 1, 'j'))
+    """
     ins, arrow, out = spec.partition("->")
-    if "..." in spec or len(names) > 2:
-        raise UserError(f"{node.source}: einsum {spec!r} has dots or more than two operands")
-    terms = ins.split(",")
+    written = ins.split(",")
+    hidden = [n - len(w.replace("...", "")) for w, n in zip(written, ranks, strict=True)]
+    most = max((n for w, n in zip(written, hidden, strict=True) if "..." in w), default=0)
+
+    def labels(text: str, dots: int) -> Labels:
+        before, found, after = text.partition("...")
+        return (*before, *range(most - dots, most), *after) if found else tuple(text)
+
     if not arrow:
-        letters = sorted({c for c in ins if ins.count(c) == 1 and c != ","})
-        out = "".join(letters)
-    t.emit(node, "einsum", names, [tuple(term) for term in terms], tuple(out))
+        once = sorted(c for c in {*ins} if c.isalpha() and ins.count(c) == 1)
+        out = "..." * ("..." in ins) + "".join(once)
+    return [labels(w, n) for w, n in zip(written, hidden, strict=True)], labels(out, most)
 
 
 def convolution(t: Translation, node: TracedNode) -> None:

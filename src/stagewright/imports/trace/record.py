@@ -13,18 +13,28 @@ small size, to see whether it is causal or a window.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import logging
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.imports.trace.masks import kind_of_mask
-from stagewright.imports.trace.recording import Extent, Recording, Ref, TracedNode
+from stagewright.imports.trace.read import (
+    dtype_of,
+    number_of,
+    own_line,
+    path_of,
+    shape_of,
+    source_of,
+)
+from stagewright.imports.trace.recording import Recording, Ref, TracedNode
 
 
 def torch() -> Any:
@@ -77,14 +87,11 @@ def load(path: str) -> Recording:
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give what torch.export.save has written")
     pt = torch()
-    log = logging.getLogger("torch.export")
-    log.addFilter(_silent)
     try:
-        program = pt.export.load(path)
+        with _quiet():
+            program = pt.export.load(path)
     except Exception as error:
         raise UserError(f"{path}: no saved torch.export program: {_reason(error)}") from None
-    finally:
-        log.removeFilter(_silent)
     notes: list[str] = []
     kept = {n: t for n, t in program.state_dict.items() if t.device.type != "meta"}
     if len(kept) < len(program.state_dict):
@@ -96,9 +103,15 @@ def load(path: str) -> Recording:
     return of_program(program, kept, name=name, notes=notes)
 
 
-def _silent(_: logging.LogRecord) -> bool:
-    """PyTorch logs the traceback of what it raises, too."""
-    return False
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Let nothing be logged: what PyTorch raises is told in a line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _exported(
@@ -120,15 +133,22 @@ def _exported(
     shapes = None if dim is None else (*map(sizes, args), *map(sizes, kwargs.values()))
     if kwargs and shapes is not None:
         shapes = {key: sizes(value) for key, value in kwargs.items()}
-    with warnings.catch_warnings():
+    # PyTorch prints the graph so far, and logs, where it cannot go on.
+    said = io.StringIO()
+    with (
+        warnings.catch_warnings(), contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said), _quiet(),
+    ):  # fmt: skip
         warnings.simplefilter("ignore")
         return pt.export.export(module, args, kwargs or None, dynamic_shapes=shapes, strict=False)
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of an error of PyTorch."""
+    """The first sentence of an error of PyTorch, and the user's line that it names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    where = own_line(re.findall(r'File "([^"]+)", line (\d+)', str(error)))
+    first = (lines[0] if lines else type(error).__name__)[:300]
+    return f"{where}: {first}" if where else first
 
 
 def of_program(
@@ -355,42 +375,3 @@ def _flat(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [n for each in value.values() for n in _flat(each)]
     return [value] if hasattr(value, "name") else []
-
-
-def number_of(value: Any) -> Any:
-    """A number, or the text of an expression in symbols."""
-    node = getattr(value, "node", None)
-    expr = getattr(node, "expr", value)
-    try:
-        return int(expr) if float(expr) == int(expr) else float(expr)
-    except (TypeError, ValueError, OverflowError):
-        return str(expr)
-
-
-def shape_of(value: Any) -> tuple[Extent, ...]:
-    """The dims of a tensor: numbers, or expressions in symbols."""
-    return tuple(number_of(dim) for dim in value.shape)
-
-
-_SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64",
-          "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}  # fmt: skip
-
-
-def dtype_of(value: Any) -> str:
-    """The short name of a tensor's data type."""
-    name = str(value.dtype).rpartition(".")[2]
-    return _SHORT.get(name, name)
-
-
-def path_of(node: Any) -> str:
-    """The module that made a node; empty where that is not known."""
-    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
-    path = str(stack[-1][0]) if stack else ""
-    return "" if path.startswith("_") else path
-
-
-def source_of(node: Any) -> str:
-    """The innermost line of the user's code, as `file.py:12`."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(f, line) for f, line in found if "/torch/" not in f]
-    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""

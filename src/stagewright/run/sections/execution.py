@@ -81,8 +81,8 @@ class Execution:
     kernel; see `time.served`."""
     launch_mode: Literal["eager", "blocking", "compile", "cuda_graph", "ahead"] | None = setting(
         None,
-        "How the host launches kernels: one by one (blocking: each when the one before has ended), "
-        "compiled, as CUDA graphs; ahead: in no time.",
+        "How the host launches kernels: one by one; blocking until each ends; compiled; as CUDA "
+        "graphs; ahead: in no time.",
         unset="eager; compile with torchtitan and in prefill; cuda_graph in decode",
         names=("cuda-graph-impl",),
         same_words={

@@ -18,7 +18,13 @@ from stagewright.serving.instances import Instance, instance
 from stagewright.serving.metrics import Slo
 from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
-from stagewright.serving.search.bounds import LayoutBounds, LoadTotals, layout_bounds
+from stagewright.serving.search.bounds import (
+    LayoutBounds,
+    LoadTotals,
+    ReadyLayout,
+    layout_bounds,
+)
+from stagewright.serving.search.pairs import pairs_of, play_pair, tried_counts
 from stagewright.serving.search.plays import PlayedLoad, play
 from stagewright.serving.service import Service
 
@@ -41,6 +47,8 @@ class ServingTarget:
     """Of all requests, that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
     which takes 90%)."""
     most_gpus: int
+    pairs: int = 4
+    """Pairs of layouts for prompts and for decode that are played, the most promising ones."""
     by_cost: bool = False
     """Whether the cheapest per hour is the best, or the one with the fewest GPUs."""
 
@@ -53,6 +61,8 @@ class ServingChoice(NamedTuple):
     played: PlayedLoad
     usd_per_hour: float
     """nan without a price."""
+    prompts: int | None = None
+    """The row of the layout of instances that compute prompts, where `layout` only decodes."""
 
     @property
     def usd_per_million(self) -> float:
@@ -80,15 +90,6 @@ class ServingRanking:
     """Layouts with each number of instances up to the number of GPUs (or each number of users)."""
     stopped: bool = False
     """Whether somebody stopped it."""
-
-
-class _Ready(NamedTuple):
-    """A layout that may serve the load."""
-
-    row: int
-    service: Service
-    """With one instance."""
-    bounds: LayoutBounds
 
 
 @dataclass(slots=True)
@@ -127,29 +128,33 @@ class _LayoutSearch:
         scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
         return Service(made, engines, limits, scheduler)
 
-    def prepared(self, row: int) -> Iterator[_Ready]:
-        """A layout that may serve the load."""
+    def prepared(self, row: int) -> Iterator[ReadyLayout]:
+        """A layout that has step times."""
         service = self.service(row)
-        if service is None:
-            return
-        bounds = layout_bounds(service, self.load, self.target.slo)
-        name, gpus = self.rows.run(row).describe(), service.gpus
-        if bounds.why:
-            self.refuse(KEEPS, f"{name}: {bounds.why}")
-        elif bounds.least * gpus > self.target.most_gpus:
-            self.refuse(ENOUGH, f"{name} needs {bounds.least * gpus} GPUs or more")
+        if service is not None:
+            bounds = layout_bounds(service, self.load, self.target.slo)
+            yield ReadyLayout(row, service, bounds)
+
+    def able(self, of: ReadyLayout) -> bool:
+        """Whether some number of instances may serve the load."""
+        name, gpus = self.rows.run(of.row).describe(), of.service.gpus
+        if of.bounds.why:
+            self.refuse(KEEPS, f"{name}: {of.bounds.why}")
+        elif of.bounds.least * gpus > self.target.most_gpus:
+            self.refuse(ENOUGH, f"{name} needs {of.bounds.least * gpus} GPUs or more")
         else:
-            yield _Ready(row, service, bounds)
+            return True
+        return False
 
     def play_closed(
-        self, of: _Ready, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
+        self, of: ReadyLayout, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
     ) -> None:
         """More and more users on one instance, until too many requests miss their limits."""
         for work, load in zip(workloads, loads, strict=True):
             if not self._play(of, of.service, work, load).meets:
                 return
 
-    def play_fewest(self, of: _Ready, work: Workload) -> None:
+    def play_fewest(self, of: ReadyLayout, work: Workload) -> None:
         """The fewest instances that keep the limits, between the bound and the most."""
         gpus = of.service.gpus
         name = self.rows.run(of.row).describe()
@@ -166,7 +171,18 @@ class _LayoutSearch:
         if not met:
             self.refuse(KEEPS, f"{name}: not with {most * gpus} GPUs, either")
 
-    def _beaten(self, of: _Ready) -> bool:
+    def play_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
+        """Prompts and decode on instances of their own: the most promising pairs of layouts."""
+        target = self.target
+        for pair in pairs_of(ready, self.load, target.slo, target.most_gpus)[: target.pairs]:
+            for each in tried_counts(pair, target.most_gpus):
+                found, each.meets, each.late = play_pair(pair, each, work, self.load, target.slo)
+                first, last = (of.service.gpus for of in pair.layouts)
+                usd = self._price(pair.prompts.row) * each.prompts * first
+                usd += self._price(pair.decode.row) * each.decode * last
+                self.choices.append(ServingChoice(pair.decode.row, found, usd, pair.prompts.row))
+
+    def _beaten(self, of: ReadyLayout) -> bool:
         """Whether a choice that is known has no more GPUs, no higher price and faster tokens than
         any number of these instances could have."""
         least = of.bounds.least * of.service.gpus
@@ -188,7 +204,7 @@ class _LayoutSearch:
         return float("nan") if price is None else price
 
     def _play(
-        self, of: _Ready, service: Service, workload: Workload, load: LoadTotals
+        self, of: ReadyLayout, service: Service, workload: Workload, load: LoadTotals
     ) -> PlayedLoad:
         """Play and keep a choice."""
         found = play(service, workload, load, self.target.slo)
@@ -214,21 +230,25 @@ def search_serving(
     closed = workloads[0].concurrency is not None
     candidates, stopped = 0, False
     try:
-        ready: list[_Ready] = []
+        ready: list[ReadyLayout] = []
         for row in range(len(rows)):
             count = target.most_gpus // int(rows.world_size[row])
             candidates += len(workloads) if closed else count
             ready += of.prepared(row)
             if told is not None:
                 told(row + 1, 2 * len(rows))
-        ready.sort(key=lambda each: each.bounds.guess * each.service.gpus)
-        for nth, each in enumerate(ready):
+        able = sorted(
+            filter(of.able, ready), key=lambda each: each.bounds.guess * each.service.gpus
+        )
+        for nth, each in enumerate(able):
             if closed:
                 of.play_closed(each, workloads, loads)
             else:
                 of.play_fewest(each, workloads[0])
             if told is not None:
-                told(len(rows) + nth + 1, len(rows) + len(ready))
+                told(len(rows) + nth + 1, len(rows) + len(able))
+        if not closed and target.pairs:
+            of.play_pairs(ready, workloads[0])
     except KeyboardInterrupt:
         stopped = True
     if not of.choices and not stopped and not of.refused.keys() - {FITS, MODELED}:
@@ -279,9 +299,9 @@ def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:
             first = each.usd_per_hour if of.target.by_cost else played.gpus
         return first, -played.user_rate, nth
 
-    cheapest: dict[int, int] = {}
+    cheapest: dict[tuple[int, int | None], int] = {}
     for nth in sorted(meets, key=cost):
-        cheapest.setdefault(of.choices[nth].layout, nth)
+        cheapest.setdefault((of.choices[nth].layout, of.choices[nth].prompts), nth)
     rates = [(of.choices[n].played.per_gpu, of.choices[n].played.user_rate) for n in meets]
     on_front: list[int] = []
     if rates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class LoadTotals:
     prompt: Int
     output: Int
     span: float
-    """Seconds from the first arrival to the last."""
+    """Seconds from the first arrival to the last; infinite where requests wait for others."""
     shared: bool
     """Whether prompts may be found in a cache, so that computing them may take nothing."""
     misses: int
@@ -39,11 +39,12 @@ class LoadTotals:
     def of(cls, workload: Workload, share: float) -> Self:
         """Of requests whose `share` must keep the limits."""
         every = len(workload) + sum(workload.rejected.values())
+        waits = workload.after is not None or workload.concurrency is not None
         may = every - math.ceil(share * every - 1e-9)
         return cls(
             np.array(workload.prompt, dtype=np.int64),
             np.array(workload.output, dtype=np.int64),
-            max(workload.arrival, default=0.0),
+            math.inf if waits else max(workload.arrival, default=0.0),
             workload.chains is not None or workload.after is not None,
             may - sum(workload.rejected.values()),
         )
@@ -72,6 +73,16 @@ class LayoutBounds:
     """Why no number of instances does."""
     guess: int
     """Instances that a steady state would need."""
+
+
+class ReadyLayout(NamedTuple):
+    """A layout that has step times."""
+
+    row: int
+    """Among the candidates."""
+    service: Service
+    """With one instance."""
+    bounds: LayoutBounds
 
 
 def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:

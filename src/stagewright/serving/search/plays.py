@@ -36,6 +36,8 @@ class PlayedLoad:
     """Output tokens per second of the median user: 1 / median TPOT."""
     concurrency: int | None = None
     """Users of a closed loop."""
+    prefill_instances: int = 0
+    """Besides, of instances that compute prompts only."""
 
     @property
     def per_gpu(self) -> float:
@@ -44,7 +46,7 @@ class PlayedLoad:
 
 
 @dataclass(slots=True)
-class _Seen:
+class SeenRequests:
     """Times of requests on the instances that have been played so far."""
 
     ttft: list[Float]
@@ -57,9 +59,13 @@ class _Seen:
 
     @classmethod
     def nothing(cls) -> Self:
+        """No instance has been played."""
         return cls([], [])
 
     def add(self, of: ServedRun, slo: Slo) -> None:
+        """Count the requests of an instance; raises KeyboardInterrupt where somebody stopped it."""
+        if of.outcome.stopped:
+            raise KeyboardInterrupt
         times = RequestTimes.of(of.outcome)
         work = of.outcome.workload
         good = int(times.good(slo).sum())
@@ -73,6 +79,24 @@ class _Seen:
             self.end = max(self.end, float((arrival + times.e2e).max()))
             self.tokens += int(np.array(work.output)[times.number].sum())
 
+    def load(self, every: int, may: int, gpus: int) -> PlayedLoad:
+        """What users saw, of so many requests, of which some may miss their limits; of one
+        instance."""
+        stopped = self.good + self.lost < every
+        tpot = Spread.of(np.concatenate(self.tpot))
+        seconds = max(self.end - self.begin, 1e-12)
+        return PlayedLoad(
+            1,
+            gpus,
+            1 - self.lost / every,
+            stopped,
+            self.lost <= may,
+            Spread.of(np.concatenate(self.ttft)),
+            tpot,
+            float("nan") if stopped else self.tokens / seconds,
+            1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
+        )
+
 
 def play(service: Service, workload: Workload, load: LoadTotals, slo: Slo) -> PlayedLoad:
     """Play a workload on the instances of a service.
@@ -80,30 +104,15 @@ def play(service: Service, workload: Workload, load: LoadTotals, slo: Slo) -> Pl
     Requests that are dealt in turn and do not depend on others are played instance by instance, and
     no further than the one with which too many have missed their limits.
     """
-    seen = _Seen.nothing()
-    every = len(workload) + sum(workload.rejected.values())
-    may = load.misses + sum(workload.rejected.values())
-    stopped = False
+    seen = SeenRequests.nothing()
+    lost = sum(workload.rejected.values())
     for alone, part in _parts(service, workload):
         seen.add(alone.serve(part, slo), slo)
-        if seen.lost > may:
-            stopped = seen.good + seen.lost < every
+        if seen.lost > load.misses + lost:
             break
-    ttft, tpot = np.concatenate(seen.ttft), np.concatenate(seen.tpot)
-    spread = Spread.of(tpot)
-    seconds = max(seen.end - seen.begin, 1e-12)
-    return PlayedLoad(
-        service.engines.instances,
-        service.gpus,
-        1 - seen.lost / every,
-        stopped,
-        seen.lost <= may,
-        Spread.of(ttft),
-        spread,
-        float("nan") if stopped else seen.tokens / seconds,
-        1 / spread.p50 if spread.p50 > 0 else float("nan"),
-        workload.concurrency,
-    )
+    found = seen.load(len(workload) + lost, load.misses + lost, service.gpus)
+    count = service.engines.instances
+    return replace(found, instances=count, concurrency=workload.concurrency)
 
 
 def _parts(service: Service, workload: Workload) -> Iterator[tuple[Service, Workload]]:

@@ -52,7 +52,7 @@ def _front_chart(of: ServingRanking) -> Chart:
     points = [
         Point(
             (each.played.user_rate, each.played.per_gpu),
-            f"{tables.words(of.rows, each.layout)}, {each.played.gpus} GPUs: "
+            f"{search_serving.choice_words(of, each)}, {each.played.gpus} GPUs: "
             f"{each.played.per_gpu:,.4g} tokens/s per GPU, {each.played.user_rate:,.4g} per user, "
             f"TTFT p50 {duration(each.played.ttft.p50)}",
             f"layout-{each.layout}",

@@ -25,6 +25,12 @@ OPTIONS = (
         help="With --serve: share of requests that must keep the limits. [0.9]",
     ),
     click.option(
+        "--pairs",
+        type=WholeNumber(),
+        metavar="N",
+        help="With --serve: pairs of layouts for prompts and for decode, the most promising. [4]",
+    ),
+    click.option(
         "--gpus",
         metavar="N",
         help="GPUs, which dp fills; or several numbers of them. With --serve: at most so many. "

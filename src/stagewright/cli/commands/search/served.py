@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stagewright.api.searched_serving import ServingSearch
 
 _INTERRUPTED = 130
-_OWN = frozenset({"gpus", "attainment", "objective"})
+_OWN = frozenset({"gpus", "attainment", "pairs", "objective"})
 """Options of a search that are no settings, and that a search for serving has."""
 
 
@@ -27,7 +27,7 @@ def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
     from stagewright.run.sections.foreign import OTHERS
     from stagewright.run.sections.serving import SERVING
 
-    own = ({*SERVING} - {*EXPERIMENT} - {*OTHERS}) | {"attainment"}
+    own = ({*SERVING} - {*EXPERIMENT} - {*OTHERS}) | {"attainment", "pairs"}
     for name in own:
         if settings.get(name) is not None:
             flag = SERVING[name].flag if name in SERVING else f"--{name}"

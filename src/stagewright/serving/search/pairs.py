@@ -1,0 +1,164 @@
+"""Prompts and decode on instances of their own: which pairs of layouts promise most, and plays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.serving.metrics import RequestTimes, Slo
+from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
+from stagewright.serving.requests import Workload
+from stagewright.serving.schedulers.static import Static
+from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
+from stagewright.serving.search.plays import PlayedLoad, SeenRequests
+from stagewright.serving.service import Service
+
+BUSY = 0.8
+"""Share of its time that an instance for prompts computes, in the guess of how many there are."""
+MOST_PLAYS = 10
+"""Of one pair of layouts."""
+
+
+class LayoutPair(NamedTuple):
+    """A layout that computes prompts and one that decodes, and a guess of how many of each."""
+
+    prompts: ReadyLayout
+    decode: ReadyLayout
+    counts: tuple[int, int]
+
+    @property
+    def layouts(self) -> tuple[ReadyLayout, ReadyLayout]:
+        """Both layouts, prompts first."""
+        return self.prompts, self.decode
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the guess."""
+        return sum(
+            count * of.service.gpus for count, of in zip(self.counts, self.layouts, strict=True)
+        )
+
+
+def pairs_of(
+    ready: Sequence[ReadyLayout], load: LoadTotals, slo: Slo, most_gpus: int
+) -> list[LayoutPair]:
+    """Pairs that may keep the limits, those whose guess has the fewest GPUs first."""
+    rate = len(load.prompt) / load.span if load.span else math.inf
+    if not 0 < rate < math.inf:
+        return []
+    first = [
+        (of, count)
+        for of in ready
+        if slo.ttft is None or of.bounds.least_ttft <= slo.ttft
+        for count in [_for_prompts(of.service, load, rate)]
+    ]
+    last = [
+        (of, count)
+        for of in ready
+        if slo.tpot is None or of.bounds.shortest_step <= slo.tpot
+        if not isinstance(of.service.scheduler, Static)
+        for count in [_for_decode(of.service, load, rate, slo)]
+    ]
+    pairs = [LayoutPair(one, two, (p, d)) for (one, p), (two, d) in product(first, last)]
+    return sorted((p for p in pairs if p.gpus <= most_gpus), key=lambda pair: pair.gpus)
+
+
+def _for_prompts(of: Service, load: LoadTotals, rate: float) -> int:
+    """Instances that compute prompts as fast as they come."""
+    times = of.instance.times.with_host(of.host)
+    prompt = float(load.prompt.mean())
+    tokens = min(of.limits.tokens, max(1, int(prompt)))
+    seconds = times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1) * prompt / tokens
+    return max(1, math.ceil(rate * seconds / BUSY / of.instance.replicas))
+
+
+def _for_decode(of: Service, load: LoadTotals, rate: float, slo: Slo) -> int:
+    """Instances that decode as fast as prompts are done, within the limit per token."""
+    times = of.instance.times.with_host(of.host)
+    output = float(load.output.mean())
+    context = int(load.prompt.mean() + output / 2)
+    room = max(1, of.blocks * of.instance.cache.block_size // context)
+    most = max(1, min(of.limits.requests, room))
+    some = np.unique(np.geomspace(1, most, 40).astype(int))
+    steps = np.array([times.decode(n, n * context) for n in some.tolist()])
+    rates = some / (output * steps)
+    if slo.tpot is not None and (steps <= slo.tpot).any():
+        rates = rates[steps <= slo.tpot]
+    return max(1, math.ceil(rate / float(rates.max()) / of.instance.replicas))
+
+
+@dataclass(slots=True)
+class CountTry:
+    """Numbers of instances, and what came of them."""
+
+    prompts: int
+    decode: int
+    meets: bool = False
+    late: bool = False
+    """Whether more requests missed their first token's limit than that of further ones."""
+
+
+def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
+    """Numbers of instances to play: more of what is short until the limits are kept, then fewer."""
+    prompts, decode = of.counts
+    first, last = (each.service.gpus for each in of.layouts)
+    plays = 0
+    while plays < MOST_PLAYS and prompts * first + decode * last <= most_gpus:
+        one = CountTry(prompts, decode)
+        yield one
+        plays += 1
+        if one.meets:
+            break
+        if one.late:
+            prompts += max(1, prompts // 4)
+        else:
+            decode += max(1, decode // 4)
+    else:
+        return
+    left = {"prompts", "decode"}
+    while left and plays < MOST_PLAYS:
+        side = max(left, key=lambda name: (first if name == "prompts" else last, name))
+        fewer = (prompts - (side == "prompts"), decode - (side == "decode"))
+        if min(fewer) < 1:
+            left.remove(side)
+            continue
+        one = CountTry(*fewer)
+        yield one
+        plays += 1
+        if one.meets:
+            prompts, decode = fewer
+        else:
+            left.remove(side)
+
+
+def play_pair(
+    of: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
+) -> tuple[PlayedLoad, bool, bool]:
+    """What users see, whether enough requests keep the limits, and whether prompts are short."""
+    purposes = ("prefill", "decode")
+    many = (counts.prompts, counts.decode)
+    groups = InstanceGroups(
+        tuple(
+            InstanceGroup(
+                replace(each.service, engines=replace(each.service.engines, instances=count)), name
+            )
+            for each, count, name in zip(of.layouts, many, purposes, strict=True)
+        )
+    )
+    served = groups.serve(work, slo)
+    seen = SeenRequests.nothing()
+    seen.add(served, slo)
+    lost = sum(work.rejected.values())
+    found = seen.load(len(work) + lost, load.misses + lost, groups.gpus)
+    found = replace(found, instances=counts.decode, prefill_instances=counts.prompts)
+    times = RequestTimes.of(served.outcome)
+    late, slow = (
+        int((~times.good(Slo(ttft=slo.ttft))).sum()),
+        int((~times.good(Slo(tpot=slo.tpot))).sum()),
+    )
+    return found, found.meets, late >= slow
