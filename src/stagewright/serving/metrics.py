@@ -59,15 +59,22 @@ class RequestTimes:
     def of(cls, served: Outcome) -> RequestTimes:
         """Of all requests that are done."""
         records = served.records
-        finish = np.array(records.finish)
+        finish = np.frombuffer(records.finish)
         number = np.flatnonzero(np.isfinite(finish))
-        arrival, first = (np.array(c)[number] for c in (records.arrival, records.first))
-        finish = finish[number]
-        more = np.array(served.workload.output)[number] - 1
-        with np.errstate(divide="ignore", invalid="ignore"):
-            tpot = np.where(more > 0, (finish - first) / more, np.nan)
-        queue = np.array(records.scheduled)[number] - arrival
-        return cls(number, queue, first - arrival, tpot, finish - arrival)
+        done = number if len(number) < len(finish) else slice(None)  # all of them: no copies
+        arrival, first, scheduled, finish = (
+            np.frombuffer(c)[done]
+            for c in (records.arrival, records.first, records.scheduled, records.finish)
+        )
+        more = np.frombuffer(served.workload.output, np.int32)[done] - 1
+        tpot = finish - first
+        np.divide(tpot, more, out=tpot, where=more > 0)
+        tpot[more < 1] = np.nan
+        return cls(number, scheduled - arrival, first - arrival, tpot, finish - arrival)
+
+    def places(self, requests: int) -> np.ndarray[Any, np.dtype[np.int64]] | slice:
+        """Where these requests stand in a column of so many: a slice, without a copy, if all do."""
+        return self.number if len(self.number) < requests else slice(None)
 
     def good(self, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which requests keep all limits (goodput of DistServe, arXiv 2401.09670)."""
@@ -165,8 +172,9 @@ def summarize(
     """The numbers of a run; `gpus` of all engines."""
     times = RequestTimes.of(served)
     work, records = served.workload, served.records
-    output, prompt = (np.array(c)[times.number] for c in (work.output, work.prompt))
-    finish = np.array(records.finish)[times.number]
+    done = times.places(len(work))
+    output, prompt = (np.frombuffer(c, np.int32)[done] for c in (work.output, work.prompt))
+    finish = np.frombuffer(records.finish)[done]
     begin = min((at for at in records.arrival if at == at), default=0.0)
     seconds = float(finish.max()) - begin if len(finish) else 0.0
     good = int(times.good(slo).sum())
@@ -174,7 +182,8 @@ def summarize(
     per = 1 / seconds if seconds else 0.0
     shares = [np.array(e.samples.blocks) / e.blocks.size for e in served.engines]
     samples = np.concatenate(shares) if shares else np.zeros(0)
-    tpot = Spread.of(times.tpot[np.isfinite(times.tpot)])
+    several = np.isfinite(times.tpot)
+    tpot = Spread.of(times.tpot if several.all() else times.tpot[several])
     return ServingSummary(
         requests=len(times.number),
         unfinished=len(work) - len(times.number) - sum(served.refused.values()),

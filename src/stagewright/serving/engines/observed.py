@@ -43,6 +43,12 @@ class EngineSamples(NamedTuple):
         return cls(array("d"), array("i"), array("i"), array("i"))
 
 
+MANY = 50_000
+"""Rows of an array of series that are looked at together: more would need memory."""
+FEW = 10_000
+"""Rows below which arrays of series are put together: fewer calls, and no large copy."""
+
+
 def gaps_upto(seconds: float, rows: Float) -> float:
     """How many times between tokens, of series as rows, are at most so long."""
     first, last, steps, requests = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3]
@@ -59,6 +65,7 @@ def gaps_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[floa
 
     The search looks only at series that cross the times in question.
     """
+    parts = [rows[at : at + MANY] for rows in parts for at in range(0, len(rows), MANY)]
     total = sum(float(rows[:, 2] @ rows[:, 3]) for rows in parts)
     smallest = min(float(rows[:, :2].min()) for rows in parts)
     largest = max(float(rows[:, :2].max()) for rows in parts)
@@ -74,9 +81,16 @@ def gaps_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[floa
             left: list[Float] = []
             for rows in crossing:
                 under = (rows[:, 0] <= least) & (rows[:, 1] <= least)
+                cross = ~under & ((rows[:, 0] <= most) | (rows[:, 1] <= most))
+                if 8 * np.count_nonzero(cross) > len(rows):  # not worth a copy
+                    left.append(rows)
+                    continue
                 below += float(rows[under, 2] @ rows[under, 3])
-                left.append(rows[~under & ((rows[:, 0] <= most) | (rows[:, 1] <= most))])
-            crossing = [np.concatenate(left)] if left else []
+                left.append(rows[cross])
+            small = [rows for rows in left if len(rows) < FEW]
+            crossing = [rows for rows in left if len(rows) >= FEW]
+            if small:
+                crossing.append(np.concatenate(small))
         return most
 
     return [*map(quantile, shares)]
