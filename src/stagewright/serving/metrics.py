@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,25 @@ def _columns(rows: Float) -> tuple[Float, Float, Float, Float]:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassSummary:
+    """What came out for a class of requests. Seconds, shares of 1."""
+
+    requests: int
+    """That were accepted."""
+    done: int
+    good: float
+    """Share of those accepted that kept the limits of the class."""
+    ttft: Spread
+    tpot: Spread
+    e2e: Spread
+
+    def values(self) -> dict[str, Any]:
+        """As one object for JSON."""
+        spreads = {name: _values(getattr(self, name)) for name in ("ttft", "tpot", "e2e")}
+        return {"requests": self.requests, "done": self.done, "good": self.good, **spreads}
+
+
+@dataclass(frozen=True, slots=True)
 class ServingSummary:
     """What came out, in numbers. Seconds, tokens, shares of 1."""
 
@@ -144,6 +163,8 @@ class ServingSummary:
     """From a prompt's end to its cache's arrival where it decodes; None: nothing is sent."""
     transfer_bytes: float = 0.0
     """Of all caches that were sent."""
+    classes: Mapping[str, ClassSummary] = field(default_factory=dict[str, "ClassSummary"])
+    """Of each class of requests."""
     stages: Mapping[str, Spread] = field(default_factory=dict[str, Spread])
     """Of each stage before the prompt, its wait included: of requests that were in it."""
 
@@ -158,6 +179,7 @@ class ServingSummary:
         for name in spreads:
             of: Spread = getattr(self, name)
             found[name] = _values(of)
+        found["classes"] = {name: each.values() for name, each in self.classes.items()}
         found["stages"] = {name: _values(of) for name, of in self.stages.items()}
         return found | {"output_rate_per_gpu": self.output_rate / self.gpus}
 
@@ -177,7 +199,8 @@ def summarize(
     finish = np.frombuffer(records.finish)[done]
     begin = min((at for at in records.arrival if at == at), default=0.0)
     seconds = float(finish.max()) - begin if len(finish) else 0.0
-    good = int(times.good(slo).sum())
+    classes, kept = _by_class(served, times, slo)
+    good = int(kept.sum())
     every = len(work) + sum(rejected.values())
     per = 1 / seconds if seconds else 0.0
     shares = [np.array(e.samples.blocks) / e.blocks.size for e in served.engines]
@@ -209,8 +232,35 @@ def summarize(
         kv_mean=float(samples.mean()) if len(samples) else 0.0,
         kv_peak=float(samples.max()) if len(samples) else 0.0,
         **_sent(served),
+        classes=classes,
         stages={name: _spread(np.array(column)) for name, column in served.stages.items()},
     )
+
+
+def _by_class(
+    served: Outcome, times: RequestTimes, slo: Slo
+) -> tuple[dict[str, ClassSummary], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """The numbers of each class, and which requests that are done keep the limits of theirs."""
+    work, kept = served.workload, times.good(slo)
+    if work.class_of is None:
+        return {}, kept
+    places = np.array(work.class_of)
+    found: dict[str, ClassSummary] = {}
+    for nth, each in enumerate(work.classes):
+        mine = places[times.number] == nth
+        limits = {name: getattr(each, name) for name in ("ttft", "tpot", "e2e")}
+        own = {name: limit for name, limit in limits.items() if limit is not None}
+        kept[mine] = times.good(replace(slo, **own))[mine]
+        every = int((places == nth).sum())
+        found[each.name] = ClassSummary(
+            every,
+            int(mine.sum()),
+            float(kept[mine].sum()) / every if every else 0.0,
+            Spread.of(times.ttft[mine]),
+            _spread(times.tpot[mine]),
+            Spread.of(times.e2e[mine]),
+        )
+    return found, kept
 
 
 def _spread(values: Float) -> Spread:

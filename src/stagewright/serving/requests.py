@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from random import Random
 from typing import NamedTuple
 
 from stagewright.errors import UserError
@@ -52,6 +53,20 @@ def folded(chains: Sequence[Chain]) -> list[Chain]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestClass:
+    """Requests that are alike in what users want of them; limits in seconds, None: as for all."""
+
+    name: str
+    share: float = 1.0
+    """Of all requests, beside the shares of the others."""
+    priority: int = 0
+    """The lower, the earlier (vLLM's `priority` of a request)."""
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
     """Requests in the order in which they arrive, a place in each column for each."""
@@ -75,9 +90,32 @@ class Workload:
     """Rows of a trace that are no requests: how many, by reason."""
     stages: tuple[float, ...] = ()
     """Seconds at which stages of the load begin, where it has several."""
+    classes: tuple[RequestClass, ...] = ()
+    class_of: array[int] | None = None
+    """The place of each request's class among these."""
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+
+def in_classes(of: Workload, classes: tuple[RequestClass, ...], seed: int) -> Workload:
+    """The same requests, each of a class that is drawn by the classes' shares; a session is of one.
+
+    >>> two = (RequestClass(name="chat", share=3), RequestClass(name="batch"))
+    >>> work = Workload("w", array("d", [0.0] * 5), array("i", [1] * 5), array("i", [1] * 5))
+    >>> list(in_classes(work, two, seed=0).class_of)
+    [1, 1, 0, 0, 0]
+    """
+    draw, numbers = Random(f"classes {seed}"), range(len(classes))
+    weights = [each.share for each in classes]
+    chosen: dict[int, int] = {}
+    drawn = array("i")
+    for request in range(len(of)):
+        session = ~request if of.session is None else of.session[request]
+        if session not in chosen:
+            chosen[session] = draw.choices(numbers, weights)[0]
+        drawn.append(chosen[session])
+    return replace(of, classes=classes, class_of=drawn)
 
 
 def with_past(of: Workload, tokens: int) -> Workload:
@@ -184,6 +222,8 @@ def _chosen(of: Workload, kept: array[int], output: array[int], place: array[int
         of.concurrency,
         of.rejected,
         of.stages,
+        of.classes,
+        None if of.class_of is None else ints(of.class_of),
     )
 
 

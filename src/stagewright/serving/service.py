@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from stagewright.serving.metrics import ServingSummary, Slo, summarize
 from stagewright.serving.requests import Accepted, Records, Workload, accept
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import BatchLimits
+from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.vllm import Vllm
 
 SAMPLES = 200
@@ -96,6 +98,19 @@ class Service:
         chunked: bool = getattr(self.scheduler, "enable_chunked_prefill", True)
         return LARGEST if chunked else self.limits.tokens
 
+    def scheduler_for(self, workload: Workload) -> Scheduler:
+        """The scheduler of an engine that serves such a workload."""
+        if self.engines.scheduling_policy == "fcfs":
+            return copy(self.scheduler)
+        if type(self.scheduler) is not Vllm or self.instance.run.num_speculative_tokens:
+            raise UserError(
+                "--scheduling-policy priority is vLLM's, without speculative decoding here; leave "
+                "out --scheduler and --num-speculative-tokens, or the policy"
+            )
+        places = workload.class_of or array("i", bytes(4 * len(workload)))
+        levels = [each.priority for each in workload.classes] or [0]
+        return VllmByPriority.of(self.scheduler, array("i", (levels[n] for n in places)))
+
     def engines_of(self, workload: Workload) -> EngineParts:
         """What engines are made of that serve such a workload."""
         cache = self.instance.cache
@@ -120,7 +135,12 @@ class Service:
 
         def engine(workload: Workload, records: Records) -> Engine:
             made = Engine(
-                workload, records, parts.blocks(), copy(self.scheduler), parts.times, parts.every
+                workload,
+                records,
+                parts.blocks(),
+                self.scheduler_for(workload),
+                parts.times,
+                parts.every,
             )
             made.drafts = parts.drafts
             return made

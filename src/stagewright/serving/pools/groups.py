@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
@@ -169,7 +168,7 @@ class InstanceGroups:
             args = (of, records, parts.blocks())
             rest = (parts.times, parts.every)
             to_their_ends = isinstance(scheduler, TensorRtLlm)
-            pulls = Pulls(copy(scheduler), service.limits.requests, to_their_ends)
+            pulls = Pulls(service.scheduler_for(of), service.limits.requests, to_their_ends)
             match group.serves:
                 case "prefill":
                     engine = PromptEngine(handover.prefilled, *args, pulls, *rest)
@@ -179,7 +178,7 @@ class InstanceGroups:
                 case "both" if self.operation or (self.stages and self.stages.tiers):
                     engine = BringingEngine(*args, pulls, *rest)
                 case _:
-                    engine = Engine(*args, copy(scheduler), *rest)
+                    engine = Engine(*args, service.scheduler_for(of), *rest)
             engine.drafts = parts.drafts
             made.append(engine)
         if service.instance.barrier:

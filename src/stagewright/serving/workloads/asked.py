@@ -11,7 +11,7 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.requests import Workload, with_past
+from stagewright.serving.requests import RequestClass, Workload, in_classes, with_past
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
@@ -32,6 +32,8 @@ REQUESTS = 1000
 def workload_of(asked: WorkloadSection) -> Workload:
     """The requests that are asked for; raises UserError where settings contradict each other."""
     found = _without_past(asked)
+    if asked.classes is not None:
+        found = in_classes(found, _classes(asked.classes), asked.seed)
     return with_past(found, asked.past_context) if asked.past_context else found
 
 
@@ -66,6 +68,35 @@ def _without_past(asked: WorkloadSection) -> Workload:
         )
         return sessions(count, arrivals, lengths, of, asked.seed)
     return open_loop(count, arrivals, lengths, asked.seed)
+
+
+def _classes(path: str) -> tuple[RequestClass, ...]:
+    """The classes of a file; raises UserError for what is none."""
+    values = from_yaml(read_text(path, "classes of requests in YAML"), path)
+    rows = cast("list[Any]", values) if isinstance(values, list) else []
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(
+            f"{path}: got {shown(values)}, wanted a list of classes, such as "
+            "- {name: chat, share: 0.8, priority: 0, ttft: 500}"
+        )
+    found: list[RequestClass] = []
+    for row in cast("list[dict[str, Any]]", rows):
+        name, priority = row.get("name"), row.get("priority", 0)
+        where = f"{path}: class {shown(name)}"
+        for key in row:
+            if key not in ("name", "share", "priority", "ttft", "tpot", "e2e"):
+                raise UserError(
+                    f"{where}: {shown(key)} is unknown, wanted name, share, priority, ttft, "
+                    "tpot or e2e"
+                )
+        if not isinstance(name, str) or name in [each.name for each in found]:
+            raise UserError(f"{where}: wanted a name of its own")
+        if type(priority) is not int or abs(priority) > 1_000_000:
+            raise UserError(f"{where}: priority is {shown(priority)}, wanted a whole number")
+        share = _number(row, "share", where) if "share" in row else 1.0
+        limits = {n: _number(row, n, where) / 1e3 for n in ("ttft", "tpot", "e2e") if n in row}
+        found.append(RequestClass(name=name, share=share, priority=priority, **limits))
+    return tuple(found)
 
 
 def _refuse_beside_trace(asked: WorkloadSection) -> None:

@@ -27,6 +27,9 @@ class EngineSection:
         "What steps compute: vllm, sglang, tensorrt-llm, static, or an entry point of yours.",
         metavar="NAME",
     )
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "fcfs", "vllm: whether who came first is served first, or who has the lowest priority."
+    )
     max_num_batched_tokens: Count | None = setting(
         None, "Most tokens of a step.", unset="8192 from 70 GiB on, A100 but 2048; else 2048"
     )

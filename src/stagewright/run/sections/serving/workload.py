@@ -50,6 +50,12 @@ class WorkloadSection:
         0.0, "Mean seconds between an answer and the next question.", metavar="S", rare=True
     )
     system_prompt: Number = setting(0, "Tokens that all sessions begin with.", rare=True)
+    classes: Text | None = setting(
+        None,
+        "A .yaml of classes of requests: rows of name, share, priority, and ttft, tpot, e2e in "
+        "milliseconds.",
+        metavar="FILE",
+    )
     past_context: Number = setting(
         0,
         "Tokens of an earlier session that each prompt begins with, which nobody else has.",
