@@ -111,7 +111,7 @@ def equal_to_stepping(seed: int) -> int:
 
 
 def test_priorities_equal_steps():
-    assert sum(map(equal_to_stepping, range(40))) > 20
+    assert sum(map(equal_to_stepping, range(20))) > 20
 
 
 def test_classes_have_limits_of_their_own():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field, fields
-from typing import Self
+from typing import Any, Self
 
 from stagewright.serving.engines.engine import Decision, Engine
 from stagewright.serving.schedulers.vllm import Vllm
@@ -27,8 +27,10 @@ class VllmByPriority(Vllm):
     @classmethod
     def of(cls, scheduler: Vllm, priority: array[int]) -> Self:
         """The same options, with a priority for each request."""
-        options = {each.name: getattr(scheduler, each.name) for each in fields(scheduler)}
-        return cls(**{**options, "priority": priority})
+        options: dict[str, Any] = {
+            each.name: getattr(scheduler, each.name) for each in fields(scheduler)
+        }
+        return cls(priority=priority, **options)
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
@@ -39,9 +41,8 @@ class VllmByPriority(Vllm):
             waiting.extend(ordered)
         decision = Vllm.schedule(self, engine)
         if decision.skipped and not decision.chunks and len(decision.skipped) == engine.decoding:
-            return self.schedule(
-                engine
-            )  # the first one gave way: an empty step, which takes no time
+            # The first in order gave way: an empty step, which takes no time.
+            return self.schedule(engine)
         return decision._replace(open=len(engine.running) < self.max_num_seqs)
 
     def _rank(self, engine: Engine, request: int) -> tuple[int, float, int]:

@@ -76,7 +76,7 @@ def _classes(path: str) -> tuple[RequestClass, ...]:
     rows = cast("list[Any]", values) if isinstance(values, list) else []
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(
-            f"{path}: got {shown(values)}, wanted a list of classes, such as "
+            f"{path}: got {shown(cast('object', values))}, wanted a list of classes, such as "
             "- {name: chat, share: 0.8, priority: 0, ttft: 500}"
         )
     found: list[RequestClass] = []
