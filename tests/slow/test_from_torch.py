@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import stagewright as sw
@@ -18,6 +19,7 @@ from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of
 from stagewright.lower.variants import BlockVariant, place_blocks
 from stagewright.model.config import ModelConfig
+from stagewright.program.columns import CATEGORIES, PHASES
 from stagewright.run.settings import Run
 
 torch: Any = pytest.importorskip("torch", reason="needs the extra: pip install -e '.[torch]'")
@@ -114,10 +116,10 @@ if True:  # the modules need torch to be defined
     class Decoder(nn.Module):
         """Causal attention, RMSNorm and a gated MLP, each in one piece."""
 
-        def __init__(self) -> None:
+        def __init__(self, norm: Any = nn.RMSNorm) -> None:
             super().__init__()
             self.embed, self.head = nn.Embedding(96, 32), nn.Linear(32, 96, bias=False)
-            self.layers = nn.ModuleList(Causal() for _ in range(2))
+            self.layers = nn.ModuleList(Causal(norm) for _ in range(2))
 
         def forward(self, tokens: Any) -> Any:
             x = self.embed(tokens)
@@ -125,10 +127,20 @@ if True:  # the modules need torch to be defined
                 x = layer(x)
             return self.head(x)
 
-    class Causal(nn.Module):
-        def __init__(self) -> None:
+    class Written(nn.Module):
+        """RMSNorm in operators, as transformers has it."""
+
+        def __init__(self, width: int) -> None:
             super().__init__()
-            self.first, self.second = nn.RMSNorm(32), nn.RMSNorm(32)
+            self.weight = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: Any) -> Any:
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    class Causal(nn.Module):
+        def __init__(self, norm: Any = nn.RMSNorm) -> None:
+            super().__init__()
+            self.first, self.second = norm(32), norm(32)
             self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
             self.up, self.gate = (nn.Linear(32, 80, bias=False) for _ in range(2))
             self.down = nn.Linear(80, 32, bias=False)
@@ -228,6 +240,37 @@ def test_what_is_unknown_is_refused_by_name():
         module = Odd()
     with pytest.raises(UserError, match=r"no row for aten\.special_bessel_j0"):
         sw.from_torch(module, values(4, 16))
+
+
+def test_bytes_saved_for_backward_are_those_that_autograd_saves():
+    """But for the loss: two numbers of four bytes, and the inputs, which are not counted as saved.
+
+    With `--framework torchtitan`, whose operators are PyTorch's own.
+    """
+    module, ids = Decoder(Written), torch.zeros(2, 16, dtype=torch.long)
+    model = sw.from_torch(module, ids)
+    own = {t.untyped_storage()._cdata for t in (*module.parameters(), ids)}
+    kept: dict[int, Any] = {}
+
+    def pack(t: Any) -> Any:
+        kept.setdefault(t.untyped_storage()._cdata, t.untyped_storage())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = F.cross_entropy(module(ids).flatten(0, 1), ids.flatten())
+    theirs = sum(s.nbytes() for key, s in kept.items() if key not in own and s.nbytes() > 4)
+    settings: dict[str, Any] = {"precision": "fp32", "dropout": False, "global_batch_size": 2}
+    run = Run(
+        model=model.name, framework="torchtitan", seq_length=16, micro_batch_size=2, **settings
+    )
+    (of,) = sw.compile(run, model).program.classes
+    v, last = of.values, int(np.flatnonzero(of.tasks.phase == PHASES.index("forward"))[-1])
+    there = v.value[(v.first <= last) & (v.last > last)]
+    saved = v.category[there] == CATEGORIES.index("activations")
+    inputs = [v.names.index(n) for n in ("embedding.tokens", "head.labels") if n in v.names]
+    ours = int(v.size[there[saved & ~np.isin(v.name[there], inputs)]].sum())
+    names = {v.names[v.name[i]]: int(v.size[i]) for i in there[saved]}
+    assert ours == theirs, (names, loss)
 
 
 def saved(path: Path, device: str, *, decomposed: bool = False) -> None:
