@@ -99,6 +99,13 @@ def test_the_command(capfd, tmp_path):
     )
 
 
+def test_limits_that_nothing_keeps(capfd, tmp_path):
+    never = ("--rate", "50", "--ttft", "1", "--tpot", "3", "--num-requests", "20", "--tp", "1")
+    assert code(*never, "--pp", "1", f"-o{tmp_path / 'page.html'}") == 3
+    assert "nothing with up to 256 GPUs keeps the limits" in capfd.readouterr().out
+    assert "a prompt alone takes longer" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -120,7 +127,7 @@ def test_bad_options_are_one_line(capfd, words, says):
 def test_pairs_of_layouts_are_what_pools_do():
     load = {"rate": 150, "isl": 900, "osl": 40, "num_requests": 120, "layers": 4}
     found = sw.search_serving(
-        "llama3.1-8b", "h100-sxm", ttft=60, tpot=3, tp=1, pp=1, pairs=1, **load
+        "llama3.1-8b", "h100-sxm", ttft=60, tpot=3, tp=1, pp=1, pairs=1, objective="cost", **load
     )
     choices = [each for each in found.ranking.choices if each.prompts is not None]
     assert choices

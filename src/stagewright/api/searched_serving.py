@@ -64,7 +64,9 @@ class ServingSearch:
         """One of the best in words."""
         of = self.ranking
         if not of.best:
-            return f"nothing that was played with up to {of.target.most_gpus} GPUs keeps the limits"
+            return (
+                f"nothing with up to {plural(of.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
+            )
         choice = of.choices[self._number(place)]
         played, layout = choice.played, of.rows.run(choice.layout)
         words = layout.model_copy(update={"mode": "train"}).describe()
@@ -88,6 +90,8 @@ class ServingSearch:
 
     def _number(self, place: int) -> int:
         count = len(self.ranking.best)
+        if not count:
+            raise UserError(f"{self.describe()}; raise --gpus, --ttft or --tpot")
         if not 1 <= place <= count:
             raise UserError(f"--run {place}: there are runs 1 to {count}")
         return self.ranking.best[place - 1]

@@ -172,12 +172,20 @@ class _LayoutSearch:
             self.refuse(KEEPS, f"{name}: not with {most * gpus} GPUs, either")
 
     def play_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
-        """Prompts and decode on instances of their own: the most promising pairs of layouts."""
+        """Prompts and decode on instances of their own: the most promising pairs of layouts.
+
+        Unless the least cost is asked for, a pair is left when it has an instance of each more than
+        the fewest GPUs that serve already.
+        """
         target = self.target
         for pair in pairs_of(ready, self.load, target.slo, target.most_gpus)[: target.pairs]:
-            for each in tried_counts(pair, target.most_gpus):
+            first, last = (of.service.gpus for of in pair.layouts)
+            known = [each.played.gpus for each in self.choices if each.played.meets]
+            most = target.most_gpus
+            if known and not target.by_cost:
+                most = min(most, min(known) + first + last)
+            for each in tried_counts(pair, most):
                 found, each.meets, each.late = play_pair(pair, each, work, self.load, target.slo)
-                first, last = (of.service.gpus for of in pair.layouts)
                 usd = self._price(pair.prompts.row) * each.prompts * first
                 usd += self._price(pair.decode.row) * each.decode * last
                 self.choices.append(ServingChoice(pair.decode.row, found, usd, pair.prompts.row))

@@ -48,10 +48,10 @@ def curves(
     scale = Across(LEFT, width - EDGE, far, across[1])
     legend, top = _legend(some, width)
     bottom = HEIGHT - AXIS - 16
-    per_unit = (bottom - top - 14) / (most * 1.05 or 1)
+    per_unit = (bottom - top - 14) / (most * 1.12 or 1)
     parts = [legend, svg.text(4, top + 8, up[0]), scale.axis(bottom)]
     parts.append(svg.text(width - EDGE, HEIGHT - 4, across[0], "end"))
-    values = ticks(most * 1.05)
+    values = ticks(most * 1.12)
     for value in values:
         y = bottom - value * per_unit
         parts.append(svg.line(LEFT - 4, y, LEFT, y))

@@ -72,7 +72,9 @@ def search_serving(
     for path in out:
         written = result.write(path, place or 1)
         click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
-    return _INTERRUPTED if result.ranking.stopped else 0
+    if result.ranking.stopped:
+        return _INTERRUPTED
+    return 0 if result.ranking.best else shared.DOES_NOT_FIT
 
 
 def _refuse_others(settings: dict[str, Any]) -> None:
