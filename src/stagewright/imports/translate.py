@@ -207,6 +207,7 @@ class _ModelText:
             for number, (signature, piece) in enumerate(self.kinds.items())
         ]
         self._note_whole(model)
+        self._note_turned(model, names)
         return "\n\n".join([*modules, self._model(model, names)])
 
     def _order_parameters(
@@ -323,6 +324,16 @@ class _ModelText:
         lines = [f"{k} = {_shown(v)}" for k, v in {**own, **fields}.items()]
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.recording.name)
         return "\n".join([f"model {name or 'imported'}", *lines, f"chain = {chain}"])
+
+    def _note_turned(self, model: Model, names: Mapping[tuple[object, ...], str]) -> None:
+        """Tell which streams have positions behind the width, as convolutions leave them."""
+        for signature, piece in self.kinds.items():
+            units = model.layouts.units(model.layouts.of(piece.reads)) if piece.reads else []
+            if len(units) == 3 and model.sizes.get(units[1].known()) == "M":
+                self.notes.append(
+                    f"the stream of {names[signature]} lies as [batch, width, positions]: sequence "
+                    "parallelism would split the width, and is wrong for it"
+                )
 
     def _note_whole(self, model: Model) -> None:
         """Tell which matrices every rank of tp has whole."""
