@@ -31,8 +31,9 @@ SLOWER = "take longer than the best, by their lower bounds"
 TOO_LARGE = "do not fit into memory, by their lower bounds"
 FEW = 256
 """So many candidates are evaluated without bounds, which would cost as much."""
-_AHEAD = 1.02
-"""The best in columns are usually within so much of the lowest bounds."""
+_AHEAD, _FURTHER = 1.02, 1.08
+"""The best in columns are usually within so much of the lowest bounds; and how much further to look
+while too few of those that were promising fit."""
 
 
 class Bounded(NamedTuple):
@@ -102,19 +103,21 @@ def _limits(
     if not len(order):
         return
     wanted = min(best, len(order) - 1)
-    limit = _AHEAD * float(order[wanted])
+    limit, further = _AHEAD * float(order[wanted]), _FURTHER
     while True:
         yield limit
         if known.stopped:
             return
         seen = known.times(any_memory=any_memory) / tokens[known.rows_done]
         seen = np.sort(seen[~np.isnan(seen)])
-        if len(seen) > best:
-            limit = float(seen[best])
-        else:  # what was promising does not fit, or columns cannot evaluate it
-            limit = float(order[min(4 * int(known.done.sum()) + best, len(order) - 1)])
-        if not (fits & ~known.done & (per_token <= limit)).any():
+        worst = float(seen[best]) if len(seen) > best else np.inf
+        rest = per_token[fits & ~known.done]
+        rest = rest[rest <= worst]
+        if not len(rest):
             return
+        # The best of few may be far from the best of all: a step further may show better ones.
+        limit = min(worst, max(further * limit, float(rest.min())))
+        further = further**2
 
 
 @dataclass(slots=True, eq=False)

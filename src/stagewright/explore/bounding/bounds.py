@@ -45,6 +45,9 @@ IN_TURN = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 whole backward of the stages before its first one."""
 _ELSEWHERE = ("sequence_parallel", "cp_comm_type", "dp_shard", "order", "zero")
 """Settings that do not decide which block is on which stage, once ZeRO is off."""
+_WITHOUT = {"overlap_param_gather": False, "optimizer_cpu_offload": False}
+"""Settings that relaxed candidates do not have: with them a step computes as much, and what they
+hold on the host counts for nothing."""
 _SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """Categories of memory by the first ZeRO stage that splits them."""
 _ADDED = 3 * 2
@@ -138,7 +141,10 @@ class _Relaxation:
     """Candidates (rows), and those that they relax to."""
 
     def __init__(self, candidates: Candidates) -> None:
-        self.rows = candidates
+        self.on_host = candidates.column("optimizer_cpu_offload").is_one_of(True)
+        count = len(candidates)
+        without = {name: Column.constant(off, count) for name, off in _WITHOUT.items()}
+        self.rows = replace(candidates, columns={**candidates.columns, **without})
         # Of millions of rows: four bytes for each.
         self.machines = machines_of(self.rows).astype(np.int32)
         self.microbatches = microbatches_of(self.rows).astype(np.int32)
@@ -161,7 +167,8 @@ class _Relaxation:
             figures = TemplateFigures.concatenated(shared.parts)
             for shape, members in shared.members.items():
                 every, of_rows = (np.concatenate(each) for each in zip(*members, strict=True))
-                read = every, self.microbatches[of_rows], self.zero[of_rows], self.mesh[of_rows]
+                numbers = self.microbatches, self.zero, self.mesh, self.on_host
+                read = every, *(number[of_rows] for number in numbers)
                 distinct, back = _distinct(read)
                 tuples, rows = every[distinct], of_rows[distinct]
                 layers = np.array(shape.layers, dtype=np.int64)
@@ -319,6 +326,7 @@ class _Relaxation:
         for name, stage in _SPLIT.items():
             split = self.zero[rows] >= stage
             scale[CATEGORIES.index(name), split] /= self.shards[rows][split]
+        scale[CATEGORIES.index("optimizer"), self.on_host[rows]] = 0.0
         scale[CATEGORIES.index("gathered_parameters"), self.zero[rows] > 0] = 0.0
         scale[CATEGORIES.index("gradients"), self.microbatches[rows] == 1] = 0.0
         if shape.schedule not in IN_TURN:
