@@ -104,7 +104,7 @@ def in_classes(of: Workload, classes: tuple[RequestClass, ...], seed: int) -> Wo
     >>> two = (RequestClass(name="chat", share=3), RequestClass(name="batch"))
     >>> work = Workload("w", array("d", [0.0] * 5), array("i", [1] * 5), array("i", [1] * 5))
     >>> list(in_classes(work, two, seed=0).class_of)
-    [1, 1, 0, 0, 0]
+    [0, 0, 0, 1, 0]
     """
     draw, numbers = Random(f"classes {seed}"), range(len(classes))
     weights = [each.share for each in classes]
