@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extras import needed
 from spmd import single
 from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Graph, toposort
@@ -18,7 +17,7 @@ from stagewright.imports.rows.table import FUNCTIONS, ROWS, calls_of
 from stagewright.imports.trace.nodes import TracedNodes
 from stagewright.imports.trace.recording import Ref, TracedNode
 
-torch: Any = needed("torch", "torch")
+torch: Any = pytest.importorskip("torch", reason="needs the extra: pip install -e '.[torch]'")
 pytestmark = [pytest.mark.slow, pytest.mark.extra]
 
 Given = tuple[Any, ...]

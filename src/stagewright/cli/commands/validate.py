@@ -299,6 +299,6 @@ ENTRY = Entry(
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",
         "stagewright validate --source simumax --regret",
-        "stagewright validate --serving --every 8",
+        "stagewright validate --serving --every 100",
     ),
 )
