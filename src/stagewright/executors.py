@@ -128,11 +128,14 @@ class Processes:
         done: Callable[[Result], None],
     ) -> None:
         """As `Executor.run`; function, jobs and results are pickled."""
+        waiting = list(jobs)
+        if not waiting:
+            return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(
-            self._workers, mp_context=context, initializer=_leave_interrupts
+            min(self._workers, len(waiting)), mp_context=context, initializer=_leave_interrupts
         ) as pool:
-            busy = [pool.submit(function, job) for job in jobs]
+            busy = [pool.submit(function, job) for job in waiting]
             try:
                 for future in as_completed(busy):
                     done(future.result())

@@ -67,7 +67,8 @@ def in_lots(
 
     lots = _lots(candidates)
     try:
-        runs = executor if executor is not None and len(lots) > 1 else InTurn()
+        # A few kinds take less time than other processes take to start.
+        runs = executor if executor is not None and len(lots) >= _LOTS else InTurn()
         runs.run(_evaluated, lots, keep)
     except KeyboardInterrupt:
         if not done:
