@@ -1,11 +1,11 @@
 """Lower bounds of what candidates take in columns: seconds of a step, and bytes of a rank.
 
-A candidate is relaxed to one that has less to do and to hold: without data parallelism, ZeRO and
-what happens once per step. Many candidates relax to the same one, and few structures are left of
-hundreds. What an action of a relaxed candidate's stage takes, and what a microbatch keeps, are
-found by the very templates of `explore.evaluate`; every action of the candidate takes no less.
-A rank runs all of its actions behind each other, after its first microbatch has come through the
-stages before it, and a stage holds no less than its share of what ZeRO splits.
+Each candidate is relaxed to one with less work and less memory: without data parallelism, ZeRO and
+what happens once per step. Many candidates share one relaxed candidate, and few structures are left
+of hundreds. The templates of `explore.evaluate` give the time of a relaxed candidate's actions and
+the memory that a microbatch keeps: both are lower bounds of the candidate's own. A rank runs all of
+its actions behind each other, after its first microbatch has come through the stages before it, and
+a stage holds no less than its share of what ZeRO splits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ hold on the host counts for nothing."""
 _SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """Categories of memory by the first ZeRO stage that splits them."""
 _ADDED = 3 * 2
-"""Bytes that are moved at most to add a gradient, for each byte of its weight."""
+"""The most bytes that adding a gradient moves, for each byte of its weight."""
 _ROUNDING = 1 - 1e-9
 """Sums of seconds in another order differ by less."""
 

@@ -2,7 +2,7 @@
 the bytes that they read and write.
 
 FLOPs are those of products, convolutions and attention, as PyTorch's FlopCounterMode counts them,
-but that masked pairs of causal attention are left out, as everywhere here.
+except that masked pairs of causal attention are not counted, as in all of Stagewright.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 ARRIVAL, OTHER, BATCH_END = range(3)
-"""Of events at one moment, these come first, then those, then ends of batches."""
+"""The order of events at one moment: arrivals, other events, ends of batches."""
 
 Act = Callable[[float, int], None]
 """What happens at a moment to a request or an engine, by its number."""

@@ -52,7 +52,8 @@ class BringingEngine(Engine):
         self.remote: dict[int, int] = {}
         """Tokens of requests whose cache is elsewhere, and has no blocks here."""
         self.wanted: list[tuple[int, int]] = []
-        """Requests that have got blocks, and tokens to bring; who brings them takes them out."""
+        """Requests with blocks, and the tokens whose caches are to come; the loop empties the list
+        when it starts the transfers."""
         self._ready: dict[int, int] = {}  # tokens whose cache has come
         self.with_first_token = with_first_token
 

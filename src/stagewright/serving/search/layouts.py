@@ -84,7 +84,8 @@ def layouts(
 
 
 def _sizes(model: ModelConfig, hardware: Hardware) -> int:
-    """GPUs of an instance at most by default: a node, or several of a model that is large there."""
+    """The most GPUs of an instance by default: one node, or `NODES` where the weights in bf16 take
+    more than a quarter of a node's memory."""
     node = hardware.gpus_per_node
     held = 2 * parameters(model)[0]  # in bf16
     return node if 4 * held <= node * hardware.memory else NODES * node

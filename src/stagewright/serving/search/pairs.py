@@ -100,7 +100,7 @@ class CountTry:
     decode: int
     meets: bool = False
     late: bool = False
-    """Whether more requests missed their first token's limit than that of further ones."""
+    """Whether no fewer requests missed the limit of the first token than that of further ones."""
 
 
 def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
