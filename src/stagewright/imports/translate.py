@@ -331,8 +331,8 @@ class _ModelText:
             units = model.layouts.units(model.layouts.of(piece.reads)) if piece.reads else []
             if len(units) == 3 and model.sizes.get(units[1].known()) == "M":
                 self.notes.append(
-                    f"the stream of {names[signature]} lies as [batch, width, positions]: sequence "
-                    "parallelism would split the width, and is wrong for it"
+                    f"the stream of {names[signature]} lies as [batch, width, positions]: runs "
+                    "with cp or sequence_parallel, which would split the width, are refused"
                 )
 
     def _note_whole(self, model: Model) -> None:

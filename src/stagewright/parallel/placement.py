@@ -23,7 +23,7 @@ from stagewright.parallel.dispatch import expert_sums
 from stagewright.parallel.parameters import ShardedDims, parameter_layout
 from stagewright.parallel.plan import Dims, Plan
 
-BATCH = size("B")
+BATCH, WIDTH = size("B"), size("M")
 
 
 def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
@@ -62,6 +62,13 @@ def _layout(
     dims = rows.get(bound.like or n.name)
     if n.name in STREAM and len(n.shape) == 4:
         dims = residual(plan, 4)
+    if n.name in STREAM and plan.sequence and len(n.shape) > 2 and n.shape[1] == WIDTH:
+        shown = ", ".join(map(str, n.shape))
+        raise UserError(
+            f"the stream {n.name} lies as [{shown}], with the width before the positions, as "
+            "convolutions leave it: cp and sequence_parallel, which split the second dim, do not "
+            "apply; leave them out"
+        )
     if dims is not None:
         left = have.partial & sums.get(n.name, frozenset()) if have else frozenset[str]()
         return Layout(dims, left) if len(dims) == len(n.shape) else None

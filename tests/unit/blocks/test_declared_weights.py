@@ -13,7 +13,8 @@ from stagewright.algebra.notation import NotationError
 from stagewright.blocks import Recipe
 from stagewright.blocks.builder import Builder, stream
 from stagewright.blocks.training import finish
-from stagewright.graph.make import apply, identity
+from stagewright.errors import UserError
+from stagewright.graph.make import apply, identity, leaf
 from stagewright.graph.node import Graph, Node, text
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.shard import shard
@@ -97,3 +98,13 @@ def test_a_declaration_that_cannot_be_read_is_refused() -> None:
         Parameter.declare("w", "Head/tp.heads", "G/tp.kv")
     groups = Parameter.declare("w", "M", "Group/tp.groups", "Head/tp.heads")
     assert str(groups.placement) == "[M, Group/tp.groups, Head/tp.heads]"
+
+
+def test_a_stream_whose_width_stands_before_its_positions_is_not_split_along_them() -> None:
+    mesh: Mesh = {"tp": 2}
+    turned = leaf("input", ("B", "M", "S"), "bf16", "x")
+    whole = strategy(Plan(mesh, tensor=("tp",)), {})
+    assert whole(turned, None) is not None
+    split = strategy(Plan(mesh, tensor=("tp",), sequence_parallel=True), {})
+    with pytest.raises(UserError, match=r"\[B, M, S\].*leave them out"):
+        split(turned, None)
