@@ -12,13 +12,13 @@ import click
 import stagewright
 from stagewright.cli.commands import entries
 from stagewright.cli.help import examples_text
+from stagewright.cli.shared import INTERRUPTED
 from stagewright.cli.words import no_such_option, takers
 from stagewright.errors import Stopped, UserError, did_you_mean, shorten
 from stagewright.printable import printable
 
 USER_ERROR = 2
 BUG = 1
-INTERRUPTED = 130
 
 _FIRST_EXAMPLES = (
     "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2",

@@ -64,6 +64,8 @@ def show_notes(notes: Iterable[str]) -> None:
         click.echo(f"stagewright: note: {printable(note)}", err=True)
 
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, with what was known by then."""
 DOES_NOT_FIT = 3
 """The exit code where a run does not fit into the memory of a device."""
 

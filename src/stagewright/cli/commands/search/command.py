@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from stagewright.explore.space.enumeration import Found
 
 _TOOLS = ("megatron", "torchtitan")
-_INTERRUPTED = 130
 
 
 @command
@@ -84,7 +83,7 @@ def search(
         shared.say("\n".join(result.flags(tool, place or 1)))
     elif place is not None and not any(path.endswith((".yaml", ".yml")) for path in out):
         shared.say(result.run_file(place).rstrip("\n"))
-    return _INTERRUPTED if result.ranking.stopped else 0
+    return shared.INTERRUPTED if result.ranking.stopped else 0
 
 
 def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:

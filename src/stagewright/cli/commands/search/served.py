@@ -16,7 +16,6 @@ from stagewright.errors import UserError
 if TYPE_CHECKING:
     from stagewright.api.searched_serving import ServingSearch
 
-_INTERRUPTED = 130
 _OWN = frozenset({"gpus", "attainment", "pairs", "objective"})
 """Options of a search that are no settings, and that a search for serving has."""
 
@@ -73,7 +72,7 @@ def search_serving(
         written = result.write(path, place or 1)
         click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
     if result.ranking.stopped:
-        return _INTERRUPTED
+        return shared.INTERRUPTED
     return 0 if result.ranking.best else shared.DOES_NOT_FIT
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from stagewright.api.served import Serving
 
-_INTERRUPTED = 130
-
 
 @command
 @serving_options
@@ -84,7 +82,7 @@ def serve(
         result.write(out)
     if perfetto is not None:
         result.perfetto(perfetto)
-    return _INTERRUPTED if result.outcome.stopped else 0
+    return shared.INTERRUPTED if result.outcome.stopped else 0
 
 
 def _notes(of: Serving) -> list[str]:
