@@ -136,6 +136,10 @@ def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
         for step in range(int(steps)):
             ours += [first + (last - first) * step / max(1, steps - 1)] * int(n)
     assert gaps == pytest.approx(sorted(ours), rel=1e-9)
+    first, last, steps, _ = ran.gaps.steps().T
+    own = [step[1] - step[0] for step in oracle.steps if step[3]]  # not those waited along with
+    assert steps.sum() == len(own)
+    assert ((first + last) / 2 * steps).sum() == pytest.approx(sum(own), rel=1e-9)
     for at, waiting, running, blocks in zip(*ran.samples, strict=True):
         found = [step for step in oracle.steps if step[0] < at <= step[1]]
         if found:

@@ -2,7 +2,7 @@
 
 Steps of decode of a few sizes, and one of a prompt, are compiled and simulated, which says what a
 GPU draws meanwhile (`time.expense.power`). Steps of other sizes draw what lies between. The
-seconds of steps are those that the engines noted between tokens; what a step takes longer than its
+seconds of steps are those that the engines noted; what a step with prompts takes longer than its
 decode alone is taken to draw what prompts do.
 """
 
@@ -51,18 +51,15 @@ class _Draws:
     prompt: float
     idle: float
 
-    def joules(self, engine: Engine, times: _StepSeconds, seconds: float, prompts: float) -> float:
-        """Of one GPU of an engine over a run, of which computing prompts takes so many seconds."""
-        rows = engine.gaps.series()
+    def joules(self, engine: Engine, times: _StepSeconds, seconds: float) -> float:
+        """Of one GPU that an engine holds for so many seconds."""
+        rows = engine.gaps.steps()
         first, last, steps, many = (rows[:, n] for n in range(4))
         whole = (first + last) / 2 * steps
-        alone = np.minimum(whole, times.decode(many) * steps)
+        alone = np.where(steps > 1, whole, np.minimum(whole, times.decode(many)))
         drawn = np.interp(many, self.requests, self.decode)
-        beside = float((whole - alone).sum())
-        more = max(prompts - beside, 0.0)  # steps in which nobody gets a further token
-        waits = max(seconds - float(whole.sum()) - more, 0.0)
-        busy = float((alone * drawn).sum()) + (beside + more) * self.prompt
-        return busy + waits * self.idle
+        busy = float((alone * drawn).sum()) + float((whole - alone).sum()) * self.prompt
+        return busy + max(seconds - float(whole.sum()), 0.0) * self.idle
 
 
 class _StepSeconds(NamedTuple):
@@ -72,18 +69,11 @@ class _StepSeconds(NamedTuple):
     context: int
 
     def decode(self, requests: Float) -> Float:
-        """Of each number of requests."""
+        """Of each number of requests; none takes no time."""
         known = np.unique(requests).astype(int)
-        if not len(known):
-            return requests
-        seconds = [self.instance.times.decode(n, n * self.context) for n in known.tolist()]
-        return np.interp(requests, known, seconds)
-
-    def prompts(self, tokens: float, mean: int) -> float:
-        """Seconds of steps that compute so many tokens of prompts of a mean length."""
-        chunk = max(1, min(mean, self.instance.times.most_tokens))
-        pairs = chunk * (chunk + 1) // 2
-        return self.instance.times.step(chunk, pairs, chunk, 1) * tokens / chunk
+        times, context = self.instance.times, self.context
+        seconds = [times.decode(n, n * context) if n else 0.0 for n in known.tolist()]
+        return np.interp(requests, known, seconds) if len(known) else requests
 
 
 def serving_expense(
@@ -97,17 +87,14 @@ def serving_expense(
     tokens = max(summary.output_rate * summary.seconds, 1.0)
     prompt = max(1, round(float(np.mean(work.prompt))))
     context = prompt + round(float(np.mean(work.output)) / 2)
-    computed = _computed(of)
     joules, gpus, usd, nth = 0.0, 0, 0.0, 0
     for service in services:
         made, hardware = service.instance, service.instance.machine.hardware
         count = service.engines.instances * made.replicas
         mine = of.outcome.engines[nth : nth + count]
         draws, times = _draws(made, mine, context), _StepSeconds(made, context)
-        for at, engine in enumerate(mine, nth):
-            prompts = times.prompts(float(computed[at]), prompt)
-            one = draws.joules(engine, times, summary.seconds, prompts)
-            joules += one * made.gpus / made.replicas
+        for engine in mine:
+            joules += draws.joules(engine, times, summary.seconds) * made.gpus / made.replicas
         nth += count
         gpus += service.gpus
         per_hour = hardware.price_usd_per_gpu_hour if price is None else price
@@ -121,22 +108,9 @@ def serving_expense(
     )
 
 
-def _computed(of: ServedRun) -> Float:
-    """Tokens of prompts that each engine computed."""
-    records, work = of.outcome.records, of.outcome.workload
-    where = np.array(records.engine)
-    if of.outcome.handover is not None:
-        first = np.array(of.outcome.handover.engine)
-        where = np.where(first >= 0, first, where)
-    done = (where >= 0) & np.isfinite(np.array(records.first))
-    tokens = np.maximum(np.array(work.prompt) - np.array(records.cached), 0)
-    found = np.bincount(where[done], tokens[done], len(of.outcome.engines))
-    return found.astype(np.float64)
-
-
 def _draws(of: Instance, engines: Iterable[Engine], context: int) -> _Draws:
     """What GPUs draw in steps of the sizes that engines had."""
-    most = max((float(e.gaps.series()[:, 3].max(initial=1.0)) for e in engines), default=1.0)
+    most = max((float(e.gaps.steps()[:, 3].max(initial=1.0)) for e in engines), default=1.0)
     sizes = np.unique(np.rint(np.geomspace(1, max(most, 1.0), BATCHES)).astype(int))
     decode = [_watts(of, Group(n * of.replicas, context, 1)) for n in sizes.tolist()]
     prompt = _watts(of, Group(of.replicas, 0, min(2048, max(context, 16))))

@@ -87,7 +87,7 @@ class RequestTimes:
 
 def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
     """Times between tokens, each token as likely: of series, without writing them out."""
-    parts = [each.series() for each in gaps if len(each.numbers)]
+    parts = [rows for each in gaps for rows in each.parts if len(rows)]
     total = sum(float((steps * requests).sum()) for _, _, steps, requests in map(_columns, parts))
     if not total:
         return Spread.of(np.zeros(0))

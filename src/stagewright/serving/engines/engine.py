@@ -349,8 +349,10 @@ class Engine(EngineState):
             heap = self._heap
             if heap and heap[0][0] <= step:
                 self._end_those_due()
-        elif not self._ends:
-            self._token_time = end
+        else:
+            self.gaps.add_step((end - start, end - start, 1, 0))
+            if not self._ends:
+                self._token_time = end
         for request, _ in chunks:
             if not self.left[request]:
                 self._give_token(request)
@@ -360,12 +362,13 @@ class Engine(EngineState):
         first = last = end - start
         if steps > 1:
             first, last = self._first, self._first + self._grows * (steps - 1)
-        stalled = start - self._token_time
+        stalled, add_late = start - self._token_time, self.gaps.add_late
         late = [t for request, t in self._fresh.items() if request not in self._decision.skipped]
         for token_time in late:
-            self.gaps.add((start + first - token_time, start + first - token_time, 1, 1))
+            add_late((start + first - token_time, start + first - token_time, 1, 1))
         if n > len(late):
-            self.gaps.add((stalled + first, stalled + first, 1, n - len(late)))
+            add_late((stalled + first, stalled + first, 1, n - len(late)))
+        self.gaps.add_step((first, first, 1, n))
         if steps > 1:
             second = first + (last - first) / (steps - 1)
             self.gaps.add((second, last, steps - 1, n))

@@ -12,20 +12,41 @@ from stagewright.arrays import Float
 
 
 class Gaps:
-    """Times between tokens as series: n requests, for steps whose length grows linearly."""
+    """Times between tokens, and seconds of steps, as series: steps whose length grows linearly.
 
-    __slots__ = ("add", "numbers")
+    A series is four numbers: seconds of the first step and of the last, steps, requests.
+    """
+
+    __slots__ = ("add", "add_late", "add_step", "late", "numbers", "single")
 
     def __init__(self) -> None:
         """Nothing yet."""
         self.numbers = array("d")
-        """Four for each series: seconds of the first step and of the last, steps, requests."""
-        self.add = self.numbers.extend
-        """Adds a series: `add((first, last, steps, requests))`."""
+        """Steps between whose tokens nothing else passes: gaps of all their requests."""
+        self.late = array("d")
+        """Gaps that no single step fills: those of requests that were put off or preempted."""
+        self.single = array("d")
+        """Steps behind which gaps are late, and steps in which no request gets a further token."""
+        self.add, self.add_late = self.numbers.extend, self.late.extend
+        self.add_step = self.single.extend
+        """Each adds a series: `add((first, last, steps, requests))`."""
+
+    @property
+    def parts(self) -> list[Float]:
+        """All times between tokens, in parts: rows (first, last, steps, requests)."""
+        return [_rows(self.numbers), _rows(self.late)]
 
     def series(self) -> Float:
-        """The series as rows."""
-        return np.frombuffer(self.numbers).reshape(-1, 4)
+        """All times between tokens: rows (first, last, steps, requests)."""
+        return np.concatenate(self.parts)
+
+    def steps(self) -> Float:
+        """All steps: rows (first, last, steps, requests that get a further token)."""
+        return np.concatenate([_rows(self.numbers), _rows(self.single)])
+
+
+def _rows(numbers: array[float]) -> Float:
+    return np.frombuffer(numbers).reshape(-1, 4)
 
 
 class EngineSamples(NamedTuple):

@@ -340,7 +340,7 @@ class EngineState:
         if request in self._last:
             last, _ = self._last.pop(request)
             if got > 1:
-                self.gaps.add((now - last, now - last, 1, 1))
+                self.gaps.add_late((now - last, now - last, 1, 1))
         if got == 1:
             self._first_at[request] = now
         more = self.output[request] - got
