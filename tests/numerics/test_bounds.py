@@ -19,6 +19,11 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 
+ORDERS = {
+    "order": ["tp-cp-ep-dp-pp", "tp-ep-dp-cp-pp", "pp-tp-cp-ep-dp", "cp-ep-dp-pp-tp"],
+    "no_overlap": [frozenset(), frozenset({"dp"})],
+}
+
 
 def space(model, gpus=32, batch=128, axes=(), **settings):
     """The candidates of a space by default."""
@@ -34,7 +39,7 @@ def space(model, gpus=32, batch=128, axes=(), **settings):
 @pytest.mark.parametrize(
     ("model", "axes", "settings"),
     [
-        ("llama3-8b", {"dp_shard": [None, 2]}, {"layers": 8}),
+        ("llama3-8b", {"dp_shard": [None, 2], **ORDERS}, {"layers": 8}),
         ("mixtral-8x7b", {"tp": [1, 2], "recompute": ["none"], "cp": [1]}, {"layers": 4}),
         ("gpt2", {"schedule": ["zb-h1", "zbv", "gpipe"], "vpp": [1, 2], "cp": [1]}, {}),
     ],

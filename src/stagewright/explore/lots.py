@@ -19,7 +19,7 @@ from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
 from stagewright.explore.exact import Heard, unknown
 from stagewright.explore.figures import Figures
-from stagewright.explore.structures import NUMBERS, PIPELINE
+from stagewright.explore.structures import apart_from_graphs
 from stagewright.run.sections import SETTINGS
 
 STOPPED = "left out by Ctrl-C"
@@ -89,7 +89,7 @@ def in_lots(
 
 def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
     """Candidates by what they agree in: all settings but numbers, and those of the pipeline."""
-    apart = {*NUMBERS, *PIPELINE}
+    apart = {*apart_from_graphs(candidates.model)} - {"global_batch_size"}
     names = [name for name in candidates.columns if name in SETTINGS and name not in apart]
     alike = candidates.distinct(*names)
     lot = alike.of // min(_KINDS, max(1, len(alike) // _LOTS))

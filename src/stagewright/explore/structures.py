@@ -25,9 +25,11 @@ from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.training import TrainingStep, stages_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
+from stagewright.parallel.degrees import parallelization
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
+from stagewright.time.columns.meshes import AxisOrders
 from stagewright.varying import Cases, Number
 
 _Made = TypeVar("_Made")
@@ -37,6 +39,10 @@ NUMBERS = (
     "micro_batch_size", "seq_length", "decoder_seq_length",
 )  # fmt: skip
 """Settings that a block has as numbers."""
+
+ORDER = "order"
+"""The order of axes, which decides where the ranks of a group lie. With experts it decides the axes
+themselves: they are made of those of other degrees."""
 
 PIPELINE = (
     "pp", "vpp", "schedule", "layers_per_stage", "first_stage_less_layers",
@@ -85,6 +91,8 @@ class Structure:
     where a setting follows from the others."""
     variants: Mapping[BlockVariant, ColumnBlock]
     """The distinct blocks of all pipelines of the candidates."""
+    orders: AxisOrders
+    """In which order the tuples have the axes of the mesh: it says where groups of ranks lie."""
 
     def __len__(self) -> int:
         return len(next(iter(self.tuples.values())))
@@ -101,21 +109,19 @@ class Structure:
 
     @property
     def mesh(self) -> Mapping[str, Int]:
-        """The size of each mesh axis, fastest axis first, but for the pipeline's: [tuples] each."""
+        """The size of each mesh axis but for the pipeline's: [tuples] each."""
         axes = [(name, size) for name, size in self.step.mesh.axes if name != "pp"]
         return {name: self.column(size) for name, size in axes}
 
     @property
-    def faster(self) -> int:
-        """How many axes of the mesh are faster than the pipeline's."""
-        names = [name for name, _ in self.step.mesh.axes]
-        return names.index("pp") if "pp" in names else len(names)
-
-    @property
     def stride(self) -> Int:
         """Distance between the ranks of two neighbouring stages of a pipeline: [tuples]."""
-        faster = [*self.mesh.values()][: self.faster]
-        return np.prod(np.stack([np.ones(len(self), dtype=np.int64), *faster]), axis=0)
+        found, sizes = np.ones(len(self), dtype=np.int64), self.mesh
+        for nth, names in enumerate(self.orders.names):
+            mine = self.orders.of == nth
+            for name in names[: names.index("pp")]:
+                found[mine] *= sizes[name][mine]
+        return found
 
     @property
     def ranks_of_stage(self) -> Int:
@@ -227,7 +233,7 @@ def _with_few_microbatches(run: Run, model: ModelConfig, *, several: bool) -> Ru
 def _alike_but_for_numbers(candidates: Candidates) -> Iterator[Int]:
     """Candidates that differ only in numbers, and in pipelines of one kind."""
     names = [n for n in candidates.columns if n in SETTINGS]
-    kinds = [n for n in names if n not in (*NUMBERS, *PIPELINE, "global_batch_size")]
+    kinds = [n for n in names if n not in apart_from_graphs(candidates.model)]
     key = candidates.distinct(*kinds).of if kinds else np.zeros(len(candidates), dtype=np.int64)
     marks = [candidates.numbers(n) == ABSENT for n in names if n in NUMBERS]
     marks += [candidates.numbers("global_batch_size") == ABSENT, microbatches_of(candidates) > 1]
@@ -240,6 +246,12 @@ def _alike_but_for_numbers(candidates: Candidates) -> Iterator[Int]:
     order = np.argsort(key, kind="stable")
     edges = np.flatnonzero(np.diff(key[order])) + 1
     yield from np.split(order, edges)
+
+
+def apart_from_graphs(model: ModelConfig) -> tuple[str, ...]:
+    """Settings that no block's graph depends on but by what its code asks of numbers."""
+    placed = () if model.num_experts else (ORDER,)
+    return (*NUMBERS, *PIPELINE, *placed, "global_batch_size")
 
 
 def _holds_twice(schedule: str | None) -> bool:
@@ -256,10 +268,12 @@ class _SameButNumbers:
         self.candidates, self.members, self.variants = candidates, members, variants
         self.own = candidates.take(members)
         names = [n for n in NUMBERS if n in candidates.columns] or ["tp"]
-        tuples = self.own.distinct(*names)
+        tuples = self.own.distinct(*names, ORDER)
         self.index = tuples.of
         self.numbers = {n: self.own.numbers(n)[tuples.first] for n in names}
         self.count = len(tuples)
+        order = self.own.column(ORDER)
+        self.orders, self.order = order.values, order.codes[tuples.first].astype(np.int64)
         self.several = _has_several(self.own)
 
     def _step(self, run: Run, numbers: Mapping[str, Number]) -> TrainingStep:
@@ -303,7 +317,17 @@ class _SameButNumbers:
         mine = np.flatnonzero(index >= 0)
         tuples = {n: v[rows] for n, v in self.numbers.items()}
         blocks = {v: ColumnBlock(block) for v, block in lowered.items()}
-        return Structure(step, self.members[mine], index[mine], tuples, blocks)
+        orders = self._axis_orders(step, rows)
+        return Structure(step, self.members[mine], index[mine], tuples, blocks, orders)
+
+    def _axis_orders(self, step: TrainingStep, rows: Int) -> AxisOrders:
+        """In which order some tuples have the axes of the step's mesh."""
+        codes, of = np.unique(self.order[rows], return_inverse=True)
+        names: list[tuple[str, ...]] = []
+        for code in codes.tolist():
+            run = step.run.model_copy(update={ORDER: self.orders[code]})
+            names.append(parallelization(run, step.model)[0].names)
+        return AxisOrders(tuple(names), of.ravel().astype(np.int64))
 
     def _split(
         self, rows: Int, make: Callable[[Cases, Int], _Made], refused: list[Refused]

@@ -136,7 +136,7 @@ class MachineTiming:
         # All configurations here have as many ranks as the machine.
         pp = np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
         meshes = MeshColumns(
-            assembly.program, self.of.mesh, pp, self.machine, self.placed, self.of.faster
+            assembly.program, self.of.mesh, pp, self.machine, self.placed, self.of.orders
         )
         found: list[tuple[Float, Float]] = []
         for rank in assembly.ranks:

@@ -1,17 +1,17 @@
 """Lower bounds of what candidates take in columns: seconds of a step, and bytes of a rank.
 
-Each candidate is relaxed to one with less work and less memory: without data parallelism, ZeRO and
-what happens once per step. Many candidates share one relaxed candidate, and few structures are left
-of hundreds. The templates of `explore.evaluate` give the time of a relaxed candidate's actions and
-the memory that a microbatch keeps: both are lower bounds of the candidate's own. A rank runs all of
-its actions behind each other, after its first microbatch has come through the stages before it, and
-a stage holds no less than its share of what ZeRO splits.
+Each candidate is relaxed (`bounding.relaxed`) to one with less work and less memory. Many share one
+relaxed candidate, and few structures are left of hundreds. The templates of `explore.evaluate` give
+the time of a relaxed candidate's actions and the memory that a microbatch keeps: both are lower
+bounds of the candidate's own. A rank runs all of its actions behind each other, after its first
+microbatch has come through the stages before it, and a stage holds no less than its share of what
+ZeRO splits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
+from stagewright.explore.bounding.relaxed import relaxed, without_extras
 from stagewright.explore.bounding.zero import seconds_of_zero
-from stagewright.explore.candidates import HARDWARE, Candidates, Column
+from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.evaluate import (
     PipelineShape,
     StagePlan,
@@ -45,9 +46,6 @@ IN_TURN = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 whole backward of the stages before its first one."""
 _ELSEWHERE = ("sequence_parallel", "cp_comm_type", "dp_shard", "order", "zero")
 """Settings that do not decide which block is on which stage, once ZeRO is off."""
-_WITHOUT = {"overlap_param_gather": False, "optimizer_cpu_offload": False}
-"""Settings that relaxed candidates do not have: with them a step computes as much, and what they
-hold on the host counts for nothing."""
 _SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """Categories of memory by the first ZeRO stage that splits them."""
 _ADDED = 3 * 2
@@ -142,9 +140,7 @@ class _Relaxation:
 
     def __init__(self, candidates: Candidates) -> None:
         self.on_host = candidates.column("optimizer_cpu_offload").is_one_of(True)
-        count = len(candidates)
-        without = {name: Column.constant(off, count) for name, off in _WITHOUT.items()}
-        self.rows = replace(candidates, columns={**candidates.columns, **without})
+        self.rows = without_extras(candidates)
         # Of millions of rows: four bytes for each.
         self.machines = machines_of(self.rows).astype(np.int32)
         self.microbatches = microbatches_of(self.rows).astype(np.int32)
@@ -158,7 +154,7 @@ class _Relaxation:
             self.bandwidth[mine] = 1e9 * reached
         meshes = self.rows.distinct("tp", "cp", "dp", "pp", "dp_shard", "order").of
         self.mesh = (meshes * (int(self.machines.max()) + 1) + self.machines).astype(np.int32)
-        self.relaxed = _relaxed(self.rows)
+        self.relaxed = relaxed(self.rows)
         self.plans: list[StagePlan | None] = []
 
     def bound(self, found: CandidateBounds) -> None:
@@ -167,7 +163,9 @@ class _Relaxation:
             figures = TemplateFigures.concatenated(shared.parts)
             for shape, members in shared.members.items():
                 every, of_rows = (np.concatenate(each) for each in zip(*members, strict=True))
-                numbers = self.microbatches, self.zero, self.mesh, self.on_host
+                # Where a group lies decides what ZeRO moves in each microbatch.
+                mesh = np.where(self.zero >= 2, self.mesh, 0)
+                numbers = self.microbatches, self.zero, mesh, self.on_host
                 read = every, *(number[of_rows] for number in numbers)
                 distinct, back = _distinct(read)
                 tuples, rows = every[distinct], of_rows[distinct]
@@ -194,9 +192,10 @@ class _Relaxation:
             if n in SETTINGS and n not in (*NUMBERS, *_ELSEWHERE, "global_batch_size")
         ]  # fmt: skip
         alike = of.distinct(*names)
+        one = {} if of.model.num_experts else {"dp": 1}
         for row in alike.first.tolist():
             try:
-                plan = stage_plan(of.run(row), of.model)
+                plan = stage_plan(of.run(row).model_copy(update=one), of.model)
                 usable = not unlike(plan.run, plan.order, plan.parts, plan.layers)
                 self.plans.append(plan if usable else None)
             except UserError:
@@ -215,19 +214,21 @@ class _Relaxation:
         for structure in structures(self.relaxed.take(first)).found:
             templates = Templates(structure)
             timings: dict[int, MachineTiming] = {}
-            pairs = structure.candidates.tolist(), structure.index.tolist()
-            members: list[tuple[int, int]] = [*zip(*pairs, strict=True)]
-            for member, nth in members:
-                mine = users[member]
-                timing = self._timing(int(mine[0]), templates, timings, placed)
-                for some in _by(plan_of[mine], mine):
-                    plan = self.plans[int(plan_of[some[0]])]
-                    if plan is None or plan.parts is None:
-                        continue
-                    kind = Kind("1f1b", 1 if plan.run.pp == 1 else 3, True, plan.parts)
-                    figures = timing.figures(kind, plan.run)
-                    table = tables.setdefault(figures.responses.form, _SharedFigures.none())
-                    table.add(figures, shape_of(plan), np.full(len(some), nth), some)
+            members: list[int] = structure.candidates.tolist()
+            mine = [users[member] for member in members]
+            tuples = np.repeat(structure.index, [len(of) for of in mine])
+            every = np.concatenate(mine)
+            kind = _distinct((self.machines[every], plan_of[every]))[1]
+            for of_kind in _by(kind, np.arange(len(every))):
+                some = every[of_kind]
+                plan = self.plans[int(plan_of[some[0]])]
+                if plan is None or plan.parts is None:
+                    continue
+                timing = self._timing(int(some[0]), templates, timings, placed)
+                shape = Kind("1f1b", 1 if plan.run.pp == 1 else 3, True, plan.parts)
+                figures = timing.figures(shape, plan.run)
+                table = tables.setdefault(figures.responses.form, _SharedFigures.none())
+                table.add(figures, shape_of(plan), tuples[of_kind], some)
         return tables
 
     def _rows_by_relaxed(self, plan_of: Int) -> list[Int]:
@@ -243,11 +244,9 @@ class _Relaxation:
         return _by(_distinct(read)[1], rows) if len(rows) else []
 
     def _usual(self) -> Bool:
-        """Rows whose stages are behind each other in the machine, and whose experts' communication
-        is the dispatcher's usual one and beside no kernels: other rows have no bounds."""
+        """Rows whose experts' communication is the dispatcher's usual one and beside no kernels:
+        other rows have no bounds."""
         found = np.ones(len(self.rows), dtype=bool)
-        orders = self.rows.column("order")
-        found &= orders.is_one_of(*(of for of in orders.values if str(of).endswith("pp")))
         for name in ("moe_flex_dispatcher", "overlap_moe_expert_parallel_comm"):
             found &= self.rows.column(name).is_one_of(False, None)
         return found
@@ -340,24 +339,6 @@ class _Relaxation:
             found = occupancy_of_ends((*own, count, shape.group), by_stage)
             held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
         return held
-
-
-def _relaxed(rows: Candidates) -> Candidates:
-    """Candidates without data parallelism, and with two microbatches."""
-    count = len(rows)
-    dp = rows.column("dp") if rows.model.num_experts else Column.constant(1, count)
-    sizes = rows.distinct("dp", "micro_batch_size")
-    some = rows.take(sizes.first)
-    least = some.numbers("dp") if rows.model.num_experts else np.ones(len(some), dtype=np.int64)
-    batch = Column.of((2 * least * some.numbers("micro_batch_size")).tolist())
-    columns = {
-        **rows.columns,
-        "dp": dp,
-        "zero": Column.constant(0, count),
-        "dp_shard": Column.constant(None, count),
-        "global_batch_size": Column(batch.codes[sizes.of], batch.values),
-    }
-    return replace(rows, columns=columns)
 
 
 def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:

@@ -31,7 +31,7 @@ from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only
 from stagewright.time.collectives import messages_seconds
 from stagewright.time.columns.durations import Columns
-from stagewright.time.columns.meshes import MeshColumns
+from stagewright.time.columns.meshes import AxisOrders, MeshColumns
 from stagewright.time.experts.beside import MOST_TOKENS
 from stagewright.time.network import Machine, tier_of
 from stagewright.time.served import InEngine, served_machine
@@ -264,7 +264,7 @@ class TimedBatches:
             {n: np.full(len(sums), axes[n], dtype=np.int64) for n in names if n != "pp"},
             np.full(len(sums), run.pp, dtype=np.int64),
             machine,
-            faster=names.index("pp") if "pp" in axes else None,
+            orders=AxisOrders.same(names, len(sums)) if "pp" in axes else None,
         )
         hosts = host_work(program, run, self.how, machine.hardware)
         in_engine = InEngine(run, self.step.model, self.how.serving_engine, machine.hardware)

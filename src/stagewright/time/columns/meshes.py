@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,20 @@ class Alike(NamedTuple):
     placements: list[Placement]
 
 
+class AxisOrders(NamedTuple):
+    """In which order configurations have the axes of their meshes."""
+
+    names: tuple[tuple[str, ...], ...]
+    """Each order that there is: all axes, the fastest first."""
+    of: Int
+    """Which of them each configuration has: [tuples]."""
+
+    @classmethod
+    def same(cls, names: Sequence[str], tuples: int) -> Self:
+        """One order of all."""
+        return cls((tuple(names),), np.zeros(tuples, dtype=np.int64))
+
+
 PlacedKey: TypeAlias = tuple[Communicator, tuple[tuple[str, int], ...]]
 Placed: TypeAlias = dict[PlacedKey, "list[Placement]"]
 """Where groups lie, by communicator, and mesh axes with their sizes."""
@@ -45,19 +59,21 @@ class MeshColumns:
     program: Program
     """Its communicators, peers, and the names of mesh axes are those of all configurations."""
     sizes: Mapping[str, Int]
-    """By axis, fastest first, but for the pipeline's: [tuples]."""
+    """By axis, but for the pipeline's: [tuples]."""
     pipeline: Int
     """Ranks of the pipeline: [tuples]."""
     machine: Machine
     known: Placed = field(default_factory=dict[PlacedKey, "list[Placement]"])
     """Placements on the machine that other structures have asked for."""
-    faster: int | None = None
-    """How many axes are faster than the pipeline's; None: all."""
+    orders: AxisOrders | None = None
+    """None: all configurations have the axes as they stand in `sizes`, and the pipeline's last."""
 
     @cached_property
     def _distinct(self) -> tuple[Int, Int]:
-        """The distinct sizes of all axes, the pipeline's last; and which each tuple has."""
-        table = np.stack([*self.sizes.values(), self.pipeline])
+        """The distinct sizes of all axes, the pipeline's last, and behind them the order of axes;
+        and which each tuple has."""
+        order = np.zeros_like(self.pipeline) if self.orders is None else self.orders.of
+        table = np.stack([*self.sizes.values(), self.pipeline, order])
         distinct, of = np.unique(table, axis=1, return_inverse=True)
         return distinct, of.ravel()
 
@@ -72,23 +88,24 @@ class MeshColumns:
         """Where the groups of a communicator lie, for the ranks of the first stage."""
         distinct, of = self._distinct
         by_place: dict[tuple[Placement, ...], list[int]] = {}
-        for nth, sizes in enumerate(distinct.T.tolist()):
+        for nth, (*sizes, order) in enumerate(distinct.T.tolist()):
             if math.prod(sizes) > self.machine.gpus:
                 continue  # of a structure's tuples, those of shorter pipelines only
-            by_place.setdefault(tuple(self._placements(who, tuple(sizes))), []).append(nth)
+            places = self._placements(who, sizes, order)
+            by_place.setdefault(tuple(places), []).append(nth)
         return [
             Alike(np.flatnonzero(np.isin(of, meshes)), [*places])
             for places, meshes in by_place.items()
         ]
 
-    def _placements(self, who: Communicator, sizes: tuple[int, ...]) -> list[Placement]:
-        axes = [*zip(self.sizes, sizes, strict=False)]
-        at = len(axes) if self.faster is None else self.faster
-        axes.insert(at, ("pp", sizes[-1]))
-        key = who, tuple(axes)
+    def _placements(self, who: Communicator, sizes: Sequence[int], order: int) -> list[Placement]:
+        every = dict(zip([*self.sizes, "pp"], sizes, strict=True))
+        names = [*every] if self.orders is None else self.orders.names[order]
+        axes = tuple((name, every[name]) for name in names)
+        key = who, axes
         if key in self.known:
             return self.known[key]
-        mesh = Mesh(tuple(axes), (), mirror=self.program.mesh.mirror)
+        mesh = Mesh(axes, (), mirror=self.program.mesh.mirror)
         only = None if who.only is None else tuple(sorted({0, sizes[-1] - 1}))
         self.known[key] = places_of(Communicator(who.axes, only), mesh, self.machine)
         return self.known[key]

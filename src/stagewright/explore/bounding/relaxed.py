@@ -1,0 +1,100 @@
+"""Candidates with less to do than others: those that bounds are taken of.
+
+A relaxed candidate has no ZeRO, and no data parallelism but as far as the latter decides where the
+ranks of tp and cp lie: groups whose ranks are as far from each other communicate as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from stagewright.arrays import Int
+from stagewright.explore.candidates import Candidates, Column, code_type
+from stagewright.explore.structures import ORDER
+
+_WITHOUT = {"overlap_param_gather": False, "optimizer_cpu_offload": False}
+"""Settings that relaxed candidates do not have: with them a step computes as much, and what they
+hold on the host counts for nothing."""
+_USUAL = "tp-cp-ep-dp-pp"
+_WITHIN = ("tp", "cp")
+"""Axes of the collectives within a block."""
+
+
+def without_extras(rows: Candidates) -> Candidates:
+    """Candidates without what only adds to their time or memory, and is not looked at."""
+    without = {name: Column.constant(off, len(rows)) for name, off in _WITHOUT.items()}
+    overlaps = _mapped(rows.column("no_overlap"), lambda axes: frozenset(axes) - {"dp"})
+    return replace(rows, columns={**rows.columns, **without, "no_overlap": overlaps})
+
+
+def relaxed(rows: Candidates) -> Candidates:
+    """Candidates without ZeRO, with two microbatches, and with dp where something depends on it.
+
+    Where no experts are spread over the ranks of dp, all that is left of dp and pp are the ranks
+    between two neighbours of tp and cp: these are those of dp, in an order with dp before tp.
+    """
+    count = len(rows)
+    dp, order = rows.column("dp"), rows.column(ORDER)
+    if not rows.model.num_experts:
+        dp, order = _before_tp(rows)
+    with_dp = replace(rows, columns={**rows.columns, "dp": dp, ORDER: order})
+    sizes = with_dp.distinct("dp", "micro_batch_size")
+    some = with_dp.take(sizes.first)
+    batch = Column.of((2 * some.numbers("dp") * some.numbers("micro_batch_size")).tolist())
+    columns = {
+        **with_dp.columns,
+        "zero": Column.constant(0, count),
+        "dp_shard": Column.constant(None, count),
+        "global_batch_size": Column(batch.codes[sizes.of], batch.values),
+    }
+    return replace(rows, columns=columns)
+
+
+def _before_tp(rows: Candidates) -> tuple[Column, Column]:
+    """dp and the order of candidates of which only the ranks of tp and cp communicate."""
+    order = rows.column(ORDER)
+    dp, codes = np.ones(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    orders = [_USUAL]
+    # What is reduced in each microbatch is relaxed away, wherever it lies.
+    spread = ~rows.column("grad_reduce").is_one_of("microbatch")
+    size = {axis: rows.numbers(axis) for axis in ("tp", "cp", "dp", "pp")}
+    for code, text in enumerate(order.values):
+        axes = [axis for axis in str(text).split("-") if axis != "ep"]
+        first, last = sorted(axes.index(axis) for axis in _WITHIN)
+        mine = spread & (order.codes == code)
+        before = _product(size, axes[:first], len(rows))
+        between = _product(size, axes[first + 1 : last], len(rows))
+        split = size[axes[first]] > 1, size[axes[last]] > 1
+        ranks = np.where(split[0], before, np.where(split[1], before * between, 1))
+        apart = split[0] & split[1] & (between > 1)
+        for own, each, how in (
+            (mine & ~apart, ranks, "-".join(("ep", "dp", axes[first], axes[last], "pp"))),
+            (mine & apart, size["dp"], str(text)),
+        ):
+            dp[own], codes[own] = each[own], len(orders)
+            orders.append(how)
+    codes[dp == 1] = np.where(codes[dp == 1] % 2, 0, codes[dp == 1])
+    numbers = Column(codes.astype(code_type(len(orders))), tuple(orders))
+    return _column(dp), _mapped(numbers, str)
+
+
+def _product(size: Mapping[str, Int], axes: Sequence[str], count: int) -> Int:
+    found = np.ones(count, dtype=np.int64)
+    for axis in axes:
+        found = found * size[axis]
+    return found
+
+
+def _column(numbers: Int) -> Column:
+    values, codes = np.unique(numbers, return_inverse=True)
+    return Column(codes.ravel().astype(code_type(len(values))), tuple(values.tolist()))
+
+
+def _mapped(column: Column, change: Callable[[Any], Any]) -> Column:
+    """A column with other values, of which equal ones are one."""
+    found = Column.of(change(value) for value in column.values)
+    return Column(found.codes[column.codes], found.values)
