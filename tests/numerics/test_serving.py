@@ -4,6 +4,7 @@ import json
 import random
 from array import array
 from copy import deepcopy as copy
+from dataclasses import fields
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -18,7 +19,7 @@ from stagewright.serving.engines.drafts import Drafts
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.requests import TOO_LONG, Workload, folded
-from stagewright.serving.routers import RoundRobin
+from stagewright.serving.routers import LeastLoaded, RoundRobin
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
@@ -147,6 +148,41 @@ def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
             assert (waiting, running, blocks) == (found[0][2] + late, *found[0][3:5])
         else:
             assert (waiting, running, blocks) == (0, 0, 0)
+
+
+class AskedEachTime(Vllm):
+    """vLLM's rules without those that an engine carries out without asking."""
+
+
+def test_plain_steps_are_those_of_the_methods_to_the_byte():
+    same_bytes_without_asking(range(12))
+
+
+@pytest.mark.slow
+def test_plain_steps_are_those_of_the_methods_on_many_workloads():
+    same_bytes_without_asking(range(100, 100 + times(60)))
+
+
+def same_bytes_without_asking(seeds: range):
+    asked = 0
+    for seed in seeds:
+        rules, seconds, cache, work = drawn(random.Random(seed))
+        found = []
+        for kind in (Vllm, AskedEachTime):
+            scheduler = kind(**{each.name: getattr(rules, each.name) for each in fields(rules)})
+            asked += scheduler.plain is None
+            done = serve(
+                in_blocks(work, cache.block_size),
+                lambda w, r, by=scheduler: Engine(w, r, copy(cache), by, seconds, 0.37),  # noqa: B023
+                1 + seed % 3,
+                RoundRobin() if seed % 2 else LeastLoaded(),
+            )
+            columns = [getattr(done.records, each.name) for each in fields(done.records)]
+            for engine in done.engines:
+                columns += [engine.gaps.numbers, *engine.samples]
+            found.append([bytes(column) for column in columns])
+        assert found[0] == found[1]
+    assert len(seeds) <= asked < 2 * len(seeds)
 
 
 class OneStep:

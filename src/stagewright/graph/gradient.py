@@ -45,11 +45,9 @@ def backward(
         if n not in parts:
             continue
         here = parts[n]
-        g = (
-            here[0]
-            if len(here) == 1
-            else add(*here, phase="backward", scope=n.scope, name=_named(n))
-        )
+        g = here[0]
+        if len(here) > 1:
+            g = add(*here, phase="backward", scope=n.scope, name=_named(n))
         for each in (*here, g):
             primal.setdefault(each, n)
         total[n] = g

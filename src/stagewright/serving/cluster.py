@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from operator import add
 
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
@@ -94,17 +95,18 @@ def _apart(
     host: HostTimes,
     heard: Heard | None,
 ) -> None:
-    arrival, reached = workload.arrival, records.reached
-    records.arrival[:] = arrival
-    for request, prompt in enumerate(workload.prompt):
-        reached[request] = arrival[request] + host.before_prefill(prompt)
-    order = range(len(workload))
+    reached = records.reached
+    records.arrival[:] = workload.arrival
+    delays = map(host.before_prefill, workload.prompt)
+    reached[:] = array("d", map(add, workload.arrival, delays))
+    order: Sequence[int] = range(len(workload))
     if host.per_prompt_token:
         order = sorted(order, key=reached.__getitem__)
+    route, engine_of = router.route, records.engine
+    inboxes = [engine.inbox.append for engine in engines]
     for request in order:
-        nth = router.route(request, workload, engines)
-        records.engine[request] = nth
-        engines[nth].inbox.append(request)
+        engine_of[request] = nth = route(request, workload, engines)
+        inboxes[nth](request)
     done = 0
     last = reached[order[-1]]
     moments = (*(last * nth / TOLD for nth in range(1, TOLD) if heard is not None), FAR)

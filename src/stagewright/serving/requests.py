@@ -10,6 +10,8 @@ from itertools import chain
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
 
@@ -169,6 +171,15 @@ def accept(
     `most_prompt`: what a step may have of a prompt. vLLM ends a request at `max_model_len`
     (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`).
     """
+    prompts = np.frombuffer(workload.prompt, np.int32).astype(np.int64)
+    lengths = np.frombuffer(workload.output, np.int32).astype(np.int64)
+    room = max_model_len - prompts
+    shorter = np.minimum(lengths, room)
+    fits = (room > 0) & (prompts <= min(most_prompt, prompt_tokens))
+    if (fits & (prompts + shorter - 1 <= tokens)).all():
+        output = array("i", shorter.astype(np.int32).tobytes())
+        shortened = int((lengths > room).sum())
+        return Accepted(replace(workload, output=output), dict(workload.rejected), shortened)
     rejected = Counter(workload.rejected)
     place, kept = array("i"), array("i")
     output, shortened = array("i"), 0

@@ -223,6 +223,18 @@ class KvBlocks:
         self._idle_blocks += freed
         self.free += freed
 
+    def leave(self, blocks: int) -> None:
+        """Blocks of requests that are done, free already, are idle: nobody will ask for them."""
+        if not self.caching:
+            return
+        idle = self._idle
+        if not idle or next(reversed(idle)) is not self._nobodys:
+            self._nobodys -= 1
+            self._resident[self._nobodys] = [0, 0]
+            idle[self._nobodys] = None
+        self._resident[self._nobodys][0] += blocks
+        self._idle_blocks += blocks
+
     def _forget(self) -> None:
         """Forget what the blocks held that have been handed out since, oldest first."""
         over = self._idle_blocks - self.free

@@ -11,32 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heappop
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from stagewright.serving.engines.blocks import KvBlocks
-from stagewright.serving.engines.state import EngineState
+from stagewright.serving.engines.decisions import FOREVER, Decision, PlainRules
+from stagewright.serving.engines.plain import PlainSteps
 from stagewright.serving.engines.times import BatchTimes, series, terms_within
 from stagewright.serving.requests import Records, Workload
-
-FOREVER = 1 << 60
-
-
-class Decision(NamedTuple):
-    """What a step computes, and how long that decision stands."""
-
-    chunks: Sequence[tuple[int, int]] = ()
-    """Requests whose prompts go on, and so many tokens of each."""
-    decodes: bool = True
-    """Whether decoding requests get a token."""
-    repeats: int = FOREVER
-    """Without chunks: so many steps are decided alike if nothing arrives or ends."""
-    open: bool = True
-    """Whether an arrival could change that."""
-    skipped: Sequence[int] = ()
-    """Decoding requests that get no token in this one step."""
-    stands: bool = False
-    """Whether the decision also stands when requests end, while all that run decode, nobody waits
-    and blocks suffice: the scheduler is then not asked again."""
 
 
 class Scheduler(Protocol):
@@ -47,7 +28,8 @@ class Scheduler(Protocol):
 
         A batch of nothing says that nothing can run until something arrives. A scheduler with a
         field `async_scheduling` that is true decides on a step when the one before begins: it sees
-        only what has arrived by then.
+        only what has arrived by then. One with a field `plain` that is not None (`PlainRules`) is
+        not asked while blocks suffice.
         """
         ...
 
@@ -72,13 +54,10 @@ class Unit(Protocol):
         ...
 
 
-class Engine(EngineState):
+class Engine(PlainSteps):
     """An engine; `advance` moves it on in time."""
 
-    __slots__ = (
-        *("_ahead", "_decision", "_decoders", "_first", "_grows", "_next_sample", "_sample_every"),
-        *("_seen", "_stands", "_steps", "end", "scheduler", "times", "unit"),
-    )
+    __slots__ = ("_rules", "_sample_every", "scheduler", "unit")
 
     def __init__(
         self,
@@ -90,16 +69,13 @@ class Engine(EngineState):
         sample_every: float = math.inf,
     ) -> None:
         """An idle engine for some of a workload's requests; its state is noted every so often."""
-        super().__init__(workload, records, blocks)
-        self.scheduler, self.times = scheduler, times
+        super().__init__(workload, records, blocks, times)
+        self.scheduler = scheduler
         self._next_sample, self._sample_every = sample_every, sample_every
-        self.end = math.inf
-        """When the batch that is under way ends, or something arrives."""
-        self._decision, self._decoders, self._stands = Decision(), 0, False
-        # Steps of the batch; of several, the length of the first and by how much each one grows.
-        self._steps, self._first, self._grows = 0, 0.0, 0.0
         self._ahead = bool(getattr(scheduler, "async_scheduling", False))
-        self._seen = 0.0  # what had arrived by then is seen by the next decision
+        # A subclass has methods of its own for what `_carry_on` does by itself.
+        plain: PlainRules | None = getattr(scheduler, "plain", None)
+        self._rules = plain if type(self) is Engine else None
 
         self.unit: Unit = self
         """What moves the engine on: itself, or what lets several step together."""
@@ -140,7 +116,10 @@ class Engine(EngineState):
         while self.end <= until:
             if self.end >= self._next_sample:
                 self._sample()
-            if not self._steps:
+            if self._rules is not None and self._plain:
+                if not self._carry_on(self._rules, until):
+                    self._begin()
+            elif not self._steps:
                 self._seen = self.now = self.end
                 self._begin()
             elif self._stands:
@@ -307,15 +286,6 @@ class Engine(EngineState):
                 seconds = steps * (first + grows * (steps - 1) * 0.5)
         self._decoders, self._first, self._grows, self._steps = n, first, grows, steps
         self.end = now + seconds
-
-    def _steps_in_memory(self, most: int) -> int:
-        """Steps for which blocks suffice; those of the first one are taken."""
-        free, size = self.blocks.free, self.block_size
-        for steps in range(1, most):
-            free -= self._growth[(self.step + steps) % size]
-            if free < 0:
-                return steps
-        return most
 
     # ---- a batch ends ----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,37 +81,90 @@ def gaps_upto(seconds: float, rows: Float) -> float:
     return float((count * requests).sum())
 
 
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+SHIFT = 44
+"""Bits of a number's fraction that a bin of `_bins` leaves out: 256 bins from x to 2 x."""
+
+
+def _bins(values: Float) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Numbers of bins in which times lie, in their order; what is below 0 counts as 0."""
+    return np.maximum(values, 0.0).view(np.int64) >> SHIFT
+
+
+def _upto_bins(parts: Sequence[Float], first: int, count: int) -> tuple[Float, Float]:
+    """Of each bin, how many times surely lie before it, and how many may lie up to its end."""
+    ended, begun = np.zeros(count + 1), np.zeros(count)
+    for rows in parts:
+        low = _bins(np.minimum(rows[:, 0], rows[:, 1])) - first
+        high = _bins(np.maximum(rows[:, 0], rows[:, 1])) - first
+        weights = rows[:, 2] * rows[:, 3]
+        begun += np.bincount(low, weights, count)
+        ended[1:] += np.bincount(high, weights, count)
+    return np.cumsum(ended[:-1]), np.cumsum(begun)
+
+
 def gaps_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[float]:
     """The least times between tokens that such shares of them do not exceed, of series as rows.
 
-    The search looks only at series that cross the times in question.
+    A search halves the range of times, where bins leave open which half the time lies in; it
+    looks only at series that cross the range.
     """
     parts = [rows[at : at + MANY] for rows in parts for at in range(0, len(rows), MANY)]
     total = sum(float(rows[:, 2] @ rows[:, 3]) for rows in parts)
     smallest = min(float(rows[:, :2].min()) for rows in parts)
     largest = max(float(rows[:, :2].max()) for rows in parts)
+    first, last = _bins(np.array([smallest, largest])).tolist()
+    surely, perhaps = _upto_bins(parts, first, last - first + 1)
 
     def quantile(share: float) -> float:
-        least, most, below, crossing = smallest, largest, 0.0, [*parts]
+        wanted = share * total
+        # Bins before `low` are too early, those behind `high` are not.
+        low = int(np.searchsorted(perhaps, wanted))
+        high = int(np.searchsorted(surely, wanted)) - 1
+        below, crossing = 0.0, list[Float]()
+        for rows in parts:
+            bins = _bins(rows[:, :2]) - first
+            under, over = (bins < low).all(axis=1), (bins > high).all(axis=1)
+            below += _keep_crossing(rows, under, over, crossing)
+        least, most = smallest, largest
         while most - least > 1e-9 * most:
             middle = (least + most) / 2
-            if below + sum(gaps_upto(middle, rows) for rows in crossing) >= share * total:
+            nth = _bins(np.array([middle])).item() - first
+            if nth < low:
+                least = middle
+                continue
+            if nth > high:
+                most = middle
+                continue
+            if below + sum(gaps_upto(middle, rows) for rows in crossing) >= wanted:
                 most = middle
             else:
                 least = middle
             left: list[Float] = []
             for rows in crossing:
                 under = (rows[:, 0] <= least) & (rows[:, 1] <= least)
-                cross = ~under & ((rows[:, 0] <= most) | (rows[:, 1] <= most))
-                if 8 * np.count_nonzero(cross) > len(rows):  # not worth a copy
-                    left.append(rows)
-                    continue
-                below += float(rows[under, 2] @ rows[under, 3])
-                left.append(rows[cross])
-            small = [rows for rows in left if len(rows) < FEW]
-            crossing = [rows for rows in left if len(rows) >= FEW]
-            if small:
-                crossing.append(np.concatenate(small))
+                over = (rows[:, 0] > most) & (rows[:, 1] > most)
+                below += _keep_crossing(rows, under, over, left)
+            crossing = left
         return most
 
     return [*map(quantile, shares)]
+
+
+def _keep_crossing(rows: Float, under: Mask, over: Mask, kept: list[Float]) -> float:
+    """Keep the series that lie neither under nor over some range, and count the times under it.
+
+    All are kept, and none is counted, where a copy is not worth it; small ones are put together.
+    """
+    cross = ~(under | over)
+    count = np.count_nonzero(cross)
+    if 8 * count > len(rows) > FEW:
+        kept.append(rows)
+        return 0.0
+    few = rows[cross]
+    if kept and len(few) + len(kept[-1]) < FEW:
+        kept[-1] = np.concatenate([kept[-1], few])
+    else:
+        kept.append(few)
+    return float(rows[under, 2] @ rows[under, 3])

@@ -81,7 +81,7 @@ class EngineState:
         self.drafts: Drafts | None = None
         """Of speculative decoding; None: each step gives a request one token."""
         self._held: dict[int, int] = {}  # blocks of decoding requests, where these have drafts
-        self._token_time = 0.0  # when decoding requests got their last tokens, but for
+        self._token_time: float = 0.0  # when decoding requests got their last tokens, but for
         self._fresh: dict[int, float] = {}  # these
         # Of preempted requests: when they got their last token, and the tokens that were computed.
         self._last: dict[int, tuple[float, int]] = {}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.serving.engines.engine import FOREVER, Decision, Engine
-
-_ONLY_DECODES = Decision(stands=True)
-_FULL = Decision(open=False)
+from stagewright.serving.engines.decisions import (
+    FOREVER,
+    FULL,
+    ONLY_DECODES,
+    Decision,
+    PlainRules,
+)
+from stagewright.serving.engines.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,18 @@ class Vllm:
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = False
 
+    @property
+    def plain(self) -> PlainRules | None:
+        """The rules where blocks suffice; None where there are others, as a subclass may have."""
+        if type(self) is not Vllm or self.long_prefill_token_threshold:
+            return None
+        return PlainRules(
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+            self.enable_chunked_prefill,
+            self.scheduler_reserve_full_isl,
+        )
+
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
         waiting, left = engine.waiting, engine.left
@@ -49,7 +65,7 @@ class Vllm:
         if not one_by_one and engine.reserve():  # most steps
             if not left:
                 if not waiting:
-                    return _ONLY_DECODES if len(engine.running) < self.max_num_seqs else _FULL
+                    return ONLY_DECODES if len(engine.running) < self.max_num_seqs else FULL
                 chunks = list[tuple[int, int]]()
                 self._admit(engine, budget, chunks)
                 return Decision(chunks, True, FOREVER, False)

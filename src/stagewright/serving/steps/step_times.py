@@ -80,11 +80,16 @@ class StepTimes:
     """What the engine's host adds to each step."""
     _without_host: StepTimes | None = None
     _pieces: dict[int, Pieces] = field(default_factory=dict[int, Pieces])
+    _hosted: dict[HostTimes, StepTimes] = field(default_factory=dict[HostTimes, "StepTimes"])
 
     def with_host(self, host: HostTimes) -> StepTimes:
         """These times with what an engine's host adds to each step."""
         alone = self._without_host or self
-        return replace(alone, host=host, _without_host=alone, _pieces={})
+        if host not in alone._hosted:
+            alone._hosted[host] = replace(
+                alone, host=host, _without_host=alone, _pieces={}, _hosted={}
+            )
+        return alone._hosted[host]
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of a step in which so many requests get a token, and their drafts.

@@ -1,0 +1,274 @@
+"""The steps of an engine where nothing is out of the ordinary, all in one function.
+
+Most steps of most runs are these: who runs decodes, a prompt goes on, prompts begin, requests are
+done; blocks suffice, nobody has been preempted, nothing is speculated. `PlainSteps._carry_on` is
+what `EngineState.reserve`, `grow`, `admit`, `_give_token` and `_complete`, the scheduler and the
+engine's own methods come to then, with all that changes in local variables. Where anything else is
+asked for, it leaves the step to these methods.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heappop, heappush
+
+from stagewright.serving.engines.blocks import NO_HIT, KvBlocks
+from stagewright.serving.engines.decisions import (
+    FOREVER,
+    FULL,
+    ONLY_DECODES,
+    Decision,
+    PlainRules,
+)
+from stagewright.serving.engines.state import EngineState
+from stagewright.serving.engines.times import BatchTimes, terms_within
+from stagewright.serving.requests import NO_CHAIN, Records, Workload
+
+
+class PlainSteps(EngineState):
+    """An engine's state, and the batch that is under way."""
+
+    __slots__ = (
+        *("_ahead", "_decision", "_decoders", "_first", "_grows", "_next_sample"),
+        *("_seen", "_stands", "_steps", "end", "times"),
+    )
+
+    def __init__(
+        self, workload: Workload, records: Records, blocks: KvBlocks, times: BatchTimes
+    ) -> None:
+        """Nothing is under way."""
+        super().__init__(workload, records, blocks)
+        self.times = times
+        self.end: float = math.inf
+        """When the batch that is under way ends, or something arrives."""
+        self._decision = Decision()
+        self._decoders: int = 0
+        self._stands: bool = False
+        # Steps of the batch; of several, the length of the first and by how much each one grows.
+        self._steps: int = 0
+        self._first: float = 0.0
+        self._grows: float = 0.0
+        self._ahead = False  # whether a step is decided when the one before begins
+        self._seen: float = 0.0  # what had arrived by then is seen by the next decision
+        self._next_sample = math.inf
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the batch under way, and who is there, are as `_carry_on` knows them."""
+        return not (
+            self._last
+            or self.generated
+            or self._fresh
+            or self._decision.skipped
+            or self.drafts is not None
+            or (self._decoders and self.now != self._token_time)
+        )
+
+    def _steps_in_memory(self, most: int) -> int:
+        """Steps for which blocks suffice; those of the first one are taken."""
+        free, size = self.blocks.free, self.block_size
+        for steps in range(1, most):
+            free -= self._growth[(self.step + steps) % size]
+            if free < 0:
+                return steps
+        return most
+
+    def _carry_on(self, rules: PlainRules, until: float) -> bool:
+        """Carry out steps up to the first that ends later, or at which the state is noted.
+
+        Returns whether that one has been decided; if not, the one before it has ended, and the
+        scheduler is to be asked. To begin with, the engine is `_plain`.
+        """
+        budget, seats, chunked, whole_prompts = rules
+        prompt, output, arrival, chains = self.prompt, self.output, self.arrival, self._chains
+        inbox, waiting, running, left = self.inbox, self.waiting, self.running, self.left
+        heap, ends, growth, size = self._heap, self._ends, self._growth, self.block_size
+        scheduled_at, first_at, finish_at = self._scheduled_at, self._first_at, self._finish_at
+        blocks, per_request = self.blocks, self.blocks.per_request
+        note, line, step_seconds = self.gaps.add, self.times.line, self.times.step
+        completed, ahead, sampled = self.completed, self._ahead, self._next_sample
+        now, end, steps, n = self.now, self.end, self._steps, self._decoders
+        first, grows, stands = self._first, self._grows, self._stands
+        step, context, token_time = self.step, self.context, self._token_time
+        chunks: list[tuple[int, int]] = [*self._decision.chunks] if steps else []
+        begun, lacks = -1, 0  # the request with a prompt in part, and the tokens that it lacks
+        for request, tokens in left.items():
+            if tokens:
+                begun, lacks = request, tokens
+        left.clear()
+        next_arrival = arrival[inbox[0]] if inbox else math.inf
+        open_ = self._decision.open
+        forgotten = 0  # blocks whose contents nobody will ask for
+        decided = True
+        while True:
+            # ---- what is under way ends ----------------------------------------------------------
+            start = seen = now
+            now = end
+            if not steps:
+                seen = now
+            else:
+                if chunks:
+                    if n:
+                        note((now - start, now - start, 1, n))
+                        step += 1
+                        context += n
+                else:
+                    if steps == 1:
+                        seconds = first if stands else now - start
+                        note((seconds, seconds, 1, n))
+                    else:
+                        more = steps - 1
+                        note((first, first + grows * more, steps, n))
+                        seen = start + more * (first + grows * (more - 1) * 0.5)
+                        if more >= size:
+                            blocks.free -= more // size * n
+                        at = (step + 1) % size
+                        upto = at + more % size
+                        blocks.free -= sum(growth[at:upto])
+                        if upto > size:
+                            blocks.free -= sum(growth[: upto - size])
+                    step += steps
+                    context += n * steps
+                token_time = now
+                if not ahead:
+                    seen = now
+                while heap and heap[0][0] <= step:
+                    last, request = heappop(heap)
+                    if ends.get(request) != last:
+                        continue  # the entry holds no longer
+                    del ends[request], running[request]
+                    done = prompt[request] + output[request] - 1
+                    context -= done
+                    growth[(step - done) % size] -= 1
+                    if chains is None:
+                        blocks.free += per_request - (-done // size)
+                        forgotten -= -done // size
+                    else:
+                        keys, key_ends = chains[request]
+                        if keys and key_ends[-1] > prompt[request] // size:
+                            blocks.extend(request, keys, key_ends, done // size)
+                        blocks.release(request, keys, key_ends, -(-done // size), again=False)
+                    finish_at[request] = now
+                    completed.append(request)
+                for request, _ in chunks:
+                    if request == begun:
+                        continue
+                    first_at[request] = now
+                    tokens, more = prompt[request], output[request] - 1
+                    if more:
+                        last = ends[request] = step + more
+                        heappush(heap, (last, request))
+                        context += tokens
+                        growth[(step - tokens) % size] += 1
+                    else:
+                        self.now = now
+                        self._complete(request, tokens)
+            # ---- the next is decided -------------------------------------------------------------
+            while next_arrival <= seen:
+                waiting.append(inbox.popleft())
+                next_arrival = arrival[inbox[0]] if inbox else math.inf
+            chunks = []
+            n = len(ends)
+            room, need, more, done = budget - n, growth[step % size], 0, 0
+            if begun >= 0:
+                more = lacks if lacks < room else room
+                done = prompt[begun] - lacks
+                need += (-done // size) - (-(done + more) // size)
+            if room < 0 or need > blocks.free:
+                decided = False
+                break
+            blocks.free -= need
+            tokens, own = n, n + context
+            pairs = places = own
+            if more:
+                done += more
+                lacks -= more
+                room -= more
+                chunks.append((begun, more))
+                if chains is not None:
+                    keys, key_ends = chains[begun]
+                    if keys:
+                        blocks.extend(begun, keys, key_ends, done // size)
+                tokens += more
+                pairs += more * done - more * (more - 1) // 2
+                places += done
+                if not lacks:
+                    begun = -1
+            while waiting and room > 0 and len(running) < seats:
+                request = waiting[0]
+                whole = prompt[request]
+                keys, key_ends = NO_CHAIN if chains is None else chains[request]
+                hit = blocks.find(keys, key_ends, (whole - 1) // size) if keys else NO_HIT
+                segments, there, idle = hit
+                more = whole - there * size
+                if more > room:
+                    if not chunked:
+                        break
+                    more = room
+                done = there * size + more
+                held = per_request - there
+                if held - (-(whole if whole_prompts else done) // size) + idle > blocks.free:
+                    break
+                scheduled_at[request] = now
+                if segments:
+                    self._cached[request] = there * size
+                    blocks.hold(request, keys, hit)
+                blocks.free -= held - (-done // size)
+                if keys:
+                    blocks.extend(request, keys, key_ends, done // size)
+                waiting.popleft()
+                running[request] = None
+                chunks.append((request, more))
+                room -= more
+                tokens += more
+                pairs += more * done - more * (more - 1) // 2
+                places += done
+                if done < whole:
+                    begun, lacks = request, whole - done
+            # ---- how long it takes ---------------------------------------------------------------
+            if chunks:
+                steps = 1
+                end = now + step_seconds(tokens, pairs, places, n + len(chunks), n, own)
+            elif n:
+                while ends.get(heap[0][1]) != heap[0][0]:
+                    heappop(heap)
+                steps = heap[0][0] - step
+                if n * (steps // size + 1) > blocks.free:
+                    self.step = step
+                    steps = self._steps_in_memory(steps)
+                first, grows, alike = line(n, own)
+                if alike < steps:
+                    steps = alike
+                seconds = steps * (first + grows * (steps - 1) * 0.5)
+                open_ = not waiting and len(running) < seats
+                stands = open_ and begun < 0
+                if steps > 1 and open_ and next_arrival - now < seconds:
+                    gap, most = next_arrival - now, steps
+                    steps = 1
+                    if gap > 0.0:
+                        steps = terms_within(first, grows, gap, most)
+                        if ahead and steps < most:
+                            steps += 1
+                    seconds = steps * (first + grows * (steps - 1) * 0.5)
+                end = now + seconds
+            else:
+                steps = 0
+                end = now if now > next_arrival else next_arrival
+            if end > until or end >= sampled:
+                break
+        # ---- what comes next is not of this function -----------------------------------------
+        self.now, self.end, self._steps, self._decoders = now, end, steps, n
+        self._first, self._grows, self._seen = first, grows, seen
+        self.step, self.context, self._token_time = step, context, token_time
+        if forgotten:
+            blocks.leave(forgotten)
+        for request, _ in chunks:
+            left[request] = 0
+        if begun >= 0:
+            left[begun] = lacks
+        if chunks:
+            self._decision, self._stands = Decision(chunks, True, FOREVER, False), False
+        else:
+            self._decision = ONLY_DECODES if open_ else FULL
+            self._stands = decided and stands
+        return decided
