@@ -425,11 +425,11 @@ def sweep(seed: str, runs: int, folder: Path) -> int:
     while done < runs:
         settings = draw(dice)
         try:
-            compiled = compile(Run(**settings))
-        except UserError:
-            refused += 1
-            continue
-        try:
+            try:
+                compiled = compile(Run(**settings))
+            except UserError:
+                refused += 1
+                continue
             sound(compiled, dice)
             conserves(compiled)
             if done % WRITTEN == 0 or compiled.run.prefill is not None:

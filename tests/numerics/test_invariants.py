@@ -89,6 +89,13 @@ GRID: list[dict[str, Any]] = [
     BASE | {"dp": 128, "tp": 8, "pp": 4},  # beyond what is run rank by rank
 ]  # fmt: skip
 
+FSDP2 = GPT | {"framework": "torchtitan", "zero": 3, "dp": 2, "pp": 2, "global_batch_size": 4}
+TORCHTITAN: list[dict[str, Any]] = [  # each was unsound once: all are tried
+    {"cpu_offloading_num_layers": 1, "schedule": "gpipe", "layers": 2},
+    {"mtp_num_layers": 1, "recompute": "full", "pp": 3, "layers": 3},
+    {"fuse": True, "grad_reduce": "microbatch", "grad_reduce_dtype": "bf16", "layers": 2},
+]
+
 
 def checked(run: Run) -> Program:
     """The program of a run, all invariants checked."""
@@ -103,6 +110,11 @@ def checked(run: Run) -> Program:
 @pytest.mark.parametrize("settings", some(GRID, 4), ids=lambda s: Run(**s).describe())
 def test_grid(settings: dict[str, Any]) -> None:
     checked(Run(**settings))
+
+
+@pytest.mark.parametrize("settings", TORCHTITAN, ids=str)
+def test_torchtitan(settings: dict[str, Any]) -> None:
+    checked(Run(**(FSDP2 | settings)))
 
 
 @pytest.mark.parametrize("settings", some(GRID[13::3]), ids=lambda s: Run(**s).describe())

@@ -45,7 +45,7 @@ def activations(
     deps: list[Dependency] = [*makers, *stream]
     store = Kernel("offload", "store", TaskKind.STORE, "forward", TaskPart.FORWARD,
                  comm_bytes=total, dtype=dtype, deps=deps, reads=list(kept))  # fmt: skip
-    load = Kernel("reload", "load", TaskKind.LOAD, "backward", TaskPart.GATHER_AGAIN,
+    load = Kernel("reload", "load", TaskKind.LOAD, "backward", TaskPart.RELOAD,
                 comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
     for t in later:
         if any(owner(n) in kept for n in t.reads):

@@ -13,14 +13,21 @@ from stagewright.lower.assembly.lifetimes import moves_gradients
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.program.columns import TaskKind
 
-ADDED_CAST = "cast+accumulate"
-"""The op of a kernel that adds a gradient to those of microbatches before, in another precision."""
 _MERGED = {TaskPart.REDUCE_ONCE: "bucket", TaskPart.UPDATE: "updated"}
 """How names of merged messages begin; of others, those of FSDP's root unit."""
 Item = tuple[int, Kernel]
 """A block of the stage, and one of its tasks."""
 Row = list[Item]
 """The tasks that one row stands for: several messages that are sent as one, else a single task."""
+
+
+def adds_before_reduction(t: Kernel) -> bool:
+    """Whether a kernel adds a gradient in another precision to those of microbatches before.
+
+    What adds a gradient that has been reduced is part of the reduction.
+    """
+    reduced = any(isinstance(d, Kernel) and moves_gradients(d) for d in t.deps)
+    return t.op == "cast+accumulate" and not reduced
 
 
 def one_by_one(items: Sequence[Item]) -> list[Row]:
@@ -42,7 +49,7 @@ def with_root_unit(
     early = [(i, t) for i, t in items if i in root and t.part in gathers]
     reductions = _reductions(items)
     late = {i: [item for item in reductions if item[0] == i] for i, _ in items}
-    added = {i: [(j, t) for j, t in items if j == i and t.op == ADDED_CAST] for i in late}
+    added = {i: [(j, t) for j, t in items if j == i and adds_before_reduction(t)] for i in late}
     moved = {t for of in (late, added) for unit in of.values() for _, t in unit}
     moved |= {t for _, t in early}
     rest = _gather_after_loss([item for item in items if item[1] not in moved])
@@ -68,14 +75,17 @@ def _gather_after_loss(items: Sequence[Item]) -> Row:
     start = next((n for n, (_, t) in enumerate(items) if t.part is TaskPart.BACKWARD), 0)
     first = items[start][0] if items else 0
     gathers = [(i, t) for i, t in items[:start] if t.part is TaskPart.GATHER_AGAIN and i != first]
-    products = (n for n in range(start, len(items)) if _is_product(items[n][1]))
-    at = next(products, start)
+    late = {t for _, t in gathers}
+    rest = (n for n in range(start, len(items)) if _ends_wait(items[n][1], late))
+    at = next(rest, start)
     before = [item for item in items[:start] if item not in gathers]
     return [*before, *items[start:at], *gathers, *items[at:]] if gathers else [*items]
 
 
-def _is_product(t: Kernel) -> bool:
-    return t.shape is not None and t.shape.kernel == "gemm"
+def _ends_wait(t: Kernel, gathers: AbstractSet[Kernel]) -> bool:
+    """Whether gathers are issued before this task of backward: a product, or what needs them."""
+    product = t.shape is not None and t.shape.kernel == "gemm"
+    return product or any(isinstance(d, Kernel) and d in gathers for d in t.deps)
 
 
 def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:

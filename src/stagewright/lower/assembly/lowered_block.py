@@ -13,7 +13,12 @@ from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
 
 FORWARD_PARTS = (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.FORWARD)
-BACKWARD_PARTS = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
+BACKWARD_PARTS = (
+    TaskPart.GATHER_AGAIN,
+    TaskPart.RELOAD,
+    TaskPart.BACKWARD,
+    TaskPart.REDUCE_ONCE,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +71,7 @@ def weight_half(
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]
-    stack += [t for t in tasks if t.part is TaskPart.GATHER_AGAIN]
+    stack += [t for t in tasks if t.part in (TaskPart.GATHER_AGAIN, TaskPart.RELOAD)]
     stack += [t for t in handed_on if isinstance(t, Kernel)]
     first: set[Kernel] = set()
     while stack:

@@ -132,10 +132,11 @@ class Stage:
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
         """The tasks of one direction in order, a row each or merged, as the habits say.
 
-        Weights are gathered one block ahead, so that gathers overlap with the block before.
+        Weights are gathered, and activations loaded, one block ahead: beside the block before.
         """
-        first, second, third = FORWARD_PARTS if forward else BACKWARD_PARTS
-        ahead, main = ((first, second), (third,)) if forward else ((first,), (second, third))
+        parts = FORWARD_PARTS if forward else BACKWARD_PARTS
+        ahead = [part for part in parts if part.ahead]
+        main = [part for part in parts if not part.ahead]
         items: list[Item] = []
         order = list(range(len(self.blocks)))[:: 1 if forward else -1]
         for n, i in enumerate(order):

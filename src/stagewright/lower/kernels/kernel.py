@@ -22,6 +22,8 @@ class TaskPart(Enum):
     FORWARD = "forward"
     GATHER_AGAIN = "gather_again"
     """Before each backward: weights that forward has let go."""
+    RELOAD = "reload"
+    """Before each backward: activations that forward has put on the host."""
     BACKWARD = "backward"
     REDUCE_ONCE = "reduce_once"
     """After the last backward: gradients over data parallelism."""
@@ -35,6 +37,11 @@ class TaskPart(Enum):
     def gathers(self) -> bool:
         """Whether weights are gathered here, and nothing is computed but their casts."""
         return self in (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.GATHER_AGAIN)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the task is issued a block ahead of the kernels that wait for it."""
+        return self.gathers or self is TaskPart.RELOAD
 
 
 @dataclass(slots=True, eq=False)
@@ -52,14 +59,16 @@ class Kernel:
     # whose stream the kernel runs, none for kernels on the stream of the model
     axes: tuple[str, ...] = ()
     shift: int = 0  # SEND, RECV: distance to the peer along the axis
-    twin: Kernel | None = None  # RECV: the SEND that a rank the other way issues for it
+    twin: Kernel | None = field(
+        default=None, repr=False
+    )  # RECV: the SEND that a rank the other way issues for it
     comm_bytes: int = 0
     dtype: str = ""
     shape: Shape | None = None  # COMPUTE
     # what it waits for: tasks, or what others hand on
-    deps: list[Dependency] = field(default_factory=list["Dependency"])
-    made: list[Node] = field(default_factory=list[Node])  # values that others see
-    reads: list[Node] = field(default_factory=list[Node])  # values of others
+    deps: list[Dependency] = field(default_factory=list["Dependency"], repr=False)
+    made: list[Node] = field(default_factory=list[Node], repr=False)  # values that others see
+    reads: list[Node] = field(default_factory=list[Node], repr=False)  # values of others
 
 
 Dependency = Kernel | LiveValue

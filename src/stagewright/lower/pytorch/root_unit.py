@@ -10,7 +10,7 @@ from typing import Self
 
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.lower.assembly.buckets import ADDED_CAST, Item, Row, with_root_unit
+from stagewright.lower.assembly.buckets import Item, Row, adds_before_reduction, with_root_unit
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Value, moves_gradients
 from stagewright.lower.assembly.segments import NEXT
@@ -96,7 +96,7 @@ def _add_in_next_half(values: StageValues, action: ActionRows) -> None:
     for that half of the next microbatch."""
     first_half = sorted({*action.of_all_microbatches} - {*action.weight})
     for i, t in action.order:
-        if t.op == ADDED_CAST and first_half:
+        if first_half and adds_before_reduction(t):
             gradient = values.value(i, t.reads[0])
             if gradient is not None:
                 gradient.touches.append((NEXT, action.stage, first_half[-1]))
