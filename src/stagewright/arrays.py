@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,10 @@ Bool = NDArray[np.bool_]
 """Which rows or ranks are meant."""
 Float = NDArray[np.float64]
 """Seconds, shares."""
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, so that to multiply by it loses nothing: 2**64 over the golden ratio, as Fibonacci hashing
+takes it (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
 
 
 def exact_sum(column: Int) -> int:
@@ -39,3 +44,28 @@ def compressed_pairs(tokens: Any, each: int, top: int = 0) -> Any:
     pairs = each * (keys * (keys - 1) // 2) + keys * (first - each * keys + 1)
     pairs = pairs + (tokens - first) * top
     return int(pairs) if isinstance(tokens, int) else pairs
+
+
+def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
+    """Of columns side by side, the first of each set of equal rows, and each row's set.
+
+    Sets are numbered in any order. A row is known by one number that mixes its values, which costs
+    far less than to sort whole rows; should two that differ have one number, rows are sorted.
+
+    >>> first, of = distinct_rows([np.array([3, 1, 3]), np.array([0.5, 2.0, 0.5])])
+    >>> sorted(first.tolist()), bool(of[0] == of[2] != of[1])
+    ([0, 1], True)
+    """
+    bits = [c.view(np.int64) if c.dtype == np.float64 else c.astype(np.int64) for c in columns]
+    mixed = np.zeros(len(bits[0]), dtype=np.uint64)
+    for column in bits:
+        mixed = (mixed ^ column.view(np.uint64)) * _ODD
+        mixed ^= mixed >> np.uint64(29)
+    values = np.unique(mixed)
+    of = np.searchsorted(values, mixed)
+    first = np.empty(len(values), dtype=np.int64)
+    first[of[::-1]] = np.arange(len(mixed))[::-1]
+    if all(np.array_equal(column[first][of], column) for column in bits):
+        return first, of
+    _, first, of = np.unique(np.stack(bits), axis=1, return_index=True, return_inverse=True)
+    return first, of.ravel()

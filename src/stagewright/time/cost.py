@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Float
+from stagewright.arrays import Bool, Float, distinct_rows
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
@@ -180,11 +180,8 @@ def _unique(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """The first of each set of equal chosen rows, and for each chosen row the index of its set."""
     where = np.flatnonzero(chosen)
-    table = np.stack([c[where].astype(np.int64) for c in columns], axis=1)
-    if not len(where):
-        return where, where
-    _, first, back = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    return where[first], back.reshape(-1)
+    first, back = distinct_rows([column[where] for column in columns])
+    return where[first], back
 
 
 class Kernels(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, distinct_rows
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import Shape, TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
@@ -134,16 +134,14 @@ def _extents(shape: Shape) -> tuple[float, ...]:
 def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
     """Seconds of each row within a step: its share of the seconds of the product."""
     on = on.sustained()
-    table = np.stack([*gemms[:-2], gemms.dtype.astype(float)], axis=1)
-    distinct, back = np.unique(table, axis=0, return_inverse=True)
-    seconds = np.zeros(len(distinct))
-    for i in np.unique(distinct[:, -1]):
-        mine = distinct[:, -1] == i
-        batch, m, n, k, traffic, _ = distinct[mine].T
-        seconds[mine] = gemm_seconds(
-            batch, m, n, k, traffic=traffic, dtype=dtypes[int(i)], on=on
-        )  # fmt: skip
-    return gemms.share * seconds[back.reshape(-1)]
+    first, back = distinct_rows(gemms[:-1])
+    distinct = [column[first] for column in gemms[:-2]]
+    dtype, seconds = gemms.dtype[first], np.zeros(len(first))
+    for i in np.unique(dtype).tolist():
+        mine = dtype == i
+        batch, m, n, k, traffic = (column[mine] for column in distinct)
+        seconds[mine] = gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtypes[i], on=on)
+    return gemms.share * seconds[back]
 
 
 def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
@@ -171,9 +169,10 @@ def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) 
     inputs = np.diff(tasks.data_ptr)
     reads = whole[needed] >= 0
     owner, needed = owner[reads], needed[reads]
-    _, first, count = np.unique(
-        np.stack([owner, whole[needed]], axis=1), axis=0, return_index=True, return_counts=True
-    )
+    first, of = distinct_rows([owner, whole[needed]])
+    count = np.bincount(of, minlength=len(first))
+    order = np.lexsort((whole[needed[first]], owner[first]))
+    first, count = first[order], count[order]
     columns = (slice(None),) + (None,) * (result.ndim - 1)
     owner, fewer = owner[first], (count - 1)[columns] * size[needed[first]]
     left = result[owner] - fewer / bytes_per_second(on)

@@ -11,14 +11,14 @@ take turns: where one would wait for what it communicates, the other goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lifetimes import Value
 from stagewright.lower.assembly.live_ranges import live_ranges
@@ -33,7 +33,6 @@ from stagewright.lower.assembly.segments import (
     FORWARD,
     LAST,
     STEP,
-    Segment,
     Tables,
 )
 from stagewright.lower.assembly.stages import Stage
@@ -157,25 +156,49 @@ def _copies(rank: RankRows) -> list[_Copies]:
     return [*result, _Copies(last, np.array([rank.end]), None)]
 
 
+class _Sources(NamedTuple):
+    """What each row of a rank is a copy of."""
+
+    columns: Mapping[str, NDArray[Any]]
+    """Of the rows of all segments behind each other."""
+    dependencies: Int
+    """How many rows each of them depends on."""
+    row: Int
+    """By row of the rank: which of them it is."""
+    microbatch: Int
+    """By row of the rank: that of its action; -1 after all actions."""
+    once: Bool
+    """Which rows of the rank are there once per step."""
+
+    @classmethod
+    def of(cls, rank: RankRows, copies: Sequence[_Copies]) -> _Sources:
+        """The sources of the rows of a rank."""
+        segments = {id(c.form.segment): c.form.segment for c in copies}
+        starts = np.cumsum([0, *(len(segment) for segment in segments.values())])
+        start = dict(zip(segments, starts.tolist(), strict=False))
+        row, microbatch, once = (np.empty(rank.total, dtype=t) for t in (np.int64, np.int64, bool))
+        for form, begin, numbers in copies:
+            place = begin[:, None] + form.offset
+            row[place] = form.keep + start[id(form.segment)]
+            microbatch[place] = -1 if numbers is None else numbers[:, None]
+            once[place] = form.segment.once[form.keep] | form.ahead | (numbers is None)
+        every = segments.values()
+        columns = {
+            c: np.concatenate([segment.columns[c] for segment in every]).astype(t)
+            for c, t in COLUMNS.items()
+        }
+        counts = [np.bincount(of.dep_row, minlength=len(of)) for of in every]
+        return cls(columns, np.concatenate(counts), row, microbatch, once)
+
+
 def _tasks(rank: RankRows, tables: Tables, streams: str) -> tuple[Tasks, Int]:
     """The columns of a rank's tasks, with the rows that each depends on; and each row's kernel."""
-    columns: dict[str, NDArray[Any]] = {
-        c: np.empty(rank.total, dtype=t) for c, t in COLUMNS.items()
-    }
-    counts = np.zeros(rank.total, dtype=np.int64)
-    stages = next(iter(rank.stages.values())).stages
     copies = _copies(rank)
-    for form, begin, microbatch in copies:
-        segment, keep = form.segment, form.keep
-        place = (begin[:, None] + form.offset).ravel()
-        for c, column in columns.items():
-            column[place] = np.tile(segment.columns[c][keep], len(begin))
-        if microbatch is not None:
-            once = np.tile(segment.once[keep] | form.ahead, len(begin))
-            columns["microbatch"][place] = np.where(once, -1, np.repeat(microbatch, len(keep)))
-            columns["tag"][place] = _tags(segment, keep, microbatch, tables, stages)
-        per_row = np.bincount(segment.dep_row, minlength=len(segment))[keep]
-        counts[place] = np.tile(per_row, len(begin))
+    sources = _Sources.of(rank, copies)
+    columns = {c: column[sources.row] for c, column in sources.columns.items()}
+    columns["microbatch"] = np.where(sources.once, -1, sources.microbatch).astype(np.int32)
+    _number_messages(columns, sources.microbatch, tables, next(iter(rank.stages.values())).stages)
+    counts = sources.dependencies[sources.row]
     pointer = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     data = np.empty(int(pointer[-1]), dtype=np.int32)
     for form_copies in copies:
@@ -190,19 +213,21 @@ def _tasks(rank: RankRows, tables: Tables, streams: str) -> tuple[Tasks, Int]:
     return tasks, kernel
 
 
-def _tags(segment: Segment, keep: Int, microbatch: Int, tables: Tables, stages: int) -> Int:
-    """Equal on both ends, and different for all messages between two ranks in a step."""
-    local = segment.columns["tag"][keep]
-    stage, slot = segment.columns["stage"][keep], segment.columns["slot"][keep]
-    forward = segment.columns["phase"][keep] == PHASES.index("forward")
+def _number_messages(
+    columns: Mapping[str, NDArray[Any]], microbatch: Int, tables: Tables, stages: int
+) -> None:
+    """Set the tags: equal on both ends, and different for all messages between two ranks."""
+    rows = np.flatnonzero((columns["tag"] >= 0) & (microbatch >= 0))
+    stage, slot, local = (columns[c][rows].astype(np.int64) for c in ("stage", "slot", "tag"))
+    forward = columns["phase"][rows] == PHASES.index("forward")
     pipeline_slots = [i for p, i in tables.peers.table.items() if p.axis == "pp"]
-    pipeline = np.isin(slot, pipeline_slots) & (local >= 0)
-    receives = segment.columns["kind"][keep] == TaskKind.RECV
+    pipeline = np.isin(slot, pipeline_slots)
+    receives = columns["kind"][rows] == TaskKind.RECV
     # A message between stages is numbered by the earlier one.
     boundary = stage - (pipeline & (receives == forward))
     tag = (boundary * 2 + ~forward) * tables.messages + local
-    tags = tag[None, :] + microbatch[:, None] * (stages * 2 * tables.messages)
-    return np.where(local >= 0, tags % MAX_TAG, -1).ravel()
+    tags = tag + microbatch[rows] * (stages * 2 * tables.messages)
+    columns["tag"][rows] = tags % MAX_TAG
 
 
 def _write_dependencies(
@@ -218,11 +243,11 @@ def _write_dependencies(
     place = pointer[begin[:, None] + offset[segment.dep_row[kept]]] + nth[kept]
     whose, stage = segment.dep_whose[kept], segment.dep_stage[kept]
     at = segment.dep_at[kept]
-    half = np.where(np.isin(whose, (BACKWARD, LAST)), 1, 0)
+    half = ((whose == BACKWARD) | (whose == LAST)).astype(np.int64)
     for s, owner in rank.stages.items():
         of_stage = (stage == s) & (half > 0)
         half[of_stage] += owner.backward.weight[at[of_stage]]
-    once = np.isin(whose, (FIRST, LAST))
+    once = (whose == FIRST) | (whose == LAST)
     value = np.empty((len(begin), len(at)), dtype=np.int64)
     value[:, whose == STEP] = rank.end + at[whose == STEP]
     for s, h, single in {*zip(stage.tolist(), half.tolist(), once.tolist(), strict=True)}:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, distinct_rows
 from stagewright.program.columns import Program, RankClass, TaskKind
 from stagewright.time.simulate.issue import Issue
 
@@ -23,41 +24,52 @@ def lane_of_rank(program: Program, factor: Float) -> Int:
     lane = np.zeros(len(ranks), dtype=np.int64)
     for nth, of in enumerate(program.classes):
         lane[of.ranks] = nth
-    pairs = np.stack([lane, np.unique(factor, return_inverse=True)[1]])
-    lane = _numbered(pairs)
-    groups = [program.group_of(slot) for slot in range(len(program.communicators))]
+    lane = _numbered([lane, factor])
+    groups = [_Groups.of(program.group_of(slot)) for slot in range(len(program.communicators))]
     peers = [program.peer_of(slot) for slot in range(len(program.peers))]
     # Which peer of its peers a rank is: on a ring, the rank before is the next rank of that rank.
     back = [forth[other] == ranks for forth in peers for other in peers]
-    if back:
-        lane = _numbered(np.stack([lane, *np.unique(back, axis=0).astype(np.int64)]))
+    lane = _numbered([lane, *back])
     while True:
-        columns = [lane, *(_members(lane, ids) for ids in groups), *(lane[to] for to in peers)]
-        finer = _numbered(np.stack(columns))
+        columns = [lane, *(of.lanes(lane) for of in groups), *(lane[to] for to in peers)]
+        finer = _numbered(columns)
         if finer.max() == lane.max():
             return lane
         lane = finer
 
 
-def _numbered(columns: Int) -> Int:
-    """A number per column, equal for equal columns, ordered by first row, then first occurrence."""
-    _, first, number = np.unique(columns, axis=1, return_index=True, return_inverse=True)
-    order = np.lexsort((first, columns[0, first]))
+def _numbered(columns: Sequence[NDArray[Any]]) -> Int:
+    """A number per row, equal for equal rows, ordered by first column, then first occurrence."""
+    first, number = distinct_rows(columns)
+    order = np.lexsort((first, columns[0][first]))
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    return rank[number.ravel()]
+    return rank[number]
 
 
-def _members(lane: Int, ids: Int) -> Int:
-    """For each rank a number for the set of lanes in its group; -1 for ranks without a group."""
-    result = np.full(len(lane), -1, dtype=np.int64)
-    inside = np.flatnonzero(ids > 0)
-    if len(inside):
-        order = inside[np.lexsort((lane[inside], ids[inside]))]
-        size = int((ids == ids[order[0]]).sum())
-        _, kind = np.unique(lane[order].reshape(-1, size), axis=0, return_inverse=True)
-        result[order] = np.repeat(kind.ravel(), size)
-    return result
+class _Groups(NamedTuple):
+    """The groups of a communicator: all of one size."""
+
+    ranks: Int
+    """(groups, size)"""
+    world: int
+
+    @classmethod
+    def of(cls, ids: Int) -> _Groups:
+        """The groups by the number of each rank's; 0: none."""
+        inside = np.flatnonzero(ids > 0)
+        order = inside[np.argsort(ids[inside], kind="stable")]
+        size = int((ids == ids[order[0]]).sum()) if len(order) else 1
+        return cls(order.reshape(-1, size), len(ids))
+
+    def lanes(self, lane: Int) -> Int:
+        """For each rank a number for the set of lanes in its group; -1 for ranks without one."""
+        kinds: dict[bytes, int] = {}
+        sets = np.sort(lane[self.ranks], axis=1)
+        kind = [kinds.setdefault(lanes.tobytes(), len(kinds)) for lanes in sets]
+        result = np.full(self.world, -1, dtype=np.int64)
+        result[self.ranks] = np.array(kind, dtype=np.int64)[:, None]
+        return result
 
 
 class Received(NamedTuple):
