@@ -137,7 +137,7 @@ def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
     first, back = distinct_rows(gemms[:-1])
     distinct = [column[first] for column in gemms[:-2]]
     dtype, seconds = gemms.dtype[first], np.zeros(len(first))
-    for i in np.unique(dtype).tolist():
+    for i in {int(number) for number in dtype}:
         mine = dtype == i
         batch, m, n, k, traffic = (column[mine] for column in distinct)
         seconds[mine] = gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtypes[i], on=on)

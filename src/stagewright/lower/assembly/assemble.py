@@ -35,7 +35,7 @@ from stagewright.lower.assembly.segments import (
     STEP,
     Tables,
 )
-from stagewright.lower.assembly.stages import Stage
+from stagewright.lower.assembly.stages import Stage, StagesMade
 from stagewright.lower.assembly.streams import order_by_streams
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
@@ -93,8 +93,9 @@ def assemble(
         stage = Stage(stages[p.stage], p, between, tables, habits)
         ranks[p.rank][p.stage] = stage
     trains = any(a.kind != "F" for steps in order for a in flat(steps))
+    made = StagesMade(trains)
     for on_rank in ranks:
-        _build(on_rank, trains=trains)
+        _build(on_rank, made)
     after = [optimizer_step([*on_rank.values()], clip) for on_rank in ranks]
     numbers = np.arange(mesh.world_size, dtype=np.int64)
     pipeline_rank = numbers // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(numbers)
@@ -112,14 +113,14 @@ def assemble(
     return Assembly(program, tuple(tables.kernels.table), found)
 
 
-def _build(on_rank: dict[int, Stage], *, trains: bool) -> None:
+def _build(on_rank: dict[int, Stage], made: StagesMade) -> None:
     """Make the rows of a rank's stages, each after the stage that hands it values."""
     for stage in on_rank.values():
         stage.join(on_rank)
     for s in sorted(on_rank):
-        on_rank[s].build(forward=True)
-    for s in sorted(on_rank, reverse=True) if trains else ():
-        on_rank[s].build(forward=False)
+        on_rank[s].build(made, forward=True)
+    for s in sorted(on_rank, reverse=True) if made.trains else ():
+        on_rank[s].build(made, forward=False)
 
 
 def _holders(

@@ -8,8 +8,8 @@ turns places into row numbers by adding where the actions begin, for all microba
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -113,26 +113,30 @@ class Segment:
         return len(self.columns["kind"])
 
 
+class UnnumberedRow(NamedTuple):
+    """A row before its names, shapes and groups are numbered."""
+
+    kernel: Kernel
+    label: str
+    """Of the block whose row it is; empty: of none, or of several."""
+    layer: int
+    stage: int
+    tag: int
+    """Numbers the messages of an action."""
+
+
 class SegmentBuilder:
     """Collects rows one by one: the few rows of blocks and stages, never those of microbatches."""
 
     def __init__(self, tables: Tables) -> None:
         """No rows."""
         self.tables = tables
-        self.rows: list[tuple[int, ...]] = []
+        self.rows: list[UnnumberedRow] = []
         self.deps: list[Dependency] = []
 
     def add(self, t: Kernel, label: str, layer: int, stage: int, tag: int = -1) -> int:
-        """One row; the microbatch is filled in later. `tag` numbers the messages of an action."""
-        collective = COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1
-        name = f"{label}.{t.name}" if label else t.name
-        self.rows.append(
-            (t.kind, self.tables.names(name), self.tables.ops(t.op), PHASES.index(t.phase), stage,
-             layer, -1, first_of(t.flops), first_of(t.traffic), collective,
-             DTYPES.index(t.dtype) if t.dtype else 0, first_of(t.comm_bytes),
-             self.tables.slot(t), tag, self.tables.shapes(t.shape) if t.shape else -1,
-             self.tables.kernels(t))
-        )  # fmt: skip
+        """One row; the microbatch is filled in later."""
+        self.rows.append(UnnumberedRow(t, label, layer, stage, tag))
         return len(self.rows) - 1
 
     def finish(
@@ -143,7 +147,8 @@ class SegmentBuilder:
         gathers: Sequence[int] = (),
     ) -> Segment:
         """The segment of `action`, a pair: whose rows these are, and the stage."""
-        table = np.array(self.rows, dtype=np.int64).reshape(-1, len(COLUMNS))
+        numbered = [self._numbered(row) for row in self.rows]
+        table = np.array(numbered, dtype=np.int64).reshape(-1, len(COLUMNS))
         deps = np.array(sorted(set(self.deps)), dtype=np.int64).reshape(-1, 4)
         columns = {c: table[:, i] for i, c in enumerate(COLUMNS)}
         place = np.arange(len(table))
@@ -154,3 +159,39 @@ class SegmentBuilder:
         row, whose, stage, at = deps.T
         in_once, in_weight, in_gathers = (np.isin(place, x) for x in (once, weight, gathers))
         return Segment(columns, row, whose, stage, at, in_once, in_weight, in_gathers, waits)
+
+    def repeated(
+        self, segment: Segment, stage: int, blocks: Mapping[str, tuple[object, int, str]]
+    ) -> Segment:
+        """The rows of another stage, where `segment` are the same rows of some stage.
+
+        By their labels in this stage, `blocks` are the blocks of the other, with layer and label.
+        All that rows depend on is within their stage.
+        """
+        names: list[int] = []
+        layers: list[int] = []
+        number = self.tables.names
+        for t, label, layer, _, _ in self.rows:
+            if label:
+                _, layer, label = blocks[label]
+            names.append(number(f"{label}.{t.name}" if label else t.name))
+            layers.append(layer)
+        columns = {**segment.columns, "name": np.array(names), "layer": np.array(layers)}
+        columns["stage"] = np.full(len(names), stage)
+        return replace(segment, columns=columns, dep_stage=np.full_like(segment.dep_stage, stage))
+
+    def _name(self, row: UnnumberedRow) -> int:
+        name = row.kernel.name
+        return self.tables.names(f"{row.label}.{name}" if row.label else name)
+
+    def _numbered(self, row: UnnumberedRow) -> tuple[int, ...]:
+        """The columns of a row."""
+        t, tables = row.kernel, self.tables
+        collective = COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1
+        return (
+            t.kind, self._name(row), tables.ops(t.op), PHASES.index(t.phase), row.stage,
+            row.layer, -1, first_of(t.flops), first_of(t.traffic), collective,
+            DTYPES.index(t.dtype) if t.dtype else 0, first_of(t.comm_bytes),
+            tables.slot(t), row.tag, tables.shapes(t.shape) if t.shape else -1,
+            tables.kernels(t),
+        )  # fmt: skip

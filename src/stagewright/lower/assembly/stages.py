@@ -7,7 +7,8 @@ half follows from the graph: the first half is all that the gradient of a block'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.buckets import Item, Row, merge_messages, one_by_one
@@ -26,6 +27,7 @@ from stagewright.lower.assembly.segments import (
     FORWARD,
     LAST,
     Dependency,
+    Segment,
     SegmentBuilder,
     Tables,
 )
@@ -37,6 +39,24 @@ from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
 _EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
+
+
+@dataclass(slots=True, eq=False)
+class StagesMade:
+    """Stages that have rows, the first of each kind, for those that are alike."""
+
+    trains: bool
+    """Whether stages have rows of backward."""
+    first: dict[Hashable, Stage] = field(default_factory=dict[Hashable, "Stage"])
+    """By kind."""
+    actions: dict[tuple[Stage, bool], ActionRows] = field(
+        default_factory=dict[tuple["Stage", bool], ActionRows]
+    )
+    """Of these, by direction."""
+    segments: dict[tuple[Stage, bool], Segment] = field(
+        default_factory=dict[tuple["Stage", bool], Segment]
+    )
+    """Numbered for some stage of the kind."""
 
 
 class Stage:
@@ -74,11 +94,62 @@ class Stage:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def build(self, *, forward: bool) -> None:
-        """Make the rows of one direction.
+    def build(self, made: StagesMade, *, forward: bool) -> None:
+        """Make the rows of one direction; `made` are the stages that have rows already.
 
         Of neighbours on one rank, the one that the other depends on must have its rows before.
         """
+        key = self._kind()
+        if key is None:
+            segment = self._rows(forward=forward).finished()
+        else:
+            first = made.first.setdefault(key, self)
+            if forward:
+                self._take(first, made)
+            segment = self._numbered(first, made, forward=forward)
+        if forward:
+            self.forward = segment
+        else:
+            self.backward = segment
+
+    def _kind(self) -> Hashable | None:
+        """Equal for stages whose rows differ only in the numbers and names of stage and layers.
+
+        None: the stage hands values on to another one of its rank, whose number its rows name.
+        """
+        around = self.place.before, self.place.after
+        if self.place.shared or self.place.rank in around:
+            return None
+        labels = [p.label for p in self.blocks]
+        blocks = [
+            (id(p.block), p.layer >= 0 or p.label, labels.index(p.label)) for p in self.blocks
+        ]
+        shifts = [None if at is None else self._shift(at) for at in around]
+        handed = [
+            (x.name, id(x.size), x.dtype, x.gradient) for x in (*self.arriving, *self.leaving)
+        ]
+        return (*shifts, len(blocks), *blocks, len(self.arriving), *handed)
+
+    def _take(self, first: Stage, made: StagesMade) -> None:
+        """Make the rows of all directions, not numbered yet; or take those of a stage alike."""
+        if first is self:
+            directions = (True, False) if made.trains else (True,)
+            made.actions |= {(self, way): self._rows(forward=way) for way in directions}
+        else:
+            self.values.repeat(first.values)
+            self.where = first.where
+
+    def _numbered(self, first: Stage, made: StagesMade, *, forward: bool) -> Segment:
+        """The rows of one direction, which are those of a stage alike but for stage and layers."""
+        action, key = made.actions[first, forward], (first, forward)
+        mine = {a.label: b for a, b in zip(first.blocks, self.blocks, strict=True)}
+        if key not in made.segments:
+            made.segments[key] = action.of_stage(self.stage, mine).finished()
+            return made.segments[key]
+        return action.segment.repeated(made.segments[key], self.stage, mine)
+
+    def _rows(self, *, forward: bool) -> ActionRows:
+        """The rows of one direction, what they need, and what they touch."""
         segment = SegmentBuilder(self.tables)
         whose = FORWARD if forward else BACKWARD
         action = ActionRows(whose, self.stage, segment, [{} for _ in self.blocks])
@@ -107,11 +178,7 @@ class Stage:
         self._send(action)
         self.habits.prolong(self.values, action)
         self.tables.messages = max(self.tables.messages, messages + 1)
-        rows = segment.finish((whose, self.stage), action.once, action.weight, action.gathers)
-        if forward:
-            self.forward = rows
-        else:
-            self.backward = rows
+        return action
 
     def _record(self, item: Item, row: int, action: ActionRows) -> None:
         """A task's row: what it touches, and what it depends on."""
@@ -233,14 +300,17 @@ class Stage:
         """One end of a message between stages: a value, or its gradient."""
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
-        ranks = self.tables.pipeline_ranks
-        shift = (other - self.place.rank) % ranks
-        shift -= ranks if shift > ranks // 2 else 0
         part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
         return Kernel(
             f"{_message_name(value, forward=forward)}{op}", op, kind, phase, part,
-            axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
+            axes=("pp",), shift=self._shift(other), comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
+
+    def _shift(self, other: int) -> int:
+        """How many ranks further along the pipeline another rank is."""
+        ranks = self.tables.pipeline_ranks
+        shift = (other - self.place.rank) % ranks
+        return shift - (ranks if shift > ranks // 2 else 0)
 
     # ---- dependencies ----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def lane_of_rank(program: Program, factor: Float) -> Int:
     for nth, of in enumerate(program.classes):
         lane[of.ranks] = nth
     lane = _numbered([lane, factor])
-    groups = [_Groups.of(program.group_of(slot)) for slot in range(len(program.communicators))]
+    groups = [_GroupRanks.of(program.group_of(slot)) for slot in range(len(program.communicators))]
     peers = [program.peer_of(slot) for slot in range(len(program.peers))]
     # Which peer of its peers a rank is: on a ring, the rank before is the next rank of that rank.
     back = [forth[other] == ranks for forth in peers for other in peers]
@@ -47,7 +47,7 @@ def _numbered(columns: Sequence[NDArray[Any]]) -> Int:
     return rank[number]
 
 
-class _Groups(NamedTuple):
+class _GroupRanks(NamedTuple):
     """The groups of a communicator: all of one size."""
 
     ranks: Int
@@ -55,7 +55,7 @@ class _Groups(NamedTuple):
     world: int
 
     @classmethod
-    def of(cls, ids: Int) -> _Groups:
+    def of(cls, ids: Int) -> _GroupRanks:
         """The groups by the number of each rank's; 0: none."""
         inside = np.flatnonzero(ids > 0)
         order = inside[np.argsort(ids[inside], kind="stable")]
