@@ -26,6 +26,8 @@ from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.workloads.traces import NO_TOKENS
 from stepping import Request, Stepping, together
+from stepping_sglang import SGLangStepping
+from stepping_tensorrt_llm import TensorRtStepping
 
 
 def drawn(draw: random.Random):
@@ -116,17 +118,20 @@ def equal_to_stepping(seed: int):
         return made
 
     done = serve(in_blocks(work, cache.block_size), engine, count, RoundRobin(), together=count)
-    records = done.records
+    alike(requests, done.records)
+    for ran, oracle, mine in zip(
+        done.engines, oracles, (requests[nth::count] for nth in range(count)), strict=True
+    ):
+        observed_alike(ran, oracle, mine)
+
+
+def alike(requests: list[Request], records):
     near = lambda column: pytest.approx(list(column), rel=1e-9)  # noqa: E731
     assert [r.preempted for r in requests] == list(records.preempted)
     assert [r.cached for r in requests] == list(records.cached)
     assert [r.scheduled for r in requests] == near(records.scheduled)
     assert [r.tokens_at[0] for r in requests] == near(records.first)
     assert [r.tokens_at[-1] for r in requests] == near(records.finish)
-    for ran, oracle, mine in zip(
-        done.engines, oracles, (requests[nth::count] for nth in range(count)), strict=True
-    ):
-        observed_alike(ran, oracle, mine)
 
 
 def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
@@ -183,6 +188,70 @@ def same_bytes_without_asking(seeds: range):
             found.append([bytes(column) for column in columns])
         assert found[0] == found[1]
     assert len(seeds) <= asked < 2 * len(seeds)
+
+
+def drawn_sglang(draw: random.Random):
+    return SGLang(
+        max_prefill_tokens=draw.choice((40, 90, 500)),
+        chunked_prefill_size=draw.choice((32, 48, 300)),
+        max_num_seqs=draw.randint(1, 16),
+        schedule_conservativeness=draw.choice((0.1, 0.3, 1.0, 2.0)),
+        schedule_policy=draw.choice(("fcfs", "lpm")),
+        enable_mixed_chunk=draw.random() < 0.4,
+        ignore_eos=draw.random() < 0.3,
+        async_scheduling=draw.random() < 0.5,
+    )
+
+
+def drawn_tensorrt(draw: random.Random):
+    chunked = draw.random() < 0.6
+    return TensorRtLlm(
+        max_num_batched_tokens=draw.choice((40, 90, 300)) if chunked else 600,
+        max_num_seqs=draw.randint(1, 16),
+        enable_chunked_prefill=chunked,
+        capacity_scheduler_policy=draw.choice(("guaranteed_no_evict", "max_utilization")),
+        async_scheduling=draw.random() < 0.5,
+    )
+
+
+ORACLES = {"sglang": (drawn_sglang, SGLangStepping), "trt": (drawn_tensorrt, TensorRtStepping)}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_rules_of_other_engines_equal_steps(name: str):
+    paused = sum(rules_equal_stepping(name, seed) for seed in range(8))
+    assert paused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORACLES)
+def test_rules_of_other_engines_equal_steps_on_many_workloads(name: str):
+    for seed in range(100, 100 + times(40)):
+        rules_equal_stepping(name, seed)
+
+
+def rules_equal_stepping(name: str, seed: int) -> int:
+    """One engine with drawn rules, little memory and hits; returns how often requests paused."""
+    draw = random.Random(seed)
+    make_rules, make_oracle = ORACLES[name]
+    rules = make_rules(draw)
+    _, seconds, cache, work = drawn(draw)
+    size = cache.block_size
+    longest = max(p + o for p, o in zip(work.prompt, work.output, strict=True))
+    cache = KvBlocks(
+        -(-longest // size) + 2 + draw.choice((0, 3, 30, 1000)), size, draw.random() < 0.8
+    )
+    requests = [
+        Request(i, work.arrival[i], work.prompt[i], work.output[i],
+                ((), ()) if work.chains is None else work.chains[i])
+        for i in range(len(work))
+    ]  # fmt: skip
+    oracle = make_oracle(requests, rules, seconds, cache.size, size, cache.caching).run()
+    made = lambda work, records: Engine(work, records, cache, copy(rules), seconds, 0.37)  # noqa: E731
+    done = serve(in_blocks(work, size), made, 1, RoundRobin())
+    alike(requests, done.records)
+    observed_alike(done.engines[0], oracle, requests)
+    return sum(r.preempted for r in requests)
 
 
 class OneStep:

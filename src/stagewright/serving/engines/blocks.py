@@ -136,8 +136,19 @@ class KvBlocks:
         """Take free blocks; the caller has seen that there are so many."""
         self.free -= blocks
 
-    def extend(self, request: int, keys: Sequence[int], ends: Sequence[int], done: int) -> None:
+    def extend(
+        self,
+        request: int,
+        keys: Sequence[int],
+        ends: Sequence[int],
+        done: int,
+        *,
+        merge: bool = False,
+    ) -> None:
         """Name the blocks that a request has computed, up to `done`, so that others may hit them.
+
+        Blocks that others have named already are the request's own copies; with `merge` the copies
+        are freed, and the request holds those of the others.
 
         vLLM names blocks when they are allocated (`KVCacheManager.allocate_slots`, which calls
         `cache_blocks`): a request that is admitted later in the same step can hit them.
@@ -168,6 +179,10 @@ class KvBlocks:
                 entry[0] += added
             blocks = end
             nth += 1
+        if merge and copies:
+            self._forget()
+            self.free += copies
+            copies = 0
         held[:] = max(nth, segments), blocks, copies
 
     def _join(self, key: int, entry: list[int]) -> None:
@@ -188,10 +203,12 @@ class KvBlocks:
         blocks: int,
         *,
         again: bool = True,
+        loose: int = 0,
     ) -> None:
         """Give back a request's `blocks`.
 
-        Where it may run `again`, those of its own can be found by `resume`.
+        Where it may run `again`, those of its own can be found by `resume`. What is in the last
+        `loose` ones is forgotten at once.
         """
         self.free += self.per_request
         if not self.caching:
@@ -199,7 +216,10 @@ class KvBlocks:
             return
         held = self._held.pop(request, None) if keys else None
         segments, span, copies = held if held is not None else (0, 0, 0)
-        own = blocks - span + copies
+        own = blocks - span + copies - loose
+        if loose:
+            self._forget()
+            self.free += loose
         idle = self._idle
         freed = own
         if own:
@@ -235,12 +255,29 @@ class KvBlocks:
         self._resident[self._nobodys][0] += blocks
         self._idle_blocks += blocks
 
-    def _forget(self) -> None:
+    def lose(self, request: int, blocks: int) -> None:
+        """Forget the last `blocks` of a request that may run again, as far as they are its own."""
+        self._forget()
+        entry = self._resident.get(~request)
+        if entry is None:
+            return
+        lost = min(blocks, entry[0])
+        entry[0] -= lost
+        self._idle_blocks -= lost
+        if not entry[0]:
+            del self._resident[~request], self._idle[~request]
+
+    def forget(self, spare: int) -> None:
+        """Forget what idle blocks hold, oldest first, until so many free ones hold nothing."""
+        self._forget(spare)
+
+    def _forget(self, spare: int = 0) -> None:
         """Forget what the blocks held that have been handed out since, oldest first."""
-        over = self._idle_blocks - self.free
+        most = max(0, self.free - spare)
+        over = self._idle_blocks - most
         if over <= 0:
             return
-        self._idle_blocks = self.free
+        self._idle_blocks = most
         resident, idle = self._resident, self._idle
         while over > 0:
             key, _ = idle.popitem(last=False)

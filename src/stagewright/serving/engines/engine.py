@@ -323,6 +323,8 @@ class Engine(PlainSteps):
             self.gaps.add_step((end - start, end - start, 1, 0))
             if not self._ends:
                 self._token_time = end
+        if self.names_late and self._chains is not None:
+            self._name_computed(chunks)
         for request, _ in chunks:
             if not self.left[request]:
                 self._give_token(request)

@@ -38,7 +38,7 @@ class EngineState:
     What schedulers read: `waiting`, `running` (in order of admission), `left` (tokens that each
     request with an unfinished prompt must still compute), `decoding` (how many requests are past
     that), `blocks` (how many are free), `tokens`, `done`, `need`. What they do: `reserve`, `admit`,
-    `grow`, `preempt`.
+    `grow`, `preempt`. What they set: `takes_whole_prompts`, `names_late`, `merges_copies`.
     """
 
     __slots__ = (
@@ -47,6 +47,7 @@ class EngineState:
         *("left", "loading", "now", "output", "prompt", "records", "running", "samples"),
         *("step", "waiting"),
         *("_cached", "_finish_at", "_first_at", "_held", "_scheduled_at", "drafts"),
+        *("merges_copies", "names_late", "takes_whole_prompts"),
     )
 
     def __init__(self, workload: Workload, records: Records, blocks: KvBlocks) -> None:
@@ -81,6 +82,12 @@ class EngineState:
         self.drafts: Drafts | None = None
         """Of speculative decoding; None: each step gives a request one token."""
         self._held: dict[int, int] = {}  # blocks of decoding requests, where these have drafts
+        self.takes_whole_prompts = False
+        """Whether a request that is admitted takes the blocks of its whole prompt at once."""
+        self.names_late = False
+        """Whether others find blocks of a prompt when these are computed, not when taken."""
+        self.merges_copies = False
+        """Whether of blocks that two have computed in the same step one copy is kept."""
         self._token_time: float = 0.0  # when decoding requests got their last tokens, but for
         self._fresh: dict[int, float] = {}  # these
         # Of preempted requests: when they got their last token, and the tokens that were computed.
@@ -139,7 +146,8 @@ class EngineState:
         """Blocks that a running request lacks to its end."""
         held = self._held.get(request)
         if held is None:
-            held = -(-self.done(request) // self.block_size)
+            whole = self.takes_whole_prompts and request in self.left
+            held = -(-(self.tokens if whole else self.done)(request) // self.block_size)
         return self.most_blocks(request) - self.blocks.per_request - held
 
     def chain(self, request: int) -> Chain:
@@ -218,8 +226,8 @@ class EngineState:
                 self._cached[request] = there * size
         if hit.segments:
             blocks.hold(request, keys, hit)
-        blocks.free -= extra - (-done // size) - there
-        if keys:
+        blocks.free -= extra - (-(tokens if self.takes_whole_prompts else done) // size) - there
+        if keys and not self.names_late:
             blocks.extend(request, keys, ends, done // size)
         self.waiting.popleft()
         self.running[request] = None
@@ -231,30 +239,35 @@ class EngineState:
         left, size = self.left[request], self.block_size
         done = self.tokens(request) - left
         upto = done + tokens
-        need = (-done // size) - (-upto // size)
+        need = 0 if self.takes_whole_prompts else (-done // size) - (-upto // size)
         if need > self.blocks.free:
             return False
         self.blocks.free -= need
         self.left[request] = left - tokens
-        if self._chains is not None:
+        if self._chains is not None and not self.names_late:
             keys, ends = self._chains[request]
             if keys:
                 self.blocks.extend(request, keys, ends, upto // size)
         return True
 
-    def preempt(self, request: int | None = None, *, keep: bool = True) -> int:
+    def preempt(self, request: int | None = None, *, keep: bool = True, known: int = 0) -> int:
         """Stop a running request, the last one if none is named; it waits again, first of all.
 
         Its blocks are free; all of it that is not in the cache then is computed again. Without
-        `keep` what was its own is not in the cache, and it waits behind all others.
+        `keep` it waits behind all others, and of what was its own only the first `known` tokens are
+        in the cache.
         """
         if request is None:
             request, _ = self.running.popitem()
         else:
             del self.running[request]
-        done = self.done(request)
+        done = held = self.done(request)
         end = self._ends.pop(request, None)
         if end is None:
+            if self.takes_whole_prompts:
+                held = self.tokens(request)
+            if self.names_late:
+                self.blocks.extend(request, *self._chain(request), done // self.block_size)
             del self.left[request]
             self._last[request] = (self._last.pop(request, (self.now, 0))[0], done)
         else:
@@ -263,16 +276,27 @@ class EngineState:
             self._growth[(self.step - done) % self.block_size] -= 1
             self._last[request] = (self._fresh.pop(request, self._token_time), done)
         keys, ends = self._chain(request)
-        self.blocks.release(request, keys, ends, self._let_go(request, done))
+        self.blocks.release(request, keys, ends, self._let_go(request, held))
         if keep:
             self.waiting.appendleft(request)
         else:
-            self.blocks.resume(request, 0)
+            self.blocks.lose(request, -(-held // self.block_size) - known // self.block_size)
             self.waiting.append(request)
         self.records.preempted[request] += 1
         return request
 
     # ---- what becomes of requests in a step ------------------------------------------------------
+
+    def _name_computed(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Let others find what a step has computed of prompts: blocks of their own were taken.
+
+        Where blocks of whole prompts are taken at once, a prompt is found when all of it is done.
+        """
+        for request, _ in chunks:
+            keys, ends = self._chain(request)
+            if keys and not (self.takes_whole_prompts and self.left[request]):
+                upto = (self.tokens(request) - self.left[request]) // self.block_size
+                self.blocks.extend(request, keys, ends, upto, merge=self.merges_copies)
 
     def _let_go(self, request: int, done: int) -> int:
         """Blocks that a request has held, of which `done` tokens are computed."""
@@ -362,8 +386,10 @@ class EngineState:
         size = self.block_size
         keys, ends = NO_CHAIN if self._chains is None else self._chains[request]
         if keys and ends[-1] > self.prompt[request] // size:
-            self.blocks.extend(request, keys, ends, done // size)
-        self.blocks.release(request, keys, ends, self._let_go(request, done), again=False)
+            self.blocks.extend(request, keys, ends, done // size, merge=self.merges_copies)
+        loose = self.merges_copies and done % size > 0
+        held = self._let_go(request, done)
+        self.blocks.release(request, keys, ends, held, again=False, loose=loose)
         self._finish_at[request] = self.now
         self.completed.append(request)
 

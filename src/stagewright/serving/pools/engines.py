@@ -170,7 +170,8 @@ class BringingEngine(Engine):
         need = -(-(tokens if whole_prompt else done + n) // size) - held
         if need > self.blocks.free or (n < tokens - done and not chunked):
             return 0
-        self.blocks.take(max(0, -(-(done + n) // size) - held))
+        upto = tokens if self.takes_whole_prompts else done + n
+        self.blocks.take(max(0, -(-upto // size) - held))
         del self._ready[request]
         self.waiting.popleft()
         self.running[request] = None

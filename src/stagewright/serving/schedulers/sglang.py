@@ -19,28 +19,37 @@ RETRACT_STEPS = 20
 
 @dataclass(slots=True, kw_only=True)
 class SGLang:
-    """SGLang 0.5.23 (`sglang/srt/managers/`).
+    """SGLang 0.5.23 (`sglang/srt/managers/` of the wheel).
 
     1. If a batch of prompts can be formed it runs alone, else all requests decode
        (`scheduler.py`, `get_next_batch_to_run`). With `enable_mixed_chunk` requests decode beside
        it, of whose budgets their tokens are taken; if then room lacks for them they sit this step
        out (`_get_new_batch_prefill_raw`, "Mixed-style chunked prefill").
-    2. A batch of prompts takes the prompt that has been begun, then waiting requests in order, up
-       to `max_prefill_tokens` and `chunked_prefill_size` tokens; one prompt at a time is cut
-       (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). A request needs room for
-       the tokens it lacks, those it will make (at most 4,096) and a page; the room is what is free
-       less `new_token_ratio` of what running requests will make. If it lacks room, nobody is
-       admitted before a request ends (`batch_is_full`).
+    2. A batch of prompts takes the prompt that has been begun, then waiting requests in order, as
+       long as any of `max_prefill_tokens` and of `chunked_prefill_size` is left; the last is cut to
+       whole pages (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). Each needs
+       room for the tokens it lacks, those it will make (at most 4,096) and a page; the room is what
+       is free less `new_token_ratio` of what running requests will make, or all of that if clients
+       send `ignore_eos`. Budgets are charged whole pages (`_update_prefill_budget`). If it lacks
+       room, or there are `max_running_requests`, nobody is admitted before a request ends, or the
+       batch is another one: one that was empty, or mixed (`batch_is_full`).
     3. The ratio is 0.7 x `schedule_conservativeness` and falls to 0.14 of that in 600 decode steps
        (`new_token_ratio_tracker.py`).
     4. Where a decode step lacks room, requests with the fewest tokens made are retracted, of equal
        ones the longest prompt first, but for the last one (`schedule_batch.py`, `retract_decode`):
-       they wait behind all others, and what they had is not kept. The ratio is then (tokens made +
-       20 per request) / tokens that will have been made.
+       they wait behind all others, and of what they had only their prompts are in the cache, of
+       which as much is forgotten as leaves 20 tokens for each of the others (`release_req`). The
+       ratio is then (tokens made + 20 per request) / tokens that will have been made. Where the
+       last one, too, lacks room it is retracted here; SGLang ends it with an error.
     5. With the policy `lpm` who has most in the cache comes first, while at most 128 wait.
        Of those of which it has at most 32 tokens, one that shares 32 with another one before it
        comes last, so that it finds these in the cache (`schedule_policy.py`,
        `_compute_prefix_matches`, `_sort_by_longest_prefix`).
+    6. What a chunk has computed is in the radix cache after its step, of copies only one
+       (`cache_unfinished_req`).
+
+    With `async_scheduling` a step is decided when the one before begins (`event_loop_overlap`, the
+    default but with pipelines).
     """
 
     max_prefill_tokens: int = 16_384
@@ -50,27 +59,40 @@ class SGLang:
     schedule_conservativeness: float = 1.0
     schedule_policy: str = "fcfs"
     enable_mixed_chunk: bool = False
+    ignore_eos: bool = False
+    async_scheduling: bool = False
     _ratio: float = field(default=-1.0, init=False)
-    _since: int = field(default=0, init=False)  # the decode step of which that is the ratio
+    _since: int = field(default=0, init=False)  # the decode step from which it falls
     _full: bool = field(default=False, init=False)
+    _anew: bool = field(default=False, init=False)  # the batch is another one: not full
     _count: int = field(default=0, init=False)  # running requests when last seen
+    # Of retracted requests: the tokens that are computed at once when they run again.
+    _prefilled: dict[int, int] | None = field(default=None, init=False)
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
-        if len(engine.running) < self._count or not engine.running:
-            self._full = False
+        engine.names_late = engine.merges_copies = True
+        if self._anew or len(engine.running) < self._count or not engine.decoding:
+            self._full = self._anew = False
         chunks: list[tuple[int, int]] = []
+        decoding = engine.decoding
         if engine.left or (engine.waiting and not self._full):
             if self.schedule_policy == "lpm" and engine.blocks.caching:
                 longest_prefix_first(engine)
             self._prefill(engine, chunks)
         self._count = len(engine.running)
         if chunks:
-            beside = self.enable_mixed_chunk and engine.decoding > 0 and engine.reserve()
+            beside = self.enable_mixed_chunk and decoding > 0 and engine.reserve()
+            self._since += beside  # the ratio does not fall
+            self._anew = beside or not decoding or any(engine.left.values())
             return Decision(chunks, decodes=beside)
         if not engine.reserve():
             self._retract(engine)
+            self._full = False
+            if not engine.decoding:
+                self._prefill(engine, chunks)
             self._count = len(engine.running)
+            return Decision(chunks, repeats=1)
         return Decision(open=not self._full)
 
     def ratio(self, engine: Engine) -> float:
@@ -79,25 +101,29 @@ class SGLang:
         least = 0.14 * first
         if self._ratio < 0:
             self._ratio = first
-        fallen = (engine.step - self._since) * (first - least) / 600
-        return max(self._ratio - fallen, least)
+        steps = engine.step - self._since
+        if steps <= 0:
+            return self._ratio
+        return max(self._ratio - steps * (first - least) / 600, least)
 
     def _prefill(self, engine: Engine, chunks: list[tuple[int, int]]) -> None:
         page, waiting = engine.block_size, engine.waiting
         made = sum(min(engine.output[i] - engine.got(i), CLIP) for i in engine.decoders())
-        room = engine.blocks.free * page - made * self.ratio(engine)
+        room = engine.blocks.free * page - made * (1.0 if self.ignore_eos else self.ratio(engine))
         budget, chunk = self.max_prefill_tokens, self.chunked_prefill_size
         if self.enable_mixed_chunk:
             beside = engine.decoding * engine.new_tokens
             room, budget, chunk = room - beside, budget - beside, chunk - beside
         for request, left in [*engine.left.items()]:
-            more = min(left, chunk)
+            most = min(chunk, int(room))
+            more = min(left, most if most > 0 else chunk)
             if more <= 0 or not engine.grow(request, more):
                 return
             chunks.append((request, more))
-            budget, chunk = budget - more, chunk - more
-            room -= more + (min(engine.output[request], CLIP) if more == left else 0)
-        while waiting and budget > 0 and chunk > 0 and room > 0:
+            charged = -(-more // page) * page
+            budget, chunk = budget - charged, chunk - charged
+            room -= charged + page + (min(engine.output[request], CLIP) if more == left else 0)
+        while waiting and (room <= 0 or (budget > 0 and chunk > 0)):
             if len(engine.running) >= self.max_num_seqs:
                 self._full = True
                 return
@@ -105,33 +131,47 @@ class SGLang:
             found = engine.look(request)
             lacks = found.tokens - found.blocks * page
             makes = min(engine.output[request] - engine.got(request), CLIP)
-            if lacks + makes + page >= room - found.hit.idle * page:
-                self._full = bool(chunks) or engine.decoding > 0
+            room -= (found.hit.idle + found.kept) * page
+            more = -(-lacks // page) * page
+            others = bool(chunks) or engine.decoding > 0
+            if lacks + makes + page >= room and others:  # SGLang cuts outputs that never have room
+                self._full = True
                 return
-            whole = lacks <= chunk
-            if (lacks >= budget and chunks) or (not whole and any(engine.left.values())):
+            whole = more <= chunk
+            if not whole:
+                more = chunk // page * page
+            if more <= 0:
                 return
-            more = engine.admit(lacks if whole else max(chunk // page * page, 1))
-            if not more:
-                self._full = bool(chunks) or engine.decoding > 0
+            admitted = engine.admit(lacks if whole else more)
+            if not admitted:
+                self._full = others
                 return
-            chunks.append((request, more))
+            chunks.append((request, admitted))
             budget, chunk = budget - more, chunk - more
-            room -= more + page + (makes if whole else 0) + found.hit.idle * page
+            room -= more + page + (min(engine.output[request], CLIP) if whole else 0)
+            if room <= 0:
+                self._full = True
+                return
 
     def _retract(self, engine: Engine) -> None:
         """Retract requests until those that are left have room for a step."""
         order = sorted(
             engine.decoders(), key=lambda i: (engine.got(i), -engine.prompt[i]), reverse=True
         )
-        while len(order) > 1:
-            engine.preempt(order.pop(), keep=False)
+        if self._prefilled is None:  # not shared with copies of the scheduler
+            self._prefilled = {}
+        while order:
+            request = order.pop()
+            known = self._prefilled.get(request, engine.prompt[request])
+            self._prefilled[request] = engine.prompt[request] + engine.got(request)
+            engine.preempt(request, keep=False, known=known)
+            engine.blocks.forget(-(-RETRACT_STEPS * len(order) // engine.block_size))
             if engine.reserve():
                 break
         made = sum(map(engine.got, order))
         most = sum(engine.output[i] for i in order)
         self._ratio = min(1.0, (made + RETRACT_STEPS * len(order)) / (most + 1))
-        self._since = engine.step
+        self._since = engine.step + (len(order) > 0)
 
 
 def longest_prefix_first(engine: Engine) -> None:

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from stagewright.serving.engines.engine import FOREVER, Decision, Engine
+from stagewright.serving.engines.state import CachedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRtLlm:
-    """TensorRT-LLM (NVIDIA/TensorRT-LLM@64e644e7 `tensorrt_llm/_torch/pyexecutor/scheduler/`).
+    """TensorRT-LLM with its PyTorch backend (NVIDIA/TensorRT-LLM@002f3cc3
+    `tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py`, which says of which lines of
+    `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp` (@02a10fed) and `microBatchScheduler.cpp`
+    (@0a949d31) each class is the equal).
 
-    With GUARANTEED_NO_EVICT, its default, a request is admitted, in order, if free blocks suffice
-    for it and for all running ones to their ends: so nobody is paused (`design.md`). With
-    MAX_UTILIZATION blocks must suffice for one step: of requests in order, the first for which they
-    do not pauses the last that has begun, until they suffice or it has paused itself; who is paused
-    is computed again when there is room, in its old place, and then nobody is admitted
-    (`scheduler.py`, `MaxUtilizationPolicy`; `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp`,
-    `MaxUtilizationScheduler`).
+    In each step it asks twice, of requests in the order of their arrival.
 
-    Of `max_num_tokens` per step, generation comes before context. Without `enable_chunked_prefill`
-    (its default) a prompt runs in one step, with it in chunks, first come first served.
+    1. Who has blocks? With GUARANTEED_NO_EVICT, its default, who runs and, in order, who waits
+       while free blocks suffice for all tokens of all of them (`GuaranteedNoEvictPolicy`;
+       `getRemainingBlocksToCompletion` counts prompt and output): so nobody is paused. Prompts that
+       have begun come first here; there, one that has overtaken another comes behind it, and both
+       may then wait for ever. With
+       MAX_UTILIZATION blocks must suffice for the step: for a whole prompt before its first chunk,
+       for none before a later one, for a token of who decodes (`getNeededBlocksOneStep`). At the
+       first for whom they do not suffice the last that has begun is paused, itself or one behind
+       it, and nobody behind that one is looked at, until they suffice or nobody is left
+       (`MaxUtilizationPolicy`). Who is paused keeps its place and is computed again.
+    2. Who has tokens of `max_num_tokens`? Who decodes comes first. Without `enable_chunked_prefill`
+       (its default) prompts run whole, and the first that does not fit ends this. With it each in
+       turn gets what it lacks, or what is left, cut to whole blocks; who then gets nothing does not
+       keep a shorter one behind it from running (`PyMicroBatchScheduler`, `_chunk_fcfs`).
+
+    A prompt's blocks are all taken with its first chunk (`add_sequence`) and may be reused when the
+    prompt is done (`store_context_blocks`); who would compute a block that another prompt is about
+    to compute waits for it (`_beneficial_to_skip`). With `async_scheduling` a step is decided when
+    the one before begins, as its overlap scheduler does (`disable_overlap_scheduler` is off), but
+    with pipelines.
     """
 
     max_num_batched_tokens: int = 8192
@@ -29,46 +48,156 @@ class TensorRtLlm:
     """Its `max_batch_size`."""
     enable_chunked_prefill: bool = False
     capacity_scheduler_policy: str = "guaranteed_no_evict"
+    async_scheduling: bool = False
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
+        engine.takes_whole_prompts = engine.names_late = True
         waiting = engine.waiting
+        if not waiting and not engine.left and engine.reserve():
+            return Decision(open=len(engine.running) < self.max_num_seqs)
         evicts = self.capacity_scheduler_policy == "max_utilization"
-        paused, spare = False, 0
-        if evicts:
-            while engine.running and not engine.reserve():
-                engine.preempt()
-                paused = True
-        else:
-            if waiting:
-                spare = engine.blocks.free - sum(map(engine.lacking, engine.running))
-            assert engine.reserve()  # guaranteed by admission
-        chunks: list[tuple[int, int]] = []
-        budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
-        for request, left in [*engine.left.items()]:
-            more = min(left, budget)
-            if more > 0:
-                if engine.grow(request, more):
-                    chunks.append((request, more))
-                    budget -= more
-                elif evicts:  # it is the last that has begun
-                    engine.preempt(request)
-                    paused = True
-        while waiting and not paused and budget > 0 and len(engine.running) < self.max_num_seqs:
-            request = waiting[0]
-            need = 0
-            if not evicts:
-                found = engine.look(request)
-                need = engine.most_blocks(request) - found.blocks + found.hit.idle
-                if need > spare:
-                    break
-            more = engine.admit(budget, chunked=self.enable_chunked_prefill)
-            if not more:
-                break
-            spare -= need
-            chunks.append((request, more))
-            budget -= more
+        before = len(engine.running)
+        fitting = self._utilized(engine) if evicts else self._guaranteed(engine)
+        paused = len(engine.running) < before
+        reserved = engine.reserve()
+        assert reserved
+        chunks = self._chunks(engine, fitting)
         if chunks:
             return Decision(chunks)
-        repeats = 1 if paused else FOREVER
-        return Decision((), True, repeats, not waiting and len(engine.running) < self.max_num_seqs)
+        open_ = not engine.waiting and len(engine.running) < self.max_num_seqs
+        return Decision((), True, 1 if paused else FOREVER, open_)
+
+    def _line(self, engine: Engine, begun: Iterable[int]) -> list[int]:
+        """Requests in order: those that have begun, and who waits, as far as there are places."""
+        places = max(0, self.max_num_seqs - len(engine.running))
+        return _in_order(engine, [*begun, *islice(engine.waiting, places)])
+
+    def _guaranteed(self, engine: Engine) -> list[int]:
+        """Requests with prompts that have blocks to their ends, with all that decode."""
+        size, left = engine.block_size, engine.left
+        spare = engine.blocks.free
+        for request in engine.decoders():
+            spare -= _to_the_end(engine, request) - -(-engine.done(request) // size)
+        fitting: list[int] = []
+        coming = _coming(engine)
+        for request in [*_in_order(engine, left), *self._line(engine, ())]:
+            if request in left:
+                need = _to_the_end(engine, request) - -(-engine.tokens(request) // size)
+            else:
+                found = engine.look(request)
+                if _skips(engine, request, found, coming):
+                    continue
+                need = _to_the_end(engine, request) - found.hit.blocks + found.hit.idle
+                need += engine.blocks.per_request
+            if need > spare:
+                break
+            spare -= need
+            fitting.append(request)
+        return fitting
+
+    def _utilized(self, engine: Engine) -> list[int]:
+        """Requests with prompts that have blocks for this step; others are paused for them."""
+        size, left, running = engine.block_size, engine.left, engine.running
+        line = self._line(engine, running)
+        fitting: list[int] = []
+        coming = _coming(engine)
+        at, end, taken = 0, len(line), 0
+        while at < end:
+            request = line[at]
+            need = 0
+            if request not in running:
+                found = engine.look(request)
+                if _skips(engine, request, found, coming):
+                    at += 1
+                    continue
+                need = -(-found.tokens // size) - found.hit.blocks + found.hit.idle
+                need += engine.blocks.per_request
+            elif request not in left:
+                need = engine.need(request, 1)
+            if taken + need <= engine.blocks.free:
+                taken += need
+                if request in left or request not in running:
+                    fitting.append(request)
+                at += 1
+                continue
+            behind = [nth for nth in range(at, end) if line[nth] in running]
+            if not behind:
+                break
+            end = behind[-1]
+            engine.preempt(line[end])
+            engine.waiting = deque(_in_order(engine, engine.waiting))
+        return fitting
+
+    def _chunks(self, engine: Engine, fitting: Iterable[int]) -> list[tuple[int, int]]:
+        """Give the budget to prompts, in order."""
+        size, left = engine.block_size, engine.left
+        budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
+        chunks: list[tuple[int, int]] = []
+        for request in fitting:
+            lacks = left.get(request)
+            begun = lacks is not None
+            if lacks is None:
+                found = engine.look(request)
+                lacks = found.tokens - found.blocks * size
+            more = lacks
+            if lacks > budget:
+                if not self.enable_chunked_prefill:
+                    break
+                more = budget // size * size
+            if more <= 0:
+                continue
+            if begun:
+                engine.grow(request, more)
+            else:
+                engine.waiting.remove(request)
+                engine.waiting.appendleft(request)
+                admitted = engine.admit(more)
+                assert admitted == more
+            chunks.append((request, more))
+            budget -= more
+        return chunks
+
+
+def _in_order(engine: Engine, requests: Iterable[int]) -> list[int]:
+    arrival = engine.arrival
+    return sorted(requests, key=lambda request: (arrival[request], request))
+
+
+def _to_the_end(engine: Engine, request: int) -> int:
+    """Blocks of a request's prompt and output (`getRemainingBlocksToCompletion`)."""
+    most = engine.prompt[request] + engine.output[request]
+    if engine.drafts is not None:
+        most += engine.drafts.slots - 1
+    cache = engine.blocks
+    return min(-(-most // engine.block_size), cache.size - cache.per_request)
+
+
+def _coming(engine: Engine) -> set[tuple[int, int]]:
+    """The first blocks that prompts under way compute, and that nobody finds yet."""
+    return {
+        block
+        for request in engine.left
+        if (block := _first_new(engine, request, engine.look(request).hit.blocks)) is not None
+    }
+
+
+def _skips(engine: Engine, request: int, found: CachedPart, coming: set[tuple[int, int]]) -> bool:
+    """Whether a request waits for a block that another computes; if not, it computes its own."""
+    block = _first_new(engine, request, found.hit.blocks) if not found.kept else None
+    if block is None:
+        return False
+    if block in coming:
+        return True
+    coming.add(block)
+    return False
+
+
+def _first_new(engine: Engine, request: int, found: int) -> tuple[int, int] | None:
+    """The first block of what requests have in common that is not in the cache."""
+    if not engine.blocks.caching:
+        return None
+    for key, end in zip(*engine.chain(request), strict=True):
+        if found < end:
+            return key, found
+    return None

@@ -63,6 +63,9 @@ class EngineSection:
     enable_mixed_chunk: Switch = setting(
         False, "sglang: whether requests decode beside chunks of prompts.", rare=True
     )
+    ignore_eos: Switch = setting(
+        False, "sglang: whether clients ask for all their tokens, so that room is kept.", rare=True
+    )
     capacity_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
         "guaranteed_no_evict",
         "tensorrt-llm: blocks are kept to a request's end, or requests are paused for them.",
@@ -76,7 +79,8 @@ class EngineSection:
         "Whether a step is decided when the one before begins; not with pp.",
         rare=True,
     )
-    """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0)."""
+    """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0); so do SGLang
+    (`disable_overlap_schedule`) and TensorRT-LLM (`disable_overlap_scheduler`) by default."""
     acceptance_length: Positive | None = setting(
         None, "Speculative decoding: tokens that a step gives a request, in the mean."
     )
