@@ -153,6 +153,55 @@ if True:  # the modules need torch to be defined
             h = self.second(x)
             return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
+    class Around(nn.Module):
+        """What a function makes of the stream, between a table and scores, as often as told."""
+
+        def __init__(self, body: Any, width: int = 16, layers: int = 2) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(96, width), nn.Linear(width, 96)
+            self.a = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+            self.b = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+            self.body = body
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            for a, b in zip(self.a, self.b, strict=True):
+                x = x + self.body(x, a, b)
+            return self.head(x)
+
+    def into_a_view(x: Any, a: Any, b: Any) -> Any:
+        """Half of what one product made is overwritten through a view."""
+        y = a(x)
+        y[..., :8].add_(b(x)[..., 8:])
+        return y
+
+    def position_by_position(x: Any, a: Any, b: Any) -> Any:
+        made = torch.zeros_like(x)
+        for t in range(6):
+            made[:, t] = b(torch.tanh(a(x[:, t])))
+        return made
+
+    def shifted(x: Any, a: Any, b: Any) -> Any:
+        made = torch.zeros_like(x)
+        made[:, 1:] = a(x)[:, :-1]
+        return b(made)
+
+    def put_at_indices(x: Any, a: Any, b: Any) -> Any:
+        made = torch.zeros_like(x)
+        made[:, :, [1, 5]] = a(x)[..., :2]
+        return b(made)
+
+    def norm_of_another(x: Any, a: Any, b: Any) -> Any:
+        """What is scaled is not what the mean of squares is of."""
+        return b(x) * torch.rsqrt(a(x).pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def not_quite_gelu(x: Any, a: Any, b: Any) -> Any:
+        return (1 + torch.tanh(a(x) + b(x) ** 3)) * x
+
+    def post_norm(x: Any, a: Any, b: Any) -> Any:
+        """The stream is read often in each layer."""
+        return torch.sigmoid(a(x)) * b(x) + F.layer_norm(x * torch.relu(x), (16,))
+
 
 def tokens(*shape: int) -> Any:
     return torch.zeros(*shape, dtype=torch.long, device="meta")
@@ -214,6 +263,52 @@ def test_parameters_and_products_are_those_that_pytorch_counts(name: str):
     got = products(model, shape[0], shape[1] if len(shape) == 2 and name != "custom op" else 1)
     assert got == counted.get_total_flops()
     assert math.prod(shape) > 0
+
+
+BODIES: list[Any] = [into_a_view, position_by_position, shifted, put_at_indices, norm_of_another,
+                     not_quite_gelu, post_norm]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_no_product_is_lost_behind_what_is_written_in_parts_or_looks_like_a_norm(body: Any):
+    with torch.device("meta"):
+        module = Around(body)
+    model = sw.from_torch(module, tokens(2, 6), static=True)
+    assert parameters(model)[0] == sum(p.numel() for p in module.parameters())
+    with counter.FlopCounterMode(display=False) as counted:
+        module(tokens(2, 6))
+    assert products(model, 2, 6) == counted.get_total_flops()
+    assert model.chain == ("embed", "2 layer", "head")
+
+
+def test_what_cannot_be_said_is_refused_or_told():
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            return torch.cond(x.sum() > 0, self.a, self.b, (x,))
+
+    class Two(Branch):
+        def forward(self, x: Any) -> Any:
+            return self.a(x), self.b(x)
+
+    class Nothing(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.ones(3)
+
+    with torch.device("meta"):
+        branch, two = Branch(), Two()
+    with pytest.raises(UserError, match=r"^test_from_torch\.py:\d+: cond runs a function"):
+        sw.from_torch(branch, values(4, 16))
+    with pytest.raises(UserError, match="returns no tensor that depends on its inputs"):
+        sw.from_torch(Nothing(), values(4, 16))
+    with pytest.raises(UserError, match="give an example with a batch of 2 or more"):
+        sw.from_torch(two, values(1, 16))
+    notes = sw.from_torch(two, values(4, 16)).notes
+    assert "left out: 272 parameters that the result does not depend on: b.weight, b.bias" in notes
+    assert any("dim 1 of x is 16" in note for note in notes)
 
 
 def test_layers_are_found_and_a_run_can_be_compiled():

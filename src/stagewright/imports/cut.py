@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stagewright.imports.axes import Axis, AxisTable
+from stagewright.algebra.size import size
+from stagewright.imports.axes import Axis, AxisTable, extent_of
 from stagewright.imports.calls import OpCall, leaves_and_views
 from stagewright.imports.fold import Piece
 
@@ -42,6 +43,8 @@ class _ProductsInParts:
             (sliced,) = labels
             product, bias = product_
             if not {*sliced} <= {*self.axes.label(product.name, "o")}:
+                continue
+            if not _all_of_it(users, self.axes):
                 continue
             for user in users:
                 replaced[user.name] = self._part_of_product(user, product, bias, sliced)
@@ -114,3 +117,16 @@ class _ProductsInParts:
         self.leaves[own] = replace(whole, name=own, path=path)
         self.axes.dims[own] = dims
         return own
+
+
+def _all_of_it(slices: Sequence[OpCall], axes: AxisTable) -> bool:
+    """Whether the slices of a value are all of it, and none overlap another."""
+    dim = int(slices[0].attrs["dim"])
+    parts = {(int(s.attrs["start"]), s.shape[dim]) for s in slices if int(s.attrs["dim"]) == dim}
+    at = 0
+    for start, width in sorted(parts):
+        if start != at or not isinstance(width, int):
+            return False
+        at += width
+    whole = extent_of(axes.label(slices[0].name, slices[0].ins[0][dim]))
+    return len({s.attrs["dim"] for s in slices}) == 1 and whole is size(at)

@@ -12,6 +12,20 @@ from stagewright.imports.calls import LEAVES, OpCall
 MOST_HANDED = 3
 """Values beside the stream that may go through many layers: an encoder's output, for example."""
 
+MOST_TRIED = 3
+"""Values that are tried at a time as one that goes through many layers."""
+
+SHORTEST_STRETCH = 8
+"""Calls between layers, from which on a value that goes through them is looked for."""
+
+RELAXED = ("causal", "window", "by")
+"""Attributes in which layers of one model may differ."""
+
+Cut = tuple[int, str]
+"""Where a pass can be cut, and the value that is alive there."""
+Group = tuple[int, int, bool]
+"""The first segment, the one behind the last, and whether they are a layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -36,30 +50,60 @@ class Folded(NamedTuple):
 def fold(calls: Mapping[str, OpCall], outputs: Sequence[str]) -> Folded:
     """The calls in pieces; equal pieces have equal signatures, and those that repeat are layers."""
     computed = [call for call in calls.values() if call.op not in LEAVES]
-    handed = frozenset[str]()
-    cuts = _cuts(computed, outputs, handed)
+    best = now = _folding(calls, computed, outputs, frozenset())
     for _ in range(MOST_HANDED):
-        more = _handed(computed, outputs, cuts, handed)
-        if more is None:
+        more = _candidates(computed, now)
+        if not more:
             break
-        tried = _cuts(computed, outputs, handed | {more})
-        if len(tried) <= len(cuts) + 2:
-            break
-        handed, cuts = handed | {more}, tried
+        tried = [_folding(calls, computed, outputs, now.handed | {name}) for name in more]
+        now = max(tried, key=lambda found: found.covered)
+        if now.covered > best.covered:
+            best = now
+    return Folded(best.pieces(outputs), best.handed)
+
+
+class _Folding(NamedTuple):
+    """A forward pass cut where one value, besides those handed on, is alive."""
+
+    cuts: Sequence[Cut]
+    segments: Sequence[Stretch]
+    groups: Sequence[Group]
+    handed: frozenset[str]
+
+    @property
+    def covered(self) -> int:
+        """The number of calls that are in layers: what a choice of handed values is good for."""
+        return sum(self.length(a, b) for a, b, layer in self.groups if layer)
+
+    def length(self, a: int, b: int) -> int:
+        """The number of calls of some segments."""
+        return sum(len(segment.calls) for segment in self.segments[a:b])
+
+    def pieces(self, outputs: Sequence[str]) -> tuple[Piece, ...]:
+        """The groups of segments, each with what it reads and yields."""
+        exact = [segment.signature(relaxed=False) for segment in self.segments]
+        made: list[Piece] = []
+        for a, b, layer in self.groups:
+            calls = tuple(call for segment in self.segments[a:b] for call in segment.calls)
+            yields = self.cuts[b][1] if b < len(self.segments) else outputs[0]
+            made.append(Piece(calls, self.cuts[a][1], yields, layer, (layer, *exact[a:b])))
+        return tuple(made)
+
+
+def _folding(
+    calls: Mapping[str, OpCall],
+    computed: Sequence[OpCall],
+    outputs: Sequence[str],
+    handed: frozenset[str],
+) -> _Folding:
+    """The pass cut, and its repeated layers, where some values are handed on beside the stream."""
+    cuts = _cuts(computed, outputs, handed)
     segments = [
         Stretch(tuple(computed[a:b]), calls, handed, stream)
         for (a, stream), (b, _) in itertools.pairwise(cuts)
     ]
-    exact = [segment.signature(relaxed=False) for segment in segments]
-    loose = [segment.signature(relaxed=True) for segment in segments]
-    groups = _groups([hash(s) for s in loose], segments)
-    pieces: list[Piece] = []
-    for a, b, layer in groups:
-        made = tuple(call for segment in segments[a:b] for call in segment.calls)
-        yields = cuts[b][1] if b < len(segments) else outputs[0]
-        piece = Piece(made, cuts[a][1], yields, layer, (layer, *exact[a:b]))
-        pieces.append(piece)
-    return Folded(tuple(pieces), handed)
+    loose = [hash(segment.signature(relaxed=True)) for segment in segments]
+    return _Folding(cuts, segments, _groups(loose, segments), handed)
 
 
 class Stretch(NamedTuple):
@@ -76,7 +120,7 @@ class Stretch(NamedTuple):
         return any(self.of[n].op == "param" for call in self.calls for n in call.operands)
 
     def signature(self, *, relaxed: bool) -> tuple[object, ...]:
-        """The structure without names; `relaxed`: and without the reach of attention."""
+        """The structure without names; `relaxed`: and without reach of attention and factors."""
         numbers: dict[str, object] = {self.reads: "stream"}
         rows: list[object] = []
         for call in self.calls:
@@ -92,13 +136,10 @@ class Stretch(NamedTuple):
             numbers[call.name] = len(numbers)
             known = call.signature
             if relaxed:
-                attrs = {k: v for k, v in call.attrs.items() if k not in ("causal", "window")}
+                attrs = {k: v for k, v in call.attrs.items() if k not in RELAXED}
                 known = (call.op, call.shape, call.dtype, call.ins, call.out, str(attrs))
             rows.append((known, tuple(operands)))
         return tuple(rows)
-
-
-Cut = tuple[int, str]
 
 
 def _cuts(computed: Sequence[OpCall], outputs: Sequence[str], handed: frozenset[str]) -> list[Cut]:
@@ -118,27 +159,24 @@ def _cuts(computed: Sequence[OpCall], outputs: Sequence[str], handed: frozenset[
     return [*cuts, (len(computed), "")]
 
 
-def _handed(
-    computed: Sequence[OpCall], outputs: Sequence[str], cuts: Sequence[Cut], handed: frozenset[str]
-) -> str | None:
-    """The value with the most readers inside the longest stretch without a cut."""
-    stretches = [(b - a, a, b) for (a, _), (b, _) in itertools.pairwise(cuts)]
-    length, begin, end = max(stretches, default=(0, 0, 0))
-    if length < 8:
-        return None
-    readers: dict[str, int] = {}
+def _candidates(computed: Sequence[OpCall], found: _Folding) -> list[str]:
+    """Values that the longest stretch without a layer reads often, and from afar."""
+    lengths = {(a, b): found.length(a, b) for a, b, layer in found.groups if not layer}
+    length = max(lengths.values(), default=0)
+    if length < SHORTEST_STRETCH:
+        return []
+    first = next(a for (a, _), n in lengths.items() if n == length)
+    begin = found.cuts[first][0]
     made = {call.name: i for i, call in enumerate(computed)}
+    readers: dict[str, int] = {}
     spans: dict[str, int] = {}
-    for i in range(begin, end):
+    for i in range(begin, begin + length):
         for name in computed[i].operands:
-            if name in made and name not in handed:
+            if name in made and name not in found.handed:
                 readers[name] = readers.get(name, 0) + 1
                 spans[name] = i - made[name]
-    many = [name for name, count in readers.items() if count > 2 and spans[name] > length // 3]
-    return max(many, key=lambda name: readers[name], default=None)
-
-
-Group = tuple[int, int, bool]
+    many = [name for name, count in readers.items() if count > 1 and spans[name] > length // 3]
+    return sorted(many, key=lambda name: -spans[name] * readers[name])[:MOST_TRIED]
 
 
 def _groups(signatures: Sequence[int], segments: Sequence[Stretch]) -> list[Group]:

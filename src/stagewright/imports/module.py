@@ -48,7 +48,7 @@ def from_torch(
 
     `static` keeps all sizes of the inputs as they are in the example; `approximate` counts
     operations without a row in the table by their bytes; `loss` says whether the module's output
-    are scores, to which the cross-entropy is added (None: where the output is a product with a
+    is scores, to which the cross-entropy is added (None: where the output is a product with a
     parameter). Raises UserError where the module cannot be traced, or holds what has no meaning
     here.
     """

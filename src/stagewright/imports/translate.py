@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from stagewright.imports.attend import fuse_attention
@@ -33,7 +34,7 @@ class Options:
     approximate: bool = False
     """Whether operations without a row of the table are counted by their bytes."""
     loss: bool | None = None
-    """Whether the output are scores, of which the cross-entropy is added; None: if it looks so."""
+    """Whether the output is scores, of which the cross-entropy is added; None: if it looks so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Translated:
 
     text: str
     notes: tuple[str, ...]
+    parameters: int
+    """The number of values in all parameters that the text has."""
 
 
 def translate(recording: Recording, options: Options | None = None) -> Translated:
@@ -59,6 +62,7 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     (result,) = nodes.outputs
     calls, result = _with_loss(calls, result, options.loss, notes)
     calls = _needed(_renamed_inputs(calls), result)
+    notes += _left_out(recording, calls)
     refuse_sizes_of_data(calls)
     folded = fold(calls, [result])
     symbols = names_of_symbols(calls, options.dims)
@@ -74,7 +78,9 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     text = made.text()
     notes += made.notes
     head = [f"# Imported from PyTorch: {recording.name}.", *(f"# Note: {note}." for note in notes)]
-    return Translated("\n".join(head) + "\n\n" + text + "\n", tuple(notes))
+    shapes = (call.shape for call in calls.values() if call.op == "param")
+    count = sum(prod(map(int, shape)) for shape in shapes)
+    return Translated("\n".join(head) + "\n\n" + text + "\n", tuple(notes), count)
 
 
 # ---- inputs and the loss -------------------------------------------------------------------------
@@ -106,6 +112,17 @@ def _needed(calls: Mapping[str, OpCall], result: str) -> dict[str, OpCall]:
     return {name: call for name, call in calls.items() if name in needed}
 
 
+def _left_out(recording: Recording, calls: Mapping[str, OpCall]) -> list[str]:
+    """A note on parameters that the result does not depend on, which the text lacks."""
+    out = [n for n in recording.nodes if n.op == "param" and n.name not in calls]
+    if not out:
+        return []
+    count = sum(prod(int(extent) for extent in n.shape) for n in out)
+    more = f" and {len(out) - 6} more" if len(out) > 6 else ""
+    paths = ", ".join(n.path for n in out[:6]) + more
+    return [f"left out: {count:,} parameters that the result does not depend on: {paths}"]
+
+
 def _with_loss(
     calls: dict[str, OpCall], result: str, wanted: bool | None, notes: list[str]
 ) -> tuple[dict[str, OpCall], str]:
@@ -115,7 +132,7 @@ def _with_loss(
         return calls, result
     if wanted is None and not _scores(calls, out):
         return calls, result
-    notes.append("the output are scores: their cross-entropy is added as the loss")
+    notes.append("the output is scores: their cross-entropy is added as the loss")
     rows = tuple(range(len(out.shape) - 1))
     labels = OpCall("labels", "input", out.shape[:-1], "int64", out=rows)
     loss = OpCall("loss", "cross_entropy", (), "fp32", (result, "labels"), ((*rows, "v"), rows), ())

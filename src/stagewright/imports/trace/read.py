@@ -15,7 +15,7 @@ from stagewright.imports.trace.recording import Extent
 
 def own_line(places: Sequence[tuple[str, str]]) -> str:
     """The innermost of some lines that is in no file of PyTorch, as `file.py:12`."""
-    own = [(file, line) for file, line in places if "/torch/" not in file]
+    own = [(file, line) for file, line in places if "/torch/" not in file and file[0] != "<"]
     return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
 
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.imports.trace.examples import check_examples, fixed_dims
+from stagewright.imports.trace.functional import functional
 from stagewright.imports.trace.masks import kind_of_mask
 from stagewright.imports.trace.read import (
     dtype_of,
@@ -58,6 +60,7 @@ def record(
     pt = torch()
     args = () if isinstance(inputs, Mapping) else tuple(inputs)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    check_examples(pt, module, (*args, *kwargs.values()))
     notes: list[str] = []
     program = None
     kinds = ("batch", "static") if static else ("dynamic", "auto", "batch", "static")
@@ -72,6 +75,8 @@ def record(
             but = ", but for their first dims" if kind == "batch" else ""
             why = f": {reasons[0]}" if reasons else ""
             notes.append(f"sizes of inputs are fixed as in the example{but}{why}")
+        else:
+            notes += fixed_dims(pt, program)
         break
     if program is None:
         raise UserError(
@@ -105,11 +110,13 @@ def load(path: str) -> Recording:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Let nothing be logged: what PyTorch raises is told in a line."""
+    """Let nothing be logged, nor warned of: what PyTorch raises is told in a line."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
@@ -135,11 +142,7 @@ def _exported(
         shapes = {key: sizes(value) for key, value in kwargs.items()}
     # PyTorch prints the graph so far, and logs, where it cannot go on.
     said = io.StringIO()
-    with (
-        warnings.catch_warnings(), contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said), _quiet(),
-    ):  # fmt: skip
-        warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _quiet():
         return pt.export.export(module, args, kwargs or None, dynamic_shapes=shapes, strict=False)
 
 
@@ -155,7 +158,9 @@ def of_program(
     program: Any, tensors: Mapping[str, Any], *, name: str, notes: Sequence[str] = ()
 ) -> Recording:
     """The recording of an exported program; of its `tensors`, those that are one are tied."""
-    return _Recorder(program, _tied(tensors), name, list(notes)).recording()
+    with _quiet():
+        plain = functional(program)
+    return _Recorder(plain, _tied(tensors), name, list(notes)).recording()
 
 
 class _Recorder:
@@ -190,6 +195,11 @@ class _Recorder:
             if spec.kind.name == "USER_OUTPUT" and hasattr(spec.arg, "name")
         }
         outputs = [self._name(n) for n in _flat(returned) if n.name in made]
+        if not any(n.name not in self.constants for n in _flat(returned) if n.name in made):
+            raise UserError(
+                f"{self.name}: forward returns no tensor that depends on its inputs; wanted a loss "
+                "or scores"
+            )
         return Recording(self.name, self._needed(outputs), tuple(outputs), tuple(self.notes))
 
     def _name(self, node: Any) -> str:
@@ -244,6 +254,13 @@ class _Recorder:
             return
         graphs = [a for a in node.args if getattr(a, "op", "") == "get_attr"]
         if graphs:
+            if target not in _IN_PLACE_OF_CALLS:
+                where = source_of(node) or path_of(node) or self.name
+                raise UserError(
+                    f"{where}: {target} runs a function that it is given as often, or where, as "
+                    "values say, which has no counterpart here; write it out in Python, with "
+                    "counts that shapes decide"
+                )
             self._inline(node, getattr(owner, graphs[0].target), name)
             return
         target = "getitem" if "getitem" in target else target
@@ -334,26 +351,20 @@ class _Recorder:
     def _needed(self, outputs: Sequence[str]) -> tuple[TracedNode, ...]:
         """The nodes that the outputs depend on, in order, and all inputs and parameters."""
         by_name = {node.name: node for node in self.nodes}
-        fills: dict[str, list[str]] = {}  # by tensor, the calls that write into it
-        for node in self.nodes:
-            at = node
-            in_place = re.search(r"\.[a-z]\w*_\.", node.op) and node.args
-            while in_place and at.args and isinstance(at.args[0], Ref):
-                at = by_name[at.args[0].name]
-                fills.setdefault(at.name, []).append(node.name)
-                if at.op.split(".")[1:2] not in (["slice"], ["select"], ["view"]):
-                    break
         needed, todo = set[str](), [*outputs]
         while todo:
             name = todo.pop()
             if name in needed or name not in by_name:
                 continue
             needed.add(name)
-            todo += [*by_name[name].operands(), *fills.get(name, ())]
+            todo += by_name[name].operands()
         kept = [n for n in self.nodes if n.name in needed or n.op in ("param", "input")]
         return tuple(kept)
 
 
+_IN_PLACE_OF_CALLS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper",
+                                "tag_activation_checkpoint", "invoke_subgraph"})  # fmt: skip
+"""Operations that run the graph that they are given, once and whatever the values are."""
 _KEPT = frozenset({"scale", "is_causal", "enable_gqa", "dtype", "attn_mask", "dropout_p", "alpha",
                    "approximate", "rounding_mode", "offs", "reduction"})  # fmt: skip
 """Keywords of calls that say what is computed, and not where."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError
 
-VERSION = 1
+VERSION = 2
 """Of the JSON of a recording; a reader refuses another one."""
 
 

@@ -7,9 +7,10 @@ Each function reads a list of nodes and returns another in which the chains are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
+from stagewright.imports.trace.functional import copies, fills
 from stagewright.imports.trace.mixtures import experts
 from stagewright.imports.trace.nodes import (
     CASTS,
@@ -18,14 +19,14 @@ from stagewright.imports.trace.nodes import (
     operation,
     other_factor,
 )
-from stagewright.imports.trace.recording import Ref, TracedNode, argument
+from stagewright.imports.trace.recording import Ref, TracedNode, argument, words
 
 Rewrite = Callable[[TracedNodes], None]
 
 
 def rewritten(nodes: Sequence[TracedNode], outputs: Sequence[str]) -> TracedNodes:
     """The nodes after all rewrites."""
-    graph = TracedNodes(_functional(nodes), outputs)
+    graph = TracedNodes(nodes, outputs)
     for rewrite in REWRITES:
         rewrite(graph)
         graph.prune()
@@ -33,53 +34,6 @@ def rewritten(nodes: Sequence[TracedNode], outputs: Sequence[str]) -> TracedNode
 
 
 # ---- what changes nothing ------------------------------------------------------------------------
-
-
-def _functional(nodes: Sequence[TracedNode]) -> list[TracedNode]:
-    """Operations in place as operations with a result, which later readers read instead."""
-    latest: dict[str, str] = {}
-    parts: dict[
-        str, tuple[str, int, int]
-    ] = {}  # views of tensors that are filled: base, dim, start
-    filled: dict[str, dict[int, str]] = {}
-    dims: dict[str, int] = {}
-    made: list[TracedNode] = []
-    for old in nodes:
-        node = old.renamed(latest)
-        kind = operation(node)
-        first = node.args[0].name if node.args and isinstance(node.args[0], Ref) else ""
-        if kind in ("new_empty", "empty", "empty_like", "new_zeros", "zeros") or (
-            node.op == "constant" and not node.kwargs
-        ):
-            filled[node.name] = {}
-        elif kind == "slice" and first in filled:
-            parts[node.name] = first, int(node.args[1]), int(node.args[2] or 0)
-        if kind == "copy_" and first in parts:
-            base, dim, start = parts[first]
-            filled[base][start], dims[base] = node.args[1].name, dim
-            continue
-        for name in node.operands():
-            pieces = filled.get(name)
-            if pieces and node.name not in parts:
-                del filled[name]
-                base = next(n for n in made if n.name == name)
-                joined = tuple(Ref(pieces[start]) for start in sorted(pieces))
-                made.append(
-                    replace(base, name=f"{name}.cat", op="aten.cat.default",
-                            args=(joined, dims[name]), kwargs={})
-                )  # fmt: skip
-                latest[name] = f"{name}.cat"
-                node = node.renamed(latest)
-        if (
-            kind.endswith("_")
-            and not kind.startswith("_")
-            and first
-            and node.op.startswith("aten.")
-        ):
-            node = replace(node, op=node.op.replace(f".{kind}.", f".{kind[:-1]}."))
-            latest[first] = node.name
-        made.append(node)
-    return made
 
 
 def _drop_nothing(graph: TracedNodes) -> None:
@@ -93,7 +47,10 @@ def _drop_nothing(graph: TracedNodes) -> None:
         rate = argument(node, 1, 0.5)
         off = kind == "dropout" and (not rate or not argument(node, 2, True))
         nothing = (*CASTS, "contiguous", "clone", "alias", "detach", "slice", "expand", "reshape",
-                   "view", "pad", "lift_fresh_copy", "repeat_interleave")  # fmt: skip
+                   "view", "lift_fresh_copy", "repeat_interleave")  # fmt: skip
+        if kind in ("pad", "constant_pad_nd"):
+            same = same and not any(words(argument(node, 1)))
+            nothing = (kind,)
         if off or (same and kind in nothing and node.op != "our"):
             names[node.name] = source.name
     graph.same(names)
@@ -140,7 +97,10 @@ def _rms_norms(graph: TracedNodes) -> None:
         if x is None or operation(product) != "mul":
             continue
         assert product is not None
-        if node.shape[-1:] != (1,):
+        if node.shape != (*x.shape[:-1], 1):
+            continue
+        scaled = other_factor(graph, product, node.name)
+        if _uncast(graph, scaled) is not _uncast(graph, x):
             continue
         result, weight = product, None
         while len(users.get(result.name, ())) == 1:
@@ -154,17 +114,24 @@ def _rms_norms(graph: TracedNodes) -> None:
                 result, weight = after, base
                 continue
             break
-        source = x
-        while operation(source) in CASTS and graph.arg(source, 0) is not None:
-            source = graph.arg(source, 0) or source
+        source = _uncast(graph, x) or x
         operands = [source.name] + ([weight.name] if weight else [])
         graph.put(result, "our.norm", *operands, fn="rmsnorm")
 
 
+def _uncast(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+    """What a node is made of by changes of data type alone."""
+    while operation(node) in CASTS and node is not None and graph.arg(node, 0) is not None:
+        node = graph.arg(node, 0)
+    return node
+
+
 def _squared(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
     """The x of mean(x ** 2) + eps."""
-    if operation(node) == "add":
-        node = graph.arg(node, 0) if node else None
+    if operation(node) == "add" and node is not None:
+        if isinstance(argument(node, 1), Ref):
+            return None
+        node = graph.arg(node, 0)
     if operation(node) != "mean" or node is None:
         return None
     power = graph.arg(node, 0)
@@ -290,20 +257,59 @@ def _new_gelu(graph: TracedNodes) -> None:
     for node in [*graph.of.values()]:
         if operation(node) != "tanh":
             continue
-        inner = graph.arg(node, 0)
-        found = {n.name for n in _behind(graph, inner, 4)}
-        cubes = [
-            graph.of[n]
-            for n in found
-            if operation(graph.of[n]) == "pow" and graph.of[n].args[1] == 3
-        ]
-        if not cubes:
-            continue
-        (x,) = cubes[0].operands()
-        plus = users.get(node.name, [])
-        last = users.get(plus[0], []) if len(plus) == 1 else []
-        if len(last) == 1 and operation(graph.of[last[0]]) == "mul":
-            graph.put(graph.of[last[0]], "our.act", x, fn="gelu_tanh")
+        cubes = {n.name: n for n in _behind(graph, graph.arg(node, 0), 5) if operation(n) == "pow"}
+        at, x = node, next((n for c in cubes.values() for n in c.operands()), None)
+        for _ in range(3):  # one is added, and the factors follow in some order
+            readers = users.get(at.name, ())
+            if len(readers) != 1 or x is None:
+                break
+            at = graph.of[readers[0]]
+            if _computes(graph, at, x, _gelu_by_tanh):
+                graph.put(at, "our.act", x, fn="gelu_tanh")
+                break
+
+
+def _gelu_by_tanh(x: float) -> float:
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _number(op: str, a: float, b: float = 0.0) -> float:
+    """What an operation makes of numbers; a ValueError for one that is not known here."""
+    if op in CASTS:
+        return a
+    known = {"add": a + b, "sub": a - b, "mul": a * b, "tanh": math.tanh(a), "neg": -a}
+    if op in known:
+        return known[op]
+    if op == "div":
+        return a / b
+    if op == "pow" and b == int(b) > 0:
+        return a ** int(b)
+    raise ValueError(op)
+
+
+def _computes(
+    graph: TracedNodes, node: TracedNode, x: str, meaning: Callable[[float], float]
+) -> bool:
+    """Whether a chain of operations on each element is a function, by its value at some places."""
+
+    def of(argument: object, at: float, depth: int) -> float:
+        if isinstance(argument, int | float):
+            return argument
+        if not isinstance(argument, Ref) or not depth:
+            raise ValueError(argument)
+        if argument.name == x:
+            return at
+        inner = graph.of[argument.name]
+        if inner.kwargs.get("alpha", 1) != 1:
+            raise ValueError(inner.op)
+        own = inner.args[:1] if operation(inner) in CASTS else inner.args[:2]
+        return _number(operation(inner), *(of(each, at, depth - 1) for each in own))
+
+    try:
+        found = [(of(Ref(node.name), at, 12), meaning(at)) for at in (-1.7, -0.3, 0.6, 2.1)]
+    except (ValueError, TypeError, ArithmeticError):
+        return False
+    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in found)
 
 
 def _behind(graph: TracedNodes, node: TracedNode | None, depth: int) -> list[TracedNode]:
@@ -344,6 +350,8 @@ def _gated(graph: TracedNodes) -> None:
 
 REWRITES: tuple[Rewrite, ...] = (
     _drop_nothing,
+    copies,
+    fills,
     _products_of_views,
     _rms_norms,
     _rotary,

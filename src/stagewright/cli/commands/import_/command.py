@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     help="Count operations that the table lacks by the bytes that they read and write.",
 )
 @click.option(
-    "--loss/--no-loss", default=None, help="Whether the output are scores: add their cross-entropy."
+    "--loss/--no-loss", default=None, help="Whether the output is scores: add their cross-entropy."
 )
 @click.option(
     "--recording", metavar="FILE.json", help="Keep what was traced, too: SOURCE without PyTorch."
@@ -70,7 +70,7 @@ def import_(
     for note in translated.notes:
         shared.say(f"note: {note}")
     modules = ", ".join(model.chain)
-    shared.say(f"{out}: {traced.parameters:,} parameters; {modules}")
+    shared.say(f"{out}: {translated.parameters:,} parameters; {modules}")
 
 
 def _rank(traced: Recording, out: str) -> None:
