@@ -183,7 +183,7 @@ class Builder:
             own = {"scope": x.scope, "name": w.name, **of_weight}
             w = cast(w, low, once=once, role=Role.LOW_PRECISION, **own)
             fields |= moved  # so does the cast of the gradient of the result
-        if joint and self.recipe.operators.joint_projections:
+        if joint and (self.recipe.operators.joint_projections or "fused" in fields):
             fields["joint"] = (joint, "result")
         y = einsum(spec, x, w, name=name, dtype=self.dtype, **fields)
         adapter = self.recipe.training.adapter(of[1].binding.name)

@@ -130,6 +130,12 @@ class Op(NamedTuple):
 OPS: dict[str, Op] = {}
 """All ops, by name."""
 
+
+def is_view(n: Node) -> bool:
+    """Whether a value has no bytes of its own, but those of its operand."""
+    return n.op in OPS and (OPS[n.op].view or bool(n.get("view")))
+
+
 COLLECTIVE_OPS = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 MOVES = COLLECTIVE_OPS | {"slice"}
 LEAVES = frozenset({"input", "param", "state"})

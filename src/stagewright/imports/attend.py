@@ -59,6 +59,8 @@ def _attention(
     v, out = (tuple(back[x] for x in labels) for labels in (result.ins[1], result.out))
     if "k" in out or "q" not in out:
         return None
+    # PyTorch takes its own attention apart so that queries and keys are scaled, each by the root.
+    attrs["operators"] = not all(calls[n].op == "scale" for n in scores.operands)
     operands = (*(_unscaled(calls, n) for n in scores.operands), result.operands[1])
     return replace(
         result, op="attention", operands=operands, ins=(q, k, v), out=out, attrs=attrs,

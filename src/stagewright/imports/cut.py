@@ -91,7 +91,10 @@ class _ProductsInParts:
         of_weight = [dims.get(str(x), self.axes.label(product.name, x)) for x in product.ins[1]]
         weight = self._piece_of(product.operands[1], nth, of_weight)
         name = f"{user.name}.product" if bias else user.name
-        made = replace(product, name=name, shape=user.shape, operands=(product.operands[0], weight))
+        made = replace(
+            product, name=name, shape=user.shape, operands=(product.operands[0], weight),
+            attrs={**product.attrs, "fused": _named(product.path)},
+        )  # fmt: skip
         self.axes.labels[name] = {**self.axes.labels[product.name], "o": outward}
         if not bias:
             return [made]
@@ -130,3 +133,9 @@ def _all_of_it(slices: Sequence[OpCall], axes: AxisTable) -> bool:
         at += width
     whole = extent_of(axes.label(slices[0].name, slices[0].ins[0][dim]))
     return len({s.attrs["dim"] for s in slices}) == 1 and whole is size(at)
+
+
+def _named(path: str) -> str:
+    """A word for a module: the last two of its path that are no numbers."""
+    words = [w for w in path.split(".") if not w.isdigit()]
+    return "_".join(words[-2:]) or "product"

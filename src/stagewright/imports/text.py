@@ -295,7 +295,7 @@ class Writer:
         if op == "slice":
             return self._slice(call, spec, operands[0])
         if op == "norm" and attrs.get("fn") == "rmsnorm":
-            attrs = {}
+            attrs.pop("fn")
         if not attrs.get("window"):
             attrs.pop("window", None)
         if op == "cast":

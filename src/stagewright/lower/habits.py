@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
@@ -85,14 +85,26 @@ class EagerOperators(Habit):
         return replace(allocation, **more)
 
     def bytes_beside(self, n: Node, extent: Extent) -> int:
-        """PyTorch's attention keeps an fp32 number for every row of scores."""
-        if n.op != "attention":
+        """Numbers that operators keep besides: attention one in fp32 for every row of scores,
+        LayerNorm a row's mean and the inverse of its deviation, an opaque op what it says."""
+        each = {"attention": 1, "norm": 2 * (n.get("fn") == "layernorm")}.get(n.op, 0)
+        if each and n.phase != "backward":
+            rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
+            return rows * each * int(BYTES["fp32"])
+        if n.op != "opaque":
             return 0
-        rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
-        return rows * int(BYTES["fp32"])
+        indices = extent.elements(n) * int(BYTES["int64"]) if n.get("indices") else 0
+        beside: Any = n.get("beside") or 0
+        rows = math.ceil(extent(n.shape[0], n.layout.dims[0])) if beside else 0
+        return indices + rows * beside
 
     def prolong(self, values: StageValues, action: ActionRows) -> None:
-        """A checkpoint holds its input until backward has read all that it has computed again."""
+        """Parts of a fused product live as long as the last of them, in the memory of all.
+
+        A checkpoint holds its input until backward has read all that it has computed again.
+        """
+        for i, placed in enumerate(values.blocks):
+            _hold_together(values, i, placed.block.graph)
         if action.forward or not self.checkpoints:
             return
         for i, placed in enumerate(values.blocks):
@@ -105,6 +117,21 @@ class EagerOperators(Habit):
             given = next((v for n in inputs if (v := values.value(i, n)) is not None), None)
             if reads and given is not None:
                 given.touch(action.at(max(reads)), "backward")
+
+
+def _hold_together(values: StageValues, i: int, graph: Graph) -> None:
+    """Give parts of one product's result in block `i` the same live range."""
+    together: dict[object, list[Value]] = {}
+    for n in graph:
+        if n.op == "einsum" and n.phase != "backward" and n.get("fused"):
+            value = values.value(i, n)
+            if value is not None:
+                together.setdefault((n["fused"], n.phase), []).append(value)
+    for parts in together.values():
+        touches = list(dict.fromkeys(at for value in parts for at in value.touches))
+        kept = next((v.category for v in parts if v.category == "activations"), "")
+        for value in parts:
+            value.touches, value.category = [*touches], kept or value.category
 
 
 # ---- PyTorch: DistributedDataParallel ------------------------------------------------------------

@@ -22,6 +22,7 @@ from stagewright.graph.gradient import backward
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, leaf, letters
 from stagewright.graph.node import Graph, Node, replace, toposort
 from stagewright.graph.reference.attention import FAR
+from stagewright.graph.reference.dense import SLOPES_OF_RESULTS
 from stagewright.graph.shard import shard
 from stagewright.graph.table import LEAVES, MOVES, OPS
 from stagewright.graph.verify import verify
@@ -221,6 +222,10 @@ EXAMPLES = [
     *(Example("bias", s) for s in ("bsm,m->bsm", "bsm,sm->bsm", "bsad,ad->bsad")),
     *(Example("act", "bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
     Example("act", "bsf->bsf", {"fn": "softcap", "cap": 1.5}),
+    *(
+        Example("act", "bsf->bsf", {"fn": fn, "of_result": True}, positive=(0,))
+        for fn in SLOPES_OF_RESULTS
+    ),
     *(Example("glu", "bsf,bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
     Example("glu", "bsf,bsf->bsf", {"fn": "quick_gelu", "clamp": 0.7, "offset": 1.0}),
     Example("random_mask", "bsm->bsm", {"rate": 0.3}, fixed=(0,)),
@@ -286,6 +291,7 @@ EXAMPLES = [
     Example("conv", "bgdH,gndT->bgnP", WINDOW | {"padding": 1, "dilation": 1}, out="BGNP"),
     Example("opaque", "bsm,mf->bsF", {"fn": "unknown"}),
     Example("opaque", "bSm->bP", {"fn": "unknown"}, out="BP"),
+    Example("opaque", "bSm,bm->bSm", {"fn": "unknown", "keeps": "1&result"}),
     Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
     Example("embedding", "s,vm->sm", fixed=(0,), integers=("positions", "")),
     Example("max", "bsv->bs", fixed=(0,)),

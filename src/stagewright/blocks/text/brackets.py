@@ -7,6 +7,7 @@ from typing import Any
 
 from stagewright.algebra.index import parse as parse_spec
 from stagewright.algebra.notation import DEGREES, NotationError, parts
+from stagewright.blocks.text.operators import WRITTEN
 from stagewright.blocks.text.statements import OPS_OF_TEXTS, Reference
 from stagewright.errors import did_you_mean
 from stagewright.graph.node import BYTES
@@ -63,7 +64,7 @@ def check_spec(
 
 def read_attributes(op: Reference, text: Reference) -> dict[str, Any]:
     """The attributes in a bracket, and those that are implied."""
-    declared = {**OPS_OF_TEXTS[op.name].attrs, "dtype": _DTYPE}
+    declared = {**OPS_OF_TEXTS[op.name].attrs, **WRITTEN.get(op.name, {}), "dtype": _DTYPE}
     given = {name: of.implied for name, of in declared.items() if of.implied is not None}
     said = set[str]()
     for nth, part in parts(text.name, ","):

@@ -13,9 +13,10 @@ from stagewright.algebra.size import Size, product
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.ends import token_loss
 from stagewright.blocks.experts import experts
+from stagewright.blocks.text.operators import Written, copy_of, without_writing
 from stagewright.errors import UserError
 from stagewright.graph.cost import flops
-from stagewright.graph.make import apply, elementwise, identity, leaf, letters
+from stagewright.graph.make import apply, identity, leaf, letters
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Asked, Binding, Role
 from stagewright.graph.table import LEAVES, OPS, Op
@@ -39,6 +40,9 @@ OPS_OF_TEXTS: Mapping[str, Op] = {
     name: row for name, row in OPS.items() if _can_be_written(name, row)
 }
 """The ops that a text may name."""
+
+OPS_OF_ONE_FORM = frozenset({"norm", "glu", "act"})
+"""Ops that an eager framework may run as several, where their index expression is the usual one."""
 
 
 class Reference(NamedTuple):
@@ -107,7 +111,7 @@ class Draft:
         parameters = {s.name for s in self.statements if s.value is None}
         return (
             of.op == "einsum"
-            and not of.attributes.keys() - {"by"}
+            and not of.attributes.keys() - {"by", "fused"}
             and len(of.arguments) == 2
             and isinstance(of.arguments[0], Reference)
             and of.arguments[0].name not in parameters
@@ -185,14 +189,27 @@ class Draft:
                 if self._is_linear(of) and b.config.chain:
                     joint = f"{self.name}.{xs[0].name}" if self._readers(of) > 1 else ""
                     x, w = xs
+                    fused = f"{self.name}.{of.attributes.get('fused')}"
+                    if b.recipe.operators.eager and "fused" in of.attributes:
+                        return b.linear(of.spec, x, w, name, scope=scope, joint=fused, fused=fused)
                     return b.linear(of.spec, x, w, name, scope=scope, joint=joint)
-                eager = _in_operators(of, xs, name, scope, b) if b.recipe.operators.eager else None
-                if eager is not None:
-                    return eager
-                if of.op == "attention" and b.recipe.operators.repeat_kv:
+                written = of.op == "attention" and bool(of.attributes.get("operators"))
+                if (written and b.recipe.operators.eager) or (
+                    of.op == "attention" and b.recipe.operators.repeat_kv
+                ):
                     of, xs = _with_keys_for_each_query(of, xs, b)
+                if b.recipe.operators.eager:
+                    usual = of.op in OPS_OF_ONE_FORM and of.spec == _implied_spec(of, xs)
+                    chain = Written(b, of.attributes, name, scope)
+                    eager = chain.make(of.op, "" if usual else of.spec, xs)
+                    if eager is not None:
+                        return eager
                 own = {"dtype": b.dtype} if of.op == "embedding" else {}
-                return self._apply(of, xs, name, scope, out, {**own, **of.attributes})
+                own |= without_writing(of.op, of.attributes)
+                own |= {"view": True} if of.op == "part" and b.recipe.operators.eager else {}
+                result = self._apply(of, xs, name, scope, out, own)
+                copied = of.attributes.get("copied") and b.recipe.operators.eager
+                return copy_of(result) if copied else result
             except (ValueError, AssertionError, IndexError) as error:
                 raise NotationError(f"{of.op}: {error}", of.at) from None
         # The argument under a name and a layout: the collective has to lead there.
@@ -238,20 +255,6 @@ class Draft:
             shapes = ", ".join(f"[{', '.join(map(str, x.shape))}]" for x in xs)
             raise ValueError(f"cannot be {spec} of {shapes}; the reference of ops has its form")
         return made
-
-
-def _in_operators(of: Call, xs: list[Node], name: str, scope: str, b: Builder) -> Node | None:
-    """RMSNorm and gated activations as frameworks that fuse nothing write them, as in presets."""
-    if of.op not in ("norm", "glu") or len(xs) != 2:
-        return None
-    usual = not of.spec or of.spec == _implied_spec(of, xs)
-    if of.op == "norm" and usual and of.attributes.get("fn", "rmsnorm") == "rmsnorm":
-        return b.eager_norm(xs[0], xs[1], name, scope=scope)
-    if of.op == "glu" and usual and {*of.attributes} == {"fn"}:
-        gate = b.act(xs[0], str(of.attributes["fn"]))
-        # Autograd keeps both factors until the gradients of both are made.
-        return elementwise("times", gate, xs[1], scope=scope, name=name, backward_temporaries=1)
-    return None
 
 
 def _calls(of: Iterable[Reference | Call | None]) -> Iterator[Call]:

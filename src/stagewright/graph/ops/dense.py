@@ -73,7 +73,8 @@ def _dropout_vjp(n: Node, g: Node) -> Grads:
 
 
 def _act_vjp(n: Node, g: Node) -> Grads:
-    return (elementwise("act_bwd", g, n.srcs[0], phase="backward", **own_attributes(n)),)
+    kept = n if n.get("of_result") else n.srcs[0]
+    return (elementwise("act_bwd", g, kept, phase="backward", **own_attributes(n)),)
 
 
 def _glu_vjp(n: Node, g: Node) -> Grads:
@@ -172,11 +173,8 @@ def _join_vjp(n: Node, g: Node) -> Grads:
 
 def _part_vjp(n: Node, g: Node) -> Grads:
     ins, out = str(n["spec"]).split("->")
-    return (
-        apply(
-            "pad", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward", **own_attributes(n)
-        ),
-    )
+    own: dict[str, Any] = {k: v for k, v in own_attributes(n).items() if k != "view"}
+    return (apply("pad", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward", **own),)
 
 
 def _pad_vjp(n: Node, g: Node) -> Grads:
@@ -190,7 +188,12 @@ def _triangle_vjp(n: Node, g: Node) -> Grads:
     return (apply("triangle_bwd", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward"),)
 
 
-_ACT = {"fn": choose(*meaning.ACTIVATIONS, "softcap"), "cap": may(*NUMBER), "clamp": may(*NUMBER)}
+_ACT = {
+    "fn": choose(*meaning.ACTIVATIONS, "softcap"),
+    "cap": may(*NUMBER),
+    "clamp": may(*NUMBER),
+    "of_result": may(bool),  # backward keeps the result, and not the operand
+}
 _GLU = {"fn": choose(*meaning.ACTIVATIONS), "clamp": may(*NUMBER), "offset": may(*NUMBER)}
 _MODULATE = {"base": need(*NUMBER), "scale": need(int), "shift": need(int)}
 _RATE = {"rate": need(*NUMBER)}
@@ -211,9 +214,11 @@ ROWS: dict[str, Op] = {
             **_PRODUCT,
             "joint": may(tuple),
             "touched": may(*SIZE),
+            "fused": may(str),
             "rescaling": may(Fraction, int),
         },
-        summary="`rescaling`: that of the cast of the gradient, where operands are in few bits.",
+        summary="`rescaling`: that of the cast of the gradient, where operands are in few bits; "
+        "`fused`: the product whose result this is a part of.",
     ),
     "times": Op(
         meaning.einsum,
@@ -291,7 +296,15 @@ ROWS: dict[str, Op] = {
     "repeat": Op(meaning.repeat, _repeat_vjp, flops=0, linear=True, fuses=True),
     "repeat_bwd": Op(meaning.repeat_bwd, linear=True, fuses=True),
     "join": Op(meaning.join, _join_vjp, flops=0, linear=True, fuses=True, attrs=_DIM),
-    "part": Op(meaning.part, _part_vjp, flops=0, linear=True, fuses=True, attrs=_PART),
+    "part": Op(
+        meaning.part,
+        _part_vjp,
+        flops=0,
+        linear=True,
+        fuses=True,
+        attrs={**_PART, "view": may(bool)},
+        summary="The first or the last places of a dim; a `view` of them has no bytes of its own.",
+    ),
     "pad": Op(meaning.pad, _pad_vjp, flops=0, linear=True, fuses=True, attrs=_PART),
     "triangle": Op(meaning.triangle, _triangle_vjp, flops=0, linear=True),
     "triangle_bwd": Op(meaning.triangle_bwd, flops=0, linear=True),

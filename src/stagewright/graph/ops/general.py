@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from stagewright.algebra.index import parse
 from stagewright.graph.make import apply
 from stagewright.graph.node import INTEGERS, Node
 from stagewright.graph.reference import general as meaning
-from stagewright.graph.table import NUMBER, Grads, Op, Sizes, Timing, need, own_attributes
+from stagewright.graph.table import NUMBER, Grads, Op, Sizes, Timing, may, need, own_attributes
 
 
 def _conv_flops(n: Node, here: Sizes) -> Any:
@@ -39,17 +40,31 @@ def _shift_vjp(n: Node, g: Node) -> Grads:
 
 
 def _opaque_vjp(n: Node, g: Node) -> Grads:
-    """A kernel for the gradient of each operand of real numbers, which reads what forward read."""
+    """A kernel for the gradient of each operand of real numbers, which reads what is kept."""
     ins, out = str(n["spec"]).split("->")
+    terms = ins.split(",")
+    if n.get("keeps") == "constant":  # no operand has a part in its values
+        return (None,) * len(n.srcs)
+    kept = _kept(n, terms, out)
     found: list[Node | None] = []
-    for i, (term, s) in enumerate(zip(ins.split(","), n.srcs, strict=True)):
+    for i, (term, s) in enumerate(zip(terms, n.srcs, strict=True)):
         if s.dtype in INTEGERS or n.dtype in INTEGERS:
             found.append(None)
             continue
         own: dict[str, Any] = {**own_attributes(n), "phase": "backward", "dtype": s.dtype}
-        spec = f"{out},{ins}->{term}"
-        found.append(apply("opaque_bwd", spec, g, *n.srcs, out=s.shape, wrt=i, **own))
+        spec = ",".join([out, *(at for _, at in kept)]) + f"->{term}"
+        operands = [x for x, _ in kept]
+        found.append(apply("opaque_bwd", spec, g, *operands, out=s.shape, wrt=i, **own))
     return tuple(found)
+
+
+def _kept(n: Node, terms: Sequence[str], out: str) -> list[tuple[Node, str]]:
+    """What backward reads of an opaque op, and the indices of each; of one untold, all operands."""
+    if n.get("keeps") is None:
+        return list(zip(n.srcs, terms, strict=True))
+    at = {str(i): (s, term) for i, (s, term) in enumerate(zip(n.srcs, terms, strict=True))}
+    known = {**at, "result": (n, out)}
+    return [known[word] for word in str(n["keeps"]).split("&") if word in known]
 
 
 _WINDOW = {
@@ -59,6 +74,13 @@ _WINDOW = {
     "transposed": need(bool, implied=False),
 }
 _WRT = {"wrt": need(int)}
+_OPAQUE = {
+    "fn": need(str),
+    # What backward reads, as in `0&result`, or `nothing`; of a `constant` there is no gradient.
+    "keeps": may(str, int),
+    "indices": may(bool),  # besides, an int64 for each element of the result is kept
+    "beside": may(int),  # and so many bytes for each of the batch
+}
 
 ROWS: dict[str, Op] = {
     "shift": Op(meaning.shift, _shift_vjp, fuses=True, attrs={"by": need(*NUMBER)}),
@@ -70,6 +92,6 @@ ROWS: dict[str, Op] = {
         meaning.conv_bwd, flops=_conv_flops, multilinear=True, attrs={**_WINDOW, **_WRT},
         timing=Timing.PRODUCT,
     ),
-    "opaque": Op(meaning.opaque, _opaque_vjp, attrs={"fn": need(str)}),
-    "opaque_bwd": Op(meaning.opaque_bwd, joint=True, attrs={"fn": need(str), **_WRT}),
+    "opaque": Op(meaning.opaque, _opaque_vjp, attrs=_OPAQUE),
+    "opaque_bwd": Op(meaning.opaque_bwd, joint=True, attrs={**_OPAQUE, **_WRT}),
 }  # fmt: skip

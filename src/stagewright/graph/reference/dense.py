@@ -126,6 +126,7 @@ _FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
     "rsqrt": (lambda x: 1 / np.sqrt(x), lambda x: -0.5 * x**-1.5),
     "reciprocal": (lambda x: 1 / x, lambda x: -1 / (x * x)),
     "square": (lambda x: x * x, lambda x: 2 * x),
+    "cube": (lambda x: x**3, lambda x: 3 * x * x),
     "abs": (np.abs, np.sign),
     "sin": (np.sin, np.cos),
     "cos": (np.cos, lambda x: -np.sin(x)),
@@ -133,6 +134,18 @@ _FUNCTIONS: dict[str, tuple[_Function, _Function]] = {
     "exp": (np.exp, np.exp),
     "neg_exp": (lambda x: -np.exp(x), lambda x: -np.exp(x)),
 }
+
+SLOPES_OF_RESULTS: dict[str, _Function] = {
+    "tanh": lambda y: 1 - y * y,
+    "sigmoid": lambda y: y * (1 - y),
+    "relu": lambda y: (y > 0).astype(float),
+    "exp": lambda y: y,
+    "sqrt": lambda y: 0.5 / y,
+    "rsqrt": lambda y: -0.5 * y**3,
+    "reciprocal": lambda y: -y * y,
+}
+"""Functions whose derivative follows from their result, which PyTorch keeps for backward instead of
+the operand (derivatives.yaml of PyTorch 2.13)."""
 
 
 ACTIVATIONS = {name: Activation(*pair) for name, pair in _FUNCTIONS.items()}
@@ -174,7 +187,7 @@ def act(ctx: Context, x: Any) -> Any:
 
 
 def act_bwd(ctx: Context, g: Any, x: Any) -> Any:
-    return g * _slope(ctx, x)
+    return g * (SLOPES_OF_RESULTS[ctx["fn"]](x) if ctx.get("of_result") else _slope(ctx, x))
 
 
 def _weighed(ctx: Context, up: Any) -> Any:

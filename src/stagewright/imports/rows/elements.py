@@ -76,7 +76,7 @@ def quotient(t: Translation, node: TracedNode) -> None:
 
 def power(t: Translation, node: TracedNode) -> None:
     """A power that is a function of ours, or bytes."""
-    functions = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    functions = {2: "square", 3: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     power = node.args[1]
     if isinstance(node.args[0], Ref) and not isinstance(power, Ref) and power in functions:
         t.elementwise(node, "act", t.name(node.args[0]), fn=functions[power])

@@ -38,6 +38,7 @@ def attention(t: Translation, node: TracedNode) -> None:
     t.emit(
         node, "attention", operands, ins, (*lead, "h", "q", "v"), whole=("d", "v"),
         causal=mask == "causal", window=window,
+        **({"copied": True} if node.kwargs.get("copied") else {}),
     )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def norm(t: Translation, node: TracedNode) -> None:
     labels = tuple(range(len(node.shape)))
     t.emit(
         node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
-        whole=labels[-1:], fn=node.kwargs["fn"],
+        whole=labels[-1:], **node.kwargs,
     )  # fmt: skip
 
 
@@ -65,6 +66,13 @@ def layer_norm(t: Translation, node: TracedNode) -> None:
         node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
         whole=labels[-1:], fn=fn,
     )  # fmt: skip
+
+
+def group_norm(t: Translation, node: TracedNode) -> None:
+    """A norm over groups of channels: its bytes, and a mean and a deviation of each group."""
+    names = [a.name for a in node.args if isinstance(a, Ref)]
+    t.as_bytes["group_norm"] += 1
+    t.bytes_only(node, *names, beside=8 * int(node.args[1]))
 
 
 def embedding(t: Translation, node: TracedNode) -> None:

@@ -21,139 +21,44 @@ FUNCTIONS: dict[str, str] = {
 }  # fmt: skip
 """Operations of one value, and the function of our op `act`."""
 
-AS_BYTES = frozenset(
-    [
-        "where",
-        "masked_fill",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "cumsum",
-        "gather",
-        "scatter",
-        "scatter_add",
-        "index",
-        "index_put",
-        "index_select",
-        "index_add",
-        "sort",
-        "topk",
-        "argsort",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "argmax",
-        "norm",
-        "maximum",
-        "minimum",
-        "pow",
-        "roll",
-        "flip",
-        "tril",
-        "triu",
-        "pad",
-        "constant_pad_nd",
-        "max_pool1d",
-        "max_pool2d",
-        "avg_pool1d",
-        "avg_pool2d",
-        "adaptive_avg_pool1d",
-        "adaptive_avg_pool2d",
-        "upsample_nearest2d",
-        "upsample_bilinear2d",
-        "upsample_nearest1d",
-        "leaky_relu",
-        "elu",
-        "hardtanh",
-        "hardswish",
-        "mish",
-        "selu",
-        "glu",
-        "group_norm",
-        "batch_norm",
-        "instance_norm",
-        "native_group_norm",
-        "logsumexp",
-        "log_softmax",
-        "std",
-        "var",
-        "prod",
-        "repeat",
-        "repeat_interleave",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "bitwise_not",
-        "bitwise_and",
-        "__and__",
-        "__or__",
-        "isinf",
-        "isnan",
-        "any",
-        "all",
-        "one_hot",
-        "floor_divide",
-        "remainder",
-        "floor",
-        "ceil",
-        "round",
-        "sign",
-        "unfold",
-        "unfold_copy",
-        "rand_like",
-        "randn_like",
-        "diff",
-        "nan_to_num",
-        "slice_scatter",
-        "copy",
-        "cosine_similarity",
-        "pairwise_distance",
-        "normalize",
-        "smooth_l1_loss",
-        "l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "mse_loss",
-        "kl_div",
-        "unique_dim",
-        "histc",
-        "bincount",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "zeros",
-        "ones",
-        "full",
-        "empty_like",
-        "_unsafe_index",
-        "logaddexp",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "threshold",
-        "celu",
-        "prelu",
-        "dist",
-        "grid_sampler",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "channel_shuffle",
-        "searchsorted",
-        "bucketize",
-    ]
-)
-"""Operations without products that are counted by their bytes."""
+_BY_WHAT_IS_KEPT: dict[str, str] = {
+    "nothing": (
+        "cumsum roll flip tril triu pad constant_pad_nd repeat repeat_interleave "
+        "upsample_nearest1d upsample_nearest2d upsample_bilinear2d unfold unfold_copy diff "
+        "slice_scatter copy lerp remainder pixel_shuffle pixel_unshuffle channel_shuffle "
+        "argsort argmax eq ne lt le gt ge logical_and logical_or logical_not bitwise_not "
+        "bitwise_and __and__ __or__ isinf isnan any all one_hot floor_divide floor ceil round "
+        "sign unique_dim histc bincount searchsorted bucketize"
+    ),
+    "constant": (
+        "rand_like randn_like zeros_like ones_like full_like new_zeros new_ones new_full zeros "
+        "ones full empty_like"
+    ),
+    "indices": "sort topk max min",
+    "0": (
+        "where clamp clamp_min clamp_max pow leaky_relu elu selu celu hardtanh hardswish mish "
+        "glu threshold nan_to_num avg_pool1d avg_pool2d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d group_norm native_group_norm batch_norm instance_norm var "
+        "l1_loss"
+    ),
+    "0&indices": "max_pool1d max_pool2d",
+    "1": "masked_fill scatter scatter_add index index_put index_select _unsafe_index",
+    "0&1": (
+        "gather maximum minimum prelu smooth_l1_loss huber_loss mse_loss kl_div "
+        "binary_cross_entropy binary_cross_entropy_with_logits logaddexp grid_sampler"
+    ),
+    "1&2": "index_add addcmul addcdiv",
+    "result": "log_softmax pairwise_distance",
+    "0&result": "amax amin norm logsumexp std prod normalize cosine_similarity",
+    "0&1&result": "dist",
+}
+"""What autograd keeps for backward: operands by number, the result, or the numbers of what was
+chosen (derivatives.yaml of PyTorch 2.13; `tests/slow/test_torch_table.py` asks PyTorch)."""
+
+AS_BYTES: dict[str, str] = {
+    name: kept for kept, names in _BY_WHAT_IS_KEPT.items() for name in names.split()
+}
+"""Operations without products that are counted by their bytes, and what is kept of each."""
 
 
 ROWS: dict[str, Row] = {
@@ -174,6 +79,7 @@ ROWS: dict[str, Row] = {
     "aten.scaled_dot_product_attention": layers.attention,
     "aten.layer_norm": layers.layer_norm,
     "aten.rms_norm": layers.layer_norm,
+    "aten.group_norm": layers.group_norm,
     "aten.embedding": layers.embedding,
     "aten.softmax": layers.softmax,
     "aten._softmax": layers.softmax,

@@ -22,7 +22,7 @@ class Translation:
         nodes: TracedNodes,
         rows: Mapping[str, Row],
         functions: Mapping[str, str],
-        as_bytes: frozenset[str],
+        as_bytes: Mapping[str, str],
         *,
         approximate: bool,
     ) -> None:
@@ -81,7 +81,7 @@ class Translation:
         out = tuple(range(len(node.shape)))
         return self.emit(node, op, names, ins, out, suffix=suffix, **attrs)
 
-    def bytes_only(self, node: TracedNode, *names: str) -> None:
+    def bytes_only(self, node: TracedNode, *names: str, **how: Any) -> None:
         """A call that reads its operands and writes its result; all its dims are whole.
 
         Dims of operands that the result has are matched from the left, by extent.
@@ -103,7 +103,8 @@ class Translation:
         batch = {0} if node.shape and isinstance(node.shape[0], str) else set[int]()
         whole = {x for labels in (*ins, out) for x in labels} - batch
         fn = node.op.split(".")[1] if "." in node.op else node.op
-        self.emit(node, "opaque", names, ins, out, whole=whole, fn=fn)
+        kept = node.kwargs.get("keeps") or self.known_bytes.get(fn)
+        self.emit(node, "opaque", names, ins, out, whole=whole, fn=fn, **_kept(kept, names), **how)
 
     # ---- the walk ------------------------------------------------------------------------------
 
@@ -142,3 +143,15 @@ class Translation:
         """The operands of real numbers; of none, all."""
         names = list(dict.fromkeys(n for n in node.operands() if n in self.calls))
         return names
+
+
+def _kept(kept: str | None, names: Sequence[str]) -> dict[str, Any]:
+    """What the table says that autograd keeps of an opaque call, as the call's attributes."""
+    if kept is None:
+        return {}
+    if kept == "constant":
+        return {"keeps": kept}
+    words = kept.split("&")
+    there = [w for w in words if w == "result" or (w.isdigit() and int(w) < len(names))]
+    own: dict[str, Any] = {"keeps": "&".join(there) or "nothing"}
+    return own | ({"indices": True} if "indices" in words else {})

@@ -320,6 +320,8 @@ class _Recorder:
         elif mask is not None:
             kind = "given"
         own = {**last.kwargs, "mask": kind, "window": window}
+        if _copied(node):
+            own["copied"] = True
         self.nodes[-1] = replace(last, kwargs=own)
 
     def _note_mask(self, node: Any) -> None:
@@ -365,6 +367,28 @@ class _Recorder:
 _IN_PLACE_OF_CALLS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper",
                                 "tag_activation_checkpoint", "invoke_subgraph"})  # fmt: skip
 """Operations that run the graph that they are given, once and whatever the values are."""
+
+
+def _copied(node: Any) -> bool:
+    """Whether the result of attention is copied to have positions before heads.
+
+    PyTorch's kernels leave it in the order in which queries lie (`empty_like`); a `reshape` of what
+    lies with heads before positions copies.
+    """
+    given = node.args[0].meta["val"].stride()
+    strides = [getattr(getattr(n, "node", None), "hint", n) for n in given]
+    if len(strides) < 4 or strides[-3] <= strides[-2]:
+        return False
+    while len(node.users) == 1:
+        (node,) = node.users
+        name = str(node.target).split(".")[1:2]
+        if name in (["reshape"], ["contiguous"], ["flatten"], ["clone"]):
+            return True
+        if name not in (["transpose"], ["permute"]):
+            return False
+    return False
+
+
 _KEPT = frozenset({"scale", "is_causal", "enable_gqa", "dtype", "attn_mask", "dropout_p", "alpha",
                    "approximate", "rounding_mode", "offs", "reduction"})  # fmt: skip
 """Keywords of calls that say what is computed, and not where."""

@@ -102,7 +102,7 @@ def _rms_norms(graph: TracedNodes) -> None:
         scaled = other_factor(graph, product, node.name)
         if _uncast(graph, scaled) is not _uncast(graph, x):
             continue
-        result, weight = product, None
+        result, weight, plus = product, None, 0
         while len(users.get(result.name, ())) == 1:
             after = graph.of[users[result.name][0]]
             if operation(after) in CASTS:
@@ -112,11 +112,13 @@ def _rms_norms(graph: TracedNodes) -> None:
             base = _weight(graph, other)
             if base is not None and weight is None:
                 result, weight = after, base
+                plus = int(operation(graph.plain(other)) == "add")
                 continue
             break
         source = _uncast(graph, x) or x
         operands = [source.name] + ([weight.name] if weight else [])
-        graph.put(result, "our.norm", *operands, fn="rmsnorm")
+        own = {"plus": plus} if plus else {}
+        graph.put(result, "our.norm", *operands, fn="rmsnorm", **own)
 
 
 def _uncast(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
@@ -265,7 +267,7 @@ def _new_gelu(graph: TracedNodes) -> None:
                 break
             at = graph.of[readers[0]]
             if _computes(graph, at, x, _gelu_by_tanh):
-                graph.put(at, "our.act", x, fn="gelu_tanh")
+                graph.put(at, "our.act", x, fn="gelu_tanh", operators=True)
                 break
 
 
@@ -341,6 +343,8 @@ def _gated(graph: TracedNodes) -> None:
         for gate, up in ((a, b), (b, a)):
             fn = activation_of(gate)
             if fn is None or gate is None or up is None or len(users[gate.name]) > 1:
+                continue
+            if gate.kwargs.get("operators"):  # the text says of an activation how it is written
                 continue
             inner = next(iter(gate.operands()))
             if graph.of[inner].shape == up.shape == node.shape and not _constant(up):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
-from stagewright.graph.table import COLLECTIVE_OPS, OPS
+from stagewright.graph.table import COLLECTIVE_OPS, OPS, is_view
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.kernels.lowering import is_part
 from stagewright.program.columns import TaskKind
@@ -81,7 +81,7 @@ class Allocation:
         return n
 
     def _shares_bytes(self, n: Node) -> bool:
-        if n.op in OPS and OPS[n.op].view:
+        if is_view(n):
             return True
         if n.op == "slice" and n.role is not Role.OWN_ROWS:
             return not (self.copies_slices and is_part(n))

@@ -17,7 +17,7 @@ from stagewright.arithmetic import largest
 from stagewright.graph.cost import indices, traffic
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import SUMS, Role
-from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS
+from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS, is_view
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import TIED, Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import interface
@@ -327,7 +327,7 @@ def is_part(n: Node) -> bool:
 
 def _is_view(n: Node) -> bool:
     """Whether a value has no bytes of its own: no kernel makes it."""
-    return n.op == "slice" or (n.op in OPS and OPS[n.op].view)
+    return n.op == "slice" or is_view(n)
 
 
 _BUCKETED = frozenset(
