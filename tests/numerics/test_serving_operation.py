@@ -17,7 +17,14 @@ from stagewright.serving.hosts import HostTimes
 from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.pools.engines import BringingEngine, Pulls
 from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
-from stagewright.serving.pools.operation import FAILED, QUEUE_FULL, Failure, InstanceEvents, Scaling
+from stagewright.serving.pools.operation import (
+    FAILED,
+    NONE_SERVES,
+    QUEUE_FULL,
+    Failure,
+    InstanceEvents,
+    Scaling,
+)
 from stagewright.serving.requests import Records, Workload
 from stagewright.serving.routers import ROUTERS
 from stagewright.serving.schedulers.sglang import SGLang
@@ -100,8 +107,19 @@ def test_all_instances_may_be_away_for_a_while():
     )
     assert all(math.isfinite(at) for at in done.records.finish)
     assert not any(0.3 < at < 2.2 for at in done.records.finish)
-    gone = served(work, InstanceEvents(instances=1, failures=(Failure(0.2, 0),)), 1)
-    assert summarize(gone, Slo(), 1, {}).unfinished > 0
+    for of_step in (0.0, 1e-9):  # it is to serve again before its last step is over
+        of = InstanceEvents(instances=1, failures=(Failure(0.2, 0),), start_up_time=of_step)
+        assert all(math.isfinite(at) for at in served(work, of, 1).records.finish)
+
+
+def test_requests_that_no_instance_will_ever_take_are_counted():
+    work = burst(30)
+    for at in (0.0, 1.0):
+        gone = served(work, InstanceEvents(instances=1, failures=(Failure(at, 0),)), 1)
+        found = summarize(gone, Slo(), 1, {})
+        assert found.unfinished == 0
+        assert found.rejected == {NONE_SERVES: 30 - found.requests}
+        assert (found.requests > 0) == (at > 0)
 
 
 def test_a_full_queue_refuses():
@@ -139,6 +157,9 @@ def test_instances_come_with_the_load_and_leave():
         ({"fail_at": "1:2"}, "of instances 0 to 1"),
         ({"fail_at": "-1:0"}, "is no failure"),
         ({"fail_at": "nan:0"}, "is no failure"),
+        ({"on_failure": "fail"}, "--on-failure is of --fail-at"),
+        ({"start_up_time": 5.0}, "--start-up-time is of --fail-at and --max-instances"),
+        ({"adjustment_interval": 5.0}, "--adjustment-interval is of --max-instances"),
         ({"min_instances": 3}, "must lie between"),
         ({"max_instances": 1}, "must lie between"),
         ({"max_instances": 4, "kv_scale_down_threshold": 0.95}, "must be below"),

@@ -17,6 +17,7 @@ def operation_of(asked: OperationSection, instances: int) -> InstanceEvents | No
     """
     if asked == OperationSection():
         return None
+    _refuse_idle(asked)
     least = asked.min_instances or instances
     most = asked.max_instances or instances
     if not least <= instances <= most:
@@ -42,6 +43,22 @@ def operation_of(asked: OperationSection, instances: int) -> InstanceEvents | No
         start_up_time=asked.start_up_time,
         scaling=scaling,
     )
+
+
+def _refuse_idle(asked: OperationSection) -> None:
+    """Raise a UserError for a setting of failures or of autoscaling where there is none."""
+    fails = asked.fail_at is not None
+    scales = asked.min_instances is not None or asked.max_instances is not None
+    usual = OperationSection()
+    for name, counts, of in (
+        ("on_failure", fails, "--fail-at"),
+        ("start_up_time", fails or scales, "--fail-at and --max-instances"),
+        ("adjustment_interval", scales, "--max-instances"),
+        ("kv_scale_up_threshold", scales, "--max-instances"),
+        ("kv_scale_down_threshold", scales, "--max-instances"),
+    ):
+        if not counts and getattr(asked, name) != getattr(usual, name):
+            raise UserError(f"--{name.replace('_', '-')} is of {of}; give that, or leave it out")
 
 
 def _failures(text: str | None, instances: int) -> tuple[Failure, ...]:

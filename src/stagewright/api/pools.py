@@ -22,7 +22,7 @@ from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, Phas
 from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.requests import Workload
 from stagewright.serving.routers import router_of
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.schedulers.named import batch_limits, refuse_others, scheduler_of
 from stagewright.serving.service import Service
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
@@ -68,6 +68,8 @@ def rows_of(
         if about:
             flag = about[0].replace("_", "-")
             raise UserError(f"--{flag} is of --prefill-instances N: give how many there are")
+        if asked.prefill_router != PoolSection.prefill_router:
+            raise UserError("--prefill-router is of --prefill-instances N: give how many there are")
         return []
     row: dict[str, Any] = {"serves": "prefill", "instances": asked.prefill_instances}
     if asked.prefill is not None:
@@ -141,6 +143,8 @@ class Planned:
         limits = batch_limits(engines, self.hardware)
         ahead = engines.async_scheduling and run.pp == 1
         chosen = given.scheduler
+        if chosen is None:
+            refuse_others(engines)
         scheduler = chosen or scheduler_of(replace(engines, async_scheduling=ahead), limits)
         router_of(engines.router)
         share = engines.gpu_memory_utilization

@@ -19,9 +19,16 @@ from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of
 from stagewright.run.sections.declare import settings_of
-from stagewright.run.sections.serving import SERVING, EngineSection, PoolSection, WorkloadSection
+from stagewright.run.sections.serving import (
+    SERVING,
+    EngineSection,
+    OperationSection,
+    PoolSection,
+    WorkloadSection,
+)
 from stagewright.run.settings import Run
 from stagewright.serving.requests import Workload
+from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (
     ServingRanking,
     ServingTarget,
@@ -229,10 +236,7 @@ def asked_serving(
         raise UserError(f"--objective {objective}: with --serve wanted gpus or cost")
     most = _gpus(values.pop("gpus", MOST_GPUS))
     own = {name: values.pop(name) for name in [*values] if name in SERVING}
-    for name in ("instances", *(of.name for of in settings_of(PoolSection, "pools"))):
-        if name in own:
-            flag = SERVING[name].flag
-            raise UserError(f"{flag} is what a search for serving finds; give --gpus for the most")
+    _refuse_found(own)
     users = values_of(int, own.pop("concurrency"), "--concurrency") if "concurrency" in own else ()
     for name in {"isl", "osl", "num_requests"} & own.keys():
         own[name] = values_of(int, own[name], f"--{name.replace('_', '-')}")[0]
@@ -262,7 +266,20 @@ def asked_serving(
     target = ServingTarget(
         slo=slo, share=share, most_gpus=most, pairs=pairs, by_cost=objective == "cost"
     )
-    return ServingQuestion(request, workloads, target, section_of(EngineSection, own))
+    engines = section_of(EngineSection, own)
+    refuse_others(engines)
+    return ServingQuestion(request, workloads, target, engines)
+
+
+def _refuse_found(own: Mapping[str, Any]) -> None:
+    """Raise a UserError for a setting that a search finds, or serves without."""
+    for name in ("instances", *(of.name for of in settings_of(PoolSection, "pools"))):
+        if name in own:
+            flag = SERVING[name].flag
+            raise UserError(f"{flag} is what a search for serving finds; give --gpus for the most")
+    for of in settings_of(OperationSection, "operation"):
+        if of.name in own:
+            raise UserError(f"{of.flag} is of `stagewright serve`; a search serves without it")
 
 
 def _gpus(value: Any) -> int:

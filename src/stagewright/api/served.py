@@ -100,6 +100,10 @@ class Serving(ServedRun):
         """Requests, preemptions and use of the cache of each engine."""
         return tables.per_engine(self)
 
+    def classes(self) -> Table:
+        """Requests, times and goodput of each class of requests."""
+        return tables.per_class(self.summary)
+
     def requests(self) -> Table:
         """A row for each request that is done."""
         return tables.requests(self, self.slo)

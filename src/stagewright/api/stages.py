@@ -129,4 +129,6 @@ def _station(kind: str, figures: dict[str, Any], where: str) -> StageCost:
         raise UserError(f"{where}: parameters and tflops say together how long a token takes")
     if parameters is not None and tflops is not None:
         figures["per_token"] = figures.get("per_token", 0.0) + 2 * parameters / (tflops * 1e12)
+    if not figures.keys() & {"seconds", "per_request", "per_token"}:
+        raise UserError(f"{where}: {kind} lacks seconds, or parameters and tflops")
     return StageCost(name=kind, follow_ups=kind == "tool", **figures)

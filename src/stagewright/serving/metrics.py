@@ -199,8 +199,8 @@ def summarize(
     finish = np.frombuffer(records.finish)[done]
     begin = min((at for at in records.arrival if at == at), default=0.0)
     seconds = float(finish.max()) - begin if len(finish) else 0.0
-    classes, kept = _by_class(served, times, slo)
-    good = int(kept.sum())
+    classes, keep = _by_class(served, times, slo)
+    good = int(keep.sum())
     every = len(work) + sum(rejected.values())
     per = 1 / seconds if seconds else 0.0
     shares = [np.array(e.samples.blocks) / e.blocks.size for e in served.engines]
@@ -241,26 +241,36 @@ def _by_class(
     served: Outcome, times: RequestTimes, slo: Slo
 ) -> tuple[dict[str, ClassSummary], np.ndarray[Any, np.dtype[np.bool_]]]:
     """The numbers of each class, and which requests that are done keep the limits of theirs."""
-    work, kept = served.workload, times.good(slo)
+    work, good = served.workload, kept(served, times, slo)
     if work.class_of is None:
-        return {}, kept
+        return {}, good
     places = np.array(work.class_of)
     found: dict[str, ClassSummary] = {}
     for nth, each in enumerate(work.classes):
         mine = places[times.number] == nth
-        limits = {name: getattr(each, name) for name in ("ttft", "tpot", "e2e")}
-        own = {name: limit for name, limit in limits.items() if limit is not None}
-        kept[mine] = times.good(replace(slo, **own))[mine]
         every = int((places == nth).sum())
         found[each.name] = ClassSummary(
             every,
             int(mine.sum()),
-            float(kept[mine].sum()) / every if every else 0.0,
+            float(good[mine].sum()) / every if every else 0.0,
             Spread.of(times.ttft[mine]),
             _spread(times.tpot[mine]),
             Spread.of(times.e2e[mine]),
         )
-    return found, kept
+    return found, good
+
+
+def kept(served: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which requests that are done keep the limits of their class, or else those of all."""
+    work, good = served.workload, times.good(slo)
+    if work.class_of is None:
+        return good
+    places = np.array(work.class_of)[times.number]
+    for nth, each in enumerate(work.classes):
+        limits = {name: getattr(each, name) for name in ("ttft", "tpot", "e2e")}
+        own = {name: limit for name, limit in limits.items() if limit is not None}
+        good = np.where(places == nth, times.good(replace(slo, **own)), good)
+    return good
 
 
 def _spread(values: Float) -> Spread:

@@ -68,6 +68,11 @@ class RequestClass:
     tpot: float | None = None
     e2e: float | None = None
 
+    @property
+    def limited(self) -> bool:
+        """Whether the class has limits of its own."""
+        return not self.ttft is self.tpot is self.e2e is None
+
 
 @dataclass(frozen=True, eq=False)
 class Workload:
@@ -158,6 +163,10 @@ NOT_CUT = "the prompt has more tokens than a step, and is not computed in chunks
 LOST_TURN = "an earlier turn of the session was rejected"
 
 
+LONGEST = 1e9
+"""Seconds to the last arrival, some 30 years."""
+
+
 def accept(
     workload: Workload,
     max_model_len: int,
@@ -169,8 +178,15 @@ def accept(
 
     `tokens` is the room of the KV cache, `prompt_tokens` that of instances for prompts only;
     `most_prompt`: what a step may have of a prompt. vLLM ends a request at `max_model_len`
-    (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`).
+    (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`). Raises UserError for
+    times of arrival that are none, or too far apart.
     """
+    times = np.frombuffer(workload.arrival)
+    if len(times) and not (times.min() >= 0 and times.max() <= LONGEST):
+        raise UserError(
+            f"requests arrive {times.min():g} to {times.max():g} s after the first one, wanted 0 "
+            f"to {LONGEST:g}: later times are no longer exact to a microsecond"
+        )
     prompts = np.frombuffer(workload.prompt, np.int32).astype(np.int64)
     lengths = np.frombuffer(workload.output, np.int32).astype(np.int64)
     room = max_model_len - prompts

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.serving.compared import ComparedTime
-from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo, Spread
+from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo, Spread, kept
 from stagewright.serving.service import ServedRun
 from stagewright.texttable import Table
 
@@ -87,6 +87,23 @@ def per_engine(of: ServedRun) -> Table:
     return Table("Engines", columns, units | {"KV mean": "share", "KV peak": "share"})
 
 
+def per_class(of: ServingSummary) -> Table:
+    """Requests, times and goodput, a row for each class."""
+    found = of.classes.values()
+    columns: dict[str, list[Any]] = {
+        "class": [*of.classes],
+        "requests": [each.requests for each in found],
+        "done": [each.done for each in found],
+        "keep limits": [each.good for each in found],
+    }
+    for time in ("ttft", "tpot", "e2e"):
+        for name in ("p50", "p99"):
+            spreads = [getattr(getattr(each, time), name) for each in found]
+            columns[f"{time.upper()} {name}"] = [None if s != s else s for s in spreads]
+    units = {"requests": "", "done": "", "keep limits": "share"}
+    return Table("Classes", columns, units | dict.fromkeys([*columns][4:], "s"))
+
+
 def requests(of: ServedRun, slo: Slo) -> Table:
     """A row for each request that is done; seconds, tokens."""
     times = RequestTimes.of(of.outcome)
@@ -108,7 +125,7 @@ def requests(of: ServedRun, slo: Slo) -> Table:
         "ttft": times.ttft.tolist(),
         "tpot": [None if t != t else t for t in times.tpot.tolist()],
         "e2e": times.e2e.tolist(),
-        "good": times.good(slo).tolist(),
+        "good": kept(of.outcome, times, slo).tolist(),
     }
     units: dict[str, str] = dict.fromkeys(("prompt", "output", "cached", "preempted"), "")
     units |= dict.fromkeys(("queue", "ttft", "tpot", "e2e"), "s")

@@ -33,6 +33,14 @@ def test_an_installed_package_declares_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(made("mine"), Static)
 
 
+def test_a_setting_of_another_scheduler_is_refused() -> None:
+    named.refuse_others(EngineSection(scheduler="sglang", schedule_policy="lpm", max_num_seqs=8))
+    for asked in (EngineSection(schedule_policy="lpm"),
+                  EngineSection(scheduler="static", enable_chunked_prefill=True)):  # fmt: skip
+        with pytest.raises(UserError, match="is a setting of --scheduler"):
+            named.refuse_others(asked)
+
+
 def test_a_module_that_is_only_named_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch, "no_such_module:Mine")
     with pytest.raises(UserError, match="wanted vllm, sglang, tensorrt-llm, static or mine"):

@@ -2,12 +2,16 @@
 
 import gzip
 import hashlib
+from array import array
+from dataclasses import replace
 
 import pytest
 
 from stagewright.errors import UserError
+from stagewright.run.sections.serving import WorkloadSection
 from stagewright.serving.requests import NEVER_FITS, NOT_CUT, TOO_LONG, accept
 from stagewright.serving.workloads import traces
+from stagewright.serving.workloads.asked import workload_of
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
@@ -75,7 +79,10 @@ def test_rows_that_are_no_requests_are_counted(tmp_path):
         ("arrival,isl,osl\nnan,2,3\n", "arrival is 'nan'"),
         ("arrival,isl,osl\n1,2.5,3\n", "isl is '2.5', wanted a whole number"),
         ("arrival,isl,osl\n1,1e99,3\n", "isl is '1e99'"),
-        ("arrival,isl\n1,2\n", "wanted output, osl"),
+        ("arrival,isl,osl\n1,99999999999,3\n", "wanted at most 2147483"),
+        ("arrival,isl\n1,2\n", "has arrival, isl; wanted a column output, osl"),
+        ("arrival,isl,osl,isl\n1,2,3,4\n", "line 1: several columns are 'isl'"),
+        ("timestamp,isl,osl\n1,2,3\n", "name the column arrival (seconds) or timestamp_ms"),
         ('{"arrival": 1, "isl": 2, "osl": 3', "line 1: not JSON"),
         ('{"arrival": true, "isl": 2, "osl": 3}', "arrival is True"),
         ('{"arrival": 1, "isl": 2, "osl": 3, "hash_ids": [1, 2.5]}', "hash_ids is [1, 2.5]"),
@@ -146,8 +153,31 @@ def test_what_no_engine_can_serve():
     assert uneven.rejected == {}
     assert uneven.workload.prompt is work.prompt
     assert accept(work, 1000, 10_000, 250).rejected == {NOT_CUT: 2}
+    for late in (2e9, float("nan"), -1.0):
+        off = replace(work, arrival=array("d", [*work.arrival[:-1], late]))
+        with pytest.raises(UserError, match="requests arrive"):
+            accept(off, 1000, 10_000)
     short = closed_loop(2, 1, Lengths(isl=5, osl=5))
     assert accept(short, 1000, 10_000).rejected == {}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"speed": 2.0, "rate": 1.0},
+        {"burstiness": 2.0, "rate": 1.0},
+        {"think_time": 2.0, "rate": 1.0},
+        {"arrival": "constant", "concurrency": 1},
+        {"system_prompt": 9, "concurrency": 1},
+        {"turns": 2, "concurrency": 1},
+        {"range_ratio": 0.5, "isl": None, "osl": None, "requests": "trace.csv"},
+        {"num_requests": 5, "isl": None, "osl": None, "requests": "profile.yaml"},
+    ],
+)
+def test_a_setting_that_would_say_nothing_is_refused(more):
+    values = {"isl": 5, "osl": 5, **more}
+    with pytest.raises(UserError, match=f"--{next(iter(more)).replace('_', '-')} is of"):
+        workload_of(WorkloadSection(**values))
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,8 @@ class PlainSteps(EngineState):
                         note((now - start, now - start, 1, n))
                         step += 1
                         context += n
+                    else:
+                        self.gaps.add_step((now - start, now - start, 1, 0))
                 else:
                     if steps == 1:
                         seconds = first if stands else now - start

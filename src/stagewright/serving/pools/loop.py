@@ -146,7 +146,7 @@ class _Play:
 
     def route_in(self, at: float, request: int) -> None:
         """A request reaches the first router."""
-        if self.operated is not None and self.operated.held(request):
+        if self.operated is not None and self.operated.held(at, request):
             return
         nth = self._route(self.pools.front, request)
         self.records.engine[request] = nth

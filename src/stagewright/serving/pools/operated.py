@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from stagewright.serving.engines.engine import Engine, Scheduler
-from stagewright.serving.pools.agenda import OTHER, Agenda
+from stagewright.serving.pools.agenda import BATCH_END, OTHER, Agenda
 from stagewright.serving.pools.engines import BringingEngine
-from stagewright.serving.pools.operation import FAILED, InstanceEvents
+from stagewright.serving.pools.operation import FAILED, NONE_SERVES, InstanceEvents
 from stagewright.serving.requests import Workload
 
 
@@ -60,11 +60,15 @@ class Operated:
         """Of some engines those that take requests."""
         return [nth for nth in numbers if nth in self._serving]
 
-    def held(self, request: int) -> bool:
-        """Whether a request must wait since no instance serves."""
-        if not self._serving:
+    def held(self, at: float, request: int) -> bool:
+        """Whether no instance serves: the request waits for one, or is refused if none will."""
+        if self._serving:
+            return False
+        if self._starting or self._of.start_up_time is not None:
             self._held.append(request)
-        return not self._serving
+        else:
+            self._play.refuse(at, request, NONE_SERVES)
+        return True
 
     def gone(self, nth: int) -> bool:
         """Whether an engine has failed."""
@@ -118,7 +122,7 @@ class Operated:
         if nth in self._halted:
             assert isinstance(engine, BringingEngine)
             if engine.planned[0]:  # the step in which it failed is not over
-                self._play.agenda.note(engine.end, OTHER, nth, self._start)
+                self._play.agenda.note(engine.end, BATCH_END, nth, self._start)
                 return
             engine.restart(self._halted.pop(nth))
         else:

@@ -10,6 +10,7 @@ from stagewright.serving.engines.engine import Engine
 
 QUEUE_FULL = "the queue of its instance was full"
 FAILED = "its instance failed"
+NONE_SERVES = "all instances had failed"
 
 
 class Failure(NamedTuple):

@@ -25,6 +25,8 @@ SCHEDULERS: Mapping[str, type[Any]] = {
     "static": Static,
 }
 
+_LIMITS = ("max_num_batched_tokens", "max_num_seqs")
+"""Settings that also say for which batches memory is kept, whatever the scheduler."""
 _LARGE = 70 * 2**30
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 """SGLang's chunks below so many GiB (sglang 0.5.23, `arg_groups/memory_hook.py`)."""
@@ -64,17 +66,39 @@ def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
     A user's own is an entry point of an installed package in the group `ENTRY_POINTS`; a dataclass
     gets the settings that it has fields for.
     """
-    made: Any = SCHEDULERS.get(asked.scheduler) or _installed(asked.scheduler)
+    made = _class_of(asked.scheduler)
     values = {of.name: getattr(asked, of.name) for of in fields(asked)}
     values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
     values["chunked_prefill_size"] = limits.prompt_tokens
     values = {name: value for name, value in values.items() if value is not None}
-    names = {of.name for of in fields(made)} if is_dataclass(made) else set[str]()
+    names = _settings(made)
     make = cast("Callable[..., Scheduler]", made)
     try:
         return make(**{name: values[name] for name in names & values.keys()})
     except TypeError as error:
         raise UserError(f"--scheduler {asked.scheduler}: cannot be made: {error}") from None
+
+
+def refuse_others(asked: EngineSection) -> None:
+    """Raise a UserError for a setting of another scheduler, which would say nothing."""
+    own = _settings(_class_of(asked.scheduler))
+    for of in fields(asked):
+        whose = [name for name, each in SCHEDULERS.items() if of.name in _settings(each)]
+        if of.name in {*_LIMITS, *own} or not whose or getattr(asked, of.name) == of.default:
+            continue
+        raise UserError(
+            f"--{of.name.replace('_', '-')} is a setting of --scheduler {either(whose)}, not of "
+            f"{asked.scheduler}; leave it out"
+        )
+
+
+def _class_of(scheduler: str) -> Any:
+    return SCHEDULERS.get(scheduler) or _installed(scheduler)
+
+
+def _settings(made: Any) -> set[str]:
+    """Fields of a scheduler that is a dataclass."""
+    return {of.name for of in fields(made)} if is_dataclass(made) else set[str]()
 
 
 def _installed(name: str) -> Any:

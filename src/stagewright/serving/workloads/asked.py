@@ -38,6 +38,7 @@ def workload_of(asked: WorkloadSection) -> Workload:
 
 
 def _without_past(asked: WorkloadSection) -> Workload:
+    _refuse_idle(asked)
     if asked.requests is not None:
         _refuse_beside_trace(asked)
         if Path(asked.requests).suffix in (".yaml", ".yml"):
@@ -53,8 +54,6 @@ def _without_past(asked: WorkloadSection) -> Workload:
     count = asked.num_requests or REQUESTS
     if asked.rate is None:
         assert asked.concurrency is not None
-        if asked.turns > 1:
-            raise UserError("--turns is for --rate (of sessions per second), not for --concurrency")
         return closed_loop(count, asked.concurrency, lengths, asked.seed)
     arrivals = Arrivals(
         rate=asked.rate,
@@ -97,6 +96,26 @@ def _classes(path: str) -> tuple[RequestClass, ...]:
         limits = {n: _number(row, n, where) / 1e3 for n in ("ttft", "tpot", "e2e") if n in row}
         found.append(RequestClass(name=name, share=share, priority=priority, **limits))
     return tuple(found)
+
+
+def _refuse_idle(asked: WorkloadSection) -> None:
+    """Raise a UserError for a setting that says nothing of the requests that are asked for."""
+    rate, trace = asked.rate is not None, asked.requests is not None
+    profiled = trace and Path(asked.requests or "").suffix in (".yaml", ".yml")
+    usual = WorkloadSection()
+    for name, counts, of in (
+        ("speed", trace and not profiled, "a trace (--requests)"),
+        ("num_requests", not profiled, "a trace, --rate or --concurrency, not of a profile"),
+        ("range_ratio", not trace, "--isl and --osl"),
+        ("arrival", rate, "--rate"),
+        ("burstiness", asked.arrival == "gamma", "--arrival gamma"),
+        ("burst_size", rate, "--rate"),
+        ("turns", rate, "--rate (of sessions per second)"),
+        ("think_time", asked.turns > 1, "sessions of several --turns"),
+        ("system_prompt", rate, "--rate (of sessions per second)"),
+    ):
+        if not counts and getattr(asked, name) != getattr(usual, name):
+            raise UserError(f"--{name.replace('_', '-')} is of {of}; give that, or leave it out")
 
 
 def _refuse_beside_trace(asked: WorkloadSection) -> None:

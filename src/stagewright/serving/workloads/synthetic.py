@@ -163,8 +163,10 @@ def sessions(
             rows.append((at, past + isl, osl, (keys, ends), before, session))
             before, past = len(rows) - 1, past + isl + osl
     when, prompt, output, chains, after, session_of = zip(*rows, strict=True)
+    single = f"{arrivals.process}, {arrivals.rate:g} requests/s after {of.system_prompt} tokens"
+    several = f"{arrivals.process}, {arrivals.rate:g} sessions/s of {of.turns} turns"
     return Workload(
-        f"{count} sessions of {of.turns} turns",
+        single if of.turns == 1 else several,
         array("d", when),
         array("i", prompt),
         array("i", output),

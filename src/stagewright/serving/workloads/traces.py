@@ -36,8 +36,14 @@ _TIMES = {
     **{"timestamp": 1e-3, "timestamp_ms": 1e-3},
 }
 """Names of the column of arrival: seconds of one (Mooncake's `timestamp` is in ms)."""
-_PROMPTS = ("prompt", "isl", "input_length", "num_prefill_tokens", "input_toks", "ContextTokens")
-_OUTPUTS = ("output", "osl", "output_length", "num_decode_tokens", "output_toks", "GeneratedTokens")
+_PROMPTS = (
+    *("prompt", "isl", "input_length", "input_tokens", "prompt_tokens", "num_prefill_tokens"),
+    *("input_toks", "ContextTokens"),
+)
+_OUTPUTS = (
+    *("output", "osl", "output_length", "output_tokens", "completion_tokens", "num_decode_tokens"),
+    *("output_toks", "GeneratedTokens"),
+)
 _SESSIONS = ("session", "session_id", "chat_id")
 
 
@@ -127,6 +133,9 @@ def cells_of_trace(text: str, path: str | Path) -> Iterator[tuple[str, Mapping[s
     lines = csv.reader(io.StringIO(text), strict=True)
     try:
         head = [name.strip() for name in next(lines, list[str]())]
+        for name in head:
+            if head.count(name) > 1:
+                raise UserError(f"{path}, line 1: several columns are {shown(name)}; wanted one")
         for cells in lines:
             where = f"{path}, line {lines.line_num}"
             if len(cells) not in (0, len(head)):
@@ -140,6 +149,11 @@ def cells_of_trace(text: str, path: str | Path) -> Iterator[tuple[str, Mapping[s
 def row_of_trace(cells: Mapping[str, Any], where: str) -> TraceRow:
     """A row as a request; raises UserError for what cannot be understood."""
     time_column = _column(cells, tuple(_TIMES), where)
+    if time_column == "timestamp" and "input_length" not in cells:
+        raise UserError(
+            f"{where}: timestamp is in milliseconds in Mooncake's traces, which this is not; name "
+            "the column arrival (seconds) or timestamp_ms"
+        )
     at = _seconds(cells[time_column], time_column, where) * _TIMES[time_column]
     prompt = _tokens(cells, _PROMPTS, where)
     hashes = cells.get("hash_ids")
@@ -152,7 +166,8 @@ def _column(cells: Mapping[str, Any], names: tuple[str, ...], where: str) -> str
     for name in names:
         if name in cells:
             return name
-    raise UserError(f"{where}: has {either(cells) if cells else 'nothing'}; wanted {either(names)}")
+    had = ", ".join(map(str, cells)) or "no columns"
+    raise UserError(f"{where}: has {had}; wanted a column {either(names)}")
 
 
 def _tokens(cells: Mapping[str, Any], names: tuple[str, ...], where: str) -> int:
@@ -162,8 +177,10 @@ def _tokens(cells: Mapping[str, Any], names: tuple[str, ...], where: str) -> int
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         number = None
-    if number is None or isinstance(value, bool) or number != float(value) or number > LARGEST:
+    if number is None or isinstance(value, bool) or number != float(value):
         raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number of tokens")
+    if number > LARGEST:
+        raise UserError(f"{where}: {name} is {shown(value)}, wanted at most {LARGEST} tokens")
     return number
 
 

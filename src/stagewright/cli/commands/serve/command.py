@@ -118,14 +118,17 @@ def report(of: Serving, out: Console) -> None:
     out.print(
         f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}: "
         f"{found.request_rate:,.2f} requests/s, {found.output_rate:,.1f} output tokens/s, "
-        f"{found.output_rate / found.gpus:,.1f} per GPU, {found.user_rate:,.1f} per user"
+        f"{found.output_rate / found.gpus:,.1f} per GPU"
+        + (f", {found.user_rate:,.1f} per user" if found.user_rate == found.user_rate else "")
     )
     print_table(of.latencies(), out)
-    if any(limit is not None for limit in (of.slo.ttft, of.slo.tpot, of.slo.e2e)):
+    if limits := _limits(of):
         out.print(
             f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of all requests keep "
-            f"{_limits(of)}"
+            f"{limits}"
         )
+    if found.classes:
+        print_table(of.classes(), out)
     out.print(
         f"queue: {found.mean_waiting:,.2f} requests wait and {found.mean_running:,.2f} run, on "
         f"average; {plural(found.preemptions, 'preemption', 'preemptions')}"
@@ -146,6 +149,9 @@ def report(of: Serving, out: Console) -> None:
 
 
 def _limits(of: Serving) -> str:
+    """What a request must keep, in words; nothing where nothing is asked for."""
+    if any(each.limited for each in of.outcome.workload.classes):
+        return "the limits of their class"
     limits = {"TTFT": of.slo.ttft, "TPOT": of.slo.tpot, "E2E": of.slo.e2e}
     return ", ".join(f"{name} <= {duration(s)}" for name, s in limits.items() if s is not None)
 
