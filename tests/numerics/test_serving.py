@@ -184,7 +184,8 @@ def same_bytes_without_asking(seeds: range):
             )
             columns = [getattr(done.records, each.name) for each in fields(done.records)]
             for engine in done.engines:
-                columns += [engine.gaps.numbers, *engine.samples]
+                gaps = engine.gaps
+                columns += [gaps.numbers, gaps.late, gaps.single, *engine.samples]
             found.append([bytes(column) for column in columns])
         assert found[0] == found[1]
     assert len(seeds) <= asked < 2 * len(seeds)

@@ -128,6 +128,12 @@ class Service:
 
     def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
         """Serve a workload to its end."""
+        outcome, accepted = self.run(workload, heard)
+        summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
+        return ServedRun(outcome, summary)
+
+    def run(self, workload: Workload, heard: Heard | None = None) -> tuple[Outcome, Accepted]:
+        """What becomes of a workload."""
         accepted = accept(workload, self.max_model_len, self.room, self.most_prompt)
         check_accepted(accepted, self.max_model_len, self.room)
         of = in_blocks(accepted.workload, self.instance.cache.block_size)
@@ -148,9 +154,7 @@ class Service:
         count = self.engines.instances * self.instance.replicas
         together = self.instance.replicas if self.instance.barrier else 1
         router = router_of(self.engines.router)
-        outcome = serve(of, engine, count, router, self.host, heard, together)
-        summary = summarize(outcome, slo, self.gpus, accepted.rejected, accepted.shortened)
-        return ServedRun(outcome, summary)
+        return serve(of, engine, count, router, self.host, heard, together), accepted
 
 
 class EngineParts(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heappop
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.decisions import FOREVER, Decision, PlainRules
@@ -59,6 +59,12 @@ class Engine(PlainSteps):
 
     __slots__ = ("_rules", "_sample_every", "scheduler", "unit")
 
+    _carries_on: ClassVar[bool] = True
+
+    def __init_subclass__(cls, plain: bool = False) -> None:
+        """A subclass has methods of its own; `plain`: `_carry_on` does the same if `_plain`."""
+        cls._carries_on = plain
+
     def __init__(
         self,
         workload: Workload,
@@ -73,9 +79,8 @@ class Engine(PlainSteps):
         self.scheduler = scheduler
         self._next_sample, self._sample_every = sample_every, sample_every
         self._ahead = bool(getattr(scheduler, "async_scheduling", False))
-        # A subclass has methods of its own for what `_carry_on` does by itself.
         plain: PlainRules | None = getattr(scheduler, "plain", None)
-        self._rules = plain if type(self) is Engine else None
+        self._rules = plain if self._carries_on else None
 
         self.unit: Unit = self
         """What moves the engine on: itself, or what lets several step together."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagewright.serving.engines.blocks import Hit, KvBlocks
+from stagewright.serving.engines.decisions import PlainRules
 from stagewright.serving.engines.engine import Decision, Engine, Scheduler
 from stagewright.serving.engines.state import CachedPart
 from stagewright.serving.engines.times import series
@@ -56,6 +57,10 @@ class BringingEngine(Engine):
         when it starts the transfers."""
         self._ready: dict[int, int] = {}  # tokens whose cache has come
         self.with_first_token = with_first_token
+
+    @property
+    def _plain(self) -> bool:
+        return not (self.remote or self.loading or self._ready) and super()._plain
 
     def push_remote(self, request: int, tokens: int) -> None:
         """A request arrives of which so many tokens were computed elsewhere."""
@@ -112,7 +117,7 @@ class BringingEngine(Engine):
             steps = self.steps_until(at - self.now, self._first, self._grows, self._steps)
             self._steps = min(steps, self._steps)
             self.end = self.now + series(self._first, self._grows, self._steps)
-        self.scheduler, self._stands = _HALTED, False
+        self.scheduler, self._rules, self._stands = _HALTED, None, False
 
     def evict(self) -> list[tuple[int, int, float]]:
         """Take all requests out: each with the tokens that it had got, and when the last one."""
@@ -182,7 +187,7 @@ class BringingEngine(Engine):
         return n
 
 
-class PromptEngine(BringingEngine):
+class PromptEngine(BringingEngine, plain=True):
     """An engine that gives each request one token, and keeps its blocks until they are read."""
 
     __slots__ = ("_kept", "prefilled")
@@ -208,7 +213,7 @@ class PromptEngine(BringingEngine):
             unit.end = min(unit.end, at)
 
 
-class DecodeEngine(BringingEngine):
+class DecodeEngine(BringingEngine, plain=True):
     """An engine whose requests have been prefilled elsewhere."""
 
     __slots__ = ()
@@ -228,6 +233,11 @@ class Pulls:
     def async_scheduling(self) -> bool:
         """As the scheduler of the engine."""
         return bool(getattr(self.of, "async_scheduling", False))
+
+    @property
+    def plain(self) -> PlainRules | None:
+        """As of the scheduler of the engine, while nobody brings a cache."""
+        return getattr(self.of, "plain", None)
 
     def schedule(self, engine: Engine) -> Decision:
         """The scheduler's own decision, of which requests without a cache know nothing."""

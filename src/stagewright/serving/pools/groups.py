@@ -13,15 +13,16 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.serving.cluster import Heard, in_blocks
+from stagewright.serving.cluster import Heard, Outcome, in_blocks
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine, Pulls
-from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.pools.loop import EnginePool, Enough, Pools, serve_in_pools
 from stagewright.serving.pools.operation import InstanceEvents
 from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.requests import (
+    Accepted,
     Handover,
     Records,
     Workload,
@@ -109,6 +110,18 @@ class InstanceGroups:
 
     def serve(self, workload: Workload, slo: Slo, heard: Heard | None = None) -> ServedRun:
         """Serve a workload to its end."""
+        outcome, accepted = self.run(workload, heard)
+        gpus = self.gpus
+        if outcome.instances:  # those that have served at a time
+            most = max(count for _, count in outcome.instances)
+            gpus = gpus // len(outcome.engines) * most if len(self.groups) == 1 else gpus
+        summary = summarize(outcome, slo, gpus, accepted.rejected, accepted.shortened)
+        return ServedRun(outcome, summary)
+
+    def run(
+        self, workload: Workload, heard: Heard | None = None, enough: Enough | None = None
+    ) -> tuple[Outcome, Accepted]:
+        """What becomes of a workload, up to its end or until somebody has `enough` of it."""
         if self.stages is not None and self.stages.added_tokens:
             workload = with_documents(workload, self.stages.added_tokens)
         last = [g.service for g in self.groups if g.serves != "prefill"]
@@ -146,13 +159,7 @@ class InstanceGroups:
             size = first[0].instance.cache.bytes_per_token
             pools = replace(pools, stages=replace(self.stages, bytes_per_token=size))
         pools = replace(pools, operation=self.operation)
-        outcome = serve_in_pools(of, records, pools, heard)
-        gpus = self.gpus
-        if outcome.instances:  # those that have served at a time
-            most = max(count for _, count in outcome.instances)
-            gpus = gpus // len(engines) * most if len(self.groups) == 1 else gpus
-        summary = summarize(outcome, slo, gpus, accepted.rejected, accepted.shortened)
-        return ServedRun(outcome, summary)
+        return serve_in_pools(of, records, pools, heard, enough), accepted
 
     def _engines(
         self, group: InstanceGroup, of: Workload, records: Records, handover: Handover
@@ -217,8 +224,12 @@ def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float
         hardware = one.machine.hardware, two.machine.hardware
         return KvTransfer.between(one.run, two.run, two.model, hardware)
 
-    def transfer(source: int, target: int, tokens: int) -> tuple[float, int]:
-        way = between(places[source].group, places[target].group)
+    @cache
+    def of_groups(first: InstanceGroup, second: InstanceGroup, tokens: int) -> tuple[float, int]:
+        way = between(first, second)
         return way.seconds(tokens), way.bytes(tokens)
+
+    def transfer(source: int, target: int, tokens: int) -> tuple[float, int]:
+        return of_groups(places[source].group, places[target].group, tokens)
 
     return transfer

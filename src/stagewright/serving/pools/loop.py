@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop
 
 from stagewright.serving.cluster import Heard, Outcome, ToCome
@@ -34,13 +35,19 @@ class EnginePool:
     fits: Callable[[int, int], bool] | None = None
     """Whether an engine can serve a request at all; None: each one can."""
 
-    @property
+    @cached_property
     def host(self) -> HostTimes:
         """What lies between a user and the router: the quickest host."""
         return min(self.hosts.values(), key=lambda host: host.before_prefill(1))
 
+    @cached_property
+    def _hosts_alike(self) -> bool:
+        return len(set(self.hosts.values())) == 1
+
     def behind(self, nth: int, prompt: int) -> float:
         """Seconds between the router and the queue of an engine."""
+        if self._hosts_alike:
+            return 0.0
         return max(0.0, self.hosts[nth].before_prefill(prompt) - self.host.before_prefill(prompt))
 
 
@@ -62,14 +69,33 @@ class Pools:
     """What happens to instances meanwhile."""
 
 
+Enough = Callable[[Workload, Records, float], bool]
+"""Is asked, of what has become of requests up to a moment, whether that is enough."""
+ASKED = 100
+"""How often it is asked in a run."""
+
+
+class _IsEnough(Exception):
+    """Whoever asked for the run need not know the rest."""
+
+
 def serve_in_pools(
-    workload: Workload, records: Records, pools: Pools, heard: Heard | None = None
+    workload: Workload,
+    records: Records,
+    pools: Pools,
+    heard: Heard | None = None,
+    enough: Enough | None = None,
 ) -> Outcome:
-    """Serve a workload on engines that write into `records`, in one order of events."""
-    play = _Play(workload, records, pools, heard)
+    """Serve a workload on engines that write into `records`, in one order of events.
+
+    The run ends early when somebody has `enough` of it.
+    """
+    play = _Play(workload, records, pools, heard, enough)
     stopped = False
     try:
         play.run()
+    except _IsEnough:
+        pass
     except KeyboardInterrupt:
         stopped = True
     return Outcome(
@@ -88,9 +114,16 @@ class _Play:
     """Requests on their way through pools."""
 
     def __init__(
-        self, workload: Workload, records: Records, pools: Pools, heard: Heard | None
+        self,
+        workload: Workload,
+        records: Records,
+        pools: Pools,
+        heard: Heard | None,
+        enough: Enough | None,
     ) -> None:
         self.workload, self.records, self.pools, self.heard = workload, records, pools, heard
+        self.enough, self.every = enough, max(1, len(workload) // ASKED)
+        self._noted = [math.inf] * len(pools.engines)  # ends on the agenda
         self.arrivals = ToCome(workload, pools.front.host)
         self.handover, self.engines = pools.handover, pools.engines
         self.agenda = Agenda()
@@ -195,11 +228,15 @@ class _Play:
     def note(self, nth: int) -> None:
         """Note when the batch of an engine, and of those that step with it, ends."""
         end = self.engines[nth].unit.end
-        if end < math.inf:
-            self.agenda.note(end, BATCH_END, nth, self._advance)
+        if end != self._noted[nth]:
+            self._noted[nth] = end
+            if end < math.inf:
+                self.agenda.note(end, BATCH_END, nth, self._advance)
 
     def _advance(self, at: float, nth: int) -> None:
         """Move an engine on, and hear what it has done."""
+        if self._noted[nth] == at:
+            self._noted[nth] = math.inf
         unit = self.engines[nth].unit
         if unit.end != at:
             return  # the batch was cut since
@@ -237,6 +274,13 @@ class _Play:
         self.done += 1
         if self.heard is not None and self.done % 1000 == 0:
             self.heard(self.done, len(self.workload))
+        if self.enough is not None and self.done % self.every == 0:
+            self._ask(at, self.enough)
+
+    def _ask(self, at: float, enough: Enough) -> None:
+        """End the run if what is known is enough."""
+        if enough(self.workload, self.records, at):
+            raise _IsEnough
 
     def refuse(self, at: float, request: int, why: str) -> None:
         """A request is not served to its end; who waited for it goes on."""

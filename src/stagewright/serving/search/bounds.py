@@ -93,7 +93,7 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     room = max(1, service.blocks * block // (shortest + 1))
     most = max(1, min(service.limits.requests, room))
     requests = np.arange(1, most + 1)
-    decode = np.array([times.decode(n, n * (shortest + 1)) for n in requests.tolist()])
+    decode = np.array([times.decode_once(n, n * (shortest + 1)) for n in requests.tolist()])
     per_token = float((decode / requests).min())
     chunks = np.unique(np.geomspace(1, service.limits.tokens, _CHUNKS).astype(int)).tolist()
     # A step of so many tokens takes no less than one of fewer; of short prompts keys are fewest.

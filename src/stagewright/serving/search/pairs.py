@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.serving.metrics import RequestTimes, Slo
+from stagewright.serving.metrics import Slo
 from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
-from stagewright.serving.requests import Workload
+from stagewright.serving.requests import Records, Workload
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
-from stagewright.serving.search.plays import PlayedLoad, SeenRequests
+from stagewright.serving.search.plays import PlayedLoad, SeenRequests, missed
 from stagewright.serving.service import Service
 
 BUSY = 0.8
@@ -139,7 +139,10 @@ def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
 def play_pair(
     of: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
 ) -> tuple[PlayedLoad, bool, bool]:
-    """What users see, whether enough requests keep the limits, and whether prompts are short."""
+    """What users see, whether enough requests keep the limits, and whether prompts are short.
+
+    No longer than it takes to see that too many requests miss their limits.
+    """
     purposes = ("prefill", "decode")
     many = (counts.prompts, counts.decode)
     groups = InstanceGroups(
@@ -150,15 +153,14 @@ def play_pair(
             for each, count, name in zip(of.layouts, many, purposes, strict=True)
         )
     )
-    served = groups.serve(work, slo)
+
+    def hopeless(of: Workload, records: Records, at: float) -> bool:
+        return missed(of, records, at, slo).lost > load.misses
+
+    outcome, accepted = groups.run(work, enough=hopeless)
     seen = SeenRequests.nothing()
-    seen.add(served, slo)
+    late = seen.add(outcome, accepted, slo)
     lost = sum(work.rejected.values())
     found = seen.load(len(work) + lost, load.misses + lost, groups.gpus)
     found = replace(found, instances=counts.decode, prefill_instances=counts.prompts)
-    times = RequestTimes.of(served.outcome)
-    late, slow = (
-        int((~times.good(Slo(ttft=slo.ttft))).sum()),
-        int((~times.good(Slo(tpot=slo.tpot))).sum()),
-    )
-    return found, found.meets, late >= slow
+    return found, found.meets, late

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from stagewright.arrays import Float
+from stagewright.serving.cluster import Outcome
 from stagewright.serving.metrics import RequestTimes, Slo, Spread
-from stagewright.serving.requests import Workload
+from stagewright.serving.requests import Accepted, Records, Workload
 from stagewright.serving.search.bounds import LoadTotals
-from stagewright.serving.service import ServedRun, Service
+from stagewright.serving.service import Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,33 @@ class PlayedLoad:
         return self.output_rate / self.gpus
 
 
+class Missed(NamedTuple):
+    """Numbers of requests that miss limits, or surely will."""
+
+    late: int
+    """The limit of the first token."""
+    slow: int
+    """That of further tokens."""
+    lost: int
+    """Any limit."""
+
+
+def missed(work: Workload, records: Records, at: float, slo: Slo) -> Missed:
+    """Which requests miss limits, by what is known of them `at` so many seconds."""
+    arrival, first, finish = map(np.array, (records.arrival, records.first, records.finish))
+    more = np.maximum(np.array(work.output) - 1, 1)
+    until = np.where(np.isnan(finish), at, finish)
+    several = np.array(work.output) > 1
+    late = np.where(np.isnan(first), at, first) - arrival > _limit(slo.ttft)
+    slow = several & ((until - first) / more > _limit(slo.tpot))
+    lost = late | slow | (until - arrival > _limit(slo.e2e))
+    return Missed(int(late.sum()), int(slow.sum()), int(lost.sum()))
+
+
+def _limit(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
+
+
 @dataclass(slots=True)
 class SeenRequests:
     """Times of requests on the instances that have been played so far."""
@@ -62,22 +91,27 @@ class SeenRequests:
         """No instance has been played."""
         return cls([], [])
 
-    def add(self, of: ServedRun, slo: Slo) -> None:
-        """Count the requests of an instance; raises KeyboardInterrupt where somebody stopped it."""
-        if of.outcome.stopped:
+    def add(self, outcome: Outcome, accepted: Accepted, slo: Slo) -> bool:
+        """Count the requests of an instance; raises KeyboardInterrupt where somebody stopped it.
+
+        Returns whether no fewer of them missed the limit of the first token than that of others.
+        """
+        if outcome.stopped:
             raise KeyboardInterrupt
-        times = RequestTimes.of(of.outcome)
-        work = of.outcome.workload
-        good = int(times.good(slo).sum())
+        times = RequestTimes.of(outcome)
+        work, finish = outcome.workload, np.array(outcome.records.finish)
+        self.good += int(times.good(slo).sum())
+        at = float(np.nanmax(finish)) if len(times.number) else 0.0
+        of = missed(work, outcome.records, at, slo)
+        self.lost += of.lost + sum(accepted.rejected.values())
         self.ttft.append(times.ttft)
         self.tpot.append(times.tpot[np.isfinite(times.tpot)])
-        self.good += good
-        self.lost += len(work) - good + sum(of.summary.rejected.values())
         if len(times.number):
-            arrival = np.array(of.outcome.records.arrival)[times.number]
+            arrival = np.array(outcome.records.arrival)[times.number]
             self.begin = min(self.begin, float(arrival.min()))
             self.end = max(self.end, float((arrival + times.e2e).max()))
             self.tokens += int(np.array(work.output)[times.number].sum())
+        return of.late >= of.slow
 
     def load(self, every: int, may: int, gpus: int) -> PlayedLoad:
         """What users saw, of so many requests, of which some may miss their limits; of one
@@ -107,7 +141,7 @@ def play(service: Service, workload: Workload, load: LoadTotals, slo: Slo) -> Pl
     seen = SeenRequests.nothing()
     lost = sum(workload.rejected.values())
     for alone, part in _parts(service, workload):
-        seen.add(alone.serve(part, slo), slo)
+        seen.add(*alone.run(part), slo)
         if seen.lost > load.misses + lost:
             break
     found = seen.load(len(workload) + lost, load.misses + lost, service.gpus)
