@@ -202,7 +202,10 @@ def check(run: Run, model: ModelConfig) -> None:
     apply(SOURCE if model.encoder_num_layers else NO_SOURCE, run, model)
     if model.modules:
         names = ", ".join(m.name for m in model.modules)
-        raise UserError(f"modules ({names}) are there in training only; drop them, or mode")
+        raise UserError(
+            f"modules ({names}) are there in training only: they have no cache of keys and values; "
+            "use mode=train, or a preset or config.json of the model"
+        )
     if run.mla is not None and not model.kv_lora_rank:
         raise UserError(
             f"mla={run.mla} is a form of latent attention, {model.name} has none; drop it"

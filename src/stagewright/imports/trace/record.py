@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.imports.trace.autograd import kept_of
 from stagewright.imports.trace.examples import check_examples, fixed_dims
 from stagewright.imports.trace.functional import functional
 from stagewright.imports.trace.masks import kind_of_mask
@@ -271,7 +272,7 @@ class _Recorder:
                 shape_of(value) if tensor else (),
                 dtype_of(value) if tensor else "",
                 tuple(self._argument(a) for a in node.args),
-                {k: self._argument(v) for k, v in node.kwargs.items() if k in _KEPT},
+                self._keywords(node, target),
                 path_of(node),
                 source_of(node),
             )
@@ -281,6 +282,13 @@ class _Recorder:
             return
         for operand in node.all_input_nodes:
             self._note_mask(operand)
+
+    def _keywords(self, node: Any, target: str) -> dict[str, Any]:
+        """Keywords of a call that say what is computed, and what an op of a user's own keeps."""
+        own = {k: self._argument(v) for k, v in node.kwargs.items() if k in _KEPT}
+        foreign = not target.startswith("aten.") and target != "getitem"
+        kept = kept_of(self.pt, node) if foreign else None
+        return own | ({"keeps": kept} if kept else {})
 
     def _inline(self, node: Any, inner: Any, name: str) -> None:
         """The calls of a graph that runs under `torch.no_grad` or autocast, in its place."""
